@@ -1,0 +1,35 @@
+"""Compressed collectives: codecs, transports, and the error-compensated all-reduce over them.
+
+Rests on torch alone. Installed as `onebit.comm`. Start reading at `allreduce.py`; the wire format is in
+`kernels/reference.py`.
+"""
+
+if __name__ != "onebit.comm":
+    raise ImportError(f"this package is onebit.comm, it was imported as {__name__!r}; use `from onebit import comm`")
+
+from .allreduce import ErrorFeedback, Flight, Wire, allreduce_mean, compressed_allreduce, interleave, land
+from .codec import Codec, IdentityCodec
+from .launch import init
+from .sign import SignCodec
+from .sim_transport import SimNetwork, SimTransport, run_ranks
+from .transport import PeerError, Transport, Work
+
+__all__ = [
+    "Codec",
+    "ErrorFeedback",
+    "Flight",
+    "IdentityCodec",
+    "PeerError",
+    "SignCodec",
+    "SimNetwork",
+    "SimTransport",
+    "Transport",
+    "Wire",
+    "Work",
+    "allreduce_mean",
+    "compressed_allreduce",
+    "init",
+    "interleave",
+    "land",
+    "run_ranks",
+]

@@ -1,0 +1,161 @@
+"""The error-compensated compressed all-reduce: a mean over ranks that sends each element about once, compressed.
+
+Two legs. Each rank owns one of W equal chunks. Leg 1 (all_to_all): everybody sends every owner its frame of that chunk.
+Leg 2 (all_gather): the owner averages, compresses the average and sends it to everybody. What a compression leaves out
+is added to the input of the next one: the worker error for leg 1, the server error for leg 2.
+
+`compressed_allreduce` is a generator that yields each launched Work, so that several buckets share the wire
+(`interleave`); `allreduce_mean` is the plain call. Sources: 1-bit Adam (arXiv 2102.02888), Algorithm 1 and Figure 3.
+
+Shape legend: W ranks, N elements of a chunk, B bytes of its frame, J blocks of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .codec import Codec
+from .transport import Transport, Work
+
+Exchange = Generator[Work, None, None]
+
+
+@dataclass
+class ErrorFeedback:
+    """What compression still owes, on this rank: worker error [W·N], server error [N]; float32 or bfloat16.
+
+    Written by `commit` alone, so that a step can be abandoned after its traffic without a trace.
+    """
+
+    worker: Tensor
+    server: Tensor
+
+    @classmethod
+    def zeros(
+        cls, n: int, world_size: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> ErrorFeedback:
+        """For buckets of n elements in all, n a multiple of world_size."""
+        return cls(
+            torch.zeros(n, dtype=dtype, device=device), torch.zeros(n // world_size, dtype=dtype, device=device)
+        )
+
+    def commit(self, x: Tensor, wire: Wire) -> None:
+        """Take over the residuals that `compressed_allreduce` left in x (float32 [W·N]) and in `wire.mean`."""
+        self.worker.copy_(x)
+        self.server.copy_(wire.mean)
+
+
+@dataclass
+class Wire:
+    """The buffers of one bucket's exchange. They hold nothing between steps except, on request, the last frames.
+
+    sent_WB: my frames, one per owner. received_WB: everybody's frames of my chunk. frames_WB: the averages, after leg 2;
+    may be the memory of sent_WB, which leg 1 has finished with by then. mean: float32 [N], the chunk I own.
+    """
+
+    sent_WB: Tensor
+    received_WB: Tensor
+    frames_WB: Tensor
+    mean: Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        codec: Codec,
+        n: int,
+        world_size: int,
+        *,
+        sent_WB: Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Wire:
+        """Buffers for n elements in all. `sent_WB` lets a lossless codec send from where the bucket lies."""
+        B = codec.frame_bytes(n // world_size)
+        received = torch.empty(world_size, B, dtype=torch.uint8, device=device)
+        sent = torch.empty_like(received) if sent_WB is None else sent_WB
+        return cls(sent, received, sent, torch.empty(n // world_size, device=device))
+
+
+def compressed_allreduce(
+    x: Tensor, ef: ErrorFeedback | None, codec: Codec, link: Transport, wire: Wire, counts: Tensor | None = None
+) -> Exchange:
+    """Exchange x + what is owed; afterwards every rank holds the same `wire.frames_WB`, the frames of the mean.
+
+    x: float32 [W·N], padded to whole blocks; becomes the worker residual. ef: read, not written: `ef.commit(x, wire)`
+    takes the residuals over. counts: int32 [W, J], real elements of each block. Yields two Works; the caller waits for
+    each before it resumes. All ranks, same order of buckets. Sends 2·(W-1)·B bytes per rank.
+    """
+    W = link.world_size
+    x_WN = x.view(W, -1)
+    counts_WJ = None if counts is None else counts.view(W, -1)
+    worker_WN = None if ef is None else ef.worker.view(W, -1)
+    server_1N = None if ef is None else ef.server.view(1, -1)
+
+    codec.encode(x_WN, worker_WN, wire.sent_WB, counts_WJ)
+    yield link.all_to_all(wire.received_WB, wire.sent_WB)
+
+    codec.decode_mean(wire.received_WB, wire.mean)
+    own = slice(link.rank, link.rank + 1)
+    own_frame_1B = torch.empty_like(wire.received_WB[:1])
+    codec.encode(wire.mean.view(1, -1), server_1N, own_frame_1B, None if counts_WJ is None else counts_WJ[own])
+    yield link.all_gather(wire.frames_WB, own_frame_1B[0])
+
+
+def interleave(exchanges: Iterable[Exchange]) -> None:
+    """Run exchanges side by side: leg 1 of all of them is under way before leg 2 of the first is waited for.
+
+    The order of launches is a function of the order of `exchanges` alone: the same on every rank.
+    """
+    flights = [Flight(exchange) for exchange in exchanges]
+    land(flights)
+
+
+class Flight:
+    """An exchange under way: its generator and the Work it last yielded."""
+
+    def __init__(self, exchange: Exchange):
+        self._exchange = exchange
+        self._work: Work | None = next(exchange, None)
+
+    def advance(self) -> bool:
+        """Wait for the Work in flight and launch the next. False once there is none."""
+        if self._work is None:
+            return False
+        self._work.wait()
+        self._work = next(self._exchange, None)
+        return self._work is not None
+
+
+def land(flights: Sequence[Flight]) -> None:
+    """Bring flights to their end, one leg of each per round, in the order given."""
+    remaining = list(flights)
+    while remaining:
+        remaining = [flight for flight in remaining if flight.advance()]
+
+
+def allreduce_mean(
+    x: Tensor, ef: ErrorFeedback | None, codec: Codec, link: Transport, wire: Wire | None = None
+) -> bool:
+    """x ← the compressed mean over ranks of x; ef takes what was left out. The plain, blocking form, for one tensor.
+
+    x: float32 [n], n a multiple of world_size·codec.block. Where any rank's x is not finite, returns False on all ranks
+    and leaves ef untouched and x undefined. All ranks. Sends 2·(W-1)·codec.frame_bytes(n/W) bytes per rank.
+    """
+    W = link.world_size
+    if x.dtype != torch.float32 or x.dim() != 1 or x.numel() % (W * codec.block):
+        raise ValueError(
+            f"rank {link.rank}: expected a float32 vector whose length is a multiple of world_size·block = "
+            f"{W}·{codec.block}, got {x.dtype} {tuple(x.shape)}; pad it"
+        )
+    if wire is None:
+        wire = Wire.empty(codec, x.numel(), W, device=x.device)
+    interleave([compressed_allreduce(x, ef, codec, link, wire)])
+    if not bool(codec.is_finite(wire.frames_WB, x.numel() // W)):
+        return False
+    if ef is not None:
+        ef.commit(x, wire)
+    codec.decode(wire.frames_WB, x.view(W, -1))
+    return True

@@ -1,0 +1,123 @@
+"""The sign frame in pure torch: the specification. Every other kernel gives the same bytes and the same floats.
+
+Frame of a row of N = J·block elements:
+
+    offset 0            J·block/8 bytes   sign bits: element i is bit i%8 (least significant first) of byte i//8; 1 = minus
+    offset J·block/8    J·2 bytes         scale of each block, bfloat16, little-endian
+    then                zero bytes up to a multiple of 16
+
+Rules that leave no freedom to an implementation:
+1. c = x + error, one float32 addition. The sign of c is its sign bit: -0.0 is minus.
+2. The scale of a block with n > 0 real elements is sqrt((Σ c²)/n) ("rms") or (Σ |c|)/n ("mean_abs") in float32, rounded
+   to bfloat16 to nearest even. The sum runs in 16 lanes: lane l adds elements l, l+16, l+32, … in this order, padding as
+   +0.0; then lanes are added in halves: l + (l+8), l + (l+4), l + (l+2), l + (l+1). Each operation rounds once; no
+   fused multiply-add. A block without real elements has scale 0.
+3. Where the bfloat16 scale is not finite, the block travels as scale 0x7FC0 (NaN) and zero bits, and leaves residual 0.
+   Squares overflow above 1.8e19 and vanish below 1e-23: the former counts as non-finite, the latter as zero.
+4. The residual is c - (±scale), one float32 subtraction with the *rounded* scale. Padding has zero bits and residual 0.
+5. A decoded value is the scale with the sign bit put in. A mean adds row after row and multiplies by float32(1/K).
+   `keep·out + weight·value` rounds each product and the sum.
+
+Shape legend: K rows, N elements, J blocks, B bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LANES = 16
+_NAN_BF16 = 0x7FC0
+
+
+def encode(
+    x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None, *, block: int, scale: str
+) -> None:
+    """frames ← frame of c = x + error; x ← c - decode(frames). x float32 in place; error float32/bfloat16, read only."""
+    K, N = x_KN.shape
+    J = N // block
+    c = x_KN if error_KN is None else x_KN + error_KN
+    c_KJn = c.reshape(K, J, block)
+    real: Tensor | None = None
+    n: Tensor | float = float(block)
+    if counts_KJ is not None:
+        real = torch.arange(block, device=c.device) < counts_KJ.unsqueeze(-1)
+        c_KJn = torch.where(real, c_KJn, 0.0)
+        n = counts_KJ.clamp(min=1).to(torch.float32)
+    terms = c_KJn.abs() if scale == "mean_abs" else c_KJn * c_KJn
+    mean_KJ = _lane_sum(terms) / n
+    scale_KJ = (mean_KJ if scale == "mean_abs" else mean_KJ.sqrt()).to(torch.bfloat16)
+    bad_KJ = ~scale_KJ.isfinite()
+
+    minus = c_KJn.view(torch.int32) < 0
+    minus &= ~bad_KJ.unsqueeze(-1)
+    if real is not None:
+        minus &= real
+    frames_KB[:, : N // 8] = _pack_bits(minus.view(K, N))
+    bits_KJ = torch.where(bad_KJ, _NAN_BF16, scale_KJ.view(torch.int16))
+    frames_KB[:, N // 8 : N // 8 + 2 * J] = bits_KJ.to(torch.int16).contiguous().view(torch.uint8).view(K, 2 * J)
+    frames_KB[:, N // 8 + 2 * J :] = 0
+
+    s_KJ1 = scale_KJ.to(torch.float32).unsqueeze(-1)
+    residual = c_KJn - torch.where(minus, -s_KJ1, s_KJ1)
+    residual.masked_fill_(bad_KJ.unsqueeze(-1), 0.0)
+    if real is not None:
+        residual.masked_fill_(~real, 0.0)
+    x_KN.copy_(residual.view(K, N))
+
+
+def decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None:
+    """out ← keep·out + weight·values; out float32 [K, N]."""
+    values = _values(frames_KB, out_KN.shape[1], block)
+    if weight != 1.0:
+        values.mul_(weight)
+    if keep == 0.0:
+        out_KN.copy_(values)
+    else:
+        out_KN.mul_(keep).add_(values)
+
+
+def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
+    """out ← mean over the K frames; out float32 [N]."""
+    out_N.copy_(_values(frames_KB[:1], out_N.shape[0], block)[0])
+    for k in range(1, frames_KB.shape[0]):
+        out_N.add_(_values(frames_KB[k : k + 1], out_N.shape[0], block)[0])
+    out_N.mul_(1.0 / frames_KB.shape[0])
+
+
+def scales(frames_KB: Tensor, n: int, *, block: int) -> Tensor:
+    """The bfloat16 scales [K, J] of frames of n elements (a copy)."""
+    J = n // block
+    return frames_KB[:, n // 8 : n // 8 + 2 * J].contiguous().view(torch.bfloat16)
+
+
+def _values(frames_KB: Tensor, n: int, block: int) -> Tensor:
+    K = frames_KB.shape[0]
+    s_KJ = scales(frames_KB, n, block=block).to(torch.float32)
+    minus = _unpack_bits(frames_KB[:, : n // 8]).view(K, n // block, block)
+    s_KJ1 = s_KJ.unsqueeze(-1)
+    return torch.where(minus, -s_KJ1, s_KJ1).view(K, n)
+
+
+def _lane_sum(terms_KJn: Tensor) -> Tensor:
+    K, J, block = terms_KJn.shape
+    rows = terms_KJn.reshape(K, J, block // LANES, LANES)
+    acc = rows[:, :, 0].clone()
+    for i in range(1, block // LANES):
+        acc += rows[:, :, i]
+    width = LANES
+    while width > 1:
+        width //= 2
+        acc = acc[..., :width] + acc[..., width:]
+    return acc[..., 0]
+
+
+def _pack_bits(minus_KN: Tensor) -> Tensor:
+    K, N = minus_KN.shape
+    weights = 2 ** torch.arange(8, device=minus_KN.device, dtype=torch.uint8)
+    return (minus_KN.view(K, N // 8, 8).to(torch.uint8) * weights).sum(-1, dtype=torch.uint8)
+
+
+def _unpack_bits(bytes_KB: Tensor) -> Tensor:
+    shifts = torch.arange(8, device=bytes_KB.device, dtype=torch.uint8)
+    return ((bytes_KB.unsqueeze(-1) >> shifts) & 1).bool().flatten(1)

@@ -1,0 +1,6 @@
+"""Placeholder."""
+from .sim_transport import SimTransport
+
+
+def init() -> SimTransport:
+    return SimTransport()

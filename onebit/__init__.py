@@ -1,0 +1,1 @@
+"""Drop-in optimizers for PyTorch that exchange about one bit per parameter."""
