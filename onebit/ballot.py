@@ -1,0 +1,60 @@
+"""One small message per rank and step: what all must know before anything is decided."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .comm import Transport
+from .replicas import gather_bytes
+
+_NUMBERS = struct.Struct("<3d")
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """One rank's contribution. present: which parameters have a gradient here. The rest is this rank's share of sums.
+
+    norm_squared: ‖g_i‖². dot: <g_i, m̂>. variance_norm: the L1 norm of v̂ on the chunks this rank owns.
+    """
+
+    present: Sequence[bool]
+    norm_squared: float = 0.0
+    dot: float = 0.0
+    variance_norm: float = 0.0
+
+    def to_bytes(self) -> bytes:
+        bits = sum(1 << k for k, is_present in enumerate(self.present) if is_present)
+        return _NUMBERS.pack(self.norm_squared, self.dot, self.variance_norm) + bits.to_bytes(
+            -(-len(self.present) // 8), "little"
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes, parameters: int) -> Ballot:
+        bits = int.from_bytes(data[_NUMBERS.size :], "little")
+        return cls([bool(bits >> k & 1) for k in range(parameters)], *_NUMBERS.unpack_from(data))
+
+
+def cast_ballots(link: Transport, mine: Ballot, device: torch.device | str) -> list[Ballot]:
+    """Every rank's ballot, in rank order. All ranks. Sends 24 bytes and a bit per parameter to each peer."""
+    return [Ballot.from_bytes(data, len(mine.present)) for data in gather_bytes(link, mine.to_bytes(), device)]
+
+
+def present_anywhere(ballots: Sequence[Ballot]) -> list[bool]:
+    """Per parameter: whether any rank has a gradient for it."""
+    return [any(column) for column in zip(*(ballot.present for ballot in ballots), strict=True)]
+
+
+def estimated_norm(ballots: Sequence[Ballot]) -> float:
+    """An estimate of ‖mean g‖ from what each rank knows: ‖μ‖² + σ²/n with ‖μ‖² ≈ <ḡ, m̂>.
+
+    N² = mean‖g_i‖²/n + (1 - 1/n)·max(0, mean <g_i, m̂>). Exact for one rank. Sums run in rank order: the same
+    everywhere.
+    """
+    n = len(ballots)
+    mean_squared = sum(ballot.norm_squared for ballot in ballots) / n
+    dot = sum(ballot.dot for ballot in ballots) / n
+    return (mean_squared / n + (1.0 - 1.0 / n) * max(0.0, dot)) ** 0.5

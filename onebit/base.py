@@ -1,0 +1,630 @@
+"""CompressedOptimizer: what every optimizer of the family shares. Buckets, traffic, agreement, state.
+
+The optimizer receives each rank's own gradients and does all data-parallel traffic itself, in every phase; the model is
+not wrapped. One step, top to bottom:
+
+    backward    a bucket whose gradients are complete is encoded and sent (leg 1) while earlier layers still compute
+    step()      ballot: which parameters have a gradient anywhere, the global norm, the variance's norm
+                the remaining buckets are sent; all of them land (leg 2)
+                verdict: a value that is not finite on any rank shows in everybody's frames: all skip, nothing is written
+                commit: errors, momentum, variance, parameters
+                now and then a vote on the replicas' bits
+
+Nothing is written before the verdict, so a skipped step leaves no trace. A leaf (`onebit_adam.py`) says what is sent in
+which codec, and what is done with what comes back.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import struct
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from . import comm, replicas
+from .ballot import Ballot, cast_ballots, estimated_norm, present_anywhere
+from .comm import Codec, ErrorFeedback, Flight, SignCodec, Transport, Wire
+from .flat import Layout, lay_out, partition
+
+log = logging.getLogger(__name__)
+
+_CHECKPOINT_VERSION = 1
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Stats:
+    """What the last step did. Times in milliseconds, bytes as payload this rank sent to others, without headers."""
+
+    phase: str = "warmup"
+    sent_bytes: int = 0
+    bits_per_parameter: float = 0.0
+    comm_ms: float = 0.0
+    skipped_steps: int = 0
+    clip_factor: float = 1.0
+
+
+@dataclass
+class Bucket:
+    """Some parameters of one group, their flat state, and their exchange.
+
+    first: how many parameters the buckets before it hold.
+    x: float32 [W·N]; gradients come in, what is sent is made in it, what came back is read from it. flat: the state
+    that has one element per element, by name. frames: the packed momentum, uint8 [W, B], once compression has begun.
+    """
+
+    index: int
+    first: int
+    group_index: int
+    params: list[Tensor]
+    names: list[str]
+    layout: Layout
+    x: Tensor
+    x_views: list[Tensor]
+    counts: Tensor
+    phase: str = ""
+    flat: dict[str, Tensor] = field(default_factory=dict)
+    frames: Tensor | None = None
+    ef: ErrorFeedback | None = None
+    wire: Wire | None = None
+    flight: Flight | None = None
+    sent_versions: list[tuple[int, int] | None] = field(default_factory=list)
+    complete: int = 0
+
+
+@dataclass
+class _Slot:
+    """Where a parameter belongs, and how many backward passes have reached it since the last step."""
+
+    bucket: Bucket
+    passes: int = 0
+
+
+class CompressedOptimizer(torch.optim.Optimizer, ABC):
+    """Base of the family; see `OnebitAdam` for the arguments. All ranks construct, step, load and add groups together."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: object,
+        defaults: dict[str, object],
+        *,
+        link: Transport | None,
+        codec: SignCodec,
+        max_grad_norm: float,
+        error_dtype: torch.dtype,
+        overlap: bool,
+        bucket_cap_mb: float,
+        check_replicas_every: int,
+    ):
+        if error_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"error_dtype must be torch.float32 or torch.bfloat16, got {error_dtype}")
+        if max_grad_norm < 0 or bucket_cap_mb <= 0 or check_replicas_every < 0:
+            raise ValueError(
+                "max_grad_norm and check_replicas_every must be at least 0 (0: off) and bucket_cap_mb above 0, got "
+                f"{max_grad_norm}, {check_replicas_every}, {bucket_cap_mb}"
+            )
+        self.link = comm.init() if link is None else link
+        self.codec = codec
+        self.max_grad_norm = max_grad_norm
+        self.error_dtype = error_dtype
+        self.check_replicas_every = check_replicas_every
+        self.stats = Stats()
+        self._overlap = overlap
+        self._bucket_elements = max(1, int(bucket_cap_mb * 2**20 / 4))
+        self._buckets: list[Bucket] = []
+        self._slots: dict[Tensor, _Slot] = {}
+        self._steps: list[Tensor] = []
+        self._launched = 0
+        self._passes_per_step = 0
+        self._paused = False
+        self._sent_before = 0
+        self._built_groups = 0
+        super().__init__(params, defaults)  # type: ignore[arg-type]
+        self._build_groups()
+
+    # ---------------------------------------------------------------- what a leaf defines
+
+    @abstractmethod
+    def _allocate(self, bucket: Bucket, phase: str) -> None:
+        """Give the bucket the zeroed state (flat, frames, ef) and the wire of a phase. "warmup" is the first."""
+
+    @abstractmethod
+    def momentum(self, bucket: Bucket) -> Tensor:
+        """The momentum as the ranks share it, float32 [W·N]; bias-corrected. May be a copy."""
+
+    @abstractmethod
+    def _codec(self, bucket: Bucket) -> Codec:
+        """What the bucket is sent in, this step."""
+
+    @abstractmethod
+    def _make_payload(self, bucket: Bucket, group: dict) -> None:
+        """bucket.x: this rank's gradients in, what is to be averaged out."""
+
+    @abstractmethod
+    def _commit(self, bucket: Bucket, group: dict, step: int) -> None:
+        """The step is good: take over errors and moments, leave lr·update in bucket.x. step counts from 1."""
+
+    @abstractmethod
+    def _after_step(self, ballots: Sequence[Ballot], step: int) -> None:
+        """All buckets are committed: phase changes."""
+
+    def _ballot_variance_norm(self) -> float:
+        """This rank's share of the variance's norm, for the ballot."""
+        return 0.0
+
+    # ---------------------------------------------------------------- construction
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add a group; all ranks, at the same step. It warms up for as many steps as the first groups did."""
+        super().add_param_group(param_group)
+        if self._built_groups:
+            self._build_groups()
+
+    def _build_groups(self) -> None:
+        """Check, equalise and bucket the groups that have been added since the last call."""
+        new = range(self._built_groups, len(self.param_groups))
+        params = [(g, p, name) for g in new for p, name in self._named(g)]
+        for _, p, name in params:
+            if p.dtype not in _DTYPES:
+                raise TypeError(
+                    f"rank {self.link.rank}: {name} is {p.dtype}; onebit trains float32, bfloat16 and float16 parameters"
+                )
+        lines = [f"{name}: {p.dtype} {tuple(p.shape)} requires_grad={p.requires_grad}" for _, p, name in params]
+        device = params[0][1].device if params else torch.device("cpu")
+        replicas.check_same_lines(self.link, "the parameters", [*lines, *self._options()], device)
+        replicas.make_equal(self.link, [p for _, p, _ in params])
+        for g in new:
+            self._steps.append(torch.tensor(0.0))
+            self._build_buckets(g)
+        self._built_groups = len(self.param_groups)
+        self._sent_before = self.link.sent_bytes
+
+    def _options(self) -> list[str]:
+        """The options that must be the same on all ranks, as text."""
+        names = ("codec", "max_grad_norm", "error_dtype", "check_replicas_every", "_overlap", "_bucket_elements")
+        return [f"option {name.lstrip('_')} = {getattr(self, name)}" for name in names]
+
+    def _named(self, g: int) -> Iterator[tuple[Tensor, str]]:
+        group = self.param_groups[g]
+        names = group.get("param_names") or [f"parameter {k} of group {g}" for k in range(len(group["params"]))]
+        return zip(group["params"], names, strict=True)
+
+    def _build_buckets(self, g: int) -> None:
+        trained = [(p, name) for p, name in self._named(g) if p.requires_grad]
+        for device in dict.fromkeys(p.device for p, _ in trained):
+            here = [(p, name) for p, name in trained if p.device == device]
+            for indices in partition([p.numel() for p, _ in here], self._bucket_elements):
+                bucket = self._new_bucket(g, [here[i] for i in indices], device)
+                self._buckets.append(bucket)
+                for p in bucket.params:
+                    self._slots[p] = _Slot(bucket)
+                    self._hook(p)
+
+    def _new_bucket(self, g: int, members: list[tuple[Tensor, str]], device: torch.device) -> Bucket:
+        params, names = [p for p, _ in members], [name for _, name in members]
+        layout = lay_out([p.shape for p in params], self.codec.block, self.link.world_size)
+        x = torch.zeros(layout.numel, device=device)
+        bucket = Bucket(
+            len(self._buckets), len(self._slots), g, params, names, layout, x, layout.views(x), layout.counts(device)
+        )
+        self._allocate(bucket, "warmup")
+        self._publish(bucket)
+        return bucket
+
+    def _hook(self, p: Tensor) -> None:
+        myself = weakref.ref(self)
+
+        def gradient_is_ready(param: Tensor) -> None:
+            optimizer = myself()
+            if optimizer is not None:
+                optimizer._on_gradient(param)
+
+        p.register_post_accumulate_grad_hook(gradient_is_ready)
+
+    # ---------------------------------------------------------------- backward: the launch of complete buckets
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here only accumulate; the bucket leaves in the first pass outside. As in DDP.
+
+        Not needed where every step has the same number of passes: the first step counts them.
+        """
+        self._paused, before = True, self._paused
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _on_gradient(self, p: Tensor) -> None:
+        if self._paused:
+            return
+        slot = self._slots[p]
+        slot.passes += 1
+        if self._launches_in_backward and slot.passes == self._passes_per_step:
+            slot.bucket.complete += 1
+            with torch.no_grad():
+                while self._launched < len(self._buckets) and self._is_complete(self._buckets[self._launched]):
+                    self._gather(self._buckets[self._launched])
+                    self._launch(self._buckets[self._launched])
+
+    @property
+    def _launches_in_backward(self) -> bool:
+        # The first step learns how many passes there are.
+        return self._overlap and self._passes_per_step > 0 and not self._clips_before_sending
+
+    @staticmethod
+    def _is_complete(bucket: Bucket) -> bool:
+        return bucket.complete == len(bucket.params)
+
+    def _gather(self, bucket: Bucket, grad_scale: float = 1.0) -> None:
+        """bucket.x ← the gradients, unscaled; zeros where there is none."""
+        present = [(view, p.grad) for view, p in zip(bucket.x_views, bucket.params, strict=True) if p.grad is not None]
+        for p, name, view in zip(bucket.params, bucket.names, bucket.x_views, strict=True):
+            if p.grad is None:
+                view.zero_()
+            elif p.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"rank {self.link.rank}: {name} has a {p.grad.layout} gradient; onebit needs dense ones "
+                    "(nn.Embedding(..., sparse=False))"
+                )
+        if present:
+            views, grads = zip(*present, strict=True)
+            torch._foreach_copy_(views, grads)
+        if grad_scale != 1.0:
+            bucket.x.mul_(1.0 / grad_scale)
+        bucket.sent_versions = [_version(p) for p in bucket.params]
+
+    def _launch(self, bucket: Bucket) -> None:
+        """Send what was gathered. In bucket order: every rank launches the same sequence."""
+        assert bucket.wire is not None and bucket.index == self._launched
+        self._make_payload(bucket, self.param_groups[bucket.group_index])
+        exchange = comm.compressed_allreduce(
+            bucket.x, bucket.ef, self._codec(bucket), self.link, bucket.wire, bucket.counts
+        )
+        bucket.flight = Flight(exchange)
+        self._launched += 1
+
+    def _check_unchanged(self) -> None:
+        """Raise if a gradient that has been sent is no longer what was sent."""
+        for bucket in self._buckets[: self._launched]:
+            for p, name, sent in zip(bucket.params, bucket.names, bucket.sent_versions, strict=True):
+                if sent != _version(p):
+                    raise RuntimeError(
+                        f"rank {self.link.rank}: the gradient of {name} changed after backward had sent it. For clipping "
+                        "use max_grad_norm=..., for more backward passes than in the step before use optimizer.no_sync(); "
+                        "for GradScaler and anything else that edits gradients construct with overlap=False"
+                    )
+
+    # ---------------------------------------------------------------- step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update from this rank's gradients; all ranks. See the module docstring for the sequence.
+
+        Under GradScaler (overlap=False) the loss scale is taken out here, and an overflow on one rank makes all skip.
+        Raises PeerError if a peer is lost, ReplicaError if the replicas are no longer identical, RuntimeError if a
+        gradient was edited after it had been sent.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._buckets:
+            return loss
+        waited = 0.0
+        grad_scale = float(getattr(self, "grad_scale", None) or 1.0)
+        if self._launched and grad_scale != 1.0:
+            raise RuntimeError(
+                "with GradScaler construct the optimizer with overlap=False: its scale is known too late"
+            )
+        self._check_unchanged()
+        for bucket in self._buckets[self._launched :]:
+            self._gather(bucket, grad_scale)
+
+        began = time.perf_counter()
+        ballots = cast_ballots(self.link, self._my_ballot(), self._buckets[0].x.device)
+        waited += time.perf_counter() - began
+        self.stats.clip_factor = self._clip_before_sending(ballots)
+
+        is_good = math.isfinite(self.stats.clip_factor)
+        if is_good:
+            for bucket in self._buckets[self._launched :]:
+                if self.stats.clip_factor != 1.0:
+                    bucket.x.mul_(self.stats.clip_factor)
+                self._launch(bucket)
+            began = time.perf_counter()
+            comm.land([bucket.flight for bucket in self._buckets if bucket.flight is not None])
+            waited += time.perf_counter() - began
+            is_good = all(bool(self._is_finite(bucket)) for bucket in self._buckets)
+        if is_good:
+            self._finish(ballots)
+        else:
+            self._skip()
+        self._count_traffic(waited)
+        self._start_over()
+        return loss
+
+    def _is_finite(self, bucket: Bucket) -> Tensor:
+        assert bucket.wire is not None
+        return self._codec(bucket).is_finite(bucket.wire.frames_WB, bucket.layout.chunk)
+
+    def _finish(self, ballots: Sequence[Ballot]) -> None:
+        """Commit every bucket, move the parameters, then let the leaf change phase."""
+        self._clip_after_landing()
+        for count in self._steps:
+            count += 1
+        seen = present_anywhere(ballots)
+        for bucket in self._buckets:
+            group = self.param_groups[bucket.group_index]
+            self._commit(bucket, group, int(self._steps[bucket.group_index]))
+            self._move(bucket, group, seen)
+        self.stats.phase = self._buckets[0].phase
+        step = int(self._steps[0])
+        self._after_step(ballots, step)
+        if self.check_replicas_every and step % self.check_replicas_every == 0:
+            self.check_replicas()
+
+    def _move(self, bucket: Bucket, group: dict, seen: Sequence[bool]) -> None:
+        """p ← p - (x + lr·wd·p), with one rounding, for every parameter that some rank had a gradient for."""
+        moved = [
+            (p, view)
+            for k, (p, view) in enumerate(zip(bucket.params, bucket.x_views, strict=True), bucket.first)
+            if p.requires_grad and seen[k]
+        ]
+        if not moved:
+            return
+        params, views = zip(*moved, strict=True)
+        decay = float(group["lr"]) * float(group["weight_decay"])
+        if decay != 0.0:
+            torch._foreach_add_(views, params, alpha=decay)
+        torch._foreach_sub_(params, views)
+
+    def _skip(self) -> None:
+        self.stats.skipped_steps += 1
+        mine = [
+            name
+            for bucket in self._buckets
+            for p, name in zip(bucket.params, bucket.names, strict=True)
+            if p.grad is not None and not bool(p.grad.isfinite().all())
+        ]
+        if mine:
+            log.warning(
+                "rank %d: gradient not finite in %s; all ranks skip the step", self.link.rank, ", ".join(mine[:5])
+            )
+        elif self.link.rank == 0:
+            log.warning("a gradient is not finite on another rank; all ranks skip the step")
+
+    def _count_traffic(self, waited_s: float) -> None:
+        self.stats.sent_bytes = self.link.sent_bytes - self._sent_before
+        self._sent_before = self.link.sent_bytes
+        elements = sum(bucket.layout.parameter_numel for bucket in self._buckets)
+        self.stats.bits_per_parameter = 8.0 * self.stats.sent_bytes / elements
+        self.stats.comm_ms = 1e3 * waited_s
+
+    def _start_over(self) -> None:
+        """Forget this step's launches and passes."""
+        self._passes_per_step = max(self._passes_per_step, *(slot.passes for slot in self._slots.values()))
+        self._launched = 0
+        for bucket in self._buckets:
+            bucket.flight, bucket.complete, bucket.sent_versions = None, 0, []
+        for slot in self._slots.values():
+            slot.passes = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. Buckets already sent by a backward pass that no step followed are brought home and dropped."""
+        if self._launched:
+            comm.land([bucket.flight for bucket in self._buckets if bucket.flight is not None])
+            self._start_over()
+        super().zero_grad(set_to_none)
+
+    # ---------------------------------------------------------------- clipping by the global norm
+
+    @property
+    def _clips_before_sending(self) -> bool:
+        # The mean gradient is known after the exchange while it travels in full; once momentum travels instead, each
+        # rank must be clipped before its error is added, by an estimate of the same norm.
+        return self.max_grad_norm > 0 and any(bucket.phase != "warmup" for bucket in self._buckets)
+
+    def _my_ballot(self) -> Ballot:
+        norm_squared = dot = 0.0
+        if self._clips_before_sending:
+            for bucket in self._buckets:
+                m_views = bucket.layout.views(self.momentum(bucket))
+                norm_squared += sum(_dot(g, g) for g in bucket.x_views)
+                dot += sum(_dot(g, m) for g, m in zip(bucket.x_views, m_views, strict=True))
+        present = [p.grad is not None for p in self._slots]
+        return Ballot(present, norm_squared, dot, self._ballot_variance_norm())
+
+    def _clip_before_sending(self, ballots: Sequence[Ballot]) -> float:
+        return self._clip_factor(estimated_norm(ballots)) if self._clips_before_sending else 1.0
+
+    def _clip_after_landing(self) -> None:
+        if self.max_grad_norm == 0 or self._clips_before_sending:
+            return
+        mine = sum(_dot(chunk, chunk) for chunk in map(self._own_chunk, self._buckets))
+        shares = replicas.gather_bytes(self.link, struct.pack("<d", mine), self._buckets[0].x.device)
+        self.stats.clip_factor = self._clip_factor(sum(struct.unpack("<d", share)[0] for share in shares) ** 0.5)
+        for bucket in self._buckets:
+            bucket.x.mul_(self.stats.clip_factor)
+
+    def _clip_factor(self, norm: float) -> float:
+        """torch.nn.utils.clip_grad_norm_'s rule."""
+        return min(1.0, self.max_grad_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
+
+    def _own_chunk(self, bucket: Bucket) -> Tensor:
+        """This rank's share of bucket.x. Sums over it are exchanged, so that they come out the same on every rank."""
+        return bucket.x.view(self.link.world_size, -1)[self.link.rank]
+
+    # ---------------------------------------------------------------- agreement and telemetry
+
+    def check_replicas(self) -> None:
+        """Vote on the bits of all parameters; ReplicaError on all ranks if they differ. All ranks; 16 bytes per peer."""
+        names = [name for bucket in self._buckets for name in bucket.names]
+        replicas.check_replicas(self.link, list(self._slots), names, int(self._steps[0]))
+
+    @torch.no_grad()
+    def error_norm_ratio(self) -> float:
+        """‖worker error‖ / ‖momentum‖ on this rank: how much of what should be sent is still owed. 0 in warm-up."""
+        owed = momentum = 0.0
+        for bucket in self._buckets:
+            if bucket.ef is not None:
+                owed += _dot(bucket.ef.worker.float(), bucket.ef.worker.float())
+                m = self.momentum(bucket)
+                momentum += _dot(m, m)
+        return math.sqrt(owed / momentum) if momentum > 0 else 0.0
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank: moments, errors, packed momentum. Without bucket and wire buffers."""
+        return sum(
+            sum(t.nbytes for t in bucket.flat.values())
+            + (0 if bucket.frames is None else bucket.frames.nbytes)
+            + (0 if bucket.ef is None else bucket.ef.server.nbytes)
+            for bucket in self._buckets
+        )
+
+    def buffer_bytes(self) -> int:
+        """Bytes of buckets and wire buffers on this rank; what DDP calls its buckets."""
+        tensors = [t for b in self._buckets if b.wire for t in (b.x, b.wire.sent_WB, b.wire.received_WB, b.wire.mean)]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def _publish(self, bucket: Bucket) -> None:
+        """Show the bucket's state as torch does: optimizer.state[p], views of the flat tensors."""
+        views = {name: bucket.layout.views(flat) for name, flat in bucket.flat.items()}
+        for k, p in enumerate(bucket.params):
+            self.state[p] = {"step": self._steps[bucket.group_index], **{name: v[k] for name, v in views.items()}}
+
+    def state_dict(self) -> dict:
+        """As torch's, and this rank's share of the compression under "onebit": each rank saves and loads its own."""
+        state = super().state_dict()
+        state["onebit"] = {
+            "version": _CHECKPOINT_VERSION,
+            "rank": self.link.rank,
+            "world_size": self.link.world_size,
+            "block": self.codec.block,
+            "skipped_steps": self.stats.skipped_steps,
+            "buckets": [
+                {
+                    "phase": bucket.phase,
+                    "numel": bucket.layout.numel,
+                    "frames": bucket.frames,
+                    "server_error": None if bucket.ef is None else bucket.ef.server,
+                }
+                for bucket in self._buckets
+            ],
+            **self._extra_state(),
+        }
+        return state
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Continue exactly where `state_dict` was taken, on the same rank of a world of the same size. All ranks.
+
+        The state of a torch.optim.AdamW is taken as the state of a warm-up. Raises ValueError, before anything is
+        changed, where world size, rank, shapes, dtypes or options do not fit.
+        """
+        checked: list[dict] = []
+
+        def check(_: torch.optim.Optimizer, state: dict) -> None:
+            self._check_loadable(state)
+            checked.append(state)
+
+        last_hook = self.register_load_state_dict_pre_hook(check)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last_hook.remove()
+        self._restore(checked[0])
+
+    def _check_loadable(self, state: dict) -> None:
+        where = f"rank {self.link.rank}: cannot load this optimizer state: "
+        saved_groups = [len(g["params"]) for g in state["param_groups"]]
+        groups = [len(g["params"]) for g in self.param_groups]
+        if saved_groups != groups:
+            raise ValueError(f"{where}it has groups of {saved_groups} parameters, this optimizer of {groups}")
+        record = state.get("onebit")
+        if record is not None:
+            mine = {
+                "version": _CHECKPOINT_VERSION,
+                "rank": self.link.rank,
+                "world_size": self.link.world_size,
+                "block": self.codec.block,
+            }
+            for key, value in mine.items():
+                if record[key] != value:
+                    raise ValueError(
+                        f"{where}{key} is {record[key]} there and {value} here; each rank loads its own file"
+                    )
+            numels = [bucket.layout.numel for bucket in self._buckets]
+            if [b["numel"] for b in record["buckets"]] != numels:
+                raise ValueError(f"{where}the buckets differ; construct with the same groups, shapes and bucket_cap_mb")
+        for name, p, entry in self._saved_entries(state):
+            for key, value in entry.items():
+                if key == "step":
+                    continue
+                if value.shape != p.shape:
+                    raise ValueError(
+                        f"{where}{key} of {name} has shape {tuple(value.shape)}, the parameter {tuple(p.shape)}"
+                    )
+                expected = self.error_dtype if key == "worker_error" else None
+                if not value.is_floating_point() or expected not in (None, value.dtype):
+                    raise ValueError(
+                        f"{where}{key} of {name} is {value.dtype}, expected {expected or 'floating point'}"
+                    )
+
+    def _saved_entries(self, state: dict) -> Iterator[tuple[str, Tensor, dict]]:
+        """(name, parameter, its saved state) for every trained parameter."""
+        for g, group in enumerate(state["param_groups"]):
+            for (p, name), key in zip(self._named(g), group["params"], strict=True):
+                if p in self._slots:
+                    yield name, p, state["state"].get(key, {})
+
+    def _restore(self, state: dict) -> None:
+        record = state.get("onebit")
+        entries = {p: entry for _, p, entry in self._saved_entries(state)}
+        for bucket in self._buckets:
+            saved = None if record is None else record["buckets"][bucket.index]
+            self._allocate(bucket, "warmup" if saved is None else saved["phase"])
+            for name, flat in bucket.flat.items():
+                for p, view in zip(bucket.params, bucket.layout.views(flat), strict=True):
+                    if name in entries[p]:
+                        view.copy_(entries[p][name])
+            if saved is not None and bucket.frames is not None and bucket.ef is not None:
+                bucket.frames.copy_(saved["frames"])
+                bucket.ef.server.copy_(saved["server_error"])
+            step = entries[bucket.params[0]].get("step")
+            if step is not None:
+                self._steps[bucket.group_index].fill_(float(step))
+        self.state.clear()
+        for bucket in self._buckets:
+            self._publish(bucket)
+        if record is not None:
+            self.stats.skipped_steps = record["skipped_steps"]
+            self._load_extra_state(record)
+        if self._buckets:
+            self.stats.phase = self._buckets[0].phase
+
+    def _extra_state(self) -> dict:
+        """What else a leaf must keep, as plain numbers and tensors."""
+        return {}
+
+    def _load_extra_state(self, record: dict) -> None:
+        """Take back what `_extra_state` gave."""
+
+
+def _version(p: Tensor) -> tuple[int, int] | None:
+    return None if p.grad is None else (id(p.grad), p.grad._version)
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return float(torch.dot(a.reshape(-1), b.reshape(-1)))

@@ -1,0 +1,165 @@
+"""The dense baseline: plain data parallelism, every gradient averaged in float32 over the transport's own all-reduce.
+
+In front of `torch.optim.AdamW` it is what the one-bit optimizers are measured against, on the same transport and the
+same network. `DenseAverager` sends during the backward pass, in buckets, as DistributedDataParallel does;
+`average_gradients` is the same without hooks, after the backward pass. `scripts/train.py` shows it in use.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .comm.transport import Transport, Work
+
+_FIRST_BUCKET_MB = 1.0  # as in DDP: the wire has work soon after the backward pass begins
+
+
+@dataclass
+class _Bucket:
+    """Some parameters, and the float32 buffer in which their gradients travel."""
+
+    params: list[Tensor]
+    flat: Tensor
+    views: Sequence[Tensor]
+    work: Work | None = None
+    complete: int = 0
+
+    def launch(self, link: Transport) -> None:
+        """Send the gradients; one that is not there counts as zero."""
+        for parameter, view in zip(self.params, self.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                view.copy_(parameter.grad)
+        self.work = link.all_reduce(self.flat)
+
+    def land(self, world_size: int) -> None:
+        """Write the means into the gradients."""
+        self.flat.div_(world_size)
+        for parameter, view in zip(self.params, self.views, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(view)
+        self.work, self.complete = None, 0
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[Tensor], link: Transport, bucket_cap_mb: float = 25.0) -> float:
+    """Replace each gradient by its mean over all ranks; return the milliseconds spent waiting for the network.
+
+    Gradients travel in flat float32 buckets of up to bucket_cap_mb·2²⁰ bytes (the first of 1 MiB, a larger parameter by
+    itself), last parameter first, all in flight at once: buckets are filled and emptied while others are on the wire.
+    A gradient that is not there counts as zero and is made. All ranks, same parameters in the same order, after the
+    backward pass. Sends about 2·(W-1)/W·4 bytes per element and rank.
+    """
+    buckets = _make_buckets(parameters, bucket_cap_mb)
+    for bucket in buckets:
+        bucket.launch(link)
+    return _land(buckets, link)
+
+
+@torch.no_grad()
+def broadcast_parameters(parameters: Iterable[Tensor], link: Transport, src: int = 0) -> None:
+    """Give every rank the values that rank `src` has. All ranks, same parameters in the same order."""
+    pairs = [(parameter, parameter.detach().contiguous()) for parameter in parameters]
+    for work in [link.broadcast(whole, src) for _, whole in pairs]:
+        work.wait()
+    for parameter, whole in pairs:
+        if whole.data_ptr() != parameter.data_ptr():
+            parameter.copy_(whole)
+
+
+class DenseAverager:
+    """Averages gradients over ranks during the backward pass; the gradients are the means once `finish` returns.
+
+    1. Each parameter's gradient hook counts; a bucket whose gradients are all there leaves, in bucket order.
+    2. `finish` sends what is left (parameters that took no part), waits, and writes the means into the gradients.
+
+    Buckets and bytes as in `average_gradients`. All ranks, same parameters in the same order, one finish() after each
+    backward pass outside `no_sync`; gradients must stay as they are in between.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], link: Transport, bucket_cap_mb: float = 25.0):
+        self._link = link
+        self._buckets = _make_buckets(parameters, bucket_cap_mb)
+        self._launched = 0
+        self._is_paused = False
+        for bucket in self._buckets:
+            for parameter in bucket.params:
+                self._hook(parameter, bucket)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here only accumulate; the first one outside sends the sums. As in DDP."""
+        self._is_paused, before = True, self._is_paused
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    @torch.no_grad()
+    def finish(self) -> float:
+        """Complete the averages; return the milliseconds spent waiting for the network."""
+        for bucket in self._buckets[self._launched :]:
+            bucket.launch(self._link)
+        self._launched = 0
+        return _land(self._buckets, self._link)
+
+    def _hook(self, parameter: Tensor, bucket: _Bucket) -> None:
+        myself = weakref.ref(self)
+
+        def gradient_is_ready(_: Tensor) -> None:
+            averager = myself()
+            if averager is not None and not averager._is_paused:
+                bucket.complete += 1
+                averager._launch_complete()
+
+        parameter.register_post_accumulate_grad_hook(gradient_is_ready)
+
+    @torch.no_grad()
+    def _launch_complete(self) -> None:
+        for bucket in self._buckets[self._launched :]:
+            if bucket.complete < len(bucket.params):
+                return
+            bucket.launch(self._link)
+            self._launched += 1
+
+
+def _land(buckets: Sequence[_Bucket], link: Transport) -> float:
+    waited_s = 0.0
+    for bucket in buckets:
+        assert bucket.work is not None
+        start = time.perf_counter()
+        bucket.work.wait()
+        waited_s += time.perf_counter() - start
+        bucket.land(link.world_size)
+    return 1e3 * waited_s
+
+
+def _make_buckets(parameters: Iterable[Tensor], bucket_cap_mb: float) -> list[_Bucket]:
+    """The trainable parameters, last first, in buckets of one device each that do not exceed the cap."""
+    trainable = [p for p in parameters if p.requires_grad and p.numel() > 0]
+    groups: list[list[Tensor]] = []
+    room = 0
+    for parameter in reversed(trainable):
+        size = 4 * parameter.numel()
+        if size > room or parameter.device != groups[-1][0].device:
+            cap_mb = bucket_cap_mb if groups else min(bucket_cap_mb, _FIRST_BUCKET_MB)
+            groups.append([])
+            room = int(cap_mb * 2**20)
+        groups[-1].append(parameter)
+        room -= size
+    return [_new_bucket(group) for group in groups]
+
+
+def _new_bucket(params: list[Tensor]) -> _Bucket:
+    flat = torch.empty(sum(p.numel() for p in params), device=params[0].device)
+    pieces = flat.split([p.numel() for p in params])
+    return _Bucket(params, flat, [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)])

@@ -1,0 +1,92 @@
+"""The flat layout of the optimizers' state: where each parameter's elements lie in a bucket.
+
+Parameters stay where they are; momentum, errors and frames are flat. Each parameter starts at a block border and is
+padded to whole blocks, so no block straddles two parameters; the bucket is padded to one equal chunk of blocks per
+rank. Pure integers and views: nothing here computes.
+
+Shape legend: W ranks, N elements of a chunk, J blocks of a chunk; a bucket has W·N elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the parameters of one bucket lie. offsets: first element of each, a multiple of block."""
+
+    shapes: tuple[torch.Size, ...]
+    offsets: tuple[int, ...]
+    block: int
+    world_size: int
+    numel: int
+
+    @property
+    def chunk(self) -> int:
+        """N: elements per rank."""
+        return self.numel // self.world_size
+
+    @property
+    def parameter_numel(self) -> int:
+        """Elements without padding."""
+        return sum(shape.numel() for shape in self.shapes)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parameters' segments of a flat tensor [W·N], each in its parameter's shape."""
+        return [
+            flat[offset : offset + shape.numel()].view(shape)
+            for offset, shape in zip(self.offsets, self.shapes, strict=True)
+        ]
+
+    def counts(self, device: torch.device | str = "cpu") -> Tensor:
+        """Real elements of each block, int32 [W, J]."""
+        counts = torch.zeros(self.numel // self.block, dtype=torch.int32)
+        for offset, shape in zip(self.offsets, self.shapes, strict=True):
+            first, blocks = offset // self.block, _blocks(shape.numel(), self.block)
+            counts[first : first + blocks] = self.block
+            if shape.numel() % self.block:
+                counts[first + blocks - 1] = shape.numel() % self.block
+        return counts.view(self.world_size, -1).to(device)
+
+
+def lay_out(shapes: Sequence[torch.Size], block: int, world_size: int) -> Layout:
+    """The layout of a bucket that holds parameters of these shapes, in this order."""
+    blocks = [_blocks(shape.numel(), block) for shape in shapes]
+    starts = [0, *accumulate(blocks)]
+    chunk_blocks = _blocks(starts[-1], world_size)
+    return Layout(
+        shapes=tuple(shapes),
+        offsets=tuple(start * block for start in starts[:-1]),
+        block=block,
+        world_size=world_size,
+        numel=chunk_blocks * world_size * block,
+    )
+
+
+def partition(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices of parameters, grouped into buckets of at most `capacity` elements; the last parameter comes first.
+
+    Backward produces gradients from the last layer to the first, so this is the order in which buckets fill. A
+    parameter larger than the capacity has a bucket to itself; empty parameters belong to none.
+    """
+    buckets: list[list[int]] = []
+    room = 0
+    for index in reversed(range(len(sizes))):
+        if sizes[index] == 0:
+            continue
+        if sizes[index] > room:
+            buckets.append([])
+            room = capacity
+        buckets[-1].append(index)
+        room -= sizes[index]
+    return buckets
+
+
+def _blocks(n: int, block: int) -> int:
+    return -(-n // block)
