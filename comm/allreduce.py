@@ -39,9 +39,7 @@ class ErrorFeedback:
         cls, n: int, world_size: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> ErrorFeedback:
         """For buckets of n elements in all, n a multiple of world_size."""
-        return cls(
-            torch.zeros(n, dtype=dtype, device=device), torch.zeros(n // world_size, dtype=dtype, device=device)
-        )
+        return cls(torch.zeros(n, dtype=dtype, device=device), torch.zeros(n // world_size, dtype=dtype, device=device))
 
     def commit(self, x: Tensor, wire: Wire) -> None:
         """Take over the residuals that `compressed_allreduce` left in x (float32 [W·N]) and in `wire.mean`."""

@@ -22,7 +22,9 @@ class Codec(Protocol):
     The others are padding: they do not enter a scale, and their residual is zero.
     """
 
-    block: int
+    @property
+    def block(self) -> int:
+        """Elements per block."""
 
     def frame_bytes(self, n: int) -> int:
         """Bytes of the frame of a row of n elements; a multiple of 16 (NCCL is slow on anything else)."""
@@ -89,9 +91,11 @@ class IdentityCodec:
 
     @staticmethod
     def _values(frames_KB: Tensor, n: int) -> Tensor:
-        return frames_KB.view(torch.float32)[:, :n]
+        return frames_KB.reshape(-1).view(torch.float32).view(frames_KB.shape[0], -1)[:, :n] if n else frames_KB.float()
 
 
 def _check_whole_blocks(n: int, block: int) -> None:
     if n % block:
-        raise ValueError(f"a row of {n} elements is not a whole number of blocks of {block}; pad it (see onebit/flat.py)")
+        raise ValueError(
+            f"a row of {n} elements is not a whole number of blocks of {block}; pad it (see onebit/flat.py)"
+        )

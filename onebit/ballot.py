@@ -48,13 +48,13 @@ def present_anywhere(ballots: Sequence[Ballot]) -> list[bool]:
     return [any(column) for column in zip(*(ballot.present for ballot in ballots), strict=True)]
 
 
-def estimated_norm(ballots: Sequence[Ballot]) -> float:
-    """An estimate of ‖mean g‖ from what each rank knows: ‖μ‖² + σ²/n with ‖μ‖² ≈ <ḡ, m̂>.
+def estimated_norm(ballots: Sequence[Ballot], mean_clip_factor: float) -> float:
+    """An estimate of ‖mean g‖ from what each rank knows: ‖μ‖² + σ²/n with ‖μ‖² ≈ <ḡ, m̂>/k.
 
-    N² = mean‖g_i‖²/n + (1 - 1/n)·max(0, mean <g_i, m̂>). Exact for one rank. Sums run in rank order: the same
-    everywhere.
+    N² = mean‖g_i‖²/n + (1 - 1/n)·max(0, mean <g_i, m̂>/k); k undoes the clipping of the gradients that m̂ averages.
+    Exact for one rank. Sums run in rank order: the same everywhere.
     """
     n = len(ballots)
     mean_squared = sum(ballot.norm_squared for ballot in ballots) / n
-    dot = sum(ballot.dot for ballot in ballots) / n
+    dot = sum(ballot.dot for ballot in ballots) / n / mean_clip_factor
     return (mean_squared / n + (1.0 - 1.0 / n) * max(0.0, dot)) ** 0.5

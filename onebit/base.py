@@ -128,6 +128,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self._passes_per_step = 0
         self._paused = False
         self._sent_before = 0
+        self._clip_average = (0.0, 0.0)
         self._built_groups = 0
         super().__init__(params, defaults)  # type: ignore[arg-type]
         self._build_groups()
@@ -361,6 +362,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def _finish(self, ballots: Sequence[Ballot]) -> None:
         """Commit every bucket, move the parameters, then let the leaf change phase."""
         self._clip_after_landing()
+        self._remember_clip_factor()
         for count in self._steps:
             count += 1
         seen = present_anywhere(ballots)
@@ -446,7 +448,23 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         return Ballot(present, norm_squared, dot, self._ballot_variance_norm())
 
     def _clip_before_sending(self, ballots: Sequence[Ballot]) -> float:
-        return self._clip_factor(estimated_norm(ballots)) if self._clips_before_sending else 1.0
+        if not self._clips_before_sending:
+            return 1.0
+        return self._clip_factor(estimated_norm(ballots, self._mean_clip_factor))
+
+    @property
+    def _mean_clip_factor(self) -> float:
+        """How much the gradients in the momentum were clipped: the same moving average, of the factors."""
+        average, weight = self._clip_average
+        return average / weight if weight > 0.0 else 1.0
+
+    def _remember_clip_factor(self) -> None:
+        beta1 = self.param_groups[0]["betas"][0]
+        average, weight = self._clip_average
+        self._clip_average = (
+            beta1 * average + (1.0 - beta1) * self.stats.clip_factor,
+            beta1 * weight + (1.0 - beta1),
+        )
 
     def _clip_after_landing(self) -> None:
         if self.max_grad_norm == 0 or self._clips_before_sending:
@@ -514,6 +532,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             "world_size": self.link.world_size,
             "block": self.codec.block,
             "skipped_steps": self.stats.skipped_steps,
+            "clip_average": self._clip_average,
             "buckets": [
                 {
                     "phase": bucket.phase,
@@ -610,6 +629,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             self._publish(bucket)
         if record is not None:
             self.stats.skipped_steps = record["skipped_steps"]
+            self._clip_average = tuple(record["clip_average"])
             self._load_extra_state(record)
         if self._buckets:
             self.stats.phase = self._buckets[0].phase

@@ -93,7 +93,9 @@ class OnebitAdamOracle:
         return np.sqrt(floored) + self.eps
 
 
-def run(oracle: OnebitAdamOracle, grad: Callable[[np.ndarray, int, int], np.ndarray], lrs: Sequence[float]) -> np.ndarray:
+def run(
+    oracle: OnebitAdamOracle, grad: Callable[[np.ndarray, int, int], np.ndarray], lrs: Sequence[float]
+) -> np.ndarray:
     """Step with grad(x, step, worker) along a learning-rate sequence; the parameters after each step."""
     trajectory = []
     for step, lr in enumerate(lrs):

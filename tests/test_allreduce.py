@@ -1,0 +1,196 @@
+"""The collective on simulated ranks: conservation, identical replicas, order and number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from oracles import compress
+from torch import Tensor
+
+from onebit.comm import (
+    Codec,
+    ErrorFeedback,
+    IdentityCodec,
+    PeerError,
+    SignCodec,
+    SimTransport,
+    Wire,
+    allreduce_mean,
+    compressed_allreduce,
+    interleave,
+    run_ranks,
+)
+
+BLOCK = 64
+
+
+def vector(seed: int, n: int) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_sent_plus_owed_equals_input_over_rounds(world_size: int, blocks: int) -> None:
+    """Σ rounds (mean of inputs) = Σ results + mean of worker errors + server errors; the same on all ranks."""
+    n = world_size * blocks * BLOCK
+
+    def work(link: SimTransport) -> tuple[Tensor, Tensor, ErrorFeedback]:
+        ef = ErrorFeedback.zeros(n, world_size)
+        given, got = torch.zeros(n, dtype=torch.float64), []
+        for k in range(10):
+            x = vector(100 * k + link.rank, n)
+            given += x.double()
+            assert allreduce_mean(x, ef, SignCodec(block=BLOCK), link)
+            got.append(x)
+        return given, torch.stack(got), ef
+
+    results = run_ranks(world_size, work)
+    assert all(torch.equal(got, results[0][1]) for _, got, _ in results)
+    given = torch.stack([g for g, _, _ in results]).mean(0)
+    owed = torch.stack([ef.worker.double() for _, _, ef in results]).mean(0)
+    owed += torch.cat([ef.server.double() for _, _, ef in results])
+    torch.testing.assert_close(results[0][1].double().sum(0) + owed, given, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("scale", ["rms", "mean_abs"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_equals_the_textbook_recursion(world_size: int, scale: str) -> None:
+    """A third is no binary fraction: with 3 ranks a sum of scales that cancels has another sign in float32, so 2 rounds."""
+    rounds = 2 if world_size == 3 else 6
+    n = world_size * 2 * BLOCK
+    blocks = [slice(k, k + BLOCK) for k in range(0, n, BLOCK)]
+
+    def work(link: SimTransport) -> list[np.ndarray]:
+        ef, out = ErrorFeedback.zeros(n, world_size), []
+        for k in range(rounds):
+            x = vector(7 * k + link.rank, n)
+            allreduce_mean(x, ef, SignCodec(block=BLOCK, scale=scale), link)
+            out.append(x.double().numpy())
+        return out
+
+    results = run_ranks(world_size, work)
+    worker, server = np.zeros((world_size, n)), np.zeros(n)
+    for k in range(rounds):
+        c = np.stack([vector(7 * k + rank, n).double().numpy() for rank in range(world_size)]) + worker
+        q = np.stack([compress(row, blocks, scale) for row in c])
+        worker = c - q
+        a = q.mean(0) + server
+        expected = compress(a, blocks, scale)
+        server = a - expected
+        for result in results:
+            np.testing.assert_allclose(result[k], expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_identity_gives_the_plain_mean(world_size: int) -> None:
+    n = world_size * 4
+
+    def work(link: SimTransport) -> Tensor:
+        x = vector(link.rank, n)
+        allreduce_mean(x, None, IdentityCodec(), link)
+        return x
+
+    expected = sum((vector(rank, n) for rank in range(1, world_size)), vector(0, n)) * (1 / world_size)
+    for result in run_ranks(world_size, work):
+        assert torch.equal(result, expected)
+
+
+def test_identity_travels_from_where_it_lies() -> None:
+    def work(link: SimTransport) -> bool:
+        x, n = vector(link.rank, 64), 64
+        wire = Wire.empty(IdentityCodec(), n, 2, sent_WB=x.view(torch.uint8).view(2, -1))
+        y = x.clone()
+        interleave([compressed_allreduce(x, None, IdentityCodec(), link, wire)])
+        allreduce_mean(y, None, IdentityCodec(), link)
+        return torch.equal(x, y)
+
+    assert run_ranks(2, work) == [True, True]
+
+
+def test_ranks_may_change_places() -> None:
+    """The result depends on the inputs, not on who holds them, to rounding."""
+    n = 4 * BLOCK
+
+    def result(order: list[int]) -> Tensor:
+        def work(link: SimTransport) -> Tensor:
+            x = vector(order[link.rank], n)
+            allreduce_mean(x, ErrorFeedback.zeros(n, 4), SignCodec(block=BLOCK), link)
+            return x
+
+        return run_ranks(4, work)[0]
+
+    torch.testing.assert_close(result([0, 1, 2, 3]), result([2, 0, 3, 1]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("codec", [SignCodec(block=BLOCK), IdentityCodec()], ids=str)
+def test_interleaved_equals_one_after_another(codec: Codec) -> None:
+    sizes = [2 * BLOCK, 8 * BLOCK, 4 * BLOCK]
+
+    def work(link: SimTransport, run: Callable[[list], None]) -> list[Tensor]:
+        xs = [vector(10 * k + link.rank, n) for k, n in enumerate(sizes)]
+        efs = [ErrorFeedback.zeros(n, 2) for n in sizes]
+        wires = [Wire.empty(codec, n, 2) for n in sizes]
+        run([compressed_allreduce(x, ef, codec, link, w) for x, ef, w in zip(xs, efs, wires, strict=True)])
+        return [w.frames_WB for w in wires] + xs
+
+    def one_by_one(exchanges: list) -> None:
+        for exchange in exchanges:
+            interleave([exchange])
+
+    together = run_ranks(2, lambda link: work(link, interleave))
+    apart = run_ranks(2, lambda link: work(link, one_by_one))
+    assert all(torch.equal(a, b) for x, y in zip(together, apart, strict=True) for a, b in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize("codec", [SignCodec(block=BLOCK), IdentityCodec()], ids=str)
+def test_a_bad_value_on_one_rank_is_seen_by_all_and_leaves_the_errors(codec: Codec) -> None:
+    def work(link: SimTransport) -> tuple[bool, bool]:
+        n = 4 * BLOCK
+        ef = ErrorFeedback(vector(1, n), vector(2, n // 2))
+        before = ef.worker.clone(), ef.server.clone()
+        x = vector(link.rank, n)
+        if link.rank == 1:
+            x[3] = float("inf")
+        good = allreduce_mean(x, ef, codec, link)
+        return good, torch.equal(ef.worker, before[0]) and torch.equal(ef.server, before[1])
+
+    assert run_ranks(2, work) == [(False, True), (False, True)]
+
+
+def test_sends_what_the_docstring_says() -> None:
+    def work(link: SimTransport) -> int:
+        n = 4 * 6 * BLOCK
+        allreduce_mean(vector(0, n), ErrorFeedback.zeros(n, 4), SignCodec(block=BLOCK), link)
+        return link.sent_bytes
+
+    assert set(run_ranks(4, work)) == {2 * 3 * SignCodec(block=BLOCK).frame_bytes(6 * BLOCK)}
+
+
+@pytest.mark.parametrize("x", [torch.zeros(100), torch.zeros(128, dtype=torch.float64), torch.zeros(2, 64)])
+def test_a_vector_that_does_not_fit_is_refused(x: Tensor) -> None:
+    with pytest.raises(
+        ValueError, match=r"rank 0: expected a float32 vector .* multiple of world_size·block = 1·64, got"
+    ):
+        allreduce_mean(x, None, SignCodec(block=BLOCK), SimTransport())
+
+
+def test_a_simulated_rank_that_dies_or_hangs_is_named() -> None:
+    def dies(link: SimTransport) -> None:
+        if link.rank == 1:
+            return
+        allreduce_mean(torch.zeros(3 * BLOCK), None, SignCodec(block=BLOCK), link)
+
+    with pytest.raises(PeerError, match=r"rank 0: rank \[1\] ended before operation 0") as caught:
+        run_ranks(3, dies, timeout_s=5)
+    assert caught.value.ranks == (1,)
+
+    def raises(link: SimTransport) -> None:
+        if link.rank == 2:
+            raise KeyError("my own")
+        dies(link)
+
+    with pytest.raises(KeyError, match="my own"):
+        run_ranks(3, raises, timeout_s=5)

@@ -1,0 +1,172 @@
+"""One contract for every codec, and what is particular to the sign frames."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import compress
+from torch import Tensor
+
+from onebit.comm import Codec, IdentityCodec, SignCodec
+
+sys.path.insert(0, str(Path(__file__).parent / "golden"))
+import write_golden
+
+CODECS: list[Codec] = [
+    IdentityCodec(),
+    SignCodec(),
+    SignCodec(block=64),
+    SignCodec(block=1024, scale="mean_abs"),
+    SignCodec(kernel="reference"),
+]
+SPECIAL = [0.0, -0.0, 1e-45, -1e-38, 1e-30, 3e38, -1e18, 1.0, -2.0]
+
+
+def encode(
+    codec: Codec, x_KN: Tensor, error: Tensor | None = None, counts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(frames, residual); the frames start as garbage, as real buffers do."""
+    frames = torch.full((x_KN.shape[0], codec.frame_bytes(x_KN.shape[1])), 0xAB, dtype=torch.uint8)
+    residual = x_KN.clone()
+    codec.encode(residual, error, frames, counts)
+    return frames, residual
+
+
+def decode(codec: Codec, frames: Tensor, n: int) -> Tensor:
+    out = torch.full((frames.shape[0], n), float("nan"))
+    codec.decode(frames, out)
+    return out
+
+
+def some_rows(codec: Codec, rows: int, blocks: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, blocks * codec.block, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+class TestContract:
+    @pytest.mark.parametrize("blocks", [0, 1, 2, 7])
+    @pytest.mark.parametrize("rows", [1, 3])
+    def test_sent_plus_kept_equals_input(self, codec: Codec, rows: int, blocks: int) -> None:
+        """c = decode(frame) + residual to one rounding of the larger of the two: the residual is one subtraction."""
+        x = some_rows(codec, rows, blocks)
+        frames, residual = encode(codec, x)
+        sent = decode(codec, frames, x.shape[1])
+        bound = torch.maximum(sent.abs(), x.abs()) * 2**-23
+        assert ((sent.double() + residual.double() - x.double()).abs() <= bound).all()
+
+    def test_the_error_is_added_and_not_touched(self, codec: Codec) -> None:
+        x, error = some_rows(codec, 2, 3), some_rows(codec, 2, 3, seed=1)
+        before = error.clone()
+        for e in (error, error.to(torch.bfloat16)):
+            frames, residual = encode(codec, x, e)
+            plain_frames, plain_residual = encode(codec, x + e.float())
+            assert torch.equal(frames, plain_frames) and torch.equal(residual, plain_residual)
+        assert torch.equal(error, before)
+
+    def test_frames_are_as_long_as_said_and_aligned(self, codec: Codec) -> None:
+        for blocks in range(20):
+            assert codec.frame_bytes(blocks * codec.block) % 16 == 0
+        with pytest.raises(ValueError, match="whole number of blocks"):
+            codec.frame_bytes(codec.block + 1)
+
+    def test_zeros_stay_zero(self, codec: Codec) -> None:
+        frames, residual = encode(codec, torch.zeros(2, 2 * codec.block))
+        assert not decode(codec, frames, 2 * codec.block).any() and not residual.any()
+
+    def test_mean_is_the_mean_of_the_decoded(self, codec: Codec) -> None:
+        """In row order, to the bit, and for one row exactly the row."""
+        for rows in (1, 2, 3, 5):
+            x = some_rows(codec, rows, 3)
+            frames, _ = encode(codec, x)
+            mean = torch.full((x.shape[1],), float("nan"))
+            codec.decode_mean(frames, mean)
+            expected = decode(codec, frames[:1], x.shape[1])[0]
+            for k in range(1, rows):
+                expected = expected + decode(codec, frames[k : k + 1], x.shape[1])[0]
+            assert torch.equal(mean, expected * (1.0 / rows))
+
+    def test_decode_can_scale_and_accumulate(self, codec: Codec) -> None:
+        x = some_rows(codec, 2, 3)
+        frames, _ = encode(codec, x)
+        values = decode(codec, frames, x.shape[1])
+        out = x.clone()
+        codec.decode(frames, out, weight=0.75, keep=0.1)
+        assert torch.equal(out, x * 0.1 + values * 0.75)
+        codec.decode(frames, out, weight=3.0)
+        assert torch.equal(out, values * 3.0)
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+    def test_a_value_that_is_not_finite_is_seen_by_every_receiver(self, codec: Codec, bad: float) -> None:
+        """Also after averaging with finite rows, and after a second encoding."""
+        x = some_rows(codec, 3, 4)
+        n = x.shape[1]
+        frames, _ = encode(codec, x)
+        assert bool(codec.is_finite(frames, n))
+        x[1, codec.block] = bad
+        frames, _ = encode(codec, x)
+        assert not bool(codec.is_finite(frames, n))
+        mean = torch.empty(n)
+        codec.decode_mean(frames, mean)
+        again, _ = encode(codec, mean.view(1, -1))
+        assert not bool(codec.is_finite(again, n)) and not decode(codec, again, n).isfinite().all()
+
+    def test_extreme_values(self, codec: Codec) -> None:
+        x = torch.tensor(SPECIAL).repeat(codec.block)[: codec.block].view(1, -1)
+        frames, residual = encode(codec, x.clamp(-1e18, 1e18))
+        assert bool(codec.is_finite(frames, codec.block)) and residual.isfinite().all()
+
+
+@pytest.mark.parametrize("scale", ["rms", "mean_abs"])
+def test_sign_values_are_those_of_the_oracle(scale: str) -> None:
+    codec = SignCodec(scale=scale)
+    x = some_rows(codec, 1, 5)
+    frames, _ = encode(codec, x)
+    expected = compress(x[0].double().numpy(), [slice(k, k + 256) for k in range(0, 1280, 256)], scale)
+    np.testing.assert_array_equal(decode(codec, frames, 1280)[0].double().numpy(), expected)
+
+
+@given(
+    st.lists(st.integers(0, 64), min_size=1, max_size=6), st.sampled_from(["rms", "mean_abs"]), st.integers(0, 2**31)
+)
+@settings(max_examples=60, deadline=None)
+def test_padding_is_in_no_scale_and_keeps_nothing(counts: list[int], scale: str, seed: int) -> None:
+    codec = SignCodec(block=64, scale=scale)
+    x = some_rows(codec, 1, len(counts), seed)
+    counts_KJ = torch.tensor([counts], dtype=torch.int32)
+    frames, residual = encode(codec, x, counts=counts_KJ)
+    other = x.clone()
+    for k, n in enumerate(counts):
+        other[0, 64 * k + n : 64 * (k + 1)] = float("nan")  # whatever lies in the padding
+        assert not residual[0, 64 * k + n : 64 * (k + 1)].any()
+        real = x[0, 64 * k : 64 * k + n].double().numpy()
+        sent = decode(codec, frames, x.shape[1])[0, 64 * k : 64 * k + n].double().numpy()
+        np.testing.assert_array_equal(sent, compress(real, [slice(0, n)], scale) if n else real)
+    assert torch.equal(encode(codec, other, counts=counts_KJ)[0], frames)
+
+
+def test_minus_zero_is_minus() -> None:
+    codec = SignCodec(block=64)
+    x = torch.ones(1, 64)
+    x[0, 3] = -0.0
+    assert decode(codec, encode(codec, x)[0], 64)[0, 3] < 0
+
+
+def test_frames_are_golden() -> None:
+    """The wire format. A difference is a break of compatibility between versions; see golden/write_golden.py."""
+    assert write_golden.frames() == json.loads(write_golden.PATH.read_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"block": 100}, "multiple of 64"), ({"scale": "max"}, "mean_abs"), ({"kernel": "x"}, "kernel must be")],
+)
+def test_bad_options_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SignCodec(**options)

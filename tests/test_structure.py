@@ -1,0 +1,57 @@
+"""The house rules that a machine can check: dependencies one way, nothing imported under a wrong name."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAY_IMPORT = {"comm": {"comm"}, "onebit": {"onebit", "comm"}, "zero": {"zero", "onebit", "comm"}}
+
+
+def imported_layers(path: Path, layer: str) -> set[str]:
+    """Which of comm, onebit, zero a file imports; relative imports are resolved by hand."""
+    package = ["onebit"] if layer == "onebit" else ["onebit", layer]
+    package += path.relative_to(ROOT / layer).parts[:-1]
+    layers = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            targets = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
+            targets = [[*base, alias.name] for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            if target[0] == "onebit":
+                layers.add(target[1] if len(target) > 1 and target[1] in ("comm", "zero") else "onebit")
+    return layers
+
+
+@pytest.mark.parametrize("layer", MAY_IMPORT)
+def test_dependencies_point_one_way(layer: str) -> None:
+    files = [p for p in (ROOT / layer).rglob("*.py") if not any(part.is_symlink() for part in p.parents)]
+    assert files
+    for path in files:
+        assert imported_layers(path, layer) <= MAY_IMPORT[layer], path
+
+
+@pytest.mark.parametrize("name", ["comm", "zero"])
+def test_the_folders_refuse_to_be_imported_under_the_wrong_name(name: str) -> None:
+    run = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode != 0 and f"this package is onebit.{name}" in run.stderr
+
+
+def test_importing_has_no_side_effects() -> None:
+    code = (
+        "import sys, threading; import onebit; "
+        "assert threading.active_count() == 1; "
+        "assert not {'mpi4py', 'cupy', 'triton.language'} & set(sys.modules); "
+        "import torch.distributed as d; assert not d.is_initialized(); assert 'comm' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
