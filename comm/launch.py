@@ -1,6 +1,361 @@
-"""Placeholder."""
+"""Start-up: which launcher started this process, and the transport that follows from it.
+
+`detect` is pure: environment in, a `Launch` out, one clear ValueError where the environment contradicts itself. `init`
+acts on it. The only module of onebit that reads environment variables.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
 from .sim_transport import SimTransport
+from .transport import PeerError, Transport
+
+if TYPE_CHECKING:
+    from .mpi_transport import MpiTransport
+    from .torch_transport import TorchTransport
+
+_log = logging.getLogger(__name__)
+
+BACKENDS = ("gloo", "nccl", "mpi")
+
+_SINGLE = "a single process"
+
+_AT_EXIT_S = 10.0
+"""How long a rank that ends without close() waits for the others to do the same."""
+
+_ROLL_CALL_MARGIN_S = 60.0
+"""A Gloo group's own timeout closes all its connections; it must come later than the transport's, which asks around."""
 
 
-def init() -> SimTransport:
-    return SimTransport()
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher says about this process. None: it does not say."""
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+
+    @property
+    def is_mpi(self) -> bool:
+        return self.launcher in _MPI_VARIABLES
+
+
+# launcher: (rank, world size, local rank, local size). The first one found is taken: MVAPICH2 also sets PMI_*.
+_MPI_VARIABLES = {
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "MVAPICH2": (
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+_TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def detect(env: Mapping[str, str]) -> Launch:
+    """Who launched a process with this environment, and as which rank.
+
+    torchrun is the innermost launcher where it ran. Else MPI, else Slurm's srun, else RANK and WORLD_SIZE as they
+    stand; these two, where set, must agree with MPI and srun. Without LOCAL_RANK the rank stands in for it.
+    Raises ValueError.
+    """
+    torch_launch = _from_torch(env)
+    if torch_launch is not None and "TORCHELASTIC_RUN_ID" in env:
+        return torch_launch
+    other = _from_mpi(env) or _from_slurm(env)
+    if torch_launch is None:
+        return other or Launch(_SINGLE, 0, 1, 0, 1)
+    if other is None:
+        return torch_launch
+    if (torch_launch.rank, torch_launch.world_size) != (other.rank, other.world_size):
+        raise ValueError(
+            f"RANK={torch_launch.rank} WORLD_SIZE={torch_launch.world_size}, but {other.launcher} started this process "
+            f"as rank {other.rank} of {other.world_size}; unset RANK and WORLD_SIZE, or start without {other.launcher}"
+        )
+    return other
+
+
+def _from_torch(env: Mapping[str, str]) -> Launch | None:
+    found = _ranks(env, _TORCH_VARIABLES)
+    if found is None:
+        return None
+    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "the environment (RANK, WORLD_SIZE)"
+    return Launch(launcher, *found, *_master(env))
+
+
+def _from_mpi(env: Mapping[str, str]) -> Launch | None:
+    for launcher, names in _MPI_VARIABLES.items():
+        found = _ranks(env, names)
+        if found is not None:
+            return Launch(launcher, *found, *_master(env))
+    return None
+
+
+def _from_slurm(env: Mapping[str, str]) -> Launch | None:
+    """srun's tasks only: the shell of sbatch or salloc has SLURM_PROCID and SLURM_NTASKS too, but runs once."""
+    if "SLURM_PROCID" not in env or not _is_srun_step(env):
+        return None
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    found = _ranks(env, ("SLURM_PROCID", size_name, "SLURM_LOCALID", ""))
+    assert found is not None  # SLURM_PROCID is there
+    rank, world_size, local_rank, _ = found
+    local_size = _slurm_local_size(env)
+    addr, port = _master(env)
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    if addr is None and nodes:
+        addr = first_host(nodes)
+    if port is None and "SLURM_JOB_ID" in env:
+        # Below the ephemeral ports (32768 and up); another one for each step of a job.
+        port = 10000 + (16 * _integer(env, "SLURM_JOB_ID") + _integer(env, "SLURM_STEP_ID")) % 20000
+    return Launch("Slurm", rank, world_size, local_rank, local_size, addr, port)
+
+
+def _is_srun_step(env: Mapping[str, str]) -> bool:
+    step = env.get("SLURM_STEP_ID", "")
+    # Steps that are not srun's have names, or numbers from 0xfffffff0 on (batch script, extern, interactive shell).
+    return step.isdecimal() and int(step) < 0xFFFFFFF0
+
+
+def _slurm_local_size(env: Mapping[str, str]) -> int | None:
+    """Tasks on this node, from SLURM_STEP_TASKS_PER_NODE ("2(x3),1": two on each of three nodes, then one)."""
+    per_node: list[int] = []
+    for group in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", group.strip())
+        if match is None:
+            return None
+        per_node += [int(match[1])] * int(match[2] or 1)
+    node = env.get("SLURM_NODEID", "")
+    return per_node[int(node)] if node.isdecimal() and int(node) < len(per_node) else None
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: "node[03-07,9],gpu1" → "node03", "a[1-2]b[5-6]" → "a1b5"."""
+    first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes.strip())
+    if first is None or "[]" in first[0]:
+        raise ValueError(f"cannot read the Slurm node list {nodes!r}; set MASTER_ADDR to the host of rank 0")
+    return re.sub(r"\[([^\]]*)\]", lambda brackets: re.split("[,-]", brackets[1])[0], first[0])
+
+
+def _ranks(env: Mapping[str, str], names: tuple[str, str, str, str]) -> tuple[int, int, int, int | None] | None:
+    """(rank, world size, local rank, local size) from these variables. None where neither of the first two is set."""
+    rank_name, size_name, local_rank_name, local_size_name = names
+    if rank_name not in env and size_name not in env:
+        return None
+    for present, absent in ((rank_name, size_name), (size_name, rank_name)):
+        if absent not in env:
+            raise ValueError(
+                f"{present}={env[present]} is set, {absent} is not; set both, or neither (a single process)"
+            )
+    rank, world_size = _integer(env, rank_name), _integer(env, size_name)
+    local_rank = _integer(env, local_rank_name) if local_rank_name in env else rank
+    local_size = _integer(env, local_size_name) if local_size_name in env else None
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"{rank_name}={rank} is not a rank of {size_name}={world_size}: ranks are 0 to size-1; correct the one "
+            "that is wrong"
+        )
+    if local_size is not None and not 0 <= local_rank < local_size <= world_size:
+        raise ValueError(
+            f"{local_rank_name}={local_rank}, {local_size_name}={local_size} and {size_name}={world_size} contradict "
+            "each other; correct the one that is wrong"
+        )
+    return rank, world_size, local_rank, local_size
+
+
+def _master(env: Mapping[str, str]) -> tuple[str | None, int | None]:
+    return env.get("MASTER_ADDR"), _integer(env, "MASTER_PORT") if "MASTER_PORT" in env else None
+
+
+def _integer(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise ValueError(f"{name}={env[name]!r} is not an integer; set it to one, or unset it") from None
+
+
+def local_rank() -> int:
+    """This process's number on its host: the index of the device it should use, modulo the number of devices."""
+    return detect(os.environ).local_rank
+
+
+def init(backend: str | None = None, timeout_s: float = 300.0) -> Transport:
+    """The transport that fits how this process was started. All ranks, once, before anything else that communicates.
+
+    An initialised torch.distributed is used as it is. Else torchrun, srun and a plain RANK/WORLD_SIZE give NCCL where
+    there is CUDA and Gloo elsewhere; mpirun gives NCCL where there is CUDA (bootstrapped over MPI) and MPI elsewhere; a
+    single process gives a `SimTransport` of one rank. backend "gloo", "nccl" or "mpi" forces one.
+
+    With NCCL this sets the current CUDA device to local rank modulo the number of devices. At exit it closes the
+    transport if `close()` was not called; an exception that ends this rank ends the MPI job, or breaks off the group,
+    so that no rank waits for a dead one. Raises ValueError for a contradictory environment, ImportError without mpi4py.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return _on_existing_group(backend, timeout_s)
+    launch = detect(os.environ)
+    if backend is None and launch.launcher == _SINGLE:
+        return SimTransport()
+    link = _start(launch, backend or _default_backend(launch), timeout_s)
+    _tie_to_process(link, launch)
+    if link.rank == 0:
+        _log.info("%s", describe(link, launch))
+    return link
+
+
+def describe(link: Transport, launch: Launch | None = None) -> str:
+    """One line: how many ranks, who started them, what moves their bytes."""
+    launch = detect(os.environ) if launch is None else launch
+    means = getattr(link, "describe", lambda: "none (in this process)")()
+    return f"{link.world_size} rank{'s' * (link.world_size > 1)} by {launch.launcher}, transport {means}"
+
+
+def _default_backend(launch: Launch) -> str:
+    if torch.cuda.is_available():
+        return "nccl"
+    return "mpi" if launch.is_mpi else "gloo"
+
+
+def _start(launch: Launch, backend: str, timeout_s: float) -> MpiTransport | TorchTransport:
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise ValueError('backend "nccl" needs CUDA, and torch.cuda.is_available() is False; use backend="gloo"')
+    if backend == "mpi":
+        return _on_mpi(launch, timeout_s)
+    return _on_new_group(launch, backend, timeout_s)
+
+
+def _on_existing_group(backend: str | None, timeout_s: float) -> TorchTransport:
+    from .torch_transport import TorchTransport
+
+    present = torch.distributed.get_backend_config()
+    if backend is not None and f":{backend}" not in present:
+        raise ValueError(
+            f'backend "{backend}" was asked for, but torch.distributed is already initialised with {present}; '
+            "pass backend=None to use that, or call onebit.comm.init() before init_process_group"
+        )
+    return TorchTransport(None, timeout_s)
+
+
+def _on_mpi(launch: Launch, timeout_s: float) -> MpiTransport:
+    from .mpi_transport import MpiTransport
+
+    link = MpiTransport(None, timeout_s)
+    _check_same_world(launch, link.rank, link.world_size)
+    return link
+
+
+def _check_same_world(launch: Launch, mpi_rank: int, mpi_world_size: int) -> None:
+    if (launch.rank, launch.world_size) != (mpi_rank, mpi_world_size):
+        raise ValueError(
+            f"{launch.launcher} started this process as rank {launch.rank} of {launch.world_size}, but MPI says rank "
+            f"{mpi_rank} of {mpi_world_size}: mpi4py uses another MPI library than the launcher's; use the mpirun of "
+            "the library that `python -m mpi4py --mpi-lib-version` shows"
+        )
+
+
+def _on_new_group(launch: Launch, backend: str, timeout_s: float) -> TorchTransport:
+    from .torch_transport import TorchTransport
+
+    device = None
+    if backend == "nccl":
+        device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if backend == "gloo":
+        timeout_s += _ROLL_CALL_MARGIN_S
+    where = {"init_method": "env://"} if launch.launcher == "torchrun" else {"store": _store(launch, timeout_s)}
+    torch.distributed.init_process_group(
+        backend,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device,
+        **where,
+    )
+    return TorchTransport(None, timeout_s, owns_group=True)
+
+
+def _store(launch: Launch, timeout_s: float) -> torch.distributed.Store:
+    """Where the ranks of a new group find each other."""
+    timeout = timedelta(seconds=timeout_s)
+    if launch.world_size == 1:
+        return torch.distributed.HashStore()
+    if launch.is_mpi:
+        return _store_found_by_mpi(launch, timeout)
+    if launch.master_addr is None or launch.master_port is None:
+        raise ValueError(
+            f"{launch.world_size} ranks by {launch.launcher}, but no rendezvous: set MASTER_ADDR to the host of rank 0 "
+            "and MASTER_PORT to a free port there"
+        )
+    return torch.distributed.TCPStore(
+        launch.master_addr, launch.master_port, launch.world_size, launch.rank == 0, timeout
+    )
+
+
+def _store_found_by_mpi(launch: Launch, timeout: timedelta) -> torch.distributed.Store:
+    """Rank 0 opens a store on a free port of its own and tells the others over MPI."""
+    from .mpi_transport import import_mpi
+
+    comm = import_mpi().COMM_WORLD
+    _check_same_world(launch, comm.Get_rank(), comm.Get_size())
+    if launch.rank == 0:
+        host = launch.master_addr or ("127.0.0.1" if launch.local_size == launch.world_size else socket.gethostname())
+        store = torch.distributed.TCPStore(host, 0, launch.world_size, True, timeout, wait_for_workers=False)
+        comm.bcast((host, store.port))
+        return store
+    host, port = comm.bcast(None)
+    return torch.distributed.TCPStore(host, port, launch.world_size, False, timeout, wait_for_workers=False)
+
+
+def _tie_to_process(link: MpiTransport | TorchTransport, launch: Launch) -> None:
+    """Close at exit; abandon on an uncaught exception, whose traceback is printed first, as ever."""
+    report = sys.excepthook
+
+    def end(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        report(kind, error, where)
+        sys.stderr.flush()
+        _abandon(link, launch)
+
+    def close() -> None:
+        link.timeout_s = min(link.timeout_s, _AT_EXIT_S)
+        try:
+            link.close()
+        except PeerError as error:
+            _log.warning("at exit, without close(): %s", error)
+        if link.has_failed:
+            _abandon(link, launch)
+
+    sys.excepthook = end
+    atexit.register(close)
+
+
+def _abandon(link: MpiTransport | TorchTransport, launch: Launch) -> None:
+    """Release what this rank holds; under mpirun end the job, because MPI_Finalize would wait for the missing rank."""
+    link.abandon()
+    if launch.is_mpi:
+        from .mpi_transport import abort
+
+        abort()

@@ -105,7 +105,7 @@ class SimTransport:
 
     def broadcast(self, x: Tensor, src: int) -> Work:
         def finish(posted: list[Tensor]) -> None:
-            x.copy_(posted[src])
+            x.detach().copy_(posted[src])
 
         is_source = self.rank == src
         return self._launch(x if is_source else None, finish, x.nbytes * (self.world_size - 1) if is_source else 0)

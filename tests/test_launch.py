@@ -1,0 +1,195 @@
+"""What the environment says about the launcher, as a table; then the real launchers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import transport_ranks
+from ranks import run_torchrun
+from test_transport import contract_run
+
+import onebit.comm
+from onebit.comm.launch import Launch, describe, detect, first_host
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+MVAPICH2 = {
+    "MV2_COMM_WORLD_RANK": "3",
+    "MV2_COMM_WORLD_SIZE": "4",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}
+SALLOC = {"SLURM_JOB_ID": "1234", "SLURM_PROCID": "0", "SLURM_NTASKS": "7", "SLURM_JOB_NODELIST": "node[03-05,9]"}
+SRUN = SALLOC | {
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_PROCID": "6",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+}
+BY_SRUN = Launch("Slurm", 6, 7, 0, 1, "node03", 10000 + (16 * 1234 + 2) % 20000)
+SINGLE = Launch("a single process", 0, 1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        pytest.param({}, SINGLE, id="nothing"),
+        pytest.param(TORCHRUN, Launch("torchrun", 5, 8, 1, 4, "node0", 29500), id="torchrun"),
+        pytest.param(
+            {"RANK": "1", "WORLD_SIZE": "2"}, Launch("the environment (RANK, WORLD_SIZE)", 1, 2, 1), id="plain"
+        ),
+        pytest.param(OPEN_MPI, Launch("Open MPI", 3, 4, 1, 2), id="Open MPI"),
+        pytest.param(HYDRA, Launch("MPICH or Intel MPI", 3, 4, 1, 2), id="Hydra"),
+        pytest.param(
+            {"PMI_RANK": "0", "PMI_SIZE": "1"}, Launch("MPICH or Intel MPI", 0, 1, 0), id="Hydra without local ranks"
+        ),
+        pytest.param(HYDRA | MVAPICH2, Launch("MVAPICH2", 3, 4, 1, 2), id="MVAPICH2 sets PMI_ too"),
+        pytest.param(OPEN_MPI | {"RANK": "3", "WORLD_SIZE": "4"}, Launch("Open MPI", 3, 4, 1, 2), id="agreeing"),
+        pytest.param(
+            OPEN_MPI | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"},
+            Launch("Open MPI", 3, 4, 1, 2, "10.0.0.1", 1),
+            id="MPI with a master",
+        ),
+        pytest.param(SRUN, BY_SRUN, id="srun"),
+        pytest.param(SALLOC, SINGLE, id="sbatch or salloc shell"),
+        pytest.param(SALLOC | {"SLURM_STEP_ID": "4294967290"}, SINGLE, id="interactive step"),
+        pytest.param(SALLOC | {"SLURM_STEP_ID": "batch"}, SINGLE, id="batch step"),
+        pytest.param(
+            {name: SRUN[name] for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID")},
+            Launch("Slurm", 6, 7, 6),
+            id="srun, the bare minimum",
+        ),
+        pytest.param(
+            SRUN | {"MASTER_ADDR": "a", "MASTER_PORT": "5"},
+            Launch("Slurm", 6, 7, 0, 1, "a", 5),
+            id="srun with a master",
+        ),
+        pytest.param(SRUN | TORCHRUN, Launch("torchrun", 5, 8, 1, 4, "node0", 29500), id="srun torchrun"),
+        pytest.param(SRUN | OPEN_MPI, Launch("Open MPI", 3, 4, 1, 2), id="mpirun in a Slurm allocation"),
+    ],
+)
+def test_environment_says_the_launch(env: dict[str, str], expected: Launch) -> None:
+    assert detect(env) == expected
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"RANK": "0"}, "RANK=0 is set, WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set, RANK is not"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE='two' is not an integer"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not a rank of WORLD_SIZE=2"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1 is not a rank of WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 is not a rank of WORLD_SIZE=0"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK=4, LOCAL_WORLD_SIZE=4"),
+        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT='http' is not an integer"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not"),
+        ({"PMI_RANK": "0"}, "PMI_SIZE is not"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+            "RANK=0 WORLD_SIZE=4, but Open MPI started this process as rank 0 of 2",
+        ),
+        (SRUN | {"RANK": "0", "WORLD_SIZE": "7"}, "but Slurm started this process as rank 6 of 7"),
+        (SRUN | {"SLURM_STEP_NODELIST": "[]"}, "cannot read the Slurm node list '[]'"),
+    ],
+)
+def test_contradictory_environment_is_one_clear_error(env: dict[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        detect(env)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("gpu1", "gpu1"),
+        ("gpu1,gpu2", "gpu1"),
+        ("node[03-07,9]", "node03"),
+        ("node[9,03-07],x[1-2]", "node9"),
+        ("rack-a[1-2]n[05-06],b1", "rack-a1n05"),
+        ("n[7].example.org", "n7.example.org"),
+    ],
+)
+def test_first_host_of_a_node_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+def test_single_process_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*TORCHRUN, *OPEN_MPI, *HYDRA, *SRUN):
+        monkeypatch.delenv(name, raising=False)
+    link = onebit.comm.init()
+    assert (link.rank, link.world_size) == (0, 1)
+    assert describe(link) == "1 rank by a single process, transport none (in this process)"
+
+
+def test_unknown_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match="gloo, nccl, mpi"):
+        onebit.comm.init("ucc")
+
+
+def test_ranks_without_a_master_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ValueError, match="set MASTER_ADDR"):
+        onebit.comm.init("gloo")
+
+
+def test_mpirun_without_mpi4py_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    for name, value in OPEN_MPI.items():
+        monkeypatch.setenv(name, value)
+    for backend in ("mpi", "gloo"):
+        with pytest.raises(ImportError, match=re.escape("pip install 'onebit[mpi]'")):
+            onebit.comm.init(backend)
+
+
+def test_importing_starts_neither_mpi_nor_hooks() -> None:
+    code = """
+import sys
+hook = sys.excepthook
+import onebit.comm, onebit.comm.mpi_transport, onebit.comm.torch_transport
+assert "mpi4py" not in sys.modules
+assert sys.excepthook is hook
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.dist
+def test_real_torchrun_and_exit_without_close() -> None:
+    ended = run_torchrun(2, transport_ranks.exit_without_close, agent=True, timeout_s=60).check()
+    assert ended.results == ("2 ranks by torchrun, transport torch.distributed (gloo)",) * 2
+
+
+@pytest.mark.dist
+def test_init_picks_gloo_from_plain_variables() -> None:
+    described = {result["description"] for result in contract_run("gloo").results}
+    assert described == {
+        "4 ranks by the environment (RANK, WORLD_SIZE), transport torch.distributed (gloo)",
+    }
+
+
+@pytest.mark.dist
+def test_init_picks_mpi_under_mpirun_and_bootstraps_gloo_on_request() -> None:
+    for result in contract_run("mpi").results:
+        assert result["description"] == "4 ranks by Open MPI, transport MPI (host memory)"
+        assert set(result["gloo"].values()) == {""}
+        assert result["gloo descriptions"] == ["4 ranks by Open MPI, transport torch.distributed (gloo)"] * 2

@@ -1,0 +1,137 @@
+"""What each rank of `test_transport.py` and `test_launch.py` does; started by `ranks.py`, results through JSON."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import transport_contract as contract
+from ranks import report
+
+import onebit.comm
+from onebit.comm import PeerError, Transport, Work, launch
+
+VICTIM = 2
+TIMEOUT_S = 1.0
+
+
+def contract_over_gloo(worlds: list[int]) -> dict[str, object]:
+    """The whole contract in sub-worlds of the first W ranks, so that one set of processes serves all sizes."""
+    base = onebit.comm.init(timeout_s=30.0)
+    outcome = {}
+    for W in worlds:
+        group = torch.distributed.new_group(list(range(W)))
+        if base.rank < W:
+            outcome[str(W)] = _all_of_it(_on_gloo(group))
+    outcome["description"] = launch.describe(base)
+    base.close()
+    base.close()
+    return outcome
+
+
+def contract_over_mpi(worlds: list[int]) -> dict[str, object]:
+    """As over Gloo; then the exchanges in small pieces; then Gloo bootstrapped from MPI."""
+    from mpi4py import MPI
+
+    base = onebit.comm.init(timeout_s=30.0)
+    outcome: dict[str, object] = {}
+    for W in worlds:
+        comm = MPI.COMM_WORLD.Split(0 if base.rank < W else MPI.UNDEFINED)
+        if base.rank < W:
+            outcome[str(W)] = _all_of_it(_on_mpi(comm))
+        base.all_reduce(torch.zeros(1)).wait()  # ranks that are done would spin in the next Split
+    pieces = _on_mpi(MPI.COMM_WORLD, piece_bytes=64_000)
+    outcome["pieces"] = contract.run_checks(pieces)
+    outcome["description"] = launch.describe(base)
+    base.close()
+    base.close()
+
+    gloo = onebit.comm.init("gloo", timeout_s=30.0)
+    outcome["gloo"] = contract.run_checks(gloo, ("all_to_all_transposes", "all_reduce_sums"))
+    again = onebit.comm.init()
+    outcome["gloo descriptions"] = [launch.describe(gloo), launch.describe(again)]
+    gloo.close()
+    return outcome
+
+
+def _all_of_it(link: Transport) -> dict[str, str]:
+    outcome = contract.run_checks(link)
+    if not any(outcome.values()):
+        outcome["digest"] = contract.digest_of_compressed_rounds(link)
+        link.close()
+        link.close()
+    return outcome
+
+
+def outlive_a_peer_on_gloo(fate: str) -> dict[str, object]:
+    """Every operation, each on a group of its own, while rank VICTIM is killed or stopped: what the others see."""
+    base = onebit.comm.init(timeout_s=30.0)
+    links = {name: _on_gloo(torch.distributed.new_group(), TIMEOUT_S) for name in OPERATIONS}
+    seen = _meet(fate, base, links)
+    if base.rank == 0 and fate == "stopped":
+        os.kill(seen["victim"], signal.SIGKILL)  # who started the ranks waits for all of them
+    base.abandon()
+    return seen
+
+
+def outlive_a_peer_on_mpi(fate: str) -> None:
+    """As on Gloo; then this rank ends on the PeerError, which must end the whole job though one rank hangs."""
+    base = onebit.comm.init(timeout_s=30.0)
+    links = {name: _on_mpi(None, TIMEOUT_S) for name in ("all_to_all", "all_reduce")}
+    report(_meet(fate, base, links))
+    base.timeout_s = TIMEOUT_S
+    OPERATIONS["all_to_all"](base).wait()
+
+
+def exit_without_close() -> str:
+    """A script that forgets close() still ends with status 0."""
+    link = onebit.comm.init(timeout_s=30.0)
+    x = torch.full((3,), float(link.rank))
+    link.all_reduce(x).wait()
+    return launch.describe(link)
+
+
+def _all_to_all(link: Transport) -> Work:
+    rows_WB = torch.zeros(link.world_size, 1_000_000, dtype=torch.uint8)
+    return link.all_to_all(torch.empty_like(rows_WB), rows_WB)
+
+
+OPERATIONS: dict[str, Callable[[Transport], Work]] = {
+    "all_to_all": _all_to_all,
+    "all_reduce": lambda link: link.all_reduce(torch.ones(1_000_000)),
+    "broadcast": lambda link: link.broadcast(torch.ones(1_000_000), VICTIM),
+}
+
+
+def _meet(fate: str, base: Transport, links: Mapping[str, Transport]) -> dict[str, dict | int]:
+    pids = torch.empty(base.world_size, 8, dtype=torch.uint8)
+    base.all_gather(pids, torch.tensor([os.getpid()]).view(torch.uint8)).wait()
+    if base.rank == VICTIM:
+        time.sleep(0.3)
+        os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[fate])
+    seen = {name: _what_happens(OPERATIONS[name], link) for name, link in links.items()}
+    return seen | {"victim": int(pids[VICTIM].view(torch.int64))}
+
+
+def _what_happens(operation: Callable[[Transport], Work], link: Transport) -> dict[str, object]:
+    started = time.monotonic()
+    try:
+        operation(link).wait()
+    except PeerError as error:
+        return {"ranks": error.ranks, "message": str(error), "seconds": time.monotonic() - started}
+    return {"ranks": [], "message": "no PeerError", "seconds": time.monotonic() - started}
+
+
+def _on_gloo(group: torch.distributed.ProcessGroup, timeout_s: float = 20.0) -> Transport:
+    from onebit.comm.torch_transport import TorchTransport
+
+    return TorchTransport(group, timeout_s)
+
+
+def _on_mpi(comm: object, timeout_s: float = 20.0, **options: int) -> Transport:
+    from onebit.comm.mpi_transport import MpiTransport
+
+    return MpiTransport(comm, timeout_s, **options)
