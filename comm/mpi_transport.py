@@ -13,6 +13,7 @@ import collections
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -31,8 +32,8 @@ _log = logging.getLogger(__name__)
 # 20 Nov 2026: a longest pause of 0.2 ms burns 6 % of a core while peers are late (0.1 ms: 9 %, 1 ms: 2 %); an exchange
 # of 1 kB per peer takes 0.26 ms, polled without a pause 0.19 ms; of 4 MB through shared memory 22 ms and 14 ms; 0.1 to
 # 1 MB, and everything over TCP but 1 kB (0.94 and 0.76 ms), no slower (one run each, others on the machine).
-# The library's collectives work in rounds, each of which waits for a test: an all_reduce of 1 MB over TCP took 3.5 ms
-# without a pause, 6.8 ms at 0.2 ms and 16 ms at 1 ms. The pause does not grow while one is in flight.
+# The library's own non-blocking collectives are not used: Open MPI's Iallreduce sent 1.33 times the bytes of a ring
+# and took 3.5 times the limit of a 100 Mbit/s link (16 MB, 4 hosts).
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 200e-6
 
 _HINT = (
@@ -49,8 +50,9 @@ class MpiTransport:
 
     1. A call puts an operation in a queue and returns its Work. After construction, all MPI calls on this communicator
        come from one daemon thread: MPI_THREAD_SERIALIZED suffices where nobody else calls MPI meanwhile.
-    2. The thread posts an Irecv and an Isend per peer, peers r-k and r+k for k = 1…W-1 (or the library's Iallreduce,
-       Ibcast) and tests everything in flight, with a short sleep between tests. Nothing in flight: it blocks.
+    2. The thread posts an Irecv and an Isend per peer, peers r-k and r+k for k = 1…W-1, and tests everything in flight,
+       with a short sleep between tests. Nothing in flight: it blocks. all_reduce is two such legs: each rank sums the
+       chunk it owns in rank order, then gives it to all.
     3. Tensors are sent from and received into where they lie, in pieces of at most `piece_bytes` (MPI counts are 32
        bits). Device tensors travel through host memory, or, where the library is CUDA-aware and `cuda_aware=True`
        says so, directly: the current stream is synchronised before the launch.
@@ -109,23 +111,35 @@ class MpiTransport:
         if self._is_staged(x):
             return HostStaged(self).all_reduce(x)
 
-        def post(number: int) -> Posted:
-            pieces = self._pieces(as_bytes(x), self._mpi.FLOAT)
-            return [(self._comm.Iallreduce(self._mpi.IN_PLACE, piece), None) for piece in pieces]
+        chunks = self._chunks(x.detach().view(-1))
+        received_WN = torch.empty(self.world_size, len(chunks[self.rank]), device=x.device)
+
+        def reduce_scatter(number: int) -> Posted:
+            return self._post_pairs(list(received_WN), chunks, self._tag(number))
+
+        def all_gather(number: int) -> Posted:
+            received_WN[self.rank].copy_(chunks[self.rank])
+            torch.sum(received_WN, 0, out=chunks[self.rank])
+            return self._post_pairs(chunks, [chunks[self.rank]] * self.world_size, self._tag(number))
 
         self.sent_bytes += 2 * x.nbytes * (self.world_size - 1) // self.world_size
-        return self._launch("all_reduce", post, (x,))
+        return self._launch("all_reduce", [reduce_scatter, all_gather], (x, received_WN))
 
     def broadcast(self, x: Tensor, src: int) -> Work:
         check_contiguous(self.rank, "broadcast", x)
         if self._is_staged(x):
             return HostStaged(self).broadcast(x, src)
+        data = as_bytes(x)
 
         def post(number: int) -> Posted:
-            return [(self._comm.Ibcast(piece, root=src), None) for piece in self._pieces(as_bytes(x))]
+            if self.rank != src:
+                return [(self._comm.Irecv(p, source=src, tag=self._tag(number)), src) for p in self._pieces(data)]
+            others = [rank for rank in range(self.world_size) if rank != src]
+            pieces = [(piece, rank) for rank in others for piece in self._pieces(data)]
+            return [(self._comm.Isend(piece, dest=rank, tag=self._tag(number)), rank) for piece, rank in pieces]
 
         self.sent_bytes += x.nbytes * (self.world_size - 1) if self.rank == src else 0
-        return self._launch("broadcast", post, (x,))
+        return self._launch("broadcast", [post], (x,))
 
     def close(self) -> None:
         """Barrier; then end the thread and free the communicator. After a PeerError: end the thread. Idempotent."""
@@ -134,7 +148,7 @@ class MpiTransport:
         self._is_closed = True
         try:
             if not self._failed:
-                self._launch("the barrier of close()", lambda number: [(self._comm.Ibarrier(), None)], ()).wait()
+                self._launch("the barrier of close()", [lambda number: [(self._comm.Ibarrier(), None)]], ()).wait()
         finally:
             self._progress.stop()
             if not self._failed and not self._mpi.Is_finalized():
@@ -151,33 +165,43 @@ class MpiTransport:
     def _exchange(self, name: str, out_WB: Tensor, rows: Sequence[Tensor]) -> Work:
         self.sent_bytes += rows[0].nbytes * (self.world_size - 1)
         out_WB[self.rank].copy_(rows[self.rank])
-        return self._launch(name, lambda number: self._post_pairs(out_WB, rows, number % self._tags), (out_WB, *rows))
+        pairs = [lambda number: self._post_pairs(list(out_WB), rows, self._tag(number))]
+        return self._launch(name, pairs, (out_WB, *rows))
 
-    def _launch(self, name: str, post: Callable[[int], Posted], tensors: tuple[Tensor, ...]) -> Work:
+    def _launch(self, name: str, legs: Sequence[Callable[[int], Posted]], tensors: tuple[Tensor, ...]) -> Work:
+        """Queue an operation of one or more legs, each posted when the one before it is complete."""
         if self._failed:
             raise PeerError(f"rank {self.rank}: {name}: the transport has failed before, in {self._failed[0].name}")
         for device in {x.device for x in tensors if x.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         self._operations += 1
         number = self._operations
-        operation = _Operation(f"{name} (operation {number})", number, lambda: post(number), tensors)
+        operation = _Operation(f"{name} (operation {number})", number, [partial(leg, number) for leg in legs], tensors)
         self._progress.submit(operation)
         return _MpiWork(self, operation)
 
-    def _post_pairs(self, out_WB: Tensor, rows: Sequence[Tensor], tag: int) -> Posted:
+    def _tag(self, number: int) -> int:
+        return number % self._tags
+
+    def _chunks(self, x: Tensor) -> list[Tensor]:
+        """One piece of a flat tensor per rank, of equal length but for the last ones."""
+        step = -(-len(x) // self.world_size)
+        return [x[min(k * step, len(x)) : min((k + 1) * step, len(x))] for k in range(self.world_size)]
+
+    def _post_pairs(self, outs: Sequence[Tensor], rows: Sequence[Tensor], tag: int) -> Posted:
         posted: Posted = []
         for k in range(1, self.world_size):
             src, dst = (self.rank - k) % self.world_size, (self.rank + k) % self.world_size
-            posted += [(self._comm.Irecv(p, source=src, tag=tag), src) for p in self._pieces(as_bytes(out_WB[src]))]
+            posted += [(self._comm.Irecv(p, source=src, tag=tag), src) for p in self._pieces(as_bytes(outs[src]))]
             posted += [(self._comm.Isend(p, dest=dst, tag=tag), dst) for p in self._pieces(as_bytes(rows[dst]))]
         return posted
 
-    def _pieces(self, x: Tensor, datatype: MPI.Datatype | None = None) -> Iterator[list[object]]:
+    def _pieces(self, x: Tensor) -> Iterator[list[object]]:
         """The bytes of x as MPI buffers of at most `piece_bytes` each; one empty piece where x is empty."""
         for start in range(0, max(x.numel(), 1), self.piece_bytes):
             piece = x[start : start + self.piece_bytes]
             memory = self._mpi.buffer.fromaddress(piece.data_ptr(), piece.numel())
-            yield [memory, self._mpi.BYTE if datatype is None else datatype]
+            yield [memory, self._mpi.BYTE]
 
     def _roll_call(self, failed: _Operation) -> tuple[int, ...]:
         """Who does not answer. Every rank whose operation timed out calls it, each on its own: one byte to every peer.
@@ -188,7 +212,7 @@ class MpiTransport:
         mine = [torch.zeros(1, dtype=torch.uint8)] * self.world_size
         tag = self._tags + failed.number % self._tags
         call = _Operation(
-            "roll call", failed.number, lambda: self._post_pairs(presence_W1, mine, tag), (presence_W1, *mine)
+            "roll call", failed.number, [lambda: self._post_pairs(list(presence_W1), mine, tag)], (presence_W1, *mine)
         )
         self._failed.append(call)
         self._progress.submit(call)
@@ -199,33 +223,32 @@ class MpiTransport:
 class _Operation:
     """What the caller and the progress thread share about one operation."""
 
-    def __init__(self, name: str, number: int, post: Callable[[], Posted], tensors: tuple[Tensor, ...]):
+    def __init__(self, name: str, number: int, legs: Sequence[Callable[[], Posted]], tensors: tuple[Tensor, ...]):
         self.name = name
         self.number = number
         self.ended = threading.Event()
         self.error: Exception | None = None
-        self.has_rounds = False  # a collective of the library
-        self._post = post
+        self._legs = collections.deque(legs)
         self._tensors = tensors
         self._requests: list[MPI.Request] = []
         self._peers: list[int | None] = []
 
     def post(self) -> None:
-        for request, peer in self._post():
-            self._requests.append(request)
-            self._peers.append(peer)
-        self.has_rounds = None in self._peers
+        """Start the next leg."""
+        posted = self._legs.popleft()()
+        self._requests = [request for request, _ in posted]
+        self._peers = [peer for _, peer in posted]
 
     def test(self) -> bool:
-        """Whether any request completed just now. Ends the operation after its last one."""
-        requests = self._requests
-        if not requests:
-            self.ended.set()
+        """Whether any request completed just now. After a leg's last one the next is posted, or the operation ends."""
+        completed = self._requests[0].Testsome(self._requests) if self._requests else None
+        if completed is None or not any(self._requests):
+            if self._legs:
+                self.post()
+            else:
+                self.ended.set()
             return True
-        completed = requests[0].Testsome(requests)
-        if completed is None or all(not request for request in requests):
-            self.ended.set()
-        return completed is None or len(completed) > 0
+        return len(completed) > 0
 
     def fail(self, error: Exception) -> None:
         self.error = error
@@ -268,8 +291,7 @@ class _Progress:
             in_flight += fresh
             has_moved = any([_guarded(operation, operation.test) for operation in in_flight])
             in_flight = [operation for operation in in_flight if not operation.ended.is_set()]
-            is_prompt = has_moved or fresh or any(operation.has_rounds for operation in in_flight)
-            pause_s = _FIRST_PAUSE_S if is_prompt else min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = _FIRST_PAUSE_S if has_moved or fresh else min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _take(self, in_flight: Sequence[_Operation], pause_s: float) -> list[_Operation] | None:
         """New operations, after a pause where some are in flight, after as long as it takes where none is."""
