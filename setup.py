@@ -1,3 +1,47 @@
-from setuptools import setup
+"""Builds csrc/ into a plain shared library beside comm/kernels/cpu.py, which loads it with ctypes.
 
-setup()
+The package works without it, on its pure-torch reference: no compiler is no reason for the installation to fail.
+"""
+
+from __future__ import annotations
+
+import os
+from glob import glob
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, LinkError, PlatformError
+
+# No -ffast-math, no contraction: the kernel gives the floats of comm/kernels/reference.py to the last bit.
+FLAGS = ["-O3", "-g0", "-std=c++17", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
+OPENMP = ["-fopenmp"]
+
+
+class BuildKernel(build_ext):
+    """With OpenMP where the compiler has it, else with one thread, else not at all and one line that says so."""
+
+    def build_extension(self, ext: Extension) -> None:
+        for openmp in (OPENMP, []):
+            ext.extra_compile_args, ext.extra_link_args = FLAGS + openmp, openmp
+            try:
+                return super().build_extension(ext)
+            except (CompileError, LinkError, PlatformError, OSError) as error:
+                problem = error
+        print(f"onebit: the C++ kernel was not built, the pure-torch reference runs instead ({problem})", flush=True)
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return []
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "onebit.comm.kernels._sign_kernel",
+            sources=["csrc/sign_kernel.cpp"],
+            depends=sorted(glob(os.path.join("csrc", "*.inl"))),
+            language="c++",
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildKernel},
+)

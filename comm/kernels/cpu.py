@@ -1,13 +1,244 @@
-"""Placeholder until csrc/ is built."""
+"""Kernels: the sign frame in C++, for host tensors. The same bytes and the same floats as `reference.py`.
+
+The code is csrc/sign_kernel.cpp, built by setup.py into `_sign_kernel.*.so` beside this file and loaded with ctypes on
+first use; calls release the GIL. Arguments are checked here, once: past this edge there are only pointers.
+
+Shape legend: K rows, N elements, J blocks, B bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import threading
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ABI_VERSION = 1
+ISAS = ("auto", "portable", "avx2", "avx512")
+_ISA_TITLES = {"portable": "portable", "avx2": "AVX2", "avx512": "AVX-512"}
+_SCALES = ("rms", "mean_abs")
+_ERROR_KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2}
+
+# Below this many elements per thread a second thread gains less than it costs to wake (scripts/bench_kernels.py).
+ELEMENTS_PER_THREAD = 32768
+
+_REINSTALL = (
+    "install a C++ compiler and reinstall onebit (pip install --force-reinstall --no-deps, or pip install -e .)"
+)
+_log = logging.getLogger(__name__)
+_load_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _Load:
+    library: ctypes.CDLL | None
+    problem: str = ""
 
 
 def is_built() -> bool:
-    return False
+    """Whether the C++ library is there and fits this version of the package."""
+    return _load().library is not None
 
 
 def why_not_built() -> str:
-    return "not written yet"
+    """One sentence: what is missing and what to do. Empty where the library is built."""
+    return _load().problem
 
 
 def describe() -> str:
-    return ""
+    """What runs, e.g. "C++, AVX-512, up to 2 threads"."""
+    threads = torch.get_num_threads() if _library().onebit_sign_has_openmp() else 1
+    return f"C++, {_ISA_TITLES[available_isas()[-1]]}, up to {threads} thread{'s' if threads > 1 else ''}"
+
+
+def available_isas() -> tuple[str, ...]:
+    """The instruction sets that this machine can run, slowest first."""
+    return ISAS[1 : 1 + _library().onebit_sign_best_isa()]
+
+
+def encode(
+    x_KN: Tensor,
+    error_KN: Tensor | None,
+    frames_KB: Tensor,
+    counts_KJ: Tensor | None,
+    *,
+    block: int,
+    scale: str,
+    isa: str = "auto",
+) -> None:
+    """frames ← frame of c = x + error; x ← c - decode(frames). x float32 in place; error float32/bfloat16, read only.
+
+    One pass over memory. Rows may lie apart (a slice of a wider tensor); elements of a row may not.
+    """
+    if scale not in _SCALES:
+        raise ValueError(f'scale must be "rms" or "mean_abs", got {scale!r}')
+    _check_rows("x", x_KN, (torch.float32,), written=True)
+    K, N = x_KN.shape
+    J = _whole_blocks(N, block)
+    _check_frames(frames_KB, K, N, block, written=True)
+    if error_KN is not None:
+        _check_rows("error", error_KN, (torch.float32, torch.bfloat16), shape=(K, N))
+    if counts_KJ is not None:
+        _check_rows("counts", counts_KJ, (torch.int32,), shape=(K, J))
+    _call(
+        "encode",
+        x_KN.data_ptr(),
+        x_KN.stride(0),
+        None if error_KN is None else error_KN.data_ptr(),
+        0 if error_KN is None else error_KN.stride(0),
+        _ERROR_KINDS[None if error_KN is None else error_KN.dtype],
+        frames_KB.data_ptr(),
+        frames_KB.stride(0),
+        frames_KB.shape[1],
+        None if counts_KJ is None else counts_KJ.data_ptr(),
+        0 if counts_KJ is None else counts_KJ.stride(0),
+        K,
+        J,
+        block,
+        scale == "mean_abs",
+        isa=isa,
+        elements=K * N,
+    )
+
+
+def decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float, isa: str = "auto") -> None:
+    """out ← keep·out + weight·values; out float32 [K, N]. With keep = 0 the old content of out is not read."""
+    _check_rows("out", out_KN, (torch.float32,), written=True)
+    K, N = out_KN.shape
+    J = _whole_blocks(N, block)
+    _check_frames(frames_KB, K, N, block)
+    _call(
+        "decode",
+        frames_KB.data_ptr(),
+        frames_KB.stride(0),
+        out_KN.data_ptr(),
+        out_KN.stride(0),
+        K,
+        J,
+        block,
+        weight,
+        keep,
+        isa=isa,
+        elements=K * N,
+    )
+
+
+def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str = "auto") -> None:
+    """out ← mean over the K frames; out float32 [N], written once."""
+    if out_N.dim() != 1:
+        raise ValueError(f"out must have one dimension [N], got {tuple(out_N.shape)}")
+    _check_rows("out", out_N.unsqueeze(0), (torch.float32,), written=True)
+    K, N = frames_KB.shape[0], out_N.shape[0]
+    J = _whole_blocks(N, block)
+    if K == 0:
+        raise ValueError("frames has no rows: a mean needs at least one")
+    _check_frames(frames_KB, K, N, block)
+    _call(
+        "decode_mean",
+        frames_KB.data_ptr(),
+        frames_KB.stride(0),
+        K,
+        out_N.data_ptr(),
+        J,
+        block,
+        isa=isa,
+        elements=N,
+    )
+
+
+def _call(name: str, *args: object, isa: str, elements: int) -> None:
+    if isa not in ISAS:
+        raise ValueError(f"isa must be one of {', '.join(ISAS)}; got {isa!r}")
+    threads = max(1, min(torch.get_num_threads(), elements // ELEMENTS_PER_THREAD))
+    if getattr(_library(), f"onebit_sign_{name}")(*args, ISAS.index(isa), threads):
+        raise ValueError(f'isa "{isa}" is not available on this machine, which has {", ".join(available_isas())}')
+
+
+def _whole_blocks(n: int, block: int) -> int:
+    if block <= 0 or block % 64:
+        raise ValueError(f"block must be a positive multiple of 64, got {block}")
+    if n % block:
+        raise ValueError(f"a row of {n} elements is not a whole number of blocks of {block}; pad it")
+    return n // block
+
+
+def _check_frames(frames_KB: Tensor, K: int, N: int, block: int, *, written: bool = False) -> None:
+    frame_bytes = -(-(N // 8 + 2 * (N // block)) // 16) * 16
+    _check_rows("frames", frames_KB, (torch.uint8,), shape=(K, frame_bytes), written=written)
+
+
+def _check_rows(
+    name: str,
+    rows: Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    shape: tuple[int, int] | None = None,
+    written: bool = False,
+) -> None:
+    if rows.dtype not in dtypes:
+        raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {rows.dtype}")
+    if rows.device.type != "cpu":
+        raise ValueError(f"{name} must be on the host, got {rows.device}; use the reference kernel there")
+    if rows.dim() != 2 or (shape is not None and tuple(rows.shape) != shape):
+        expected = "two dimensions (rows first)" if shape is None else f"shape {shape}"
+        raise ValueError(f"{name} must have {expected}, got shape {tuple(rows.shape)}")
+    if rows.shape[1] > 1 and rows.stride(1) != 1:
+        raise ValueError(
+            f"the elements of a row of {name} must be contiguous, got strides {rows.stride()}; copy it first"
+        )
+    if written and rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]:
+        raise ValueError(
+            f"the rows of {name} are written and must not overlap, got strides {rows.stride()}; copy it first"
+        )
+    if rows.data_ptr() % rows.element_size():
+        raise ValueError(f"{name} must start at a multiple of {rows.element_size()} bytes; copy it first")
+
+
+def _library() -> ctypes.CDLL:
+    load = _load()
+    if load.library is None:
+        raise ImportError(load.problem)
+    return load.library
+
+
+def _load() -> _Load:
+    with _load_lock:
+        return _load_once()
+
+
+@functools.cache
+def _load_once() -> _Load:
+    load = _open(Path(__file__).parent)
+    if load.library is None:
+        _log.warning("the sign codec runs on the pure-torch reference, about ten times slower: %s", load.problem)
+    return load
+
+
+def _open(folder: Path) -> _Load:
+    paths = [path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_sign_kernel{suffix}").exists()]
+    if not paths:
+        return _Load(None, f"the C++ kernel is not built; {_REINSTALL}")
+    try:
+        library = ctypes.CDLL(str(paths[0]))  # torch is imported by now: the library shares its OpenMP threads
+        version = library.onebit_sign_abi_version()
+    except (OSError, AttributeError) as error:
+        return _Load(None, f"{paths[0].name} cannot be loaded ({error}); {_REINSTALL}")
+    if version != ABI_VERSION:
+        return _Load(None, f"{paths[0].name} has ABI {version} and this package needs {ABI_VERSION}; {_REINSTALL}")
+    _declare(library)
+    return _Load(library)
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    pointer, size, flag, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
+    rows = (pointer, size)
+    encode = (*rows, *rows, flag, *rows, size, *rows, size, size, size, flag, flag, flag)
+    library.onebit_sign_encode.argtypes = encode
+    library.onebit_sign_decode.argtypes = (*rows, *rows, size, size, size, real, real, flag, flag)
+    library.onebit_sign_decode_mean.argtypes = (*rows, size, pointer, size, size, flag, flag)

@@ -1,0 +1,54 @@
+// 16 floats in two registers. Included by sign_kernel.cpp.
+
+struct Lanes {
+  __m256 low, high;
+
+  ONEBIT_TARGET static Lanes splat(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+  ONEBIT_TARGET static Lanes load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+  ONEBIT_TARGET static Lanes load_bf16(const uint16_t* from) { return {widen(from), widen(from + 8)}; }
+  ONEBIT_TARGET void store(float* to) const {
+    _mm256_storeu_ps(to, low);
+    _mm256_storeu_ps(to + 8, high);
+  }
+
+  ONEBIT_TARGET Lanes operator+(Lanes o) const { return {_mm256_add_ps(low, o.low), _mm256_add_ps(high, o.high)}; }
+  ONEBIT_TARGET Lanes operator-(Lanes o) const { return {_mm256_sub_ps(low, o.low), _mm256_sub_ps(high, o.high)}; }
+  ONEBIT_TARGET Lanes operator*(Lanes o) const { return {_mm256_mul_ps(low, o.low), _mm256_mul_ps(high, o.high)}; }
+  ONEBIT_TARGET Lanes abs() const {
+    const __m256 minus_zero = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(minus_zero, low), _mm256_andnot_ps(minus_zero, high)};
+  }
+  ONEBIT_TARGET Lanes negated() const {
+    const __m256 minus_zero = _mm256_set1_ps(-0.0f);
+    return {_mm256_xor_ps(minus_zero, low), _mm256_xor_ps(minus_zero, high)};
+  }
+
+  // Bit l is the sign bit of lane l.
+  ONEBIT_TARGET uint16_t sign_bits() const {
+    return static_cast<uint16_t>(_mm256_movemask_ps(low) | _mm256_movemask_ps(high) << 8);
+  }
+
+  // Lane l is `set`'s where bit l is 1, else `clear`'s.
+  ONEBIT_TARGET static Lanes select(uint16_t bits, Lanes set, Lanes clear) {
+    const __m256i every = _mm256_set1_epi32(bits);
+    // blendv looks at the top bit of each lane: shift the lane's own bit there.
+    const __m256i for_low = _mm256_sllv_epi32(every, _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24));
+    const __m256i for_high = _mm256_sllv_epi32(every, _mm256_setr_epi32(23, 22, 21, 20, 19, 18, 17, 16));
+    return {_mm256_blendv_ps(clear.low, set.low, _mm256_castsi256_ps(for_low)),
+            _mm256_blendv_ps(clear.high, set.high, _mm256_castsi256_ps(for_high))};
+  }
+
+  // l + (l+8), then l + (l+4), l + (l+2), l + (l+1).
+  ONEBIT_TARGET float sum_in_halves() const {
+    const __m256 eight = _mm256_add_ps(low, high);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
+
+ private:
+  ONEBIT_TARGET static __m256 widen(const uint16_t* from) {
+    const __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16));
+  }
+};

@@ -1,0 +1,37 @@
+// 16 floats in one register. Included by sign_kernel.cpp.
+
+struct Lanes {
+  __m512 v;
+
+  ONEBIT_TARGET static Lanes splat(float value) { return {_mm512_set1_ps(value)}; }
+  ONEBIT_TARGET static Lanes load(const float* from) { return {_mm512_loadu_ps(from)}; }
+  ONEBIT_TARGET static Lanes load_bf16(const uint16_t* from) {
+    const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16))};
+  }
+  ONEBIT_TARGET void store(float* to) const { _mm512_storeu_ps(to, v); }
+
+  ONEBIT_TARGET Lanes operator+(Lanes o) const { return {_mm512_add_ps(v, o.v)}; }
+  ONEBIT_TARGET Lanes operator-(Lanes o) const { return {_mm512_sub_ps(v, o.v)}; }
+  ONEBIT_TARGET Lanes operator*(Lanes o) const { return {_mm512_mul_ps(v, o.v)}; }
+  ONEBIT_TARGET Lanes abs() const { return {_mm512_abs_ps(v)}; }
+  ONEBIT_TARGET Lanes negated() const { return {_mm512_xor_ps(v, _mm512_set1_ps(-0.0f))}; }
+
+  // Bit l is the sign bit of lane l.
+  ONEBIT_TARGET uint16_t sign_bits() const {
+    return static_cast<uint16_t>(_mm512_movepi32_mask(_mm512_castps_si512(v)));
+  }
+
+  // Lane l is `set`'s where bit l is 1, else `clear`'s.
+  ONEBIT_TARGET static Lanes select(uint16_t bits, Lanes set, Lanes clear) {
+    return {_mm512_mask_blend_ps(bits, clear.v, set.v)};
+  }
+
+  // l + (l+8), then l + (l+4), l + (l+2), l + (l+1).
+  ONEBIT_TARGET float sum_in_halves() const {
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
+};

@@ -1,0 +1,60 @@
+// 16 floats as four vectors of four, for any machine: compilers turn these into SSE2, NEON, … or plain floats.
+// Included by sign_kernel.cpp.
+
+typedef float Float4 __attribute__((vector_size(16)));
+typedef int32_t Int4 __attribute__((vector_size(16)));
+
+struct Lanes {
+  Float4 v[4];
+
+  static Lanes splat(float value) {
+    const Float4 four = {value, value, value, value};
+    return {{four, four, four, four}};
+  }
+  static Lanes load(const float* from) {
+    Lanes lanes;
+    std::memcpy(lanes.v, from, sizeof lanes.v);
+    return lanes;
+  }
+  static Lanes load_bf16(const uint16_t* from) {
+    float wide[kLanes];
+    for (int l = 0; l < kLanes; ++l) wide[l] = float_from_bf16(from[l]);
+    return load(wide);
+  }
+  void store(float* to) const { std::memcpy(to, v, sizeof v); }
+
+  Lanes operator+(const Lanes& o) const { return {{v[0] + o.v[0], v[1] + o.v[1], v[2] + o.v[2], v[3] + o.v[3]}}; }
+  Lanes operator-(const Lanes& o) const { return {{v[0] - o.v[0], v[1] - o.v[1], v[2] - o.v[2], v[3] - o.v[3]}}; }
+  Lanes operator*(const Lanes& o) const { return {{v[0] * o.v[0], v[1] * o.v[1], v[2] * o.v[2], v[3] * o.v[3]}}; }
+  Lanes abs() const {
+    const auto positive = [](Float4 four) { return (Float4)((Int4)four & 0x7FFFFFFF); };
+    return {{positive(v[0]), positive(v[1]), positive(v[2]), positive(v[3])}};
+  }
+  Lanes negated() const { return {{-v[0], -v[1], -v[2], -v[3]}}; }
+
+  // Bit l is the sign bit of lane l.
+  uint16_t sign_bits() const {
+    Int4 bits = {0, 0, 0, 0};
+    for (int i = 0; i < 4; ++i) bits |= ((Int4)v[i] >> 31) & lane_bits(i);
+    return static_cast<uint16_t>(bits[0] | bits[1] | bits[2] | bits[3]);
+  }
+
+  // Lane l is `set`'s where bit l is 1, else `clear`'s.
+  static Lanes select(uint16_t bits, const Lanes& set, const Lanes& clear) {
+    Lanes chosen;
+    for (int i = 0; i < 4; ++i) {
+      const Int4 is_set = (Int4)((lane_bits(i) & bits) != 0);
+      chosen.v[i] = (Float4)((is_set & (Int4)set.v[i]) | (~is_set & (Int4)clear.v[i]));
+    }
+    return chosen;
+  }
+
+  // l + (l+8), then l + (l+4), l + (l+2), l + (l+1).
+  float sum_in_halves() const {
+    const Float4 four = (v[0] + v[2]) + (v[1] + v[3]);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+  }
+
+ private:
+  static Int4 lane_bits(int i) { return Int4{1, 2, 4, 8} << (4 * i); }
+};

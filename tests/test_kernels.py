@@ -1,0 +1,409 @@
+"""The C++ kernel gives the reference's bytes and floats; the edge rejects what it cannot take; missing builds are said.
+
+Tolerance: none. Floats are compared as int32, so that the sign of a zero and the bits of a NaN count.
+
+Shape legend: K rows, N elements, J blocks, B bytes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from onebit.comm import SignCodec, kernels
+from onebit.comm.kernels import cpu, reference
+
+BLOCKS = (64, 128, 192, 256, 1024)
+SCALES = ("rms", "mean_abs")
+ERRORS = (None, torch.float32, torch.bfloat16)
+SPECIAL = (
+    float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-40, 1e-38, 1e30, -1e30, 1e-30, 1e-23,
+    1.8e19, 1.9e19, 3e38, -3.4e38, 1.0,
+)  # fmt: skip
+
+needs_build = pytest.mark.skipif(not cpu.is_built(), reason=f"needs the C++ kernel: {cpu.why_not_built()}")
+_available = cpu.available_isas() if cpu.is_built() else ()
+each_isa = pytest.mark.parametrize(
+    "isa",
+    [
+        pytest.param(isa, marks=pytest.mark.skipif(isa not in _available, reason=f"needs a machine with {isa}"))
+        for isa in cpu.ISAS[1:]
+    ],
+)
+
+
+@pytest.fixture(autouse=True)
+def restored_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.contiguous().view(torch.int32) if t.dtype == torch.float32 else t
+
+
+def assert_same(got: Tensor, expected: Tensor) -> None:
+    different = bits(got) != bits(expected)
+    assert not different.any(), f"{int(different.sum())} differ, first at {different.nonzero()[0].tolist()}"
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Values of many sizes, some of them zeros of either sign."""
+    g = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=g) * 10 ** torch.randint(-4, 4, shape, generator=g).float()
+    values[torch.rand(shape, generator=g) < 0.05] *= 0.0
+    return values
+
+
+def random_counts(K: int, J: int, block: int, seed: int = 0) -> Tensor:
+    edges = torch.tensor([0, 1, 15, 16, 17, 31, 63, block - 17, block - 16, block - 1, block, block], dtype=torch.int32)
+    return edges[torch.randint(len(edges), (K, J), generator=torch.Generator().manual_seed(seed))]
+
+
+def frames_for(K: int, N: int, block: int, fill: int = 0xAB) -> Tensor:
+    return torch.full((K, SignCodec(block).frame_bytes(N)), fill, dtype=torch.uint8)
+
+
+def encode_both(
+    x_KN: Tensor, error_KN: Tensor | None, counts_KJ: Tensor | None, *, block: int, scale: str, isa: str
+) -> Tensor:
+    """Assert that both kernels agree on frames and residuals; the frames."""
+    K, N = x_KN.shape
+    residuals, frames = [x_KN.clone(), x_KN.clone()], [frames_for(K, N, block, fill) for fill in (0xAB, 0xCD)]
+    error_before = None if error_KN is None else error_KN.clone()
+    reference.encode(residuals[0], error_KN, frames[0], counts_KJ, block=block, scale=scale)
+    cpu.encode(residuals[1], error_KN, frames[1], counts_KJ, block=block, scale=scale, isa=isa)
+    assert_same(frames[1], frames[0])
+    assert_same(residuals[1], residuals[0])
+    if error_KN is not None and error_before is not None:
+        assert torch.equal(error_KN.view(torch.uint8), error_before.view(torch.uint8)), "error is only read"
+    return frames[1]
+
+
+def decode_both(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float, isa: str) -> None:
+    outs = [out_KN.clone(), out_KN.clone()]
+    reference.decode(frames_KB, outs[0], block=block, weight=weight, keep=keep)
+    cpu.decode(frames_KB, outs[1], block=block, weight=weight, keep=keep, isa=isa)
+    assert_same(outs[1], outs[0])
+
+
+def decode_mean_both(frames_KB: Tensor, N: int, *, block: int, isa: str) -> None:
+    outs = torch.full((2, N), -7.0)
+    reference.decode_mean(frames_KB, outs[0], block=block)
+    cpu.decode_mean(frames_KB, outs[1], block=block, isa=isa)
+    assert_same(outs[1], outs[0])
+
+
+# Same bytes, same floats
+
+
+@needs_build
+@each_isa
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("error_dtype", ERRORS, ids=str)
+def test_encode_gives_the_bytes_and_residuals_of_the_reference(
+    isa: str, block: int, scale: str, error_dtype: torch.dtype | None
+) -> None:
+    for K in range(1, 6):
+        for J in (0, 1, 2, 3, 9):
+            x = random(K, J * block, seed=K)
+            error = None if error_dtype is None else random(K, J * block, seed=100 + K).to(error_dtype)
+            for counts in (None, random_counts(K, J, block, seed=J)):
+                encode_both(x, error, counts, block=block, scale=scale, isa=isa)
+
+
+@needs_build
+@each_isa
+@pytest.mark.parametrize("block", (64, 256))
+def test_encode_counts_every_length_of_a_block(isa: str, block: int) -> None:
+    """One row per length 0..block: the padding holds NaN, which must not be read."""
+    counts = torch.arange(block + 1, dtype=torch.int32).unsqueeze(1)
+    x = random(block + 1, block)
+    x[torch.arange(block) >= counts] = float("nan")
+    for scale in SCALES:
+        encode_both(x, random(block + 1, block, seed=1), counts, block=block, scale=scale, isa=isa)
+
+
+@needs_build
+@each_isa
+@pytest.mark.parametrize("block", BLOCKS)
+def test_decode_gives_the_floats_of_the_reference(isa: str, block: int) -> None:
+    for K in range(1, 6):
+        for J in (0, 1, 2, 5):
+            frames = encode_both(random(K, J * block, seed=K), None, None, block=block, scale="rms", isa=isa)
+            for weight, keep in ((1.0, 0.0), (0.1, 0.0), (1.0, 1.0), (0.1, 0.9), (-1.0, 1.0), (0.0, 0.5), (1.0, 1e-60)):
+                decode_both(frames, random(K, J * block, seed=2), block=block, weight=weight, keep=keep, isa=isa)
+            decode_mean_both(frames[: K if J else 1], J * block, block=block, isa=isa)
+
+
+@needs_build
+@each_isa
+def test_decode_takes_any_bits_and_any_finite_or_infinite_scale(isa: str) -> None:
+    block, J = 64, 300
+    frames = torch.randint(256, (3, SignCodec(block).frame_bytes(J * block)), dtype=torch.uint8)
+    scales = reference.scales(frames, J * block, block=block)
+    frames[:, J * block // 8 :][:, : 2 * J] = torch.where(scales.isnan(), 0.5, scales).view(torch.uint8)
+    for weight, keep in ((1.0, 0.0), (0.0, 0.0), (0.3, 0.7)):
+        decode_both(frames, random(3, J * block), block=block, weight=weight, keep=keep, isa=isa)
+    decode_mean_both(frames, J * block, block=block, isa=isa)
+
+
+@needs_build
+@each_isa
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("block", (64, 256))
+def test_special_values_travel_as_in_the_reference(isa: str, scale: str, block: int) -> None:
+    special = torch.tensor(SPECIAL)
+    J = len(special)
+    alone = random(1, J * block) * 1e-3
+    alone.view(J, block)[torch.arange(J), torch.arange(J) * 3 % block] = special
+    everywhere = special.repeat_interleave(block).unsqueeze(0)
+    mixed = special[torch.randint(J, (1, J * block), generator=torch.Generator().manual_seed(3))]
+    for x in (alone, everywhere, mixed):
+        for error in (None, torch.zeros_like(x), alone, alone.bfloat16(), everywhere.bfloat16()):
+            for counts in (None, random_counts(1, J, block)):
+                frames = encode_both(x, error, counts, block=block, scale=scale, isa=isa)
+                decode_mean_both(frames, J * block, block=block, isa=isa)
+                decode_both(frames, alone, block=block, weight=0.3, keep=0.9, isa=isa)
+                decode_both(frames, alone, block=block, weight=-1.0, keep=0.0, isa=isa)
+
+
+@needs_build
+@each_isa
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_small_input_encodes_as_in_the_reference(isa: str, data: st.DataObject) -> None:
+    block = data.draw(st.sampled_from(BLOCKS[:4]))
+    K, J = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    palette = data.draw(st.lists(st.floats(width=32), min_size=1, max_size=8))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    x, error = (torch.from_numpy(rng.choice(np.array(palette, np.float32), (K, J * block))) for _ in range(2))
+    counts = torch.from_numpy(rng.integers(0, block + 1, (K, J), dtype=np.int32)) if data.draw(st.booleans()) else None
+    error_dtype = data.draw(st.sampled_from(ERRORS))
+    error_KN = None if error_dtype is None else error.to(error_dtype)
+    frames = encode_both(x, error_KN, counts, block=block, scale=data.draw(st.sampled_from(SCALES)), isa=isa)
+    decode_mean_both(frames, J * block, block=block, isa=isa)
+
+
+@needs_build
+@each_isa
+@pytest.mark.parametrize("threads", (1, 2, 3))
+def test_threads_change_nothing(isa: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    block, K = 256, 3
+    N = -(-2 * threads * cpu.ELEMENTS_PER_THREAD // block + 1) * block  # decode_mean shares N, the others K·N
+    x, error, counts = random(K, N), random(K, N, seed=1), random_counts(K, N // block, block)
+    frames = encode_both(x, error, None, block=block, scale="rms", isa=isa)
+    encode_both(x, error, counts, block=block, scale="mean_abs", isa=isa)
+    decode_both(frames, x, block=block, weight=0.1, keep=0.9, isa=isa)
+    decode_mean_both(frames, N, block=block, isa=isa)
+
+
+@needs_build
+def test_ranks_as_threads_do_not_disturb_each_other() -> None:
+    """Four Python threads, each with rows large enough to wake more: ctypes lets go of the GIL."""
+    block, N = 256, 4 * cpu.ELEMENTS_PER_THREAD
+    inputs = [random(1, N, seed=rank) for rank in range(4)]
+    results = [(x.clone(), frames_for(1, N, block)) for x in inputs]
+
+    def run(rank: int) -> None:
+        x, frames = results[rank]
+        cpu.encode(x, None, frames, None, block=block, scale="rms")
+
+    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(4)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    for x, (residual, frames) in zip(inputs, results, strict=True):
+        expected = frames_for(1, N, block)
+        reference.encode(x, None, expected, None, block=block, scale="rms")
+        assert_same(frames, expected)
+        assert_same(residual, x)
+
+
+def test_reference_rounds_each_operation_once() -> None:
+    """An oracle in numpy, whose float32 sqrt is the IEEE one, straight from rule 2 of reference.py."""
+    block, J = 64, 20000
+    x = random(1, J * block) + 1e-3
+    frames = frames_for(1, J * block, block)
+    reference.encode(x.clone(), None, frames, None, block=block, scale="rms")
+
+    lanes = np.zeros((J, 16), np.float32)
+    for group in np.moveaxis(x.numpy().reshape(J, block // 16, 16), 1, 0):
+        lanes += group * group
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    scale = torch.from_numpy(np.sqrt(lanes[:, 0] / np.float32(block))).to(torch.bfloat16)
+    assert torch.equal(reference.scales(frames, J * block, block=block)[0], scale)
+
+
+# Views, and what the edge rejects
+
+
+@needs_build
+def test_rows_of_wider_tensors_are_taken_and_their_surroundings_left_alone() -> None:
+    block, K, N = 64, 3, 192
+    B = SignCodec(block).frame_bytes(N)
+    x_wide, error_wide, counts_wide = random(K, N + 5), random(K, N + 7, seed=1), random_counts(K, 9, block)
+    frames_wide = torch.full((K, B + 3), 0xEE, dtype=torch.uint8)
+    x, error, frames, counts = x_wide[:, 2:-3], error_wide[:, 7:], frames_wide[:, 1:-2], counts_wide[:, 4:7]
+    expected_x, expected_frames = x.clone(), frames_for(K, N, block)
+    reference.encode(expected_x, error.clone(), expected_frames, counts.clone(), block=block, scale="rms")
+    edges = x_wide[:, :2].clone(), x_wide[:, -3:].clone()
+
+    cpu.encode(x, error, frames, counts, block=block, scale="rms")
+    assert_same(x, expected_x)
+    assert_same(frames, expected_frames)
+    assert_same(x_wide[:, :2], edges[0])
+    assert_same(x_wide[:, -3:], edges[1])
+    assert (frames_wide[:, 0] == 0xEE).all() and (frames_wide[:, -2:] == 0xEE).all()
+
+    out_wide = torch.full((K, N + 1), 5.0)
+    cpu.decode(frames[1:2], out_wide[1:2, 1:], block=block, weight=1.0, keep=0.0)
+    expected = torch.empty(1, N)
+    reference.decode(expected_frames[1:2], expected, block=block, weight=1.0, keep=0.0)
+    assert_same(out_wide[1:2, 1:], expected)
+    assert (out_wide[0] == 5.0).all() and (out_wide[2] == 5.0).all() and (out_wide[:, 0] == 5.0).all()
+
+
+def misaligned(n: int) -> Tensor:
+    return torch.frombuffer(bytearray(4 * n + 4), dtype=torch.float32, count=n, offset=1).view(1, n)
+
+
+def overlapping(K: int, n: int) -> Tensor:
+    return torch.zeros(n).expand(K, n)
+
+
+x2, f2 = torch.zeros(2, 128), torch.zeros(2, 32, dtype=torch.uint8)
+REJECTED_BY_ENCODE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "x float64": (dict(x_KN=x2.double()), TypeError, "x must be torch.float32, got torch.float64"),
+    "x flat": (dict(x_KN=x2.view(-1)), ValueError, "two dimensions"),
+    "x transposed": (dict(x_KN=torch.zeros(128, 2).T), ValueError, "contiguous"),
+    "x every other": (dict(x_KN=torch.zeros(2, 256)[:, ::2]), ValueError, "contiguous"),
+    "x overlapping": (dict(x_KN=overlapping(2, 128)), ValueError, "overlap"),
+    "x on meta": (dict(x_KN=x2.to("meta")), ValueError, "host"),
+    "x misaligned": (dict(x_KN=misaligned(128), frames_KB=f2[:1]), ValueError, "multiple of 4 bytes"),
+    "x not whole blocks": (dict(x_KN=torch.zeros(2, 100)), ValueError, "100 elements.*blocks of 64"),
+    "error float16": (dict(error_KN=x2.half()), TypeError, "float32 or torch.bfloat16, got torch.float16"),
+    "error shape": (dict(error_KN=x2[:1]), ValueError, r"shape \(2, 128\), got shape \(1, 128\)"),
+    "error transposed": (dict(error_KN=torch.zeros(128, 2).T), ValueError, "contiguous"),
+    "frames dtype": (dict(frames_KB=f2.view(torch.int8)), TypeError, "uint8"),
+    "frames short": (dict(frames_KB=f2[:, :16]), ValueError, r"shape \(2, 32\), got shape \(2, 16\)"),
+    "frames rows": (dict(frames_KB=f2[:1]), ValueError, r"shape \(2, 32\)"),
+    "frames overlapping": (dict(frames_KB=f2[:1].expand(2, 32)), ValueError, "overlap"),
+    "counts int64": (dict(counts_KJ=torch.ones(2, 2, dtype=torch.int64)), TypeError, "int32"),
+    "counts shape": (dict(counts_KJ=torch.ones(2, 3, dtype=torch.int32)), ValueError, r"shape \(2, 2\)"),
+    "block": (dict(block=32), ValueError, "multiple of 64"),
+    "scale": (dict(scale="max"), ValueError, "scale must be"),
+    "isa": (dict(isa="mmx"), ValueError, "isa must be one of"),
+}
+
+
+@needs_build
+@pytest.mark.parametrize("case", REJECTED_BY_ENCODE)
+def test_encode_rejects(case: str) -> None:
+    wrong, error, message = REJECTED_BY_ENCODE[case]
+    arguments: dict[str, Any] = dict(x_KN=x2, error_KN=None, frames_KB=f2, counts_KJ=None, block=64, scale="rms")
+    arguments.update(wrong)
+    with pytest.raises(error, match=message):
+        cpu.encode(**arguments)
+
+
+@needs_build
+def test_decode_rejects_what_encode_rejects() -> None:
+    with pytest.raises(TypeError, match="out must be"):
+        cpu.decode(f2, x2.double(), block=64, weight=1.0, keep=0.0)
+    with pytest.raises(ValueError, match="overlap"):
+        cpu.decode(f2, overlapping(2, 128), block=64, weight=1.0, keep=0.0)
+    with pytest.raises(ValueError, match=r"shape \(1, 32\)"):
+        cpu.decode(f2, x2[:1], block=64, weight=1.0, keep=0.0)
+    with pytest.raises(ValueError, match="one dimension"):
+        cpu.decode_mean(f2, x2, block=64)
+    with pytest.raises(ValueError, match="contiguous"):
+        cpu.decode_mean(f2, torch.zeros(256)[::2], block=64)
+    with pytest.raises(ValueError, match="no rows"):
+        cpu.decode_mean(f2[:0], x2[0], block=64)
+
+
+@needs_build
+def test_an_instruction_set_this_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "ISAS", (*cpu.ISAS, "of the future"))
+    with pytest.raises(ValueError, match='"of the future" is not available on this machine, which has portable'):
+        cpu.decode_mean(f2, x2[0].clone(), block=64, isa="of the future")
+
+
+# What is built, and what is said where it is not
+
+
+@needs_build
+def test_describe_names_what_runs() -> None:
+    torch.set_num_threads(2)
+    assert cpu.describe() in {f"C++, {title}, up to {n}" for title in ("portable", "AVX2", "AVX-512") for n in
+                              ("1 thread", "2 threads")}  # fmt: skip
+    assert cpu.describe() in kernels.describe()
+
+
+@needs_build
+def test_a_library_of_another_abi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "ABI_VERSION", 999)
+    load = cpu._open(Path(cpu.__file__).parent)
+    assert load.library is None
+    assert "has ABI 1 and this package needs 999; install a C++ compiler and reinstall" in load.problem
+
+
+def test_a_missing_or_broken_library_is_a_sentence(tmp_path: Path) -> None:
+    assert "not built; install a C++ compiler" in cpu._open(tmp_path).problem
+    (tmp_path / f"_sign_kernel{cpu.EXTENSION_SUFFIXES[0]}").write_bytes(b"not a library")
+    assert "cannot be loaded" in cpu._open(tmp_path).problem
+
+
+@pytest.fixture
+def not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    opened = cpu._open
+    monkeypatch.setattr(cpu, "_open", lambda folder: opened(tmp_path))
+    cpu._load_once.cache_clear()
+    yield
+    cpu._load_once.cache_clear()
+
+
+@pytest.mark.usefixtures("not_built")
+def test_without_the_library_the_reference_runs_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert kernels.select("auto", torch.device("cpu")) is reference
+    assert [record.name for record in caplog.records] == [cpu.__name__]
+    assert "reference (pure torch): the C++ kernel is not built" in kernels.describe()
+    with pytest.raises(ImportError, match="is not built; install a C"):
+        kernels.select("cpu", torch.device("cpu"))
+
+
+@needs_build
+def test_the_benchmark_runs_and_writes_its_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(__file__).parents[1] / "scripts" / "bench_kernels.py"
+    spec = importlib.util.spec_from_file_location("bench_kernels", path)
+    assert spec is not None and spec.loader is not None
+    bench = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, bench)
+    spec.loader.exec_module(bench)
+    record = tmp_path / "record.md"
+    bench.main(["--elements", "5000", "--repeats", "2", "--reference-repeats", "1", "--record", str(record)])
+    assert "fused encode" in record.read_text()
+    assert "fused encode" in capsys.readouterr().out
