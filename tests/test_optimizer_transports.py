@@ -1,0 +1,59 @@
+"""The same training over the simulated network, Gloo and MPI: the same bits, in warm-up and after."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+
+import pytest
+import torch
+from ranks import run_mpi, run_torchrun
+from torch import nn
+
+import onebit
+from onebit.comm import Transport, init, run_ranks
+
+_GLOBAL_RNG = threading.Lock()
+
+
+def train(link: Transport) -> str:
+    """Twelve steps with two buckets, clipping in the second half's phase, a skipped step; a hash of all parameters."""
+    with _GLOBAL_RNG:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(20, 65), nn.ReLU(), nn.Linear(65, 9))
+    optimizer = onebit.OnebitAdam(
+        net.parameters(),
+        lr=0.01,
+        freeze_step=5,
+        link=link,
+        bucket_cap_mb=0.003,
+        max_grad_norm=0.7,
+        check_replicas_every=3,
+    )
+    assert len(optimizer._buckets) == 2
+    for step in range(12):
+        generator = torch.Generator().manual_seed(100 * step + link.rank)
+        x, y = torch.randn(8, 20, generator=generator), torch.randint(0, 9, (8,), generator=generator)
+        loss = nn.functional.cross_entropy(net(x), y)
+        (loss * (float("nan") if step == 8 and link.rank == 1 else 1.0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.stats.skipped_steps == 1
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()
+
+
+def over_processes() -> str:
+    """One rank of a real transport."""
+    torch.set_num_threads(1)
+    link = init()
+    digest = train(link)
+    link.close()
+    return digest
+
+
+@pytest.mark.dist
+def test_every_transport_gives_the_same_bits() -> None:
+    simulated = set(run_ranks(3, train))
+    assert len(simulated) == 1
+    assert set(run_torchrun(3, over_processes, timeout_s=90).check().results) == simulated
+    assert set(run_mpi(3, over_processes, timeout_s=90).check().results) == simulated
