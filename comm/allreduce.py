@@ -51,7 +51,7 @@ class ErrorFeedback:
 class Wire:
     """The buffers of one bucket's exchange. They hold nothing between steps except, on request, the last frames.
 
-    sent_WB: my frames, one per owner. received_WB: everybody's frames of my chunk. frames_WB: the averages, after leg 2;
+    sent_WB: my frames, one per owner. received_WB: everybody's frames of my chunk. frames_WB: the averages after leg 2;
     may be the memory of sent_WB, which leg 1 has finished with by then. mean: float32 [N], the chunk I own.
     """
 

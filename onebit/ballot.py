@@ -18,17 +18,17 @@ _NUMBERS = struct.Struct("<3d")
 class Ballot:
     """One rank's contribution. present: which parameters have a gradient here. The rest is this rank's share of sums.
 
-    norm_squared: ‖g_i‖². dot: <g_i, m̂>. variance_norm: the L1 norm of v̂ on the chunks this rank owns.
+    norm_squared: ‖g_i‖². product: <g_i, m̂>. variance_norm: the L1 norm of v̂ on the chunks this rank owns.
     """
 
     present: Sequence[bool]
     norm_squared: float = 0.0
-    dot: float = 0.0
+    product: float = 0.0
     variance_norm: float = 0.0
 
     def to_bytes(self) -> bytes:
         bits = sum(1 << k for k, is_present in enumerate(self.present) if is_present)
-        return _NUMBERS.pack(self.norm_squared, self.dot, self.variance_norm) + bits.to_bytes(
+        return _NUMBERS.pack(self.norm_squared, self.product, self.variance_norm) + bits.to_bytes(
             -(-len(self.present) // 8), "little"
         )
 
@@ -46,15 +46,3 @@ def cast_ballots(link: Transport, mine: Ballot, device: torch.device | str) -> l
 def present_anywhere(ballots: Sequence[Ballot]) -> list[bool]:
     """Per parameter: whether any rank has a gradient for it."""
     return [any(column) for column in zip(*(ballot.present for ballot in ballots), strict=True)]
-
-
-def estimated_norm(ballots: Sequence[Ballot], mean_clip_factor: float) -> float:
-    """An estimate of ‖mean g‖ from what each rank knows: ‖μ‖² + σ²/n with ‖μ‖² ≈ <ḡ, m̂>/k.
-
-    N² = mean‖g_i‖²/n + (1 - 1/n)·max(0, mean <g_i, m̂>/k); k undoes the clipping of the gradients that m̂ averages.
-    Exact for one rank. Sums run in rank order: the same everywhere.
-    """
-    n = len(ballots)
-    mean_squared = sum(ballot.norm_squared for ballot in ballots) / n
-    dot = sum(ballot.dot for ballot in ballots) / n / mean_clip_factor
-    return (mean_squared / n + (1.0 - 1.0 / n) * max(0.0, dot)) ** 0.5

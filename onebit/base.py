@@ -6,7 +6,7 @@ not wrapped. One step, top to bottom:
     backward    a bucket whose gradients are complete is encoded and sent (leg 1) while earlier layers still compute
     step()      ballot: which parameters have a gradient anywhere, the global norm, the variance's norm
                 the remaining buckets are sent; all of them land (leg 2)
-                verdict: a value that is not finite on any rank shows in everybody's frames: all skip, nothing is written
+                verdict: what is not finite on any rank shows in everybody's frames: all skip, nothing is written
                 commit: errors, momentum, variance, parameters
                 now and then a vote on the replicas' bits
 
@@ -18,21 +18,22 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from . import comm, replicas
-from .ballot import Ballot, cast_ballots, estimated_norm, present_anywhere
-from .comm import Codec, ErrorFeedback, Flight, SignCodec, Transport, Wire
-from .flat import Layout, lay_out, partition
+from .ballot import Ballot, cast_ballots, present_anywhere
+from .bucket import Bucket
+from .clip import GlobalNormClip, dot, exact_norm
+from .comm import Codec, Flight, SignCodec, Transport
+from .flat import lay_out, partition
 
 log = logging.getLogger(__name__)
 
@@ -53,34 +54,6 @@ class Stats:
 
 
 @dataclass
-class Bucket:
-    """Some parameters of one group, their flat state, and their exchange.
-
-    first: how many parameters the buckets before it hold.
-    x: float32 [W·N]; gradients come in, what is sent is made in it, what came back is read from it. flat: the state
-    that has one element per element, by name. frames: the packed momentum, uint8 [W, B], once compression has begun.
-    """
-
-    index: int
-    first: int
-    group_index: int
-    params: list[Tensor]
-    names: list[str]
-    layout: Layout
-    x: Tensor
-    x_views: list[Tensor]
-    counts: Tensor
-    phase: str = ""
-    flat: dict[str, Tensor] = field(default_factory=dict)
-    frames: Tensor | None = None
-    ef: ErrorFeedback | None = None
-    wire: Wire | None = None
-    flight: Flight | None = None
-    sent_versions: list[tuple[int, int] | None] = field(default_factory=list)
-    complete: int = 0
-
-
-@dataclass
 class _Slot:
     """Where a parameter belongs, and how many backward passes have reached it since the last step."""
 
@@ -89,7 +62,7 @@ class _Slot:
 
 
 class CompressedOptimizer(torch.optim.Optimizer, ABC):
-    """Base of the family; see `OnebitAdam` for the arguments. All ranks construct, step, load and add groups together."""
+    """Base of the family; arguments: see `OnebitAdam`. All ranks construct, step, load and add groups together."""
 
     _step_supports_amp_scaling = True
 
@@ -115,7 +88,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             )
         self.link = comm.init() if link is None else link
         self.codec = codec
-        self.max_grad_norm = max_grad_norm
+        self._clip = GlobalNormClip(max_grad_norm)
         self.error_dtype = error_dtype
         self.check_replicas_every = check_replicas_every
         self.stats = Stats()
@@ -128,7 +101,6 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self._passes_per_step = 0
         self._paused = False
         self._sent_before = 0
-        self._clip_average = (0.0, 0.0)
         self._built_groups = 0
         super().__init__(params, defaults)  # type: ignore[arg-type]
         self._build_groups()
@@ -153,7 +125,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _commit(self, bucket: Bucket, group: dict, step: int) -> None:
-        """The step is good: take over errors and moments, leave lr·update in bucket.x. step counts from 1."""
+        """The step is good: take over errors and moments; bucket.x ← what is to be subtracted. step counts from 1."""
 
     @abstractmethod
     def _after_step(self, ballots: Sequence[Ballot], step: int) -> None:
@@ -178,7 +150,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         for _, p, name in params:
             if p.dtype not in _DTYPES:
                 raise TypeError(
-                    f"rank {self.link.rank}: {name} is {p.dtype}; onebit trains float32, bfloat16 and float16 parameters"
+                    f"rank {self.link.rank}: {name} is {p.dtype}; onebit trains float32, bfloat16 and float16"
                 )
         lines = [f"{name}: {p.dtype} {tuple(p.shape)} requires_grad={p.requires_grad}" for _, p, name in params]
         device = params[0][1].device if params else torch.device("cpu")
@@ -192,7 +164,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def _options(self) -> list[str]:
         """The options that must be the same on all ranks, as text."""
-        names = ("codec", "max_grad_norm", "error_dtype", "check_replicas_every", "_overlap", "_bucket_elements")
+        names = ("codec", "_clip", "error_dtype", "check_replicas_every", "_overlap", "_bucket_elements")
         return [f"option {name.lstrip('_')} = {getattr(self, name)}" for name in names]
 
     def _named(self, g: int) -> Iterator[tuple[Tensor, str]]:
@@ -216,7 +188,16 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         layout = lay_out([p.shape for p in params], self.codec.block, self.link.world_size)
         x = torch.zeros(layout.numel, device=device)
         bucket = Bucket(
-            len(self._buckets), len(self._slots), g, params, names, layout, x, layout.views(x), layout.counts(device)
+            index=len(self._buckets),
+            first=len(self._slots),
+            owner=self.link.rank,
+            group_index=g,
+            params=params,
+            names=names,
+            layout=layout,
+            x=x,
+            x_views=layout.views(x),
+            counts=layout.counts(device),
         )
         self._allocate(bucket, "warmup")
         self._publish(bucket)
@@ -255,7 +236,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             slot.bucket.complete += 1
             with torch.no_grad():
                 while self._launched < len(self._buckets) and self._is_complete(self._buckets[self._launched]):
-                    self._gather(self._buckets[self._launched])
+                    self._buckets[self._launched].gather()
                     self._launch(self._buckets[self._launched])
 
     @property
@@ -266,24 +247,6 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     @staticmethod
     def _is_complete(bucket: Bucket) -> bool:
         return bucket.complete == len(bucket.params)
-
-    def _gather(self, bucket: Bucket, grad_scale: float = 1.0) -> None:
-        """bucket.x ← the gradients, unscaled; zeros where there is none."""
-        present = [(view, p.grad) for view, p in zip(bucket.x_views, bucket.params, strict=True) if p.grad is not None]
-        for p, name, view in zip(bucket.params, bucket.names, bucket.x_views, strict=True):
-            if p.grad is None:
-                view.zero_()
-            elif p.grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"rank {self.link.rank}: {name} has a {p.grad.layout} gradient; onebit needs dense ones "
-                    "(nn.Embedding(..., sparse=False))"
-                )
-        if present:
-            views, grads = zip(*present, strict=True)
-            torch._foreach_copy_(views, grads)
-        if grad_scale != 1.0:
-            bucket.x.mul_(1.0 / grad_scale)
-        bucket.sent_versions = [_version(p) for p in bucket.params]
 
     def _launch(self, bucket: Bucket) -> None:
         """Send what was gathered. In bucket order: every rank launches the same sequence."""
@@ -297,14 +260,13 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def _check_unchanged(self) -> None:
         """Raise if a gradient that has been sent is no longer what was sent."""
-        for bucket in self._buckets[: self._launched]:
-            for p, name, sent in zip(bucket.params, bucket.names, bucket.sent_versions, strict=True):
-                if sent != _version(p):
-                    raise RuntimeError(
-                        f"rank {self.link.rank}: the gradient of {name} changed after backward had sent it. For clipping "
-                        "use max_grad_norm=..., for more backward passes than in the step before use optimizer.no_sync(); "
-                        "for GradScaler and anything else that edits gradients construct with overlap=False"
-                    )
+        changed = [name for bucket in self._buckets[: self._launched] for name in bucket.changed()]
+        if changed:
+            raise RuntimeError(
+                f"rank {self.link.rank}: the gradient of {changed[0]} changed after backward had sent it. For clipping "
+                "use max_grad_norm=..., for more backward passes than in the step before use optimizer.no_sync(); for "
+                "GradScaler and anything else that edits gradients construct with overlap=False"
+            )
 
     # ---------------------------------------------------------------- step
 
@@ -330,12 +292,12 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             )
         self._check_unchanged()
         for bucket in self._buckets[self._launched :]:
-            self._gather(bucket, grad_scale)
+            bucket.gather(grad_scale)
 
         began = time.perf_counter()
         ballots = cast_ballots(self.link, self._my_ballot(), self._buckets[0].x.device)
         waited += time.perf_counter() - began
-        self.stats.clip_factor = self._clip_before_sending(ballots)
+        self.stats.clip_factor = self._clip.estimated_factor(ballots) if self._clips_before_sending else 1.0
 
         is_good = math.isfinite(self.stats.clip_factor)
         if is_good:
@@ -362,22 +324,22 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def _finish(self, ballots: Sequence[Ballot]) -> None:
         """Commit every bucket, move the parameters, then let the leaf change phase."""
         self._clip_after_landing()
-        self._remember_clip_factor()
+        self._clip.remember(self.stats.clip_factor, self.param_groups[0]["betas"][0])
         for count in self._steps:
             count += 1
         seen = present_anywhere(ballots)
         for bucket in self._buckets:
             group = self.param_groups[bucket.group_index]
             self._commit(bucket, group, int(self._steps[bucket.group_index]))
-            self._move(bucket, group, seen)
+            self._move(bucket, seen)
         self.stats.phase = self._buckets[0].phase
         step = int(self._steps[0])
         self._after_step(ballots, step)
         if self.check_replicas_every and step % self.check_replicas_every == 0:
             self.check_replicas()
 
-    def _move(self, bucket: Bucket, group: dict, seen: Sequence[bool]) -> None:
-        """p ← p - (x + lr·wd·p), with one rounding, for every parameter that some rank had a gradient for."""
+    def _move(self, bucket: Bucket, seen: Sequence[bool]) -> None:
+        """p ← p - x, for every parameter that some rank had a gradient for."""
         moved = [
             (p, view)
             for k, (p, view) in enumerate(zip(bucket.params, bucket.x_views, strict=True), bucket.first)
@@ -386,19 +348,11 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         if not moved:
             return
         params, views = zip(*moved, strict=True)
-        decay = float(group["lr"]) * float(group["weight_decay"])
-        if decay != 0.0:
-            torch._foreach_add_(views, params, alpha=decay)
         torch._foreach_sub_(params, views)
 
     def _skip(self) -> None:
         self.stats.skipped_steps += 1
-        mine = [
-            name
-            for bucket in self._buckets
-            for p, name in zip(bucket.params, bucket.names, strict=True)
-            if p.grad is not None and not bool(p.grad.isfinite().all())
-        ]
+        mine = [name for bucket in self._buckets for name in bucket.bad()]
         if mine:
             log.warning(
                 "rank %d: gradient not finite in %s; all ranks skip the step", self.link.rank, ", ".join(mine[:5])
@@ -418,7 +372,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self._passes_per_step = max(self._passes_per_step, *(slot.passes for slot in self._slots.values()))
         self._launched = 0
         for bucket in self._buckets:
-            bucket.flight, bucket.complete, bucket.sent_versions = None, 0, []
+            bucket.flight, bucket.complete, bucket.gathered = None, 0, []
         for slot in self._slots.values():
             slot.passes = 0
 
@@ -435,58 +389,29 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def _clips_before_sending(self) -> bool:
         # The mean gradient is known after the exchange while it travels in full; once momentum travels instead, each
         # rank must be clipped before its error is added, by an estimate of the same norm.
-        return self.max_grad_norm > 0 and any(bucket.phase != "warmup" for bucket in self._buckets)
+        return self._clip.max_norm > 0 and any(bucket.phase != "warmup" for bucket in self._buckets)
 
     def _my_ballot(self) -> Ballot:
-        norm_squared = dot = 0.0
+        norm_squared = product = 0.0
         if self._clips_before_sending:
             for bucket in self._buckets:
                 m_views = bucket.layout.views(self.momentum(bucket))
-                norm_squared += sum(_dot(g, g) for g in bucket.x_views)
-                dot += sum(_dot(g, m) for g, m in zip(bucket.x_views, m_views, strict=True))
+                norm_squared += sum(dot(g, g) for g in bucket.x_views)
+                product += sum(dot(g, m) for g, m in zip(bucket.x_views, m_views, strict=True))
         present = [p.grad is not None for p in self._slots]
-        return Ballot(present, norm_squared, dot, self._ballot_variance_norm())
-
-    def _clip_before_sending(self, ballots: Sequence[Ballot]) -> float:
-        if not self._clips_before_sending:
-            return 1.0
-        return self._clip_factor(estimated_norm(ballots, self._mean_clip_factor))
-
-    @property
-    def _mean_clip_factor(self) -> float:
-        """How much the gradients in the momentum were clipped: the same moving average, of the factors."""
-        average, weight = self._clip_average
-        return average / weight if weight > 0.0 else 1.0
-
-    def _remember_clip_factor(self) -> None:
-        beta1 = self.param_groups[0]["betas"][0]
-        average, weight = self._clip_average
-        self._clip_average = (
-            beta1 * average + (1.0 - beta1) * self.stats.clip_factor,
-            beta1 * weight + (1.0 - beta1),
-        )
+        return Ballot(present, norm_squared, product, self._ballot_variance_norm())
 
     def _clip_after_landing(self) -> None:
-        if self.max_grad_norm == 0 or self._clips_before_sending:
-            return
-        mine = sum(_dot(chunk, chunk) for chunk in map(self._own_chunk, self._buckets))
-        shares = replicas.gather_bytes(self.link, struct.pack("<d", mine), self._buckets[0].x.device)
-        self.stats.clip_factor = self._clip_factor(sum(struct.unpack("<d", share)[0] for share in shares) ** 0.5)
-        for bucket in self._buckets:
-            bucket.x.mul_(self.stats.clip_factor)
-
-    def _clip_factor(self, norm: float) -> float:
-        """torch.nn.utils.clip_grad_norm_'s rule."""
-        return min(1.0, self.max_grad_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
-
-    def _own_chunk(self, bucket: Bucket) -> Tensor:
-        """This rank's share of bucket.x. Sums over it are exchanged, so that they come out the same on every rank."""
-        return bucket.x.view(self.link.world_size, -1)[self.link.rank]
+        if self._clip.max_norm > 0 and not self._clips_before_sending:
+            chunks = [bucket.own_chunk(bucket.x) for bucket in self._buckets]
+            self.stats.clip_factor = self._clip.factor(exact_norm(self.link, chunks))
+            for bucket in self._buckets:
+                bucket.x.mul_(self.stats.clip_factor)
 
     # ---------------------------------------------------------------- agreement and telemetry
 
     def check_replicas(self) -> None:
-        """Vote on the bits of all parameters; ReplicaError on all ranks if they differ. All ranks; 16 bytes per peer."""
+        """Vote on the bits of all parameters; ReplicaError on all ranks if they differ. Sends 16 bytes per peer."""
         names = [name for bucket in self._buckets for name in bucket.names]
         replicas.check_replicas(self.link, list(self._slots), names, int(self._steps[0]))
 
@@ -496,9 +421,9 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         owed = momentum = 0.0
         for bucket in self._buckets:
             if bucket.ef is not None:
-                owed += _dot(bucket.ef.worker.float(), bucket.ef.worker.float())
+                owed += dot(bucket.ef.worker.float(), bucket.ef.worker.float())
                 m = self.momentum(bucket)
-                momentum += _dot(m, m)
+                momentum += dot(m, m)
         return math.sqrt(owed / momentum) if momentum > 0 else 0.0
 
     def state_bytes(self) -> int:
@@ -532,7 +457,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             "world_size": self.link.world_size,
             "block": self.codec.block,
             "skipped_steps": self.stats.skipped_steps,
-            "clip_average": self._clip_average,
+            "clip_average": self._clip.average,
             "buckets": [
                 {
                     "phase": bucket.phase,
@@ -629,7 +554,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             self._publish(bucket)
         if record is not None:
             self.stats.skipped_steps = record["skipped_steps"]
-            self._clip_average = tuple(record["clip_average"])
+            self._clip.average = tuple(record["clip_average"])
             self._load_extra_state(record)
         if self._buckets:
             self.stats.phase = self._buckets[0].phase
@@ -640,11 +565,3 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def _load_extra_state(self, record: dict) -> None:
         """Take back what `_extra_state` gave."""
-
-
-def _version(p: Tensor) -> tuple[int, int] | None:
-    return None if p.grad is None else (id(p.grad), p.grad._version)
-
-
-def _dot(a: Tensor, b: Tensor) -> float:
-    return float(torch.dot(a.reshape(-1), b.reshape(-1)))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .ballot import Ballot
-from .base import Bucket, CompressedOptimizer
+from .base import CompressedOptimizer
+from .bucket import Bucket
 from .comm import Codec, ErrorFeedback, IdentityCodec, SignCodec, Transport, Wire
 from .flat import Layout
 from .schedule import VarianceFreeze
@@ -48,7 +49,7 @@ def adamw_update_(
 def frozen_denominator_(
     v: Tensor, layout: Layout, counts: Tensor, *, eps: float, floor: float, fallback: float
 ) -> None:
-    """v ← D(v) = √max(v, floor·blockmean(v)) + eps, in place; float32 [W·N], bias-corrected before. counts: int32 [W, J].
+    """v ← D(v) = √max(v, floor·blockmean(v)) + eps, in place; float32 [W·N], bias-corrected. counts: int32 [W, J].
 
     A block that has never seen a gradient knows no scale of its own: it takes the mean of its parameter's other blocks,
     or `fallback` (the mean of the whole model) if there is none, so that a row which first gets a gradient after the
@@ -79,7 +80,7 @@ class OnebitAdam(CompressedOptimizer):
     All ranks construct it with the same arguments and parameters, and call step() together; rank 0's initial values are
     sent to all. Between warm-up and the end of the run, per step and bucket:
 
-    1. c_i = β1·m + (1-β1)·g_i + e_i on each rank; its signs and block scales go to the chunks' owners; e_i keeps the rest.
+    1. c_i = β1·m + (1-β1)·g_i + e_i on each rank; its signs and scales go to the chunks' owners; e_i keeps the rest.
     2. The owner averages, adds its own error, compresses again and sends the result, the new m, to all.
     3. p ← p - lr·(m̂/D + wd·p) with D = √max(v̂, floor·blockmean) + eps, fixed at the freeze.
 
@@ -182,6 +183,12 @@ class OnebitAdam(CompressedOptimizer):
             self.codec.decode(bucket.frames, x_WN, weight=beta1, keep=1.0 - beta1)
 
     def _commit(self, bucket: Bucket, group: dict, step: int) -> None:
+        self._advance(bucket, group, step)
+        if group["weight_decay"] != 0.0:
+            torch._foreach_add_(bucket.x_views, bucket.params, alpha=float(group["lr"]) * group["weight_decay"])
+
+    def _advance(self, bucket: Bucket, group: dict, step: int) -> None:
+        """Errors and moments; bucket.x ← lr·m̂/D."""
         lr, betas = float(group["lr"]), group["betas"]
         if bucket.phase == "warmup":
             adamw_update_(
@@ -222,7 +229,7 @@ class OnebitAdam(CompressedOptimizer):
         return sum(self._own_variance_norm(bucket) for bucket in self._buckets)
 
     def _own_variance_norm(self, bucket: Bucket) -> float:
-        v = bucket.flat["exp_avg_sq"].view(self.link.world_size, -1)[self.link.rank]
+        v = bucket.own_chunk(bucket.flat["exp_avg_sq"])
         step, beta2 = int(self._steps[bucket.group_index]), self.param_groups[bucket.group_index]["betas"][1]
         return float(v.sum(dtype=torch.float64)) / (1.0 - beta2**step if self.bias_correction and step else 1.0)
 

@@ -41,7 +41,7 @@ def gather_texts(link: Transport, mine: str, device: torch.device | str = "cpu")
 
 
 def check_same_lines(link: Transport, what: str, lines: Sequence[str], device: torch.device | str = "cpu") -> None:
-    """Raise ValueError, the same on all ranks, at the first line in which two ranks differ. Sends 32 bytes if none do."""
+    """Raise ValueError, the same on all ranks, at the first line in which two ranks differ. Sends 32 bytes if none."""
     text = "\n".join(lines)
     if len(set(gather_bytes(link, hashlib.sha256(text.encode()).digest(), device))) == 1:
         return
@@ -51,13 +51,13 @@ def check_same_lines(link: Transport, what: str, lines: Sequence[str], device: t
             a, b = (t[k] if k < len(t) else "nothing" for t in (texts[0], other))
             if a != b:
                 raise ValueError(
-                    f"rank {link.rank}: {what} differ between ranks: entry {k} is {a} on rank 0 and {b} on rank {rank}; "
-                    "build the same model and the same parameter groups, in the same order, on all ranks"
+                    f"rank {link.rank}: {what} differ between ranks: entry {k} is {a} on rank 0 and {b} on rank "
+                    f"{rank}; build the same model and the same parameter groups, in the same order, on all ranks"
                 )
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
-    """int64 [len(tensors)]: a hash of the bits of each, sensitive to position. Integer arithmetic: the same anywhere."""
+    """int64 [len(tensors)]: a hash of the bits of each, sensitive to position; in integers: the same anywhere."""
     return torch.stack([_fingerprint(t) for t in tensors]) if tensors else torch.zeros(0, dtype=torch.int64)
 
 
@@ -85,11 +85,11 @@ def check_replicas(link: Transport, tensors: Sequence[Tensor], names: Sequence[s
     """Raise ReplicaError on all ranks, naming ranks and parameter, unless every replica has the same bits."""
     ranks = differing(link, tensors)
     if ranks:
-        first = min(index for indices in ranks.values() for index in indices)
+        drifted = sorted({index for indices in ranks.values() for index in indices})
         raise ReplicaError(
-            f"rank {link.rank}: after step {step} rank {sorted(ranks)} holds other values than rank 0 in {names[first]} "
-            f"(and in {len({i for v in ranks.values() for i in v}) - 1} more): something changed a parameter on one rank "
-            "only, or the ranks compute differently; resume from a checkpoint"
+            f"rank {link.rank}: after step {step} rank {sorted(ranks)} holds other values than rank 0 in {names[drifted[0]]} "
+            f"(and {len(drifted) - 1} more): something changed a parameter on one rank only, or the ranks compute "
+            "differently; resume from a checkpoint"
         )
 
 

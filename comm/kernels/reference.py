@@ -2,15 +2,15 @@
 
 Frame of a row of N = J·block elements:
 
-    offset 0            J·block/8 bytes   sign bits: element i is bit i%8 (least significant first) of byte i//8; 1 = minus
+    offset 0            J·block/8 bytes   sign bits: element i is bit i%8 (LSB first) of byte i//8; 1 = minus
     offset J·block/8    J·2 bytes         scale of each block, bfloat16, little-endian
     then                zero bytes up to a multiple of 16
 
 Rules that leave no freedom to an implementation:
 1. c = x + error, one float32 addition. The sign of c is its sign bit: -0.0 is minus.
 2. The scale of a block with n > 0 real elements is sqrt((Σ c²)/n) ("rms") or (Σ |c|)/n ("mean_abs") in float32, rounded
-   to bfloat16 to nearest even. The sum runs in 16 lanes: lane l adds elements l, l+16, l+32, … in this order, padding as
-   +0.0; then lanes are added in halves: l + (l+8), l + (l+4), l + (l+2), l + (l+1). Each operation rounds once; no
+   to bfloat16 to nearest even. The sum runs in 16 lanes: lane l adds elements l, l+16, l+32, … in this order, padding
+   as +0.0; then lanes are added in halves: l + (l+8), l + (l+4), l + (l+2), l + (l+1). Each operation rounds once; no
    fused multiply-add. A block without real elements has scale 0.
 3. Where the bfloat16 scale is not finite, the block travels as scale 0x7FC0 (NaN) and zero bits, and leaves residual 0.
    Squares overflow above 1.8e19 and vanish below 1e-23: the former counts as non-finite, the latter as zero.
@@ -33,7 +33,7 @@ _NAN_BF16 = 0x7FC0
 def encode(
     x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None, *, block: int, scale: str
 ) -> None:
-    """frames ← frame of c = x + error; x ← c - decode(frames). x float32 in place; error float32/bfloat16, read only."""
+    """frames ← frame of c = x + error; x ← c - decode(frames). x float32, in place; error float32/bfloat16, read."""
     K, N = x_KN.shape
     J = N // block
     c = x_KN if error_KN is None else x_KN + error_KN

@@ -1,0 +1,71 @@
+"""Clipping by the norm of the mean gradient, with one meaning: while it is known, and when it no longer is.
+
+In warm-up the mean gradient is there, and its norm is exact. Once momentum travels in its place nobody holds it; its
+norm is then estimated from what each rank knows of its own. Both come out the same on every rank, to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .ballot import Ballot
+from .comm import Transport
+from .replicas import gather_bytes
+
+
+@dataclass
+class GlobalNormClip:
+    """The rule of torch.nn.utils.clip_grad_norm_: factor = min(1, max_norm/norm); max_norm 0: off.
+
+    average: the momentum's moving average, of the factors instead of the gradients, and its weight.
+    """
+
+    max_norm: float
+    average: tuple[float, float] = field(default=(0.0, 0.0), repr=False)
+
+    def factor(self, norm: float) -> float:
+        """What to multiply gradients by; NaN where the norm is not finite."""
+        return min(1.0, self.max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
+
+    def estimated_factor(self, ballots: Sequence[Ballot]) -> float:
+        """The factor for gradients that are not averaged yet."""
+        average, weight = self.average
+        return self.factor(estimated_norm(ballots, average / weight if weight > 0.0 else 1.0))
+
+    def remember(self, factor: float, beta1: float) -> None:
+        """A step with this factor was taken."""
+        average, weight = self.average
+        self.average = beta1 * average + (1.0 - beta1) * factor, beta1 * weight + (1.0 - beta1)
+
+
+def estimated_norm(ballots: Sequence[Ballot], mean_clip_factor: float) -> float:
+    """An estimate of ‖mean g‖ from what each rank knows: ‖μ‖² + σ²/n with ‖μ‖² ≈ <ḡ, m̂>/k.
+
+    N² = mean‖g_i‖²/n + (1 - 1/n)·max(0, mean <g_i, m̂>/k); k undoes the clipping of the gradients that m̂ averages.
+    Exact for one rank. Sums run in rank order: the same everywhere.
+    """
+    n = len(ballots)
+    mean_squared = sum(ballot.norm_squared for ballot in ballots) / n
+    product = sum(ballot.product for ballot in ballots) / n / mean_clip_factor
+    return (mean_squared / n + (1.0 - 1.0 / n) * max(0.0, product)) ** 0.5
+
+
+def exact_norm(link: Transport, own_chunks: Sequence[Tensor]) -> float:
+    """The norm of a tensor that all ranks hold, from the chunks each owns: the same on all, whatever their threads.
+
+    All ranks. Sends 8 bytes to each peer.
+    """
+    mine = struct.pack("<d", sum(dot(chunk, chunk) for chunk in own_chunks))
+    shares = gather_bytes(link, mine, own_chunks[0].device)
+    return sum(struct.unpack("<d", share)[0] for share in shares) ** 0.5
+
+
+def dot(a: Tensor, b: Tensor) -> float:
+    """Sum of products of two tensors of equal shape."""
+    return float(torch.dot(a.reshape(-1), b.reshape(-1)))
