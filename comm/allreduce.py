@@ -12,7 +12,7 @@ Shape legend: W ranks, N elements of a chunk, B bytes of its frame, J blocks of 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,13 +102,13 @@ def compressed_allreduce(
     yield link.all_gather(wire.frames_WB, own_frame_1B[0])
 
 
-def interleave(exchanges: Iterable[Exchange]) -> None:
+def interleave(exchanges: Iterable[Exchange], landed: Callable[[int], None] | None = None) -> None:
     """Run exchanges side by side: leg 1 of all of them is under way before leg 2 of the first is waited for.
 
-    The order of launches is a function of the order of `exchanges` alone: the same on every rank.
+    landed(k): called when exchange k is complete, while others may still be under way. The order of launches is a
+    function of the order of `exchanges` alone: the same on every rank.
     """
-    flights = [Flight(exchange) for exchange in exchanges]
-    land(flights)
+    land([Flight(exchange) for exchange in exchanges], landed)
 
 
 class Flight:
@@ -127,11 +127,17 @@ class Flight:
         return self._work is not None
 
 
-def land(flights: Sequence[Flight]) -> None:
-    """Bring flights to their end, one leg of each per round, in the order given."""
-    remaining = list(flights)
+def land(flights: Sequence[Flight], landed: Callable[[int], None] | None = None) -> None:
+    """Bring flights to their end, one leg of each per round, in the order given; landed: as in `interleave`."""
+    remaining = list(enumerate(flights))
     while remaining:
-        remaining = [flight for flight in remaining if flight.advance()]
+        still_flying = []
+        for k, flight in remaining:
+            if flight.advance():
+                still_flying.append((k, flight))
+            elif landed is not None:
+                landed(k)
+        remaining = still_flying
 
 
 def allreduce_mean(

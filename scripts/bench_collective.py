@@ -35,7 +35,7 @@ from onebit.comm import (
 )
 
 HEADERS = 14 + 20 + 32  # Ethernet, IPv4, TCP with timestamps: bytes per packet that are not payload
-PIECE = 4 << 20  # elements exchanged as one bucket; several are under way at once, as in the optimizer
+PIECE = 1 << 20  # elements exchanged as one bucket; several are under way at once, as in the optimizer
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,13 @@ class Compressed:
 
     def __call__(self) -> None:
         parts = list(zip(self.xs, self.efs, self.wires, strict=True))
-        interleave(compressed_allreduce(x, ef, self.codec, self.link, wire) for x, ef, wire in parts)
-        for x, ef, wire in parts:
+
+        def take(k: int) -> None:
+            x, ef, wire = parts[k]
             ef.commit(x, wire)
             self.codec.decode(wire.frames_WB, x.view(self.link.world_size, -1))
+
+        interleave((compressed_allreduce(x, ef, self.codec, self.link, wire) for x, ef, wire in parts), take)
 
 
 def codec_work(elements: int, world_size: int, kernel: str) -> Callable[[], None]:
