@@ -9,6 +9,7 @@ if __name__ != "onebit.comm":
 
 from .allreduce import ErrorFeedback, Flight, Wire, allreduce_mean, compressed_allreduce, interleave, land
 from .codec import Codec, IdentityCodec
+from .int8 import Int8Codec
 from .launch import init
 from .sign import SignCodec
 from .sim_transport import SimNetwork, SimTransport, run_ranks
@@ -19,6 +20,7 @@ __all__ = [
     "ErrorFeedback",
     "Flight",
     "IdentityCodec",
+    "Int8Codec",
     "PeerError",
     "SignCodec",
     "SimNetwork",

@@ -8,5 +8,6 @@ Start reading at `onebit_adam.py` (one paper, one leaf), then `base.py` (what th
 from . import comm
 from .onebit_adam import OnebitAdam
 from .replicas import ReplicaError
+from .zero_one_adam import ZeroOneAdam
 
-__all__ = ["OnebitAdam", "ReplicaError", "comm"]
+__all__ = ["OnebitAdam", "ReplicaError", "ZeroOneAdam", "comm"]

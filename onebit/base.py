@@ -32,7 +32,7 @@ from . import comm, replicas
 from .ballot import Ballot, cast_ballots, present_anywhere
 from .bucket import Bucket
 from .clip import GlobalNormClip, dot, exact_norm
-from .comm import Codec, Flight, SignCodec, Transport
+from .comm import Codec, ErrorFeedback, Flight, SignCodec, Transport
 from .flat import lay_out, partition
 
 log = logging.getLogger(__name__)
@@ -101,6 +101,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self._passes_per_step = 0
         self._paused = False
         self._sent_before = 0
+        self._waited_s = 0.0
+        self._checked_step = 0
         self._built_groups = 0
         super().__init__(params, defaults)  # type: ignore[arg-type]
         self._build_groups()
@@ -116,8 +118,16 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         """The momentum as the ranks share it, float32 [W·N]; bias-corrected. May be a copy."""
 
     @abstractmethod
-    def _codec(self, bucket: Bucket) -> Codec:
-        """What the bucket is sent in, this step."""
+    def _codec(self, bucket: Bucket) -> Codec | None:
+        """What the bucket is sent in, this step; None: it stays at home. The same on all ranks."""
+
+    @abstractmethod
+    def _sends_gradients(self, bucket: Bucket) -> bool:
+        """Whether it is the mean gradient that the bucket brings back, this step."""
+
+    def _error_feedback(self, bucket: Bucket) -> ErrorFeedback | None:
+        """What this step's payload is owed and will owe."""
+        return bucket.ef
 
     @abstractmethod
     def _make_payload(self, bucket: Bucket, group: dict) -> None:
@@ -130,6 +140,13 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     @abstractmethod
     def _after_step(self, ballots: Sequence[Ballot], step: int) -> None:
         """All buckets are committed: phase changes."""
+
+    def _is_synchronised(self) -> bool:
+        """Whether all replicas are meant to be the same now."""
+        return True
+
+    def _adopt_dense_state(self) -> None:
+        """The state that was just loaded is that of a torch.optim.AdamW."""
 
     def _ballot_variance_norm(self) -> float:
         """This rank's share of the variance's norm, for the ballot."""
@@ -242,7 +259,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     @property
     def _launches_in_backward(self) -> bool:
         # The first step learns how many passes there are.
-        return self._overlap and self._passes_per_step > 0 and not self._clips_before_sending
+        travels = all(self._codec(bucket) is not None for bucket in self._buckets)
+        return self._overlap and self._passes_per_step > 0 and travels and not self._clips_before_sending
 
     @staticmethod
     def _is_complete(bucket: Bucket) -> bool:
@@ -250,10 +268,11 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def _launch(self, bucket: Bucket) -> None:
         """Send what was gathered. In bucket order: every rank launches the same sequence."""
-        assert bucket.wire is not None and bucket.index == self._launched
+        codec = self._codec(bucket)
+        assert bucket.wire is not None and codec is not None and bucket.index == self._launched
         self._make_payload(bucket, self.param_groups[bucket.group_index])
         exchange = comm.compressed_allreduce(
-            bucket.x, bucket.ef, self._codec(bucket), self.link, bucket.wire, bucket.counts
+            bucket.x, self._error_feedback(bucket), codec, self.link, bucket.wire, bucket.counts
         )
         bucket.flight = Flight(exchange)
         self._launched += 1
@@ -284,7 +303,6 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
                 loss = closure()
         if not self._buckets:
             return loss
-        waited = 0.0
         grad_scale = float(getattr(self, "grad_scale", None) or 1.0)
         if self._launched and grad_scale != 1.0:
             raise RuntimeError(
@@ -293,36 +311,57 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self._check_unchanged()
         for bucket in self._buckets[self._launched :]:
             bucket.gather(grad_scale)
-
-        began = time.perf_counter()
-        ballots = cast_ballots(self.link, self._my_ballot(), self._buckets[0].x.device)
-        waited += time.perf_counter() - began
-        self.stats.clip_factor = self._clip.estimated_factor(ballots) if self._clips_before_sending else 1.0
-
-        is_good = math.isfinite(self.stats.clip_factor)
-        if is_good:
-            for bucket in self._buckets[self._launched :]:
-                if self.stats.clip_factor != 1.0:
-                    bucket.x.mul_(self.stats.clip_factor)
-                self._launch(bucket)
-            began = time.perf_counter()
-            comm.land([bucket.flight for bucket in self._buckets if bucket.flight is not None])
-            waited += time.perf_counter() - began
-            is_good = all(bool(self._is_finite(bucket)) for bucket in self._buckets)
-        if is_good:
+        self._waited_s = 0.0
+        travels = any(self._codec(bucket) is not None for bucket in self._buckets)
+        ballots = self._exchange() if travels else self._stay_at_home()
+        if ballots is not None:
             self._finish(ballots)
         else:
             self._skip()
-        self._count_traffic(waited)
+        self._count_traffic()
         self._start_over()
         return loss
 
+    def _exchange(self) -> list[Ballot] | None:
+        """Send what has not left yet and bring all of it home. None, on all ranks, where anything is not finite."""
+        with self._waiting():
+            ballots = cast_ballots(self.link, self._my_ballot(), self._buckets[0].x.device)
+        self._clip_before_sending(ballots)
+        if not math.isfinite(self.stats.clip_factor):
+            return None
+        for bucket in self._buckets[self._launched :]:
+            self._launch(bucket)
+        with self._waiting():
+            comm.land([bucket.flight for bucket in self._buckets if bucket.flight is not None])
+        return ballots if all(bool(self._is_finite(bucket)) for bucket in self._buckets) else None
+
+    def _stay_at_home(self) -> list[Ballot]:
+        """A step without traffic, not even a vote. A gradient that is not finite counts as zero, on this rank alone."""
+        self._clip_before_sending([self._my_ballot()])
+        if not math.isfinite(self.stats.clip_factor) or not all(bool(b.x.isfinite().all()) for b in self._buckets):
+            self._report_bad_gradient("it counts as zero")
+            self.stats.clip_factor = 1.0
+            for bucket in self._buckets:
+                bucket.x.zero_()
+        return [self._my_ballot()]
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._waited_s += time.perf_counter() - began
+
     def _is_finite(self, bucket: Bucket) -> Tensor:
-        assert bucket.wire is not None
-        return self._codec(bucket).is_finite(bucket.wire.frames_WB, bucket.layout.chunk)
+        codec = self._codec(bucket)
+        assert bucket.wire is not None and codec is not None
+        return codec.is_finite(bucket.wire.frames_WB, bucket.layout.chunk)
 
     def _finish(self, ballots: Sequence[Ballot]) -> None:
         """Commit every bucket, move the parameters, then let the leaf change phase."""
+        for bucket in self._buckets:
+            codec = self._codec(bucket)
+            if codec is not None and bucket.wire is not None and self._sends_gradients(bucket):
+                codec.decode(bucket.wire.frames_WB, bucket.x.view(self.link.world_size, -1))
         self._clip_after_landing()
         self._clip.remember(self.stats.clip_factor, self.param_groups[0]["betas"][0])
         for count in self._steps:
@@ -335,7 +374,9 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self.stats.phase = self._buckets[0].phase
         step = int(self._steps[0])
         self._after_step(ballots, step)
-        if self.check_replicas_every and step % self.check_replicas_every == 0:
+        every = self.check_replicas_every
+        if every and step // every > self._checked_step // every and self._is_synchronised():
+            self._checked_step = step
             self.check_replicas()
 
     def _move(self, bucket: Bucket, seen: Sequence[bool]) -> None:
@@ -351,21 +392,23 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         torch._foreach_sub_(params, views)
 
     def _skip(self) -> None:
+        if not self._report_bad_gradient("all ranks skip the step") and self.link.rank == 0:
+            log.warning("a gradient is not finite on another rank; all ranks skip the step")
+
+    def _report_bad_gradient(self, consequence: str) -> bool:
+        """Count it, and warn if it is one of this rank's; whether it is."""
         self.stats.skipped_steps += 1
         mine = [name for bucket in self._buckets for name in bucket.bad()]
         if mine:
-            log.warning(
-                "rank %d: gradient not finite in %s; all ranks skip the step", self.link.rank, ", ".join(mine[:5])
-            )
-        elif self.link.rank == 0:
-            log.warning("a gradient is not finite on another rank; all ranks skip the step")
+            log.warning("rank %d: gradient not finite in %s; %s", self.link.rank, ", ".join(mine[:5]), consequence)
+        return bool(mine)
 
-    def _count_traffic(self, waited_s: float) -> None:
+    def _count_traffic(self) -> None:
         self.stats.sent_bytes = self.link.sent_bytes - self._sent_before
         self._sent_before = self.link.sent_bytes
         elements = sum(bucket.layout.parameter_numel for bucket in self._buckets)
         self.stats.bits_per_parameter = 8.0 * self.stats.sent_bytes / elements
-        self.stats.comm_ms = 1e3 * waited_s
+        self.stats.comm_ms = 1e3 * self._waited_s
 
     def _start_over(self) -> None:
         """Forget this step's launches and passes."""
@@ -389,7 +432,14 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def _clips_before_sending(self) -> bool:
         # The mean gradient is known after the exchange while it travels in full; once momentum travels instead, each
         # rank must be clipped before its error is added, by an estimate of the same norm.
-        return self._clip.max_norm > 0 and any(bucket.phase != "warmup" for bucket in self._buckets)
+        return self._clip.max_norm > 0 and not all(self._sends_gradients(bucket) for bucket in self._buckets)
+
+    def _clip_before_sending(self, ballots: Sequence[Ballot]) -> None:
+        self.stats.clip_factor = 1.0
+        if self._clips_before_sending:
+            self.stats.clip_factor = self._clip.estimated_factor(ballots, self.link.world_size)
+            for bucket in self._buckets[self._launched :]:
+                bucket.x.mul_(self.stats.clip_factor)
 
     def _my_ballot(self) -> Ballot:
         norm_squared = product = 0.0
@@ -543,8 +593,9 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
                 for p, view in zip(bucket.params, bucket.layout.views(flat), strict=True):
                     if name in entries[p]:
                         view.copy_(entries[p][name])
-            if saved is not None and bucket.frames is not None and bucket.ef is not None:
+            if saved is not None and bucket.frames is not None:
                 bucket.frames.copy_(saved["frames"])
+            if saved is not None and bucket.ef is not None:
                 bucket.ef.server.copy_(saved["server_error"])
             step = entries[bucket.params[0]].get("step")
             if step is not None:
@@ -556,6 +607,9 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             self.stats.skipped_steps = record["skipped_steps"]
             self._clip.average = tuple(record["clip_average"])
             self._load_extra_state(record)
+        else:
+            self._adopt_dense_state()
+        self._checked_step = int(self._steps[0]) if self._steps else 0
         if self._buckets:
             self.stats.phase = self._buckets[0].phase
 

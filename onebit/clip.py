@@ -33,10 +33,10 @@ class GlobalNormClip:
         """What to multiply gradients by; NaN where the norm is not finite."""
         return min(1.0, self.max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
 
-    def estimated_factor(self, ballots: Sequence[Ballot]) -> float:
+    def estimated_factor(self, ballots: Sequence[Ballot], world_size: int) -> float:
         """The factor for gradients that are not averaged yet."""
         average, weight = self.average
-        return self.factor(estimated_norm(ballots, average / weight if weight > 0.0 else 1.0))
+        return self.factor(estimated_norm(ballots, world_size, average / weight if weight > 0.0 else 1.0))
 
     def remember(self, factor: float, beta1: float) -> None:
         """A step with this factor was taken."""
@@ -44,15 +44,16 @@ class GlobalNormClip:
         self.average = beta1 * average + (1.0 - beta1) * factor, beta1 * weight + (1.0 - beta1)
 
 
-def estimated_norm(ballots: Sequence[Ballot], mean_clip_factor: float) -> float:
+def estimated_norm(ballots: Sequence[Ballot], world_size: int, mean_clip_factor: float) -> float:
     """An estimate of ‖mean g‖ from what each rank knows: ‖μ‖² + σ²/n with ‖μ‖² ≈ <ḡ, m̂>/k.
 
     N² = mean‖g_i‖²/n + (1 - 1/n)·max(0, mean <g_i, m̂>/k); k undoes the clipping of the gradients that m̂ averages.
-    Exact for one rank. Sums run in rank order: the same everywhere.
+    ballots: those of all n ranks, or one rank's own, from which the means are estimated. Exact for a world of one. Sums
+    run in rank order: the same everywhere.
     """
-    n = len(ballots)
-    mean_squared = sum(ballot.norm_squared for ballot in ballots) / n
-    product = sum(ballot.product for ballot in ballots) / n / mean_clip_factor
+    n = world_size
+    mean_squared = sum(ballot.norm_squared for ballot in ballots) / len(ballots)
+    product = sum(ballot.product for ballot in ballots) / len(ballots) / mean_clip_factor
     return (mean_squared / n + (1.0 - 1.0 / n) * max(0.0, product)) ** 0.5
 
 

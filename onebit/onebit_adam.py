@@ -46,14 +46,12 @@ def adamw_update_(
     torch.div(m, g.add_(eps), out=g).mul_(lr)
 
 
-def frozen_denominator_(
-    v: Tensor, layout: Layout, counts: Tensor, *, eps: float, floor: float, fallback: float
-) -> None:
+def denominator_(v: Tensor, layout: Layout, counts: Tensor, *, eps: float, floor: float, fallback: float) -> Tensor:
     """v ← D(v) = √max(v, floor·blockmean(v)) + eps, in place; float32 [W·N], bias-corrected. counts: int32 [W, J].
 
     A block that has never seen a gradient knows no scale of its own: it takes the mean of its parameter's other blocks,
-    or `fallback` (the mean of the whole model) if there is none, so that a row which first gets a gradient after the
-    freeze moves as far as its neighbours. floor = 0 is the paper's rule, without any of this.
+    or `fallback` (the mean of the whole model) if there is none, so that a row which first gets a gradient later moves
+    as far as its neighbours. floor = 0 is the paper's rule, without any of this.
     """
     if floor > 0.0:
         v_Jn = v.view(-1, layout.block)
@@ -63,7 +61,14 @@ def frozen_denominator_(
             alive = mean > 0
             least[~alive] = float(mean[alive].mean(dtype=torch.float64)) if bool(alive.any()) else fallback
         torch.maximum(v_Jn, least_J.unsqueeze(1), out=v_Jn)
-    v.sqrt_().add_(eps)
+    return v.sqrt_().add_(eps)
+
+
+def mean_of_live_blocks(variances: Sequence[Tensor], block: int) -> float:
+    """The mean of v over all blocks in which it is not zero; 1 where there is none."""
+    per_block = [v.view(-1, block).sum(1) for v in variances]
+    live = sum(int(torch.count_nonzero(sums)) for sums in per_block) * block
+    return float(sum(sums.sum(dtype=torch.float64) for sums in per_block)) / live if live else 1.0
 
 
 def _by_parameter(per_block_J: Tensor, layout: Layout) -> list[Tensor]:
@@ -71,6 +76,26 @@ def _by_parameter(per_block_J: Tensor, layout: Layout) -> list[Tensor]:
     starts = [offset // layout.block for offset in layout.offsets]
     blocks = [-(-shape.numel() // layout.block) for shape in layout.shapes]
     return [per_block_J[start : start + n] for start, n in zip(starts, blocks, strict=True)]
+
+
+def check_adam_options(
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    variance_floor: float,
+    amsgrad: bool,
+) -> None:
+    """Raise ValueError where an option of Adam's is out of its range."""
+    if not all(float(value) >= 0.0 for value in (lr, eps, weight_decay, variance_floor)):
+        raise ValueError(
+            "lr, eps, weight_decay and variance_floor must not be negative, got "
+            f"{lr}, {eps}, {weight_decay}, {variance_floor}"
+        )
+    if not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas must lie in [0, 1), got {betas}")
+    if amsgrad:
+        raise ValueError("the one-bit optimizers have no amsgrad form; leave amsgrad=False")
 
 
 class OnebitAdam(CompressedOptimizer):
@@ -91,7 +116,7 @@ class OnebitAdam(CompressedOptimizer):
     max_grad_norm: clip by the norm of the mean gradient (0: off): exact in warm-up, estimated from each rank's norm and
     its product with the momentum afterwards. It then costs the overlap with backward.
     link: the transport; default `onebit.comm.init()`. codec: block size and kind of scale of the one-bit frames.
-    error_dtype: torch.bfloat16 halves the worker error. variance_floor: see `frozen_denominator_`.
+    error_dtype: torch.bfloat16 halves the worker error. variance_floor: see `denominator_`.
     overlap: send buckets during backward; gradients must then stay as they are until step().
     check_replicas_every: steps between votes on the replicas' bits (0: never).
 
@@ -123,15 +148,7 @@ class OnebitAdam(CompressedOptimizer):
         bucket_cap_mb: float = 16.0,
         check_replicas_every: int = 100,
     ):
-        if not float(lr) >= 0.0 or not eps >= 0.0 or not weight_decay >= 0.0 or not variance_floor >= 0.0:
-            raise ValueError(
-                "lr, eps, weight_decay and variance_floor must not be negative, got "
-                f"{lr}, {eps}, {weight_decay}, {variance_floor}"
-            )
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"betas must lie in [0, 1), got {betas}")
-        if amsgrad:
-            raise ValueError("1-bit Adam fixes the variance and has no amsgrad form; leave amsgrad=False")
+        check_adam_options(lr, betas, eps, weight_decay, variance_floor, amsgrad)
         self.rule = VarianceFreeze(freeze_step, total_steps, betas[1])
         self.variance_floor = variance_floor
         self.bias_correction = bias_correction
@@ -174,6 +191,9 @@ class OnebitAdam(CompressedOptimizer):
 
     def _codec(self, bucket: Bucket) -> Codec:
         return self._warmup_codec if bucket.phase == "warmup" else self.codec
+
+    def _sends_gradients(self, bucket: Bucket) -> bool:
+        return bucket.phase == "warmup"
 
     def _make_payload(self, bucket: Bucket, group: dict) -> None:
         """Warm-up: the gradient. Then: β1·m + (1-β1)·g, with m read from its frames."""
@@ -251,7 +271,6 @@ class OnebitAdam(CompressedOptimizer):
         """Warm-up ends for these buckets: v becomes D, m goes into frames, and what frames cannot say is owed."""
         if not buckets:
             return
-        variances = []
         for bucket in buckets:
             group, step = self.param_groups[bucket.group_index], int(self._steps[bucket.group_index])
             v, m = bucket.flat["exp_avg_sq"], bucket.flat["exp_avg"]
@@ -259,17 +278,14 @@ class OnebitAdam(CompressedOptimizer):
                 v.div_(1.0 - group["betas"][1] ** step)
             self._allocate(bucket, "compressed")
             bucket.flat["denominator"] = v
-            variances.append((v, int(torch.count_nonzero(v.view(-1, bucket.layout.block).sum(1)))))
             self._pack_momentum(bucket, m, group["betas"][0])
-        alive = sum(n * buckets[0].layout.block for _, n in variances)
-        fallback = float(sum(v.sum(dtype=torch.float64) for v, _ in variances)) / alive if alive else 1.0
+        fallback = mean_of_live_blocks([bucket.flat["denominator"] for bucket in buckets], self.codec.block)
         for bucket in buckets:
-            eps = self.param_groups[bucket.group_index]["eps"]
-            frozen_denominator_(
+            denominator_(
                 bucket.flat["denominator"],
                 bucket.layout,
                 bucket.counts,
-                eps=eps,
+                eps=self.param_groups[bucket.group_index]["eps"],
                 floor=self.variance_floor,
                 fallback=fallback,
             )

@@ -86,10 +86,10 @@ def check_replicas(link: Transport, tensors: Sequence[Tensor], names: Sequence[s
     ranks = differing(link, tensors)
     if ranks:
         drifted = sorted({index for indices in ranks.values() for index in indices})
+        where = f"{names[drifted[0]]} (and {len(drifted) - 1} more)"
         raise ReplicaError(
-            f"rank {link.rank}: after step {step} rank {sorted(ranks)} holds other values than rank 0 in "
-            f"{names[drifted[0]]} (and {len(drifted) - 1} more): something changed a parameter on one rank only, or the ranks compute "
-            "differently; resume from a checkpoint"
+            f"rank {link.rank}: after step {step} rank {sorted(ranks)} holds other values than rank 0 in {where}: "
+            "something changed a parameter on one rank only, or the ranks compute differently; resume from a checkpoint"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -61,3 +62,64 @@ class VarianceFreeze:
         if self.freeze_step == "auto" and now and before and self.stable <= now / before <= 1.0 / self.stable:
             return f"the variance is stable: its norm changed by a factor of {now / before:.3f} in {self.memory} steps"
         return None
+
+
+@dataclass(frozen=True)
+class VarianceUpdates:
+    """In which steps 0/1 Adam refreshes the variance (arXiv 2202.06009, section 4.1).
+
+    Steps count from 0. The gap between two updates starts at 1 and doubles after every var_update_scaler of them;
+    there is none after step var_freeze_step (None: they just grow rare).
+    """
+
+    var_update_scaler: int = 16
+    var_freeze_step: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.var_update_scaler < 1:
+            raise ValueError(f"var_update_scaler must be at least 1, got {self.var_update_scaler}")
+        if self.var_freeze_step is not None and self.var_freeze_step < 0:
+            raise ValueError(f"var_freeze_step must not be negative, got {self.var_freeze_step}")
+
+    def is_due(self, step: int) -> bool:
+        """Whether the variance is updated in this step."""
+        if self.var_freeze_step is not None and step > self.var_freeze_step:
+            return False
+        # With kappa updates per gap, gaps of 2^k fill kappa·2^k steps and start at kappa·(2^k - 1).
+        k = (step // self.var_update_scaler + 1).bit_length() - 1
+        return (step - self.var_update_scaler * (2**k - 1)) % 2**k == 0
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """How many steps 0/1 Adam takes between two synchronisations (arXiv 2202.06009, section 4.2).
+
+    local_step_scaler: a number: 1 until step `start`, then twice as many after every local_step_scaler steps; "auto":
+    twice as many whenever the learning rate has halved since its peak, which is what the paper's numbers amount to.
+    local_step_clipper: never more than this; 1 synchronises in every step.
+    """
+
+    local_step_scaler: int | str = "auto"
+    local_step_clipper: int = 1
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.local_step_scaler, str):
+            if self.local_step_scaler != "auto":
+                raise ValueError(
+                    f'local_step_scaler must be a number of steps or "auto", got {self.local_step_scaler!r}'
+                )
+        elif self.local_step_scaler < 1:
+            raise ValueError(f"local_step_scaler must be at least 1, got {self.local_step_scaler}")
+        if self.local_step_clipper < 1:
+            raise ValueError(f"local_step_clipper must be at least 1, got {self.local_step_clipper}")
+
+    def interval(self, step: int, lr: float, peak_lr: float) -> int:
+        """Steps per synchronisation at this step; peak_lr: the largest learning rate so far, this one included."""
+        if isinstance(self.local_step_scaler, int):
+            doublings = 0 if step < self.start else (step - self.start) // self.local_step_scaler
+        elif lr <= 0.0 or peak_lr <= 0.0:
+            doublings = 0 if peak_lr <= 0.0 else 63
+        else:
+            doublings = math.floor(math.log2(peak_lr / lr) + 1e-9)
+        return min(2 ** min(doublings, 62), self.local_step_clipper)

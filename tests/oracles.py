@@ -102,3 +102,70 @@ def run(
         oracle.step(np.stack([grad(oracle.x, step, i) for i in range(oracle.workers)]), lr)
         trajectory.append(oracle.x.copy())
     return np.stack(trajectory)
+
+
+@dataclass
+class ZeroOneAdamOracle:
+    """0/1 Adam for n workers: which round a step is comes from outside ("variance", "sync" or "local").
+
+    Per worker: x_i, m_i and u_i; the variance and what a synchronisation leaves are shared. The dense mean gradient of
+    a variance step is exact here.
+    """
+
+    x0: np.ndarray
+    workers: int
+    sizes: Sequence[int]
+    block: int = 256
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    floor: float = 0.01
+
+    def __post_init__(self) -> None:
+        self.blocks = parameter_blocks(self.sizes, self.block)
+        n, size = self.workers, len(self.x0)
+        self.x = np.tile(self.x0, (n, 1))
+        self.m, self.u, self.worker_error = (np.zeros((n, size)) for _ in range(3))
+        self.v, self.server_error, self.anchor = np.zeros(size), np.zeros(size), self.x0.copy()
+        self.gamma_sum, self.kept = 0.0, 1.0
+        self.t = self.t_variance = 0
+
+    def step(self, grads: np.ndarray, lr: float, what: str) -> None:
+        b1, b2 = self.betas
+        self.t += 1
+        gamma = lr / (1 - b1**self.t)
+        decay = 1 - lr * self.weight_decay
+        if what == "variance":
+            g = grads.mean(0)
+            self.m = np.tile(b1 * self.m[0] + (1 - b1) * g, (self.workers, 1))
+            weight = b2 ** (self.t - self.t_variance)
+            self.v, self.t_variance = weight * self.v + (1 - weight) * g**2, self.t
+            self.x = decay * self.x - gamma * self.m / self.denominator()
+            self.anchor = self.x[0].copy()
+            return
+        self.m = b1 * self.m + (1 - b1) * grads
+        self.u = self.u + gamma * self.m
+        self.gamma_sum += gamma
+        self.kept *= decay
+        self.x = decay * self.x - gamma * self.m / self.denominator()
+        if what == "sync":
+            self.sync()
+
+    def sync(self) -> None:
+        c = self.u + self.worker_error
+        q = np.stack([compress(row, self.blocks) for row in c])
+        self.worker_error = c - q
+        a = q.mean(0) + self.server_error
+        mean_u = compress(a, self.blocks)
+        self.server_error = a - mean_u
+        self.anchor = self.kept * self.anchor - mean_u / self.denominator()
+        self.x = np.tile(self.anchor, (self.workers, 1))
+        self.m = np.tile(mean_u / self.gamma_sum, (self.workers, 1))
+        self.u = np.zeros_like(self.u)
+        self.gamma_sum, self.kept = 0.0, 1.0
+
+    def denominator(self) -> np.ndarray:
+        v = self.v / (1 - self.betas[1] ** self.t_variance)
+        for block in self.blocks:
+            v[block] = np.maximum(v[block], self.floor * v[block].mean())
+        return np.sqrt(v) + self.eps

@@ -58,7 +58,7 @@ def test_sent_plus_owed_equals_input_over_rounds(world_size: int, blocks: int) -
 @pytest.mark.parametrize("scale", ["rms", "mean_abs"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_equals_the_textbook_recursion(world_size: int, scale: str) -> None:
-    """A third is no binary fraction: with 3 ranks a sum of scales that cancels has another sign in float32, so 2 rounds."""
+    """Thirds are no binary fractions: with 3 ranks a sum that cancels has another sign in float32, so 2 rounds."""
     rounds = 2 if world_size == 3 else 6
     n = world_size * 2 * BLOCK
     blocks = [slice(k, k + BLOCK) for k in range(0, n, BLOCK)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from oracles import compress
 from torch import Tensor
 
-from onebit.comm import Codec, IdentityCodec, SignCodec
+from onebit.comm import Codec, IdentityCodec, Int8Codec, SignCodec
 
 sys.path.insert(0, str(Path(__file__).parent / "golden"))
 import write_golden
@@ -25,6 +25,8 @@ CODECS: list[Codec] = [
     SignCodec(block=64),
     SignCodec(block=1024, scale="mean_abs"),
     SignCodec(kernel="reference"),
+    Int8Codec(),
+    Int8Codec(block=64),
 ]
 SPECIAL = [0.0, -0.0, 1e-45, -1e-38, 1e-30, 3e38, -1e18, 1.0, -2.0]
 
@@ -149,6 +151,14 @@ def test_padding_is_in_no_scale_and_keeps_nothing(counts: list[int], scale: str,
         sent = decode(codec, frames, x.shape[1])[0, 64 * k : 64 * k + n].double().numpy()
         np.testing.assert_array_equal(sent, compress(real, [slice(0, n)], scale) if n else real)
     assert torch.equal(encode(codec, other, counts=counts_KJ)[0], frames)
+
+
+def test_int8_is_within_half_a_step_of_the_largest_over_127() -> None:
+    codec = Int8Codec()
+    x = some_rows(codec, 2, 5) * torch.logspace(-3, 3, 5).repeat_interleave(256)
+    _, residual = encode(codec, x)
+    step = x.view(2, 5, 256).abs().amax(-1, keepdim=True) / 127 * (1 + 2**-7)  # the scale is rounded up to bfloat16
+    assert (residual.view(2, 5, 256).abs() <= step / 2).all()
 
 
 def test_minus_zero_is_minus() -> None:

@@ -1,4 +1,4 @@
-"""Rewrites the golden frames: python tests/golden/write_golden.py. The diff is a change of the wire format: review it."""
+"""Rewrites the golden frames: python tests/golden/write_golden.py. Its diff is a change of the wire format."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from onebit.comm import SignCodec
+from onebit.comm import Codec, Int8Codec, SignCodec
 
-PATH = Path(__file__).with_name("sign_frames.json")
+PATH = Path(__file__).with_name("frames.json")
 
 
 def inputs(n: int) -> torch.Tensor:
@@ -22,21 +22,29 @@ def inputs(n: int) -> torch.Tensor:
 
 def frames() -> dict[str, str]:
     """Name -> hex of the frame, for a full row, a ragged row, and a row with a non-finite block."""
+    codecs: dict[str, Codec] = {
+        "sign block=64 scale=rms": SignCodec(block=64, kernel="reference"),
+        "sign block=256 scale=rms": SignCodec(kernel="reference"),
+        "sign block=256 scale=mean_abs": SignCodec(scale="mean_abs", kernel="reference"),
+        "int8 block=64": Int8Codec(block=64),
+    }
+    return {f"{name} {row}": hexed for name, codec in codecs.items() for row, hexed in frames_of(codec).items()}
+
+
+def frames_of(codec: Codec) -> dict[str, str]:
+    block = codec.block
+    ragged = torch.tensor([[block, 1, 0, block - 3]], dtype=torch.int32)
+    bad = inputs(4 * block)
+    bad[block + 5] = float("nan")
     out = {}
-    for block, scale in ((64, "rms"), (256, "rms"), (256, "mean_abs")):
-        codec = SignCodec(block=block, scale=scale, kernel="reference")
-        counts = torch.full((1, 4), block, dtype=torch.int32)
-        ragged = torch.tensor([[block, 1, 0, block - 3]], dtype=torch.int32)
-        bad = inputs(4 * block)
-        bad[block + 5] = float("nan")
-        for name, x, n in (
-            ("full", inputs(4 * block), counts),
-            ("ragged", inputs(4 * block), ragged),
-            ("nan", bad, None),
-        ):
-            frame = torch.zeros(1, codec.frame_bytes(4 * block), dtype=torch.uint8)
-            codec.encode(x.clone().view(1, -1), None, frame, n)
-            out[f"{name} block={block} scale={scale}"] = bytes(frame[0].tolist()).hex()
+    for name, x, counts in (
+        ("full", inputs(4 * block), None),
+        ("ragged", inputs(4 * block), ragged),
+        ("nan", bad, None),
+    ):
+        frame = torch.zeros(1, codec.frame_bytes(4 * block), dtype=torch.uint8)
+        codec.encode(x.clone().view(1, -1), None, frame, counts)
+        out[name] = bytes(frame[0].tolist()).hex()
     return out
 
 
