@@ -1,0 +1,39 @@
+# make demo    install into .venv, then train the same model with dense AdamW and with OnebitAdam, and compare
+# make test    install, then run the tests
+# make lint    install, then ruff and mypy
+#
+# Needs Python 3.10 or later with venv, make and a C++ compiler. ARGS goes to the command: make demo ARGS=--quick
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
+INSTALLED := .venv/.installed
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+demo: $(INSTALLED)
+	$(BIN)/python scripts/demo.py $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy -p onebit
+
+$(INSTALLED): pyproject.toml setup.py .ci/constraints.txt $(wildcard csrc/*)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$(PYTHON) is too old: needs 3.10"; exit 1; }
+	@test -x $(BIN)/python || { echo "Making .venv ..."; $(PYTHON) -m venv .venv; }
+	@echo "Installing into .venv: torch, then the rest (minutes on the first run) ..."
+	@$(PIP) torch==2.13.0
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf runs build onebit.egg-info .pytest_cache .mypy_cache .ruff_cache

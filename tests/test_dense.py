@@ -1,0 +1,124 @@
+"""The dense baseline gives the plain mean of the gradients, whether it is sent during the backward pass or after it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from onebit.comm import SimTransport, run_ranks
+from onebit.dense import DenseAverager, average_gradients, broadcast_parameters
+
+ORIGINAL = nn.Sequential(nn.Linear(5, 400), nn.ReLU(), nn.Linear(400, 900), nn.ReLU(), nn.Linear(900, 1))
+
+
+def build() -> nn.Module:
+    return copy.deepcopy(ORIGINAL)
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    model(torch.randn(7, 5, generator=generator)).square().mean().backward()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters()]
+
+
+def mean_gradients(world_size: int) -> list[Tensor]:
+    """In float64, summed in rank order, without any of our code."""
+    models = [build() for _ in range(world_size)]
+    for rank, model in enumerate(models):
+        backward(model, rank)
+    return [torch.stack([g.double() for g in gs]).mean(0) for gs in zip(*map(gradients, models), strict=True)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("bucket_cap_mb", [1e-6, 0.1, 25.0])
+def test_average_is_the_mean(world_size: int, bucket_cap_mb: float) -> None:
+    def work(link: SimTransport) -> list[Tensor]:
+        model = build()
+        backward(model, link.rank)
+        assert average_gradients(model.parameters(), link, bucket_cap_mb) >= 0.0
+        return gradients(model)
+
+    for averaged in run_ranks(world_size, work):
+        for ours, mean in zip(averaged, mean_gradients(world_size), strict=True):
+            # Two float32 roundings per addend: 1e-6 of the largest element.
+            torch.testing.assert_close(ours.double(), mean, rtol=0, atol=1e-6 * float(mean.abs().max()))
+
+
+def test_sending_during_backward_gives_the_same_bits_as_after_it() -> None:
+    def work(link: SimTransport) -> bool:
+        after, during = build(), build()
+        averager = DenseAverager(during.parameters(), link, bucket_cap_mb=0.1)
+        for seed in range(3):
+            for model in (after, during):
+                model.zero_grad()
+                backward(model, 10 * seed + link.rank)
+            average_gradients(after.parameters(), link, bucket_cap_mb=0.1)
+            averager.finish()
+            if not all(map(torch.equal, gradients(after), gradients(during))):
+                return False
+        return True
+
+    assert run_ranks(2, work) == [True, True]
+
+
+def test_accumulated_gradients_are_sent_once() -> None:
+    def work(link: SimTransport) -> tuple[list[Tensor], int]:
+        model = build()
+        averager = DenseAverager(model.parameters(), link)
+        with averager.no_sync():
+            backward(model, link.rank)
+        backward(model, link.rank)
+        averager.finish()
+        return gradients(model), link.sent_bytes
+
+    numel = sum(p.numel() for p in build().parameters())
+    for accumulated, sent_bytes in run_ranks(2, work):
+        assert sent_bytes == pytest.approx(4 * numel, abs=64)
+        for ours, mean in zip(accumulated, mean_gradients(2), strict=True):
+            torch.testing.assert_close(ours.double(), 2 * mean, rtol=0, atol=2e-6 * float(mean.abs().max()))
+
+
+@pytest.mark.parametrize("during_backward", [False, True])
+def test_gradient_missing_on_one_rank_counts_as_zero(during_backward: bool) -> None:
+    def work(link: SimTransport) -> Tensor:
+        used, sometimes = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))
+        averager = DenseAverager([used, sometimes], link) if during_backward else None
+        (used.sum() + (sometimes.sum() if link.rank == 1 else 0.0)).backward()
+        averager.finish() if averager is not None else average_gradients([used, sometimes], link)
+        return sometimes.grad
+
+    for grad in run_ranks(2, work):
+        assert torch.equal(grad, torch.full((4,), 0.5))
+
+
+def test_half_precision_gradients_are_averaged_in_float32() -> None:
+    def work(link: SimTransport) -> Tensor:
+        p = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+        p.grad = torch.tensor([1.0, 2.0 ** (8 * link.rank)], dtype=torch.bfloat16)
+        average_gradients([p], link)
+        return p.grad
+
+    for grad in run_ranks(3, work):
+        assert torch.equal(grad, torch.tensor([1.0, (1 + 2**8 + 2**16) / 3], dtype=torch.bfloat16))
+
+
+def test_broadcast_gives_every_rank_the_source_values() -> None:
+    def work(link: SimTransport) -> list[Tensor]:
+        model = build()
+        broken_up = nn.Parameter(torch.full((4, 6), float(link.rank)).t())
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(link.rank)
+        broadcast_parameters((p for p in [*model.parameters(), broken_up]), link, src=1)
+        return [p.detach().clone() for p in [*model.parameters(), broken_up]]
+
+    ranks = run_ranks(3, work)
+    expected = [p + 1 for p in build().parameters()] + [torch.full((6, 4), 1.0)]
+    for values in ranks:
+        assert all(map(torch.equal, values, expected))

