@@ -52,7 +52,8 @@ def read_corpus(root: Path | None = None) -> Corpus:
     Raises FileNotFoundError where there is no source there, as with a zipped library.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
-    files, parts = [], {False: [], True: []}
+    files: list[TextFile] = []
+    parts: dict[bool, list[bytes]] = {False: [], True: []}
     for path in sorted(_source_files(root)):
         text = (root / path).read_bytes()
         files.append(TextFile(path, len(text), hashlib.sha256(text).hexdigest()))

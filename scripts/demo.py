@@ -67,7 +67,7 @@ def parse_args() -> argparse.Namespace:
     add("--rate", default="100mbit", help="of each emulated host's link, as tc writes it")
     add("--network", choices=("auto", "emulated", "loopback"), default="auto")
     add("--size", default="small")
-    add("--steps", type=int, default=150)
+    add("--steps", type=int, default=200)
     add("--batch-size", type=int, default=4, help="sequences per rank and step")
     add("--lr", type=float, default=1.4e-3, help="dense AdamW's best here of 1, 1.4, 2, 4 and 8e-3")
     add("--seed", type=int, default=0)
@@ -179,8 +179,8 @@ def main() -> int:
     status = (train_on_emulated_hosts if is_emulated else train_on_loopback)(args)
     if status:
         return status
-    outcomes = [Outcome.read(args.out, name) for name in RUNS]
-    console.print(table_of(*outcomes, title=f"{args.ranks} ranks; network: {network}"))
+    dense, onebit = (Outcome.read(args.out, name) for name in RUNS)
+    console.print(table_of(dense, onebit, f"{args.ranks} ranks; network: {network}"))
     png = args.out / "loss.png"
     draw([read_curve(args.out / f"{name}.csv", label) for name, label in RUNS.items()], png, network)
     console.print(f"Curves: {png}; every step: {args.out}/*.csv")

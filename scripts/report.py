@@ -28,26 +28,27 @@ _SECONDS_BETWEEN_LINES = 5.0
 log = logging.getLogger("train")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Row:
     """One step, as in the CSV. loss: mean over ranks, before the step. sent_bytes, comm_ms, step_s: rank 0's.
 
     sent_bytes counts all payload this rank sent in the step, including the few bytes by which the ranks agree. step_s
-    leaves out validation and checkpoints. comm_ms: how long the optimizer waited for the network. wire_bytes: what the
-    kernel saw leave this host in the step, headers included; only known inside an emulated host (`cluster.py`).
+    leaves out validation and checkpoints. comm_ms: how long the optimizer waited for the network. val_loss and
+    error_norm_ratio: every --eval-every steps. wire_bytes: what the kernel saw leave this host in the step, headers
+    included; only known inside an emulated host (`cluster.py`).
     """
 
     step: int
     loss: float
+    val_loss: float | None = None
     lr: float
     sent_bytes: int
     bits_per_parameter: float
     comm_ms: float
     step_s: float
+    error_norm_ratio: float | None = None
     phase: str
     skipped: int
-    val_loss: float | None = None
-    error_norm_ratio: float | None = None
     wire_bytes: int | None = None
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 import torch
 from agree import raise_together
@@ -63,6 +64,21 @@ class Exchange:
     skipped_steps: int
 
 
+class Method(Protocol):
+    """An optimizer together with its traffic."""
+
+    optimizer: Optimizer
+
+    def step(self) -> Exchange:
+        """Average over ranks, move the parameters, drop the gradients."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes in here only add to the gradients."""
+
+    def error_norm_ratio(self) -> float | None:
+        """What compression still owes, relative to the momentum; None where there is no compression."""
+
+
 class DenseAdamW:
     """The baseline: gradients averaged in float32, then torch's AdamW."""
 
@@ -92,7 +108,7 @@ class OnebitAdam:
     """1-bit Adam, which does the traffic of the data-parallel ranks itself."""
 
     def __init__(self, model: GPT, link: comm.Transport, args: argparse.Namespace):
-        self.optimizer = onebit.OnebitAdam(
+        self._onebit = onebit.OnebitAdam(
             decay_groups(model, args.weight_decay),
             lr=args.lr,
             total_steps=args.steps,
@@ -100,21 +116,25 @@ class OnebitAdam:
             max_grad_norm=args.max_grad_norm,
             link=link,
         )
+        self.optimizer: Optimizer = self._onebit
 
     def step(self) -> Exchange:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        stats = self.optimizer.stats
+        self._onebit.step()
+        self._onebit.zero_grad()
+        stats = self._onebit.stats
         return Exchange(stats.phase, stats.comm_ms, stats.skipped_steps)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        return self.optimizer.no_sync()
+        return self._onebit.no_sync()
 
     def error_norm_ratio(self) -> float | None:
-        return self.optimizer.error_norm_ratio() if self.optimizer.stats.phase == "compressed" else None
+        return self._onebit.error_norm_ratio() if self._onebit.stats.phase == "compressed" else None
 
 
-OPTIMIZERS = {"adamw": DenseAdamW, "onebit-adam": OnebitAdam}
+OPTIMIZERS: dict[str, Callable[[GPT, comm.Transport, argparse.Namespace], Method]] = {
+    "adamw": DenseAdamW,
+    "onebit-adam": OnebitAdam,
+}
 
 
 class Windows:
@@ -218,7 +238,7 @@ class Training:
     def _step(self, step: int) -> tuple[Row, bool]:
         """Advance by one step. The row tells of all ranks' losses; the flag says whether any rank wants to stop."""
         start, sent_before, wire_before = time.perf_counter(), self.link.sent_bytes, sent_on_wire()
-        lr = self.schedule.get_last_lr()[0]
+        lr = float(self.schedule.get_last_lr()[0])
         loss = self._backward(step)
         exchange = self.method.step()
         self.schedule.step()

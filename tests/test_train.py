@@ -114,7 +114,7 @@ def test_resumed_run_equals_uninterrupted_run(
 def test_csv_lines_after_the_checkpoint_are_dropped_on_resume(tmp_path: Path) -> None:
     run(1, flags(tmp_path, "--stop-after", "5", steps=8))
     with (tmp_path / "run.csv").open("a") as file:
-        file.write("6,9.9,0.1,0,0.0,0.0,0.1,warmup,0,,\n")
+        file.write("6,9.9,,0.1,0,0.0,0.0,0.1,,warmup,0,\n")
     run(1, flags(tmp_path, "--resume", steps=8))
     rows = read_csv(tmp_path / "run.csv")
     assert [int(row["step"]) for row in rows] == list(range(1, 9))
@@ -250,6 +250,12 @@ def test_summary_tells_what_was_sent(tmp_path: Path) -> None:
     assert summary["sent_bytes"] == sum(int(row["sent_bytes"]) for row in rows)
     assert summary["first_compressed_step"] == 5
     assert float(rows[3]["bits_per_parameter"]) > 30 > 3 > float(rows[4]["bits_per_parameter"])
+
+
+def test_missing_tensorboard_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r"pip install onebit\[train\]"):
+        run(1, flags(tmp_path, "--tensorboard", str(tmp_path / "events"), steps=1))
 
 
 def test_windows_are_a_function_of_seed_step_rank_and_part() -> None:
