@@ -105,9 +105,14 @@ class OnebitAdam(CompressedOptimizer):
     All ranks construct it with the same arguments and parameters, and call step() together; rank 0's initial values are
     sent to all. Between warm-up and the end of the run, per step and bucket:
 
-    1. c_i = β1·m + (1-β1)·g_i + e_i on each rank; its signs and scales go to the chunks' owners; e_i keeps the rest.
-    2. The owner averages, adds its own error, compresses again and sends the result, the new m, to all.
-    3. p ← p - lr·(m̂/D + wd·p) with D = √max(v̂, floor·blockmean) + eps, fixed at the freeze.
+    1. c_i = (β1·m + (1-β1)·g_i)/D + e_i on each rank, with D = √max(v̂, floor·blockmean) + eps, fixed at the freeze; the
+       signs and scales of c_i go to the chunks' owners; e_i keeps the rest.
+    2. The owner averages, adds its own error, compresses again and sends the result, the new m/D, to all.
+    3. p ← p - lr·(m̂/D + wd·p).
+
+    The paper compresses m. D is the same on all ranks and fixed, so compressing m/D is the same algorithm in other
+    coordinates: those in which all elements of a block are of a size. Otherwise an element with a small D takes its
+    block's scale and moves by s/D; see README, "Differences".
 
     lr, betas, eps, weight_decay: as in torch.optim.AdamW; read anew from param_groups in every step (eps and betas[1]
     act until the freeze). bias_correction: False leaves out both corrections.
@@ -121,7 +126,7 @@ class OnebitAdam(CompressedOptimizer):
     check_replicas_every: steps between votes on the replicas' bits (0: never).
 
     State on each rank, bytes per parameter: 8 in warm-up; then D 4, worker error 4 (bf16: 2), server error 4/W (2/W),
-    momentum 0.13. Sends per rank and step 8·(W-1)/W bytes per parameter in warm-up, then 2·(W-1)/W·(1 + 16/block) bits.
+    m/D 0.13. Sends per rank and step 8·(W-1)/W bytes per parameter in warm-up, then 2·(W-1)/W·(1 + 16/block) bits.
 
     Raises ValueError/TypeError at construction: bad options, unsupported dtypes, or parameters that differ between
     ranks (named).
@@ -196,9 +201,10 @@ class OnebitAdam(CompressedOptimizer):
         return bucket.phase == "warmup"
 
     def _make_payload(self, bucket: Bucket, group: dict) -> None:
-        """Warm-up: the gradient. Then: β1·m + (1-β1)·g, with m read from its frames."""
+        """Warm-up: the gradient. Then: β1·m/D + (1-β1)·g/D, with m/D read from its frames."""
         if bucket.frames is not None:
             beta1 = group["betas"][0]
+            bucket.x.div_(bucket.flat["denominator"])
             x_WN = bucket.x.view(self.link.world_size, -1)
             self.codec.decode(bucket.frames, x_WN, weight=beta1, keep=1.0 - beta1)
 
@@ -230,7 +236,6 @@ class OnebitAdam(CompressedOptimizer):
         if self.bias_correction:
             lr = lr / (1.0 - betas[0] ** step)
         self.codec.decode(bucket.frames, bucket.x.view(self.link.world_size, -1), weight=lr)
-        bucket.x.div_(bucket.flat["denominator"])
 
     def momentum(self, bucket: Bucket) -> Tensor:
         beta1, step = self.param_groups[bucket.group_index]["betas"][0], int(self._steps[bucket.group_index])
@@ -239,7 +244,7 @@ class OnebitAdam(CompressedOptimizer):
             return bucket.flat["exp_avg"] * correction
         m = torch.empty_like(bucket.x)
         self.codec.decode(bucket.frames, m.view(self.link.world_size, -1), weight=correction)
-        return m
+        return m.mul_(bucket.flat["denominator"])
 
     # ---------------------------------------------------------------- the freeze
 
@@ -271,6 +276,7 @@ class OnebitAdam(CompressedOptimizer):
         """Warm-up ends for these buckets: v becomes D, m goes into frames, and what frames cannot say is owed."""
         if not buckets:
             return
+        momenta = []
         for bucket in buckets:
             group, step = self.param_groups[bucket.group_index], int(self._steps[bucket.group_index])
             v, m = bucket.flat["exp_avg_sq"], bucket.flat["exp_avg"]
@@ -278,21 +284,23 @@ class OnebitAdam(CompressedOptimizer):
                 v.div_(1.0 - group["betas"][1] ** step)
             self._allocate(bucket, "compressed")
             bucket.flat["denominator"] = v
-            self._pack_momentum(bucket, m, group["betas"][0])
+            momenta.append(m)
         fallback = mean_of_live_blocks([bucket.flat["denominator"] for bucket in buckets], self.codec.block)
-        for bucket in buckets:
+        for bucket, m in zip(buckets, momenta, strict=True):
+            group = self.param_groups[bucket.group_index]
             denominator_(
                 bucket.flat["denominator"],
                 bucket.layout,
                 bucket.counts,
-                eps=self.param_groups[bucket.group_index]["eps"],
+                eps=group["eps"],
                 floor=self.variance_floor,
                 fallback=fallback,
             )
+            self._pack_momentum(bucket, m.div_(bucket.flat["denominator"]), group["betas"][0])
             self._publish(bucket)
 
     def _pack_momentum(self, bucket: Bucket, m: Tensor, beta1: float) -> None:
-        """frames ← m; the residual r enters the worker error as β1·r, so that the next β1·m + e is what it would be."""
+        """frames ← m (here m/D); its residual r is owed as β1·r, so that the next β1·m + e is what it would be."""
         assert bucket.frames is not None and bucket.ef is not None
         W = self.link.world_size
         self.codec.encode(m.view(W, -1), None, bucket.frames, bucket.counts)

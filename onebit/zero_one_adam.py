@@ -34,9 +34,9 @@ class ZeroOneAdam(CompressedOptimizer):
     - *variance step* (`VarianceUpdates`, only while every step synchronises): the mean gradient ḡ travels in
       `variance_codec`; v ← β2^k·v + (1-β2^k)·ḡ², k steps since the last one; m ← β1·m + (1-β1)·ḡ; p ← p - γ·m/D.
     - *other steps*: m_i ← β1·m_i + (1-β1)·g_i; u_i ← u_i + γ·m_i; G ← G + γ. A *local* one moves this rank's own
-      parameters by γ·m_i/D and sends nothing, not even a vote. One that *synchronises* (`LocalSteps`) sends u_i in one
-      bit with error feedback, takes U = mean u_i back, and sets m ← U/G and p ← anchor - U/D, where the anchor is what
-      p was after the last one: replicas are bit-identical again.
+      parameters by γ·m_i/D and sends nothing, not even a vote. One that *synchronises* (`LocalSteps`) sends u_i/D in
+      one bit with error feedback, takes the mean U back, and sets m ← D·U/G and p ← anchor - U, where the anchor is
+      what p was after the last one: the replicas are bit-identical again.
 
     Weight decay (decoupled) acts in every step and is no part of u. A step with lr = 0 moves nothing; while every step
     synchronises, its gradient is dropped. Between synchronisations the replicas differ: call `sync()` on all ranks
@@ -166,7 +166,7 @@ class ZeroOneAdam(CompressedOptimizer):
     # ---------------------------------------------------------------- what is sent
 
     def _make_payload(self, bucket: Bucket, group: dict) -> None:
-        """Variance step: the gradient. Synchronisation: u + γ·(β1·m + (1-β1)·g), or just u where it is forced."""
+        """Variance step: the gradient. Synchronisation: (u + γ·(β1·m + (1-β1)·g))/D, or u/D where it is forced."""
         codec = self._codec(bucket)
         assert codec is not None
         if self._round == _VARIANCE:  # ever rarer: its buffers are not kept
@@ -174,12 +174,13 @@ class ZeroOneAdam(CompressedOptimizer):
             return
         bucket.wire = self._one_bit_wires[bucket.index]
         if self._is_forced:
-            bucket.x.copy_(bucket.flat["accumulated"])
+            torch.div(bucket.flat["accumulated"], self._denominator(bucket, group, self._variance_steps), out=bucket.x)
             return
         beta1 = group["betas"][0]
         bucket.x.mul_(1.0 - beta1).add_(bucket.flat["exp_avg"], alpha=beta1).mul_(self._weights[bucket.group_index])
         if self._since_sync:
             bucket.x.add_(bucket.flat["accumulated"])
+        bucket.x.div_(self._denominator(bucket, group, self._variance_steps))
 
     # ---------------------------------------------------------------- what is done with it
 
@@ -206,8 +207,8 @@ class ZeroOneAdam(CompressedOptimizer):
         self.codec.decode(bucket.wire.frames_WB, bucket.x.view(self.link.world_size, -1))
         weight = self._accumulated_weight[g] + self._weights[g]
         if weight > 0.0:
-            torch.div(bucket.x, weight, out=bucket.flat["exp_avg"])
-        bucket.x.div_(self._denominator(bucket, group, self._variance_steps))
+            D = self._denominator(bucket, group, self._variance_steps)
+            torch.mul(bucket.x, D.div_(weight), out=bucket.flat["exp_avg"])
         if not self._since_sync:
             self._decay(bucket, group)
             return

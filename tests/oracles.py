@@ -39,7 +39,7 @@ def parameter_blocks(sizes: Sequence[int], block: int) -> list[slice]:
 
 @dataclass
 class OnebitAdamOracle:
-    """1-bit Adam for n workers: bias-corrected AdamW until freeze_step, then two compressed legs (algorithms, eq.).
+    """1-bit Adam for n workers: bias-corrected AdamW until freeze_step, then two compressed legs of m/D.
 
     The server error of all chunks is one vector: a chunk's owner is whoever holds it.
     """
@@ -70,21 +70,21 @@ class OnebitAdamOracle:
             g = grads.mean(0)
             self.m = b1 * self.m + (1 - b1) * g
             self.v = b2 * self.v + (1 - b2) * g**2
-            d = np.sqrt(self.v / (1 - b2**self.t)) + self.eps
+            self.update = self.m / (np.sqrt(self.v / (1 - b2**self.t)) + self.eps)
         else:
             if self.d is None:
                 self.d = self.frozen(self.v / (1 - b2 ** (self.t - 1)))
+                self.update = self.m / self.d
             d = self.d
             q = np.zeros_like(grads)
             for i in range(self.workers):
-                c = b1 * self.m + (1 - b1) * grads[i] + self.worker_error[i]
+                c = b1 * self.update + (1 - b1) * grads[i] / d + self.worker_error[i]
                 q[i] = compress(c, self.blocks, self.scale)
                 self.worker_error[i] = c - q[i]
             a = q.mean(0) + self.server_error
-            self.m = compress(a, self.blocks, self.scale)
-            self.server_error = a - self.m
-        m_hat = self.m / (1 - b1**self.t)
-        self.x = self.x - lr * (m_hat / d + self.weight_decay * self.x)
+            self.update = compress(a, self.blocks, self.scale)
+            self.server_error = a - self.update
+        self.x = self.x - lr * (self.update / (1 - b1**self.t) + self.weight_decay * self.x)
 
     def frozen(self, v: np.ndarray) -> np.ndarray:
         floored = v.copy()
@@ -152,15 +152,15 @@ class ZeroOneAdamOracle:
             self.sync()
 
     def sync(self) -> None:
-        c = self.u + self.worker_error
+        c = self.u / self.denominator() + self.worker_error
         q = np.stack([compress(row, self.blocks) for row in c])
         self.worker_error = c - q
         a = q.mean(0) + self.server_error
-        mean_u = compress(a, self.blocks)
-        self.server_error = a - mean_u
-        self.anchor = self.kept * self.anchor - mean_u / self.denominator()
+        move = compress(a, self.blocks)
+        self.server_error = a - move
+        self.anchor = self.kept * self.anchor - move
         self.x = np.tile(self.anchor, (self.workers, 1))
-        self.m = np.tile(mean_u / self.gamma_sum, (self.workers, 1))
+        self.m = np.tile(move * self.denominator() / self.gamma_sum, (self.workers, 1))
         self.u = np.zeros_like(self.u)
         self.gamma_sum, self.kept = 0.0, 1.0
 
