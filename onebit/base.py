@@ -141,6 +141,10 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def _after_step(self, ballots: Sequence[Ballot], step: int) -> None:
         """All buckets are committed: phase changes."""
 
+    @abstractmethod
+    def _last_average(self, bucket: Bucket) -> Tensor:
+        """What a compressed exchange brings, float32 [W·N], in the coordinates of the worker error. May be a copy."""
+
     def _is_synchronised(self) -> bool:
         """Whether all replicas are meant to be the same now."""
         return True
@@ -467,14 +471,13 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def error_norm_ratio(self) -> float:
-        """‖worker error‖ / ‖momentum‖ on this rank: how much of what should be sent is still owed. 0 in warm-up."""
-        owed = momentum = 0.0
+        """‖worker error‖ / ‖what an exchange brings‖ on this rank: how much is owed. 0 in warm-up. Sends nothing."""
+        owed = brought = 0.0
         for bucket in self._buckets:
             if bucket.ef is not None:
-                owed += dot(bucket.ef.worker.float(), bucket.ef.worker.float())
-                m = self.momentum(bucket)
-                momentum += dot(m, m)
-        return math.sqrt(owed / momentum) if momentum > 0 else 0.0
+                owed += sum(dot(e, e) for e in bucket.layout.views(bucket.ef.worker.float()))
+                brought += sum(dot(x, x) for x in bucket.layout.views(self._last_average(bucket)))
+        return math.sqrt(owed / brought) if brought > 0 else 0.0
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank: moments, errors, packed momentum. Without bucket and wire buffers."""

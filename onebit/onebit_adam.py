@@ -242,9 +242,13 @@ class OnebitAdam(CompressedOptimizer):
         correction = 1.0 / (1.0 - beta1**step) if self.bias_correction and step > 0 else 1.0
         if bucket.frames is None:
             return bucket.flat["exp_avg"] * correction
-        m = torch.empty_like(bucket.x)
-        self.codec.decode(bucket.frames, m.view(self.link.world_size, -1), weight=correction)
-        return m.mul_(bucket.flat["denominator"])
+        return self._last_average(bucket).mul_(bucket.flat["denominator"]).mul_(correction)
+
+    def _last_average(self, bucket: Bucket) -> Tensor:
+        assert bucket.frames is not None
+        update = torch.empty_like(bucket.x)
+        self.codec.decode(bucket.frames, update.view(self.link.world_size, -1))
+        return update
 
     # ---------------------------------------------------------------- the freeze
 

@@ -163,6 +163,11 @@ class ZeroOneAdam(CompressedOptimizer):
         correction = 1.0 - beta1**step if self.bias_correction and step > 0 else 1.0
         return bucket.flat["exp_avg"] / correction
 
+    def _last_average(self, bucket: Bucket) -> Tensor:
+        group = self.param_groups[bucket.group_index]
+        gamma_m = self.momentum(bucket) * float(group["lr"])
+        return gamma_m.div_(self._denominator(bucket, group, self._variance_steps))
+
     # ---------------------------------------------------------------- what is sent
 
     def _make_payload(self, bucket: Bucket, group: dict) -> None:

@@ -178,6 +178,7 @@ def test_resume_equals_no_interruption(stop: int, error_dtype: torch.dtype) -> N
         net3.load_state_dict(saved["model"])
         optimizer3.load_state_dict(saved["optimizer"])
         train(link, range(stop, 15), net3, optimizer3)
+        assert optimizer3.error_norm_ratio() == optimizer.error_norm_ratio()
         return torch.equal(flat(net3), expected) and same(optimizer3.state_dict(), optimizer.state_dict())
 
     assert run_ranks(2, ours) == [True, True]
