@@ -17,7 +17,7 @@ class Bucket:
 
     first: how many parameters the buckets before it hold. owner: this rank, which owns that chunk of the bucket.
     x: float32 [W·N]; gradients come in, what is sent is made in it, what came back is read from it. flat: the state
-    that has one element per element, by name. frames: the packed momentum, uint8 [W, B], once compression has begun.
+    that has one element per element, by name. frames: the packed m/D, uint8 [W, B], once compression has begun.
     """
 
     index: int
