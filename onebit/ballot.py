@@ -11,26 +11,23 @@ import torch
 from .comm import Transport
 from .replicas import gather_bytes
 
-_NUMBERS = struct.Struct("<3d")
+_NUMBERS = struct.Struct("<2d")
 
 
 @dataclass(frozen=True)
 class Ballot:
     """One rank's contribution. present: which parameters have a gradient here. The rest is this rank's share of sums.
 
-    norm_squared: ‖g_i‖². product: <g_i, m̂>. variance_norm: the L1 norm of v̂ on the chunks this rank owns.
+    norm_squared: ‖g_i‖². product: <g_i, m̂>.
     """
 
     present: Sequence[bool]
     norm_squared: float = 0.0
     product: float = 0.0
-    variance_norm: float = 0.0
 
     def to_bytes(self) -> bytes:
         bits = sum(1 << k for k, is_present in enumerate(self.present) if is_present)
-        return _NUMBERS.pack(self.norm_squared, self.product, self.variance_norm) + bits.to_bytes(
-            -(-len(self.present) // 8), "little"
-        )
+        return _NUMBERS.pack(self.norm_squared, self.product) + bits.to_bytes(-(-len(self.present) // 8), "little")
 
     @classmethod
     def from_bytes(cls, data: bytes, parameters: int) -> Ballot:
@@ -39,7 +36,7 @@ class Ballot:
 
 
 def cast_ballots(link: Transport, mine: Ballot, device: torch.device | str) -> list[Ballot]:
-    """Every rank's ballot, in rank order. All ranks. Sends 24 bytes and a bit per parameter to each peer."""
+    """Every rank's ballot, in rank order. All ranks. Sends 16 bytes and a bit per parameter to each peer."""
     return [Ballot.from_bytes(data, len(mine.present)) for data in gather_bytes(link, mine.to_bytes(), device)]
 
 

@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ from . import comm, replicas
 from .ballot import Ballot, cast_ballots, present_anywhere
 from .bucket import Bucket
 from .clip import GlobalNormClip, dot, exact_norm
-from .comm import Codec, ErrorFeedback, Flight, SignCodec, Transport
+from .comm import Codec, ErrorFeedback, Flight, IdentityCodec, SignCodec, Transport, Wire
+from .elastic import gather_states, reframe, resize
 from .flat import lay_out, partition
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,26 @@ class Stats:
     clip_factor: float = 1.0
 
 
+class CommonOptions(TypedDict, total=False):
+    """Keyword arguments that every optimizer of the family takes.
+
+    max_grad_norm: clip by the norm of the mean gradient (0: off): exact while gradients travel, estimated from each
+    rank's norm and its product with the momentum otherwise. It then costs the overlap with backward.
+    link: the transport; default `onebit.comm.init()`. codec: block size and kind of scale of the one-bit frames.
+    error_dtype: torch.bfloat16 halves the worker and server errors.
+    overlap: send buckets during backward; gradients must then stay as they are until step(). bucket_cap_mb: float32
+    MiB per bucket. check_replicas_every: steps between votes on the replicas' bits (0: never).
+    """
+
+    max_grad_norm: float
+    link: Transport | None
+    codec: SignCodec | None
+    error_dtype: torch.dtype
+    overlap: bool
+    bucket_cap_mb: float
+    check_replicas_every: int
+
+
 @dataclass
 class _Slot:
     """Where a parameter belongs, and how many backward passes have reached it since the last step."""
@@ -62,7 +84,7 @@ class _Slot:
 
 
 class CompressedOptimizer(torch.optim.Optimizer, ABC):
-    """Base of the family; arguments: see `OnebitAdam`. All ranks construct, step, load and add groups together."""
+    """Base of the family; arguments: see `CommonOptions`. All ranks construct, step, load and add groups together."""
 
     _step_supports_amp_scaling = True
 
@@ -71,13 +93,13 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         params: object,
         defaults: dict[str, object],
         *,
-        link: Transport | None,
-        codec: SignCodec,
-        max_grad_norm: float,
-        error_dtype: torch.dtype,
-        overlap: bool,
-        bucket_cap_mb: float,
-        check_replicas_every: int,
+        max_grad_norm: float = 0.0,
+        link: Transport | None = None,
+        codec: SignCodec | None = None,
+        error_dtype: torch.dtype = torch.float32,
+        overlap: bool = True,
+        bucket_cap_mb: float = 16.0,
+        check_replicas_every: int = 100,
     ):
         if error_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"error_dtype must be torch.float32 or torch.bfloat16, got {error_dtype}")
@@ -87,7 +109,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
                 f"{max_grad_norm}, {check_replicas_every}, {bucket_cap_mb}"
             )
         self.link = comm.init() if link is None else link
-        self.codec = codec
+        self.codec = codec or SignCodec()
         self._clip = GlobalNormClip(max_grad_norm)
         self.error_dtype = error_dtype
         self.check_replicas_every = check_replicas_every
@@ -97,6 +119,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self._buckets: list[Bucket] = []
         self._slots: dict[Tensor, _Slot] = {}
         self._steps: list[Tensor] = []
+        self._masks: dict[int, dict[Tensor, Tensor]] = {}
         self._launched = 0
         self._passes_per_step = 0
         self._paused = False
@@ -111,7 +134,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _allocate(self, bucket: Bucket, phase: str) -> None:
-        """Give the bucket the zeroed state (flat, frames, ef) and the wire of a phase. "warmup" is the first."""
+        """Give the bucket the zeroed state (flat, frames, ef) of a phase. "warmup" is the first."""
 
     @abstractmethod
     def momentum(self, bucket: Bucket) -> Tensor:
@@ -137,6 +160,9 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def _commit(self, bucket: Bucket, group: dict, step: int) -> None:
         """The step is good: take over errors and moments; bucket.x ← what is to be subtracted. step counts from 1."""
 
+    def _before_move(self) -> None:
+        """All buckets are committed, no parameter has moved: what needs the whole model."""
+
     @abstractmethod
     def _after_step(self, ballots: Sequence[Ballot], step: int) -> None:
         """All buckets are committed: phase changes."""
@@ -151,10 +177,6 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def _adopt_dense_state(self) -> None:
         """The state that was just loaded is that of a torch.optim.AdamW."""
-
-    def _ballot_variance_norm(self) -> float:
-        """This rank's share of the variance's norm, for the ballot."""
-        return 0.0
 
     # ---------------------------------------------------------------- construction
 
@@ -179,6 +201,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         replicas.make_equal(self.link, [p for _, p, _ in params])
         for g in new:
             self._steps.append(torch.tensor(0.0))
+            self._read_masks(g)
             self._build_buckets(g)
         self._built_groups = len(self.param_groups)
         self._sent_before = self.link.sent_bytes
@@ -192,6 +215,31 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         group = self.param_groups[g]
         names = group.get("param_names") or [f"parameter {k} of group {g}" for k in range(len(group["params"]))]
         return zip(group["params"], names, strict=True)
+
+    def _read_masks(self, g: int) -> None:
+        """Check the group's "exp_avg_mask": a tensor for all its parameters, or one for each; 0 where none may move."""
+        masks = self.param_groups[g].get("exp_avg_mask")
+        if masks is None:
+            self._masks.pop(g, None)
+            return
+        named = list(self._named(g))
+        per_parameter = [masks] * len(named) if isinstance(masks, Tensor) else list(masks)
+        if len(per_parameter) != len(named):
+            raise ValueError(
+                f"rank {self.link.rank}: exp_avg_mask of group {g} has {len(per_parameter)} masks for {len(named)} "
+                "parameters; give one tensor, or one for each"
+            )
+        for (p, name), mask in zip(named, per_parameter, strict=True):
+            try:
+                fits = torch.broadcast_shapes(mask.shape, p.shape) == p.shape
+            except RuntimeError:
+                fits = False
+            if not fits:
+                raise ValueError(
+                    f"rank {self.link.rank}: exp_avg_mask of {name} has shape {tuple(mask.shape)}, which does not "
+                    f"broadcast to the parameter's {tuple(p.shape)}"
+                )
+        self._masks[g] = {p: m.to(p.device, torch.float32) for (p, _), m in zip(named, per_parameter, strict=True)}
 
     def _build_buckets(self, g: int) -> None:
         trained = [(p, name) for p, name in self._named(g) if p.requires_grad]
@@ -257,7 +305,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             slot.bucket.complete += 1
             with torch.no_grad():
                 while self._launched < len(self._buckets) and self._is_complete(self._buckets[self._launched]):
-                    self._buckets[self._launched].gather()
+                    self._gather(self._buckets[self._launched])
                     self._launch(self._buckets[self._launched])
 
     @property
@@ -270,16 +318,34 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
     def _is_complete(bucket: Bucket) -> bool:
         return bucket.complete == len(bucket.params)
 
+    def _gather(self, bucket: Bucket, grad_scale: float = 1.0) -> None:
+        bucket.gather(grad_scale)
+        self._mask(bucket)
+
     def _launch(self, bucket: Bucket) -> None:
         """Send what was gathered. In bucket order: every rank launches the same sequence."""
         codec = self._codec(bucket)
-        assert bucket.wire is not None and codec is not None and bucket.index == self._launched
+        assert codec is not None and bucket.index == self._launched
+        bucket.wire = self._wire(bucket, codec)
         self._make_payload(bucket, self.param_groups[bucket.group_index])
         exchange = comm.compressed_allreduce(
             bucket.x, self._error_feedback(bucket), codec, self.link, bucket.wire, bucket.counts
         )
         bucket.flight = Flight(exchange)
         self._launched += 1
+
+    def _wire(self, bucket: Bucket, codec: Codec) -> Wire:
+        """The bucket's buffers for this codec, made when first needed. In full, it travels from where it lies."""
+        if codec not in bucket.wires:
+            in_place = self._rows(bucket.x.view(torch.uint8)) if isinstance(codec, IdentityCodec) else None
+            bucket.wires[codec] = Wire.empty(
+                codec, bucket.layout.numel, self.link.world_size, sent_WB=in_place, device=bucket.x.device
+            )
+        return bucket.wires[codec]
+
+    def _rows(self, flat: Tensor) -> Tensor:
+        """A flat tensor of a bucket, one row for each owner."""
+        return flat.view(self.link.world_size, -1)
 
     def _check_unchanged(self) -> None:
         """Raise if a gradient that has been sent is no longer what was sent."""
@@ -314,7 +380,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             )
         self._check_unchanged()
         for bucket in self._buckets[self._launched :]:
-            bucket.gather(grad_scale)
+            self._gather(bucket, grad_scale)
         self._waited_s = 0.0
         travels = any(self._codec(bucket) is not None for bucket in self._buckets)
         ballots = self._exchange() if travels else self._stay_at_home()
@@ -365,7 +431,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         for bucket in self._buckets:
             codec = self._codec(bucket)
             if codec is not None and bucket.wire is not None and self._sends_gradients(bucket):
-                codec.decode(bucket.wire.frames_WB, bucket.x.view(self.link.world_size, -1))
+                codec.decode(bucket.wire.frames_WB, self._rows(bucket.x))
         self._clip_after_landing()
         self._clip.remember(self.stats.clip_factor, self.param_groups[0]["betas"][0])
         for count in self._steps:
@@ -374,8 +440,9 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         for bucket in self._buckets:
             group = self.param_groups[bucket.group_index]
             self._commit(bucket, group, int(self._steps[bucket.group_index]))
+        self._before_move()
+        for bucket in self._buckets:
             self._move(bucket, seen)
-        self.stats.phase = self._buckets[0].phase
         step = int(self._steps[0])
         self._after_step(ballots, step)
         every = self.check_replicas_every
@@ -384,7 +451,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             self.check_replicas()
 
     def _move(self, bucket: Bucket, seen: Sequence[bool]) -> None:
-        """p ← p - x, for every parameter that some rank had a gradient for."""
+        """p ← p - x, for every parameter that some rank had a gradient for, where no mask forbids it."""
+        self._mask(bucket)
         moved = [
             (p, view)
             for k, (p, view) in enumerate(zip(bucket.params, bucket.x_views, strict=True), bucket.first)
@@ -394,6 +462,13 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             return
         params, views = zip(*moved, strict=True)
         torch._foreach_sub_(params, views)
+
+    def _mask(self, bucket: Bucket) -> None:
+        """x ← x · the masks of the bucket's group, one for each parameter, where it has any."""
+        masks = self._masks.get(bucket.group_index)
+        if masks is not None:
+            for p, view in zip(bucket.params, bucket.x_views, strict=True):
+                view.mul_(masks[p])
 
     def _skip(self) -> None:
         if not self._report_bad_gradient("all ranks skip the step") and self.link.rank == 0:
@@ -419,7 +494,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         self._passes_per_step = max(self._passes_per_step, *(slot.passes for slot in self._slots.values()))
         self._launched = 0
         for bucket in self._buckets:
-            bucket.flight, bucket.complete, bucket.gathered = None, 0, []
+            bucket.flight, bucket.wire, bucket.complete, bucket.gathered = None, None, 0, []
         for slot in self._slots.values():
             slot.passes = 0
 
@@ -453,7 +528,7 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
                 norm_squared += sum(dot(g, g) for g in bucket.x_views)
                 product += sum(dot(g, m) for g, m in zip(bucket.x_views, m_views, strict=True))
         present = [p.grad is not None for p in self._slots]
-        return Ballot(present, norm_squared, product, self._ballot_variance_norm())
+        return Ballot(present, norm_squared, product)
 
     def _clip_after_landing(self) -> None:
         if self._clip.max_norm > 0 and not self._clips_before_sending:
@@ -490,7 +565,9 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
 
     def buffer_bytes(self) -> int:
         """Bytes of buckets and wire buffers on this rank; what DDP calls its buckets."""
-        tensors = [t for b in self._buckets if b.wire for t in (b.x, b.wire.sent_WB, b.wire.received_WB, b.wire.mean)]
+        wires = [wire for bucket in self._buckets for wire in bucket.wires.values()]
+        tensors = [bucket.x for bucket in self._buckets]
+        tensors += [t for wire in wires for t in (wire.sent_WB, wire.received_WB, wire.mean)]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
     # ---------------------------------------------------------------- checkpoints
@@ -523,6 +600,42 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             **self._extra_state(),
         }
         return state
+
+    def load_state_dicts(self, states: Sequence[dict]) -> None:
+        """Continue from the states of all ranks of a world of any size, in rank order. All ranks, all the states.
+
+        In a world of the same size, this rank's own is loaded, exactly. Otherwise each rank will owe the mean of what
+        the old ranks owed, which keeps its sum, and rank 0 logs that. Between synchronisations of 0/1 Adam parameters
+        are part of the state: they become the mean of the old ranks' too. `states` may load an item when it is asked
+        for. Raises ValueError as `load_state_dict`, and where the states are not those of one world.
+        """
+        if len(states) == self.link.world_size:
+            self.load_state_dict(states[self.link.rank])
+            return
+        world = gather_states(states)
+        record = dict(world.state["onebit"], rank=self.link.rank, world_size=self.link.world_size)
+        if record["block"] == self.codec.block and len(record["buckets"]) == len(self._buckets):
+            record["buckets"] = [
+                self._adapt(*saved) for saved in zip(self._buckets, record["buckets"], world.server_errors, strict=True)
+            ]
+        self.load_state_dict({**world.state, "onebit": record})
+        if self.link.rank == 0:
+            log.info(
+                "optimizer state of %d ranks taken over by %d: each owes the mean of what was owed, its sum is kept",
+                world.size,
+                self.link.world_size,
+            )
+
+    def _adapt(self, bucket: Bucket, saved: dict, server_error: Tensor | None) -> dict:
+        """A bucket's record, for this rank of this world."""
+        layout = bucket.layout
+        frames = saved["frames"]
+        return {
+            "phase": saved["phase"],
+            "numel": layout.numel,
+            "frames": None if frames is None else reframe(frames, self.codec, saved["numel"], layout),
+            "server_error": None if server_error is None else bucket.own_chunk(resize(server_error, layout.numel)),
+        }
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Continue exactly where `state_dict` was taken, on the same rank of a world of the same size. All ranks.
@@ -560,7 +673,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
             for key, value in mine.items():
                 if record[key] != value:
                     raise ValueError(
-                        f"{where}{key} is {record[key]} there and {value} here; each rank loads its own file"
+                        f"{where}{key} is {record[key]} there and {value} here; each rank loads its own, or all ranks "
+                        "load those of all ranks with load_state_dicts"
                     )
             numels = [bucket.layout.numel for bucket in self._buckets]
             if [b["numel"] for b in record["buckets"]] != numels:
@@ -613,6 +727,8 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         else:
             self._adopt_dense_state()
         self._checked_step = int(self._steps[0]) if self._steps else 0
+        for g in range(len(self.param_groups)):
+            self._read_masks(g)
         if self._buckets:
             self.stats.phase = self._buckets[0].phase
 

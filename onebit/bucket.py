@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .comm import ErrorFeedback, Flight, Wire
+from .comm import Codec, ErrorFeedback, Flight, Wire
 from .flat import Layout
 
 
@@ -17,7 +17,9 @@ class Bucket:
 
     first: how many parameters the buckets before it hold. owner: this rank, which owns that chunk of the bucket.
     x: float32 [W·N]; gradients come in, what is sent is made in it, what came back is read from it. flat: the state
-    that has one element per element, by name. frames: the packed m/D, uint8 [W, B], once compression has begun.
+    that has one element per element, by name. layers: what a leaf knows of each parameter, by name. live_J: which
+    blocks have ever seen a gradient. frames: the packed m/D, uint8 [W, B], once compression has begun. wires: buffers
+    by codec; wire: the one of the exchange under way.
     """
 
     index: int
@@ -33,7 +35,10 @@ class Bucket:
     phase: str = ""
     flat: dict[str, Tensor] = field(default_factory=dict)
     frames: Tensor | None = None
+    layers: dict[str, Tensor] = field(default_factory=dict)
+    live_J: Tensor | None = None
     ef: ErrorFeedback | None = None
+    wires: dict[Codec, Wire] = field(default_factory=dict)
     wire: Wire | None = None
     flight: Flight | None = None
     gathered: list[tuple[int, int] | None] = field(default_factory=list)

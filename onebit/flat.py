@@ -44,6 +44,14 @@ class Layout:
             for offset, shape in zip(self.offsets, self.shapes, strict=True)
         ]
 
+    def by_parameter(self, per_block_J: Tensor) -> list[Tensor]:
+        """The parameters' segments of a tensor with one element per block."""
+        starts = [offset // self.block for offset in self.offsets]
+        return [
+            per_block_J[start : start + _blocks(shape.numel(), self.block)]
+            for start, shape in zip(starts, self.shapes, strict=True)
+        ]
+
     def counts(self, device: torch.device | str = "cpu") -> Tensor:
         """Real elements of each block, int32 [W, J]."""
         counts = torch.zeros(self.numel // self.block, dtype=torch.int32)

@@ -32,6 +32,13 @@ def gather_bytes(link: Transport, mine: bytes, device: torch.device | str = "cpu
     return [bytes(r.tolist()) for r in rows.cpu()]
 
 
+def gather_tensors(link: Transport, mine: Tensor) -> Tensor:
+    """Every rank's tensor of one common shape: [W, *shape], on its device. Sends (W-1)·nbytes per rank."""
+    rows = torch.empty(link.world_size, mine.nbytes, dtype=torch.uint8, device=mine.device)
+    link.all_gather(rows, mine.contiguous().view(-1).view(torch.uint8)).wait()
+    return rows.view(mine.dtype).view(link.world_size, *mine.shape)
+
+
 def gather_texts(link: Transport, mine: str, device: torch.device | str = "cpu") -> list[str]:
     """Every rank's text, of any length."""
     data = mine.encode()

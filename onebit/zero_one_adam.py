@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from . import comm
+from .adam import check_adam_options, denominator_, mean_of_live_blocks
 from .ballot import Ballot
-from .base import CompressedOptimizer
+from .base import CommonOptions, CompressedOptimizer
 from .bucket import Bucket
-from .comm import Codec, ErrorFeedback, IdentityCodec, Int8Codec, SignCodec, Transport, Wire
-from .onebit_adam import check_adam_options, denominator_, mean_of_live_blocks
-from .schedule import LocalSteps, VarianceUpdates
+from .comm import Codec, ErrorFeedback, Int8Codec
+from .schedule import LocalSteps, VarianceUpdates, variance_weight
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +33,24 @@ _VARIANCE, _SYNC, _LOCAL, _IDLE = "variance", "compressed", "local", "idle"
 class ZeroOneAdam(CompressedOptimizer):
     """AdamW whose ranks talk about two bits per parameter and step, or less: whole steps go by without a word.
 
-    Each step t on rank i, with γ = lr/(1-β1^t), D = √max(v̂, floor·blockmean) + eps:
+    Each step t on rank i, with γ = lr/(1-β1^t), D = √max(v̂, floor·blockmean) + eps, and the momentum m averaging moves,
+    gradients divided by D:
 
     - *variance step* (`VarianceUpdates`, only while every step synchronises): the mean gradient ḡ travels in
-      `variance_codec`; v ← β2^k·v + (1-β2^k)·ḡ², k steps since the last one; m ← β1·m + (1-β1)·ḡ; p ← p - γ·m/D.
-    - *other steps*: m_i ← β1·m_i + (1-β1)·g_i; u_i ← u_i + γ·m_i; G ← G + γ. A *local* one moves this rank's own
-      parameters by γ·m_i/D and sends nothing, not even a vote. One that *synchronises* (`LocalSteps`) sends u_i/D in
-      one bit with error feedback, takes the mean U back, and sets m ← D·U/G and p ← anchor - U, where the anchor is
-      what p was after the last one: the replicas are bit-identical again.
+      `variance_codec`; v ← (1-w)·v + w·ḡ² with w = `variance_weight`(β2, steps since the last one);
+      m ← β1·m + (1-β1)·ḡ/D; p ← p - γ·m.
+    - *other steps*: m_i ← β1·m_i + (1-β1)·g_i/D; u_i ← u_i + γ·m_i; G ← G + γ. A *local* one moves this rank's own
+      parameters by γ·m_i and sends nothing, not even a vote. One that *synchronises* (`LocalSteps`) sends u_i in one
+      bit with error feedback, takes the mean U back, and sets m ← U/G and p ← anchor - U, where the anchor is what p
+      was after the last one: the replicas are bit-identical again.
+
+    The paper's m averages gradients and is divided by D when it moves. While D stands still that is the same; when D
+    changes, the noise of compression in m would be multiplied by the change, and a block whose variance collapses
+    (units that die and wake) would blow up; see README, "Differences".
 
     Weight decay (decoupled) acts in every step and is no part of u. A step with lr = 0 moves nothing; while every step
     synchronises, its gradient is dropped. Between synchronisations the replicas differ: call `sync()` on all ranks
-    before evaluation. Arguments as in `OnebitAdam`, and:
+    before evaluation. Arguments as in `OnebitAdam` and `CommonOptions`, and:
 
     var_update_scaler, var_freeze_step: see `VarianceUpdates`. local_step_scaler, local_step_clipper: see `LocalSteps`;
     a numeric scaler counts from var_freeze_step. variance_codec: what ḡ travels in.
@@ -62,17 +72,11 @@ class ZeroOneAdam(CompressedOptimizer):
         var_update_scaler: int = 16,
         local_step_scaler: int | str = "auto",
         local_step_clipper: int = 1,
+        variance_codec: Codec | None = None,
         bias_correction: bool = True,
-        max_grad_norm: float = 0.0,
         amsgrad: bool = False,
-        link: Transport | None = None,
-        codec: SignCodec | None = None,
-        variance_codec: Int8Codec | IdentityCodec | None = None,
-        error_dtype: torch.dtype = torch.float32,
         variance_floor: float = 0.01,
-        overlap: bool = True,
-        bucket_cap_mb: float = 16.0,
-        check_replicas_every: int = 100,
+        **common: Unpack[CommonOptions],
     ):
         check_adam_options(lr, betas, eps, weight_decay, variance_floor, amsgrad)
         self.updates = VarianceUpdates(var_update_scaler, var_freeze_step)
@@ -84,23 +88,13 @@ class ZeroOneAdam(CompressedOptimizer):
         self._weights: list[float] = []  # γ of the step under way, per group
         self._peak_lr = 0.0
         self._variance_steps = 0  # steps up to and including the last variance step
+        self._variance_total: list[float] = []  # the sum of the weights in v, per group
         self._fallback = 1.0
         self._since_sync = 0
         self._is_forced = False
-        self._one_bit_wires: dict[int, Wire] = {}
         self._accumulated_weight: list[float] = []  # G, per group
         self._kept_share: list[float] = []  # what weight decay has left of the anchor, per group
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-            link=link,
-            codec=codec or SignCodec(),
-            max_grad_norm=max_grad_norm,
-            error_dtype=error_dtype,
-            overlap=overlap,
-            bucket_cap_mb=bucket_cap_mb,
-            check_replicas_every=check_replicas_every,
-        )
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **common)
 
     def _options(self) -> list[str]:
         names = ("updates", "local_steps", "variance_codec", "variance_floor", "bias_correction")
@@ -126,9 +120,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _weight(self, g: int) -> float:
         """γ = lr/(1-β1^t) of the step under way."""
-        group, step = self.param_groups[g], int(self._steps[g]) + 1
-        correction = 1.0 - group["betas"][0] ** step if self.bias_correction else 1.0
-        return float(group["lr"]) / correction
+        return float(self.param_groups[g]["lr"]) / self._correction(g, int(self._steps[g]) + 1)
 
     def _codec(self, bucket: Bucket) -> Codec | None:
         return {_VARIANCE: self.variance_codec, _SYNC: self.codec}.get(self._this_round())
@@ -153,39 +145,38 @@ class ZeroOneAdam(CompressedOptimizer):
             names += ["accumulated", "anchor"]
         bucket.flat = {name: torch.zeros(n, device=device) for name in names}
         bucket.flat["worker_error"] = bucket.ef.worker
-        bucket.wire = self._one_bit_wires[bucket.index] = Wire.empty(self.codec, n, W, device=device)
+        bucket.wires.clear()
         groups = bucket.group_index + 1
+        self._variance_total += [0.0] * (groups - len(self._variance_total))
         self._accumulated_weight += [0.0] * (groups - len(self._accumulated_weight))
         self._kept_share += [1.0] * (groups - len(self._kept_share))
 
     def momentum(self, bucket: Bucket) -> Tensor:
-        beta1, step = self.param_groups[bucket.group_index]["betas"][0], int(self._steps[bucket.group_index])
-        correction = 1.0 - beta1**step if self.bias_correction and step > 0 else 1.0
-        return bucket.flat["exp_avg"] / correction
+        g, m = bucket.group_index, bucket.flat["exp_avg"]
+        return self._denominator(bucket, self.param_groups[g]).mul_(m).div_(self._correction(g, int(self._steps[g])))
+
+    def _correction(self, g: int, step: int) -> float:
+        """1 - β1^step."""
+        return 1.0 - self.param_groups[g]["betas"][0] ** step if self.bias_correction and step > 0 else 1.0
 
     def _last_average(self, bucket: Bucket) -> Tensor:
-        group = self.param_groups[bucket.group_index]
-        gamma_m = self.momentum(bucket) * float(group["lr"])
-        return gamma_m.div_(self._denominator(bucket, group, self._variance_steps))
+        g = bucket.group_index
+        return bucket.flat["exp_avg"] * (float(self.param_groups[g]["lr"]) / self._correction(g, int(self._steps[g])))
 
     # ---------------------------------------------------------------- what is sent
 
     def _make_payload(self, bucket: Bucket, group: dict) -> None:
-        """Variance step: the gradient. Synchronisation: (u + γ·(β1·m + (1-β1)·g))/D, or u/D where it is forced."""
-        codec = self._codec(bucket)
-        assert codec is not None
-        if self._round == _VARIANCE:  # ever rarer: its buffers are not kept
-            bucket.wire = Wire.empty(codec, bucket.layout.numel, self.link.world_size, device=bucket.x.device)
+        """Variance step: the gradient. Synchronisation: u + γ·(β1·m + (1-β1)·g/D), or u where it is forced."""
+        if self._round == _VARIANCE:
             return
-        bucket.wire = self._one_bit_wires[bucket.index]
         if self._is_forced:
-            torch.div(bucket.flat["accumulated"], self._denominator(bucket, group, self._variance_steps), out=bucket.x)
+            bucket.x.copy_(bucket.flat["accumulated"])
             return
         beta1 = group["betas"][0]
-        bucket.x.mul_(1.0 - beta1).add_(bucket.flat["exp_avg"], alpha=beta1).mul_(self._weights[bucket.group_index])
+        bucket.x.div_(self._denominator(bucket, group)).mul_(1.0 - beta1).add_(bucket.flat["exp_avg"], alpha=beta1)
+        bucket.x.mul_(self._weights[bucket.group_index])
         if self._since_sync:
             bucket.x.add_(bucket.flat["accumulated"])
-        bucket.x.div_(self._denominator(bucket, group, self._variance_steps))
 
     # ---------------------------------------------------------------- what is done with it
 
@@ -195,25 +186,29 @@ class ZeroOneAdam(CompressedOptimizer):
         rounds[self._round](bucket, group, step)
 
     def _refresh(self, bucket: Bucket, group: dict, step: int) -> None:
-        bucket.wire = self._one_bit_wires[bucket.index]
-        beta1, beta2 = group["betas"]
         m, v, g = bucket.flat["exp_avg"], bucket.flat["exp_avg_sq"], bucket.x
-        m.lerp_(g, 1.0 - beta1)
-        fresh = 1.0 - beta2 ** (step - self._variance_steps)
-        v.mul_(1.0 - fresh).addcmul_(g, g, value=fresh)
+        weight = self._weight_of_variance_step(bucket.group_index)
+        v.mul_(1.0 - weight).addcmul_(g, g, value=weight)
+        D = self._denominator(bucket, group, self._total_after(bucket.group_index, weight))
+        m.lerp_(g.div_(D), 1.0 - group["betas"][0])
         torch.mul(m, self._weights[bucket.group_index], out=bucket.x)
-        bucket.x.div_(self._denominator(bucket, group, step))
         self._decay(bucket, group)
+        bucket.wires.pop(self.variance_codec, None)  # ever rarer: its buffers are not kept
+
+    def _weight_of_variance_step(self, g: int) -> float:
+        return variance_weight(self.param_groups[g]["betas"][1], int(self._steps[0]) - self._variance_steps)
+
+    def _total_after(self, g: int, weight: float) -> float:
+        return (1.0 - weight) * self._variance_total[g] + weight
 
     def _synchronise(self, bucket: Bucket, group: dict, step: int) -> None:
         assert bucket.wire is not None and bucket.ef is not None
         g = bucket.group_index
         bucket.ef.commit(bucket.x, bucket.wire)
-        self.codec.decode(bucket.wire.frames_WB, bucket.x.view(self.link.world_size, -1))
+        self.codec.decode(bucket.wire.frames_WB, self._rows(bucket.x))
         weight = self._accumulated_weight[g] + self._weights[g]
         if weight > 0.0:
-            D = self._denominator(bucket, group, self._variance_steps)
-            torch.mul(bucket.x, D.div_(weight), out=bucket.flat["exp_avg"])
+            torch.div(bucket.x, weight, out=bucket.flat["exp_avg"])
         if not self._since_sync:
             self._decay(bucket, group)
             return
@@ -227,20 +222,20 @@ class ZeroOneAdam(CompressedOptimizer):
         m, u, weight = bucket.flat["exp_avg"], bucket.flat["accumulated"], self._weights[bucket.group_index]
         if self._since_sync == 0:
             torch._foreach_copy_(bucket.layout.views(bucket.flat["anchor"]), bucket.params)
-        m.lerp_(bucket.x, 1.0 - group["betas"][0])
+        m.lerp_(bucket.x.div_(self._denominator(bucket, group)), 1.0 - group["betas"][0])
         u.add_(m, alpha=weight)
         torch.mul(m, weight, out=bucket.x)
-        bucket.x.div_(self._denominator(bucket, group, self._variance_steps))
         self._decay(bucket, group)
 
     def _rest(self, bucket: Bucket, group: dict, step: int) -> None:
         bucket.x.zero_()
 
-    def _denominator(self, bucket: Bucket, group: dict, variance_steps: int) -> Tensor:
-        """D from the variance as of step `variance_steps`, in a new tensor."""
+    def _denominator(self, bucket: Bucket, group: dict, total: float | None = None) -> Tensor:
+        """D from the variance, in a new tensor. total: the sum of the weights in v, where it has just changed."""
         v = bucket.flat["exp_avg_sq"].clone()
-        if self.bias_correction and variance_steps > 0:
-            v.div_(1.0 - group["betas"][1] ** variance_steps)
+        total = self._variance_total[bucket.group_index] if total is None else total
+        if self.bias_correction and total > 0.0:
+            v.div_(total)
         return denominator_(
             v, bucket.layout, bucket.counts, eps=group["eps"], floor=self.variance_floor, fallback=self._fallback
         )
@@ -262,6 +257,8 @@ class ZeroOneAdam(CompressedOptimizer):
         self.stats.phase = self._round
         self._peak_lr = max(self._peak_lr, float(self.param_groups[0]["lr"]))
         if self._round == _VARIANCE:
+            for g in range(len(self._variance_total)):
+                self._variance_total[g] = self._total_after(g, self._weight_of_variance_step(g))
             self._variance_steps = step
             self._fallback = mean_of_live_blocks([b.flat["exp_avg_sq"] for b in self._buckets], self.codec.block)
         if self._round == _LOCAL:
@@ -307,6 +304,7 @@ class ZeroOneAdam(CompressedOptimizer):
         return {
             "peak_lr": self._peak_lr,
             "variance_steps": self._variance_steps,
+            "variance_total": list(self._variance_total),
             "fallback": self._fallback,
             "since_sync": self._since_sync,
             "accumulated_weight": list(self._accumulated_weight),
@@ -318,6 +316,7 @@ class ZeroOneAdam(CompressedOptimizer):
     def _load_extra_state(self, record: dict) -> None:
         self._peak_lr = record["peak_lr"]
         self._variance_steps = record["variance_steps"]
+        self._variance_total = list(record["variance_total"])
         self._fallback = record["fallback"]
         self._since_sync = record["since_sync"]
         self._accumulated_weight = list(record["accumulated_weight"])
@@ -328,3 +327,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _adopt_dense_state(self) -> None:
         self._variance_steps = int(self._steps[0]) if self._steps else 0
+        for g, group in enumerate(self.param_groups[: len(self._variance_total)]):
+            self._variance_total[g] = 1.0 - group["betas"][1] ** int(self._steps[g])
+        for bucket in self._buckets:
+            bucket.flat["exp_avg"].div_(self._denominator(bucket, self.param_groups[bucket.group_index]))

@@ -37,23 +37,49 @@ def parameter_blocks(sizes: Sequence[int], block: int) -> list[slice]:
     return blocks
 
 
-@dataclass
-class OnebitAdamOracle:
-    """1-bit Adam for n workers: bias-corrected AdamW until freeze_step, then two compressed legs of m/D.
+def eight_bits(c: np.ndarray, blocks: Sequence[slice]) -> np.ndarray:
+    """What eight bits say of c: whole steps of each block's max/127, that scale rounded up to a bfloat16."""
+    q = np.zeros_like(c)
+    for block in blocks:
+        s = (np.abs(c[block]).max() / 127).astype(np.float32)
+        s = ((s.view(np.uint32).astype(np.uint64) + 0xFFFF) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+        if s > 0:
+            q[block] = np.clip(np.round(c[block] / float(s)), -127, 127) * float(s)
+    return q
 
+
+def mean_in_eight_bits(grads: np.ndarray, blocks: Sequence[slice]) -> np.ndarray:
+    """The mean over workers after two legs of eight bits."""
+    return eight_bits(np.mean([eight_bits(g, blocks) for g in grads], axis=0), blocks)
+
+
+def floored_denominator(v: np.ndarray, blocks: Sequence[slice], floor: float, eps: float) -> np.ndarray:
+    """√max(v, floor·blockmean(v)) + eps."""
+    floored = v.copy()
+    for block in blocks:
+        floored[block] = np.maximum(v[block], floor * v[block].mean())
+    return np.sqrt(floored) + eps
+
+
+@dataclass
+class MomentumOracle:
+    """Bias-corrected Adam moments of n workers; from the first step that is not dense, two compressed legs of m/D.
+
+    dense: whether gradients travel in a step (from 0). Later dense steps refresh the variance. `advance` gives m̂/D.
     The server error of all chunks is one vector: a chunk's owner is whoever holds it.
     """
 
     x: np.ndarray
     workers: int
     sizes: Sequence[int]
-    freeze_step: int
+    dense: Callable[[int], bool]
     block: int = 256
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
     floor: float = 0.01
     scale: str = "rms"
+    in_eight_bits: bool = False
 
     def __post_init__(self) -> None:
         self.blocks = parameter_blocks(self.sizes, self.block)
@@ -61,41 +87,134 @@ class OnebitAdamOracle:
         self.worker_error = np.zeros((self.workers, len(self.x)))
         self.server_error = np.zeros_like(self.x)
         self.d: np.ndarray | None = None
-        self.t = 0
+        self.t = self.t_dense = 0
+        self.total = 0.0
+
+    def advance(self, grads: np.ndarray) -> np.ndarray:
+        self.t += 1
+        if self.dense(self.t - 1):
+            self.take_in(mean_in_eight_bits(grads, self.blocks) if self.in_eight_bits else grads.mean(0))
+        else:
+            self.compress(grads)
+        update = self.m / (np.sqrt(self.v / self.total) + self.eps) if self.d is None else self.update
+        return update / (1 - self.betas[0] ** self.t)
+
+    def take_in(self, g: np.ndarray) -> None:
+        b1, b2 = self.betas
+        weight = max(1 - b2, min(1 - b2 ** (self.t - self.t_dense), 1 / 16))
+        self.total = (1 - weight) * self.total + weight
+        self.v = (1 - weight) * self.v + weight * g**2
+        self.t_dense = self.t
+        if self.d is None:
+            self.m = b1 * self.m + (1 - b1) * g
+        else:
+            self.set_denominator()
+            self.update = b1 * self.update + (1 - b1) * g / self.d
+
+    def set_denominator(self) -> None:
+        """D is all that is kept of the variance."""
+        self.d = floored_denominator(self.v / self.total, self.blocks, self.floor, self.eps)
+        self.v = (self.d - self.eps) ** 2 * self.total
+
+    def freeze(self) -> None:
+        if self.d is None:
+            self.set_denominator()
+            self.update = self.m / self.d
+
+    def compress(self, grads: np.ndarray) -> None:
+        b1 = self.betas[0]
+        self.freeze()
+        q = np.zeros_like(grads)
+        for i in range(self.workers):
+            c = b1 * self.update + (1 - b1) * grads[i] / self.d + self.worker_error[i]
+            q[i] = compress(c, self.blocks, self.scale)
+            self.worker_error[i] = c - q[i]
+        a = q.mean(0) + self.server_error
+        self.update = compress(a, self.blocks, self.scale)
+        self.server_error = a - self.update
+
+
+@dataclass
+class OnebitAdamOracle(MomentumOracle):
+    """1-bit Adam: x ← x - lr·(m̂/D + wd·x)."""
 
     def step(self, grads: np.ndarray, lr: float) -> None:
-        b1, b2 = self.betas
-        self.t += 1
-        if self.t <= self.freeze_step:
-            g = grads.mean(0)
-            self.m = b1 * self.m + (1 - b1) * g
-            self.v = b2 * self.v + (1 - b2) * g**2
-            self.update = self.m / (np.sqrt(self.v / (1 - b2**self.t)) + self.eps)
-        else:
+        self.x = self.x - lr * (self.advance(grads) + self.weight_decay * self.x)
+
+
+def trust_ratio(x: np.ndarray, u: np.ndarray, least: float, most: float) -> float:
+    """‖x‖/‖u‖ within bounds; 1 where one of them is zero."""
+    a, b = np.linalg.norm(x), np.linalg.norm(u)
+    return float(np.clip(a / b, least, most)) if a > 0 and b > 0 else 1.0
+
+
+@dataclass
+class OnebitLambOracle(MomentumOracle):
+    """1-bit LAMB: x_l ← x_l - lr·c_l·(r_l·m̂/D + wd·x_l), layer by layer.
+
+    follows: the variance stays frozen and r_l follows what it would have become; else r_l = 1, and dense steps after
+    the warm-up scale c_l with the layer's norm.
+    """
+
+    follows: bool = True
+    max_coeff: float = 10.0
+    min_coeff: float = 0.01
+    coeff_beta: float = 0.9
+    factor_max: float = 4.0
+    factor_min: float = 0.5
+    factor_threshold: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ends = np.cumsum(self.sizes)
+        self.layers = [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
+        L = len(self.layers)
+        self.ratios: list[list[float]] = [[] for _ in range(L)]
+        self.warm_norm, self.c = np.zeros(L), np.ones(L)
+        self.fresh, self.r = np.ones(L), np.ones(L)
+
+    def step(self, grads: np.ndarray, lr: float) -> None:
+        is_dense = self.dense(self.t)
+        if not is_dense:
+            self.freeze()
+            if self.follows:
+                self.follow(grads)
+        m_hat = self.advance(grads)
+        for k, layer in enumerate(self.layers):
+            x = self.x[layer]
+            u = (m_hat[layer] if is_dense else self.r[k] * m_hat[layer]) + self.weight_decay * x
+            norm = np.linalg.norm(x)
             if self.d is None:
-                self.d = self.frozen(self.v / (1 - b2 ** (self.t - 1)))
-                self.update = self.m / self.d
-            d = self.d
-            q = np.zeros_like(grads)
-            for i in range(self.workers):
-                c = b1 * self.update + (1 - b1) * grads[i] / d + self.worker_error[i]
-                q[i] = compress(c, self.blocks, self.scale)
-                self.worker_error[i] = c - q[i]
-            a = q.mean(0) + self.server_error
-            self.update = compress(a, self.blocks, self.scale)
-            self.server_error = a - self.update
-        self.x = self.x - lr * (self.update / (1 - b1**self.t) + self.weight_decay * self.x)
+                self.warm_norm[k] = norm
+                self.c[k] = trust_ratio(x, u, self.min_coeff, self.max_coeff)
+                self.ratios[k].append(self.c[k])
+            elif is_dense:
+                growth = norm / self.warm_norm[k] if self.warm_norm[k] > 0 else 1.0
+                self.c[k] = np.clip(self.mean_ratio(k) * growth, self.min_coeff, self.max_coeff)
+            elif self.follows or self.t_dense == len(self.ratios[k]):
+                self.c[k] = self.mean_ratio(k)
+            self.x[layer] = x - lr * self.c[k] * u
 
-    def frozen(self, v: np.ndarray) -> np.ndarray:
-        floored = v.copy()
-        for block in self.blocks:
-            floored[block] = np.maximum(v[block], self.floor * v[block].mean())
-        return np.sqrt(floored) + self.eps
+    def mean_ratio(self, k: int) -> float:
+        """The exponential average of all ratios so far, divided by its weights' sum."""
+        weights = [(1 - self.coeff_beta) * self.coeff_beta**age for age in range(len(self.ratios[k]))]
+        return float(np.average(self.ratios[k][::-1], weights=weights))
+
+    def follow(self, grads: np.ndarray) -> None:
+        n = self.workers
+        m_hat = self.update / (1 - self.betas[0] ** self.t)
+        for k, layer in enumerate(self.layers):
+            normalised = grads[:, layer] / self.d[layer]
+            square = np.mean(np.sum(normalised**2, axis=1))
+            product = np.mean(normalised @ m_hat[layer])
+            estimate = square / n + (1 - 1 / n) * max(0.0, product)
+            self.fresh[k] = self.betas[1] * self.fresh[k] + (1 - self.betas[1]) * estimate / self.sizes[k]
+            factor = np.clip(self.fresh[k] ** -0.5, self.factor_min, self.factor_max)
+            least, most = self.r[k] * (1 - self.factor_threshold), self.r[k] * (1 + self.factor_threshold)
+            self.r[k] = np.clip(factor, least, most)
 
 
-def run(
-    oracle: OnebitAdamOracle, grad: Callable[[np.ndarray, int, int], np.ndarray], lrs: Sequence[float]
-) -> np.ndarray:
+def run(oracle: MomentumOracle, grad: Callable[[np.ndarray, int, int], np.ndarray], lrs: Sequence[float]) -> np.ndarray:
     """Step with grad(x, step, worker) along a learning-rate sequence; the parameters after each step."""
     trajectory = []
     for step, lr in enumerate(lrs):
@@ -108,8 +227,8 @@ def run(
 class ZeroOneAdamOracle:
     """0/1 Adam for n workers: which round a step is comes from outside ("variance", "sync" or "local").
 
-    Per worker: x_i, m_i and u_i; the variance and what a synchronisation leaves are shared. The dense mean gradient of
-    a variance step is exact here.
+    Per worker: x_i, u_i and m_i, the average of gradients that were divided by the D of their step; the variance and
+    what a synchronisation leaves are shared. The dense mean gradient of a variance step is exact here.
     """
 
     x0: np.ndarray
@@ -127,7 +246,7 @@ class ZeroOneAdamOracle:
         self.x = np.tile(self.x0, (n, 1))
         self.m, self.u, self.worker_error = (np.zeros((n, size)) for _ in range(3))
         self.v, self.server_error, self.anchor = np.zeros(size), np.zeros(size), self.x0.copy()
-        self.gamma_sum, self.kept = 0.0, 1.0
+        self.gamma_sum, self.kept, self.total = 0.0, 1.0, 0.0
         self.t = self.t_variance = 0
 
     def step(self, grads: np.ndarray, lr: float, what: str) -> None:
@@ -137,22 +256,23 @@ class ZeroOneAdamOracle:
         decay = 1 - lr * self.weight_decay
         if what == "variance":
             g = grads.mean(0)
-            self.m = np.tile(b1 * self.m[0] + (1 - b1) * g, (self.workers, 1))
-            weight = b2 ** (self.t - self.t_variance)
-            self.v, self.t_variance = weight * self.v + (1 - weight) * g**2, self.t
-            self.x = decay * self.x - gamma * self.m / self.denominator()
+            weight = max(1 - b2, min(1 - b2 ** (self.t - self.t_variance), 1 / 16))
+            self.v, self.t_variance = (1 - weight) * self.v + weight * g**2, self.t
+            self.total = (1 - weight) * self.total + weight
+            self.m = np.tile(b1 * self.m[0] + (1 - b1) * g / self.denominator(), (self.workers, 1))
+            self.x = decay * self.x - gamma * self.m
             self.anchor = self.x[0].copy()
             return
-        self.m = b1 * self.m + (1 - b1) * grads
+        self.m = b1 * self.m + (1 - b1) * grads / self.denominator()
         self.u = self.u + gamma * self.m
         self.gamma_sum += gamma
         self.kept *= decay
-        self.x = decay * self.x - gamma * self.m / self.denominator()
+        self.x = decay * self.x - gamma * self.m
         if what == "sync":
             self.sync()
 
     def sync(self) -> None:
-        c = self.u / self.denominator() + self.worker_error
+        c = self.u + self.worker_error
         q = np.stack([compress(row, self.blocks) for row in c])
         self.worker_error = c - q
         a = q.mean(0) + self.server_error
@@ -160,12 +280,9 @@ class ZeroOneAdamOracle:
         self.server_error = a - move
         self.anchor = self.kept * self.anchor - move
         self.x = np.tile(self.anchor, (self.workers, 1))
-        self.m = np.tile(move * self.denominator() / self.gamma_sum, (self.workers, 1))
+        self.m = np.tile(move / self.gamma_sum, (self.workers, 1))
         self.u = np.zeros_like(self.u)
         self.gamma_sum, self.kept = 0.0, 1.0
 
     def denominator(self) -> np.ndarray:
-        v = self.v / (1 - self.betas[1] ** self.t_variance)
-        for block in self.blocks:
-            v[block] = np.maximum(v[block], self.floor * v[block].mean())
-        return np.sqrt(v) + self.eps
+        return floored_denominator(self.v / self.total, self.blocks, self.floor, self.eps)

@@ -1,0 +1,86 @@
+"""Adam's arithmetic on flat tensors, as the family shares it: the dense step, the denominator, the late refresh.
+
+Free functions, no state and no traffic. Shape legend: W ranks, N elements of a chunk, J blocks; a bucket has W·N
+elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .flat import Layout
+
+
+def adamw_update_(
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    step: int,
+    bias_correction: bool,
+) -> None:
+    """Advance m and v by the mean gradient g, and leave the step in it: g ← lr·m̂/(√v̂ + eps). float32 [n], in place.
+
+    m ← β1·m + (1-β1)·g,  v ← β2·v + (1-β2)·g²,  m̂ = m/(1-β1^step),  v̂ = v/(1-β2^step)   (Adam, arXiv 1412.6980, Alg. 1)
+    """
+    beta1, beta2 = betas
+    m.lerp_(g, 1.0 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
+    torch.sqrt(v, out=g)
+    if bias_correction:
+        g.mul_((1.0 - beta2**step) ** -0.5)
+        lr = lr / (1.0 - beta1**step)
+    torch.div(m, g.add_(eps), out=g).mul_(lr)
+
+
+def denominator_(v: Tensor, layout: Layout, counts: Tensor, *, eps: float, floor: float, fallback: float) -> Tensor:
+    """v ← D(v) = √max(v, floor·blockmean(v)) + eps, in place; float32 [W·N], bias-corrected. counts: int32 [W, J].
+
+    A block that has never seen a gradient knows no scale of its own: it takes the mean of its parameter's other blocks,
+    or `fallback` (the mean of the whole model) if there is none, so that a row which first gets a gradient later moves
+    as far as its neighbours. floor = 0 is the paper's rule, without any of this.
+    """
+    if floor > 0.0:
+        v_Jn = v.view(-1, layout.block)
+        mean_J = v_Jn.sum(1) / counts.view(-1).clamp(min=1)
+        least_J = floor * mean_J
+        for mean, least in zip(layout.by_parameter(mean_J), layout.by_parameter(least_J), strict=True):
+            alive = mean > 0
+            filling = mean.sum(dtype=torch.float64) / alive.sum().clamp(min=1)
+            filling = torch.where(alive.any(), filling, fallback).to(least.dtype)
+            least.copy_(torch.where(alive, least, filling))
+        torch.maximum(v_Jn, least_J.unsqueeze(1), out=v_Jn)
+    return v.sqrt_().add_(eps)
+
+
+def mean_of_live_blocks(variances: Sequence[Tensor], block: int) -> float:
+    """The mean of v over all blocks in which it is not zero; 1 where there is none."""
+    per_block = [v.view(-1, block).sum(1) for v in variances]
+    live = sum(int(torch.count_nonzero(sums)) for sums in per_block) * block
+    return float(sum(sums.sum(dtype=torch.float64) for sums in per_block)) / live if live else 1.0
+
+
+def check_adam_options(
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    variance_floor: float,
+    amsgrad: bool,
+) -> None:
+    """Raise ValueError where an option of Adam's is out of its range."""
+    if not all(float(value) >= 0.0 for value in (lr, eps, weight_decay, variance_floor)):
+        raise ValueError(
+            "lr, eps, weight_decay and variance_floor must not be negative, got "
+            f"{lr}, {eps}, {weight_decay}, {variance_floor}"
+        )
+    if not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas must lie in [0, 1), got {betas}")
+    if amsgrad:
+        raise ValueError("the one-bit optimizers have no amsgrad form; leave amsgrad=False")

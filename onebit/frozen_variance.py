@@ -1,0 +1,248 @@
+"""What 1-bit Adam and 1-bit LAMB share: a warm-up on gradients, then one-bit momentum over a variance that rests.
+
+After the warm-up the momentum lives in coordinates of the update, as m/D, in the frames in which it last travelled. In
+"auto" the variance is refreshed now and then by a step whose gradients travel in eight bits. The arithmetic is in
+`adam.py`, the schedule in `schedule.py`; a leaf (`onebit_adam.py`, `onebit_lamb.py`) turns the update into a move.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .adam import adamw_update_, check_adam_options, denominator_, mean_of_live_blocks
+from .ballot import Ballot
+from .base import CommonOptions, CompressedOptimizer
+from .bucket import Bucket
+from .comm import Codec, ErrorFeedback, Int8Codec
+from .schedule import VarianceFreeze, variance_weight
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+log = logging.getLogger(__name__)
+
+
+class FrozenVarianceOptimizer(CompressedOptimizer):
+    """Base of 1-bit Adam and 1-bit LAMB; arguments: see `OnebitAdam`. Three kinds of steps, by `VarianceFreeze`:
+
+    - *warmup*: the mean gradient travels in `warmup_codec`; m and v are Adam's.
+    - *compressed*: c_i = (β1·m + (1-β1)·g_i)/D + e_i travels in one bit on both legs; what comes back is the new m/D.
+    - *refresh*: the mean gradient ḡ travels in `warmup_codec` again; v takes it in, D is computed anew, and
+      m/D ← β1·m/D + (1-β1)·ḡ/D.
+    """
+
+    def __init__(
+        self,
+        params: object,
+        defaults: dict,
+        *,
+        freeze_step: int | str,
+        warmup_codec: Codec | None,
+        bias_correction: bool,
+        variance_floor: float,
+        amsgrad: bool,
+        **common: Unpack[CommonOptions],
+    ):
+        check_adam_options(
+            defaults["lr"], defaults["betas"], defaults["eps"], defaults["weight_decay"], variance_floor, amsgrad
+        )
+        self.rule = VarianceFreeze(freeze_step)
+        self.variance_floor = variance_floor
+        self.bias_correction = bias_correction
+        self.warmup_codec: Codec = warmup_codec or Int8Codec()
+        self._fallback = 1.0  # the variance of blocks that have never seen a gradient
+        self._last_dense: dict[int, int] = {}  # group -> the last step after which its variance was updated
+        self._variance_total: dict[int, float] = {}  # group -> the sum of the weights in its variance
+        super().__init__(params, defaults, **common)
+
+    def _options(self) -> list[str]:
+        names = ("rule", "warmup_codec", "variance_floor", "bias_correction")
+        return [*super()._options(), *(f"option {name} = {getattr(self, name)}" for name in names)]
+
+    # ---------------------------------------------------------------- what travels
+
+    def _is_dense(self, bucket: Bucket) -> bool:
+        return self.rule.is_dense(int(self._steps[bucket.group_index]))
+
+    def _codec(self, bucket: Bucket) -> Codec:
+        return self.warmup_codec if self._is_dense(bucket) else self.codec
+
+    def _sends_gradients(self, bucket: Bucket) -> bool:
+        return self._is_dense(bucket)
+
+    def _error_feedback(self, bucket: Bucket) -> ErrorFeedback | None:
+        return None if self._is_dense(bucket) else bucket.ef
+
+    def _make_payload(self, bucket: Bucket, group: dict) -> None:
+        """Dense steps: the gradient. Others: β1·m/D + (1-β1)·g/D, with m/D read from its frames."""
+        if not self._is_dense(bucket):
+            assert bucket.frames is not None
+            beta1 = group["betas"][0]
+            bucket.x.div_(bucket.flat["denominator"])
+            self._observe(bucket, group)
+            self.codec.decode(bucket.frames, self._rows(bucket.x), weight=beta1, keep=1.0 - beta1)
+
+    def _observe(self, bucket: Bucket, group: dict) -> None:
+        """bucket.x holds g_i/D: what a leaf wants to know of it."""
+
+    # ---------------------------------------------------------------- state
+
+    def _allocate(self, bucket: Bucket, phase: str) -> None:
+        n, W, device = bucket.layout.numel, self.link.world_size, bucket.x.device
+        bucket.phase, bucket.frames, bucket.ef, bucket.live_J = phase, None, None, None
+        bucket.wires.clear()
+        if phase == "warmup":
+            bucket.flat = {name: torch.zeros(n, device=device) for name in ("exp_avg", "exp_avg_sq")}
+        else:
+            bucket.ef = ErrorFeedback.zeros(n, W, dtype=self.error_dtype, device=device)
+            bucket.flat = {"denominator": torch.ones(n, device=device), "worker_error": bucket.ef.worker}
+            bucket.frames = torch.zeros(W, self.codec.frame_bytes(n // W), dtype=torch.uint8, device=device)
+            bucket.live_J = torch.zeros(n // self.codec.block, dtype=torch.bool, device=device)
+
+    def momentum(self, bucket: Bucket) -> Tensor:
+        correction = self._momentum_correction(bucket, int(self._steps[bucket.group_index]))
+        if bucket.frames is None:
+            return bucket.flat["exp_avg"] * correction
+        return self._last_average(bucket).mul_(bucket.flat["denominator"]).mul_(correction)
+
+    def _last_average(self, bucket: Bucket) -> Tensor:
+        assert bucket.frames is not None
+        update = torch.empty_like(bucket.x)
+        self.codec.decode(bucket.frames, self._rows(update))
+        return update
+
+    def _momentum_correction(self, bucket: Bucket, step: int) -> float:
+        beta1 = self.param_groups[bucket.group_index]["betas"][0]
+        return 1.0 / (1.0 - beta1**step) if self.bias_correction and step > 0 else 1.0
+
+    # ---------------------------------------------------------------- a step that is good
+
+    def _advance(self, bucket: Bucket, group: dict, step: int, weight: float) -> None:
+        """Take over errors and moments; bucket.x ← weight·m̂/D, the update. step counts from 1."""
+        if bucket.phase == "warmup":
+            adamw_update_(
+                bucket.x,
+                bucket.flat["exp_avg"],
+                bucket.flat["exp_avg_sq"],
+                lr=weight,
+                betas=group["betas"],
+                eps=group["eps"],
+                step=step,
+                bias_correction=self.bias_correction,
+            )
+        elif self.rule.is_dense(step - 1):
+            self._refresh(bucket, group, step)
+            bucket.x.mul_(weight * self._momentum_correction(bucket, step))
+        else:
+            wire = bucket.wires[self.codec]
+            assert bucket.ef is not None and bucket.frames is not None
+            bucket.ef.commit(bucket.x, wire)
+            # What landed is the new momentum; the old one's memory receives the next.
+            new, wire.sent_WB, wire.frames_WB = wire.frames_WB, bucket.frames, bucket.frames
+            bucket.frames = new
+            weight = weight * self._momentum_correction(bucket, step)
+            self.codec.decode(bucket.frames, self._rows(bucket.x), weight=weight)
+
+    def _refresh(self, bucket: Bucket, group: dict, step: int) -> None:
+        """v takes in the mean gradient ḡ in bucket.x, D follows, and bucket.x ← m/D ← β1·m/D + (1-β1)·ḡ/D.
+
+        What is in the frames and in the errors stays as it is: moves, made or owed. Turned into gradients by the old D
+        and back by the new one, the noise of compression would grow without bound where a block's D collapses.
+        """
+        assert bucket.live_J is not None
+        beta1, beta2 = group["betas"]
+        g, D, block = bucket.x, bucket.flat["denominator"], self.codec.block
+        v = (D - group["eps"]).square_()
+        known_J = bucket.counts.view(-1) * bucket.live_J  # elements that are no padding and have seen a gradient
+        v.view(-1, block).masked_fill_(torch.arange(block, device=v.device) >= known_J.unsqueeze(1), 0.0)
+        v.lerp_(g.square(), self._share_of_refresh(bucket.group_index, beta2, step))
+        bucket.live_J = v.view(-1, block).any(1)
+        self._denominate(bucket, v, group["eps"])
+        D.copy_(v)
+        torch.lerp(self._last_average(bucket), g.div_(D), 1.0 - beta1, out=g)
+        self._pack_momentum(bucket, v.copy_(g), beta1)
+        bucket.wires.pop(self.warmup_codec, None)  # refreshes are rare: their buffers are not kept
+
+    def _share_of_refresh(self, g: int, beta2: float, step: int) -> float:
+        """The weight of the gradient of `step` in group g's bias-corrected variance."""
+        weight = variance_weight(beta2, step - self._last_dense[g])
+        return weight / self._total_after(g, weight)
+
+    def _total_after(self, g: int, weight: float) -> float:
+        return (1.0 - weight) * self._variance_total[g] + weight
+
+    def _denominate(self, bucket: Bucket, v: Tensor, eps: float) -> None:
+        layout, counts = bucket.layout, bucket.counts
+        denominator_(v, layout, counts, eps=eps, floor=self.variance_floor, fallback=self._fallback)
+
+    def _pack_momentum(self, bucket: Bucket, m: Tensor, beta1: float) -> None:
+        """frames ← m (here m/D); its residual r is owed as β1·r, so that the next β1·m + e is what it would be."""
+        assert bucket.frames is not None and bucket.ef is not None
+        self.codec.encode(self._rows(m), None, bucket.frames, bucket.counts)
+        bucket.ef.worker.add_(m, alpha=beta1)
+
+    # ---------------------------------------------------------------- the freeze
+
+    def _after_step(self, ballots: Sequence[Ballot], step: int) -> None:
+        steps = [int(count) for count in self._steps]
+        dense = [g for g, count in enumerate(steps) if self.rule.is_dense(count - 1)]
+        for g in dense:
+            if g in self._variance_total:
+                weight = variance_weight(self.param_groups[g]["betas"][1], steps[g] - self._last_dense[g])
+                self._variance_total[g] = self._total_after(g, weight)
+            self._last_dense[g] = steps[g]
+        first = self._buckets[0]
+        is_refresh = first.phase == "compressed" and first.group_index in dense
+        self.stats.phase = "refresh" if is_refresh else first.phase
+        self._freeze_where_due()
+
+    def _freeze_where_due(self) -> None:
+        """End the warm-up of the groups whose momentum is to travel next: v becomes D, m goes into frames."""
+        due = [bucket for bucket in self._buckets if bucket.phase == "warmup" and not self._is_dense(bucket)]
+        if not due:
+            return
+        moments = [(bucket.flat["exp_avg"], bucket.flat["exp_avg_sq"]) for bucket in due]
+        for bucket, (_, v) in zip(due, moments, strict=True):
+            g, step = bucket.group_index, int(self._steps[bucket.group_index])
+            total = 1.0 - self.param_groups[g]["betas"][1] ** step if self.bias_correction else 1.0
+            self._variance_total[g], self._last_dense[g] = total, step
+            v.div_(total)
+        self._fallback = mean_of_live_blocks([v for _, v in moments], self.codec.block)
+        for bucket, (m, v) in zip(due, moments, strict=True):
+            self._freeze(bucket, m, v)
+        if self.link.rank == 0:
+            log.info("one-bit momentum from here, after step %d", int(self._steps[due[0].group_index]))
+
+    def _freeze(self, bucket: Bucket, m: Tensor, v: Tensor) -> None:
+        group = self.param_groups[bucket.group_index]
+        self._allocate(bucket, "compressed")
+        bucket.live_J = v.view(-1, self.codec.block).any(1)
+        self._denominate(bucket, v, group["eps"])
+        bucket.flat["denominator"] = v
+        self._pack_momentum(bucket, m.div_(v), group["betas"][0])
+        self._publish(bucket)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def _extra_state(self) -> dict:
+        return {
+            "fallback": self._fallback,
+            "last_dense": dict(self._last_dense),
+            "variance_total": dict(self._variance_total),
+            "live_blocks": [bucket.live_J for bucket in self._buckets],
+        }
+
+    def _load_extra_state(self, record: dict) -> None:
+        self._fallback = record["fallback"]
+        self._last_dense = dict(record["last_dense"])
+        self._variance_total = dict(record["variance_total"])
+        for bucket, live_J in zip(self._buckets, record["live_blocks"], strict=True):
+            bucket.live_J = None if live_J is None else live_J.to(bucket.x.device)
+
+    def _adopt_dense_state(self) -> None:
+        self._freeze_where_due()
