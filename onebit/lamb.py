@@ -1,0 +1,110 @@
+"""LAMB (You et al., ICLR 2020, arXiv 1904.00962, Algorithm 2): Adam whose layers each move by a share of their norm.
+
+The dense optimizer, and the trust ratio that 1-bit LAMB (`onebit_lamb.py`) shares with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .adam import check_adam_options
+
+
+def trust_ratio(weight_norm: Tensor, update_norm: Tensor, *, min_coeff: float, max_coeff: float) -> Tensor:
+    """‖p‖/‖u‖ within [min_coeff, max_coeff]; 1 where either norm is zero. Tensors of one shape; stays on the device."""
+    ratio = (weight_norm / update_norm).clamp(min_coeff, max_coeff)
+    return torch.where((weight_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
+
+
+def norms(tensors: list[Tensor]) -> Tensor:
+    """The 2-norm of each tensor, float32 [len(tensors)], on their device."""
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
+
+
+def check_trust_options(min_coeff: float, max_coeff: float) -> None:
+    """Raise ValueError unless 0 ≤ min_coeff ≤ max_coeff."""
+    if not 0.0 <= min_coeff <= max_coeff:
+        raise ValueError(f"expected 0 <= min_coeff <= max_coeff, got {min_coeff} and {max_coeff}")
+
+
+class Lamb(torch.optim.Optimizer):
+    """Dense LAMB on one process's gradients: the twin of `OnebitLamb`, as torch.optim.AdamW is of `OnebitAdam`.
+
+    Per parameter (a layer): u = m̂/(√v̂ + eps) + wd·p, p ← p - lr·r·u with r = `trust_ratio`(‖p‖, ‖u‖). A parameter
+    without a gradient is left alone. Moments are float32 whatever the parameter is. No host synchronisation: the
+    ratios stay on the device. Arguments as in torch.optim.AdamW, and min_coeff, max_coeff: bounds of the ratio.
+
+    State: 8 bytes per element. Sends nothing.
+    """
+
+    def __init__(
+        self,
+        params: object,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        bias_correction: bool = True,
+        amsgrad: bool = False,
+    ):
+        check_adam_options(lr, betas, eps, weight_decay, 0.0, amsgrad)
+        check_trust_options(min_coeff, max_coeff)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"max_coeff": max_coeff, "min_coeff": min_coeff, "bias_correction": bias_correction}
+        super().__init__(params, defaults)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update. Raises RuntimeError on a sparse gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_group(group)
+        return loss
+
+    def _step_group(self, group: dict) -> None:
+        params = [p for p in group["params"] if p.grad is not None and p.numel() > 0]
+        for p in params:
+            if p.grad.layout != torch.strided:
+                raise RuntimeError(f"Lamb needs dense gradients, got {p.grad.layout}")
+            if not self.state[p]:
+                self.state[p] = {"step": torch.tensor(0.0)} | {
+                    name: torch.zeros_like(p, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")
+                }
+        if not params:
+            return
+        updates = self._updates(params, group)
+        if group["weight_decay"] != 0.0:
+            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+        bounds = {"min_coeff": group["min_coeff"], "max_coeff": group["max_coeff"]}
+        ratios = trust_ratio(norms(params), norms(updates), **bounds) * group["lr"]
+        torch._foreach_mul_(updates, ratios.unbind())
+        torch._foreach_sub_(params, updates)
+
+    def _updates(self, params: list[Tensor], group: dict) -> list[Tensor]:
+        """Advance the moments; m̂/(√v̂ + eps) of each parameter, float32."""
+        beta1, beta2 = group["betas"]
+        grads = [p.grad.float() for p in params if p.grad is not None]
+        ms, vs = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
+        torch._foreach_lerp_(ms, grads, 1.0 - beta1)
+        torch._foreach_mul_(vs, beta2)
+        torch._foreach_addcmul_(vs, grads, grads, 1.0 - beta2)
+        updates = torch._foreach_sqrt(vs)
+        corrections = []
+        for p in params:
+            self.state[p]["step"] += 1
+            t = int(self.state[p]["step"])
+            corrections.append((1.0 - beta1**t, (1.0 - beta2**t) ** 0.5) if group["bias_correction"] else (1.0, 1.0))
+        torch._foreach_div_(updates, [c2 for _, c2 in corrections])
+        torch._foreach_add_(updates, group["eps"])
+        updates = torch._foreach_div(ms, updates)
+        torch._foreach_div_(updates, [c1 for c1, _ in corrections])
+        return list(updates)

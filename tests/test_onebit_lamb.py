@@ -1,0 +1,163 @@
+"""Lamb and OnebitLamb: equal to textbook loops, to one another in warm-up, safe at the edges of the trust ratio."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from oracles import OnebitLambOracle, run
+from test_onebit_adam import LRS, SIZES, gradient, split, start
+from test_optimizer_contract import averaged_gradients, flat, make, model, train
+from torch import nn
+
+import onebit
+from onebit.comm import IdentityCodec, SimTransport, run_ranks
+from onebit.schedule import VarianceFreeze, VarianceUpdates
+
+
+def train_flat(link: SimTransport | None, optimizer: torch.optim.Optimizer, workers: int = 1) -> np.ndarray:
+    """Parameters after each step; link None: the mean of `workers` gradients."""
+    params, trajectory = optimizer.param_groups[0]["params"], []
+    for step, lr in enumerate(LRS):
+        optimizer.param_groups[0]["lr"] = lr
+        x = torch.cat([p.detach() for p in params]).double().numpy()
+        ranks = range(workers) if link is None else [link.rank]
+        mean = np.mean([gradient(x, step, rank) for rank in ranks], axis=0)
+        for p, g in zip(params, split(torch.from_numpy(mean).float()), strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+        trajectory.append(torch.cat([p.detach() for p in params]).double().numpy())
+    return np.stack(trajectory)
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(p.clone()) for p in split(torch.from_numpy(start()).float())]
+
+
+BOUNDS = [{}, {"max_coeff": 1.0, "min_coeff": 0.3}]
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+def test_dense_lamb_equals_the_textbook_loop(bounds: dict) -> None:
+    oracle = OnebitLambOracle(start(), 3, SIZES, dense=lambda _: True, **bounds)
+    expected = run(oracle, gradient, LRS)
+    ours = train_flat(None, onebit.Lamb(parameters(), weight_decay=0.01, **bounds), workers=3)
+    np.testing.assert_allclose(ours, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("follows", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_equals_the_textbook_loop(
+    world_size: int, follows: bool, bounds: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variance frozen and followed, and refreshed.
+
+    A sum that cancels to rounding may have another sign in float32: up to 1 % of the elements may leave the path.
+    """
+    rule = VarianceFreeze(12) if follows else VarianceFreeze("auto", warmup=6, refreshes=VarianceUpdates(2))
+    options = bounds | {"coeff_beta": 0.8, "factor_threshold": 0.02, "betas": (0.9, 0.9)}
+    oracle = OnebitLambOracle(start(), world_size, SIZES, dense=rule.is_dense, follows=follows, **options)
+    expected = run(oracle, gradient, LRS)
+    monkeypatch.setattr("onebit.frozen_variance.VarianceFreeze", lambda _: rule)
+
+    def ours(link: SimTransport) -> np.ndarray:
+        optimizer = onebit.OnebitLamb(
+            parameters(), weight_decay=0.01, link=link, warmup_codec=IdentityCodec(), **options
+        )
+        return train_flat(link, optimizer)
+
+    results = run_ranks(world_size, ours)
+    for trajectory in results:
+        np.testing.assert_array_equal(trajectory, results[0])
+    differs = np.abs(results[0] - expected) > 1e-3
+    assert differs.mean(axis=1).max() <= 0.01
+    if follows:
+        assert not np.array_equal(oracle.r, np.ones(len(SIZES)))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_warmup_is_lamb_on_the_averaged_gradient(world_size: int) -> None:
+    reference = model()
+    lamb = onebit.Lamb(reference.parameters(), lr=0.02, weight_decay=0.1)
+    for step in range(12):
+        averaged_gradients(reference, step, world_size)
+        lamb.step()
+
+    def ours(link: SimTransport) -> torch.Tensor:
+        net = model()
+        options = {"weight_decay": 0.1, "freeze_step": 100, "warmup_codec": IdentityCodec()}
+        return train(link, range(12), net, make("OnebitLamb", net, link, **options))[-1]
+
+    for result in run_ranks(world_size, ours):
+        torch.testing.assert_close(result, flat(reference), atol=2e-6, rtol=0)
+
+
+def test_loads_the_state_of_lamb_and_compresses_from_there() -> None:
+    """With all that a freeze needs: the step after loading is as large as LAMB's own."""
+    net = model()
+    lamb = onebit.Lamb(net.parameters(), lr=0.02)
+    link = SimTransport()
+    train(link, range(30), net, lamb)
+    other = model()
+    other.load_state_dict(net.state_dict())
+    optimizer = make("OnebitLamb", other, link)
+    optimizer.load_state_dict(lamb.state_dict())
+    before = flat(net).clone()
+    expected = (train(link, range(30, 31), net, lamb)[0] - before).norm()
+    moved = (train(link, range(30, 31), other, optimizer)[0] - before).norm()
+    assert optimizer.stats.phase == "compressed" and 0.5 < moved / expected < 2.0
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("freeze_step", [4, "auto"])
+def test_layers_without_momentum_neither_explode_nor_stand_still(freeze_step: int | str, weight_decay: float) -> None:
+    """A gradient that is zero until long after the freeze; layers of one element, of zeros, and with max_coeff = 1."""
+
+    def ours(link: SimTransport) -> list[float]:
+        shapes = {"late": 300, "one": 1, "zeros": 40}
+        params = {name: nn.Parameter(torch.full((n,), 0.0 if name == "zeros" else 0.5)) for name, n in shapes.items()}
+        optimizer = onebit.OnebitLamb(
+            params.values(), lr=0.01, weight_decay=weight_decay, freeze_step=freeze_step, max_coeff=1.0, link=link
+        )
+        generator = torch.Generator().manual_seed(link.rank)
+        largest = 0.0
+        for step in range(140):
+            before = params["late"].detach().clone()
+            for name, p in params.items():
+                p.grad = 1.0 + 0.1 * torch.randn(p.shape, generator=generator)
+                if name == "late" and step < 110:
+                    p.grad.zero_()
+            optimizer.step()
+            largest = max(largest, float((params["late"].detach() - before).abs().max()))
+        assert all(p.isfinite().all() for p in params.values())
+        return [largest, float(before.mean()), float(params["one"].detach()), float(params["zeros"].detach().mean())]
+
+    largest, late, one, zeros = run_ranks(2, ours)[0]
+    assert largest < 0.1 and late < 0.45 and one < 0.45 and zeros < -0.02
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_coeff": 0.1, "min_coeff": 0.2}, "min_coeff <= max_coeff"),
+        ({"coeff_beta": 1.0}, "coeff_beta"),
+        ({"factor_min": 0.0}, "factor_min"),
+        ({"factor_max": 0.9}, "factor_max"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+    ],
+)
+def test_bad_options_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        onebit.OnebitLamb([nn.Parameter(torch.ones(3))], link=SimTransport(), **options)
+
+
+def test_lamb_refuses_sparse_gradients_and_leaves_missing_ones_alone() -> None:
+    table, other = nn.Embedding(4, 8, sparse=True), nn.Parameter(torch.ones(3))
+    optimizer = onebit.Lamb([*table.parameters(), other])
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="dense gradients"):
+        optimizer.step()
+    table.weight.grad = None
+    optimizer.step()
+    assert torch.equal(other, torch.ones(3)) and not optimizer.state
