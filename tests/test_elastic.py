@@ -1,0 +1,103 @@
+"""From one world size to another: nothing that was owed is lost, and the new world trains on."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from test_optimizer_contract import FAMILY, flat, make, model, same, train
+from torch import Tensor
+
+from onebit.base import CompressedOptimizer
+from onebit.comm import SimTransport, run_ranks
+
+
+def trained(world_size: int, name: str, steps: int, **options: object) -> list[tuple[dict, dict, Tensor]]:
+    """Per rank: its state, its model, and the mean over ranks of what is owed, per parameter."""
+
+    def work(link: SimTransport) -> tuple[dict, dict, list[Tensor]]:
+        net = model()
+        optimizer = make(name, net, link, **options)
+        train(link, range(steps), net, optimizer)
+        return copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net.state_dict()), owed(optimizer)
+
+    results = run_ranks(world_size, work)
+    total = torch.stack([owes for _, _, owes in results]).sum(0)
+    return [(state, weights, total) for state, weights, _ in results]
+
+
+def owed(optimizer: CompressedOptimizer) -> Tensor:
+    """This rank's share of what the mean is still owed: worker error / W, and the server error of its chunk."""
+    parts = []
+    for bucket in optimizer._buckets:
+        if bucket.ef is None:
+            continue
+        mine = bucket.ef.worker.double() / optimizer.link.world_size
+        bucket.own_chunk(mine).add_(bucket.ef.server.double())
+        parts += [view.reshape(-1) for view in bucket.layout.views(mine)]
+    return torch.cat(parts) if parts else torch.zeros(0)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 3), (3, 1), (1, 4)])
+@pytest.mark.parametrize("steps", [3, 23, 38])
+def test_what_is_owed_is_kept_and_training_goes_on(name: str, old: int, new: int, steps: int) -> None:
+    before = trained(old, name, steps)
+    states = [state for state, _, _ in before]
+
+    def work(link: SimTransport) -> tuple[Tensor, Tensor, Tensor]:
+        net = model(seed=3)
+        optimizer = make(name, net, link)
+        net.load_state_dict(before[0][1])
+        optimizer.load_state_dicts(copy.deepcopy(states))
+        shares, at_start = owed(optimizer), flat(net).clone()
+        train(link, range(steps, steps + 12), net, optimizer)
+        if hasattr(optimizer, "sync"):
+            optimizer.sync()
+        return shares, at_start, flat(net).clone()
+
+    after = run_ranks(new, work)
+    torch.testing.assert_close(sum(shares for shares, _, _ in after), before[0][2], atol=1e-6, rtol=1e-6)
+    mean = torch.stack([torch.cat([p.reshape(-1) for p in weights.values()]) for _, weights, _ in before]).mean(0)
+    for _, at_start, at_end in after:
+        torch.testing.assert_close(at_start, mean, atol=1e-7, rtol=0)
+        assert torch.equal(at_end, after[0][2]) and at_end.isfinite().all()
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_world_of_the_same_size_continues_to_the_bit(name: str) -> None:
+    states = [state for state, _, _ in trained(2, name, 23)]
+
+    def work(link: SimTransport) -> bool:
+        net = model()
+        optimizer = make(name, net, link)
+        optimizer.load_state_dicts(copy.deepcopy(states))
+        return same(optimizer.state_dict(), states[link.rank])
+
+    assert run_ranks(2, work) == [True, True]
+
+
+def test_it_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
+    states = [state for state, _, _ in trained(3, "OnebitAdam", 9)]
+    optimizer = make("OnebitAdam", model(), SimTransport())
+    with caplog.at_level(logging.INFO):
+        optimizer.load_state_dicts(states)
+    assert "optimizer state of 3 ranks taken over by 1: each owes the mean of what was owed" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["order", "missing", "foreign"])
+def test_states_that_are_no_world_are_refused(damage: str) -> None:
+    states = [state for state, _, _ in trained(3, "OnebitAdam", 9)]
+    if damage == "order":
+        states.reverse()
+    if damage == "missing":
+        states.pop()
+    if damage == "foreign":
+        del states[1]["onebit"]
+    optimizer = make("OnebitAdam", model(), SimTransport())
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="expected the states of"):
+        optimizer.load_state_dicts(states)
+    assert same(before, optimizer.state_dict())
