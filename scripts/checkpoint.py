@@ -62,7 +62,7 @@ class CheckpointFolder:
             stamp = {"step": step, "world_size": self._link.world_size}
             if self._writes_shared:
                 self._write(target / "shared.pt", lambda file: torch.save(shared | stamp, file))
-            self._write(self._own_file(target), lambda file: torch.save(own | stamp, file))
+            self._write(_own_file(target, self._link.rank), lambda file: torch.save(own | stamp, file))
             _sync_folder(self.folder)
 
         self._together(write)
@@ -72,10 +72,11 @@ class CheckpointFolder:
             self._remove_all_but({step, self._previous})
         self._previous = step
 
-    def load(self) -> tuple[dict, dict] | None:
-        """(what is shared, what is this rank's own) of the newest checkpoint that all ranks have; None without one.
+    def load(self) -> tuple[dict, list[dict]] | None:
+        """(what is shared, [what is this rank's own]) of the newest checkpoint that all ranks have; None without one.
 
-        Raises CheckpointError, on all ranks, where it is damaged or was written by another number of ranks.
+        Where it was written by another number of ranks, the list holds what each of those had, in rank order. Raises
+        CheckpointError, on all ranks, where it is damaged, or where one rank does not see the files of all old ranks.
         """
         steps = self._newest_steps()
         if max(steps) < 0:
@@ -91,15 +92,19 @@ class CheckpointFolder:
         self._previous = step
         return contents
 
-    def _read(self, step: int) -> tuple[dict, dict]:
+    def _read(self, step: int) -> tuple[dict, list[dict]]:
         target = self.folder / _name(step)
         shared = _read_file(target / "shared.pt")
-        if shared["world_size"] != self._link.world_size:
+        if shared["world_size"] == self._link.world_size:
+            return shared, [_read_file(_own_file(target, self._link.rank))]
+        files = [_own_file(target, rank) for rank in range(shared["world_size"])]
+        missing = [file.name for file in files if not file.exists()]
+        if missing:
             raise CheckpointError(
-                f"{target} was written by {shared['world_size']} ranks and holds the error feedback of each; this run "
-                f"has {self._link.world_size}: resume it with {shared['world_size']}"
+                f"rank {self._link.rank}: {target} was written by {shared['world_size']} ranks, and {missing[0]} is "
+                f"not here; resume with as many, or copy all their files to where every rank sees them"
             )
-        return shared, _read_file(self._own_file(target))
+        return shared, [_read_file(file) for file in files]
 
     def _intact_before(self, step: int) -> str:
         """Tell of an older checkpoint that every rank can read. All ranks, after a failure."""
@@ -164,8 +169,9 @@ class CheckpointFolder:
         identity = f"{socket.gethostname()} {status.st_dev} {status.st_ino}".encode()[-128:].ljust(128)
         return gather_bytes(self._link, identity, self._device).index(identity)
 
-    def _own_file(self, target: Path) -> Path:
-        return target / f"rank_{self._link.rank:05d}.pt"
+
+def _own_file(target: Path, rank: int) -> Path:
+    return target / f"rank_{rank:05d}.pt"
 
 
 def _name(step: int) -> str:

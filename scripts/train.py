@@ -19,9 +19,10 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from types import FrameType
@@ -40,6 +41,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import onebit
 from onebit import comm
+from onebit.base import CompressedOptimizer
 from onebit.comm.launch import Launch, detect
 from onebit.dense import DenseAverager, broadcast_parameters
 from onebit.replicas import gather_bytes
@@ -49,7 +51,7 @@ _FINAL_LR_FRACTION = 0.1
 _VALIDATION_WINDOWS = 64
 _FIXED_ON_RESUME = (
     "optimizer", "size", "seed", "batch_size", "accumulate", "steps", "lr", "warmup_lr_fraction", "weight_decay",
-    "freeze_step", "max_grad_norm",
+    "freeze_step", "local_step_clipper", "max_grad_norm",
 )  # fmt: skip
 
 log = logging.getLogger("train")
@@ -75,19 +77,25 @@ class Method(Protocol):
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes in here only add to the gradients."""
 
+    def synchronise(self) -> None:
+        """Make the replicas the same, where they are not."""
+
+    def load(self, states: Sequence[dict]) -> None:
+        """Go on from this rank's own state, [state], or from those of all ranks of another world."""
+
     def error_norm_ratio(self) -> float | None:
         """What compression still owes, relative to the momentum; None where there is no compression."""
 
 
-class DenseAdamW:
-    """The baseline: gradients averaged in float32, then torch's AdamW."""
+class Dense:
+    """A baseline: gradients averaged in float32, then an ordinary optimizer."""
 
-    def __init__(self, model: GPT, link: comm.Transport, args: argparse.Namespace):
+    def __init__(self, kind: Callable[..., Optimizer], model: GPT, link: comm.Transport, args: argparse.Namespace):
         self._parameters = list(model.parameters())
         self._max_grad_norm = args.max_grad_norm
         broadcast_parameters(self._parameters, link)
         self._averager = DenseAverager(self._parameters, link)
-        self.optimizer: Optimizer = AdamW(decay_groups(model, args.weight_decay), lr=args.lr)
+        self.optimizer = kind(decay_groups(model, args.weight_decay), lr=args.lr)
 
     def step(self) -> Exchange:
         comm_ms = self._averager.finish()
@@ -100,21 +108,33 @@ class DenseAdamW:
     def no_sync(self) -> AbstractContextManager[None]:
         return self._averager.no_sync()
 
+    def synchronise(self) -> None:
+        """The replicas are always the same."""
+
+    def load(self, states: Sequence[dict]) -> None:
+        self.optimizer.load_state_dict(states[0])
+
     def error_norm_ratio(self) -> float | None:
         return None
 
 
-class OnebitAdam:
-    """1-bit Adam, which does the traffic of the data-parallel ranks itself."""
+class Onebit:
+    """An optimizer of the one-bit family, which does the traffic of the data-parallel ranks itself."""
 
-    def __init__(self, model: GPT, link: comm.Transport, args: argparse.Namespace):
-        self._onebit = onebit.OnebitAdam(
+    def __init__(
+        self,
+        kind: Callable[..., CompressedOptimizer],
+        options: Sequence[str],
+        model: GPT,
+        link: comm.Transport,
+        args: argparse.Namespace,
+    ):
+        self._onebit = kind(
             decay_groups(model, args.weight_decay),
             lr=args.lr,
-            total_steps=args.steps,
-            freeze_step=args.freeze_step,
             max_grad_norm=args.max_grad_norm,
             link=link,
+            **{name: getattr(args, name) for name in options},
         )
         self.optimizer: Optimizer = self._onebit
 
@@ -127,13 +147,26 @@ class OnebitAdam:
     def no_sync(self) -> AbstractContextManager[None]:
         return self._onebit.no_sync()
 
+    def synchronise(self) -> None:
+        if isinstance(self._onebit, onebit.ZeroOneAdam):
+            self._onebit.sync()
+
+    def load(self, states: Sequence[dict]) -> None:
+        if states[0]["onebit"]["world_size"] == self._onebit.link.world_size:
+            self._onebit.load_state_dict(states[0])
+        else:
+            self._onebit.load_state_dicts(states)
+
     def error_norm_ratio(self) -> float | None:
         return self._onebit.error_norm_ratio() if self._onebit.stats.phase == "compressed" else None
 
 
 OPTIMIZERS: dict[str, Callable[[GPT, comm.Transport, argparse.Namespace], Method]] = {
-    "adamw": DenseAdamW,
-    "onebit-adam": OnebitAdam,
+    "adamw": partial(Dense, AdamW),
+    "lamb": partial(Dense, onebit.Lamb),
+    "onebit-adam": partial(Onebit, onebit.OnebitAdam, ["freeze_step"]),
+    "onebit-lamb": partial(Onebit, onebit.OnebitLamb, ["freeze_step"]),
+    "zero-one-adam": partial(Onebit, onebit.ZeroOneAdam, ["local_step_clipper"]),
 }
 
 
@@ -224,7 +257,8 @@ class Training:
         return True
 
     def validate(self) -> float:
-        """Mean loss over the fixed held-out windows, in nats per byte; the same on every rank."""
+        """Mean loss over the fixed held-out windows, in nats per byte, the same on every rank. Synchronises."""
+        self.method.synchronise()
         windows = self.windows.validation(self.link.rank, self.link.world_size)
         total = torch.zeros(2, device=self.device)
         with torch.no_grad():
@@ -297,12 +331,12 @@ class Training:
         if loaded is None:
             log.info("no checkpoint in %s: starting at step 0", checkpoints.folder)
             return
-        shared, own = loaded
+        shared, owns = loaded
         _check_same_run(self.args, self.corpus, shared)
         self.model.load_state_dict(shared["model"])
-        self.method.optimizer.load_state_dict(own["optimizer"])
+        self.method.load([own["optimizer"] for own in owns])
         self.schedule.load_state_dict(shared["schedule"])
-        torch.set_rng_state(own["rng"])
+        torch.set_rng_state(owns[self.link.rank % len(owns)]["rng"])
         self.first_step = shared["step"]
         log.info("resumed after step %d of %d", self.first_step, self.args.steps)
 
@@ -349,7 +383,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, default=1e-3)
     add("--warmup-lr-fraction", type=float, default=0.1, help="share of the steps in which the learning rate rises")
     add("--weight-decay", type=float, default=0.01)
-    add("--freeze-step", type=_freeze_step, default="auto", help="where 1-bit Adam starts to compress: a step or auto")
+    add("--freeze-step", type=_freeze_step, default="auto", help="1-bit Adam and LAMB: warm-up steps, or auto")
+    add("--local-step-clipper", type=_positive, default=1, help="0/1 Adam: at most this many steps per exchange")
     add("--max-grad-norm", type=float, default=0.0, help="clip the gradient's norm here; 0 does not")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--seed", type=int, default=0)
