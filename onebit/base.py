@@ -1,17 +1,17 @@
-"""CompressedOptimizer: what every optimizer of the family shares. Buckets, traffic, agreement, state.
+"""CompressedOptimizer: a step, as every optimizer of the family takes it. Traffic, agreement, clipping, commit.
 
 The optimizer receives each rank's own gradients and does all data-parallel traffic itself, in every phase; the model is
 not wrapped. One step, top to bottom:
 
     backward    a bucket whose gradients are complete is encoded and sent (leg 1) while earlier layers still compute
-    step()      ballot: which parameters have a gradient anywhere, the global norm, the variance's norm
+    step()      ballot: which parameters have a gradient anywhere, the global norm
                 the remaining buckets are sent; all of them land (leg 2)
                 verdict: what is not finite on any rank shows in everybody's frames: all skip, nothing is written
                 commit: errors, momentum, variance, parameters
                 now and then a vote on the replicas' bits
 
 Nothing is written before the verdict, so a skipped step leaves no trace. A leaf (`onebit_adam.py`) says what is sent in
-which codec, and what is done with what comes back.
+which codec, and what is done with what comes back. Buckets, state and checkpoints are in `bucketed.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,15 +31,11 @@ from torch import Tensor
 from . import comm, replicas
 from .ballot import Ballot, cast_ballots, present_anywhere
 from .bucket import Bucket
+from .bucketed import BucketedOptimizer
 from .clip import GlobalNormClip, dot, exact_norm
 from .comm import Codec, ErrorFeedback, Flight, IdentityCodec, SignCodec, Transport, Wire
-from .elastic import gather_states, reframe, resize
-from .flat import lay_out, partition
 
 log = logging.getLogger(__name__)
-
-_CHECKPOINT_VERSION = 1
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -75,15 +70,7 @@ class CommonOptions(TypedDict, total=False):
     check_replicas_every: int
 
 
-@dataclass
-class _Slot:
-    """Where a parameter belongs, and how many backward passes have reached it since the last step."""
-
-    bucket: Bucket
-    passes: int = 0
-
-
-class CompressedOptimizer(torch.optim.Optimizer, ABC):
+class CompressedOptimizer(BucketedOptimizer):
     """Base of the family; arguments: see `CommonOptions`. All ranks construct, step, load and add groups together."""
 
     _step_supports_amp_scaling = True
@@ -101,40 +88,24 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         bucket_cap_mb: float = 16.0,
         check_replicas_every: int = 100,
     ):
-        if error_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"error_dtype must be torch.float32 or torch.bfloat16, got {error_dtype}")
-        if max_grad_norm < 0 or bucket_cap_mb <= 0 or check_replicas_every < 0:
+        if max_grad_norm < 0 or check_replicas_every < 0:
             raise ValueError(
-                "max_grad_norm and check_replicas_every must be at least 0 (0: off) and bucket_cap_mb above 0, got "
-                f"{max_grad_norm}, {check_replicas_every}, {bucket_cap_mb}"
+                "max_grad_norm and check_replicas_every must be at least 0 (0: off), got "
+                f"{max_grad_norm}, {check_replicas_every}"
             )
-        self.link = comm.init() if link is None else link
-        self.codec = codec or SignCodec()
         self._clip = GlobalNormClip(max_grad_norm)
-        self.error_dtype = error_dtype
         self.check_replicas_every = check_replicas_every
         self.stats = Stats()
         self._overlap = overlap
-        self._bucket_elements = max(1, int(bucket_cap_mb * 2**20 / 4))
-        self._buckets: list[Bucket] = []
-        self._slots: dict[Tensor, _Slot] = {}
-        self._steps: list[Tensor] = []
-        self._masks: dict[int, dict[Tensor, Tensor]] = {}
         self._launched = 0
         self._passes_per_step = 0
         self._paused = False
         self._sent_before = 0
         self._waited_s = 0.0
         self._checked_step = 0
-        self._built_groups = 0
-        super().__init__(params, defaults)  # type: ignore[arg-type]
-        self._build_groups()
+        super().__init__(params, defaults, link=link, codec=codec, error_dtype=error_dtype, bucket_cap_mb=bucket_cap_mb)
 
     # ---------------------------------------------------------------- what a leaf defines
-
-    @abstractmethod
-    def _allocate(self, bucket: Bucket, phase: str) -> None:
-        """Give the bucket the zeroed state (flat, frames, ef) of a phase. "warmup" is the first."""
 
     @abstractmethod
     def momentum(self, bucket: Bucket) -> Tensor:
@@ -175,112 +146,9 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         """Whether all replicas are meant to be the same now."""
         return True
 
-    def _adopt_dense_state(self) -> None:
-        """The state that was just loaded is that of a torch.optim.AdamW."""
-
-    # ---------------------------------------------------------------- construction
-
-    def add_param_group(self, param_group: dict) -> None:
-        """Add a group; all ranks, at the same step. It warms up for as many steps as the first groups did."""
-        super().add_param_group(param_group)
-        if self._built_groups:
-            self._build_groups()
-
     def _build_groups(self) -> None:
-        """Check, equalise and bucket the groups that have been added since the last call."""
-        new = range(self._built_groups, len(self.param_groups))
-        params = [(g, p, name) for g in new for p, name in self._named(g)]
-        for _, p, name in params:
-            if p.dtype not in _DTYPES:
-                raise TypeError(
-                    f"rank {self.link.rank}: {name} is {p.dtype}; onebit trains float32, bfloat16 and float16"
-                )
-        lines = [f"{name}: {p.dtype} {tuple(p.shape)} requires_grad={p.requires_grad}" for _, p, name in params]
-        device = params[0][1].device if params else torch.device("cpu")
-        replicas.check_same_lines(self.link, "the parameters", [*lines, *self._options()], device)
-        replicas.make_equal(self.link, [p for _, p, _ in params])
-        for g in new:
-            self._steps.append(torch.tensor(0.0))
-            self._read_masks(g)
-            self._build_buckets(g)
-        self._built_groups = len(self.param_groups)
-        self._sent_before = self.link.sent_bytes
-
-    def _options(self) -> list[str]:
-        """The options that must be the same on all ranks, as text."""
-        names = ("codec", "_clip", "error_dtype", "check_replicas_every", "_overlap", "_bucket_elements")
-        return [f"option {name.lstrip('_')} = {getattr(self, name)}" for name in names]
-
-    def _named(self, g: int) -> Iterator[tuple[Tensor, str]]:
-        group = self.param_groups[g]
-        names = group.get("param_names") or [f"parameter {k} of group {g}" for k in range(len(group["params"]))]
-        return zip(group["params"], names, strict=True)
-
-    def _read_masks(self, g: int) -> None:
-        """Check the group's "exp_avg_mask": a tensor for all its parameters, or one for each; 0 where none may move."""
-        masks = self.param_groups[g].get("exp_avg_mask")
-        if masks is None:
-            self._masks.pop(g, None)
-            return
-        named = list(self._named(g))
-        per_parameter = [masks] * len(named) if isinstance(masks, Tensor) else list(masks)
-        if len(per_parameter) != len(named):
-            raise ValueError(
-                f"rank {self.link.rank}: exp_avg_mask of group {g} has {len(per_parameter)} masks for {len(named)} "
-                "parameters; give one tensor, or one for each"
-            )
-        for (p, name), mask in zip(named, per_parameter, strict=True):
-            try:
-                fits = torch.broadcast_shapes(mask.shape, p.shape) == p.shape
-            except RuntimeError:
-                fits = False
-            if not fits:
-                raise ValueError(
-                    f"rank {self.link.rank}: exp_avg_mask of {name} has shape {tuple(mask.shape)}, which does not "
-                    f"broadcast to the parameter's {tuple(p.shape)}"
-                )
-        self._masks[g] = {p: m.to(p.device, torch.float32) for (p, _), m in zip(named, per_parameter, strict=True)}
-
-    def _build_buckets(self, g: int) -> None:
-        trained = [(p, name) for p, name in self._named(g) if p.requires_grad]
-        for device in dict.fromkeys(p.device for p, _ in trained):
-            here = [(p, name) for p, name in trained if p.device == device]
-            for indices in partition([p.numel() for p, _ in here], self._bucket_elements):
-                bucket = self._new_bucket(g, [here[i] for i in indices], device)
-                self._buckets.append(bucket)
-                for p in bucket.params:
-                    self._slots[p] = _Slot(bucket)
-                    self._hook(p)
-
-    def _new_bucket(self, g: int, members: list[tuple[Tensor, str]], device: torch.device) -> Bucket:
-        params, names = [p for p, _ in members], [name for _, name in members]
-        layout = lay_out([p.shape for p in params], self.codec.block, self.link.world_size)
-        x = torch.zeros(layout.numel, device=device)
-        bucket = Bucket(
-            index=len(self._buckets),
-            first=len(self._slots),
-            owner=self.link.rank,
-            group_index=g,
-            params=params,
-            names=names,
-            layout=layout,
-            x=x,
-            x_views=layout.views(x),
-            counts=layout.counts(device),
-        )
-        self._allocate(bucket, "warmup")
-        self._publish(bucket)
-        return bucket
-
-    def _hook(self, p: Tensor) -> None:
-        myself = weakref.ref(self)
-
-        def gradient_is_ready(param: Tensor) -> None:
-            optimizer = myself()
-            if optimizer is not None:
-                optimizer._on_gradient(param)
-
-        p.register_post_accumulate_grad_hook(gradient_is_ready)
+        super()._build_groups()
+        self._sent_before = self.link.sent_bytes  # what construction sends belongs to no step
 
     # ---------------------------------------------------------------- backward: the launch of complete buckets
 
@@ -342,10 +210,6 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
                 codec, bucket.layout.numel, self.link.world_size, sent_WB=in_place, device=bucket.x.device
             )
         return bucket.wires[codec]
-
-    def _rows(self, flat: Tensor) -> Tensor:
-        """A flat tensor of a bucket, one row for each owner."""
-        return flat.view(self.link.world_size, -1)
 
     def _check_unchanged(self) -> None:
         """Raise if a gradient that has been sent is no longer what was sent."""
@@ -463,13 +327,6 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
         params, views = zip(*moved, strict=True)
         torch._foreach_sub_(params, views)
 
-    def _mask(self, bucket: Bucket) -> None:
-        """x ← x · the masks of the bucket's group, one for each parameter, where it has any."""
-        masks = self._masks.get(bucket.group_index)
-        if masks is not None:
-            for p, view in zip(bucket.params, bucket.x_views, strict=True):
-                view.mul_(masks[p])
-
     def _skip(self) -> None:
         if not self._report_bad_gradient("all ranks skip the step") and self.link.rank == 0:
             log.warning("a gradient is not finite on another rank; all ranks skip the step")
@@ -554,187 +411,21 @@ class CompressedOptimizer(torch.optim.Optimizer, ABC):
                 brought += sum(dot(x, x) for x in bucket.layout.views(self._last_average(bucket)))
         return math.sqrt(owed / brought) if brought > 0 else 0.0
 
-    def state_bytes(self) -> int:
-        """Bytes of optimizer state on this rank: moments, errors, packed momentum. Without bucket and wire buffers."""
-        return sum(
-            sum(t.nbytes for t in bucket.flat.values())
-            + (0 if bucket.frames is None else bucket.frames.nbytes)
-            + (0 if bucket.ef is None else bucket.ef.server.nbytes)
-            for bucket in self._buckets
-        )
-
-    def buffer_bytes(self) -> int:
-        """Bytes of buckets and wire buffers on this rank; what DDP calls its buckets."""
-        wires = [wire for bucket in self._buckets for wire in bucket.wires.values()]
-        tensors = [bucket.x for bucket in self._buckets]
-        tensors += [t for wire in wires for t in (wire.sent_WB, wire.received_WB, wire.mean)]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
     # ---------------------------------------------------------------- checkpoints
 
-    def _publish(self, bucket: Bucket) -> None:
-        """Show the bucket's state as torch does: optimizer.state[p], views of the flat tensors."""
-        views = {name: bucket.layout.views(flat) for name, flat in bucket.flat.items()}
-        for k, p in enumerate(bucket.params):
-            self.state[p] = {"step": self._steps[bucket.group_index], **{name: v[k] for name, v in views.items()}}
-
-    def state_dict(self) -> dict:
-        """As torch's, and this rank's share of the compression under "onebit": each rank saves and loads its own."""
-        state = super().state_dict()
-        state["onebit"] = {
-            "version": _CHECKPOINT_VERSION,
-            "rank": self.link.rank,
-            "world_size": self.link.world_size,
-            "block": self.codec.block,
-            "skipped_steps": self.stats.skipped_steps,
-            "clip_average": self._clip.average,
-            "buckets": [
-                {
-                    "phase": bucket.phase,
-                    "numel": bucket.layout.numel,
-                    "frames": bucket.frames,
-                    "server_error": None if bucket.ef is None else bucket.ef.server,
-                }
-                for bucket in self._buckets
-            ],
-            **self._extra_state(),
-        }
-        return state
-
-    def load_state_dicts(self, states: Sequence[dict]) -> None:
-        """Continue from the states of all ranks of a world of any size, in rank order. All ranks, all the states.
-
-        In a world of the same size, this rank's own is loaded, exactly. Otherwise each rank will owe the mean of what
-        the old ranks owed, which keeps its sum, and rank 0 logs that. Between synchronisations of 0/1 Adam parameters
-        are part of the state: they become the mean of the old ranks' too. `states` may load an item when it is asked
-        for. Raises ValueError as `load_state_dict`, and where the states are not those of one world.
-        """
-        if len(states) == self.link.world_size:
-            self.load_state_dict(states[self.link.rank])
-            return
-        world = gather_states(states)
-        record = dict(world.state["onebit"], rank=self.link.rank, world_size=self.link.world_size)
-        if record["block"] == self.codec.block and len(record["buckets"]) == len(self._buckets):
-            record["buckets"] = [
-                self._adapt(*saved) for saved in zip(self._buckets, record["buckets"], world.server_errors, strict=True)
-            ]
-        self.load_state_dict({**world.state, "onebit": record})
-        if self.link.rank == 0:
-            log.info(
-                "optimizer state of %d ranks taken over by %d: each owes the mean of what was owed, its sum is kept",
-                world.size,
-                self.link.world_size,
-            )
-
-    def _adapt(self, bucket: Bucket, saved: dict, server_error: Tensor | None) -> dict:
-        """A bucket's record, for this rank of this world."""
-        layout = bucket.layout
-        frames = saved["frames"]
-        return {
-            "phase": saved["phase"],
-            "numel": layout.numel,
-            "frames": None if frames is None else reframe(frames, self.codec, saved["numel"], layout),
-            "server_error": None if server_error is None else bucket.own_chunk(resize(server_error, layout.numel)),
-        }
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Continue exactly where `state_dict` was taken, on the same rank of a world of the same size. All ranks.
-
-        The state of a torch.optim.AdamW is taken as the state of a warm-up. Raises ValueError, before anything is
-        changed, where world size, rank, shapes, dtypes or options do not fit.
-        """
-        checked: list[dict] = []
-
-        def check(_: torch.optim.Optimizer, state: dict) -> None:
-            self._check_loadable(state)
-            checked.append(state)
-
-        last_hook = self.register_load_state_dict_pre_hook(check)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            last_hook.remove()
-        self._restore(checked[0])
-
-    def _check_loadable(self, state: dict) -> None:
-        where = f"rank {self.link.rank}: cannot load this optimizer state: "
-        saved_groups = [len(g["params"]) for g in state["param_groups"]]
-        groups = [len(g["params"]) for g in self.param_groups]
-        if saved_groups != groups:
-            raise ValueError(f"{where}it has groups of {saved_groups} parameters, this optimizer of {groups}")
-        record = state.get("onebit")
-        if record is not None:
-            mine = {
-                "version": _CHECKPOINT_VERSION,
-                "rank": self.link.rank,
-                "world_size": self.link.world_size,
-                "block": self.codec.block,
-            }
-            for key, value in mine.items():
-                if record[key] != value:
-                    raise ValueError(
-                        f"{where}{key} is {record[key]} there and {value} here; each rank loads its own, or all ranks "
-                        "load those of all ranks with load_state_dicts"
-                    )
-            numels = [bucket.layout.numel for bucket in self._buckets]
-            if [b["numel"] for b in record["buckets"]] != numels:
-                raise ValueError(f"{where}the buckets differ; construct with the same groups, shapes and bucket_cap_mb")
-        for name, p, entry in self._saved_entries(state):
-            for key, value in entry.items():
-                if key == "step":
-                    continue
-                if value.shape != p.shape:
-                    raise ValueError(
-                        f"{where}{key} of {name} has shape {tuple(value.shape)}, the parameter {tuple(p.shape)}"
-                    )
-                expected = self.error_dtype if key == "worker_error" else None
-                if not value.is_floating_point() or expected not in (None, value.dtype):
-                    raise ValueError(
-                        f"{where}{key} of {name} is {value.dtype}, expected {expected or 'floating point'}"
-                    )
-
-    def _saved_entries(self, state: dict) -> Iterator[tuple[str, Tensor, dict]]:
-        """(name, parameter, its saved state) for every trained parameter."""
-        for g, group in enumerate(state["param_groups"]):
-            for (p, name), key in zip(self._named(g), group["params"], strict=True):
-                if p in self._slots:
-                    yield name, p, state["state"].get(key, {})
-
-    def _restore(self, state: dict) -> None:
-        record = state.get("onebit")
-        entries = {p: entry for _, p, entry in self._saved_entries(state)}
-        for bucket in self._buckets:
-            saved = None if record is None else record["buckets"][bucket.index]
-            self._allocate(bucket, "warmup" if saved is None else saved["phase"])
-            for name, flat in bucket.flat.items():
-                for p, view in zip(bucket.params, bucket.layout.views(flat), strict=True):
-                    if name in entries[p]:
-                        view.copy_(entries[p][name])
-            if saved is not None and bucket.frames is not None:
-                bucket.frames.copy_(saved["frames"])
-            if saved is not None and bucket.ef is not None:
-                bucket.ef.server.copy_(saved["server_error"])
-            step = entries[bucket.params[0]].get("step")
-            if step is not None:
-                self._steps[bucket.group_index].fill_(float(step))
-        self.state.clear()
-        for bucket in self._buckets:
-            self._publish(bucket)
-        if record is not None:
-            self.stats.skipped_steps = record["skipped_steps"]
-            self._clip.average = tuple(record["clip_average"])
-            self._load_extra_state(record)
-        else:
-            self._adopt_dense_state()
-        self._checked_step = int(self._steps[0]) if self._steps else 0
-        for g in range(len(self.param_groups)):
-            self._read_masks(g)
-        if self._buckets:
-            self.stats.phase = self._buckets[0].phase
+    def _options(self) -> list[str]:
+        names = ("_clip", "check_replicas_every", "_overlap")
+        return [*super()._options(), *(f"option {name.lstrip('_')} = {getattr(self, name)}" for name in names)]
 
     def _extra_state(self) -> dict:
-        """What else a leaf must keep, as plain numbers and tensors."""
-        return {}
+        return {"skipped_steps": self.stats.skipped_steps, "clip_average": self._clip.average}
 
     def _load_extra_state(self, record: dict) -> None:
-        """Take back what `_extra_state` gave."""
+        self.stats.skipped_steps = record["skipped_steps"]
+        self._clip.average = tuple(record["clip_average"])
+
+    def _restore(self, state: dict) -> None:
+        super()._restore(state)
+        self._checked_step = int(self._steps[0]) if self._steps else 0
+        if self._buckets:
+            self.stats.phase = self._buckets[0].phase

@@ -230,7 +230,7 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
     # ---------------------------------------------------------------- checkpoints
 
     def _extra_state(self) -> dict:
-        return {
+        return super()._extra_state() | {
             "fallback": self._fallback,
             "last_dense": dict(self._last_dense),
             "variance_total": dict(self._variance_total),
@@ -238,6 +238,7 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
         }
 
     def _load_extra_state(self, record: dict) -> None:
+        super()._load_extra_state(record)
         self._fallback = record["fallback"]
         self._last_dense = dict(record["last_dense"])
         self._variance_total = dict(record["variance_total"])

@@ -301,7 +301,7 @@ class ZeroOneAdam(CompressedOptimizer):
     # ---------------------------------------------------------------- checkpoints
 
     def _extra_state(self) -> dict:
-        return {
+        return super()._extra_state() | {
             "peak_lr": self._peak_lr,
             "variance_steps": self._variance_steps,
             "variance_total": list(self._variance_total),
@@ -314,6 +314,7 @@ class ZeroOneAdam(CompressedOptimizer):
         }
 
     def _load_extra_state(self, record: dict) -> None:
+        super()._load_extra_state(record)
         self._peak_lr = record["peak_lr"]
         self._variance_steps = record["variance_steps"]
         self._variance_total = list(record["variance_total"])
