@@ -33,7 +33,7 @@ from .ballot import Ballot, cast_ballots, present_anywhere
 from .bucket import Bucket
 from .bucketed import BucketedOptimizer
 from .clip import GlobalNormClip, dot, exact_norm
-from .comm import Codec, ErrorFeedback, Flight, IdentityCodec, SignCodec, Transport, Wire
+from .comm import Codec, ErrorFeedback, Flight, IdentityCodec, Int8Codec, SignCodec, Transport, Wire
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,16 @@ class CommonOptions(TypedDict, total=False):
     overlap: bool
     bucket_cap_mb: float
     check_replicas_every: int
+
+
+def codec_of_gradients(given: Codec | None, common: CommonOptions) -> Codec:
+    """What gradients travel in: eight bits, in the blocks of the one-bit codec, unless another codec was given."""
+    block = (common.get("codec") or SignCodec()).block
+    if given is None:
+        return Int8Codec(block)
+    if given.block != block and not isinstance(given, IdentityCodec):
+        raise ValueError(f"{given} has blocks of {given.block}, the one-bit codec of {block}; give both the same")
+    return given
 
 
 class CompressedOptimizer(BucketedOptimizer):

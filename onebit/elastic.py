@@ -39,7 +39,7 @@ def gather_states(states: Iterable[dict]) -> World:
                 f"{rank} is " + ("no state of such an optimizer" if record is None else _whose(record))
             )
         if world is None:
-            world = World(record["world_size"], state, [])
+            world = World(record["world_size"], _copy(state), [])
         _add(sums, _own_tensors(state))
         servers.append([bucket["server_error"] for bucket in record["buckets"]])
     if world is None or len(servers) != world.size:
@@ -47,6 +47,14 @@ def gather_states(states: Iterable[dict]) -> World:
     world.server_errors = [None if chunks[0] is None else torch.cat(chunks) for chunks in zip(*servers, strict=True)]
     _put_means(world.state, sums, world.size)
     return world
+
+
+def _copy(state: dict) -> dict:
+    """The same tensors in dicts and lists of our own."""
+    record = dict(state["onebit"])
+    if "parameters" in record:
+        record["parameters"] = list(record["parameters"])
+    return {**state, "state": {key: dict(entry) for key, entry in state["state"].items()}, "onebit": record}
 
 
 def _whose(record: dict) -> str:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from .adam import adamw_update_, check_adam_options, denominator_, mean_of_live_blocks
 from .ballot import Ballot
-from .base import CommonOptions, CompressedOptimizer
+from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
-from .comm import Codec, ErrorFeedback, Int8Codec
+from .comm import Codec, ErrorFeedback
+from .elastic import resize
 from .schedule import VarianceFreeze, variance_weight
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
         self.rule = VarianceFreeze(freeze_step)
         self.variance_floor = variance_floor
         self.bias_correction = bias_correction
-        self.warmup_codec: Codec = warmup_codec or Int8Codec()
+        self.warmup_codec = codec_of_gradients(warmup_codec, common)
         self._fallback = 1.0  # the variance of blocks that have never seen a gradient
         self._last_dense: dict[int, int] = {}  # group -> the last step after which its variance was updated
         self._variance_total: dict[int, float] = {}  # group -> the sum of the weights in its variance
@@ -243,7 +244,8 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
         self._last_dense = dict(record["last_dense"])
         self._variance_total = dict(record["variance_total"])
         for bucket, live_J in zip(self._buckets, record["live_blocks"], strict=True):
-            bucket.live_J = None if live_J is None else live_J.to(bucket.x.device)
+            blocks = bucket.layout.numel // self.codec.block
+            bucket.live_J = None if live_J is None else resize(live_J, blocks).to(bucket.x.device)
 
     def _adopt_dense_state(self) -> None:
         self._freeze_where_due()

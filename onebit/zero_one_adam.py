@@ -16,9 +16,9 @@ from torch import Tensor
 from . import comm
 from .adam import check_adam_options, denominator_, mean_of_live_blocks
 from .ballot import Ballot
-from .base import CommonOptions, CompressedOptimizer
+from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
-from .comm import Codec, ErrorFeedback, Int8Codec
+from .comm import Codec, ErrorFeedback
 from .schedule import LocalSteps, VarianceUpdates, variance_weight
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class ZeroOneAdam(CompressedOptimizer):
         check_adam_options(lr, betas, eps, weight_decay, variance_floor, amsgrad)
         self.updates = VarianceUpdates(var_update_scaler, var_freeze_step)
         self.local_steps = LocalSteps(local_step_scaler, local_step_clipper, var_freeze_step or 0)
-        self.variance_codec: Codec = variance_codec or Int8Codec()
+        self.variance_codec = codec_of_gradients(variance_codec, common)
         self.variance_floor = variance_floor
         self.bias_correction = bias_correction
         self._round = ""  # of the step under way; decided once, as learning rates may be edited before step()

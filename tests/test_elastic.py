@@ -66,6 +66,26 @@ def test_what_is_owed_is_kept_and_training_goes_on(name: str, old: int, new: int
         assert torch.equal(at_end, after[0][2]) and at_end.isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["OnebitAdam", "OnebitLamb"])
+def test_the_variance_is_refreshed_in_the_new_world(name: str) -> None:
+    states = [state for state, _, _ in trained(3, name, 106, freeze_step="auto")]
+    before = copy.deepcopy(states)
+
+    def work(link: SimTransport) -> list[str]:
+        net = model()
+        optimizer = make(name, net, link, freeze_step="auto", check_replicas_every=1)
+        optimizer.load_state_dicts(states)
+        phases = []
+        for step in range(106, 114):
+            train(link, range(step, step + 1), net, optimizer)
+            phases.append(optimizer.stats.phase)
+        return phases
+
+    for phases in run_ranks(2, work):
+        assert phases.count("refresh") == 2
+    assert same(states, before)
+
+
 @pytest.mark.parametrize("name", FAMILY)
 def test_a_world_of_the_same_size_continues_to_the_bit(name: str) -> None:
     states = [state for state, _, _ in trained(2, name, 23)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import onebit
 from onebit.base import CompressedOptimizer
-from onebit.comm import IdentityCodec, SimTransport, run_ranks
+from onebit.comm import IdentityCodec, Int8Codec, SignCodec, SimTransport, run_ranks
 
 FREEZE = 5
 
@@ -442,6 +442,21 @@ def test_where_a_mask_is_zero_nothing_moves(name: str) -> None:
 def test_a_mask_that_does_not_fit_is_refused(masks: Tensor | list[Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         onebit.OnebitAdam([{"params": [nn.Parameter(torch.ones(3))], "exp_avg_mask": masks}], link=SimTransport())
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_blocks_of_another_size(name: str) -> None:
+    """All that travels is cut alike; a codec of gradients that is not is refused."""
+
+    def ours(link: SimTransport) -> Tensor:
+        net = model()
+        return train(link, range(14), net, make(name, net, link, codec=SignCodec(64)))[-1]
+
+    results = run_ranks(2, ours)
+    assert results[0].isfinite().all()
+    option = "variance_codec" if name == "ZeroOneAdam" else "warmup_codec"
+    with pytest.raises(ValueError, match="has blocks of 256, the one-bit codec of 64; give both the same"):
+        make(name, model(), SimTransport(), codec=SignCodec(64), **{option: Int8Codec(256)})
 
 
 def test_elements_of_unlike_size_move_alike_after_the_freeze() -> None:
