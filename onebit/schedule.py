@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+# The most local steps that kept the loss of every task within 1 % of AdamW's (scripts/records/study_2026-11.md).
+AUTO_CLIPPER = 4
+
 
 @dataclass(frozen=True)
 class VarianceUpdates:
@@ -73,11 +76,11 @@ class LocalSteps:
 
     local_step_scaler: a number: 1 until step `start`, then twice as many after every local_step_scaler steps; "auto":
     twice as many whenever the learning rate has halved since its peak, which is what the paper's numbers amount to.
-    local_step_clipper: never more than this; 1 synchronises in every step.
+    local_step_clipper: never more than this; 1 synchronises in every step; "auto": AUTO_CLIPPER.
     """
 
     local_step_scaler: int | str = "auto"
-    local_step_clipper: int = 1
+    local_step_clipper: int | str = 1
     start: int = 0
 
     def __post_init__(self) -> None:
@@ -88,8 +91,18 @@ class LocalSteps:
                 )
         elif self.local_step_scaler < 1:
             raise ValueError(f"local_step_scaler must be at least 1, got {self.local_step_scaler}")
-        if self.local_step_clipper < 1:
+        if isinstance(self.local_step_clipper, str):
+            if self.local_step_clipper != "auto":
+                raise ValueError(
+                    f'local_step_clipper must be a number of steps or "auto", got {self.local_step_clipper!r}'
+                )
+        elif self.local_step_clipper < 1:
             raise ValueError(f"local_step_clipper must be at least 1, got {self.local_step_clipper}")
+
+    @property
+    def longest(self) -> int:
+        """The most steps there are per synchronisation."""
+        return AUTO_CLIPPER if isinstance(self.local_step_clipper, str) else self.local_step_clipper
 
     def interval(self, step: int, lr: float, peak_lr: float) -> int:
         """Steps per synchronisation at this step; peak_lr: the largest learning rate so far, this one included."""
@@ -99,4 +112,4 @@ class LocalSteps:
             doublings = 0 if peak_lr <= 0.0 else 63
         else:
             doublings = math.floor(math.log2(peak_lr / lr) + 1e-9)
-        return min(2 ** min(doublings, 62), self.local_step_clipper)
+        return min(2 ** min(doublings, 62), self.longest)

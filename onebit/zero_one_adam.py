@@ -71,7 +71,7 @@ class ZeroOneAdam(CompressedOptimizer):
         var_freeze_step: int | None = None,
         var_update_scaler: int = 16,
         local_step_scaler: int | str = "auto",
-        local_step_clipper: int = 1,
+        local_step_clipper: int | str = 1,
         variance_codec: Codec | None = None,
         bias_correction: bool = True,
         amsgrad: bool = False,
@@ -141,7 +141,7 @@ class ZeroOneAdam(CompressedOptimizer):
         bucket.phase = phase
         bucket.ef = ErrorFeedback.zeros(n, W, dtype=self.error_dtype, device=device)
         names = ["exp_avg", "exp_avg_sq"]
-        if self.local_steps.local_step_clipper > 1:
+        if self.local_steps.longest > 1:
             names += ["accumulated", "anchor"]
         bucket.flat = {name: torch.zeros(n, device=device) for name in names}
         bucket.flat["worker_error"] = bucket.ef.worker

@@ -383,8 +383,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, default=1e-3)
     add("--warmup-lr-fraction", type=float, default=0.1, help="share of the steps in which the learning rate rises")
     add("--weight-decay", type=float, default=0.01)
-    add("--freeze-step", type=_freeze_step, default="auto", help="1-bit Adam and LAMB: warm-up steps, or auto")
-    add("--local-step-clipper", type=_positive, default=1, help="0/1 Adam: at most this many steps per exchange")
+    add("--freeze-step", type=_auto_or_int, default="auto", help="1-bit Adam and LAMB: warm-up steps, or auto")
+    add("--local-step-clipper", type=_auto_or_int, default=1, help="0/1 Adam: most steps per exchange, or auto")
     add("--max-grad-norm", type=float, default=0.0, help="clip the gradient's norm here; 0 does not")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--seed", type=int, default=0)
@@ -410,7 +410,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def _freeze_step(text: str) -> int | str:
+def _auto_or_int(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 

@@ -227,6 +227,7 @@ def test_local_steps_follow_step_or_learning_rate() -> None:
     by_lr = LocalSteps("auto", 16)
     assert [by_lr.interval(0, lr, 1.0) for lr in (1.0, 0.6, 0.5, 0.25, 0.01, 0.0)] == [1, 1, 2, 4, 16, 16]
     assert by_lr.interval(0, 0.0, 0.0) == 1
+    assert LocalSteps("auto", "auto").interval(0, 1e-9, 1.0) == LocalSteps("auto", "auto").longest > 1
 
 
 @pytest.mark.parametrize(
@@ -237,6 +238,7 @@ def test_local_steps_follow_step_or_learning_rate() -> None:
         {"local_step_scaler": 0},
         {"local_step_scaler": "x"},
         {"local_step_clipper": 0},
+        {"local_step_clipper": "x"},
     ],
 )
 def test_bad_options_are_refused(options: dict) -> None:
