@@ -46,12 +46,13 @@ class Outcome:
     def read(cls, folder: Path, name: str) -> Outcome:
         summary = json.loads((folder / f"{name}.json").read_text())
         rows = read_csv(folder / f"{name}.csv")
-        last_phase = [row for row in rows if row["phase"] == rows[-1]["phase"]]
+        usual = statistics.mode(row["phase"] for row in rows[-max(1, len(rows) // 4) :])
+        last_phase = [row for row in rows if row["phase"] == usual]
         per_step = summary["parameters"] * summary["steps_here"]
         return cls(
             val_loss=summary["val_loss"],
             bytes_per_parameter=summary["bytes_per_parameter_and_step"],
-            last_bits=summary["last_bits_per_parameter"],
+            last_bits=statistics.median(float(row["bits_per_parameter"]) for row in last_phase),
             wire_bytes_per_parameter=None if summary["wire_bytes"] is None else summary["wire_bytes"] / per_step,
             step_s=summary["step_s"]["mean"],
             last_phase_step_s=statistics.median(float(row["step_s"]) for row in last_phase),
@@ -74,8 +75,9 @@ def parse_args() -> argparse.Namespace:
     add("--quick", action="store_true", help="a few steps of a tiny model: does it run?")
     add("--out", type=Path, default=Path("runs/demo"))
     args = parser.parse_args()
+    args.freeze_step = "auto"
     if args.quick:
-        args.size, args.steps = "tiny", 30
+        args.size, args.steps, args.freeze_step = "tiny", 30, "10"
     return args
 
 
@@ -83,7 +85,7 @@ def training_command(args: argparse.Namespace, optimizer: str) -> list[str]:
     return [
         sys.executable, str(HERE / "train.py"), "--optimizer", optimizer, "--size", args.size,
         "--steps", str(args.steps), "--batch-size", str(args.batch_size), "--lr", str(args.lr),
-        "--seed", str(args.seed), "--eval-every", str(max(1, args.steps // 20)),
+        "--seed", str(args.seed), "--freeze-step", args.freeze_step, "--eval-every", str(max(1, args.steps // 20)),
         "--progress", "bar" if sys.stdout.isatty() else "lines",
         "--csv", str(args.out / f"{optimizer}.csv"), "--json", str(args.out / f"{optimizer}.json"),
     ]  # fmt: skip
@@ -161,7 +163,7 @@ def table_of(dense: Outcome, onebit: Outcome, title: str) -> Table:
     add("final validation loss, nats per byte", ".4f", dense.val_loss, onebit.val_loss, has_ratio=False)
     add("bytes sent per parameter and step", ".3f", dense.bytes_per_parameter, onebit.bytes_per_parameter)
     add("  the same, counted by the kernel", ".3f", dense.wire_bytes_per_parameter, onebit.wire_bytes_per_parameter)
-    add("  bits per parameter, last step", ".2f", dense.last_bits, onebit.last_bits)
+    add("  bits per parameter, after warm-up", ".2f", dense.last_bits, onebit.last_bits)
     add("seconds per step", ".3f", dense.step_s, onebit.step_s)
     add("  after warm-up", ".3f", dense.last_phase_step_s, onebit.last_phase_step_s)
     add("  of these waiting for the network", ".3f", dense.last_phase_comm_s, onebit.last_phase_comm_s)
