@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import study
-from study import Job, run_job
+import study_run
+from study_run import Job, run_job
 
 import onebit
 
@@ -42,5 +42,5 @@ def test_without_error_feedback_it_does_not(adamw: float, monkeypatch: pytest.Mo
                 bucket.ef.worker.zero_()
                 bucket.ef.server.zero_()
 
-    monkeypatch.setattr(study.onebit, "OnebitAdam", Forgetful)
+    monkeypatch.setattr(study_run.onebit, "OnebitAdam", Forgetful)
     assert run_job(replace(JOB, method="onebit-adam")).loss > 1.02 * adamw

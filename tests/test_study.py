@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 import study
+import study_run
 import torch
-from study import Job, Point, Result, best_lr, gap_with_interval, read_results, report, run_job, runs_by_lr, verdict
+from study import read_results
+from study_report import best_lr, gap_with_interval, report, runs_by_lr, verdict
+from study_run import Job, Point, Result, run_job
 from tasks import MASK, TASKS, load_task
 
 JOB = Job(task="digits", method="onebit-adam", lr=4e-3, seed=1, steps=6, ranks=2, batch_size=4)
@@ -103,7 +106,7 @@ def test_same_job_gives_the_same_losses_and_traffic(method: str) -> None:
 def test_last_round_of_local_steps_is_counted_and_changes_nothing_before(monkeypatch: pytest.MonkeyPatch) -> None:
     job = replace(JOB, method="zero-one-adam H=8", steps=20)
     *synced, last = run_job(job).curve
-    monkeypatch.setattr(study.onebit.ZeroOneAdam, "sync", lambda optimizer: None)
+    monkeypatch.setattr(study_run.onebit.ZeroOneAdam, "sync", lambda optimizer: None)
     *unsynced, local = run_job(job).curve
     assert synced == unsynced
     assert any(b.bits == a.bits for a, b in pairwise(synced))  # there are local steps
