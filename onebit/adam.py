@@ -59,6 +59,17 @@ def denominator_(v: Tensor, layout: Layout, counts: Tensor, *, eps: float, floor
     return v.sqrt_().add_(eps)
 
 
+def normalise_(g: Tensor, D: Tensor, weight: float) -> None:
+    """g ← g/√(D² + weight·g²), in place: g/D while that is small, never more than 1/√weight.
+
+    D is as old as the last variance step. Where gradients have grown by orders of magnitude since (attention that
+    wakes up), a live variance would have taken them in; this counts a rank's own gradient in instead. NaN and infinity
+    come out as NaN.
+    """
+    g.div_(D)
+    g.mul_(torch.addcmul(torch.ones((), device=g.device), g, g, value=weight).rsqrt_())
+
+
 def mean_of_live_blocks(variances: Sequence[Tensor], block: int) -> float:
     """The mean of v over all blocks in which it is not zero; 1 where there is none."""
     per_block = [v.view(-1, block).sum(1) for v in variances]

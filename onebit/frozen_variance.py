@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .adam import adamw_update_, check_adam_options, denominator_, mean_of_live_blocks
+from .adam import adamw_update_, check_adam_options, denominator_, mean_of_live_blocks, normalise_
 from .ballot import Ballot
 from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
@@ -84,9 +84,15 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
         if not self._is_dense(bucket):
             assert bucket.frames is not None
             beta1 = group["betas"][0]
-            bucket.x.div_(bucket.flat["denominator"])
+            normalise_(bucket.x, bucket.flat["denominator"], self._weight_of_own_gradient(bucket))
             self._observe(bucket, group)
             self.codec.decode(bucket.frames, self._rows(bucket.x), weight=beta1, keep=1.0 - beta1)
+
+    def _weight_of_own_gradient(self, bucket: Bucket) -> float:
+        """What a gradient would weigh in a refresh in this step, divided among the ranks."""
+        g = bucket.group_index
+        share = self._share_of_refresh(g, self.param_groups[g]["betas"][1], int(self._steps[g]) + 1)
+        return share / self.link.world_size
 
     def _observe(self, bucket: Bucket, group: dict) -> None:
         """bucket.x holds g_i/D: what a leaf wants to know of it."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import comm
-from .adam import check_adam_options, denominator_, mean_of_live_blocks
+from .adam import check_adam_options, denominator_, mean_of_live_blocks, normalise_
 from .ballot import Ballot
 from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
@@ -85,6 +85,7 @@ class ZeroOneAdam(CompressedOptimizer):
         self.variance_floor = variance_floor
         self.bias_correction = bias_correction
         self._round = ""  # of the step under way; decided once, as learning rates may be edited before step()
+        self._step_under_way = 1
         self._weights: list[float] = []  # γ of the step under way, per group
         self._peak_lr = 0.0
         self._variance_steps = 0  # steps up to and including the last variance step
@@ -105,7 +106,7 @@ class ZeroOneAdam(CompressedOptimizer):
     def _this_round(self) -> str:
         if not self._round:
             self._weights = [self._weight(g) for g in range(len(self.param_groups))]
-            self._round = self._decide()
+            self._round, self._step_under_way = self._decide(), int(self._steps[0]) + 1
         return self._round
 
     def _decide(self) -> str:
@@ -173,7 +174,8 @@ class ZeroOneAdam(CompressedOptimizer):
             bucket.x.copy_(bucket.flat["accumulated"])
             return
         beta1 = group["betas"][0]
-        bucket.x.div_(self._denominator(bucket, group)).mul_(1.0 - beta1).add_(bucket.flat["exp_avg"], alpha=beta1)
+        self._normalise(bucket, group)
+        bucket.x.mul_(1.0 - beta1).add_(bucket.flat["exp_avg"], alpha=beta1)
         bucket.x.mul_(self._weights[bucket.group_index])
         if self._since_sync:
             bucket.x.add_(bucket.flat["accumulated"])
@@ -222,7 +224,8 @@ class ZeroOneAdam(CompressedOptimizer):
         m, u, weight = bucket.flat["exp_avg"], bucket.flat["accumulated"], self._weights[bucket.group_index]
         if self._since_sync == 0:
             torch._foreach_copy_(bucket.layout.views(bucket.flat["anchor"]), bucket.params)
-        m.lerp_(bucket.x.div_(self._denominator(bucket, group)), 1.0 - group["betas"][0])
+        self._normalise(bucket, group)
+        m.lerp_(bucket.x, 1.0 - group["betas"][0])
         u.add_(m, alpha=weight)
         torch.mul(m, weight, out=bucket.x)
         self._decay(bucket, group)
@@ -239,6 +242,12 @@ class ZeroOneAdam(CompressedOptimizer):
         return denominator_(
             v, bucket.layout, bucket.counts, eps=group["eps"], floor=self.variance_floor, fallback=self._fallback
         )
+
+    def _normalise(self, bucket: Bucket, group: dict) -> None:
+        """bucket.x: this rank's gradient in, a move out."""
+        weight = variance_weight(group["betas"][1], self._step_under_way - self._variance_steps)
+        share = weight / self._total_after(bucket.group_index, weight)
+        normalise_(bucket.x, self._denominator(bucket, group), share / self.link.world_size)
 
     def _kept_this_step(self, group: dict) -> float:
         return 1.0 if self._is_forced else 1.0 - float(group["lr"]) * group["weight_decay"]

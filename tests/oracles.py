@@ -61,6 +61,11 @@ def floored_denominator(v: np.ndarray, blocks: Sequence[slice], floor: float, ep
     return np.sqrt(floored) + eps
 
 
+def late_weight(b2: float, gap: int) -> float:
+    """The weight of a squared gradient in the variance, `gap` steps after the one before it."""
+    return max(1 - b2, min(1 - b2**gap, 1 / 16))
+
+
 @dataclass
 class MomentumOracle:
     """Bias-corrected Adam moments of n workers; from the first step that is not dense, two compressed legs of m/D.
@@ -101,7 +106,7 @@ class MomentumOracle:
 
     def take_in(self, g: np.ndarray) -> None:
         b1, b2 = self.betas
-        weight = max(1 - b2, min(1 - b2 ** (self.t - self.t_dense), 1 / 16))
+        weight = late_weight(b2, self.t - self.t_dense)
         self.total = (1 - weight) * self.total + weight
         self.v = (1 - weight) * self.v + weight * g**2
         self.t_dense = self.t
@@ -110,6 +115,12 @@ class MomentumOracle:
         else:
             self.set_denominator()
             self.update = b1 * self.update + (1 - b1) * g / self.d
+
+    def normalised(self, g: np.ndarray, t: int) -> np.ndarray:
+        """g over the root of D² and of what g² would weigh in a refresh in step t, divided among the workers."""
+        weight = late_weight(self.betas[1], t - self.t_dense)
+        share = weight / ((1 - weight) * self.total + weight)
+        return g / np.sqrt(self.d**2 + share / self.workers * g**2)
 
     def set_denominator(self) -> None:
         """D is all that is kept of the variance."""
@@ -126,7 +137,7 @@ class MomentumOracle:
         self.freeze()
         q = np.zeros_like(grads)
         for i in range(self.workers):
-            c = b1 * self.update + (1 - b1) * grads[i] / self.d + self.worker_error[i]
+            c = b1 * self.update + (1 - b1) * self.normalised(grads[i], self.t) + self.worker_error[i]
             q[i] = compress(c, self.blocks, self.scale)
             self.worker_error[i] = c - q[i]
         a = q.mean(0) + self.server_error
@@ -204,7 +215,7 @@ class OnebitLambOracle(MomentumOracle):
         n = self.workers
         m_hat = self.update / (1 - self.betas[0] ** self.t)
         for k, layer in enumerate(self.layers):
-            normalised = grads[:, layer] / self.d[layer]
+            normalised = np.stack([self.normalised(g, self.t + 1) for g in grads])[:, layer]
             square = np.mean(np.sum(normalised**2, axis=1))
             product = np.mean(normalised @ m_hat[layer])
             estimate = square / n + (1 - 1 / n) * max(0.0, product)
@@ -256,14 +267,17 @@ class ZeroOneAdamOracle:
         decay = 1 - lr * self.weight_decay
         if what == "variance":
             g = grads.mean(0)
-            weight = max(1 - b2, min(1 - b2 ** (self.t - self.t_variance), 1 / 16))
+            weight = late_weight(b2, self.t - self.t_variance)
             self.v, self.t_variance = (1 - weight) * self.v + weight * g**2, self.t
             self.total = (1 - weight) * self.total + weight
             self.m = np.tile(b1 * self.m[0] + (1 - b1) * g / self.denominator(), (self.workers, 1))
             self.x = decay * self.x - gamma * self.m
             self.anchor = self.x[0].copy()
             return
-        self.m = b1 * self.m + (1 - b1) * grads / self.denominator()
+        weight = late_weight(b2, self.t - self.t_variance)
+        share = weight / ((1 - weight) * self.total + weight)
+        normalised = grads / np.sqrt(self.denominator() ** 2 + share / self.workers * grads**2)
+        self.m = b1 * self.m + (1 - b1) * normalised
         self.u = self.u + gamma * self.m
         self.gamma_sum += gamma
         self.kept *= decay

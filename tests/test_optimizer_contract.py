@@ -444,6 +444,30 @@ def test_a_mask_that_does_not_fit_is_refused(masks: Tensor | list[Tensor], messa
         onebit.OnebitAdam([{"params": [nn.Parameter(torch.ones(3))], "exp_avg_mask": masks}], link=SimTransport())
 
 
+@pytest.mark.parametrize("kind", ["frozen", "auto", "ZeroOneAdam"])
+def test_gradients_that_grow_a_thousandfold_move_nothing_a_thousand_times_as_far(kind: str) -> None:
+    """As in attention that wakes up: the variance is steps old and knows nothing of it. Adam itself moves by 6.6 lr."""
+
+    def ours(link: SimTransport) -> float:
+        p = nn.Parameter(torch.zeros(1024))
+        options: dict = {"freeze_step": 20 if kind == "frozen" else "auto"}
+        optimizer = (
+            onebit.ZeroOneAdam([p], lr=1e-3, weight_decay=0.0, link=link)
+            if kind == "ZeroOneAdam"
+            else onebit.OnebitAdam([p], lr=1e-3, weight_decay=0.0, link=link, **options)
+        )
+        generator, largest = torch.Generator().manual_seed(link.rank), 0.0
+        for step in range(150):
+            before = p.detach().clone()
+            p.grad = (1e-3 if step < 115 else 1.0) * (1.0 + 0.3 * torch.randn(1024, generator=generator))
+            optimizer.step()
+            largest = max(largest, float((p.detach() - before).abs().max()) / 1e-3)
+        return largest
+
+    for largest in run_ranks(4, ours):
+        assert 1.0 < largest < 12.0
+
+
 @pytest.mark.parametrize("name", FAMILY)
 def test_blocks_of_another_size(name: str) -> None:
     """All that travels is cut alike; a codec of gradients that is not is refused."""
