@@ -1,4 +1,4 @@
-// 16 floats in two registers. Included by sign_kernel.cpp.
+// 16 floats in two registers. Included by kernels.cpp.
 
 struct Lanes {
   __m256 low, high;

@@ -1,4 +1,4 @@
-// 16 floats in one register. Included by sign_kernel.cpp.
+// 16 floats in one register. Included by kernels.cpp.
 
 struct Lanes {
   __m512 v;

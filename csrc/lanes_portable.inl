@@ -1,5 +1,5 @@
 // 16 floats as four vectors of four, for any machine: compilers turn these into SSE2, NEON, … or plain floats.
-// Included by sign_kernel.cpp.
+// Included by kernels.cpp.
 
 typedef float Float4 __attribute__((vector_size(16)));
 typedef int32_t Int4 __attribute__((vector_size(16)));

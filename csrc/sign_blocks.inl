@@ -1,4 +1,4 @@
-// The algorithm of comm/kernels/reference.py over `Lanes`. Included by sign_kernel.cpp once per instruction set.
+// The algorithm of comm/kernels/reference.py over `Lanes`. Included by kernels.cpp once per instruction set.
 
 struct NoError {
   ONEBIT_TARGET static Lanes add(Lanes x, const void*, int64_t) { return x; }

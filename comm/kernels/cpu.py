@@ -1,6 +1,6 @@
 """Kernels: the sign frame in C++, for host tensors. The same bytes and the same floats as `reference.py`.
 
-The code is csrc/sign_kernel.cpp, built by setup.py into `_sign_kernel.*.so` beside this file and loaded with ctypes on
+The code is csrc/kernels.cpp, built by setup.py into `_kernels.*.so` beside this file and loaded with ctypes on
 first use; calls release the GIL. Arguments are checked here, once: past this edge there are only pointers.
 
 Shape legend: K rows, N elements, J blocks, B bytes.
@@ -53,13 +53,13 @@ def why_not_built() -> str:
 
 def describe() -> str:
     """What runs, e.g. "C++, AVX-512, up to 2 threads"."""
-    threads = torch.get_num_threads() if _library().onebit_sign_has_openmp() else 1
+    threads = torch.get_num_threads() if _library().onebit_has_openmp() else 1
     return f"C++, {_ISA_TITLES[available_isas()[-1]]}, up to {threads} thread{'s' if threads > 1 else ''}"
 
 
 def available_isas() -> tuple[str, ...]:
     """The instruction sets that this machine can run, slowest first."""
-    return ISAS[1 : 1 + _library().onebit_sign_best_isa()]
+    return ISAS[1 : 1 + _library().onebit_best_isa()]
 
 
 def encode(
@@ -221,12 +221,12 @@ def _load_once() -> _Load:
 
 
 def _open(folder: Path) -> _Load:
-    paths = [path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_sign_kernel{suffix}").exists()]
+    paths = [path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_kernels{suffix}").exists()]
     if not paths:
         return _Load(None, f"the C++ kernel is not built; {_REINSTALL}")
     try:
         library = ctypes.CDLL(str(paths[0]))  # torch is imported by now: the library shares its OpenMP threads
-        version = library.onebit_sign_abi_version()
+        version = library.onebit_abi_version()
     except (OSError, AttributeError) as error:
         return _Load(None, f"{paths[0].name} cannot be loaded ({error}); {_REINSTALL}")
     if version != ABI_VERSION:

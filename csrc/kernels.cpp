@@ -193,11 +193,11 @@ void run(void (*work)(const Job&, int64_t, int64_t), const Job& job, int64_t blo
 #define ONEBIT_API extern "C" __attribute__((visibility("default")))
 
 // Raise it together with cpu.py's when a signature or a frame changes: a library built from older sources is then refused.
-ONEBIT_API int onebit_sign_abi_version() { return 1; }
+ONEBIT_API int onebit_abi_version() { return 1; }
 
-ONEBIT_API int onebit_sign_best_isa() { return best_isa(); }
+ONEBIT_API int onebit_best_isa() { return best_isa(); }
 
-ONEBIT_API int onebit_sign_has_openmp() {
+ONEBIT_API int onebit_has_openmp() {
 #ifdef _OPENMP
   return 1;
 #else
