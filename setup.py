@@ -36,8 +36,8 @@ class BuildKernel(build_ext):
 setup(
     ext_modules=[
         Extension(
-            "onebit.comm.kernels._sign_kernel",
-            sources=["csrc/sign_kernel.cpp"],
+            "onebit.comm.kernels._kernels",
+            sources=["csrc/kernels.cpp"],
             depends=sorted(glob(os.path.join("csrc", "*.inl"))),
             language="c++",
             optional=True,

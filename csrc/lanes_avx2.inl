@@ -1,4 +1,4 @@
-// 16 floats in two registers. Included by sign_kernel.cpp.
+// 16 floats in two registers. Included by kernels.cpp.
 
 struct Lanes {
   __m256 low, high;
@@ -6,14 +6,28 @@ struct Lanes {
   ONEBIT_TARGET static Lanes splat(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
   ONEBIT_TARGET static Lanes load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
   ONEBIT_TARGET static Lanes load_bf16(const uint16_t* from) { return {widen(from), widen(from + 8)}; }
+  ONEBIT_TARGET static Lanes load_int8(const uint8_t* from) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+  }
   ONEBIT_TARGET void store(float* to) const {
     _mm256_storeu_ps(to, low);
     _mm256_storeu_ps(to + 8, high);
+  }
+  // The lanes hold whole numbers in -128..127.
+  ONEBIT_TARGET void store_int8(uint8_t* to) const {
+    // packs works on each half of a register: lanes 0-3, 8-11, 4-7, 12-15 come out; the permutation puts them in order.
+    const __m256i mixed = _mm256_packs_epi32(_mm256_cvtps_epi32(low), _mm256_cvtps_epi32(high));
+    const __m256i words = _mm256_permute4x64_epi64(mixed, _MM_SHUFFLE(3, 1, 2, 0));
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
   }
 
   ONEBIT_TARGET Lanes operator+(Lanes o) const { return {_mm256_add_ps(low, o.low), _mm256_add_ps(high, o.high)}; }
   ONEBIT_TARGET Lanes operator-(Lanes o) const { return {_mm256_sub_ps(low, o.low), _mm256_sub_ps(high, o.high)}; }
   ONEBIT_TARGET Lanes operator*(Lanes o) const { return {_mm256_mul_ps(low, o.low), _mm256_mul_ps(high, o.high)}; }
+  ONEBIT_TARGET Lanes operator/(Lanes o) const { return {_mm256_div_ps(low, o.low), _mm256_div_ps(high, o.high)}; }
   ONEBIT_TARGET Lanes abs() const {
     const __m256 minus_zero = _mm256_set1_ps(-0.0f);
     return {_mm256_andnot_ps(minus_zero, low), _mm256_andnot_ps(minus_zero, high)};
@@ -21,6 +35,16 @@ struct Lanes {
   ONEBIT_TARGET Lanes negated() const {
     const __m256 minus_zero = _mm256_set1_ps(-0.0f);
     return {_mm256_xor_ps(minus_zero, low), _mm256_xor_ps(minus_zero, high)};
+  }
+
+  // To the nearest whole number, ties to even; the sign stays, also a zero's. |lane| < 2^22.
+  ONEBIT_TARGET Lanes rounded() const {
+    constexpr int kNearestEven = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(low, kNearestEven), _mm256_round_ps(high, kNearestEven)};
+  }
+  // Of lanes without a sign bit, by their bits: an infinity is above every number and a NaN above both.
+  ONEBIT_TARGET static Lanes larger_bits(Lanes a, Lanes b) {
+    return {larger_bits(a.low, b.low), larger_bits(a.high, b.high)};
   }
 
   // Bit l is the sign bit of lane l.
@@ -47,6 +71,9 @@ struct Lanes {
   }
 
  private:
+  ONEBIT_TARGET static __m256 larger_bits(__m256 a, __m256 b) {
+    return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+  }
   ONEBIT_TARGET static __m256 widen(const uint16_t* from) {
     const __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16));

@@ -1,4 +1,4 @@
-// 16 floats in one register. Included by sign_kernel.cpp.
+// 16 floats in one register. Included by kernels.cpp.
 
 struct Lanes {
   __m512 v;
@@ -9,13 +9,30 @@ struct Lanes {
     const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16))};
   }
+  ONEBIT_TARGET static Lanes load_int8(const uint8_t* from) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))))};
+  }
   ONEBIT_TARGET void store(float* to) const { _mm512_storeu_ps(to, v); }
+  // The lanes hold whole numbers in -128..127.
+  ONEBIT_TARGET void store_int8(uint8_t* to) const {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+  }
 
   ONEBIT_TARGET Lanes operator+(Lanes o) const { return {_mm512_add_ps(v, o.v)}; }
   ONEBIT_TARGET Lanes operator-(Lanes o) const { return {_mm512_sub_ps(v, o.v)}; }
   ONEBIT_TARGET Lanes operator*(Lanes o) const { return {_mm512_mul_ps(v, o.v)}; }
+  ONEBIT_TARGET Lanes operator/(Lanes o) const { return {_mm512_div_ps(v, o.v)}; }
   ONEBIT_TARGET Lanes abs() const { return {_mm512_abs_ps(v)}; }
   ONEBIT_TARGET Lanes negated() const { return {_mm512_xor_ps(v, _mm512_set1_ps(-0.0f))}; }
+
+  // To the nearest whole number, ties to even; the sign stays, also a zero's. |lane| < 2^22.
+  ONEBIT_TARGET Lanes rounded() const {
+    return {_mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+  }
+  // Of lanes without a sign bit, by their bits: an infinity is above every number and a NaN above both.
+  ONEBIT_TARGET static Lanes larger_bits(Lanes a, Lanes b) {
+    return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v)))};
+  }
 
   // Bit l is the sign bit of lane l.
   ONEBIT_TARGET uint16_t sign_bits() const {

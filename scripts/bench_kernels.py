@@ -1,4 +1,4 @@
-"""The C++ sign kernel against its floor and against the pure-torch reference, on this machine.
+"""The C++ kernels against its floor and against the pure-torch reference, on this machine.
 
     python scripts/bench_kernels.py --record scripts/records/kernels_cpu_2026-11.md
 
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from onebit.comm import SignCodec
+from onebit.comm import Int8Codec, SignCodec
 from onebit.comm.kernels import cpu, reference
 
 ROWS_OF_MEAN = 4
@@ -59,8 +59,8 @@ class Timing:
         return f"{self.median:.3g} ({self.low:.3g}–{self.high:.3g})"
 
 
-def operations(elements: int, block: int, isa: str) -> list[Operation]:
-    """All rows of the table over one set of tensors, of `elements` rounded up to whole blocks."""
+def sign_operations(elements: int, block: int, isa: str) -> list[Operation]:
+    """The sign frame's rows of the table, over one set of tensors, of `elements` rounded up to whole blocks."""
     codec = SignCodec(block)
     N = -(-elements // block) * block
     B = codec.frame_bytes(N)
@@ -107,6 +107,42 @@ def operations(elements: int, block: int, isa: str) -> list[Operation]:
     ]
 
 
+def int8_operations(elements: int, block: int, isa: str) -> list[Operation]:
+    """The int8 frame's rows, over one set of tensors, of `elements` rounded up to whole blocks."""
+    N = -(-elements // block) * block
+    B = Int8Codec(block).frame_bytes(N)
+    x, error, out = torch.randn(1, N), torch.randn(1, N), torch.empty(1, N)
+    frames, received = torch.empty(1, B, dtype=torch.uint8), torch.empty(ROWS_OF_MEAN, B, dtype=torch.uint8)
+    for k in range(ROWS_OF_MEAN):
+        reference.int8_encode(torch.randn(1, N), None, received[k : k + 1], None, block=block)
+    return [
+        Operation(
+            "int8 fused encode, float32 error",
+            "torch.add(x, error, out=x)",
+            N * 12 + B,
+            lambda: cpu.int8_encode(x, error, frames, None, block=block, isa=isa),
+            lambda: torch.add(x, error, out=x),
+            lambda: reference.int8_encode(x, error, frames, None, block=block),
+        ),
+        Operation(
+            "int8 decode",
+            "out.fill_()",
+            N * 4 + B,
+            lambda: cpu.int8_decode(received[:1], out, block=block, weight=1.0, keep=0.0, isa=isa),
+            lambda: out.fill_(0.5),
+            lambda: reference.int8_decode(received[:1], out, block=block, weight=1.0, keep=0.0),
+        ),
+        Operation(
+            f"int8 decode_mean, K={ROWS_OF_MEAN}",
+            "out.fill_()",
+            N * 4 + ROWS_OF_MEAN * B,
+            lambda: cpu.int8_decode_mean(received, out[0], block=block, isa=isa),
+            lambda: out.fill_(0.5),
+            lambda: reference.int8_decode_mean(received, out[0], block=block),
+        ),
+    ]
+
+
 def seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
@@ -128,7 +164,7 @@ def measure(operation: Operation, repeats: int, reference_repeats: int) -> tuple
 def table(args: argparse.Namespace) -> list[str]:
     sides = "kernel ms | GB/s | floor | floor ms | kernel / floor | reference ms | reference / kernel"
     lines = [f"| operation | threads | {sides} |", "|---" * 9 + "|"]
-    rows = operations(args.elements, args.block, args.isa)
+    rows = [row for rows in (sign_operations, int8_operations) for row in rows(args.elements, args.block, args.isa)]
     for threads in args.threads:
         torch.set_num_threads(threads)
         for row in rows:
@@ -145,7 +181,7 @@ def sweep(args: argparse.Namespace) -> list[str]:
     """Two threads against one, by size: where `cpu.ELEMENTS_PER_THREAD` comes from."""
     lines = ["| elements | encode µs, 1 thread | 2 threads | ratio |", "|---|---|---|---|"]
     for elements in SWEEP:
-        encode = operations(elements, args.block, args.isa)[0].kernel
+        encode = sign_operations(elements, args.block, args.isa)[0].kernel
         spent: dict[int, list[float]] = {1: [], 2: []}
         for _ in range(args.repeats):
             for threads in spent:
@@ -183,7 +219,7 @@ def record(argv: Sequence[str], args: argparse.Namespace) -> str:
     load_before = os.getloadavg()[0]
     rows = table(args)
     small = unconditional_sweep(args)
-    return f"""# The C++ sign kernel on the host
+    return f"""# The C++ kernels on the host
 
 - command: `python scripts/bench_kernels.py {shlex.join(argv)}`
 - commit {commit()}, {time.strftime("%Y-%m-%d")}; Python {platform.python_version()}, torch {torch.__version__}

@@ -27,6 +27,7 @@ CODECS: list[Codec] = [
     SignCodec(kernel="reference"),
     Int8Codec(),
     Int8Codec(block=64),
+    Int8Codec(kernel="reference"),
 ]
 SPECIAL = [0.0, -0.0, 1e-45, -1e-38, 1e-30, 3e38, -1e18, 1.0, -2.0]
 
@@ -180,3 +181,11 @@ def test_frames_are_golden() -> None:
 def test_bad_options_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SignCodec(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"block": 24}, "multiple of 16"), ({"kernel": "x"}, "kernel must be")]
+)
+def test_bad_int8_options_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Int8Codec(**options)

@@ -11,8 +11,10 @@ import importlib.util
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,17 +24,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from onebit.comm import SignCodec, kernels
+from onebit.comm import Int8Codec, SignCodec, kernels
 from onebit.comm.kernels import cpu, reference
 
-BLOCKS = (64, 128, 192, 256, 1024)
-SCALES = ("rms", "mean_abs")
+# The sign frame with its two scales, and the int8 frame.
+FRAMES = ("rms", "mean_abs", "int8")
+BLOCKS = {"rms": (64, 128, 192, 256, 1024), "mean_abs": (64, 128, 192, 256, 1024), "int8": (16, 48, 64, 256, 1024)}
 ERRORS = (None, torch.float32, torch.bfloat16)
 SPECIAL = (
     float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-40, 1e-38, 1e30, -1e30, 1e-30, 1e-23,
     1.8e19, 1.9e19, 3e38, -3.4e38, 1.0,
 )  # fmt: skip
 
+each_frame = pytest.mark.parametrize("frame", FRAMES)
+each_frame_and_block = pytest.mark.parametrize(("frame", "block"), [(f, block) for f in FRAMES for block in BLOCKS[f]])
 needs_build = pytest.mark.skipif(not cpu.is_built(), reason=f"needs the C++ kernel: {cpu.why_not_built()}")
 _available = cpu.available_isas() if cpu.is_built() else ()
 each_isa = pytest.mark.parametrize(
@@ -69,23 +74,33 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def random_counts(K: int, J: int, block: int, seed: int = 0) -> Tensor:
-    edges = torch.tensor([0, 1, 15, 16, 17, 31, 63, block - 17, block - 16, block - 1, block, block], dtype=torch.int32)
+    near = (0, 1, 15, 16, 17, 31, 63, block - 17, block - 16, block - 1, block, block)
+    edges = torch.tensor(near, dtype=torch.int32).clamp(0, block)
     return edges[torch.randint(len(edges), (K, J), generator=torch.Generator().manual_seed(seed))]
 
 
-def frames_for(K: int, N: int, block: int, fill: int = 0xAB) -> Tensor:
-    return torch.full((K, SignCodec(block).frame_bytes(N)), fill, dtype=torch.uint8)
+def function(kernel: ModuleType, name: str, frame: str) -> Callable[..., None]:
+    """The kernel's encode, decode or decode_mean for a frame, without its scale option."""
+    if frame == "int8":
+        return getattr(kernel, f"int8_{name}")
+    return partial(kernel.encode, scale=frame) if name == "encode" else getattr(kernel, name)
+
+
+def frames_for(K: int, N: int, block: int, fill: int = 0xAB, *, frame: str = "rms") -> Tensor:
+    codec = Int8Codec(block) if frame == "int8" else SignCodec(block)
+    return torch.full((K, codec.frame_bytes(N)), fill, dtype=torch.uint8)
 
 
 def encode_both(
-    x_KN: Tensor, error_KN: Tensor | None, counts_KJ: Tensor | None, *, block: int, scale: str, isa: str
+    x_KN: Tensor, error_KN: Tensor | None, counts_KJ: Tensor | None, *, block: int, frame: str, isa: str
 ) -> Tensor:
     """Assert that both kernels agree on frames and residuals; the frames."""
     K, N = x_KN.shape
-    residuals, frames = [x_KN.clone(), x_KN.clone()], [frames_for(K, N, block, fill) for fill in (0xAB, 0xCD)]
+    residuals = [x_KN.clone(), x_KN.clone()]
+    frames = [frames_for(K, N, block, fill, frame=frame) for fill in (0xAB, 0xCD)]
     error_before = None if error_KN is None else error_KN.clone()
-    reference.encode(residuals[0], error_KN, frames[0], counts_KJ, block=block, scale=scale)
-    cpu.encode(residuals[1], error_KN, frames[1], counts_KJ, block=block, scale=scale, isa=isa)
+    function(reference, "encode", frame)(residuals[0], error_KN, frames[0], counts_KJ, block=block)
+    function(cpu, "encode", frame)(residuals[1], error_KN, frames[1], counts_KJ, block=block, isa=isa)
     assert_same(frames[1], frames[0])
     assert_same(residuals[1], residuals[0])
     if error_KN is not None and error_before is not None:
@@ -93,17 +108,19 @@ def encode_both(
     return frames[1]
 
 
-def decode_both(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float, isa: str) -> None:
+def decode_both(
+    frames_KB: Tensor, out_KN: Tensor, *, block: int, frame: str, weight: float, keep: float, isa: str
+) -> None:
     outs = [out_KN.clone(), out_KN.clone()]
-    reference.decode(frames_KB, outs[0], block=block, weight=weight, keep=keep)
-    cpu.decode(frames_KB, outs[1], block=block, weight=weight, keep=keep, isa=isa)
+    function(reference, "decode", frame)(frames_KB, outs[0], block=block, weight=weight, keep=keep)
+    function(cpu, "decode", frame)(frames_KB, outs[1], block=block, weight=weight, keep=keep, isa=isa)
     assert_same(outs[1], outs[0])
 
 
-def decode_mean_both(frames_KB: Tensor, N: int, *, block: int, isa: str) -> None:
+def decode_mean_both(frames_KB: Tensor, N: int, *, block: int, frame: str, isa: str) -> None:
     outs = torch.full((2, N), -7.0)
-    reference.decode_mean(frames_KB, outs[0], block=block)
-    cpu.decode_mean(frames_KB, outs[1], block=block, isa=isa)
+    function(reference, "decode_mean", frame)(frames_KB, outs[0], block=block)
+    function(cpu, "decode_mean", frame)(frames_KB, outs[1], block=block, isa=isa)
     assert_same(outs[1], outs[0])
 
 
@@ -112,61 +129,62 @@ def decode_mean_both(frames_KB: Tensor, N: int, *, block: int, isa: str) -> None
 
 @needs_build
 @each_isa
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("scale", SCALES)
+@each_frame_and_block
 @pytest.mark.parametrize("error_dtype", ERRORS, ids=str)
 def test_encode_gives_the_bytes_and_residuals_of_the_reference(
-    isa: str, block: int, scale: str, error_dtype: torch.dtype | None
+    isa: str, frame: str, block: int, error_dtype: torch.dtype | None
 ) -> None:
     for K in range(1, 6):
         for J in (0, 1, 2, 3, 9):
             x = random(K, J * block, seed=K)
             error = None if error_dtype is None else random(K, J * block, seed=100 + K).to(error_dtype)
             for counts in (None, random_counts(K, J, block, seed=J)):
-                encode_both(x, error, counts, block=block, scale=scale, isa=isa)
+                encode_both(x, error, counts, block=block, frame=frame, isa=isa)
 
 
 @needs_build
 @each_isa
-@pytest.mark.parametrize("block", (64, 256))
-def test_encode_counts_every_length_of_a_block(isa: str, block: int) -> None:
+@pytest.mark.parametrize(("frame", "block"), [(f, block) for f in FRAMES for block in (64, 256)] + [("int8", 16)])
+def test_encode_counts_every_length_of_a_block(isa: str, frame: str, block: int) -> None:
     """One row per length 0..block: the padding holds NaN, which must not be read."""
     counts = torch.arange(block + 1, dtype=torch.int32).unsqueeze(1)
     x = random(block + 1, block)
     x[torch.arange(block) >= counts] = float("nan")
-    for scale in SCALES:
-        encode_both(x, random(block + 1, block, seed=1), counts, block=block, scale=scale, isa=isa)
+    encode_both(x, random(block + 1, block, seed=1), counts, block=block, frame=frame, isa=isa)
 
 
 @needs_build
 @each_isa
-@pytest.mark.parametrize("block", BLOCKS)
-def test_decode_gives_the_floats_of_the_reference(isa: str, block: int) -> None:
+@each_frame_and_block
+def test_decode_gives_the_floats_of_the_reference(isa: str, frame: str, block: int) -> None:
     for K in range(1, 6):
         for J in (0, 1, 2, 5):
-            frames = encode_both(random(K, J * block, seed=K), None, None, block=block, scale="rms", isa=isa)
+            frames = encode_both(random(K, J * block, seed=K), None, None, block=block, frame=frame, isa=isa)
             for weight, keep in ((1.0, 0.0), (0.1, 0.0), (1.0, 1.0), (0.1, 0.9), (-1.0, 1.0), (0.0, 0.5), (1.0, 1e-60)):
-                decode_both(frames, random(K, J * block, seed=2), block=block, weight=weight, keep=keep, isa=isa)
-            decode_mean_both(frames[: K if J else 1], J * block, block=block, isa=isa)
+                out = random(K, J * block, seed=2)
+                decode_both(frames, out, block=block, frame=frame, weight=weight, keep=keep, isa=isa)
+            decode_mean_both(frames[: K if J else 1], J * block, block=block, frame=frame, isa=isa)
 
 
 @needs_build
 @each_isa
-def test_decode_takes_any_bits_and_any_finite_or_infinite_scale(isa: str) -> None:
+@pytest.mark.parametrize("frame", ("rms", "int8"))
+def test_decode_takes_any_bits_and_any_finite_or_infinite_scale(isa: str, frame: str) -> None:
     block, J = 64, 300
-    frames = torch.randint(256, (3, SignCodec(block).frame_bytes(J * block)), dtype=torch.uint8)
-    scales = reference.scales(frames, J * block, block=block)
-    frames[:, J * block // 8 :][:, : 2 * J] = torch.where(scales.isnan(), 0.5, scales).view(torch.uint8)
+    frames = torch.randint(256, frames_for(3, J * block, block, frame=frame).shape, dtype=torch.uint8)
+    scales_at = J * block if frame == "int8" else J * block // 8
+    scales = frames[:, scales_at:][:, : 2 * J].contiguous().view(torch.bfloat16)
+    frames[:, scales_at:][:, : 2 * J] = torch.where(scales.isnan(), 0.5, scales).view(torch.uint8)
     for weight, keep in ((1.0, 0.0), (0.0, 0.0), (0.3, 0.7)):
-        decode_both(frames, random(3, J * block), block=block, weight=weight, keep=keep, isa=isa)
-    decode_mean_both(frames, J * block, block=block, isa=isa)
+        decode_both(frames, random(3, J * block), block=block, frame=frame, weight=weight, keep=keep, isa=isa)
+    decode_mean_both(frames, J * block, block=block, frame=frame, isa=isa)
 
 
 @needs_build
 @each_isa
-@pytest.mark.parametrize("scale", SCALES)
+@each_frame
 @pytest.mark.parametrize("block", (64, 256))
-def test_special_values_travel_as_in_the_reference(isa: str, scale: str, block: int) -> None:
+def test_special_values_travel_as_in_the_reference(isa: str, frame: str, block: int) -> None:
     special = torch.tensor(SPECIAL)
     J = len(special)
     alone = random(1, J * block) * 1e-3
@@ -176,10 +194,29 @@ def test_special_values_travel_as_in_the_reference(isa: str, scale: str, block: 
     for x in (alone, everywhere, mixed):
         for error in (None, torch.zeros_like(x), alone, alone.bfloat16(), everywhere.bfloat16()):
             for counts in (None, random_counts(1, J, block)):
-                frames = encode_both(x, error, counts, block=block, scale=scale, isa=isa)
-                decode_mean_both(frames, J * block, block=block, isa=isa)
-                decode_both(frames, alone, block=block, weight=0.3, keep=0.9, isa=isa)
-                decode_both(frames, alone, block=block, weight=-1.0, keep=0.0, isa=isa)
+                frames = encode_both(x, error, counts, block=block, frame=frame, isa=isa)
+                decode_mean_both(frames, J * block, block=block, frame=frame, isa=isa)
+                decode_both(frames, alone, block=block, frame=frame, weight=0.3, keep=0.9, isa=isa)
+                decode_both(frames, alone, block=block, frame=frame, weight=-1.0, keep=0.0, isa=isa)
+
+
+@needs_build
+@each_isa
+def test_int8_ties_sizes_and_odd_nans_encode_as_in_the_reference(isa: str) -> None:
+    """Every half step (a largest of 127 makes the scale a power of two), from denormal to huge; NaNs of any payload."""
+    block = 512
+    halves = torch.arange(-254, 258).clamp(max=254) / 2
+    x = halves * torch.ldexp(torch.ones(270), torch.arange(-149, 121)).unsqueeze(1)
+    assert x.isfinite().all()
+    for near in (x, x * 0.0, x * (1 - 2**-23), x * (1 + 2**-23)):
+        encode_both(near, None, None, block=block, frame="int8", isa=isa)
+    steps = torch.arange(1, 1025, dtype=torch.int32).view(torch.float32).unsqueeze(1) * torch.ones(block)  # denormals
+    encode_both(steps, None, None, block=block, frame="int8", isa=isa)
+    x.view(torch.int32)[torch.arange(4), torch.arange(4) * 7] = torch.tensor(
+        [0x7F800001, 0x7FFFFFFF, -1, -0x7FFFFF], dtype=torch.int32
+    )
+    frames = encode_both(x, None, None, block=block, frame="int8", isa=isa)
+    assert reference.int8_scales(frames, block, block=block).isnan().sum() == 4
 
 
 @needs_build
@@ -187,7 +224,8 @@ def test_special_values_travel_as_in_the_reference(isa: str, scale: str, block: 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_small_input_encodes_as_in_the_reference(isa: str, data: st.DataObject) -> None:
-    block = data.draw(st.sampled_from(BLOCKS[:4]))
+    frame = data.draw(st.sampled_from(FRAMES))
+    block = data.draw(st.sampled_from(BLOCKS[frame][:4]))
     K, J = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
     palette = data.draw(st.lists(st.floats(width=32), min_size=1, max_size=8))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
@@ -195,22 +233,23 @@ def test_any_small_input_encodes_as_in_the_reference(isa: str, data: st.DataObje
     counts = torch.from_numpy(rng.integers(0, block + 1, (K, J), dtype=np.int32)) if data.draw(st.booleans()) else None
     error_dtype = data.draw(st.sampled_from(ERRORS))
     error_KN = None if error_dtype is None else error.to(error_dtype)
-    frames = encode_both(x, error_KN, counts, block=block, scale=data.draw(st.sampled_from(SCALES)), isa=isa)
-    decode_mean_both(frames, J * block, block=block, isa=isa)
+    frames = encode_both(x, error_KN, counts, block=block, frame=frame, isa=isa)
+    decode_mean_both(frames, J * block, block=block, frame=frame, isa=isa)
 
 
 @needs_build
 @each_isa
+@each_frame
 @pytest.mark.parametrize("threads", (1, 2, 3))
-def test_threads_change_nothing(isa: str, threads: int) -> None:
+def test_threads_change_nothing(isa: str, frame: str, threads: int) -> None:
     torch.set_num_threads(threads)
     block, K = 256, 3
     N = -(-2 * threads * cpu.ELEMENTS_PER_THREAD // block + 1) * block  # decode_mean shares N, the others K·N
     x, error, counts = random(K, N), random(K, N, seed=1), random_counts(K, N // block, block)
-    frames = encode_both(x, error, None, block=block, scale="rms", isa=isa)
-    encode_both(x, error, counts, block=block, scale="mean_abs", isa=isa)
-    decode_both(frames, x, block=block, weight=0.1, keep=0.9, isa=isa)
-    decode_mean_both(frames, N, block=block, isa=isa)
+    frames = encode_both(x, error, None, block=block, frame=frame, isa=isa)
+    encode_both(x, error, counts, block=block, frame=frame, isa=isa)
+    decode_both(frames, x, block=block, frame=frame, weight=0.1, keep=0.9, isa=isa)
+    decode_mean_both(frames, N, block=block, frame=frame, isa=isa)
 
 
 @needs_build
@@ -257,17 +296,18 @@ def test_reference_rounds_each_operation_once() -> None:
 
 
 @needs_build
-def test_rows_of_wider_tensors_are_taken_and_their_surroundings_left_alone() -> None:
+@each_frame
+def test_rows_of_wider_tensors_are_taken_and_their_surroundings_left_alone(frame: str) -> None:
     block, K, N = 64, 3, 192
-    B = SignCodec(block).frame_bytes(N)
+    B = frames_for(K, N, block, frame=frame).shape[1]
     x_wide, error_wide, counts_wide = random(K, N + 5), random(K, N + 7, seed=1), random_counts(K, 9, block)
     frames_wide = torch.full((K, B + 3), 0xEE, dtype=torch.uint8)
     x, error, frames, counts = x_wide[:, 2:-3], error_wide[:, 7:], frames_wide[:, 1:-2], counts_wide[:, 4:7]
-    expected_x, expected_frames = x.clone(), frames_for(K, N, block)
-    reference.encode(expected_x, error.clone(), expected_frames, counts.clone(), block=block, scale="rms")
+    expected_x, expected_frames = x.clone(), frames_for(K, N, block, frame=frame)
+    function(reference, "encode", frame)(expected_x, error.clone(), expected_frames, counts.clone(), block=block)
     edges = x_wide[:, :2].clone(), x_wide[:, -3:].clone()
 
-    cpu.encode(x, error, frames, counts, block=block, scale="rms")
+    function(cpu, "encode", frame)(x, error, frames, counts, block=block)
     assert_same(x, expected_x)
     assert_same(frames, expected_frames)
     assert_same(x_wide[:, :2], edges[0])
@@ -275,9 +315,9 @@ def test_rows_of_wider_tensors_are_taken_and_their_surroundings_left_alone() -> 
     assert (frames_wide[:, 0] == 0xEE).all() and (frames_wide[:, -2:] == 0xEE).all()
 
     out_wide = torch.full((K, N + 1), 5.0)
-    cpu.decode(frames[1:2], out_wide[1:2, 1:], block=block, weight=1.0, keep=0.0)
+    function(cpu, "decode", frame)(frames[1:2], out_wide[1:2, 1:], block=block, weight=1.0, keep=0.0)
     expected = torch.empty(1, N)
-    reference.decode(expected_frames[1:2], expected, block=block, weight=1.0, keep=0.0)
+    function(reference, "decode", frame)(expected_frames[1:2], expected, block=block, weight=1.0, keep=0.0)
     assert_same(out_wide[1:2, 1:], expected)
     assert (out_wide[0] == 5.0).all() and (out_wide[2] == 5.0).all() and (out_wide[:, 0] == 5.0).all()
 
@@ -342,6 +382,20 @@ def test_decode_rejects_what_encode_rejects() -> None:
 
 
 @needs_build
+def test_int8_rejects_what_sign_rejects() -> None:
+    x, frames = torch.zeros(2, 48), torch.zeros(2, 64, dtype=torch.uint8)
+    cpu.int8_encode(x, None, frames, None, block=16)
+    with pytest.raises(ValueError, match="multiple of 16, got 24"):
+        cpu.int8_encode(x, None, frames, None, block=24)
+    with pytest.raises(ValueError, match=r"shape \(2, 64\), got shape \(2, 48\)"):
+        cpu.int8_encode(x, None, frames[:, :48], None, block=16)
+    with pytest.raises(TypeError, match="out must be"):
+        cpu.int8_decode(frames, x.double(), block=16, weight=1.0, keep=0.0)
+    with pytest.raises(ValueError, match=r"shape \(2, 64\), got shape \(2, 32\)"):
+        cpu.int8_decode_mean(frames[:, :32], x[0], block=16)
+
+
+@needs_build
 def test_an_instruction_set_this_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "ISAS", (*cpu.ISAS, "of the future"))
     with pytest.raises(ValueError, match='"of the future" is not available on this machine, which has portable'):
@@ -361,15 +415,16 @@ def test_describe_names_what_runs() -> None:
 
 @needs_build
 def test_a_library_of_another_abi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = cpu.ABI_VERSION
     monkeypatch.setattr(cpu, "ABI_VERSION", 999)
     load = cpu._open(Path(cpu.__file__).parent)
     assert load.library is None
-    assert "has ABI 1 and this package needs 999; install a C++ compiler and reinstall" in load.problem
+    assert f"has ABI {built} and this package needs 999; install a C++ compiler and reinstall" in load.problem
 
 
 def test_a_missing_or_broken_library_is_a_sentence(tmp_path: Path) -> None:
     assert "not built; install a C++ compiler" in cpu._open(tmp_path).problem
-    (tmp_path / f"_sign_kernel{cpu.EXTENSION_SUFFIXES[0]}").write_bytes(b"not a library")
+    (tmp_path / f"_kernels{cpu.EXTENSION_SUFFIXES[0]}").write_bytes(b"not a library")
     assert "cannot be loaded" in cpu._open(tmp_path).problem
 
 
@@ -405,5 +460,5 @@ def test_the_benchmark_runs_and_writes_its_record(
     spec.loader.exec_module(bench)
     record = tmp_path / "record.md"
     bench.main(["--elements", "5000", "--repeats", "2", "--reference-repeats", "1", "--record", str(record)])
-    assert "fused encode" in record.read_text()
+    assert "fused encode" in record.read_text() and "int8 decode" in record.read_text()
     assert "fused encode" in capsys.readouterr().out

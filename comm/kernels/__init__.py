@@ -1,7 +1,8 @@
 """Kernels: the same few functions in several implementations, the same bytes from each.
 
 `reference.py` is the specification; `cpu.py` the C++ one (built by setup.py from csrc/). `select` picks one per device,
-`describe` tells what runs, so that nobody has to guess. A kernel is a module with `encode`, `decode`, `decode_mean`.
+`describe` tells what runs, so that nobody has to guess. A kernel is a module with `encode`, `decode`, `decode_mean` for
+sign frames, and the same with `int8_` in front for int8 frames.
 """
 
 from __future__ import annotations

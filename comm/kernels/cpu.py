@@ -1,6 +1,6 @@
-"""Kernels: the sign frame in C++, for host tensors. The same bytes and the same floats as `reference.py`.
+"""Kernels: the frames in C++, for host tensors. The same bytes and the same floats as `reference.py`.
 
-The code is csrc/sign_kernel.cpp, built by setup.py into `_sign_kernel.*.so` beside this file and loaded with ctypes on
+The code is csrc/kernels.cpp, built by setup.py into `_kernels.*.so` beside this file and loaded with ctypes on
 first use; calls release the GIL. Arguments are checked here, once: past this edge there are only pointers.
 
 Shape legend: K rows, N elements, J blocks, B bytes.
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 ISAS = ("auto", "portable", "avx2", "avx512")
 _ISA_TITLES = {"portable": "portable", "avx2": "AVX2", "avx512": "AVX-512"}
 _SCALES = ("rms", "mean_abs")
@@ -33,6 +33,22 @@ _REINSTALL = (
 )
 _log = logging.getLogger(__name__)
 _load_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """What the edge must know of a frame. name: in the library's symbols. element_bits: without the scale."""
+
+    name: str
+    element_bits: int
+    block_multiple: int
+
+    def frame_bytes(self, N: int, J: int) -> int:
+        return -(-(N * self.element_bits // 8 + 2 * J) // 16) * 16
+
+
+_SIGN = _Frame("sign", element_bits=1, block_multiple=64)
+_INT8 = _Frame("int8", element_bits=8, block_multiple=16)
 
 
 @dataclass(frozen=True)
@@ -53,13 +69,13 @@ def why_not_built() -> str:
 
 def describe() -> str:
     """What runs, e.g. "C++, AVX-512, up to 2 threads"."""
-    threads = torch.get_num_threads() if _library().onebit_sign_has_openmp() else 1
+    threads = torch.get_num_threads() if _library().onebit_has_openmp() else 1
     return f"C++, {_ISA_TITLES[available_isas()[-1]]}, up to {threads} thread{'s' if threads > 1 else ''}"
 
 
 def available_isas() -> tuple[str, ...]:
     """The instruction sets that this machine can run, slowest first."""
-    return ISAS[1 : 1 + _library().onebit_sign_best_isa()]
+    return ISAS[1 : 1 + _library().onebit_best_isa()]
 
 
 def encode(
@@ -78,16 +94,64 @@ def encode(
     """
     if scale not in _SCALES:
         raise ValueError(f'scale must be "rms" or "mean_abs", got {scale!r}')
+    _encode(_SIGN, x_KN, error_KN, frames_KB, counts_KJ, scale == "mean_abs", block=block, isa=isa)
+
+
+def decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float, isa: str = "auto") -> None:
+    """out ← keep·out + weight·values; out float32 [K, N]. With keep = 0 the old content of out is not read."""
+    _decode(_SIGN, frames_KB, out_KN, block=block, weight=weight, keep=keep, isa=isa)
+
+
+def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str = "auto") -> None:
+    """out ← mean over the K frames; out float32 [N], written once."""
+    _decode_mean(_SIGN, frames_KB, out_N, block=block, isa=isa)
+
+
+def int8_encode(
+    x_KN: Tensor,
+    error_KN: Tensor | None,
+    frames_KB: Tensor,
+    counts_KJ: Tensor | None,
+    *,
+    block: int,
+    isa: str = "auto",
+) -> None:
+    """`encode` for int8 frames."""
+    _encode(_INT8, x_KN, error_KN, frames_KB, counts_KJ, block=block, isa=isa)
+
+
+def int8_decode(
+    frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float, isa: str = "auto"
+) -> None:
+    """`decode` for int8 frames."""
+    _decode(_INT8, frames_KB, out_KN, block=block, weight=weight, keep=keep, isa=isa)
+
+
+def int8_decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str = "auto") -> None:
+    """`decode_mean` for int8 frames."""
+    _decode_mean(_INT8, frames_KB, out_N, block=block, isa=isa)
+
+
+def _encode(
+    frame: _Frame,
+    x_KN: Tensor,
+    error_KN: Tensor | None,
+    frames_KB: Tensor,
+    counts_KJ: Tensor | None,
+    *options: object,
+    block: int,
+    isa: str,
+) -> None:
     _check_rows("x", x_KN, (torch.float32,), written=True)
     K, N = x_KN.shape
-    J = _whole_blocks(N, block)
-    _check_frames(frames_KB, K, N, block, written=True)
+    J = _whole_blocks(N, block, frame)
+    _check_rows("frames", frames_KB, (torch.uint8,), shape=(K, frame.frame_bytes(N, J)), written=True)
     if error_KN is not None:
         _check_rows("error", error_KN, (torch.float32, torch.bfloat16), shape=(K, N))
     if counts_KJ is not None:
         _check_rows("counts", counts_KJ, (torch.int32,), shape=(K, J))
     _call(
-        "encode",
+        f"{frame.name}_encode",
         x_KN.data_ptr(),
         x_KN.stride(0),
         None if error_KN is None else error_KN.data_ptr(),
@@ -101,20 +165,21 @@ def encode(
         K,
         J,
         block,
-        scale == "mean_abs",
+        *options,
         isa=isa,
         elements=K * N,
     )
 
 
-def decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float, isa: str = "auto") -> None:
-    """out ← keep·out + weight·values; out float32 [K, N]. With keep = 0 the old content of out is not read."""
+def _decode(
+    frame: _Frame, frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float, isa: str
+) -> None:
     _check_rows("out", out_KN, (torch.float32,), written=True)
     K, N = out_KN.shape
-    J = _whole_blocks(N, block)
-    _check_frames(frames_KB, K, N, block)
+    J = _whole_blocks(N, block, frame)
+    _check_rows("frames", frames_KB, (torch.uint8,), shape=(K, frame.frame_bytes(N, J)))
     _call(
-        "decode",
+        f"{frame.name}_decode",
         frames_KB.data_ptr(),
         frames_KB.stride(0),
         out_KN.data_ptr(),
@@ -129,18 +194,17 @@ def decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep
     )
 
 
-def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str = "auto") -> None:
-    """out ← mean over the K frames; out float32 [N], written once."""
+def _decode_mean(frame: _Frame, frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str) -> None:
     if out_N.dim() != 1:
         raise ValueError(f"out must have one dimension [N], got {tuple(out_N.shape)}")
     _check_rows("out", out_N.unsqueeze(0), (torch.float32,), written=True)
     K, N = frames_KB.shape[0], out_N.shape[0]
-    J = _whole_blocks(N, block)
+    J = _whole_blocks(N, block, frame)
     if K == 0:
         raise ValueError("frames has no rows: a mean needs at least one")
-    _check_frames(frames_KB, K, N, block)
+    _check_rows("frames", frames_KB, (torch.uint8,), shape=(K, frame.frame_bytes(N, J)))
     _call(
-        "decode_mean",
+        f"{frame.name}_decode_mean",
         frames_KB.data_ptr(),
         frames_KB.stride(0),
         K,
@@ -156,21 +220,16 @@ def _call(name: str, *args: object, isa: str, elements: int) -> None:
     if isa not in ISAS:
         raise ValueError(f"isa must be one of {', '.join(ISAS)}; got {isa!r}")
     threads = max(1, min(torch.get_num_threads(), elements // ELEMENTS_PER_THREAD))
-    if getattr(_library(), f"onebit_sign_{name}")(*args, ISAS.index(isa), threads):
+    if getattr(_library(), f"onebit_{name}")(*args, ISAS.index(isa), threads):
         raise ValueError(f'isa "{isa}" is not available on this machine, which has {", ".join(available_isas())}')
 
 
-def _whole_blocks(n: int, block: int) -> int:
-    if block <= 0 or block % 64:
-        raise ValueError(f"block must be a positive multiple of 64, got {block}")
+def _whole_blocks(n: int, block: int, frame: _Frame) -> int:
+    if block <= 0 or block % frame.block_multiple:
+        raise ValueError(f"block must be a positive multiple of {frame.block_multiple}, got {block}")
     if n % block:
         raise ValueError(f"a row of {n} elements is not a whole number of blocks of {block}; pad it")
     return n // block
-
-
-def _check_frames(frames_KB: Tensor, K: int, N: int, block: int, *, written: bool = False) -> None:
-    frame_bytes = -(-(N // 8 + 2 * (N // block)) // 16) * 16
-    _check_rows("frames", frames_KB, (torch.uint8,), shape=(K, frame_bytes), written=written)
 
 
 def _check_rows(
@@ -216,17 +275,17 @@ def _load() -> _Load:
 def _load_once() -> _Load:
     load = _open(Path(__file__).parent)
     if load.library is None:
-        _log.warning("the sign codec runs on the pure-torch reference, about ten times slower: %s", load.problem)
+        _log.warning("the codecs run on the pure-torch reference, about ten times slower: %s", load.problem)
     return load
 
 
 def _open(folder: Path) -> _Load:
-    paths = [path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_sign_kernel{suffix}").exists()]
+    paths = [path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_kernels{suffix}").exists()]
     if not paths:
         return _Load(None, f"the C++ kernel is not built; {_REINSTALL}")
     try:
         library = ctypes.CDLL(str(paths[0]))  # torch is imported by now: the library shares its OpenMP threads
-        version = library.onebit_sign_abi_version()
+        version = library.onebit_abi_version()
     except (OSError, AttributeError) as error:
         return _Load(None, f"{paths[0].name} cannot be loaded ({error}); {_REINSTALL}")
     if version != ABI_VERSION:
@@ -238,7 +297,10 @@ def _open(folder: Path) -> _Load:
 def _declare(library: ctypes.CDLL) -> None:
     pointer, size, flag, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
     rows = (pointer, size)
-    encode = (*rows, *rows, flag, *rows, size, *rows, size, size, size, flag, flag, flag)
-    library.onebit_sign_encode.argtypes = encode
-    library.onebit_sign_decode.argtypes = (*rows, *rows, size, size, size, real, real, flag, flag)
-    library.onebit_sign_decode_mean.argtypes = (*rows, size, pointer, size, size, flag, flag)
+    encode = (*rows, *rows, flag, *rows, size, *rows, size, size, size)
+    library.onebit_sign_encode.argtypes = (*encode, flag, flag, flag)
+    library.onebit_int8_encode.argtypes = (*encode, flag, flag)
+    for frame in (_SIGN, _INT8):
+        decode, decode_mean = (getattr(library, f"onebit_{frame.name}_{name}") for name in ("decode", "decode_mean"))
+        decode.argtypes = (*rows, *rows, size, size, size, real, real, flag, flag)
+        decode_mean.argtypes = (*rows, size, pointer, size, size, flag, flag)

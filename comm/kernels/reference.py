@@ -1,6 +1,6 @@
-"""The sign frame in pure torch: the specification. Every other kernel gives the same bytes and the same floats.
+"""The frames in pure torch: the specification. Every other kernel gives the same bytes and the same floats.
 
-Frame of a row of N = J·block elements:
+Sign frame (`encode`, `decode`, `decode_mean`) of a row of N = J·block elements:
 
     offset 0            J·block/8 bytes   sign bits: element i is bit i%8 (LSB first) of byte i//8; 1 = minus
     offset J·block/8    J·2 bytes         scale of each block, bfloat16, little-endian
@@ -18,10 +18,25 @@ Rules that leave no freedom to an implementation:
 5. A decoded value is the scale with the sign bit put in. A mean adds row after row and multiplies by float32(1/K).
    `keep·out + weight·value` rounds each product and the sum.
 
+Int8 frame (`int8_encode`, `int8_decode`, `int8_decode_mean`) of a row of N = J·block elements:
+
+    offset 0    N bytes      q of each element, two's complement
+    offset N    J·2 bytes    scale s of each block, bfloat16, little-endian
+    then        zero bytes up to a multiple of 16
+
+Its rules, each operation in float32, rounded once:
+1. c = x + error; padding is +0.0. s = max|c| / 127, a division, rounded *up* to the next bfloat16.
+2. q = clamp(round(c / s), -127, 127), a division, ties to even; by 1 instead of s where s = 0.
+3. A block with a NaN or an infinity travels as scale 0x7FC0 and zero bytes, and leaves residual 0.
+4. The residual is c - q·s, where q keeps the sign of a zero: c = -0.0 leaves +0.0.
+5. A decoded value is q·s; mean and `keep·out + weight·value` as above.
+
 Shape legend: K rows, N elements, J blocks, B bytes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -69,28 +84,90 @@ def encode(
 
 def decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None:
     """out ← keep·out + weight·values; out float32 [K, N]."""
-    values = _values(frames_KB, out_KN.shape[1], block)
-    if weight != 1.0:
-        values.mul_(weight)
-    if keep == 0.0:
-        out_KN.copy_(values)
-    else:
-        out_KN.mul_(keep).add_(values)
+    _weigh_into_(out_KN, _values(frames_KB, out_KN.shape[1], block), weight, keep)
 
 
 def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
     """out ← mean over the K frames; out float32 [N]."""
-    out_N.copy_(_values(frames_KB[:1], out_N.shape[0], block)[0])
-    for k in range(1, frames_KB.shape[0]):
-        out_N.add_(_values(frames_KB[k : k + 1], out_N.shape[0], block)[0])
-    out_N.mul_(1.0 / frames_KB.shape[0])
+    _mean_into_(out_N, frames_KB, lambda frame_1B: _values(frame_1B, out_N.shape[0], block)[0])
 
 
 def scales(frames_KB: Tensor, n: int, *, block: int) -> Tensor:
-    """The bfloat16 scales [K, J] of frames of n elements (a copy)."""
-    J = n // block
-    scales_KB = frames_KB[:, n // 8 : n // 8 + 2 * J].clone(memory_format=torch.contiguous_format)
+    """The bfloat16 scales [K, J] of sign frames of n elements (a copy)."""
+    return _scales_at(frames_KB, n // 8, n // block)
+
+
+def int8_encode(
+    x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None, *, block: int
+) -> None:
+    """frames ← frame of c = x + error; x ← c - decode(frames). x float32, in place; error float32/bfloat16, read."""
+    K, N = x_KN.shape
+    J = N // block
+    if error_KN is not None:
+        x_KN.add_(error_KN)
+    c_KJn = x_KN.view(K, J, block)
+    if counts_KJ is not None:
+        padding = torch.arange(block, device=x_KN.device) >= counts_KJ.unsqueeze(-1)
+        c_KJn.masked_fill_(padding, 0.0)
+    largest_KJ = torch.linalg.vector_norm(c_KJn, float("inf"), dim=-1)
+    bad_KJ = ~largest_KJ.isfinite()
+    # A tensor of its device: a Python divisor becomes a multiplication by its reciprocal on CUDA.
+    s_KJ = _round_up_to_bfloat16(largest_KJ / x_KN.new_full((), 127.0))
+    c_KJn.masked_fill_(bad_KJ.unsqueeze(-1), 0.0)
+    s_KJ1 = s_KJ.to(torch.float32).masked_fill(bad_KJ | (s_KJ == 0), 1.0).unsqueeze(-1)
+    q_KJn = torch.div(c_KJn, s_KJ1).round_().clamp_(-127, 127)
+    frames_KB[:, :N] = q_KJn.to(torch.int8).view(K, N).view(torch.uint8)
+    bits_KJ = torch.where(bad_KJ, _NAN_BF16, s_KJ.view(torch.int16)).to(torch.int16)
+    frames_KB[:, N : N + 2 * J] = bits_KJ.contiguous().view(-1).view(torch.uint8).view(K, 2 * J)
+    frames_KB[:, N + 2 * J :] = 0
+    c_KJn.sub_(q_KJn.mul_(s_KJ1))
+
+
+def int8_decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None:
+    """out ← keep·out + weight·values; out float32 [K, N]."""
+    _weigh_into_(out_KN, _int8_values(frames_KB, out_KN.shape[1], block), weight, keep)
+
+
+def int8_decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
+    """out ← mean over the K frames; out float32 [N]."""
+    _mean_into_(out_N, frames_KB, lambda frame_1B: _int8_values(frame_1B, out_N.shape[0], block)[0])
+
+
+def int8_scales(frames_KB: Tensor, n: int, *, block: int) -> Tensor:
+    """The bfloat16 scales [K, J] of int8 frames of n elements (a copy)."""
+    return _scales_at(frames_KB, n, n // block)
+
+
+def _weigh_into_(out_KN: Tensor, values_KN: Tensor, weight: float, keep: float) -> None:
+    if weight != 1.0:
+        values_KN.mul_(weight)
+    if keep == 0.0:
+        out_KN.copy_(values_KN)
+    else:
+        out_KN.mul_(keep).add_(values_KN)
+
+
+def _mean_into_(out_N: Tensor, frames_KB: Tensor, values: Callable[[Tensor], Tensor]) -> None:
+    out_N.copy_(values(frames_KB[:1]))
+    for k in range(1, frames_KB.shape[0]):
+        out_N.add_(values(frames_KB[k : k + 1]))
+    out_N.mul_(1.0 / frames_KB.shape[0])
+
+
+def _scales_at(frames_KB: Tensor, offset: int, J: int) -> Tensor:
+    scales_KB = frames_KB[:, offset : offset + 2 * J].clone(memory_format=torch.contiguous_format)
     return scales_KB.view(-1).view(torch.bfloat16).view(frames_KB.shape[0], J)
+
+
+def _int8_values(frames_KB: Tensor, n: int, block: int) -> Tensor:
+    K = frames_KB.shape[0]
+    q_KJn = frames_KB[:, :n].view(torch.int8).to(torch.float32).view(K, n // block, block)
+    return q_KJn.mul_(int8_scales(frames_KB, n, block=block).to(torch.float32).unsqueeze(-1)).view(K, n)
+
+
+def _round_up_to_bfloat16(x: Tensor) -> Tensor:
+    """The least bfloat16 not below x (x >= 0), so that the largest element is within 127 steps."""
+    return ((x.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def _values(frames_KB: Tensor, n: int, block: int) -> Tensor:

@@ -26,7 +26,7 @@ def frames() -> dict[str, str]:
         "sign block=64 scale=rms": SignCodec(block=64, kernel="reference"),
         "sign block=256 scale=rms": SignCodec(kernel="reference"),
         "sign block=256 scale=mean_abs": SignCodec(scale="mean_abs", kernel="reference"),
-        "int8 block=64": Int8Codec(block=64),
+        "int8 block=64": Int8Codec(block=64, kernel="reference"),
     }
     return {f"{name} {row}": hexed for name, codec in codecs.items() for row, hexed in frames_of(codec).items()}
 

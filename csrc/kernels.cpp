@@ -1,8 +1,8 @@
-// The sign frame in C++: the same bytes and the same floats as comm/kernels/reference.py, which specifies both.
+// The frames in C++: the same bytes and the same floats as comm/kernels/reference.py, which specifies both.
 //
-// sign_blocks.inl holds the algorithm, written over the specification's 16 lanes. It is compiled once per instruction
-// set, each time over another lanes_*.inl, and the best one this CPU has is chosen per call. Loaded by
-// comm/kernels/cpu.py with ctypes: raw pointers, sizes and strides in elements, checked there.
+// sign_blocks.inl and int8_blocks.inl hold the algorithms, written over the specification's 16 lanes. They are compiled
+// once per instruction set, each time over another lanes_*.inl, and the best one this CPU has is chosen per call. Loaded
+// by comm/kernels/cpu.py with ctypes: raw pointers, sizes and strides in elements, checked there.
 //
 // Built with -ffp-contract=off: every product and every sum rounds once.
 //
@@ -31,6 +31,7 @@ namespace {
 
 constexpr int64_t kLanes = 16;
 constexpr uint16_t kNanBf16 = 0x7FC0;
+constexpr uint32_t kInfinityBits = 0x7F800000;
 
 enum class ErrorKind : int { kNone = 0, kFloat32 = 1, kBfloat16 = 2 };
 
@@ -46,7 +47,7 @@ struct EncodeJob {
   int64_t counts_stride;
   int64_t J;
   int64_t block;
-  bool mean_abs;
+  bool mean_abs;  // of the sign frame; the int8 frame has one kind of scale
 };
 
 struct DecodeJob {
@@ -88,6 +89,11 @@ struct Kernel {
   void (*decode_mean)(const DecodeMeanJob&, int64_t begin, int64_t end);
 };
 
+// Of one instruction set.
+struct Kernels {
+  Kernel sign, int8;
+};
+
 inline uint16_t load_u16(const void* from) {
   uint16_t value;
   std::memcpy(&value, from, sizeof value);
@@ -96,20 +102,29 @@ inline uint16_t load_u16(const void* from) {
 
 inline void store_u16(void* to, uint16_t value) { std::memcpy(to, &value, sizeof value); }
 
-inline float float_from_bf16(uint16_t bits) {
-  const uint32_t wide = uint32_t{bits} << 16;
+inline float float_from_bits(uint32_t bits) {
   float value;
-  std::memcpy(&value, &wide, sizeof value);
+  std::memcpy(&value, &bits, sizeof value);
   return value;
 }
 
-// To nearest even; NaN and what rounds to infinity become kNanBf16. value is not negative.
-inline uint16_t finite_bf16_or_nan(float value) {
+inline uint32_t bits_of_float(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+inline float float_from_bf16(uint16_t bits) { return float_from_bits(uint32_t{bits} << 16); }
+
+// To nearest even; NaN and what rounds to infinity become kNanBf16. value is not negative.
+inline uint16_t finite_bf16_or_nan(float value) {
+  const uint32_t bits = bits_of_float(value);
   const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
   return rounded < 0x7F80u ? static_cast<uint16_t>(rounded) : kNanBf16;
 }
+
+// The least bfloat16 not below value, which is neither negative nor near the largest.
+inline uint16_t bf16_not_below(float value) { return static_cast<uint16_t>((bits_of_float(value) + 0xFFFFu) >> 16); }
 
 }  // namespace
 
@@ -117,7 +132,7 @@ inline uint16_t finite_bf16_or_nan(float value) {
 namespace portable {
 namespace {
 #include "lanes_portable.inl"
-#include "sign_blocks.inl"
+#include "frames.inl"
 }  // namespace
 }  // namespace portable
 #undef ONEBIT_TARGET
@@ -127,7 +142,7 @@ namespace {
 namespace avx2 {
 namespace {
 #include "lanes_avx2.inl"
-#include "sign_blocks.inl"
+#include "frames.inl"
 }  // namespace
 }  // namespace avx2
 #undef ONEBIT_TARGET
@@ -136,7 +151,7 @@ namespace {
 namespace avx512 {
 namespace {
 #include "lanes_avx512.inl"
-#include "sign_blocks.inl"
+#include "frames.inl"
 }  // namespace
 }  // namespace avx512
 #undef ONEBIT_TARGET
@@ -155,15 +170,15 @@ int best_isa() {
 }
 
 // nullptr where this CPU lacks `isa`.
-const Kernel* kernel_for(int isa) {
+const Kernels* kernels_for(int isa) {
   static const int best = best_isa();
   if (isa == kAuto) isa = best;
   if (isa > best) return nullptr;
   switch (isa) {
-    case kPortable: return &portable::kernel;
+    case kPortable: return &portable::kernels;
 #ifdef ONEBIT_X86
-    case kAvx2: return &avx2::kernel;
-    case kAvx512: return &avx512::kernel;
+    case kAvx2: return &avx2::kernels;
+    case kAvx512: return &avx512::kernels;
 #endif
     default: return nullptr;
   }
@@ -188,16 +203,25 @@ void run(void (*work)(const Job&, int64_t, int64_t), const Job& job, int64_t blo
   work(job, 0, blocks);
 }
 
+// Zeroes what lies behind the last scale, then encodes. code_bytes: of a row's signs or bytes, before its scales.
+void encode_rows(const Kernel& kernel, const EncodeJob& job, int64_t K, int64_t frame_bytes, int64_t code_bytes,
+                 int threads) {
+  const int64_t used_bytes = code_bytes + 2 * job.J;
+  for (int64_t k = 0; k < K; ++k)
+    std::memset(job.frames + k * job.frame_stride + used_bytes, 0, frame_bytes - used_bytes);
+  run(kernel.encode, job, K * job.J, threads);
+}
+
 }  // namespace
 
 #define ONEBIT_API extern "C" __attribute__((visibility("default")))
 
 // Raise it together with cpu.py's when a signature or a frame changes: a library built from older sources is then refused.
-ONEBIT_API int onebit_sign_abi_version() { return 1; }
+ONEBIT_API int onebit_abi_version() { return 2; }
 
-ONEBIT_API int onebit_sign_best_isa() { return best_isa(); }
+ONEBIT_API int onebit_best_isa() { return best_isa(); }
 
-ONEBIT_API int onebit_sign_has_openmp() {
+ONEBIT_API int onebit_has_openmp() {
 #ifdef _OPENMP
   return 1;
 #else
@@ -205,37 +229,65 @@ ONEBIT_API int onebit_sign_has_openmp() {
 #endif
 }
 
-// All three return 0, or 1 where this CPU lacks `isa` (then nothing is written).
+// All that follow return 0, or 1 where this CPU lacks `isa` (then nothing is written).
 
 ONEBIT_API int onebit_sign_encode(float* x, int64_t x_stride, const void* error, int64_t error_stride, int error_kind,
                                   uint8_t* frames, int64_t frame_stride, int64_t frame_bytes, const int32_t* counts,
                                   int64_t counts_stride, int64_t K, int64_t J, int64_t block, int mean_abs, int isa,
                                   int threads) {
-  const Kernel* kernel = kernel_for(isa);
-  if (!kernel) return 1;
-  const int64_t used_bytes = J * block / 8 + 2 * J;
-  for (int64_t k = 0; k < K; ++k) std::memset(frames + k * frame_stride + used_bytes, 0, frame_bytes - used_bytes);
+  const Kernels* kernels = kernels_for(isa);
+  if (!kernels) return 1;
   const EncodeJob job{x,      x_stride,      error, error_stride, static_cast<ErrorKind>(error_kind), frames, frame_stride,
                       counts, counts_stride, J,     block,        mean_abs != 0};
-  run(kernel->encode, job, K * J, threads);
+  encode_rows(kernels->sign, job, K, frame_bytes, J * block / 8, threads);
+  return 0;
+}
+
+ONEBIT_API int onebit_int8_encode(float* x, int64_t x_stride, const void* error, int64_t error_stride, int error_kind,
+                                  uint8_t* frames, int64_t frame_stride, int64_t frame_bytes, const int32_t* counts,
+                                  int64_t counts_stride, int64_t K, int64_t J, int64_t block, int isa, int threads) {
+  const Kernels* kernels = kernels_for(isa);
+  if (!kernels) return 1;
+  const EncodeJob job{x,      x_stride,      error, error_stride, static_cast<ErrorKind>(error_kind), frames, frame_stride,
+                      counts, counts_stride, J,     block,        false};
+  encode_rows(kernels->int8, job, K, frame_bytes, J * block, threads);
   return 0;
 }
 
 ONEBIT_API int onebit_sign_decode(const uint8_t* frames, int64_t frame_stride, float* out, int64_t out_stride, int64_t K,
                                   int64_t J, int64_t block, double weight, double keep, int isa, int threads) {
-  const Kernel* kernel = kernel_for(isa);
-  if (!kernel) return 1;
+  const Kernels* kernels = kernels_for(isa);
+  if (!kernels) return 1;
   const DecodeJob job{frames, frame_stride, out, out_stride, J, block, static_cast<float>(weight),
                       static_cast<float>(keep), keep != 0.0};
-  run(kernel->decode, job, K * J, threads);
+  run(kernels->sign.decode, job, K * J, threads);
   return 0;
 }
 
 ONEBIT_API int onebit_sign_decode_mean(const uint8_t* frames, int64_t frame_stride, int64_t K, float* out, int64_t J,
                                        int64_t block, int isa, int threads) {
-  const Kernel* kernel = kernel_for(isa);
-  if (!kernel) return 1;
+  const Kernels* kernels = kernels_for(isa);
+  if (!kernels) return 1;
   const DecodeMeanJob job{frames, frame_stride, K, out, J, block};
-  run(kernel->decode_mean, job, J, threads);
+  run(kernels->sign.decode_mean, job, J, threads);
+  return 0;
+}
+
+ONEBIT_API int onebit_int8_decode(const uint8_t* frames, int64_t frame_stride, float* out, int64_t out_stride, int64_t K,
+                                  int64_t J, int64_t block, double weight, double keep, int isa, int threads) {
+  const Kernels* kernels = kernels_for(isa);
+  if (!kernels) return 1;
+  const DecodeJob job{frames, frame_stride, out, out_stride, J, block, static_cast<float>(weight),
+                      static_cast<float>(keep), keep != 0.0};
+  run(kernels->int8.decode, job, K * J, threads);
+  return 0;
+}
+
+ONEBIT_API int onebit_int8_decode_mean(const uint8_t* frames, int64_t frame_stride, int64_t K, float* out, int64_t J,
+                                       int64_t block, int isa, int threads) {
+  const Kernels* kernels = kernels_for(isa);
+  if (!kernels) return 1;
+  const DecodeMeanJob job{frames, frame_stride, K, out, J, block};
+  run(kernels->int8.decode_mean, job, J, threads);
   return 0;
 }
