@@ -32,7 +32,8 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
     """Base of 1-bit Adam and 1-bit LAMB; arguments: see `OnebitAdam`. Three kinds of steps, by `VarianceFreeze`:
 
     - *warmup*: the mean gradient travels in `warmup_codec`; m and v are Adam's.
-    - *compressed*: c_i = (β1·m + (1-β1)·g_i)/D + e_i travels in one bit on both legs; what comes back is the new m/D.
+    - *compressed*: c_i = β1·m/D + (1-β1)·g_i/D + e_i travels in one bit on both legs; what comes back is the new m/D.
+      g_i/D is `normalise_`'s: a gradient far beyond the old D counts in D.
     - *refresh*: the mean gradient ḡ travels in `warmup_codec` again; v takes it in, D is computed anew, and
       m/D ← β1·m/D + (1-β1)·ḡ/D.
     """
@@ -80,7 +81,7 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
         return None if self._is_dense(bucket) else bucket.ef
 
     def _make_payload(self, bucket: Bucket, group: dict) -> None:
-        """Dense steps: the gradient. Others: β1·m/D + (1-β1)·g/D, with m/D read from its frames."""
+        """Dense steps: the gradient. Others: β1·m/D + (1-β1)·g_i/D, with m/D read from its frames."""
         if not self._is_dense(bucket):
             assert bucket.frames is not None
             beta1 = group["betas"][0]

@@ -26,8 +26,9 @@ class OnebitAdam(FrozenVarianceOptimizer):
     All ranks construct it with the same arguments and parameters, and call step() together; rank 0's initial values are
     sent to all. Between warm-up and the end of the run, per step and bucket:
 
-    1. c_i = (β1·m + (1-β1)·g_i)/D + e_i on each rank, with D = √max(v̂, floor·blockmean) + eps, as the last dense step
-       left it; the signs and scales of c_i go to the chunks' owners; e_i keeps the rest.
+    1. c_i = β1·m/D + (1-β1)·g_i/D + e_i on each rank, with D = √max(v̂, floor·blockmean) + eps, as the last dense step
+       left it (a g_i far beyond D counts in D: `normalise_`); the signs and scales of c_i go to the chunks' owners; e_i
+       keeps the rest.
     2. The owner averages, adds its own error, compresses again and sends the result, the new m/D, to all.
     3. p ← p - lr·(m̂/D + wd·p).
 

@@ -46,7 +46,8 @@ class ZeroOneAdam(CompressedOptimizer):
 
     The paper's m averages gradients and is divided by D when it moves. While D stands still that is the same; when D
     changes, the noise of compression in m would be multiplied by the change, and a block whose variance collapses
-    (units that die and wake) would blow up; see README, "Differences".
+    (units that die and wake) would blow up. A g_i far beyond an old D counts in D (`normalise_`). See README,
+    "Differences".
 
     Weight decay (decoupled) acts in every step and is no part of u. A step with lr = 0 moves nothing; while every step
     synchronises, its gradient is dropped. Between synchronisations the replicas differ: call `sync()` on all ranks
