@@ -1,7 +1,7 @@
 """Kernels: the sign frame in C++, for host tensors. The same bytes and the same floats as `reference.py`.
 
 The code is csrc/sign_kernel.cpp, built by setup.py into `_sign_kernel.*.so` beside this file and loaded with ctypes on
-first use; calls release the GIL. Arguments are checked here, once: past this edge there are only pointers.
+first use; calls release the GIL. Arguments are checked in `edge.py`, once.
 
 Shape legend: K rows, N elements, J blocks, B bytes.
 """
@@ -19,10 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .edge import Edge
+
 ABI_VERSION = 1
+EDGE = Edge("cpu")
 ISAS = ("auto", "portable", "avx2", "avx512")
 _ISA_TITLES = {"portable": "portable", "avx2": "AVX2", "avx512": "AVX-512"}
-_SCALES = ("rms", "mean_abs")
 _ERROR_KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2}
 
 # Below this many elements per thread a second thread gains less than it costs to wake (scripts/bench_kernels.py).
@@ -76,16 +78,7 @@ def encode(
 
     One pass over memory. Rows may lie apart (a slice of a wider tensor); elements of a row may not.
     """
-    if scale not in _SCALES:
-        raise ValueError(f'scale must be "rms" or "mean_abs", got {scale!r}')
-    _check_rows("x", x_KN, (torch.float32,), written=True)
-    K, N = x_KN.shape
-    J = _whole_blocks(N, block)
-    _check_frames(frames_KB, K, N, block, written=True)
-    if error_KN is not None:
-        _check_rows("error", error_KN, (torch.float32, torch.bfloat16), shape=(K, N))
-    if counts_KJ is not None:
-        _check_rows("counts", counts_KJ, (torch.int32,), shape=(K, J))
+    K, J = EDGE.check_encode(x_KN, error_KN, frames_KB, counts_KJ, block=block, scale=scale)
     _call(
         "encode",
         x_KN.data_ptr(),
@@ -103,16 +96,13 @@ def encode(
         block,
         scale == "mean_abs",
         isa=isa,
-        elements=K * N,
+        elements=x_KN.numel(),
     )
 
 
 def decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float, isa: str = "auto") -> None:
     """out ← keep·out + weight·values; out float32 [K, N]. With keep = 0 the old content of out is not read."""
-    _check_rows("out", out_KN, (torch.float32,), written=True)
-    K, N = out_KN.shape
-    J = _whole_blocks(N, block)
-    _check_frames(frames_KB, K, N, block)
+    K, J = EDGE.check_decode(frames_KB, out_KN, block=block)
     _call(
         "decode",
         frames_KB.data_ptr(),
@@ -125,20 +115,13 @@ def decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep
         weight,
         keep,
         isa=isa,
-        elements=K * N,
+        elements=out_KN.numel(),
     )
 
 
 def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str = "auto") -> None:
     """out ← mean over the K frames; out float32 [N], written once."""
-    if out_N.dim() != 1:
-        raise ValueError(f"out must have one dimension [N], got {tuple(out_N.shape)}")
-    _check_rows("out", out_N.unsqueeze(0), (torch.float32,), written=True)
-    K, N = frames_KB.shape[0], out_N.shape[0]
-    J = _whole_blocks(N, block)
-    if K == 0:
-        raise ValueError("frames has no rows: a mean needs at least one")
-    _check_frames(frames_KB, K, N, block)
+    K, J = EDGE.check_decode_mean(frames_KB, out_N, block=block)
     _call(
         "decode_mean",
         frames_KB.data_ptr(),
@@ -148,7 +131,7 @@ def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str = "aut
         J,
         block,
         isa=isa,
-        elements=N,
+        elements=out_N.numel(),
     )
 
 
@@ -158,46 +141,6 @@ def _call(name: str, *args: object, isa: str, elements: int) -> None:
     threads = max(1, min(torch.get_num_threads(), elements // ELEMENTS_PER_THREAD))
     if getattr(_library(), f"onebit_sign_{name}")(*args, ISAS.index(isa), threads):
         raise ValueError(f'isa "{isa}" is not available on this machine, which has {", ".join(available_isas())}')
-
-
-def _whole_blocks(n: int, block: int) -> int:
-    if block <= 0 or block % 64:
-        raise ValueError(f"block must be a positive multiple of 64, got {block}")
-    if n % block:
-        raise ValueError(f"a row of {n} elements is not a whole number of blocks of {block}; pad it")
-    return n // block
-
-
-def _check_frames(frames_KB: Tensor, K: int, N: int, block: int, *, written: bool = False) -> None:
-    frame_bytes = -(-(N // 8 + 2 * (N // block)) // 16) * 16
-    _check_rows("frames", frames_KB, (torch.uint8,), shape=(K, frame_bytes), written=written)
-
-
-def _check_rows(
-    name: str,
-    rows: Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    *,
-    shape: tuple[int, int] | None = None,
-    written: bool = False,
-) -> None:
-    if rows.dtype not in dtypes:
-        raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {rows.dtype}")
-    if rows.device.type != "cpu":
-        raise ValueError(f"{name} must be on the host, got {rows.device}; use the reference kernel there")
-    if rows.dim() != 2 or (shape is not None and tuple(rows.shape) != shape):
-        expected = "two dimensions (rows first)" if shape is None else f"shape {shape}"
-        raise ValueError(f"{name} must have {expected}, got shape {tuple(rows.shape)}")
-    if rows.shape[1] > 1 and rows.stride(1) != 1:
-        raise ValueError(
-            f"the elements of a row of {name} must be contiguous, got strides {rows.stride()}; copy it first"
-        )
-    if written and rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]:
-        raise ValueError(
-            f"the rows of {name} are written and must not overlap, got strides {rows.stride()}; copy it first"
-        )
-    if rows.data_ptr() % rows.element_size():
-        raise ValueError(f"{name} must start at a multiple of {rows.element_size()} bytes; copy it first")
 
 
 def _library() -> ctypes.CDLL:
