@@ -22,6 +22,7 @@ from onebit.comm import SignCodec, kernels
 from onebit.comm.kernels import reference
 
 CASES = Path(__file__).with_name("triton_cases.py")
+CHECK = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'onebit[triton]'"
 )
@@ -156,3 +157,28 @@ def test_triton_serves_cuda_tensors_where_it_is_installed() -> None:
     assert f"CUDA tensors: {triton.describe()}" in kernels.describe()
     with pytest.raises(ValueError, match="out must be on a cuda device, got cpu"):
         SignCodec(kernel="triton").decode(torch.zeros(1, 48, dtype=torch.uint8), torch.zeros(1, 256))
+
+
+# The script for a machine with a GPU
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_check_for_gpus_can_be_rehearsed(tmp_path: Path) -> None:
+    record = tmp_path / "record.md"
+    tiny = ["--blocks", "64", "--sizes", "0", "70", "--steps", "4", "--elements", "500", "--repeats", "1"]
+    run = subprocess.run(
+        [sys.executable, str(CHECK), "--rehearse", *tiny, "--record", str(record)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "| triton | decode |" in record.read_text() and "held" in record.read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_the_check_for_gpus_says_that_it_needs_one() -> None:
+    run = subprocess.run([sys.executable, str(CHECK)], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2 and "needs a CUDA device" in run.stdout

@@ -80,7 +80,7 @@ def encode_gives_the_bytes_and_residuals_of_the_reference() -> None:
     for block in BLOCKS:
         for scale in SCALES:
             for error_dtype in ERRORS:
-                for K, J in ((1, 0), (1, 1), (3, 11)) if block <= 256 else ((2, 1),):
+                for K, J in ((1, 0), (2, 0), (1, 1), (3, 11)) if block <= 256 else ((2, 1),):
                     x = random(K, J * block, seed=K)
                     error = None if error_dtype is None else random(K, J * block, seed=100).to(error_dtype)
                     for counts in (None, random_counts(K, J, block, seed=J)):

@@ -72,7 +72,7 @@ class Edge:
         frame_bytes = -(-(N // 8 + 2 * (N // block)) // 16) * 16
         self._check_rows("frames", frames_KB, (torch.uint8,), shape=(K, frame_bytes), written=written)
         aligned = self.frame_alignment
-        if frames_KB.data_ptr() % aligned or (K > 1 and frames_KB.stride(0) % aligned):
+        if frames_KB.numel() and (frames_KB.data_ptr() % aligned or (K > 1 and frames_KB.stride(0) % aligned)):
             raise ValueError(
                 f"the rows of frames must start at multiples of {aligned} bytes, this one starts at "
                 f"{frames_KB.data_ptr() % aligned} with strides {frames_KB.stride()}; copy it first"
