@@ -108,9 +108,9 @@ class Edge:
 
     @staticmethod
     def _check_one_device(*tensors: Tensor | None) -> None:
-        devices = {str(tensor.device) for tensor in tensors if tensor is not None}
+        devices = {tensor.device for tensor in tensors if tensor is not None}
         if len(devices) > 1:
-            raise ValueError(f"all tensors must be on one device, got {', '.join(sorted(devices))}")
+            raise ValueError(f"all tensors must be on one device, got {', '.join(sorted(map(str, devices)))}")
 
 
 def _whole_blocks(n: int, block: int) -> int:
