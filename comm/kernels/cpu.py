@@ -1,7 +1,7 @@
 """Kernels: the frames in C++, for host tensors. The same bytes and the same floats as `reference.py`.
 
 The code is csrc/kernels.cpp, built by setup.py into `_kernels.*.so` beside this file and loaded with ctypes on
-first use; calls release the GIL. Arguments are checked here, once: past this edge there are only pointers.
+first use; calls release the GIL. Arguments are checked in `edge.py`, once.
 
 Shape legend: K rows, N elements, J blocks, B bytes.
 """
@@ -19,10 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .edge import INT8, SIGN, Edge, Frame, check_scale
+
 ABI_VERSION = 2
+EDGE = Edge("cpu")
 ISAS = ("auto", "portable", "avx2", "avx512")
 _ISA_TITLES = {"portable": "portable", "avx2": "AVX2", "avx512": "AVX-512"}
-_SCALES = ("rms", "mean_abs")
 _ERROR_KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2}
 
 # Below this many elements per thread a second thread gains less than it costs to wake (scripts/bench_kernels.py).
@@ -33,22 +35,6 @@ _REINSTALL = (
 )
 _log = logging.getLogger(__name__)
 _load_lock = threading.Lock()
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """What the edge must know of a frame. name: in the library's symbols. element_bits: without the scale."""
-
-    name: str
-    element_bits: int
-    block_multiple: int
-
-    def frame_bytes(self, N: int, J: int) -> int:
-        return -(-(N * self.element_bits // 8 + 2 * J) // 16) * 16
-
-
-_SIGN = _Frame("sign", element_bits=1, block_multiple=64)
-_INT8 = _Frame("int8", element_bits=8, block_multiple=16)
 
 
 @dataclass(frozen=True)
@@ -92,19 +78,18 @@ def encode(
 
     One pass over memory. Rows may lie apart (a slice of a wider tensor); elements of a row may not.
     """
-    if scale not in _SCALES:
-        raise ValueError(f'scale must be "rms" or "mean_abs", got {scale!r}')
-    _encode(_SIGN, x_KN, error_KN, frames_KB, counts_KJ, scale == "mean_abs", block=block, isa=isa)
+    check_scale(scale)
+    _encode(SIGN, x_KN, error_KN, frames_KB, counts_KJ, scale == "mean_abs", block=block, isa=isa)
 
 
 def decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float, isa: str = "auto") -> None:
     """out ← keep·out + weight·values; out float32 [K, N]. With keep = 0 the old content of out is not read."""
-    _decode(_SIGN, frames_KB, out_KN, block=block, weight=weight, keep=keep, isa=isa)
+    _decode(SIGN, frames_KB, out_KN, block=block, weight=weight, keep=keep, isa=isa)
 
 
 def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str = "auto") -> None:
     """out ← mean over the K frames; out float32 [N], written once."""
-    _decode_mean(_SIGN, frames_KB, out_N, block=block, isa=isa)
+    _decode_mean(SIGN, frames_KB, out_N, block=block, isa=isa)
 
 
 def int8_encode(
@@ -117,23 +102,23 @@ def int8_encode(
     isa: str = "auto",
 ) -> None:
     """`encode` for int8 frames."""
-    _encode(_INT8, x_KN, error_KN, frames_KB, counts_KJ, block=block, isa=isa)
+    _encode(INT8, x_KN, error_KN, frames_KB, counts_KJ, block=block, isa=isa)
 
 
 def int8_decode(
     frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float, isa: str = "auto"
 ) -> None:
     """`decode` for int8 frames."""
-    _decode(_INT8, frames_KB, out_KN, block=block, weight=weight, keep=keep, isa=isa)
+    _decode(INT8, frames_KB, out_KN, block=block, weight=weight, keep=keep, isa=isa)
 
 
 def int8_decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str = "auto") -> None:
     """`decode_mean` for int8 frames."""
-    _decode_mean(_INT8, frames_KB, out_N, block=block, isa=isa)
+    _decode_mean(INT8, frames_KB, out_N, block=block, isa=isa)
 
 
 def _encode(
-    frame: _Frame,
+    frame: Frame,
     x_KN: Tensor,
     error_KN: Tensor | None,
     frames_KB: Tensor,
@@ -142,14 +127,7 @@ def _encode(
     block: int,
     isa: str,
 ) -> None:
-    _check_rows("x", x_KN, (torch.float32,), written=True)
-    K, N = x_KN.shape
-    J = _whole_blocks(N, block, frame)
-    _check_rows("frames", frames_KB, (torch.uint8,), shape=(K, frame.frame_bytes(N, J)), written=True)
-    if error_KN is not None:
-        _check_rows("error", error_KN, (torch.float32, torch.bfloat16), shape=(K, N))
-    if counts_KJ is not None:
-        _check_rows("counts", counts_KJ, (torch.int32,), shape=(K, J))
+    K, J = EDGE.check_encode(frame, x_KN, error_KN, frames_KB, counts_KJ, block=block)
     _call(
         f"{frame.name}_encode",
         x_KN.data_ptr(),
@@ -167,17 +145,14 @@ def _encode(
         block,
         *options,
         isa=isa,
-        elements=K * N,
+        elements=x_KN.numel(),
     )
 
 
 def _decode(
-    frame: _Frame, frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float, isa: str
+    frame: Frame, frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float, isa: str
 ) -> None:
-    _check_rows("out", out_KN, (torch.float32,), written=True)
-    K, N = out_KN.shape
-    J = _whole_blocks(N, block, frame)
-    _check_rows("frames", frames_KB, (torch.uint8,), shape=(K, frame.frame_bytes(N, J)))
+    K, J = EDGE.check_decode(frame, frames_KB, out_KN, block=block)
     _call(
         f"{frame.name}_decode",
         frames_KB.data_ptr(),
@@ -190,19 +165,12 @@ def _decode(
         weight,
         keep,
         isa=isa,
-        elements=K * N,
+        elements=out_KN.numel(),
     )
 
 
-def _decode_mean(frame: _Frame, frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str) -> None:
-    if out_N.dim() != 1:
-        raise ValueError(f"out must have one dimension [N], got {tuple(out_N.shape)}")
-    _check_rows("out", out_N.unsqueeze(0), (torch.float32,), written=True)
-    K, N = frames_KB.shape[0], out_N.shape[0]
-    J = _whole_blocks(N, block, frame)
-    if K == 0:
-        raise ValueError("frames has no rows: a mean needs at least one")
-    _check_rows("frames", frames_KB, (torch.uint8,), shape=(K, frame.frame_bytes(N, J)))
+def _decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str) -> None:
+    K, J = EDGE.check_decode_mean(frame, frames_KB, out_N, block=block)
     _call(
         f"{frame.name}_decode_mean",
         frames_KB.data_ptr(),
@@ -212,7 +180,7 @@ def _decode_mean(frame: _Frame, frames_KB: Tensor, out_N: Tensor, *, block: int,
         J,
         block,
         isa=isa,
-        elements=N,
+        elements=out_N.numel(),
     )
 
 
@@ -222,41 +190,6 @@ def _call(name: str, *args: object, isa: str, elements: int) -> None:
     threads = max(1, min(torch.get_num_threads(), elements // ELEMENTS_PER_THREAD))
     if getattr(_library(), f"onebit_{name}")(*args, ISAS.index(isa), threads):
         raise ValueError(f'isa "{isa}" is not available on this machine, which has {", ".join(available_isas())}')
-
-
-def _whole_blocks(n: int, block: int, frame: _Frame) -> int:
-    if block <= 0 or block % frame.block_multiple:
-        raise ValueError(f"block must be a positive multiple of {frame.block_multiple}, got {block}")
-    if n % block:
-        raise ValueError(f"a row of {n} elements is not a whole number of blocks of {block}; pad it")
-    return n // block
-
-
-def _check_rows(
-    name: str,
-    rows: Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    *,
-    shape: tuple[int, int] | None = None,
-    written: bool = False,
-) -> None:
-    if rows.dtype not in dtypes:
-        raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {rows.dtype}")
-    if rows.device.type != "cpu":
-        raise ValueError(f"{name} must be on the host, got {rows.device}; use the reference kernel there")
-    if rows.dim() != 2 or (shape is not None and tuple(rows.shape) != shape):
-        expected = "two dimensions (rows first)" if shape is None else f"shape {shape}"
-        raise ValueError(f"{name} must have {expected}, got shape {tuple(rows.shape)}")
-    if rows.shape[1] > 1 and rows.stride(1) != 1:
-        raise ValueError(
-            f"the elements of a row of {name} must be contiguous, got strides {rows.stride()}; copy it first"
-        )
-    if written and rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]:
-        raise ValueError(
-            f"the rows of {name} are written and must not overlap, got strides {rows.stride()}; copy it first"
-        )
-    if rows.data_ptr() % rows.element_size():
-        raise ValueError(f"{name} must start at a multiple of {rows.element_size()} bytes; copy it first")
 
 
 def _library() -> ctypes.CDLL:
@@ -300,7 +233,7 @@ def _declare(library: ctypes.CDLL) -> None:
     encode = (*rows, *rows, flag, *rows, size, *rows, size, size, size)
     library.onebit_sign_encode.argtypes = (*encode, flag, flag, flag)
     library.onebit_int8_encode.argtypes = (*encode, flag, flag)
-    for frame in (_SIGN, _INT8):
+    for frame in (SIGN, INT8):
         decode, decode_mean = (getattr(library, f"onebit_{frame.name}_{name}") for name in ("decode", "decode_mean"))
         decode.argtypes = (*rows, *rows, size, size, size, real, real, flag, flag)
         decode_mean.argtypes = (*rows, size, pointer, size, size, flag, flag)

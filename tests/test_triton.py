@@ -1,0 +1,184 @@
+"""The Triton kernel gives the reference's bytes and floats in Triton's interpreter, and compiles for GPUs without one.
+
+What no test here can show: that a GPU computes what the compiled code says. scripts/gpu_check.py does, where there is
+one. Tolerance: none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from onebit.comm import SignCodec, kernels
+from onebit.comm.kernels import reference
+
+CASES = Path(__file__).with_name("triton_cases.py")
+CHECK = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'onebit[triton]'"
+)
+not_interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="compiles: run it without TRITON_INTERPRET=1"
+)
+
+
+# In the interpreter
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    """Of each case, what was wrong with it: one process for all of them."""
+    run = subprocess.run(
+        [sys.executable, str(CASES)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert run.returncode == 0, run.stderr
+    results: dict[str, str] = json.loads(run.stdout.splitlines()[-1])
+    return results
+
+
+@needs_triton
+@pytest.mark.parametrize("name", re.findall(r"^@case\ndef (\w+)", CASES.read_text(), re.MULTILINE))
+def test_interpreted(name: str, interpreted: dict[str, str]) -> None:
+    assert not interpreted[name], interpreted[name]
+
+
+# Compiled for GPUs that are not here
+
+ENCODE = dict(x="*fp32", x_stride="i64", error="*fp32", error_stride="i64", words="*i64", words_stride="i64",
+              halves="*i16", halves_stride="i64", halves_per_row="i32", counts="*i32", counts_stride="i64",
+              K="i32", J="i32")  # fmt: skip
+DECODE = dict(words="*i64", words_stride="i64", halves="*i16", halves_stride="i64", out="*fp32", out_stride="i64",
+              K="i32", words_per_row="i32", weight="fp32", keep="fp32", share="fp32")  # fmt: skip
+ENCODE_256 = dict(BLOCK=256, P=32, MEAN_ABS=False, KEEP=True)
+COMPILED: dict[str, tuple[str, dict[str, str], dict[str, object]]] = {
+    "encode": ("encode_blocks", ENCODE, ENCODE_256),
+    "encode without error and counts": ("encode_blocks", ENCODE, ENCODE_256 | dict(error=None, counts=None)),
+    "encode, bfloat16 error, mean_abs": (
+        "encode_blocks",
+        ENCODE | dict(error="*i16"),
+        ENCODE_256 | dict(MEAN_ABS=True),
+    ),
+    "encode, large blocks": ("encode_blocks", ENCODE, dict(BLOCK=2048, P=32, MEAN_ABS=False, KEEP=False)),
+    "decode": ("decode_words", DECODE, dict(BLOCK=256, W=16, WEIGHTED=False, READS_OUT=False)),
+    "decode, keep·out + weight·value": ("decode_words", DECODE, dict(BLOCK=256, W=16, WEIGHTED=True, READS_OUT=True)),
+    "decode_mean": ("decode_mean_words", DECODE, dict(BLOCK=256, W=16)),
+}
+
+
+def ptx_of(name: str, capability: int) -> str:
+    """Compile a case for compute capability 8.0, 9.0, … down to machine code; its PTX."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from onebit.comm.kernels import triton as kernel
+
+    function, types, constants = COMPILED[name]
+    compiled = getattr(kernel, function)
+    signature = {arg: "constexpr" if arg in constants else types[arg] for arg in compiled.arg_names}
+    aligned = [arg for arg in ("x", "x_stride", "error", "error_stride", "words", "halves", "out", "out_stride")
+               if signature.get(arg, "constexpr") != "constexpr"]  # fmt: skip
+    source = ASTSource(
+        fn=compiled,
+        signature=signature,
+        constexprs=constants,
+        attrs={(compiled.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in aligned},
+    )
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kernel.OPTIONS)
+    assert binary.asm["cubin"][:4] == b"\x7fELF"
+    ptx = binary.asm["ptx"]
+    assert f".target sm_{capability}" in ptx
+    return str(ptx)
+
+
+@needs_triton
+@not_interpreted
+@pytest.mark.parametrize("capability", (80, 90, 100))
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_to_operations_that_round_once(name: str, capability: int) -> None:
+    ptx = ptx_of(name, capability)
+    for sloppy in (r"\bfma\b", r"\bmad\.\w+\.f32", r"\.approx", r"\.full", r"\.ftz"):
+        assert not re.findall(sloppy, ptx), sloppy
+
+
+@needs_triton
+@not_interpreted
+@pytest.mark.parametrize("name", [name for name in COMPILED if name != "encode, bfloat16 error, mean_abs"])
+def test_floats_move_16_bytes_at_a_time(name: str) -> None:
+    """Of rows that start at multiples of 16 bytes, which torch's allocations and the optimizers' buckets do."""
+    ptx = ptx_of(name, 90)
+    assert "st.global.v4.b32" in ptx
+    assert "encode" not in name or "ld.global.v4.b32" in ptx
+
+
+# Selection
+
+
+@pytest.fixture
+def not_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    for cached in (kernels._why_no_triton, kernels._triton):
+        cached.cache_clear()
+    yield
+    for cached in (kernels._why_no_triton, kernels._triton):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("not_installed")
+def test_without_triton_the_reference_serves_cuda_tensors_and_asking_for_triton_says_what_to_install() -> None:
+    assert kernels.select("auto", torch.device("cuda")) is reference
+    assert "CUDA tensors: reference (pure torch): Triton is not installed" in kernels.describe()
+    codec = SignCodec(kernel="triton")
+    with pytest.raises(ImportError, match=r"pip install 'onebit\[triton\]'"):
+        codec.decode(torch.zeros(1, 48, dtype=torch.uint8), torch.zeros(1, 256))
+
+
+@needs_triton
+@not_interpreted
+def test_triton_serves_cuda_tensors_where_it_is_installed() -> None:
+    from onebit.comm.kernels import triton
+
+    assert kernels.select("auto", torch.device("cuda")) is triton
+    assert kernels.select("auto", torch.device("cpu")) is not triton
+    assert kernels.select("reference", torch.device("cuda")) is reference
+    assert f"CUDA tensors: {triton.describe()}" in kernels.describe()
+    with pytest.raises(ValueError, match="out must be on a cuda device, got cpu"):
+        SignCodec(kernel="triton").decode(torch.zeros(1, 48, dtype=torch.uint8), torch.zeros(1, 256))
+
+
+# The script for a machine with a GPU
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_check_for_gpus_can_be_rehearsed(tmp_path: Path) -> None:
+    record = tmp_path / "record.md"
+    tiny = ["--blocks", "64", "--sizes", "0", "70", "--steps", "4", "--elements", "500", "--repeats", "1"]
+    run = subprocess.run(
+        [sys.executable, str(CHECK), "--rehearse", *tiny, "--record", str(record)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "| triton | decode |" in record.read_text() and "held" in record.read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_the_check_for_gpus_says_that_it_needs_one() -> None:
+    run = subprocess.run([sys.executable, str(CHECK)], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2 and "needs a CUDA device" in run.stdout
