@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-# The most local steps that kept the loss of every task within 1 % of AdamW's (scripts/records/study_2026-11.md).
-AUTO_CLIPPER = 4
+# The most local steps that were measured, and kept the loss within 1 % of AdamW's (scripts/records/study_2026-11.md).
+AUTO_CLIPPER = 8
 
 
 @dataclass(frozen=True)
