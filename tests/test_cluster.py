@@ -229,7 +229,12 @@ def test_nothing_is_left(can_emulate: None, ending: signal.Signals | None) -> No
     before = visible_state()
     marker = f"{3 if ending is None else 600}.{uuid.uuid4().int % 10**9:09d}"
     command = [sys.executable, str(SCRIPT), "--hosts", "2", "--launcher", "none", "--", "sleep", marker]
-    script = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    script = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it, for all descendants
+    )
     assert eventually(lambda: len(processes_with(f"sleep {marker}")) == 3)  # the script and both hosts'
     (directory,) = {path for path in processes_of_keeper(script.pid)}
     sleeper = next(p for p in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_command(p, ["sleep", marker]))
