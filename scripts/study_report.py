@@ -184,17 +184,18 @@ def _quoted(word: str) -> str:
 
 def draw(results: Sequence[Result], out: Path) -> None:
     """Write a PNG: a row per setting, validation loss against steps and against bits sent, mean over seeds."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-    settings = settings_of(results)
+    settings, colours = settings_of(results), colormaps["tab20"]
     figure = Figure(figsize=(10, 3.6 * len(settings)), layout="constrained")
     rows = figure.subplots(len(settings), 2, sharey="row", squeeze=False)
     lines = {}
     for setting, (against_steps, against_bits) in zip(settings, rows, strict=True):
         for method, runs in runs_by_lr(results, setting).items():
             steps, losses, bits = mean_curve(list(runs[best_lr(runs)].values()))
-            style = {"color": f"C{list(METHODS).index(method) % 10}", "label": method, "linewidth": 1.2}
+            style = {"color": colours(list(METHODS).index(method)), "label": method, "linewidth": 1.2}
             (lines[method],) = against_steps.plot(steps, losses, **style)
             against_bits.plot(bits, losses, marker=".", **style)
         against_steps.set(title=str(setting), xlabel="step", ylabel=f"loss, {TASKS[setting.task].unit}")
@@ -205,7 +206,7 @@ def draw(results: Sequence[Result], out: Path) -> None:
             axes.yaxis.set_major_formatter(ScalarFormatter())
             axes.yaxis.set_minor_formatter(NullFormatter())
             axes.grid(alpha=0.3)
-    figure.legend(lines.values(), lines, loc="outside lower center", ncols=min(5, len(lines)))
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=min(3, len(lines)))
     figure.savefig(out, dpi=80)
 
 
