@@ -45,7 +45,7 @@ def train_flat(link: SimTransport, **options: object) -> tuple[list[np.ndarray],
 def test_equals_the_textbook_loop(world_size: int, policy: str) -> None:
     """Every rank's own parameters, local steps included; float32 against float64, rounding only.
 
-    A sum that cancels to rounding may have another sign in float32: up to 2 % of the elements may leave the path. With
+    A sum that cancels to rounding may have another sign in float32: up to 1 % of the elements may leave the path. With
     3 ranks that is common (thirds are no binary fractions) and shifts scales of whole blocks: 26 steps there, and 5 %.
     """
     results = run_ranks(world_size, lambda link: train_flat(link, **POLICIES[policy]))
@@ -57,7 +57,7 @@ def test_equals_the_textbook_loop(world_size: int, policy: str) -> None:
         oracle.step(grads, lr, {"compressed": "sync"}.get(rounds[step], rounds[step]))
         for rank, (trajectory, _) in enumerate(results):
             differs = np.abs(trajectory[step] - oracle.x[rank]) > 5e-4
-            assert differs.mean() <= (0.05 if world_size == 3 else 0.02), (step, rank)
+            assert differs.mean() <= (0.05 if world_size == 3 else 0.01), (step, rank)
         if rounds[step] != "local":
             assert all(np.array_equal(trajectory[step], results[0][0][step]) for trajectory, _ in results)
 
