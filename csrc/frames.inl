@@ -4,9 +4,10 @@
 
 namespace sign {
 #include "sign_blocks.inl"
+#include "sign_fused.inl"
 }
 namespace int8 {
 #include "int8_blocks.inl"
 }
 
-constexpr Kernels kernels{sign::kernel, int8::kernel};
+constexpr Kernels kernels{sign::kernel, int8::kernel, sign::fused};

@@ -61,9 +61,9 @@ ONEBIT_TARGET void encode_blocks(const EncodeJob& job, int64_t begin, int64_t en
 
 ONEBIT_TARGET void encode(const EncodeJob& job, int64_t begin, int64_t end) {
   switch (job.error_kind) {
-    case ErrorKind::kNone: return encode_blocks<NoError>(job, begin, end);
-    case ErrorKind::kFloat32: return encode_blocks<Float32Error>(job, begin, end);
-    case ErrorKind::kBfloat16: return encode_blocks<Bfloat16Error>(job, begin, end);
+    case FloatKind::kNone: return encode_blocks<NoError>(job, begin, end);
+    case FloatKind::kFloat32: return encode_blocks<Float32Error>(job, begin, end);
+    case FloatKind::kBfloat16: return encode_blocks<Bfloat16Error>(job, begin, end);
   }
 }
 

@@ -8,10 +8,12 @@
 //
 // Shape legend: K rows, J blocks of a row, B bytes of a frame.
 
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -33,14 +35,14 @@ constexpr int64_t kLanes = 16;
 constexpr uint16_t kNanBf16 = 0x7FC0;
 constexpr uint32_t kInfinityBits = 0x7F800000;
 
-enum class ErrorKind : int { kNone = 0, kFloat32 = 1, kBfloat16 = 2 };
+enum class FloatKind : int { kNone = 0, kFloat32 = 1, kBfloat16 = 2 };
 
 struct EncodeJob {
   float* x;
   int64_t x_stride;
   const void* error;
   int64_t error_stride;
-  ErrorKind error_kind;
+  FloatKind error_kind;
   uint8_t* frames;
   int64_t frame_stride;
   const int32_t* counts;
@@ -71,6 +73,75 @@ struct DecodeMeanJob {
   int64_t block;
 };
 
+// Where a fused encoder writes, and what it adds: rows of J blocks, all of error and residual without gaps.
+struct FusedEncode {
+  const void* error;
+  FloatKind error_kind;
+  uint8_t* frames;
+  int64_t frame_stride;
+  const int32_t* counts;
+  int64_t counts_stride;
+  void* residual;
+  FloatKind residual_kind;
+  int64_t J;
+  int64_t block;
+  bool mean_abs;
+};
+
+struct EncodeMeanJob {
+  FusedEncode to;  // one row
+  const uint8_t* received;
+  int64_t received_stride;
+  int64_t K;
+};
+
+// Tensors where they lie: segment s begins with block first[s] of the rows.
+struct PointersJob {
+  void* const* data;
+  const int32_t* kinds;
+  const int64_t* first;
+  const int64_t* numels;
+  int64_t size;
+};
+
+struct MomentumJob {
+  FusedEncode to;
+  PointersJob grads;
+  const float* D;      // or the variance, where there is a
+  const float* floor;  // floor for each block
+  float correction, eps;
+  const uint8_t* m_frames;  // either these
+  int64_t m_stride;
+  const float* m;  // or this
+  float keep, add, own, unscale;
+};
+
+struct ApplyJob {
+  const uint8_t* frames;
+  int64_t frame_stride;
+  int64_t J;
+  int64_t block;
+  PointersJob params;
+  const float* weight;
+  const float* keep;
+};
+
+// The segment of a block: a walk over blocks in ascending order, with one search.
+struct SegmentAt {
+  int64_t s, b;
+  const PointersJob& tensors;
+  const int64_t block;
+
+  SegmentAt(const PointersJob& tensors, int64_t b, int64_t block)
+      : s(std::upper_bound(tensors.first, tensors.first + tensors.size, b) - tensors.first - 1), b(b), tensors(tensors),
+        block(block) {}
+  void next() {
+    ++b;
+    while (s + 1 < tensors.size && tensors.first[s + 1] <= b) ++s;
+  }
+  bool is_inside() const { return s >= 0 && (b - tensors.first[s]) * block < tensors.numels[s]; }
+};
+
 // Row k, block j of the row: a walk over K·J blocks, row after row, with one division.
 struct BlockAt {
   int64_t k, j;
@@ -89,9 +160,17 @@ struct Kernel {
   void (*decode_mean)(const DecodeMeanJob&, int64_t begin, int64_t end);
 };
 
+// The same, for what surrounds sign frames.
+struct Fused {
+  void (*encode_mean)(const EncodeMeanJob&, int64_t begin, int64_t end);
+  void (*encode_momentum)(const MomentumJob&, int64_t begin, int64_t end);
+  void (*apply)(const ApplyJob&, int64_t begin, int64_t end);
+};
+
 // Of one instruction set.
 struct Kernels {
   Kernel sign, int8;
+  Fused fused;
 };
 
 inline uint16_t load_u16(const void* from) {
@@ -121,6 +200,13 @@ inline uint16_t finite_bf16_or_nan(float value) {
   const uint32_t bits = bits_of_float(value);
   const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
   return rounded < 0x7F80u ? static_cast<uint16_t>(rounded) : kNanBf16;
+}
+
+// To nearest even; a NaN becomes kNanBf16.
+inline uint16_t bf16_near(float value) {
+  const uint32_t bits = bits_of_float(value);
+  if (value != value) return kNanBf16;
+  return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
 // The least bfloat16 not below value, which is neither negative nor near the largest.
@@ -203,12 +289,15 @@ void run(void (*work)(const Job&, int64_t, int64_t), const Job& job, int64_t blo
   work(job, 0, blocks);
 }
 
-// Zeroes what lies behind the last scale, then encodes. code_bytes: of a row's signs or bytes, before its scales.
+// Zeroes what lies behind the last scale of each row.
+void clear_tails(uint8_t* frames, int64_t frame_stride, int64_t K, int64_t frame_bytes, int64_t used_bytes) {
+  for (int64_t k = 0; k < K; ++k) std::memset(frames + k * frame_stride + used_bytes, 0, frame_bytes - used_bytes);
+}
+
+// code_bytes: of a row's signs or bytes, before its scales.
 void encode_rows(const Kernel& kernel, const EncodeJob& job, int64_t K, int64_t frame_bytes, int64_t code_bytes,
                  int threads) {
-  const int64_t used_bytes = code_bytes + 2 * job.J;
-  for (int64_t k = 0; k < K; ++k)
-    std::memset(job.frames + k * job.frame_stride + used_bytes, 0, frame_bytes - used_bytes);
+  clear_tails(job.frames, job.frame_stride, K, frame_bytes, code_bytes + 2 * job.J);
   run(kernel.encode, job, K * job.J, threads);
 }
 
@@ -217,7 +306,7 @@ void encode_rows(const Kernel& kernel, const EncodeJob& job, int64_t K, int64_t 
 #define ONEBIT_API extern "C" __attribute__((visibility("default")))
 
 // Raise it together with cpu.py's when a signature or a frame changes: a library built from older sources is then refused.
-ONEBIT_API int onebit_abi_version() { return 2; }
+ONEBIT_API int onebit_abi_version() { return 3; }
 
 ONEBIT_API int onebit_best_isa() { return best_isa(); }
 
@@ -237,7 +326,7 @@ ONEBIT_API int onebit_sign_encode(float* x, int64_t x_stride, const void* error,
                                   int threads) {
   const Kernels* kernels = kernels_for(isa);
   if (!kernels) return 1;
-  const EncodeJob job{x,      x_stride,      error, error_stride, static_cast<ErrorKind>(error_kind), frames, frame_stride,
+  const EncodeJob job{x,      x_stride,      error, error_stride, static_cast<FloatKind>(error_kind), frames, frame_stride,
                       counts, counts_stride, J,     block,        mean_abs != 0};
   encode_rows(kernels->sign, job, K, frame_bytes, J * block / 8, threads);
   return 0;
@@ -248,7 +337,7 @@ ONEBIT_API int onebit_int8_encode(float* x, int64_t x_stride, const void* error,
                                   int64_t counts_stride, int64_t K, int64_t J, int64_t block, int isa, int threads) {
   const Kernels* kernels = kernels_for(isa);
   if (!kernels) return 1;
-  const EncodeJob job{x,      x_stride,      error, error_stride, static_cast<ErrorKind>(error_kind), frames, frame_stride,
+  const EncodeJob job{x,      x_stride,      error, error_stride, static_cast<FloatKind>(error_kind), frames, frame_stride,
                       counts, counts_stride, J,     block,        false};
   encode_rows(kernels->int8, job, K, frame_bytes, J * block, threads);
   return 0;
@@ -289,5 +378,53 @@ ONEBIT_API int onebit_int8_decode_mean(const uint8_t* frames, int64_t frame_stri
   if (!kernels) return 1;
   const DecodeMeanJob job{frames, frame_stride, K, out, J, block};
   run(kernels->int8.decode_mean, job, J, threads);
+  return 0;
+}
+
+// error, residual: rows without gaps; kinds: 0 none, 1 float32, 2 bfloat16.
+
+ONEBIT_API int onebit_sign_encode_mean(const uint8_t* received, int64_t received_stride, int64_t K, const void* error,
+                                       int error_kind, uint8_t* frame, int64_t frame_bytes, const int32_t* counts,
+                                       void* residual, int residual_kind, int64_t J, int64_t block, int mean_abs, int isa,
+                                       int threads) {
+  const Kernels* kernels = kernels_for(isa);
+  if (!kernels) return 1;
+  const EncodeMeanJob job{{error, static_cast<FloatKind>(error_kind), frame, frame_bytes, counts, 0, residual,
+                           static_cast<FloatKind>(residual_kind), J, block, mean_abs != 0},
+                          received, received_stride, K};
+  clear_tails(frame, 0, 1, frame_bytes, J * (block / 8) + 2 * J);
+  run(kernels->fused.encode_mean, job, J, threads);
+  return 0;
+}
+
+ONEBIT_API int onebit_sign_encode_momentum(void* const* grads, const int32_t* grad_kinds, const int64_t* first,
+                                           const int64_t* numels, int64_t segments, const float* D, const float* floor,
+                                           double correction, double eps, const uint8_t* m_frames, int64_t m_stride,
+                                           const float* m, double keep, double add, double own, double unscale,
+                                           const void* error, int error_kind, uint8_t* frames, int64_t frame_stride,
+                                           int64_t frame_bytes, const int32_t* counts, int64_t counts_stride,
+                                           void* residual, int residual_kind, int64_t K, int64_t J, int64_t block,
+                                           int mean_abs, int isa, int threads) {
+  const Kernels* kernels = kernels_for(isa);
+  if (!kernels) return 1;
+  const MomentumJob job{{error, static_cast<FloatKind>(error_kind), frames, frame_stride, counts, counts_stride, residual,
+                         static_cast<FloatKind>(residual_kind), J, block, mean_abs != 0},
+                        {grads, grad_kinds, first, numels, segments},
+                        D, floor, static_cast<float>(correction), static_cast<float>(eps), m_frames, m_stride, m,
+                        static_cast<float>(keep), static_cast<float>(add), static_cast<float>(own),
+                        static_cast<float>(unscale)};
+  clear_tails(frames, frame_stride, K, frame_bytes, J * (block / 8) + 2 * J);
+  run(kernels->fused.encode_momentum, job, K * J, threads);
+  return 0;
+}
+
+ONEBIT_API int onebit_sign_apply(const uint8_t* frames, int64_t frame_stride, int64_t K, int64_t J, int64_t block,
+                                 void* const* params, const int32_t* param_kinds, const int64_t* first,
+                                 const int64_t* numels, int64_t segments, const float* weight, const float* keep, int isa,
+                                 int threads) {
+  const Kernels* kernels = kernels_for(isa);
+  if (!kernels) return 1;
+  const ApplyJob job{frames, frame_stride, J, block, {params, param_kinds, first, numels, segments}, weight, keep};
+  run(kernels->fused.apply, job, K * J, threads);
   return 0;
 }

@@ -15,6 +15,12 @@ struct Lanes {
     _mm256_storeu_ps(to, low);
     _mm256_storeu_ps(to + 8, high);
   }
+  // To nearest even; a NaN becomes kNanBf16.
+  ONEBIT_TARGET void store_bf16(uint16_t* to) const {
+    // packus works on each half of a register: lanes 0-3, 8-11, 4-7, 12-15 come out; the permutation puts them in order.
+    const __m256i mixed = _mm256_packus_epi32(narrow(low), narrow(high));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(mixed, _MM_SHUFFLE(3, 1, 2, 0)));
+  }
   // The lanes hold whole numbers in -128..127.
   ONEBIT_TARGET void store_int8(uint8_t* to) const {
     // packs works on each half of a register: lanes 0-3, 8-11, 4-7, 12-15 come out; the permutation puts them in order.
@@ -28,6 +34,7 @@ struct Lanes {
   ONEBIT_TARGET Lanes operator-(Lanes o) const { return {_mm256_sub_ps(low, o.low), _mm256_sub_ps(high, o.high)}; }
   ONEBIT_TARGET Lanes operator*(Lanes o) const { return {_mm256_mul_ps(low, o.low), _mm256_mul_ps(high, o.high)}; }
   ONEBIT_TARGET Lanes operator/(Lanes o) const { return {_mm256_div_ps(low, o.low), _mm256_div_ps(high, o.high)}; }
+  ONEBIT_TARGET Lanes sqrt() const { return {_mm256_sqrt_ps(low), _mm256_sqrt_ps(high)}; }
   ONEBIT_TARGET Lanes abs() const {
     const __m256 minus_zero = _mm256_set1_ps(-0.0f);
     return {_mm256_andnot_ps(minus_zero, low), _mm256_andnot_ps(minus_zero, high)};
@@ -41,6 +48,10 @@ struct Lanes {
   ONEBIT_TARGET Lanes rounded() const {
     constexpr int kNearestEven = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return {_mm256_round_ps(low, kNearestEven), _mm256_round_ps(high, kNearestEven)};
+  }
+  // Of numbers, none of them a NaN.
+  ONEBIT_TARGET static Lanes larger(Lanes a, Lanes b) {
+    return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)};
   }
   // Of lanes without a sign bit, by their bits: an infinity is above every number and a NaN above both.
   ONEBIT_TARGET static Lanes larger_bits(Lanes a, Lanes b) {
@@ -71,6 +82,12 @@ struct Lanes {
   }
 
  private:
+  ONEBIT_TARGET static __m256i narrow(__m256 wide) {
+    const __m256i bits = _mm256_castps_si256(wide), even = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i near = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), even), 16);
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(wide, wide, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(near, _mm256_set1_epi32(kNanBf16), is_nan);
+  }
   ONEBIT_TARGET static __m256 larger_bits(__m256 a, __m256 b) {
     return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
   }

@@ -13,6 +13,14 @@ struct Lanes {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))))};
   }
   ONEBIT_TARGET void store(float* to) const { _mm512_storeu_ps(to, v); }
+  // To nearest even; a NaN becomes kNanBf16.
+  ONEBIT_TARGET void store_bf16(uint16_t* to) const {
+    const __m512i bits = _mm512_castps_si512(v), even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i near = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), even), 16);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    const __m512i chosen = _mm512_mask_blend_epi32(is_nan, near, _mm512_set1_epi32(kNanBf16));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(chosen));
+  }
   // The lanes hold whole numbers in -128..127.
   ONEBIT_TARGET void store_int8(uint8_t* to) const {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
@@ -22,6 +30,7 @@ struct Lanes {
   ONEBIT_TARGET Lanes operator-(Lanes o) const { return {_mm512_sub_ps(v, o.v)}; }
   ONEBIT_TARGET Lanes operator*(Lanes o) const { return {_mm512_mul_ps(v, o.v)}; }
   ONEBIT_TARGET Lanes operator/(Lanes o) const { return {_mm512_div_ps(v, o.v)}; }
+  ONEBIT_TARGET Lanes sqrt() const { return {_mm512_sqrt_ps(v)}; }
   ONEBIT_TARGET Lanes abs() const { return {_mm512_abs_ps(v)}; }
   ONEBIT_TARGET Lanes negated() const { return {_mm512_xor_ps(v, _mm512_set1_ps(-0.0f))}; }
 
@@ -29,6 +38,8 @@ struct Lanes {
   ONEBIT_TARGET Lanes rounded() const {
     return {_mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
   }
+  // Of numbers, none of them a NaN.
+  ONEBIT_TARGET static Lanes larger(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }
   // Of lanes without a sign bit, by their bits: an infinity is above every number and a NaN above both.
   ONEBIT_TARGET static Lanes larger_bits(Lanes a, Lanes b) {
     return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v)))};

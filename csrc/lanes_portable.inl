@@ -27,6 +27,12 @@ struct Lanes {
     return load(wide);
   }
   void store(float* to) const { std::memcpy(to, v, sizeof v); }
+  // To nearest even; a NaN becomes kNanBf16.
+  void store_bf16(uint16_t* to) const {
+    float wide[kLanes];
+    store(wide);
+    for (int l = 0; l < kLanes; ++l) to[l] = bf16_near(wide[l]);
+  }
   // The lanes hold whole numbers in -128..127.
   void store_int8(uint8_t* to) const {
     float wide[kLanes];
@@ -38,6 +44,12 @@ struct Lanes {
   Lanes operator-(const Lanes& o) const { return {{v[0] - o.v[0], v[1] - o.v[1], v[2] - o.v[2], v[3] - o.v[3]}}; }
   Lanes operator*(const Lanes& o) const { return {{v[0] * o.v[0], v[1] * o.v[1], v[2] * o.v[2], v[3] * o.v[3]}}; }
   Lanes operator/(const Lanes& o) const { return {{v[0] / o.v[0], v[1] / o.v[1], v[2] / o.v[2], v[3] / o.v[3]}}; }
+  Lanes sqrt() const {
+    float wide[kLanes];
+    store(wide);
+    for (int l = 0; l < kLanes; ++l) wide[l] = std::sqrt(wide[l]);
+    return load(wide);
+  }
   Lanes abs() const {
     const auto positive = [](Float4 four) { return (Float4)((Int4)four & 0x7FFFFFFF); };
     return {{positive(v[0]), positive(v[1]), positive(v[2]), positive(v[3])}};
@@ -52,6 +64,15 @@ struct Lanes {
       return (Float4)(((Int4)near & 0x7FFFFFFF) | ((Int4)four & ~0x7FFFFFFF));
     };
     return {{whole(v[0]), whole(v[1]), whole(v[2]), whole(v[3])}};
+  }
+  // Of numbers, none of them a NaN.
+  static Lanes larger(const Lanes& a, const Lanes& b) {
+    Lanes larger;
+    for (int i = 0; i < 4; ++i) {
+      const Int4 is_a = (Int4)(a.v[i] > b.v[i]);
+      larger.v[i] = (Float4)((is_a & (Int4)a.v[i]) | (~is_a & (Int4)b.v[i]));
+    }
+    return larger;
   }
   // Of lanes without a sign bit, by their bits: an infinity is above every number and a NaN above both.
   static Lanes larger_bits(const Lanes& a, const Lanes& b) {

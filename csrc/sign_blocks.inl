@@ -58,12 +58,12 @@ ONEBIT_TARGET void encode_blocks(const EncodeJob& job, int64_t begin, int64_t en
 
 ONEBIT_TARGET void encode(const EncodeJob& job, int64_t begin, int64_t end) {
   switch (job.error_kind) {
-    case ErrorKind::kNone:
+    case FloatKind::kNone:
       return job.mean_abs ? encode_blocks<NoError, true>(job, begin, end) : encode_blocks<NoError, false>(job, begin, end);
-    case ErrorKind::kFloat32:
+    case FloatKind::kFloat32:
       return job.mean_abs ? encode_blocks<Float32Error, true>(job, begin, end)
                           : encode_blocks<Float32Error, false>(job, begin, end);
-    case ErrorKind::kBfloat16:
+    case FloatKind::kBfloat16:
       return job.mean_abs ? encode_blocks<Bfloat16Error, true>(job, begin, end)
                           : encode_blocks<Bfloat16Error, false>(job, begin, end);
   }

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -19,13 +20,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..operands import MomentumWeights, Segments, Variance
 from .edge import INT8, SIGN, Edge, Frame, check_scale
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 EDGE = Edge("cpu")
 ISAS = ("auto", "portable", "avx2", "avx512")
 _ISA_TITLES = {"portable": "portable", "avx2": "AVX2", "avx512": "AVX-512"}
-_ERROR_KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2}
+_KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2}
 
 # Below this many elements per thread a second thread gains less than it costs to wake (scripts/bench_kernels.py).
 ELEMENTS_PER_THREAD = 32768
@@ -92,6 +94,129 @@ def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str = "aut
     _decode_mean(SIGN, frames_KB, out_N, block=block, isa=isa)
 
 
+def encode_mean(
+    received_WB: Tensor,
+    error_1N: Tensor | None,
+    frame_1B: Tensor,
+    counts_1J: Tensor | None,
+    residual_1N: Tensor,
+    *,
+    block: int,
+    scale: str,
+    isa: str = "auto",
+) -> None:
+    """frame ← frame of the mean of the W frames + error; residual ← what it does not say. Reads each frame once."""
+    check_scale(scale)
+    W, J = EDGE.check_encode_mean(SIGN, received_WB, error_1N, frame_1B, counts_1J, residual_1N, block=block)
+    _call(
+        "sign_encode_mean",
+        *_rows(received_WB),
+        W,
+        _address(error_1N),
+        _kind(error_1N),
+        frame_1B.data_ptr(),
+        frame_1B.shape[1],
+        _address(counts_1J),
+        residual_1N.data_ptr(),
+        _kind(residual_1N),
+        J,
+        block,
+        scale == "mean_abs",
+        isa=isa,
+        elements=residual_1N.numel(),
+    )
+
+
+def encode_momentum(
+    grads: Sequence[Tensor | None],
+    segments: Segments,
+    D_KN: Tensor | Variance,
+    momentum: Tensor,
+    error_KN: Tensor | None,
+    frames_KB: Tensor,
+    counts_KJ: Tensor | None,
+    residual_KN: Tensor,
+    *,
+    block: int,
+    scale: str,
+    weights: MomentumWeights,
+    isa: str = "auto",
+) -> None:
+    """frames ← frames of the momentum with this rank's gradient and what it owes (rule 6); residual ← the rest.
+
+    One pass: reads gradients where they lie, D, the old momentum and the error; writes frames and residual. A gradient
+    that is neither float32 nor bfloat16, or not contiguous, is copied first.
+    """
+    check_scale(scale)
+    K, J = EDGE.check_encode_momentum(
+        SIGN, grads, segments, D_KN, momentum, error_KN, frames_KB, counts_KJ, residual_KN, block=block
+    )
+    readable = [None if grad is None else _readable(grad) for grad in grads]
+    variance = D_KN if isinstance(D_KN, Variance) else None
+    packed = momentum.dtype == torch.uint8
+    _call(
+        "sign_encode_momentum",
+        *_pointers(readable, segments),
+        _address(D_KN if variance is None else variance.v_KN),
+        _address(None if variance is None else variance.floor_KJ),
+        0.0 if variance is None else variance.correction,
+        0.0 if variance is None else variance.eps,
+        *(_rows(momentum) if packed else (None, 0)),
+        None if packed else momentum.data_ptr(),
+        weights.keep,
+        weights.add,
+        weights.own,
+        weights.unscale,
+        _address(error_KN),
+        _kind(error_KN),
+        *_rows(frames_KB),
+        frames_KB.shape[1],
+        *((None, 0) if counts_KJ is None else _rows(counts_KJ)),
+        residual_KN.data_ptr(),
+        _kind(residual_KN),
+        K,
+        J,
+        block,
+        scale == "mean_abs",
+        isa=isa,
+        elements=residual_KN.numel(),
+    )
+
+
+def apply(
+    frames_KB: Tensor,
+    n: int,
+    params: Sequence[Tensor | None],
+    segments: Segments,
+    weight_S: Tensor,
+    keep_S: Tensor,
+    *,
+    block: int,
+    isa: str = "auto",
+) -> None:
+    """p ← keep·p + weight·value for the parameters where they lie, frames of rows of n elements (rule 7).
+
+    One pass over each. A parameter that is neither float32 nor bfloat16, or not contiguous, goes through a copy.
+    """
+    K, J = EDGE.check_apply(SIGN, frames_KB, n, params, segments, weight_S, keep_S, block=block)
+    writable = [None if p is None else _readable(p) for p in params]
+    _call(
+        "sign_apply",
+        *_rows(frames_KB),
+        K,
+        J,
+        block,
+        *_pointers(writable, segments),
+        weight_S.data_ptr(),
+        keep_S.data_ptr(),
+        isa=isa,
+        elements=K * n,
+    )
+    for p, written in zip(params, writable, strict=True):
+        if p is not None and written is not p and written is not None:
+            p.copy_(written)
+
+
 def int8_encode(
     x_KN: Tensor,
     error_KN: Tensor | None,
@@ -134,7 +259,7 @@ def _encode(
         x_KN.stride(0),
         None if error_KN is None else error_KN.data_ptr(),
         0 if error_KN is None else error_KN.stride(0),
-        _ERROR_KINDS[None if error_KN is None else error_KN.dtype],
+        _kind(error_KN),
         frames_KB.data_ptr(),
         frames_KB.stride(0),
         frames_KB.shape[1],
@@ -182,6 +307,31 @@ def _decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int, 
         isa=isa,
         elements=out_N.numel(),
     )
+
+
+def _readable(x: Tensor) -> Tensor:
+    x = x if x.dtype in _KINDS else x.to(torch.float32)
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def _kind(x: Tensor | None) -> int:
+    return _KINDS[None if x is None else x.dtype]
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    return x.data_ptr(), x.stride(0)
+
+
+def _pointers(tensors: Sequence[Tensor | None], segments: Segments) -> tuple[object, ...]:
+    """As PointersJob in kernels.cpp."""
+    S = len(tensors)
+    addresses = (ctypes.c_void_p * S)(*(_address(x) for x in tensors))
+    kinds = (ctypes.c_int32 * S)(*(_kind(x) for x in tensors))
+    return addresses, kinds, *(row.data_ptr() for row in segments.table), S
 
 
 def _call(name: str, *args: object, isa: str, elements: int) -> None:
@@ -237,3 +387,13 @@ def _declare(library: ctypes.CDLL) -> None:
         decode, decode_mean = (getattr(library, f"onebit_{frame.name}_{name}") for name in ("decode", "decode_mean"))
         decode.argtypes = (*rows, *rows, size, size, size, real, real, flag, flag)
         decode_mean.argtypes = (*rows, size, pointer, size, size, flag, flag)
+    tensors = (pointer, pointer, pointer, pointer, size)
+    typed = (pointer, flag)
+    library.onebit_sign_encode_mean.argtypes = (
+        *rows, size, *typed, *rows, pointer, *typed, size, size, flag, flag, flag
+    )  # fmt: skip
+    library.onebit_sign_encode_momentum.argtypes = (
+        *tensors, pointer, pointer, real, real, *rows, pointer, real, real, real, real, *typed, *rows, size, *rows,
+        *typed, size, size, size, flag, flag, flag,
+    )  # fmt: skip
+    library.onebit_sign_apply.argtypes = (*rows, size, size, size, *tensors, pointer, pointer, flag, flag)

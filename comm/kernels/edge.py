@@ -1,4 +1,4 @@
-"""Kernels: the arguments of `encode`, `decode` and `decode_mean`, checked once; past this edge there are only pointers.
+"""Kernels: the arguments of their functions, checked once; past this edge there are only pointers.
 
 Rests on torch alone. Each compiled kernel has one `Edge`, which says what memory it takes.
 
@@ -7,10 +7,13 @@ Shape legend: K rows, N elements, J blocks, B bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ..operands import Segments, Variance, check_tensors
 
 SCALES = ("rms", "mean_abs")
 
@@ -95,6 +98,117 @@ class Edge:
         self._check_frames(frames_KB, K, frame.bytes(N, J))
         self._check_one_device(frames_KB, out_N)
         return K, J
+
+    def check_encode_mean(
+        self,
+        frame: Frame,
+        received_WB: Tensor,
+        error_1N: Tensor | None,
+        frame_1B: Tensor,
+        counts_1J: Tensor | None,
+        residual_1N: Tensor,
+        *,
+        block: int,
+    ) -> tuple[int, int]:
+        """(W, J)."""
+        J = self._check_residual(frame, error_1N, frame_1B, counts_1J, residual_1N, block=block)
+        W = received_WB.shape[0]
+        if W == 0 or residual_1N.shape[0] != 1:
+            raise ValueError(
+                f"a mean needs at least one frame and has one row, got {W} frames and {residual_1N.shape[0]} rows"
+            )
+        self._check_frames(received_WB, W, frame.bytes(J * block, J))
+        self._check_one_device(received_WB, residual_1N)
+        return W, J
+
+    def check_encode_momentum(
+        self,
+        frame: Frame,
+        grads: Sequence[Tensor | None],
+        segments: Segments,
+        D_KN: Tensor | Variance,
+        momentum: Tensor,
+        error_KN: Tensor | None,
+        frames_KB: Tensor,
+        counts_KJ: Tensor | None,
+        residual_KN: Tensor,
+        *,
+        block: int,
+    ) -> tuple[int, int]:
+        """(K, J)."""
+        J = self._check_residual(frame, error_KN, frames_KB, counts_KJ, residual_KN, block=block)
+        K, N = residual_KN.shape
+        self._check_segments("grads", grads, segments, K * J, block)
+        if isinstance(D_KN, Variance):
+            self._check_flat("variance", D_KN.v_KN, (torch.float32,), (K, N))
+            self._check_flat("floor", D_KN.floor_KJ, (torch.float32,), (K, J))
+        else:
+            self._check_flat("D", D_KN, (torch.float32,), (K, N))
+        if momentum.dtype == torch.uint8:
+            self._check_frames(momentum, K, frame.bytes(N, J))
+        else:
+            self._check_flat("momentum", momentum, (torch.float32,), (K, N))
+        self._check_one_device(momentum, residual_KN, *grads)
+        return K, J
+
+    def check_apply(
+        self,
+        frame: Frame,
+        frames_KB: Tensor,
+        n: int,
+        params: Sequence[Tensor | None],
+        segments: Segments,
+        weight_S: Tensor,
+        keep_S: Tensor,
+        *,
+        block: int,
+    ) -> tuple[int, int]:
+        """(K, J)."""
+        K, J = frames_KB.shape[0], frame.whole_blocks(n, block)
+        self._check_frames(frames_KB, K, frame.bytes(n, J))
+        self._check_segments("params", params, segments, K * J, block)
+        for name, x in (("weight", weight_S), ("keep", keep_S)):
+            self._check_flat(name, x.unsqueeze(0), (torch.float32,), (1, len(segments)))
+        self._check_one_device(frames_KB, weight_S, keep_S, *params)
+        return K, J
+
+    def _check_residual(
+        self,
+        frame: Frame,
+        error_KN: Tensor | None,
+        frames_KB: Tensor,
+        counts_KJ: Tensor | None,
+        residual_KN: Tensor,
+        *,
+        block: int,
+    ) -> int:
+        """J."""
+        floats = (torch.float32, torch.bfloat16)
+        self._check_flat("residual", residual_KN, floats, None)
+        K, N = residual_KN.shape
+        J = frame.whole_blocks(N, block)
+        self._check_frames(frames_KB, K, frame.bytes(N, J), written=True)
+        if error_KN is not None:
+            self._check_flat("error", error_KN, floats, (K, N))
+        if counts_KJ is not None:
+            self._check_rows("counts", counts_KJ, (torch.int32,), shape=(K, J))
+        self._check_one_device(residual_KN, error_KN, frames_KB, counts_KJ)
+        return J
+
+    def _check_flat(self, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, int] | None) -> None:
+        self._check_rows(name, x, dtypes, shape=shape)
+        if not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {x.stride()}; copy it first")
+
+    @staticmethod
+    def _check_segments(
+        name: str, tensors: Sequence[Tensor | None], segments: Segments, blocks: int, block: int
+    ) -> None:
+        check_tensors(name, tensors, segments)
+        if segments.block != block or segments.blocks > blocks:
+            raise ValueError(
+                f"segments are {segments.blocks} blocks of {segments.block}, the rows {blocks} blocks of {block}"
+            )
 
     def _check_frames(self, frames_KB: Tensor, K: int, frame_bytes: int, *, written: bool = False) -> None:
         self._check_rows("frames", frames_KB, (torch.uint8,), shape=(K, frame_bytes), written=written)

@@ -18,6 +18,13 @@ Rules that leave no freedom to an implementation:
 5. A decoded value is the scale with the sign bit put in. A mean adds row after row and multiplies by float32(1/K).
    `keep·out + weight·value` rounds each product and the sum.
 
+Fused steps over sign frames. They say what c is, and where what comes back goes; the frame is as above:
+6. `encode_mean`: c = mean + error, the mean by rule 5. `encode_momentum`: c = (y·add + m·keep) + error, where
+   y = (g·unscale) / sqrt(D·D + own·(g·unscale)²), the square being one product, and m is a decoded value or a float32.
+   D is as given; or, from a variance v, D = sqrt(max(v·correction, floor of the block)) + eps.
+   Everything in float32, each operation rounded once. A bfloat16 residual is the float32 one, rounded to nearest even.
+7. `apply`: p ← keep·p + weight·value in float32, by rule 5, then rounded to p's own type.
+
 Int8 frame (`int8_encode`, `int8_decode`, `int8_decode_mean`) of a row of N = J·block elements:
 
     offset 0    N bytes      q of each element, two's complement
@@ -36,10 +43,12 @@ Shape legend: K rows, N elements, J blocks, B bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from ..operands import MomentumWeights, Segments, Variance
 
 LANES = 16
 _NAN_BF16 = 0x7FC0
@@ -90,6 +99,77 @@ def decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep
 def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
     """out ← mean over the K frames; out float32 [N]."""
     _mean_into_(out_N, frames_KB, lambda frame_1B: _values(frame_1B, out_N.shape[0], block)[0])
+
+
+def encode_mean(
+    received_WB: Tensor,
+    error_1N: Tensor | None,
+    frame_1B: Tensor,
+    counts_1J: Tensor | None,
+    residual_1N: Tensor,
+    *,
+    block: int,
+    scale: str,
+) -> None:
+    """frame ← frame of c = mean of the W frames + error; residual ← c - decode(frame), float32 or bfloat16."""
+    c = torch.empty(residual_1N.shape, device=residual_1N.device)
+    decode_mean(received_WB, c[0], block=block)
+    encode(c, error_1N, frame_1B, counts_1J, block=block, scale=scale)
+    residual_1N.copy_(c)
+
+
+def encode_momentum(
+    grads: Sequence[Tensor | None],
+    segments: Segments,
+    D_KN: Tensor | Variance,
+    momentum: Tensor,
+    error_KN: Tensor | None,
+    frames_KB: Tensor,
+    counts_KJ: Tensor | None,
+    residual_KN: Tensor,
+    *,
+    block: int,
+    scale: str,
+    weights: MomentumWeights,
+) -> None:
+    """frames ← frames of c, the momentum with this rank's gradient and what it owes (rule 6); residual ← the rest.
+
+    grads: where they lie, one per segment of the K·J blocks (None: zeros), of any float type. momentum: sign frames
+    like `frames` (uint8 [K, B]), or float32 [K, N]. D: float32 [K, N], above 1e-18, or what it is made of. error,
+    residual: float32 or bfloat16 [K, N]. Nothing else is written.
+    """
+    K, N = residual_KN.shape
+    g = torch.zeros(K * N, device=residual_KN.device)
+    for view, grad in zip(segments.views(g), grads, strict=True):
+        if grad is not None:
+            view.copy_(grad.reshape(-1))
+    g = g.mul_(weights.unscale).view(K, N)
+    D = D_KN.denominator(_sqrt) if isinstance(D_KN, Variance) else D_KN
+    y = g / _sqrt(D * D + (g * g) * weights.own)
+    m = _values(momentum, N, block) if momentum.dtype == torch.uint8 else momentum
+    c = y * weights.add + m * weights.keep
+    encode(c, error_KN, frames_KB, counts_KJ, block=block, scale=scale)
+    residual_KN.copy_(c)
+
+
+def apply(
+    frames_KB: Tensor,
+    n: int,
+    params: Sequence[Tensor | None],
+    segments: Segments,
+    weight_S: Tensor,
+    keep_S: Tensor,
+    *,
+    block: int,
+) -> None:
+    """p ← keep·p + weight·value for the parameters where they lie, one per segment of the K·J blocks (None: left alone).
+
+    frames: of rows of n elements. weight, keep: float32 [S], on the frames' device.
+    """
+    values = _values(frames_KB, n, block).view(-1)
+    for p, value, weight, keep in zip(params, segments.views(values), weight_S, keep_S, strict=True):
+        if p is not None:
+            p.copy_((p.to(torch.float32) * keep).add_(value.view(p.shape) * weight))
 
 
 def scales(frames_KB: Tensor, n: int, *, block: int) -> Tensor:

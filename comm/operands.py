@@ -1,0 +1,95 @@
+"""What the fused kernels take: tensors where they lie, the variance, the weights of a momentum.
+
+Rests on torch alone; `kernels/reference.py` says what is computed with them. Shape legend: K rows, N elements of a row,
+J blocks of a row, S segments.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Tensor s has numels[s] elements, of which the first lies at the start of block first[s].
+
+    In ascending order, without overlap; what lies between them or behind the last is padding. block: elements of one.
+    """
+
+    first: tuple[int, ...]
+    numels: tuple[int, ...]
+    block: int
+
+    def __post_init__(self) -> None:
+        ends = [first + -(-numel // self.block) for first, numel in zip(self.first, self.numels, strict=True)]
+        if any(end > first for end, first in zip(ends, self.first[1:], strict=False)):
+            raise ValueError(f"segments overlap or are out of order: first {self.first}, numels {self.numels}")
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks up to the end of the last segment."""
+        return self.first[-1] + -(-self.numels[-1] // self.block) if self.first else 0
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The segments of a flat tensor, each of one dimension."""
+        starts = [first * self.block for first in self.first]
+        return [flat[start : start + numel] for start, numel in zip(starts, self.numels, strict=True)]
+
+    @functools.cached_property
+    def table(self) -> Tensor:
+        """int64 [2, S] on the host: first, numels. For kernels."""
+        return torch.tensor([self.first, self.numels], dtype=torch.int64)
+
+    def of_blocks(self, blocks: int, device: torch.device) -> Tensor:
+        """Which segment each of `blocks` blocks belongs to, int32; -1: none. Made once per device."""
+        return _of_blocks(self, blocks, device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_blocks(segments: Segments, blocks: int, device: torch.device) -> Tensor:
+    owners = torch.full((blocks,), -1, dtype=torch.int32)
+    for s, (first, numel) in enumerate(zip(segments.first, segments.numels, strict=True)):
+        owners[first : first + -(-numel // segments.block)] = s
+    return owners.to(device)
+
+
+@dataclass(frozen=True)
+class MomentumWeights:
+    """c = (y·add + m·keep) + error with y = (g·unscale)/√(D² + own·(g·unscale)²); see rule 6 of the reference."""
+
+    keep: float
+    add: float
+    own: float
+    unscale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Variance:
+    """What D is made of: D = √max(v·correction, floor) + eps. v: float32 [K, N]; floor: float32 [K, J], per block."""
+
+    v_KN: Tensor
+    floor_KJ: Tensor
+    correction: float
+    eps: float
+
+    def denominator(self, sqrt: Callable[[Tensor], Tensor] = torch.sqrt) -> Tensor:
+        """D, in a new tensor [K, N]."""
+        v_KJn = (self.v_KN * self.correction).view(*self.floor_KJ.shape, -1)
+        return sqrt(torch.maximum(v_KJn, self.floor_KJ.unsqueeze(-1)).view(self.v_KN.shape)) + self.eps
+
+
+def check_tensors(name: str, tensors: Sequence[Tensor | None], segments: Segments) -> None:
+    """Raise ValueError unless there is one tensor (or None) of the right length for each segment."""
+    if len(tensors) != len(segments):
+        raise ValueError(f"{name}: got {len(tensors)} tensors for {len(segments)} segments")
+    for s, (tensor, numel) in enumerate(zip(tensors, segments.numels, strict=True)):
+        if tensor is not None and tensor.numel() != numel:
+            raise ValueError(f"{name}[{s}] has {tensor.numel()} elements, its segment {numel}")

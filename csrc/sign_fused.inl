@@ -1,0 +1,175 @@
+// What surrounds the sign frame in an optimizer's step, in one pass over memory each: rules 6 and 7 of
+// comm/kernels/reference.py over `Lanes`. Included by kernels.cpp once per instruction set, behind sign_blocks.inl.
+
+// What is added up in c, at element `at` of the flat rows, and where its residual goes: floats or bfloat16 or nothing.
+ONEBIT_TARGET inline Lanes load_as(const void* from, FloatKind kind, int64_t at) {
+  if (kind == FloatKind::kFloat32) return Lanes::load(static_cast<const float*>(from) + at);
+  return Lanes::load_bf16(static_cast<const uint16_t*>(from) + at);
+}
+
+ONEBIT_TARGET inline void store_as(void* to, FloatKind kind, int64_t at, Lanes lanes) {
+  if (kind == FloatKind::kFloat32)
+    lanes.store(static_cast<float*>(to) + at);
+  else
+    lanes.store_bf16(static_cast<uint16_t*>(to) + at);
+}
+
+ONEBIT_TARGET inline Lanes value_at(const uint8_t* bits, Lanes plus, Lanes minus, int64_t i) {
+  return Lanes::select(load_u16(bits + i / 8), minus, plus);
+}
+
+// One block of c = source(i) + error, i counting its elements; kept in `c`, which stays in the nearest cache, between the
+// loop that sums and the loop that subtracts.
+template <class Source>
+ONEBIT_TARGET inline void encode_from(const Source& source, const FusedEncode& job, int64_t k, int64_t j, float* c) {
+  const int64_t block = job.block, at = (k * job.J + j) * block;
+  const int64_t count = job.counts ? job.counts[k * job.counts_stride + j] : block;
+  uint8_t* frame = job.frames + k * job.frame_stride;
+  uint8_t* bits = frame + j * (block / 8);
+  uint8_t* scale = frame + job.J * (block / 8) + 2 * j;
+  const Lanes zero = Lanes::splat(0.0f);
+  Lanes sum = zero;
+  for (int64_t i = 0; i < block; i += kLanes) {
+    Lanes lanes = source(i);
+    if (job.error_kind != FloatKind::kNone) lanes = lanes + load_as(job.error, job.error_kind, at + i);
+    if (count < block) lanes = Lanes::select(real_lanes(count, i), lanes, zero);
+    lanes.store(c + i);
+    sum = sum + (job.mean_abs ? lanes.abs() : lanes * lanes);
+  }
+  const float mean = sum.sum_in_halves() / static_cast<float>(count > 0 ? count : 1);
+  const uint16_t scale_bf16 = finite_bf16_or_nan(job.mean_abs ? mean : std::sqrt(mean));
+  store_u16(scale, scale_bf16);
+  if (scale_bf16 == kNanBf16) {
+    std::memset(bits, 0, block / 8);
+    for (int64_t i = 0; i < block; i += kLanes) store_as(job.residual, job.residual_kind, at + i, zero);
+    return;
+  }
+  const Lanes plus = Lanes::splat(float_from_bf16(scale_bf16)), minus = plus.negated();
+  for (int64_t i = 0; i < block; i += kLanes) {
+    const Lanes lanes = Lanes::load(c + i);
+    const uint16_t signs = lanes.sign_bits();  // padding is +0.0 by now: zero bits
+    store_u16(bits + i / 8, signs);
+    Lanes residual = lanes - Lanes::select(signs, minus, plus);
+    if (count < block) residual = Lanes::select(real_lanes(count, i), residual, zero);
+    store_as(job.residual, job.residual_kind, at + i, residual);
+  }
+}
+
+struct MeanSource {
+  const uint8_t* bits;
+  const uint8_t* scale;
+  int64_t frame_stride, K;
+  Lanes share;
+
+  ONEBIT_TARGET Lanes operator()(int64_t i) const {
+    Lanes sum = Lanes::splat(-0.0f);  // -0.0 + value is value, also where that is -0.0
+    for (int64_t k = 0; k < K; ++k) {
+      const Lanes plus = Lanes::splat(float_from_bf16(load_u16(scale + k * frame_stride)));
+      sum = sum + value_at(bits + k * frame_stride, plus, plus.negated(), i);
+    }
+    return sum * share;
+  }
+};
+
+ONEBIT_TARGET void encode_mean(const EncodeMeanJob& job, int64_t begin, int64_t end) {
+  std::vector<float> c(job.to.block);
+  const int64_t block = job.to.block;
+  const Lanes share = Lanes::splat(static_cast<float>(1.0 / static_cast<double>(job.K)));
+  const uint8_t* scales = job.received + job.to.J * (block / 8);
+  for (int64_t j = begin; j < end; ++j) {
+    const MeanSource source{job.received + j * (block / 8), scales + 2 * j, job.received_stride, job.K, share};
+    encode_from(source, job.to, 0, j, c.data());
+  }
+}
+
+struct MomentumSource {
+  const void* grad;  // of this block
+  FloatKind grad_kind;
+  const float* D;
+  bool is_variance;
+  Lanes floor, correction, eps;
+  const float* m;  // or else bits and scale of the frame
+  const uint8_t* bits;
+  Lanes plus, minus;
+  Lanes keep, add, own, unscale;
+
+  ONEBIT_TARGET Lanes operator()(int64_t i) const {
+    Lanes y = Lanes::splat(0.0f);
+    if (grad_kind != FloatKind::kNone) {
+      const Lanes g = load_as(grad, grad_kind, i) * unscale;
+      Lanes d = Lanes::load(D + i);
+      if (is_variance) d = Lanes::larger(d * correction, floor).sqrt() + eps;
+      y = g / (d * d + (g * g) * own).sqrt();
+    }
+    const Lanes old = m ? Lanes::load(m + i) : value_at(bits, plus, minus, i);
+    return y * add + old * keep;
+  }
+};
+
+// The part of tensor s that lies in block b, readable up to the block's end; `room` takes a copy of a short tail.
+ONEBIT_TARGET inline const void* block_of(const PointersJob& tensors, int64_t s, int64_t b, int64_t block, float* room) {
+  const FloatKind kind = static_cast<FloatKind>(tensors.kinds[s]);
+  if (kind == FloatKind::kNone) return nullptr;
+  const int64_t size = kind == FloatKind::kFloat32 ? 4 : 2, start = (b - tensors.first[s]) * block;
+  const char* from = static_cast<const char*>(tensors.data[s]) + start * size;
+  const int64_t left = tensors.numels[s] - start;
+  if (left >= block) return from;
+  std::memset(room, 0, block * sizeof(float));
+  std::memcpy(room, from, left * size);
+  return room;
+}
+
+ONEBIT_TARGET void encode_momentum(const MomentumJob& job, int64_t begin, int64_t end) {
+  const int64_t block = job.to.block;
+  std::vector<float> memory(2 * block);
+  float *c = memory.data(), *room = c + block;
+  MomentumSource source;
+  source.is_variance = job.floor != nullptr;
+  source.correction = Lanes::splat(job.correction), source.eps = Lanes::splat(job.eps);
+  source.keep = Lanes::splat(job.keep), source.add = Lanes::splat(job.add), source.own = Lanes::splat(job.own);
+  source.unscale = Lanes::splat(job.unscale);
+  BlockAt at(begin, job.to.J);
+  SegmentAt segment(job.grads, begin, block);
+  for (int64_t b = begin; b < end; ++b, at.next(), segment.next()) {
+    source.grad_kind = segment.is_inside() ? static_cast<FloatKind>(job.grads.kinds[segment.s]) : FloatKind::kNone;
+    source.grad = segment.is_inside() ? block_of(job.grads, segment.s, b, block, room) : nullptr;
+    source.D = job.D + b * block;
+    if (source.is_variance) source.floor = Lanes::splat(job.floor[b]);
+    source.m = job.m ? job.m + b * block : nullptr;
+    if (!job.m) {
+      const uint8_t* frame = job.m_frames + at.k * job.m_stride;
+      source.bits = frame + at.j * (block / 8);
+      source.plus = Lanes::splat(float_from_bf16(load_u16(frame + job.to.J * (block / 8) + 2 * at.j)));
+      source.minus = source.plus.negated();
+    }
+    encode_from(source, job.to, at.k, at.j, c);
+  }
+}
+
+ONEBIT_TARGET void apply(const ApplyJob& job, int64_t begin, int64_t end) {
+  const int64_t block = job.block;
+  std::vector<float> room(block);
+  BlockAt at(begin, job.J);
+  SegmentAt segment(job.params, begin, block);
+  for (int64_t b = begin; b < end; ++b, at.next(), segment.next()) {
+    if (!segment.is_inside()) continue;
+    const int64_t s = segment.s;
+    const FloatKind kind = static_cast<FloatKind>(job.params.kinds[s]);
+    if (kind == FloatKind::kNone) continue;
+    const uint8_t* frame = job.frames + at.k * job.frame_stride;
+    const uint8_t* bits = frame + at.j * (block / 8);
+    const Lanes scale = Lanes::splat(float_from_bf16(load_u16(frame + job.J * (block / 8) + 2 * at.j)));
+    const Lanes weight = Lanes::splat(job.weight[s]), keep = Lanes::splat(job.keep[s]);
+    const Lanes plus = scale * weight, minus = scale.negated() * weight;
+    const int64_t size = kind == FloatKind::kFloat32 ? 4 : 2, start = (b - job.params.first[s]) * block;
+    char* p = static_cast<char*>(job.params.data[s]) + start * size;
+    const int64_t left = job.params.numels[s] - start;
+    void* to = left >= block ? static_cast<void*>(p) : room.data();
+    if (left < block) std::memcpy(to, p, left * size);
+    for (int64_t i = 0; i < block; i += kLanes)
+      store_as(to, kind, i, load_as(to, kind, i) * keep + value_at(bits, plus, minus, i));
+    if (left < block) std::memcpy(p, to, left * size);
+  }
+}
+
+constexpr Fused fused{encode_mean, encode_momentum, apply};

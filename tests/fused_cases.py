@@ -1,0 +1,172 @@
+"""What every kernel's fused steps must give: the reference's bytes and floats. Run over each kernel by its own tests.
+
+Tolerance: none; floats are compared as integers. Shape legend: K rows, N elements, J blocks, B bytes, S segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onebit.comm import SignCodec
+from onebit.comm.kernels import reference
+from onebit.comm.operands import MomentumWeights, Segments, Variance
+
+DTYPES = (torch.float32, torch.bfloat16)
+WEIGHTS = MomentumWeights(keep=0.9, add=0.1, own=0.25, unscale=0.5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """K rows of J blocks, and tensors of these lengths in them, one block of padding in between."""
+
+    K: int
+    J: int
+    block: int
+    numels: tuple[int, ...]
+    dtypes: tuple[torch.dtype | None, ...]
+
+    @property
+    def N(self) -> int:
+        return self.J * self.block
+
+    def segments(self) -> Segments:
+        first, at = [], 0
+        for numel in self.numels:
+            first.append(at)
+            at += -(-numel // self.block) + (len(first) % 2)
+        assert at <= self.K * self.J + 1
+        return Segments(tuple(first), self.numels, self.block)
+
+    def counts(self) -> Tensor:
+        counts = torch.zeros(self.K * self.J, dtype=torch.int32)
+        segments = self.segments()
+        for first, numel in zip(segments.first, segments.numels, strict=True):
+            full, rest = divmod(numel, self.block)
+            counts[first : first + full] = self.block
+            if rest:
+                counts[first + full] = rest
+        return counts.view(self.K, self.J)
+
+
+CASES = (
+    Case(1, 1, 64, (1,), (torch.float32,)),
+    Case(1, 3, 256, (256, 100), (torch.float32, None)),
+    Case(3, 4, 64, (65, 64, 200, 7), (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)),
+    Case(4, 5, 256, (2000, 255, 257, 1), (torch.bfloat16, torch.float32, None, torch.float32)),
+    Case(2, 9, 128, (), ()),
+)
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    """Values of many sizes, some of them zeros of either sign."""
+    g = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=g) * 10 ** torch.randint(-4, 3, shape, generator=g).float()
+    values[torch.rand(shape, generator=g) < 0.05] *= 0.0
+    return values
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[x.element_size()])
+
+
+def assert_same(got: Tensor, expected: Tensor, what: str) -> None:
+    different = bits(got.cpu()) != bits(expected)
+    assert not different.any(), f"{what}: {int(different.sum())} differ, first at {different.nonzero()[0].tolist()}"
+
+
+def to(device: str, *xs: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.to(device) for x in xs]
+
+
+def frames_of(case: Case, seed: int) -> Tensor:
+    codec = SignCodec(case.block, kernel="reference")
+    frames = torch.zeros(case.K, codec.frame_bytes(case.N), dtype=torch.uint8)
+    codec.encode(numbers(case.K, case.N, seed=seed), None, frames, None)
+    return frames
+
+
+def garbage(case: Case, rows: int) -> Tensor:
+    return torch.full((rows, SignCodec(case.block).frame_bytes(case.N)), 0xAB, dtype=torch.uint8)
+
+
+def tensors_of(case: Case, seed: int) -> list[Tensor | None]:
+    pairs = enumerate(zip(case.numels, case.dtypes, strict=True))
+    return [None if dtype is None else numbers(n, seed=seed + k).to(dtype) for k, (n, dtype) in pairs]
+
+
+def check_encode_momentum(
+    function: Callable[..., None], case: Case, *, error: torch.dtype | None, packed: bool, variance: bool,
+    scale: str = "rms", device: str = "cpu", grads: Sequence[Tensor | None] | None = None,
+) -> None:  # fmt: skip
+    """Frames and residual; what is read stays as it is."""
+    K, J, N = case.K, case.J, case.N
+    grads = tensors_of(case, 10) if grads is None else grads
+    D = numbers(K, N, seed=1).abs() + 1e-6
+    momentum = frames_of(case, 2) if packed else numbers(K, N, seed=2)
+    error_KN = None if error is None else numbers(K, N, seed=3).to(error)
+    counts = case.counts()
+    operand: Tensor | Variance = D
+    there: Tensor | Variance = D.to(device)
+    if variance:
+        floor = numbers(K, J, seed=4).abs()
+        operand = Variance(D.square(), floor, 1.25, 1e-8)
+        there = Variance(D.square().to(device), floor.to(device), 1.25, 1e-8)
+    residual_dtype = error or torch.float32
+    expected = garbage(case, K), torch.full((K, N), 7.0, dtype=residual_dtype)
+    got = [x.clone().to(device) for x in expected]
+    got[0].fill_(0xCD)
+    options = {"block": case.block, "scale": scale, "weights": WEIGHTS}
+    segments = case.segments()
+    reference.encode_momentum(
+        grads, segments, operand, momentum, error_KN, expected[0], counts, expected[1], **options
+    )  # fmt: skip
+    g_there = to(device, *grads)
+    m_there, e_there, c_there = to(device, momentum, error_KN, counts)
+    function(g_there, segments, there, m_there, e_there, got[0], c_there, got[1], **options)
+    assert_same(got[0], expected[0], "frames")
+    assert_same(got[1], expected[1], "residual")
+    for before, after in zip([*grads, momentum, error_KN], [*g_there, m_there, e_there], strict=True):
+        if before is not None and after is not None:
+            assert_same(after, before, "what is read")
+
+
+def check_encode_mean(
+    function: Callable[..., None], case: Case, *, rows: int, error: torch.dtype | None, scale: str = "rms",
+    device: str = "cpu",
+) -> None:  # fmt: skip
+    received = torch.cat([frames_of(case, seed)[:1] for seed in range(rows)])
+    error_1N = None if error is None else numbers(1, case.N, seed=9).to(error)
+    counts = case.counts()[:1]
+    expected = garbage(case, 1), torch.full((1, case.N), 7.0, dtype=error or torch.float32)
+    got = [x.clone().to(device) for x in expected]
+    reference.encode_mean(received, error_1N, expected[0], counts, expected[1], block=case.block, scale=scale)
+    r_there, e_there, c_there = to(device, received, error_1N, counts)
+    function(r_there, e_there, got[0], c_there, got[1], block=case.block, scale=scale)
+    assert_same(got[0], expected[0], "frame")
+    assert_same(got[1], expected[1], "residual")
+
+
+def check_apply(function: Callable[..., None], case: Case, *, device: str = "cpu") -> None:
+    """Parameters, each in the middle of a wider tensor whose edges stay."""
+    frames, segments, S = frames_of(case, 5), case.segments(), len(case.numels)
+    weight, keep = numbers(S, seed=6), 1.0 - numbers(S, seed=7).abs() * 1e-3
+    wide = [
+        None if p is None else torch.cat([p.new_full((8,), 3.0), p, p.new_full((8,), 4.0)])
+        for p in tensors_of(case, 20)
+    ]
+    there = to(device, *wide)
+    expected = [None if p is None else p.clone() for p in wide]
+
+    def inside(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        return [None if p is None else p[8:-8] for p in tensors]
+
+    reference.apply(frames, case.N, inside(expected), segments, weight, keep, block=case.block)
+    f_there, w_there, k_there = to(device, frames, weight, keep)
+    function(f_there, case.N, inside(there), segments, w_there, k_there, block=case.block)
+    for got, want in zip(there, expected, strict=True):
+        if got is not None and want is not None:
+            assert_same(got, want, "parameter")

@@ -1,0 +1,175 @@
+"""The fused C++ steps give the reference's bytes and floats; the reference gives those of float64; the edge is an edge."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import fused_cases as cases
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_kernels import each_isa, needs_build
+
+from onebit.comm import SignCodec
+from onebit.comm.kernels import cpu, reference
+from onebit.comm.operands import MomentumWeights, Segments, Variance
+
+each_case = pytest.mark.parametrize("case", cases.CASES, ids=str)
+ERRORS = (None, torch.float32, torch.bfloat16)
+
+
+@needs_build
+@each_isa
+@each_case
+@pytest.mark.parametrize("error", ERRORS, ids=str)
+@pytest.mark.parametrize("variance", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_encode_momentum(isa: str, case: cases.Case, error: torch.dtype | None, packed: bool, variance: bool) -> None:
+    for scale in ("rms", "mean_abs"):
+        function = partial(cpu.encode_momentum, isa=isa)
+        cases.check_encode_momentum(function, case, error=error, packed=packed, variance=variance, scale=scale)
+
+
+@needs_build
+@each_isa
+@each_case
+@pytest.mark.parametrize("error", ERRORS, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_encode_mean(isa: str, case: cases.Case, error: torch.dtype | None, rows: int) -> None:
+    for scale in ("rms", "mean_abs"):
+        cases.check_encode_mean(partial(cpu.encode_mean, isa=isa), case, rows=rows, error=error, scale=scale)
+
+
+@needs_build
+@each_isa
+@each_case
+def test_apply(isa: str, case: cases.Case) -> None:
+    cases.check_apply(partial(cpu.apply, isa=isa), case)
+
+
+@needs_build
+@each_isa
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_gradient_that_is_not_finite_is_seen(isa: str, bad: float) -> None:
+    case = cases.CASES[3]
+    grads = cases.tensors_of(case, 10)
+    assert grads[1] is not None
+    grads[1][17] = bad
+    function = partial(cpu.encode_momentum, isa=isa)
+    cases.check_encode_momentum(function, case, error=torch.float32, packed=True, variance=False, grads=grads)
+    frames = torch.zeros_like(cases.garbage(case, case.K))
+    cpu.encode_momentum(
+        grads, case.segments(), torch.ones(case.K, case.N), cases.frames_of(case, 0), None, frames, case.counts(),
+        torch.empty(case.K, case.N), block=case.block, scale="rms", weights=cases.WEIGHTS,
+    )  # fmt: skip
+    assert not SignCodec(case.block).is_finite(frames, case.N)
+
+
+@needs_build
+@each_isa
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_layout(isa: str, data: st.DataObject) -> None:
+    block = data.draw(st.sampled_from((64, 128, 256)))
+    numels = tuple(data.draw(st.lists(st.integers(1, 600), max_size=7)))
+    blocks = sum(-(-n // block) for n in numels) + len(numels)
+    K = data.draw(st.integers(1, 4))
+    dtypes = tuple(data.draw(st.sampled_from((None, torch.float32, torch.bfloat16))) for _ in numels)
+    case = cases.Case(K, -(-max(blocks, 1) // K), block, numels, dtypes)
+    error = data.draw(st.sampled_from(ERRORS))
+    packed, variance = data.draw(st.booleans()), data.draw(st.booleans())
+    cases.check_encode_momentum(
+        partial(cpu.encode_momentum, isa=isa), case, error=error, packed=packed, variance=variance
+    )
+    cases.check_apply(partial(cpu.apply, isa=isa), case)
+
+
+@needs_build
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_change_nothing(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        J = -(-4 * cpu.ELEMENTS_PER_THREAD // 256)
+        case = cases.Case(2, J, 256, (J * 256, J * 128 + 5, 300), (torch.float32, torch.bfloat16, torch.float32))
+        cases.check_encode_momentum(cpu.encode_momentum, case, error=torch.float32, packed=True, variance=False)
+        cases.check_encode_mean(cpu.encode_mean, case, rows=3, error=torch.float32)
+        cases.check_apply(cpu.apply, case)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_build
+def test_half_precision_and_strided_tensors_go_through_a_copy() -> None:
+    """float16, and a channels-last weight with its gradient: the same as their contiguous float32 twins."""
+    weight = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    half = torch.randn(77).half()
+    segments = Segments((0, 2), (300, 77), 256)
+    frames = cases.frames_of(cases.Case(1, 3, 256, (), ()), 1)
+    S = torch.tensor([0.5, 0.25])
+    expected = [weight.clone(memory_format=torch.contiguous_format), half.clone()]
+    reference.apply(frames, 768, expected, segments, S, S, block=256)
+    got = [weight.clone(memory_format=torch.preserve_format), half.clone()]
+    cpu.apply(frames, 768, got, segments, S, S, block=256)
+    assert got[0].is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+    outs = []
+    for function, grads in ((reference.encode_momentum, expected), (cpu.encode_momentum, got)):
+        out = torch.zeros_like(frames), torch.empty(1, 768)
+        function(
+            grads, segments, torch.ones(1, 768), frames, None, out[0], None, out[1],
+            block=256, scale="rms", weights=cases.WEIGHTS,
+        )  # fmt: skip
+        outs.append(out)
+    assert torch.equal(outs[0][0], outs[1][0]) and torch.equal(outs[0][1], outs[1][1])
+
+
+def test_the_reference_computes_what_rule_6_says_in_float64() -> None:
+    """Within 1e-5 of the largest: float32 against float64."""
+    case = cases.Case(1, 2, 256, (400,), (torch.float32,))
+    g, v, m = (cases.numbers(1, 512, seed=k) for k in range(3))
+    variance = Variance(v.square(), torch.full((1, 2), 1e-3), 1.5, 1e-6)
+    weights = MomentumWeights(keep=0.9, add=0.1, own=0.01, unscale=0.125)
+    frames, residual = cases.garbage(case, 1), torch.empty(1, 512)
+    reference.encode_momentum(
+        [g[0, :400]], case.segments(), variance, m, None, frames, case.counts(), residual,
+        block=256, scale="rms", weights=weights,
+    )  # fmt: skip
+    sent = torch.empty(1, 512)
+    reference.decode(frames, sent, block=256, weight=1.0, keep=0.0)
+    D = (v.double().square() * 1.5).clamp(min=1e-3).sqrt() + 1e-6
+    grad = torch.where(torch.arange(512) < 400, g.double() * 0.125, 0.0)
+    c = 0.9 * m.double() + 0.1 * grad / (D.square() + 0.01 * grad.square()).sqrt()
+    c[:, 400:] = 0.0
+    got = (sent.double() + residual.double()).masked_fill(torch.arange(512) >= 400, 0.0)
+    assert (got - c).abs().max() < 1e-5 * c.abs().max()
+
+
+@needs_build
+def test_the_edge_says_what_is_wrong() -> None:
+    frames, residual = cases.frames_of(cases.Case(1, 2, 256, (), ()), 0), torch.empty(1, 512)
+    ones, segments = torch.ones(1, 512), Segments((0,), (300,), 256)
+    options = {"block": 256, "scale": "rms", "weights": cases.WEIGHTS}
+
+    def encode(grads: list, segments: Segments = segments, D: torch.Tensor = ones, **changed: object) -> None:
+        arguments = {"momentum": frames, "error_KN": None, "frames_KB": frames.clone(), "counts_KJ": None}
+        cpu.encode_momentum(grads, segments, D, residual_KN=residual, **{**arguments, **options, **changed})
+
+    with pytest.raises(ValueError, match="2 tensors for 1 segments"):
+        encode([None, None])
+    with pytest.raises(ValueError, match="299 elements, its segment 300"):
+        encode([torch.ones(299)])
+    with pytest.raises(ValueError, match="D must have shape"):
+        encode([None], D=torch.ones(1, 256))
+    with pytest.raises(ValueError, match="segments are 4 blocks"):
+        encode([None], segments=Segments((2,), (300,), 256))
+    with pytest.raises(TypeError, match="D must be"):
+        encode([None], D=ones.double())
+    with pytest.raises(ValueError, match="scale must be"):
+        encode([None], scale="max")
+    with pytest.raises(ValueError, match="overlap"):
+        Segments((0, 1), (300, 1), 256)
+    with pytest.raises(ValueError, match="at least one frame"):
+        cpu.encode_mean(frames[:0], None, frames.clone(), None, residual, block=256, scale="rms")
