@@ -7,10 +7,11 @@ Rests on torch alone. Installed as `onebit.comm`. Start reading at `allreduce.py
 if __name__ != "onebit.comm":
     raise ImportError(f"this package is onebit.comm, it was imported as {__name__!r}; use `from onebit import comm`")
 
-from .allreduce import ErrorFeedback, Flight, Wire, allreduce_mean, compressed_allreduce, interleave, land
+from .allreduce import ErrorFeedback, Flight, Wire, allreduce_mean, compressed_allreduce, exchange, interleave, land
 from .codec import Codec, IdentityCodec
 from .int8 import Int8Codec
 from .launch import init
+from .operands import MomentumWeights, Segments, Variance
 from .sign import SignCodec
 from .sim_transport import SimNetwork, SimTransport, run_ranks
 from .transport import PeerError, Transport, Work
@@ -21,15 +22,19 @@ __all__ = [
     "Flight",
     "IdentityCodec",
     "Int8Codec",
+    "MomentumWeights",
     "PeerError",
+    "Segments",
     "SignCodec",
     "SimNetwork",
     "SimTransport",
     "Transport",
+    "Variance",
     "Wire",
     "Work",
     "allreduce_mean",
     "compressed_allreduce",
+    "exchange",
     "init",
     "interleave",
     "land",

@@ -5,7 +5,8 @@ Leg 2 (all_gather): the owner averages, compresses the average and sends it to e
 is added to the input of the next one: the worker error for leg 1, the server error for leg 2.
 
 `compressed_allreduce` is a generator that yields each launched Work, so that several buckets share the wire
-(`interleave`); `allreduce_mean` is the plain call. Sources: 1-bit Adam (arXiv 2102.02888), Algorithm 1 and Figure 3.
+(`interleave`); `exchange` is what follows its first encoding, `allreduce_mean` the plain call. Sources: 1-bit Adam
+(arXiv 2102.02888), Algorithm 1 and Figure 3.
 
 Shape legend: W ranks, N elements of a chunk, B bytes of its frame, J blocks of a chunk.
 """
@@ -28,23 +29,27 @@ Exchange = Generator[Work, None, None]
 class ErrorFeedback:
     """What compression still owes, on this rank: worker error [W·N], server error [N]; float32 or bfloat16.
 
-    Written by `commit` alone, so that a step can be abandoned after its traffic without a trace.
+    An exchange reads them and leaves its residuals in worker_next and server_next; `commit` makes these what is owed.
+    A step can so be abandoned after its traffic without a trace. The tensors change places: hold none of them.
     """
 
     worker: Tensor
     server: Tensor
+    worker_next: Tensor
+    server_next: Tensor
 
     @classmethod
     def zeros(
         cls, n: int, world_size: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> ErrorFeedback:
         """For buckets of n elements in all, n a multiple of world_size."""
-        return cls(torch.zeros(n, dtype=dtype, device=device), torch.zeros(n // world_size, dtype=dtype, device=device))
+        worker, server = (torch.zeros(m, dtype=dtype, device=device) for m in (n, n // world_size))
+        return cls(worker, server, torch.zeros_like(worker), torch.zeros_like(server))
 
-    def commit(self, x: Tensor, wire: Wire) -> None:
-        """Take over the residuals that `compressed_allreduce` left in x (float32 [W·N]) and in `wire.mean`."""
-        self.worker.copy_(x)
-        self.server.copy_(wire.mean)
+    def commit(self) -> None:
+        """Take over the residuals of the last exchange."""
+        self.worker, self.worker_next = self.worker_next, self.worker
+        self.server, self.server_next = self.server_next, self.server
 
 
 @dataclass
@@ -52,13 +57,14 @@ class Wire:
     """The buffers of one bucket's exchange. They hold nothing between steps except, on request, the last frames.
 
     sent_WB: my frames, one per owner. received_WB: everybody's frames of my chunk. frames_WB: the averages after leg 2;
-    may be the memory of sent_WB, which leg 1 has finished with by then. mean: float32 [N], the chunk I own.
+    may be the memory of sent_WB, which leg 1 has finished with by then. mean: float32 [N], where the second encoding of
+    an exchange without error feedback leaves its residual.
     """
 
     sent_WB: Tensor
     received_WB: Tensor
     frames_WB: Tensor
-    mean: Tensor
+    mean: Tensor | None = None
 
     @classmethod
     def empty(
@@ -74,7 +80,7 @@ class Wire:
         B = codec.frame_bytes(n // world_size)
         received = torch.empty(world_size, B, dtype=torch.uint8, device=device)
         sent = torch.empty_like(received) if sent_WB is None else sent_WB
-        return cls(sent, received, sent, torch.empty(n // world_size, device=device))
+        return cls(sent, received, sent)
 
 
 def compressed_allreduce(
@@ -82,24 +88,36 @@ def compressed_allreduce(
 ) -> Exchange:
     """Exchange x + what is owed; afterwards every rank holds the same `wire.frames_WB`, the frames of the mean.
 
-    x: float32 [W·N], padded to whole blocks; becomes the worker residual. ef: read, not written: `ef.commit(x, wire)`
-    takes the residuals over. counts: int32 [W, J], real elements of each block. Yields two Works; the caller waits for
-    each before it resumes. All ranks, same order of buckets. Sends 2·(W-1)·B bytes per rank.
+    x: float32 [W·N], padded to whole blocks; becomes the worker residual. ef: `ef.commit()` takes the residuals over.
+    counts: int32 [W, J], real elements of each block. All ranks, same order of buckets. See `exchange`.
     """
     W = link.world_size
-    x_WN = x.view(W, -1)
-    counts_WJ = None if counts is None else counts.view(W, -1)
     worker_WN = None if ef is None else ef.worker.view(W, -1)
-    server_1N = None if ef is None else ef.server.view(1, -1)
+    codec.encode(x.view(W, -1), worker_WN, wire.sent_WB, None if counts is None else counts.view(W, -1))
+    if ef is not None:
+        ef.worker_next.copy_(x)
+    yield from exchange(ef, codec, link, wire, x.numel() // W, counts)
 
-    codec.encode(x_WN, worker_WN, wire.sent_WB, counts_WJ)
+
+def exchange(
+    ef: ErrorFeedback | None, codec: Codec, link: Transport, wire: Wire, n: int, counts: Tensor | None = None
+) -> Exchange:
+    """Both legs, from what was encoded into `wire.sent_WB`, frames of n elements.
+
+    Yields two Works; the caller waits for each before it resumes. Sends 2·(W-1)·B bytes per rank.
+    """
     yield link.all_to_all(wire.received_WB, wire.sent_WB)
 
-    codec.decode_mean(wire.received_WB, wire.mean)
     own = slice(link.rank, link.rank + 1)
-    own_frame_1B = torch.empty_like(wire.received_WB[:1])
-    codec.encode(wire.mean.view(1, -1), server_1N, own_frame_1B, None if counts_WJ is None else counts_WJ[own])
-    yield link.all_gather(wire.frames_WB, own_frame_1B[0])
+    counts_1J = None if counts is None else counts.view(link.world_size, -1)[own]
+    if ef is not None:
+        server_1N, residual_1N = ef.server.view(1, -1), ef.server_next.view(1, -1)
+    else:
+        if wire.mean is None:
+            wire.mean = torch.empty(n, device=wire.sent_WB.device)
+        server_1N, residual_1N = None, wire.mean.view(1, -1)
+    codec.encode_mean(wire.received_WB, server_1N, wire.frames_WB[own], counts_1J, residual_1N)
+    yield link.all_gather(wire.frames_WB, wire.frames_WB[link.rank])
 
 
 def interleave(exchanges: Iterable[Exchange], landed: Callable[[int], None] | None = None) -> None:
@@ -160,6 +178,6 @@ def allreduce_mean(
     if not bool(codec.is_finite(wire.frames_WB, x.numel() // W)):
         return False
     if ef is not None:
-        ef.commit(x, wire)
+        ef.commit()
     codec.decode(wire.frames_WB, x.view(W, -1))
     return True

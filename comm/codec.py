@@ -42,6 +42,11 @@ class Codec(Protocol):
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
         """out ← mean over the K frames, summed in row order. The sum over the frames is never materialised K times."""
 
+    def encode_mean(
+        self, received_WB: Tensor, error_1N: Tensor | None, frame_1B: Tensor, counts_1J: Tensor | None, out_1N: Tensor
+    ) -> None:
+        """frame ← the frame of c = mean of the W frames + error; out ← c - decode(frame), float32 or bfloat16."""
+
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         """Whether all values of these frames of n elements are finite. A bool tensor of no dimensions, same device."""
 
@@ -86,12 +91,33 @@ class IdentityCodec:
             out_N.add_(row)
         out_N.mul_(1.0 / len(values))
 
+    def encode_mean(
+        self, received_WB: Tensor, error_1N: Tensor | None, frame_1B: Tensor, counts_1J: Tensor | None, out_1N: Tensor
+    ) -> None:
+        average_then_encode(self, received_WB, error_1N, frame_1B, counts_1J, out_1N)
+
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         return torch.linalg.vector_norm(self._values(frames_KB, n), float("inf")).isfinite()
 
     @staticmethod
     def _values(frames_KB: Tensor, n: int) -> Tensor:
         return frames_KB.reshape(-1).view(torch.float32).view(frames_KB.shape[0], -1)[:, :n] if n else frames_KB.float()
+
+
+def average_then_encode(
+    codec: Codec,
+    received_WB: Tensor,
+    error_1N: Tensor | None,
+    frame_1B: Tensor,
+    counts_1J: Tensor | None,
+    out_1N: Tensor,
+) -> None:
+    """`Codec.encode_mean` in two steps, for codecs without a fused one."""
+    c_1N = out_1N if out_1N.dtype == torch.float32 else torch.empty_like(out_1N, dtype=torch.float32)
+    codec.decode_mean(received_WB, c_1N[0])
+    codec.encode(c_1N, error_1N, frame_1B, counts_1J)
+    if c_1N is not out_1N:
+        out_1N.copy_(c_1N)
 
 
 def _check_whole_blocks(n: int, block: int) -> None:

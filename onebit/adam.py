@@ -39,35 +39,41 @@ def adamw_update_(
     torch.div(m, g.add_(eps), out=g).mul_(lr)
 
 
-def denominator_(v: Tensor, layout: Layout, counts: Tensor, *, eps: float, floor: float, fallback: float) -> Tensor:
-    """v ← D(v) = √max(v, floor·blockmean(v)) + eps, in place; float32 [W·N], bias-corrected. counts: int32 [W, J].
+def floor_of_blocks(v: Tensor, layout: Layout, counts: Tensor, *, floor: float, fallback: float) -> Tensor:
+    """What a variance is at least, by block: floor times the block's mean. float32 [W·J].
 
-    A block that has never seen a gradient knows no scale of its own: it takes the mean of its parameter's other blocks,
-    or `fallback` (the mean of the whole model) if there is none, so that a row which first gets a gradient later moves
-    as far as its neighbours. floor = 0 is the paper's rule, without any of this.
+    v: float32 [W·N], bias-corrected. counts: int32 [W, J]. A block that has never seen a gradient knows no scale of
+    its own: it takes the mean of its parameter's other blocks, or `fallback` (the mean of the whole model) if there is
+    none, so that a row which first gets a gradient later moves as far as its neighbours. floor = 0 is the paper's rule,
+    without any of this.
     """
+    mean_J = v.view(-1, layout.block).sum(1) / counts.view(-1).clamp(min=1)
+    least_J = floor * mean_J
     if floor > 0.0:
-        v_Jn = v.view(-1, layout.block)
-        mean_J = v_Jn.sum(1) / counts.view(-1).clamp(min=1)
-        least_J = floor * mean_J
         for mean, least in zip(layout.by_parameter(mean_J), layout.by_parameter(least_J), strict=True):
             alive = mean > 0
             filling = mean.sum(dtype=torch.float64) / alive.sum().clamp(min=1)
             filling = torch.where(alive.any(), filling, fallback).to(least.dtype)
             least.copy_(torch.where(alive, least, filling))
-        torch.maximum(v_Jn, least_J.unsqueeze(1), out=v_Jn)
+    return least_J
+
+
+def denominator_(v: Tensor, layout: Layout, counts: Tensor, *, eps: float, floor: float, fallback: float) -> Tensor:
+    """v ← D(v) = √max(v, `floor_of_blocks`) + eps, in place; float32 [W·N], bias-corrected."""
+    v_Jn = v.view(-1, layout.block)
+    least_J = floor_of_blocks(v, layout, counts, floor=floor, fallback=fallback)
+    torch.maximum(v_Jn, least_J.unsqueeze(1), out=v_Jn)
     return v.sqrt_().add_(eps)
 
 
-def normalise_(g: Tensor, D: Tensor, weight: float) -> None:
-    """g ← g/√(D² + weight·g²), in place: g/D while that is small, never more than 1/√weight.
+def normalised(g: Tensor, D: Tensor, weight: float) -> Tensor:
+    """g/√(D² + weight·g²): g/D while that is small, never more than 1/√weight.
 
     D is as old as the last variance step. Where gradients have grown by orders of magnitude since (attention that
     wakes up), a live variance would have taken them in; this counts a rank's own gradient in instead. NaN and infinity
-    come out as NaN.
+    come out as NaN; a |g| above 1.8e19, whose square is infinite, as 0. `SignCodec.encode_momentum` does the same.
     """
-    g.div_(D)
-    g.mul_(torch.addcmul(torch.ones((), device=g.device), g, g, value=weight).rsqrt_())
+    return g / (D * D + (g * g) * weight).sqrt_()
 
 
 def mean_of_live_blocks(variances: Sequence[Tensor], block: int) -> float:

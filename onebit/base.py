@@ -3,9 +3,10 @@
 The optimizer receives each rank's own gradients and does all data-parallel traffic itself, in every phase; the model is
 not wrapped. One step, top to bottom:
 
-    backward    a bucket whose gradients are complete is encoded and sent (leg 1) while earlier layers still compute
-    step()      ballot: which parameters have a gradient anywhere, the global norm
-                the remaining buckets are sent; all of them land (leg 2)
+    backward    a bucket whose gradients are complete is encoded and sent (leg 1) while earlier layers still compute;
+                two buckets later the owners' averages follow (leg 2)
+    step()      the remaining buckets are sent; ballot: which parameters have a gradient anywhere, the global norm;
+                all buckets land
                 verdict: what is not finite on any rank shows in everybody's frames: all skip, nothing is written
                 commit: errors, momentum, variance, parameters
                 now and then a vote on the replicas' bits
@@ -21,7 +22,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -36,6 +37,9 @@ from .clip import GlobalNormClip, dot, exact_norm
 from .comm import Codec, ErrorFeedback, Flight, IdentityCodec, Int8Codec, SignCodec, Transport, Wire
 
 log = logging.getLogger(__name__)
+
+# A bucket's leg 2 is launched with leg 1 of the bucket so many behind it: until then there are as many on the wire.
+LEG_2_BEHIND = 2
 
 
 @dataclass
@@ -108,6 +112,7 @@ class CompressedOptimizer(BucketedOptimizer):
         self.stats = Stats()
         self._overlap = overlap
         self._launched = 0
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._passes_per_step = 0
         self._paused = False
         self._sent_before = 0
@@ -133,13 +138,12 @@ class CompressedOptimizer(BucketedOptimizer):
         """What this step's payload is owed and will owe."""
         return bucket.ef
 
-    @abstractmethod
     def _make_payload(self, bucket: Bucket, group: dict) -> None:
-        """bucket.x: this rank's gradients in, what is to be averaged out."""
+        """bucket.x: this rank's gradients in, what is to be averaged out. As it stands: the gradients themselves."""
 
     @abstractmethod
     def _commit(self, bucket: Bucket, group: dict, step: int) -> None:
-        """The step is good: take over errors and moments; bucket.x ← what is to be subtracted. step counts from 1."""
+        """The step is good: take over errors and moments; step counts from 1. What `_move` needs, as bucket.x."""
 
     def _before_move(self) -> None:
         """All buckets are committed, no parameter has moved: what needs the whole model."""
@@ -183,7 +187,6 @@ class CompressedOptimizer(BucketedOptimizer):
             slot.bucket.complete += 1
             with torch.no_grad():
                 while self._launched < len(self._buckets) and self._is_complete(self._buckets[self._launched]):
-                    self._gather(self._buckets[self._launched])
                     self._launch(self._buckets[self._launched])
 
     @property
@@ -196,28 +199,42 @@ class CompressedOptimizer(BucketedOptimizer):
     def _is_complete(bucket: Bucket) -> bool:
         return bucket.complete == len(bucket.params)
 
-    def _gather(self, bucket: Bucket, grad_scale: float = 1.0) -> None:
-        bucket.gather(grad_scale)
-        self._mask(bucket)
+    def _launch(self, bucket: Bucket, scale: float = 1.0) -> None:
+        """Send a bucket's gradients, times scale, and what goes with them; and an earlier bucket's leg 2.
 
-    def _launch(self, bucket: Bucket) -> None:
-        """Send what was gathered. In bucket order: every rank launches the same sequence."""
+        In bucket order, whether in backward or in step(): every rank launches the same sequence, also where a gradient
+        is missing on one of them.
+        """
         codec = self._codec(bucket)
         assert codec is not None and bucket.index == self._launched
+        bucket.note_versions()
         bucket.wire = self._wire(bucket, codec)
-        self._make_payload(bucket, self.param_groups[bucket.group_index])
-        exchange = comm.compressed_allreduce(
-            bucket.x, self._error_feedback(bucket), codec, self.link, bucket.wire, bucket.counts
-        )
-        bucket.flight = Flight(exchange)
-        self._launched += 1
+        with self._beside(bucket.device):
+            self._encode(bucket, self.param_groups[bucket.group_index], codec, scale)
+            ef = self._error_feedback(bucket)
+            flight = Flight(comm.exchange(ef, codec, self.link, bucket.wire, bucket.layout.chunk, bucket.counts))
+            bucket.flight = flight
+            self._launched += 1
+            if bucket.index >= LEG_2_BEHIND and (before := self._buckets[bucket.index - LEG_2_BEHIND].flight):
+                before.advance()
+
+    def _encode(self, bucket: Bucket, group: dict, codec: Codec, scale: float) -> None:
+        """bucket.wire.sent_WB ← the frames of this rank's payload, made in bucket.x."""
+        assert bucket.wire is not None
+        ef = self._error_feedback(bucket)
+        bucket.gather(self._gradients(bucket), scale)
+        self._make_payload(bucket, group)
+        worker_WN = None if ef is None else self._rows(ef.worker)
+        codec.encode(self._rows(bucket.x), worker_WN, bucket.wire.sent_WB, bucket.counts)
+        if ef is not None:
+            ef.worker_next.copy_(bucket.x)
 
     def _wire(self, bucket: Bucket, codec: Codec) -> Wire:
         """The bucket's buffers for this codec, made when first needed. In full, it travels from where it lies."""
         if codec not in bucket.wires:
             in_place = self._rows(bucket.x.view(torch.uint8)) if isinstance(codec, IdentityCodec) else None
             bucket.wires[codec] = Wire.empty(
-                codec, bucket.layout.numel, self.link.world_size, sent_WB=in_place, device=bucket.x.device
+                codec, bucket.layout.numel, self.link.world_size, sent_WB=in_place, device=bucket.device
             )
         return bucket.wires[codec]
 
@@ -253,11 +270,9 @@ class CompressedOptimizer(BucketedOptimizer):
                 "with GradScaler construct the optimizer with overlap=False: its scale is known too late"
             )
         self._check_unchanged()
-        for bucket in self._buckets[self._launched :]:
-            self._gather(bucket, grad_scale)
-        self._waited_s = 0.0
+        self._waited_s, self.stats.clip_factor = 0.0, 1.0
         travels = any(self._codec(bucket) is not None for bucket in self._buckets)
-        ballots = self._exchange() if travels else self._stay_at_home()
+        ballots = self._exchange(1.0 / grad_scale) if travels else self._stay_at_home(1.0 / grad_scale)
         if ballots is not None:
             self._finish(ballots)
         else:
@@ -266,28 +281,64 @@ class CompressedOptimizer(BucketedOptimizer):
         self._start_over()
         return loss
 
-    def _exchange(self) -> list[Ballot] | None:
-        """Send what has not left yet and bring all of it home. None, on all ranks, where anything is not finite."""
-        with self._waiting():
-            ballots = cast_ballots(self.link, self._my_ballot(), self._buckets[0].x.device)
-        self._clip_before_sending(ballots)
-        if not math.isfinite(self.stats.clip_factor):
-            return None
+    def _exchange(self, scale: float) -> list[Ballot] | None:
+        """Send what has not left yet and bring all of it home. None, on all ranks, where anything is not finite.
+
+        scale: what gradients are to be multiplied by. The ballot comes after the last launch, or before the first where
+        it clips: at the same place in every rank's sequence of operations.
+        """
+        clips_first, ballots = self._clips_before_sending, None
+        if clips_first:
+            ballots = self._cast(scale)
+            self.stats.clip_factor = self._clip.estimated_factor(ballots, self.link.world_size)
+            if not math.isfinite(self.stats.clip_factor):
+                return None
         for bucket in self._buckets[self._launched :]:
-            self._launch(bucket)
+            self._launch(bucket, scale * self.stats.clip_factor)
+        if ballots is None:
+            ballots = self._cast(scale)
         with self._waiting():
-            comm.land([bucket.flight for bucket in self._buckets if bucket.flight is not None])
+            self._land()
         return ballots if all(bool(self._is_finite(bucket)) for bucket in self._buckets) else None
 
-    def _stay_at_home(self) -> list[Ballot]:
+    def _cast(self, scale: float) -> list[Ballot]:
+        with self._waiting():
+            return cast_ballots(self.link, self._my_ballot(scale), self._buckets[0].device)
+
+    def _land(self) -> None:
+        """Bring every exchange under way to its end."""
+        devices = {bucket.device for bucket in self._buckets}
+        with ExitStack() as beside:
+            for device in devices:
+                beside.enter_context(self._beside(device))
+            comm.land([bucket.flight for bucket in self._buckets if bucket.flight is not None])
+        for device in devices & self._streams.keys():
+            torch.cuda.current_stream(device).wait_stream(self._streams[device])
+
+    @contextmanager
+    def _beside(self, device: torch.device) -> Iterator[None]:
+        """On CUDA, a stream of the optimizer's own, behind what was computed so far: backward does not wait for it."""
+        if device.type != "cuda":
+            yield
+            return
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield
+
+    def _stay_at_home(self, scale: float) -> list[Ballot]:
         """A step without traffic, not even a vote. A gradient that is not finite counts as zero, on this rank alone."""
-        self._clip_before_sending([self._my_ballot()])
-        if not math.isfinite(self.stats.clip_factor) or not all(bool(b.x.isfinite().all()) for b in self._buckets):
+        if self._clips_before_sending:
+            self.stats.clip_factor = self._clip.estimated_factor([self._my_ballot(scale)], self.link.world_size)
+        is_finite = math.isfinite(self.stats.clip_factor)
+        for bucket in self._buckets:
+            bucket.gather(self._gradients(bucket), scale * self.stats.clip_factor)
+        if not is_finite or not all(bool(bucket.x.isfinite().all()) for bucket in self._buckets):
             self._report_bad_gradient("it counts as zero")
             self.stats.clip_factor = 1.0
             for bucket in self._buckets:
                 bucket.x.zero_()
-        return [self._my_ballot()]
+        return [Ballot([p.grad is not None for p in self._slots])]
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -323,6 +374,15 @@ class CompressedOptimizer(BucketedOptimizer):
         if every and step // every > self._checked_step // every and self._is_synchronised():
             self._checked_step = step
             self.check_replicas()
+
+    def _apply(
+        self, bucket: Bucket, seen: Sequence[bool], frames_WB: Tensor | None, weight_K: Tensor, keep_K: Tensor
+    ) -> None:
+        """p ← keep·p + weight·value for every parameter that some rank had a gradient for, in one pass."""
+        assert frames_WB is not None
+        moving = zip(bucket.params, seen[bucket.first :][: len(bucket.params)], strict=True)
+        params = [p if p.requires_grad and is_seen else None for p, is_seen in moving]
+        self.codec.apply(frames_WB, bucket.layout.chunk, params, bucket.layout.segments, weight_K, keep_K)
 
     def _move(self, bucket: Bucket, seen: Sequence[bool]) -> None:
         """p ← p - x, for every parameter that some rank had a gradient for, where no mask forbids it."""
@@ -361,14 +421,14 @@ class CompressedOptimizer(BucketedOptimizer):
         self._passes_per_step = max(self._passes_per_step, *(slot.passes for slot in self._slots.values()))
         self._launched = 0
         for bucket in self._buckets:
-            bucket.flight, bucket.wire, bucket.complete, bucket.gathered = None, None, 0, []
+            bucket.flight, bucket.wire, bucket.complete, bucket.sent_versions = None, None, 0, []
         for slot in self._slots.values():
             slot.passes = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Buckets already sent by a backward pass that no step followed are brought home and dropped."""
         if self._launched:
-            comm.land([bucket.flight for bucket in self._buckets if bucket.flight is not None])
+            self._land()
             self._start_over()
         super().zero_grad(set_to_none)
 
@@ -380,22 +440,16 @@ class CompressedOptimizer(BucketedOptimizer):
         # rank must be clipped before its error is added, by an estimate of the same norm.
         return self._clip.max_norm > 0 and not all(self._sends_gradients(bucket) for bucket in self._buckets)
 
-    def _clip_before_sending(self, ballots: Sequence[Ballot]) -> None:
-        self.stats.clip_factor = 1.0
-        if self._clips_before_sending:
-            self.stats.clip_factor = self._clip.estimated_factor(ballots, self.link.world_size)
-            for bucket in self._buckets[self._launched :]:
-                bucket.x.mul_(self.stats.clip_factor)
-
-    def _my_ballot(self) -> Ballot:
+    def _my_ballot(self, scale: float) -> Ballot:
         norm_squared = product = 0.0
         if self._clips_before_sending:
             for bucket in self._buckets:
                 m_views = bucket.layout.views(self.momentum(bucket))
-                norm_squared += sum(dot(g, g) for g in bucket.x_views)
-                product += sum(dot(g, m) for g, m in zip(bucket.x_views, m_views, strict=True))
-        present = [p.grad is not None for p in self._slots]
-        return Ballot(present, norm_squared, product)
+                for g, m in zip(self._gradients(bucket), m_views, strict=True):
+                    if g is not None:
+                        norm_squared += scale * scale * dot(g, g)
+                        product += scale * dot(g, m)
+        return Ballot([p.grad is not None for p in self._slots], norm_squared, product)
 
     def _clip_after_landing(self) -> None:
         if self._clip.max_norm > 0 and not self._clips_before_sending:

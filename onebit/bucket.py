@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,61 +16,99 @@ from .flat import Layout
 class Bucket:
     """Some parameters of one group, their flat state, and their exchange.
 
-    first: how many parameters the buckets before it hold. owner: this rank, which owns that chunk of the bucket.
-    x: float32 [W·N]; gradients come in, what is sent is made in it, what came back is read from it. flat: the state
-    that has one element per element, by name. layers: what a leaf knows of each parameter, by name. live_J: which
-    blocks have ever seen a gradient. frames: the packed m/D, uint8 [W, B], once compression has begun. wires: buffers
-    by codec; wire: the one of the exchange under way.
+    first: how many parameters the buckets before it hold. owner: this rank, which owns that chunk of the bucket. flat:
+    the state that has one element per element, by name. layers: what a leaf knows of each parameter, by name. live_J:
+    which blocks have ever seen a gradient. floor_J: the least variance in each block. frames: the packed m/D, uint8
+    [W, B], once compression has begun. wires: buffers by codec; wire: the one of the exchange under way.
     """
 
     index: int
     first: int
     owner: int
     group_index: int
+    device: torch.device
     params: list[Tensor]
     names: list[str]
     layout: Layout
-    x: Tensor
-    x_views: list[Tensor]
     counts: Tensor
     phase: str = ""
     flat: dict[str, Tensor] = field(default_factory=dict)
     frames: Tensor | None = None
     layers: dict[str, Tensor] = field(default_factory=dict)
     live_J: Tensor | None = None
+    floor_J: Tensor | None = None
     ef: ErrorFeedback | None = None
     wires: dict[Codec, Wire] = field(default_factory=dict)
     wire: Wire | None = None
     flight: Flight | None = None
-    gathered: list[tuple[int, int] | None] = field(default_factory=list)
+    sent_versions: list[tuple[int, int] | None] = field(default_factory=list)
     complete: int = 0
+    _x: Tensor | None = None
+    _x_views: list[Tensor] = field(default_factory=list)
 
-    def gather(self, grad_scale: float = 1.0) -> None:
-        """x ← the gradients, divided by grad_scale; zeros where there is none. Raises RuntimeError on sparse ones."""
-        for p, name, view in zip(self.params, self.names, self.x_views, strict=True):
-            if p.grad is None:
-                view.zero_()
-            elif p.grad.layout != torch.strided:
+    @property
+    def x(self) -> Tensor:
+        """float32 [W·N], zeros when first asked for; gradients come in, what is to be subtracted goes out."""
+        if self._x is None:
+            self._x = torch.zeros(self.layout.numel, device=self.device)
+            self._x_views = self.layout.views(self._x)
+        return self._x
+
+    @property
+    def x_views(self) -> list[Tensor]:
+        """x, by parameter."""
+        assert self.x is not None  # makes them
+        return self._x_views
+
+    @property
+    def x_bytes(self) -> int:
+        """What x takes now."""
+        return 0 if self._x is None else self._x.nbytes
+
+    def release_x(self) -> None:
+        """Give x's memory back until it is asked for again."""
+        self._x, self._x_views = None, []
+
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients where they lie. Raises RuntimeError on sparse ones."""
+        for p, name in zip(self.params, self.names, strict=True):
+            if p.grad is not None and p.grad.layout != torch.strided:
                 raise RuntimeError(
                     f"{name} has a {p.grad.layout} gradient; onebit needs dense ones (nn.Embedding(..., sparse=False))"
                 )
-        present = [(view, p.grad) for view, p in zip(self.x_views, self.params, strict=True) if p.grad is not None]
+        return [p.grad for p in self.params]
+
+    def gather(self, grads: Sequence[Tensor | None], scale: float = 1.0) -> None:
+        """x ← scale · the gradients; zeros where there is none."""
+        for view, grad in zip(self.x_views, grads, strict=True):
+            if grad is None:
+                view.zero_()
+        present = [(view, grad) for view, grad in zip(self.x_views, grads, strict=True) if grad is not None]
         if present:
-            views, grads = zip(*present, strict=True)
-            torch._foreach_copy_(views, grads)
-        if grad_scale != 1.0:
-            self.x.mul_(1.0 / grad_scale)
-        self.gathered = [_version(p) for p in self.params]
+            views, gathered = zip(*present, strict=True)
+            torch._foreach_copy_(views, gathered)
+        if scale != 1.0:
+            self.x.mul_(scale)
+
+    def note_versions(self) -> None:
+        """The gradients are being sent as they are now."""
+        self.sent_versions = [_version(p) for p in self.params]
 
     def changed(self) -> list[str]:
-        """The parameters whose gradients are no longer those that were gathered."""
-        triples = zip(self.params, self.names, self.gathered, strict=True)
+        """The parameters whose gradients are no longer those that were sent."""
+        triples = zip(self.params, self.names, self.sent_versions, strict=True)
         return [name for p, name, version in triples if version != _version(p)]
 
     def bad(self) -> list[str]:
         """The parameters whose gradients are not finite on this rank."""
         pairs = zip(self.params, self.names, strict=True)
         return [name for p, name in pairs if p.grad is not None and not bool(p.grad.isfinite().all())]
+
+    def commit_errors(self) -> None:
+        """Take over the residuals of this step's exchange. The caller shows them in the optimizer's state."""
+        assert self.ef is not None
+        self.ef.commit()
+        self.flat["worker_error"] = self.ef.worker
 
     def own_chunk(self, flat: Tensor) -> Tensor:
         """The chunk of a flat tensor that rank `owner` owns."""

@@ -153,17 +153,15 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
     def _new_bucket(self, g: int, members: list[tuple[Tensor, str]], device: torch.device) -> Bucket:
         params, names = [p for p, _ in members], [name for _, name in members]
         layout = lay_out([p.shape for p in params], self.codec.block, self.link.world_size)
-        x = torch.zeros(layout.numel, device=device)
         bucket = Bucket(
             index=len(self._buckets),
             first=len(self._slots),
             owner=self.link.rank,
             group_index=g,
+            device=device,
             params=params,
             names=names,
             layout=layout,
-            x=x,
-            x_views=layout.views(x),
             counts=layout.counts(device),
         )
         self._allocate(bucket, "warmup")
@@ -179,6 +177,13 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 optimizer._on_gradient(param)
 
         p.register_post_accumulate_grad_hook(gradient_is_ready)
+
+    def _gradients(self, bucket: Bucket) -> list[Tensor | None]:
+        """The bucket's gradients where they lie, or in new tensors where a mask is on them."""
+        grads, masks = bucket.gradients(), self._masks.get(bucket.group_index)
+        if masks is None:
+            return grads
+        return [None if g is None else g * masks[p] for p, g in zip(bucket.params, grads, strict=True)]
 
     def _mask(self, bucket: Bucket) -> None:
         """x ← x · the masks of the bucket's group, one for each parameter, where it has any."""
@@ -203,11 +208,18 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
     def buffer_bytes(self) -> int:
         """Bytes of buckets and wire buffers on this rank; what DDP calls its buckets."""
         wires = [wire for bucket in self._buckets for wire in bucket.wires.values()]
-        tensors = [bucket.x for bucket in self._buckets]
-        tensors += [t for wire in wires for t in (wire.sent_WB, wire.received_WB, wire.mean)]
+        efs = [bucket.ef for bucket in self._buckets if bucket.ef is not None]
+        tensors = [bucket.x for bucket in self._buckets if bucket.x_bytes]
+        tensors += [t for wire in wires for t in (wire.sent_WB, wire.received_WB, wire.mean) if t is not None]
+        tensors += [t for ef in efs for t in (ef.worker_next, ef.server_next)]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
     # ---------------------------------------------------------------- checkpoints
+
+    def _commit_errors(self, bucket: Bucket) -> None:
+        bucket.commit_errors()
+        for p, view in zip(bucket.params, bucket.layout.views(bucket.flat["worker_error"]), strict=True):
+            self.state[p]["worker_error"] = view
 
     def _publish(self, bucket: Bucket) -> None:
         """Show the bucket's state as torch does: optimizer.state[p], views of the flat tensors."""

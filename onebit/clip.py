@@ -69,4 +69,4 @@ def exact_norm(link: Transport, own_chunks: Sequence[Tensor]) -> float:
 
 def dot(a: Tensor, b: Tensor) -> float:
     """Sum of products of two tensors of equal shape."""
-    return float(torch.dot(a.reshape(-1), b.reshape(-1)))
+    return float(torch.dot(a.reshape(-1).float(), b.reshape(-1).float()))

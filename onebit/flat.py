@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from .comm import Segments
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,12 @@ class Layout:
     block: int
     world_size: int
     numel: int
+
+    @cached_property
+    def segments(self) -> Segments:
+        """The same, for kernels that take the parameters where they are."""
+        numels = tuple(shape.numel() for shape in self.shapes)
+        return Segments(tuple(offset // self.block for offset in self.offsets), numels, self.block)
 
     @property
     def chunk(self) -> int:

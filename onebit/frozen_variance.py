@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .adam import adamw_update_, check_adam_options, denominator_, mean_of_live_blocks, normalise_
+from .adam import adamw_update_, check_adam_options, denominator_, mean_of_live_blocks
 from .ballot import Ballot
 from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
-from .comm import Codec, ErrorFeedback
+from .comm import Codec, ErrorFeedback, MomentumWeights
 from .elastic import resize
 from .schedule import VarianceFreeze, variance_weight
 
@@ -33,7 +33,7 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
 
     - *warmup*: the mean gradient travels in `warmup_codec`; m and v are Adam's.
     - *compressed*: c_i = β1·m/D + (1-β1)·g_i/D + e_i travels in one bit on both legs; what comes back is the new m/D.
-      g_i/D is `normalise_`'s: a gradient far beyond the old D counts in D.
+      g_i/D is g_i/√(D² + w·g_i²): a gradient far beyond the old D counts in D.
     - *refresh*: the mean gradient ḡ travels in `warmup_codec` again; v takes it in, D is computed anew, and
       m/D ← β1·m/D + (1-β1)·ḡ/D.
     """
@@ -80,14 +80,26 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
     def _error_feedback(self, bucket: Bucket) -> ErrorFeedback | None:
         return None if self._is_dense(bucket) else bucket.ef
 
-    def _make_payload(self, bucket: Bucket, group: dict) -> None:
-        """Dense steps: the gradient. Others: β1·m/D + (1-β1)·g_i/D, with m/D read from its frames."""
-        if not self._is_dense(bucket):
-            assert bucket.frames is not None
-            beta1 = group["betas"][0]
-            normalise_(bucket.x, bucket.flat["denominator"], self._weight_of_own_gradient(bucket))
-            self._observe(bucket, group)
-            self.codec.decode(bucket.frames, self._rows(bucket.x), weight=beta1, keep=1.0 - beta1)
+    def _encode(self, bucket: Bucket, group: dict, codec: Codec, scale: float) -> None:
+        """Dense steps: the gradient. Others, in one pass: β1·m/D + (1-β1)·g_i/D, with m/D read from its frames."""
+        if self._is_dense(bucket):
+            super()._encode(bucket, group, codec, scale)
+            return
+        assert bucket.wire is not None and bucket.frames is not None and bucket.ef is not None
+        grads, own = self._gradients(bucket), self._weight_of_own_gradient(bucket)
+        self._observe(bucket, grads, scale, own)
+        beta1 = group["betas"][0]
+        self.codec.encode_momentum(
+            grads,
+            bucket.layout.segments,
+            self._rows(bucket.flat["denominator"]),
+            bucket.frames,
+            self._rows(bucket.ef.worker),
+            bucket.wire.sent_WB,
+            bucket.counts,
+            self._rows(bucket.ef.worker_next),
+            MomentumWeights(keep=beta1, add=1.0 - beta1, own=own, unscale=scale),
+        )
 
     def _weight_of_own_gradient(self, bucket: Bucket) -> float:
         """What a gradient would weigh in a refresh in this step, divided among the ranks."""
@@ -95,13 +107,13 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
         share = self._share_of_refresh(g, self.param_groups[g]["betas"][1], int(self._steps[g]) + 1)
         return share / self.link.world_size
 
-    def _observe(self, bucket: Bucket, group: dict) -> None:
-        """bucket.x holds g_i/D: what a leaf wants to know of it."""
+    def _observe(self, bucket: Bucket, grads: Sequence[Tensor | None], scale: float, own: float) -> None:
+        """What a leaf wants to know of scale·g_i over D before it is sent."""
 
     # ---------------------------------------------------------------- state
 
     def _allocate(self, bucket: Bucket, phase: str) -> None:
-        n, W, device = bucket.layout.numel, self.link.world_size, bucket.x.device
+        n, W, device = bucket.layout.numel, self.link.world_size, bucket.device
         bucket.phase, bucket.frames, bucket.ef, bucket.live_J = phase, None, None, None
         bucket.wires.clear()
         if phase == "warmup":
@@ -120,7 +132,7 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
 
     def _last_average(self, bucket: Bucket) -> Tensor:
         assert bucket.frames is not None
-        update = torch.empty_like(bucket.x)
+        update = torch.empty(bucket.layout.numel, device=bucket.device)
         self.codec.decode(bucket.frames, self._rows(update))
         return update
 
@@ -130,14 +142,14 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
 
     # ---------------------------------------------------------------- a step that is good
 
-    def _advance(self, bucket: Bucket, group: dict, step: int, weight: float) -> None:
-        """Take over errors and moments; bucket.x ← weight·m̂/D, the update. step counts from 1."""
+    def _commit(self, bucket: Bucket, group: dict, step: int) -> None:
+        """Take over errors and moments. Dense steps: bucket.x ← m̂/D, the update."""
         if bucket.phase == "warmup":
             adamw_update_(
                 bucket.x,
                 bucket.flat["exp_avg"],
                 bucket.flat["exp_avg_sq"],
-                lr=weight,
+                lr=1.0,
                 betas=group["betas"],
                 eps=group["eps"],
                 step=step,
@@ -145,16 +157,40 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
             )
         elif self.rule.is_dense(step - 1):
             self._refresh(bucket, group, step)
-            bucket.x.mul_(weight * self._momentum_correction(bucket, step))
+            bucket.x.mul_(self._momentum_correction(bucket, step))
         else:
             wire = bucket.wires[self.codec]
-            assert bucket.ef is not None and bucket.frames is not None
-            bucket.ef.commit(bucket.x, wire)
+            assert bucket.frames is not None
+            self._commit_errors(bucket)
             # What landed is the new momentum; the old one's memory receives the next.
             new, wire.sent_WB, wire.frames_WB = wire.frames_WB, bucket.frames, bucket.frames
             bucket.frames = new
-            weight = weight * self._momentum_correction(bucket, step)
-            self.codec.decode(bucket.frames, self._rows(bucket.x), weight=weight)
+
+    def _weights_of_layers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """weight, decay: p ← (1 - decay)·p - weight·m̂/D for each parameter of the bucket. float32 [K]."""
+        group, K = self.param_groups[bucket.group_index], len(bucket.params)
+        lr = float(group["lr"])
+        weight, decay = (torch.full((K,), number, device=bucket.device) for number in (lr, lr * group["weight_decay"]))
+        return weight, decay
+
+    def _move(self, bucket: Bucket, seen: Sequence[bool]) -> None:
+        step = self._count(bucket)
+        weight_K, decay_K = self._weights_of_layers(bucket)
+        is_dense, is_masked = self.rule.is_dense(step - 1), bucket.group_index in self._masks
+        if not is_dense:
+            assert bucket.frames is not None
+            weight_K.mul_(self._momentum_correction(bucket, step))
+            if is_masked:
+                self.codec.decode(bucket.frames, self._rows(bucket.x))
+        if is_dense or is_masked:
+            for view, p, weight, decay in zip(bucket.x_views, bucket.params, weight_K, decay_K, strict=True):
+                view.mul_(weight).addcmul_(p.float(), decay)
+            super()._move(bucket, seen)
+            return
+        self._apply(bucket, seen, bucket.frames, -weight_K, 1.0 - decay_K)
+
+    def _count(self, bucket: Bucket) -> int:
+        return int(self._steps[bucket.group_index])
 
     def _refresh(self, bucket: Bucket, group: dict, step: int) -> None:
         """v takes in the mean gradient ḡ in bucket.x, D follows, and bucket.x ← m/D ← β1·m/D + (1-β1)·ḡ/D.
@@ -208,6 +244,9 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
         is_refresh = first.phase == "compressed" and first.group_index in dense
         self.stats.phase = "refresh" if is_refresh else first.phase
         self._freeze_where_due()
+        for bucket in self._buckets:
+            if bucket.group_index not in self._masks and self.rule.rests(self._count(bucket)):
+                bucket.release_x()
 
     def _freeze_where_due(self) -> None:
         """End the warm-up of the groups whose momentum is to travel next: v becomes D, m goes into frames."""

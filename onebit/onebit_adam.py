@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from .base import CommonOptions
-from .bucket import Bucket
 from .comm import Codec
 from .frozen_variance import FrozenVarianceOptimizer
 
@@ -27,8 +25,8 @@ class OnebitAdam(FrozenVarianceOptimizer):
     sent to all. Between warm-up and the end of the run, per step and bucket:
 
     1. c_i = β1·m/D + (1-β1)·g_i/D + e_i on each rank, with D = √max(v̂, floor·blockmean) + eps, as the last dense step
-       left it (a g_i far beyond D counts in D: `normalise_`); the signs and scales of c_i go to the chunks' owners; e_i
-       keeps the rest.
+       left it (a g_i far beyond D counts in D: the divisor is √(D² + w·g_i²)); the signs and scales of c_i go to the
+       chunks' owners; e_i keeps the rest.
     2. The owner averages, adds its own error, compresses again and sends the result, the new m/D, to all.
     3. p ← p - lr·(m̂/D + wd·p).
 
@@ -41,7 +39,7 @@ class OnebitAdam(FrozenVarianceOptimizer):
     freeze_step: warm-up steps, after which the variance never changes, as in the paper; or "auto": 100 steps, and a
     refresh of the variance now and then, in 16 steps of every doubling of the step count.
     warmup_codec: what gradients travel in, in warm-up and refreshes (default: `Int8Codec`; `IdentityCodec`: in full).
-    variance_floor: see `denominator_`. The others: see `CommonOptions`.
+    variance_floor: see `floor_of_blocks`. The others: see `CommonOptions`.
 
     State on each rank, bytes per parameter: 8 in warm-up; then D 4, worker error 4 (bf16: 2), server error 4/W (2/W),
     m/D 0.13. Sends per rank 2·(W-1)/W·(8 + 16/block) bits per parameter in a dense step, 2·(W-1)/W·(1 + 16/block) in
@@ -76,9 +74,3 @@ class OnebitAdam(FrozenVarianceOptimizer):
             variance_floor=variance_floor,
             **common,
         )
-
-    def _commit(self, bucket: Bucket, group: dict, step: int) -> None:
-        lr = float(group["lr"])
-        self._advance(bucket, group, step, weight=lr)
-        if group["weight_decay"] != 0.0:
-            torch._foreach_add_(bucket.x_views, bucket.params, alpha=lr * group["weight_decay"])

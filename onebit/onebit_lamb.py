@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .adam import normalised
 from .base import CommonOptions
 from .bucket import Bucket
 from .comm import Codec
@@ -97,20 +98,31 @@ class OnebitLamb(FrozenVarianceOptimizer):
     def _allocate(self, bucket: Bucket, phase: str) -> None:
         super()._allocate(bucket, phase)
         if phase == "warmup" or not bucket.layers:
-            K, device = len(bucket.params), bucket.x.device
+            K, device = len(bucket.params), bucket.device
             names = ("mean_ratio", "ratio_total", "warmup_norm", "coeff")
             bucket.layers = {name: torch.zeros(K, device=device) for name in names}
             bucket.layers |= {name: torch.ones(K, device=device) for name in ("fresh", "factor")}
+            bucket.layers["numel"] = _numels(bucket)
 
     # ---------------------------------------------------------------- before it is sent
 
-    def _observe(self, bucket: Bucket, group: dict) -> None:
+    def _observe(self, bucket: Bucket, grads: Sequence[Tensor | None], scale: float, own: float) -> None:
         """Note this rank's part of an estimate of ‖ḡ/D‖² of each layer: ‖g_i/D‖² and <g_i/D, m̂/D>."""
-        if self._follows_variance:
-            update = self._last_average(bucket).mul_(self._momentum_correction(bucket, self._count(bucket)))
-            pairs = zip(bucket.x_views, bucket.layout.views(update), strict=True)
-            products = torch.stack([torch.dot(g.flatten(), u.flatten()) for g, u in pairs])
-            self._observed[bucket.index] = torch.stack([norms(bucket.x_views).square(), products], 1)
+        if not self._follows_variance:
+            return
+        update = self._last_average(bucket).mul_(self._momentum_correction(bucket, self._count(bucket)))
+        triples = zip(
+            grads,
+            bucket.layout.views(bucket.flat["denominator"]),
+            bucket.layout.views(update),
+            strict=True,
+        )
+        table = torch.zeros(len(grads), 2, device=bucket.device)
+        for row, (g, D, u) in zip(table, triples, strict=True):
+            if g is not None:
+                y = normalised(g.float() * scale, D, own).flatten()
+                row[0], row[1] = torch.dot(y, y), torch.dot(y, u.flatten())
+        self._observed[bucket.index] = table
 
     @property
     def _follows_variance(self) -> bool:
@@ -118,24 +130,28 @@ class OnebitLamb(FrozenVarianceOptimizer):
 
     # ---------------------------------------------------------------- a step that is good
 
-    def _commit(self, bucket: Bucket, group: dict, step: int) -> None:
-        self._advance(bucket, group, step, weight=1.0)
-
     def _before_move(self) -> None:
-        """bucket.x ← lr·c_l·(r_l·m̂/D + wd·p)."""
-        dense = [bucket for bucket in self._buckets if self.rule.is_dense(self._count(bucket) - 1)]
-        compressed = [bucket for bucket in self._buckets if bucket not in dense]
+        """c_l and r_l of every layer. Dense steps: bucket.x ← m̂/D + wd·p."""
+        dense = [bucket for bucket in self._buckets if self._was_dense(bucket)]
+        compressed = [bucket for bucket in self._buckets if not self._was_dense(bucket)]
         if compressed and self._follows_variance:
             self._follow_variance(compressed)
-        for bucket in self._buckets:
+        for bucket in dense:
             decay = self.param_groups[bucket.group_index]["weight_decay"]
             if decay != 0.0:
                 torch._foreach_add_(bucket.x_views, bucket.params, alpha=decay)
         if dense:
             self._measure(dense)
-        for bucket in self._buckets:
-            lr = float(self.param_groups[bucket.group_index]["lr"])
-            torch._foreach_mul_(bucket.x_views, (bucket.layers["coeff"] * lr).unbind())
+
+    def _was_dense(self, bucket: Bucket) -> bool:
+        return self.rule.is_dense(self._count(bucket) - 1)
+
+    def _weights_of_layers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        group, layers = self.param_groups[bucket.group_index], bucket.layers
+        weight = layers["coeff"] * float(group["lr"])
+        if self._was_dense(bucket):  # the decay is in bucket.x
+            return weight, torch.zeros_like(weight)
+        return weight * layers["factor"], weight * group["weight_decay"]
 
     def _follow_variance(self, buckets: Sequence[Bucket]) -> None:
         """r_l from every rank's part of the estimate, and its place in the update."""
@@ -145,19 +161,18 @@ class OnebitLamb(FrozenVarianceOptimizer):
         estimate_L = square_L / W + (1.0 - 1.0 / W) * product_L.clamp(min=0.0)
         for bucket, estimate_K in zip(buckets, _split(estimate_L, buckets), strict=True):
             layers, beta2 = bucket.layers, self.param_groups[bucket.group_index]["betas"][1]
-            layers["fresh"].lerp_(estimate_K.to(bucket.x.device) / _numels(bucket), 1.0 - beta2)
+            layers["fresh"].lerp_(estimate_K.to(bucket.device) / layers["numel"], 1.0 - beta2)
             before = layers["factor"]
             factor = layers["fresh"].rsqrt().clamp(self.factor_min, self.factor_max)
             factor = torch.maximum(factor, before * (1.0 - self.factor_threshold))
             layers["factor"] = torch.minimum(factor, before * (1.0 + self.factor_threshold))
-            torch._foreach_mul_(bucket.x_views, layers["factor"].unbind())
 
     def _measure(self, buckets: Sequence[Bucket]) -> None:
         """c_l of a dense step: a trust ratio in warm-up, in a refresh the mean one scaled with the layer's norm."""
         table_L2 = self._layer_norms(buckets)
         for bucket, table_K2 in zip(buckets, _split(table_L2, buckets), strict=True):
             layers = bucket.layers
-            weight_norm, update_norm = table_K2.to(bucket.x.device).unbind(1)
+            weight_norm, update_norm = table_K2.to(bucket.device).unbind(1)
             if bucket.phase == "warmup":
                 layers["coeff"] = self._trust_ratio(weight_norm, update_norm)
                 layers["warmup_norm"] = weight_norm
@@ -171,7 +186,7 @@ class OnebitLamb(FrozenVarianceOptimizer):
         """‖p‖ and ‖u‖ of each layer, float32 [L, 2]. Rank k mod W measures layer k: the same bits everywhere."""
         W, rank = self.link.world_size, self.link.rank
         pairs = [pair for bucket in buckets for pair in zip(bucket.params, bucket.x_views, strict=True)]
-        mine = torch.zeros(-(-len(pairs) // W), 2, device=buckets[0].x.device)
+        mine = torch.zeros(-(-len(pairs) // W), 2, device=buckets[0].device)
         for k, (p, u) in enumerate(pairs[rank::W]):
             mine[k] = norms([p, u])
         return gather_tensors(self.link, mine).transpose(0, 1).reshape(-1, 2)[: len(pairs)]
@@ -191,15 +206,12 @@ class OnebitLamb(FrozenVarianceOptimizer):
         """c̄_l."""
         layers = bucket.layers
         total = layers["ratio_total"]
-        of_ones = self._trust_ratio(layers["warmup_norm"], _numels(bucket).sqrt())
+        of_ones = self._trust_ratio(layers["warmup_norm"], layers["numel"].sqrt())
         return torch.where(total > 0, layers["mean_ratio"] / total, of_ones)
 
     def _freeze(self, bucket: Bucket, m: Tensor, v: Tensor) -> None:
         super()._freeze(bucket, m, v)
         bucket.layers["coeff"] = self._mean_ratio(bucket)
-
-    def _count(self, bucket: Bucket) -> int:
-        return int(self._steps[bucket.group_index])
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -209,7 +221,8 @@ class OnebitLamb(FrozenVarianceOptimizer):
     def _load_extra_state(self, record: dict) -> None:
         super()._load_extra_state(record)
         for bucket, layers in zip(self._buckets, record["layers"], strict=True):
-            bucket.layers = {name: values.to(bucket.x.device) for name, values in layers.items()}
+            bucket.layers = {name: values.to(bucket.device) for name, values in layers.items()}
+            bucket.layers["numel"] = _numels(bucket)
 
     def _adopt_dense_state(self) -> None:
         """The moments of a dense LAMB give the trust ratios of its last step."""
@@ -225,7 +238,7 @@ class OnebitLamb(FrozenVarianceOptimizer):
 
 def _numels(bucket: Bucket) -> Tensor:
     """Elements of each layer, float32 [K]."""
-    return torch.tensor([float(p.numel()) for p in bucket.params], device=bucket.x.device)
+    return torch.tensor([float(p.numel()) for p in bucket.params], device=bucket.device)
 
 
 def _split(per_layer: Tensor, buckets: Sequence[Bucket]) -> Sequence[Tensor]:

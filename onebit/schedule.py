@@ -61,6 +61,10 @@ class VarianceFreeze:
             return step < self.freeze_step
         return step < self.warmup or self.refreshes.is_due(step)
 
+    def rests(self, step: int, steps: int = 16) -> bool:
+        """Whether no gradient travels in this step and those after it: what only they need may be given up."""
+        return not any(self.is_dense(k) for k in range(step, step + steps))
+
 
 def variance_weight(beta2: float, gap: int, samples: int = 16) -> float:
     """What a squared gradient weighs in the variance, `gap` steps after the one before it: 1 - β2^gap.

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import comm
-from .adam import check_adam_options, denominator_, mean_of_live_blocks, normalise_
+from .adam import check_adam_options, floor_of_blocks, mean_of_live_blocks, normalised
 from .ballot import Ballot
 from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
-from .comm import Codec, ErrorFeedback
+from .comm import Codec, ErrorFeedback, MomentumWeights, Variance
 from .schedule import LocalSteps, VarianceUpdates, variance_weight
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     The paper's m averages gradients and is divided by D when it moves. While D stands still that is the same; when D
     changes, the noise of compression in m would be multiplied by the change, and a block whose variance collapses
-    (units that die and wake) would blow up. A g_i far beyond an old D counts in D (`normalise_`). See README,
+    (units that die and wake) would blow up. A g_i far beyond an old D counts in D (`normalised`). See README,
     "Differences".
 
     Weight decay (decoupled) acts in every step and is no part of u. A step with lr = 0 moves nothing; while every step
@@ -139,7 +138,7 @@ class ZeroOneAdam(CompressedOptimizer):
     # ---------------------------------------------------------------- state
 
     def _allocate(self, bucket: Bucket, phase: str) -> None:
-        n, W, device = bucket.layout.numel, self.link.world_size, bucket.x.device
+        n, W, device = bucket.layout.numel, self.link.world_size, bucket.device
         bucket.phase = phase
         bucket.ef = ErrorFeedback.zeros(n, W, dtype=self.error_dtype, device=device)
         names = ["exp_avg", "exp_avg_sq"]
@@ -147,6 +146,7 @@ class ZeroOneAdam(CompressedOptimizer):
             names += ["accumulated", "anchor"]
         bucket.flat = {name: torch.zeros(n, device=device) for name in names}
         bucket.flat["worker_error"] = bucket.ef.worker
+        bucket.floor_J = None
         bucket.wires.clear()
         groups = bucket.group_index + 1
         self._variance_total += [0.0] * (groups - len(self._variance_total))
@@ -154,8 +154,9 @@ class ZeroOneAdam(CompressedOptimizer):
         self._kept_share += [1.0] * (groups - len(self._kept_share))
 
     def momentum(self, bucket: Bucket) -> Tensor:
-        g, m = bucket.group_index, bucket.flat["exp_avg"]
-        return self._denominator(bucket, self.param_groups[g]).mul_(m).div_(self._correction(g, int(self._steps[g])))
+        g = bucket.group_index
+        D = self._variance(bucket, self.param_groups[g]).denominator().view(-1)
+        return D.mul_(bucket.flat["exp_avg"]).div_(self._correction(g, int(self._steps[g])))
 
     def _correction(self, g: int, step: int) -> float:
         """1 - β1^step."""
@@ -167,19 +168,38 @@ class ZeroOneAdam(CompressedOptimizer):
 
     # ---------------------------------------------------------------- what is sent
 
+    def _encode(self, bucket: Bucket, group: dict, codec: Codec, scale: float) -> None:
+        """A synchronisation in every step: γ·(β1·m + (1-β1)·g/D) in one pass. Otherwise see `_make_payload`."""
+        if self._round == _VARIANCE or self._since_sync or self._is_forced:
+            super()._encode(bucket, group, codec, scale)
+            return
+        assert bucket.wire is not None and bucket.ef is not None
+        beta1, weight = group["betas"][0], self._weights[bucket.group_index]
+        own = self._weight_of_own_gradient(bucket, group)
+        self.codec.encode_momentum(
+            self._gradients(bucket),
+            bucket.layout.segments,
+            self._variance(bucket, group),
+            self._rows(bucket.flat["exp_avg"]),
+            self._rows(bucket.ef.worker),
+            bucket.wire.sent_WB,
+            bucket.counts,
+            self._rows(bucket.ef.worker_next),
+            MomentumWeights(keep=weight * beta1, add=weight * (1.0 - beta1), own=own, unscale=scale),
+        )
+
     def _make_payload(self, bucket: Bucket, group: dict) -> None:
-        """Variance step: the gradient. Synchronisation: u + γ·(β1·m + (1-β1)·g/D), or u where it is forced."""
+        """Variance step: the gradient. After local steps: u + γ·(β1·m + (1-β1)·g/D), or u where it is forced."""
         if self._round == _VARIANCE:
             return
+        u = bucket.flat["accumulated"]
         if self._is_forced:
-            bucket.x.copy_(bucket.flat["accumulated"])
+            bucket.x.copy_(u)
             return
         beta1 = group["betas"][0]
         self._normalise(bucket, group)
         bucket.x.mul_(1.0 - beta1).add_(bucket.flat["exp_avg"], alpha=beta1)
-        bucket.x.mul_(self._weights[bucket.group_index])
-        if self._since_sync:
-            bucket.x.add_(bucket.flat["accumulated"])
+        bucket.x.mul_(self._weights[bucket.group_index]).add_(u)
 
     # ---------------------------------------------------------------- what is done with it
 
@@ -192,7 +212,8 @@ class ZeroOneAdam(CompressedOptimizer):
         m, v, g = bucket.flat["exp_avg"], bucket.flat["exp_avg_sq"], bucket.x
         weight = self._weight_of_variance_step(bucket.group_index)
         v.mul_(1.0 - weight).addcmul_(g, g, value=weight)
-        D = self._denominator(bucket, group, self._total_after(bucket.group_index, weight))
+        bucket.floor_J = None
+        D = self._variance(bucket, group, self._total_after(bucket.group_index, weight)).denominator().view(-1)
         m.lerp_(g.div_(D), 1.0 - group["betas"][0])
         torch.mul(m, self._weights[bucket.group_index], out=bucket.x)
         self._decay(bucket, group)
@@ -205,16 +226,18 @@ class ZeroOneAdam(CompressedOptimizer):
         return (1.0 - weight) * self._variance_total[g] + weight
 
     def _synchronise(self, bucket: Bucket, group: dict, step: int) -> None:
-        assert bucket.wire is not None and bucket.ef is not None
-        g = bucket.group_index
-        bucket.ef.commit(bucket.x, bucket.wire)
-        self.codec.decode(bucket.wire.frames_WB, self._rows(bucket.x))
+        assert bucket.wire is not None
+        g, frames_WB = bucket.group_index, bucket.wire.frames_WB
+        self._commit_errors(bucket)
         weight = self._accumulated_weight[g] + self._weights[g]
         if weight > 0.0:
-            torch.div(bucket.x, weight, out=bucket.flat["exp_avg"])
+            self.codec.decode(frames_WB, self._rows(bucket.flat["exp_avg"]), weight=1.0 / weight)
         if not self._since_sync:
-            self._decay(bucket, group)
+            if g in self._masks:
+                self.codec.decode(frames_WB, self._rows(bucket.x))
+                self._decay(bucket, group)
             return
+        self.codec.decode(frames_WB, self._rows(bucket.x))
         anchor_views = bucket.layout.views(bucket.flat["anchor"])
         torch._foreach_copy_(bucket.params, anchor_views)
         lost = 1.0 - self._kept_share[g] * self._kept_this_step(group)
@@ -234,21 +257,26 @@ class ZeroOneAdam(CompressedOptimizer):
     def _rest(self, bucket: Bucket, group: dict, step: int) -> None:
         bucket.x.zero_()
 
-    def _denominator(self, bucket: Bucket, group: dict, total: float | None = None) -> Tensor:
-        """D from the variance, in a new tensor. total: the sum of the weights in v, where it has just changed."""
-        v = bucket.flat["exp_avg_sq"].clone()
+    def _variance(self, bucket: Bucket, group: dict, total: float | None = None) -> Variance:
+        """What D is made of. total: the sum of the weights in v, where it has just changed."""
+        v = bucket.flat["exp_avg_sq"]
         total = self._variance_total[bucket.group_index] if total is None else total
-        if self.bias_correction and total > 0.0:
-            v.div_(total)
-        return denominator_(
-            v, bucket.layout, bucket.counts, eps=group["eps"], floor=self.variance_floor, fallback=self._fallback
-        )
+        correction = 1.0 / total if self.bias_correction and total > 0.0 else 1.0
+        if bucket.floor_J is None:
+            bucket.floor_J = floor_of_blocks(
+                v * correction, bucket.layout, bucket.counts, floor=self.variance_floor, fallback=self._fallback
+            )
+        return Variance(self._rows(v), self._rows(bucket.floor_J), correction, group["eps"])
 
     def _normalise(self, bucket: Bucket, group: dict) -> None:
         """bucket.x: this rank's gradient in, a move out."""
+        D = self._variance(bucket, group).denominator().view(-1)
+        bucket.x.copy_(normalised(bucket.x, D, self._weight_of_own_gradient(bucket, group)))
+
+    def _weight_of_own_gradient(self, bucket: Bucket, group: dict) -> float:
+        """What a gradient would weigh in a variance step now, divided among the ranks."""
         weight = variance_weight(group["betas"][1], self._step_under_way - self._variance_steps)
-        share = weight / self._total_after(bucket.group_index, weight)
-        normalise_(bucket.x, self._denominator(bucket, group), share / self.link.world_size)
+        return weight / self._total_after(bucket.group_index, weight) / self.link.world_size
 
     def _kept_this_step(self, group: dict) -> float:
         return 1.0 if self._is_forced else 1.0 - float(group["lr"]) * group["weight_decay"]
@@ -259,9 +287,15 @@ class ZeroOneAdam(CompressedOptimizer):
             torch._foreach_add_(bucket.x_views, bucket.params, alpha=lost)
 
     def _move(self, bucket: Bucket, seen: Sequence[bool]) -> None:
-        # What ranks have accumulated since the anchor is due for every parameter, with a gradient in this step or not.
-        returns = self._round == _SYNC and self._since_sync > 0
-        super()._move(bucket, [True] * len(self._slots) if returns else seen)
+        if self._round != _SYNC or self._since_sync or bucket.group_index in self._masks:
+            # What ranks have accumulated since the anchor is due for every parameter, with a gradient now or not.
+            returns = self._round == _SYNC and self._since_sync > 0
+            super()._move(bucket, [True] * len(self._slots) if returns else seen)
+            return
+        assert bucket.wire is not None
+        kept = self._kept_this_step(self.param_groups[bucket.group_index])
+        weight, keep = (torch.full((len(bucket.params),), number, device=bucket.device) for number in (-1.0, kept))
+        self._apply(bucket, seen, bucket.wire.frames_WB, weight, keep)
 
     def _after_step(self, ballots: Sequence[Ballot], step: int) -> None:
         self.stats.phase = self._round
@@ -271,6 +305,8 @@ class ZeroOneAdam(CompressedOptimizer):
                 self._variance_total[g] = self._total_after(g, self._weight_of_variance_step(g))
             self._variance_steps = step
             self._fallback = mean_of_live_blocks([b.flat["exp_avg_sq"] for b in self._buckets], self.codec.block)
+            for bucket in self._buckets:
+                bucket.floor_J = None
         if self._round == _LOCAL:
             self._since_sync += 1
             for g, group in enumerate(self.param_groups):
@@ -298,7 +334,7 @@ class ZeroOneAdam(CompressedOptimizer):
         try:
             for bucket in self._buckets:
                 self._launch(bucket)
-            comm.land([bucket.flight for bucket in self._buckets if bucket.flight is not None])
+            self._land()
             for bucket in self._buckets:
                 group = self.param_groups[bucket.group_index]
                 self._commit(bucket, group, int(self._steps[bucket.group_index]))
@@ -341,4 +377,6 @@ class ZeroOneAdam(CompressedOptimizer):
         for g, group in enumerate(self.param_groups[: len(self._variance_total)]):
             self._variance_total[g] = 1.0 - group["betas"][1] ** int(self._steps[g])
         for bucket in self._buckets:
-            bucket.flat["exp_avg"].div_(self._denominator(bucket, self.param_groups[bucket.group_index]))
+            bucket.floor_J = None
+            D = self._variance(bucket, self.param_groups[bucket.group_index]).denominator()
+            bucket.flat["exp_avg"].div_(D.view(-1))

@@ -67,7 +67,7 @@ class Compressed:
 
         def take(k: int) -> None:
             x, ef, wire = parts[k]
-            ef.commit(x, wire)
+            ef.commit()
             self.codec.decode(wire.frames_WB, x.view(self.link.world_size, -1))
 
         interleave((compressed_allreduce(x, ef, self.codec, self.link, wire) for x, ef, wire in parts), take)
@@ -82,9 +82,9 @@ def codec_work(elements: int, world_size: int, kernel: str) -> Callable[[], None
 
     def work() -> None:
         codec.encode(x.view(world_size, -1), ef.worker.view(world_size, -1), wire.sent_WB, None)
-        codec.decode_mean(wire.sent_WB, wire.mean)
-        codec.encode(wire.mean.view(1, -1), ef.server.view(1, -1), wire.received_WB[:1], None)
-        ef.commit(x, wire)
+        ef.worker_next.copy_(x)
+        codec.encode_mean(wire.sent_WB, ef.server.view(1, -1), wire.received_WB[:1], None, ef.server_next.view(1, -1))
+        ef.commit()
         codec.decode(wire.sent_WB, x.view(world_size, -1))
 
     return work

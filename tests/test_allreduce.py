@@ -149,7 +149,7 @@ def test_interleaved_equals_one_after_another(codec: Codec) -> None:
 def test_a_bad_value_on_one_rank_is_seen_by_all_and_leaves_the_errors(codec: Codec) -> None:
     def work(link: SimTransport) -> tuple[bool, bool]:
         n = 4 * BLOCK
-        ef = ErrorFeedback(vector(1, n), vector(2, n // 2))
+        ef = ErrorFeedback(vector(1, n), vector(2, n // 2), torch.empty(n), torch.empty(n // 2))
         before = ef.worker.clone(), ef.server.clone()
         x = vector(link.rank, n)
         if link.rank == 1:

@@ -1,4 +1,4 @@
-"""The fused C++ steps give the reference's bytes and floats; the reference gives those of float64; the edge is an edge."""
+"""The fused C++ steps give the reference's bytes and floats; the reference gives those of float64."""
 
 from __future__ import annotations
 

@@ -333,6 +333,28 @@ def test_a_group_added_later_warms_up_for_as_long() -> None:
 # -------------------------------------------------------------------------------- missing, empty, frozen
 
 
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_gradient_that_is_missing_on_one_rank_holds_nobody_up(name: str) -> None:
+    """Buckets leave during backward on one rank and in step() on the other: both must send the same sequence."""
+
+    def ours(link: SimTransport) -> Tensor:
+        net, optimizer = fresh(link, name, bucket_cap_mb=0.003)
+        assert len(optimizer._buckets) > 2
+        for step in range(3 * FREEZE):
+            x, y = batch(step, link.rank)
+            skips = link.rank == 1 and step % 3 == 2  # the layer in the middle
+            out = net[4](net[3](net[1](net[0](x)))) if skips else net(x)
+            nn.functional.cross_entropy(out, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if isinstance(optimizer, onebit.ZeroOneAdam):
+            optimizer.sync()
+        return flat(net)
+
+    first, second = run_ranks(2, ours, timeout_s=20)
+    assert torch.equal(first, second)
+
+
 def test_parameters_without_a_gradient() -> None:
     """None on all ranks: not moved. None on one rank: a zero there. Empty and frozen parameters: left alone."""
 

@@ -157,7 +157,7 @@ def encode_momentum(
     _call(
         "sign_encode_momentum",
         *_pointers(readable, segments),
-        _address(D_KN if variance is None else variance.v_KN),
+        _address(D_KN.v_KN if isinstance(D_KN, Variance) else D_KN),
         _address(None if variance is None else variance.floor_KJ),
         0.0 if variance is None else variance.correction,
         0.0 if variance is None else variance.eps,

@@ -162,7 +162,7 @@ def apply(
     *,
     block: int,
 ) -> None:
-    """p ← keep·p + weight·value for the parameters where they lie, one per segment of the K·J blocks (None: left alone).
+    """p ← keep·p + weight·value for parameters where they lie, one per segment of the K·J blocks (None: left alone).
 
     frames: of rows of n elements. weight, keep: float32 [S], on the frames' device.
     """

@@ -23,10 +23,21 @@ import triton.language as tl
 from torch import Tensor
 
 from .edge import SIGN, Edge, check_scale
-from .reference import int8_decode, int8_decode_mean, int8_encode
+from .reference import apply, encode_mean, encode_momentum, int8_decode, int8_decode_mean, int8_encode
 
 # Int8 frames have no Triton form yet: they travel rarely, and the reference serves them on any device.
-__all__ = ["decode", "decode_mean", "describe", "encode", "int8_decode", "int8_decode_mean", "int8_encode"]
+__all__ = [
+    "apply",
+    "decode",
+    "decode_mean",
+    "describe",
+    "encode",
+    "encode_mean",
+    "encode_momentum",
+    "int8_decode",
+    "int8_decode_mean",
+    "int8_encode",
+]
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether this process runs the kernels in Triton's interpreter, on host tensors: TRITON_INTERPRET=1 at the import."""
