@@ -8,6 +8,7 @@ if __name__ != "onebit.comm":
     raise ImportError(f"this package is onebit.comm, it was imported as {__name__!r}; use `from onebit import comm`")
 
 from .allreduce import ErrorFeedback, Flight, Wire, allreduce_mean, compressed_allreduce, exchange, interleave, land
+from .bf16 import Bf16Codec
 from .codec import Codec, IdentityCodec
 from .int8 import Int8Codec
 from .launch import init
@@ -17,6 +18,7 @@ from .sim_transport import SimNetwork, SimTransport, run_ranks
 from .transport import PeerError, Transport, Work
 
 __all__ = [
+    "Bf16Codec",
     "Codec",
     "ErrorFeedback",
     "Flight",

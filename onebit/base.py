@@ -29,12 +29,24 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from . import comm, replicas
+from . import comm, payoff, replicas
 from .ballot import Ballot, cast_ballots, present_anywhere
 from .bucket import Bucket
 from .bucketed import BucketedOptimizer
 from .clip import GlobalNormClip, dot, exact_norm
-from .comm import Codec, ErrorFeedback, Flight, IdentityCodec, Int8Codec, SignCodec, Transport, Wire
+from .comm import (
+    Bf16Codec,
+    Codec,
+    ErrorFeedback,
+    Flight,
+    IdentityCodec,
+    Int8Codec,
+    SignCodec,
+    SimTransport,
+    Transport,
+    Wire,
+)
+from .payoff import StopWatch
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +73,8 @@ class CommonOptions(TypedDict, total=False):
     rank's norm and its product with the momentum otherwise. It then costs the overlap with backward.
     link: the transport; default `onebit.comm.init()`. codec: block size and kind of scale of the one-bit frames.
     error_dtype: torch.bfloat16 halves the worker and server errors.
+    compression: "auto" measures the network once, before the first one-bit step, and where one bit would gain nothing
+    gradients travel in bfloat16 from there on, which rank 0 logs; "always" asks nothing.
     overlap: send buckets during backward; gradients must then stay as they are until step(). bucket_cap_mb: float32
     MiB per bucket. check_replicas_every: steps between votes on the replicas' bits (0: never).
     """
@@ -69,6 +83,7 @@ class CommonOptions(TypedDict, total=False):
     link: Transport | None
     codec: SignCodec | None
     error_dtype: torch.dtype
+    compression: str
     overlap: bool
     bucket_cap_mb: float
     check_replicas_every: int
@@ -98,6 +113,7 @@ class CompressedOptimizer(BucketedOptimizer):
         link: Transport | None = None,
         codec: SignCodec | None = None,
         error_dtype: torch.dtype = torch.float32,
+        compression: str = "auto",
         overlap: bool = True,
         bucket_cap_mb: float = 16.0,
         check_replicas_every: int = 100,
@@ -107,7 +123,12 @@ class CompressedOptimizer(BucketedOptimizer):
                 "max_grad_norm and check_replicas_every must be at least 0 (0: off), got "
                 f"{max_grad_norm}, {check_replicas_every}"
             )
+        if compression not in ("auto", "always"):
+            raise ValueError(f'compression must be "auto" or "always", got {compression!r}')
         self._clip = GlobalNormClip(max_grad_norm)
+        self.compression = compression
+        self._compresses: bool | None = True if compression == "always" else None  # None: not decided yet
+        self._computing = StopWatch()
         self.check_replicas_every = check_replicas_every
         self.stats = Stats()
         self._overlap = overlap
@@ -164,6 +185,29 @@ class CompressedOptimizer(BucketedOptimizer):
         super()._build_groups()
         self._sent_before = self.link.sent_bytes  # what construction sends belongs to no step
 
+    # ---------------------------------------------------------------- whether compression pays
+
+    def _compression_pays(self) -> bool:
+        """Decide, once per run, and say so. All ranks, between two steps."""
+        if self._compresses is None and isinstance(self.link, SimTransport):
+            self._compresses = True  # there is no network to measure
+        if self._compresses is None:
+            numels = [bucket.layout.numel for bucket in self._buckets]
+            compute_s, device = self._computing.median_s(), self._buckets[0].device
+            bf16 = Bf16Codec(self.codec.block)
+            found = payoff.measure(self.link, compute_s, numels, self.codec, bf16, device)
+            self._sent_before = self.link.sent_bytes
+            self._compresses = found.pays
+            if self.link.rank == 0 and found.pays:
+                log.info("one-bit compression pays here: %s", found)
+            elif self.link.rank == 0:
+                log.warning(
+                    "one-bit compression does not pay here (%s): gradients travel in bfloat16 instead; "
+                    'compression="always" sends one bit all the same',
+                    found,
+                )
+        return self._compresses
+
     # ---------------------------------------------------------------- backward: the launch of complete buckets
 
     @contextmanager
@@ -185,7 +229,7 @@ class CompressedOptimizer(BucketedOptimizer):
         slot.passes += 1
         if self._launches_in_backward and slot.passes == self._passes_per_step:
             slot.bucket.complete += 1
-            with torch.no_grad():
+            with torch.no_grad(), self._computing.paused():
                 while self._launched < len(self._buckets) and self._is_complete(self._buckets[self._launched]):
                     self._launch(self._buckets[self._launched])
 
@@ -258,6 +302,7 @@ class CompressedOptimizer(BucketedOptimizer):
         Raises PeerError if a peer is lost, ReplicaError if the replicas are no longer identical, RuntimeError if a
         gradient was edited after it had been sent.
         """
+        self._computing.stop()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -279,6 +324,7 @@ class CompressedOptimizer(BucketedOptimizer):
             self._skip()
         self._count_traffic()
         self._start_over()
+        self._computing.start()
         return loss
 
     def _exchange(self, scale: float) -> list[Ballot] | None:
@@ -478,15 +524,21 @@ class CompressedOptimizer(BucketedOptimizer):
     # ---------------------------------------------------------------- checkpoints
 
     def _options(self) -> list[str]:
-        names = ("_clip", "check_replicas_every", "_overlap")
+        names = ("_clip", "check_replicas_every", "_overlap", "compression")
         return [*super()._options(), *(f"option {name.lstrip('_')} = {getattr(self, name)}" for name in names)]
 
     def _extra_state(self) -> dict:
-        return {"skipped_steps": self.stats.skipped_steps, "clip_average": self._clip.average}
+        return {
+            "skipped_steps": self.stats.skipped_steps,
+            "clip_average": self._clip.average,
+            "compresses": self._compresses,
+        }
 
     def _load_extra_state(self, record: dict) -> None:
         self.stats.skipped_steps = record["skipped_steps"]
         self._clip.average = tuple(record["clip_average"])
+        if self.compression == "auto":
+            self._compresses = record.get("compresses")
 
     def _restore(self, state: dict) -> None:
         super()._restore(state)

@@ -18,7 +18,7 @@ from .adam import adamw_update_, check_adam_options, denominator_, mean_of_live_
 from .ballot import Ballot
 from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
-from .comm import Codec, ErrorFeedback, MomentumWeights
+from .comm import Bf16Codec, Codec, ErrorFeedback, MomentumWeights
 from .elastic import resize
 from .schedule import VarianceFreeze, variance_weight
 
@@ -69,9 +69,11 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
     # ---------------------------------------------------------------- what travels
 
     def _is_dense(self, bucket: Bucket) -> bool:
-        return self.rule.is_dense(int(self._steps[bucket.group_index]))
+        return self._compresses is False or self.rule.is_dense(int(self._steps[bucket.group_index]))
 
     def _codec(self, bucket: Bucket) -> Codec:
+        if self._compresses is False:
+            return Bf16Codec(self.codec.block)
         return self.warmup_codec if self._is_dense(bucket) else self.codec
 
     def _sends_gradients(self, bucket: Bucket) -> bool:
@@ -155,7 +157,7 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
                 step=step,
                 bias_correction=self.bias_correction,
             )
-        elif self.rule.is_dense(step - 1):
+        elif self._was_dense(bucket):
             self._refresh(bucket, group, step)
             bucket.x.mul_(self._momentum_correction(bucket, step))
         else:
@@ -174,12 +176,11 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
         return weight, decay
 
     def _move(self, bucket: Bucket, seen: Sequence[bool]) -> None:
-        step = self._count(bucket)
         weight_K, decay_K = self._weights_of_layers(bucket)
-        is_dense, is_masked = self.rule.is_dense(step - 1), bucket.group_index in self._masks
+        is_dense, is_masked = self._was_dense(bucket), bucket.group_index in self._masks
         if not is_dense:
             assert bucket.frames is not None
-            weight_K.mul_(self._momentum_correction(bucket, step))
+            weight_K.mul_(self._momentum_correction(bucket, self._count(bucket)))
             if is_masked:
                 self.codec.decode(bucket.frames, self._rows(bucket.x))
         if is_dense or is_masked:
@@ -191,6 +192,10 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
 
     def _count(self, bucket: Bucket) -> int:
         return int(self._steps[bucket.group_index])
+
+    def _was_dense(self, bucket: Bucket) -> bool:
+        """Whether gradients travelled in the step that has just been counted."""
+        return self._compresses is False or self.rule.is_dense(self._count(bucket) - 1)
 
     def _refresh(self, bucket: Bucket, group: dict, step: int) -> None:
         """v takes in the mean gradient ḡ in bucket.x, D follows, and bucket.x ← m/D ← β1·m/D + (1-β1)·ḡ/D.
@@ -234,7 +239,7 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
 
     def _after_step(self, ballots: Sequence[Ballot], step: int) -> None:
         steps = [int(count) for count in self._steps]
-        dense = [g for g, count in enumerate(steps) if self.rule.is_dense(count - 1)]
+        dense = [g for g, count in enumerate(steps) if self._compresses is False or self.rule.is_dense(count - 1)]
         for g in dense:
             if g in self._variance_total:
                 weight = variance_weight(self.param_groups[g]["betas"][1], steps[g] - self._last_dense[g])
@@ -245,13 +250,14 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
         self.stats.phase = "refresh" if is_refresh else first.phase
         self._freeze_where_due()
         for bucket in self._buckets:
-            if bucket.group_index not in self._masks and self.rule.rests(self._count(bucket)):
+            rests = self._compresses and self.rule.rests(self._count(bucket))
+            if rests and bucket.group_index not in self._masks:
                 bucket.release_x()
 
     def _freeze_where_due(self) -> None:
         """End the warm-up of the groups whose momentum is to travel next: v becomes D, m goes into frames."""
         due = [bucket for bucket in self._buckets if bucket.phase == "warmup" and not self._is_dense(bucket)]
-        if not due:
+        if not due or not self._compression_pays():
             return
         moments = [(bucket.flat["exp_avg"], bucket.flat["exp_avg_sq"]) for bucket in due]
         for bucket, (_, v) in zip(due, moments, strict=True):

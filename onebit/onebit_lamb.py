@@ -143,9 +143,6 @@ class OnebitLamb(FrozenVarianceOptimizer):
         if dense:
             self._measure(dense)
 
-    def _was_dense(self, bucket: Bucket) -> bool:
-        return self.rule.is_dense(self._count(bucket) - 1)
-
     def _weights_of_layers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         group, layers = self.param_groups[bucket.group_index], bucket.layers
         weight = layers["coeff"] * float(group["lr"])

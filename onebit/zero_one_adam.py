@@ -17,7 +17,7 @@ from .adam import check_adam_options, floor_of_blocks, mean_of_live_blocks, norm
 from .ballot import Ballot
 from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
-from .comm import Codec, ErrorFeedback, MomentumWeights, Variance
+from .comm import Bf16Codec, Codec, ErrorFeedback, MomentumWeights, Variance
 from .schedule import LocalSteps, VarianceUpdates, variance_weight
 
 if TYPE_CHECKING:
@@ -110,6 +110,8 @@ class ZeroOneAdam(CompressedOptimizer):
         return self._round
 
     def _decide(self) -> str:
+        if self._compresses is False:
+            return _VARIANCE
         step, lr = int(self._steps[0]), float(self.param_groups[0]["lr"])
         interval = self.local_steps.interval(step, lr, max(self._peak_lr, lr))
         if interval == 1 and self._since_sync == 0 and self.updates.is_due(step):
@@ -124,7 +126,8 @@ class ZeroOneAdam(CompressedOptimizer):
         return float(self.param_groups[g]["lr"]) / self._correction(g, int(self._steps[g]) + 1)
 
     def _codec(self, bucket: Bucket) -> Codec | None:
-        return {_VARIANCE: self.variance_codec, _SYNC: self.codec}.get(self._this_round())
+        dense = Bf16Codec(self.codec.block) if self._compresses is False else self.variance_codec
+        return {_VARIANCE: dense, _SYNC: self.codec}.get(self._this_round())
 
     def _sends_gradients(self, bucket: Bucket) -> bool:
         return self._this_round() == _VARIANCE
@@ -307,6 +310,8 @@ class ZeroOneAdam(CompressedOptimizer):
             self._fallback = mean_of_live_blocks([b.flat["exp_avg_sq"] for b in self._buckets], self.codec.block)
             for bucket in self._buckets:
                 bucket.floor_J = None
+            if not self.updates.is_due(step):  # the next step would be the first in one bit
+                self._compression_pays()
         if self._round == _LOCAL:
             self._since_sync += 1
             for g, group in enumerate(self.param_groups):

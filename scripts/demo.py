@@ -85,7 +85,8 @@ def training_command(args: argparse.Namespace, optimizer: str) -> list[str]:
     return [
         sys.executable, str(HERE / "train.py"), "--optimizer", optimizer, "--size", args.size,
         "--steps", str(args.steps), "--batch-size", str(args.batch_size), "--lr", str(args.lr),
-        "--seed", str(args.seed), "--freeze-step", args.freeze_step, "--eval-every", str(max(1, args.steps // 20)),
+        "--seed", str(args.seed), "--freeze-step", args.freeze_step, "--compression", "always",
+        "--eval-every", str(max(1, args.steps // 20)),
         "--progress", "bar" if sys.stdout.isatty() else "lines",
         "--csv", str(args.out / f"{optimizer}.csv"), "--json", str(args.out / f"{optimizer}.json"),
     ]  # fmt: skip

@@ -51,7 +51,7 @@ _FINAL_LR_FRACTION = 0.1
 _VALIDATION_WINDOWS = 64
 _FIXED_ON_RESUME = (
     "optimizer", "size", "seed", "batch_size", "accumulate", "steps", "lr", "warmup_lr_fraction", "weight_decay",
-    "freeze_step", "local_step_clipper", "max_grad_norm",
+    "freeze_step", "local_step_clipper", "max_grad_norm", "compression",
 )  # fmt: skip
 
 log = logging.getLogger("train")
@@ -133,6 +133,7 @@ class Onebit:
             decay_groups(model, args.weight_decay),
             lr=args.lr,
             max_grad_norm=args.max_grad_norm,
+            compression=args.compression,
             link=link,
             **{name: getattr(args, name) for name in options},
         )
@@ -385,6 +386,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--weight-decay", type=float, default=0.01)
     add("--freeze-step", type=_auto_or_int, default="auto", help="1-bit Adam and LAMB: warm-up steps, or auto")
     add("--local-step-clipper", type=_auto_or_int, default=1, help="0/1 Adam: most steps per exchange, or auto")
+    add("--compression", choices=("auto", "always"), default="auto", help="auto: bfloat16 where one bit gains nothing")
     add("--max-grad-norm", type=float, default=0.0, help="clip the gradient's norm here; 0 does not")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--seed", type=int, default=0)

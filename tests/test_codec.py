@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from oracles import compress
 from torch import Tensor
 
-from onebit.comm import Codec, IdentityCodec, Int8Codec, SignCodec
+from onebit.comm import Bf16Codec, Codec, IdentityCodec, Int8Codec, SignCodec
 
 sys.path.insert(0, str(Path(__file__).parent / "golden"))
 import write_golden
@@ -28,6 +28,8 @@ CODECS: list[Codec] = [
     Int8Codec(),
     Int8Codec(block=64),
     Int8Codec(kernel="reference"),
+    Bf16Codec(),
+    Bf16Codec(block=256),
 ]
 SPECIAL = [0.0, -0.0, 1e-45, -1e-38, 1e-30, 3e38, -1e18, 1.0, -2.0]
 
@@ -94,6 +96,17 @@ class TestContract:
             for k in range(1, rows):
                 expected = expected + decode(codec, frames[k : k + 1], x.shape[1])[0]
             assert torch.equal(mean, expected * (1.0 / rows))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_encode_mean_is_a_mean_and_then_an_encode(self, codec: Codec, dtype: torch.dtype) -> None:
+        frames, _ = encode(codec, some_rows(codec, 3, 4))
+        error = some_rows(codec, 1, 4, seed=5).to(dtype)
+        mean = torch.empty(1, 4 * codec.block)
+        codec.decode_mean(frames, mean[0])
+        expected, residual = encode(codec, mean, error)
+        frame, out = torch.full_like(frames[:1], 0xCD), torch.full_like(error, 7.0)
+        codec.encode_mean(frames, error, frame, None, out)
+        assert torch.equal(frame, expected) and torch.equal(out, residual.to(dtype))
 
     def test_decode_can_scale_and_accumulate(self, codec: Codec) -> None:
         x = some_rows(codec, 2, 3)

@@ -26,6 +26,7 @@ def train(link: Transport) -> str:
         lr=0.01,
         freeze_step=5,
         link=link,
+        compression="always",
         bucket_cap_mb=0.003,
         max_grad_norm=0.7,
         check_replicas_every=3,

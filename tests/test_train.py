@@ -40,7 +40,8 @@ TRAIN_PY = str(REPOSITORY / "scripts" / "train.py")
 def flags(folder: Path, *more: str, optimizer: str = "onebit-adam", steps: int = 30) -> list[str]:
     return [
         "--size", "tiny", "--batch-size", "2", "--eval-every", "10", "--progress", "none", "--optimizer", optimizer,
-        "--steps", str(steps), "--checkpoint", str(folder / "checkpoints"), "--csv", str(folder / "run.csv"), *more,
+        "--steps", str(steps), "--checkpoint", str(folder / "checkpoints"), "--csv", str(folder / "run.csv"),
+        "--compression", "always", *more,
     ]  # fmt: skip
 
 

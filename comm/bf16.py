@@ -1,0 +1,66 @@
+"""The bfloat16 codec: half of float32's bytes, nothing owed. For networks on which compression has nothing to gain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .codec import _check_whole_blocks, average_then_encode
+
+
+@dataclass(frozen=True)
+class Bf16Codec:
+    """16 bits per element: the values, rounded to nearest even, little-endian; then zero bytes up to a multiple of 16.
+
+    A mean is summed in float32. block: elements that a row is a multiple of.
+    """
+
+    block: int = 8
+
+    def frame_bytes(self, n: int) -> int:
+        _check_whole_blocks(n, self.block)
+        return -(-2 * n // 16) * 16
+
+    def encode(self, x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None) -> None:
+        if error_KN is not None:
+            x_KN.add_(error_KN)
+        if counts_KJ is not None:
+            real = torch.arange(self.block, device=x_KN.device) < counts_KJ.unsqueeze(-1)
+            x_KN.view(*counts_KJ.shape, self.block).masked_fill_(~real, 0.0)
+        n = x_KN.shape[1]
+        values = self._values(frames_KB, n)
+        values.copy_(x_KN)
+        frames_KB[:, 2 * n :].zero_()
+        x_KN.sub_(values)
+
+    def decode(self, frames_KB: Tensor, out_KN: Tensor, *, weight: float = 1.0, keep: float = 0.0) -> None:
+        values = self._values(frames_KB, out_KN.shape[1])
+        if keep != 0.0:
+            out_KN.mul_(keep).add_(values.float().mul_(weight))
+        else:
+            out_KN.copy_(values)
+            if weight != 1.0:
+                out_KN.mul_(weight)
+
+    def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
+        values = self._values(frames_KB, out_N.shape[0])
+        out_N.copy_(values[0])
+        for row in values[1:]:
+            out_N.add_(row)
+        out_N.mul_(1.0 / len(values))
+
+    def encode_mean(
+        self, received_WB: Tensor, error_1N: Tensor | None, frame_1B: Tensor, counts_1J: Tensor | None, out_1N: Tensor
+    ) -> None:
+        average_then_encode(self, received_WB, error_1N, frame_1B, counts_1J, out_1N)
+
+    def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
+        return self._values(frames_KB, n).isfinite().all()
+
+    @staticmethod
+    def _values(frames_KB: Tensor, n: int) -> Tensor:
+        return (
+            frames_KB.view(torch.bfloat16)[:, :n] if n else frames_KB.new_empty(len(frames_KB), 0, dtype=torch.bfloat16)
+        )

@@ -1,0 +1,108 @@
+"""Does compression pay on this network? Measured once per run, by all ranks, before the first one-bit step.
+
+A few buckets are exchanged for real, in one bit and in bfloat16, and set against the time that a step computes. Where
+one bit gains nothing, gradients had better travel in bfloat16.
+"""
+
+from __future__ import annotations
+
+import collections
+import statistics
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from .comm import Codec, Transport, Wire, compressed_allreduce, interleave
+from .replicas import gather_bytes
+
+SAMPLE = 4  # buckets that are exchanged; the rest is taken to be like them
+REPEATS = 2
+
+# What a backward pass can hide: it is two thirds of a step's computing, and buckets leave while it runs.
+HIDDEN = 2 / 3
+LEAST_GAIN = 0.05
+
+
+@dataclass(frozen=True)
+class Payoff:
+    """Seconds of the slowest rank: of computing in a step, and of one exchange of all gradients in either codec."""
+
+    compute_s: float
+    onebit_s: float
+    bf16_s: float
+
+    def step_s(self, exchange_s: float) -> float:
+        """A step with that exchange: computing, and what backward does not hide."""
+        return self.compute_s + max(0.0, exchange_s - HIDDEN * self.compute_s)
+
+    @property
+    def pays(self) -> bool:
+        """Whether steps with one-bit traffic are at least `LEAST_GAIN` shorter."""
+        return self.step_s(self.onebit_s) <= (1.0 - LEAST_GAIN) * self.step_s(self.bf16_s)
+
+    def __str__(self) -> str:
+        return (
+            f"a step computes {self.compute_s:.3g} s; exchanging takes {self.onebit_s:.3g} s in one bit and "
+            f"{self.bf16_s:.3g} s in bfloat16; a step would take {self.step_s(self.onebit_s):.3g} s against "
+            f"{self.step_s(self.bf16_s):.3g} s"
+        )
+
+
+class StopWatch:
+    """The time between two steps, without what the optimizer itself does in between."""
+
+    def __init__(self, samples: int = 20):
+        self._times: collections.deque[float] = collections.deque(maxlen=samples)
+        self._began: float | None = None
+        self._paused_s = 0.0
+
+    def start(self) -> None:
+        """A step has ended."""
+        self._began, self._paused_s = time.perf_counter(), 0.0
+
+    def stop(self) -> None:
+        """The next one begins."""
+        if self._began is not None:
+            self._times.append(time.perf_counter() - self._began - self._paused_s)
+            self._began = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens in here does not count."""
+        began = time.perf_counter()
+        yield
+        self._paused_s += time.perf_counter() - began
+
+    def median_s(self) -> float:
+        """Of the last steps; 0 where there were none."""
+        return statistics.median(self._times) if self._times else 0.0
+
+
+def measure(
+    link: Transport, compute_s: float, numels: Sequence[int], onebit: Codec, bf16: Codec, device: torch.device
+) -> Payoff:
+    """The same on every rank. All ranks; sends a few buckets of these lengths, `REPEATS` + 1 times in each codec."""
+    seconds = [compute_s, *(_exchange_s(link, codec, numels, device) for codec in (onebit, bf16))]
+    every = [struct.unpack("<3d", row) for row in gather_bytes(link, struct.pack("<3d", *seconds), device)]
+    return Payoff(*(max(column) for column in zip(*every, strict=True)))
+
+
+def _exchange_s(link: Transport, codec: Codec, numels: Sequence[int], device: torch.device) -> float:
+    sample = list(numels[:SAMPLE])
+    xs = [torch.randn(n, device=device) for n in sample]
+    wires = [Wire.empty(codec, n, link.world_size, device=device) for n in sample]
+    times = []
+    for _ in range(REPEATS + 1):
+        gather_bytes(link, b"ready", device)
+        began = time.perf_counter()
+        interleave(compressed_allreduce(x, None, codec, link, wire) for x, wire in zip(xs, wires, strict=True))
+        for x, wire in zip(xs, wires, strict=True):
+            codec.decode(wire.frames_WB, x.view(link.world_size, -1))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return min(times[1:]) * sum(numels) / sum(sample)
