@@ -12,7 +12,7 @@ from torch import nn
 
 import onebit
 from onebit.comm import IdentityCodec, SimTransport, run_ranks
-from onebit.schedule import VarianceFreeze, VarianceUpdates
+from onebit.schedule import DenseSteps, VarianceUpdates
 
 
 def train_flat(link: SimTransport | None, optimizer: torch.optim.Optimizer, workers: int = 1) -> np.ndarray:
@@ -57,11 +57,11 @@ def test_equals_the_textbook_loop(
     3 ranks that is common (thirds are no binary fractions) and shifts scales of whole blocks: 18 steps there.
     """
     steps = 18 if world_size == 3 else len(LRS)
-    rule = VarianceFreeze(12) if follows else VarianceFreeze("auto", warmup=6, refreshes=VarianceUpdates(2))
+    rule = DenseSteps(12) if follows else DenseSteps("auto", warmup=6, refreshes=VarianceUpdates(2))
     options = bounds | {"coeff_beta": 0.8, "factor_threshold": 0.02, "betas": (0.9, 0.9)}
     oracle = OnebitLambOracle(start(), world_size, SIZES, dense=rule.is_dense, follows=follows, **options)
     expected = run(oracle, gradient, LRS)
-    monkeypatch.setattr("onebit.frozen_variance.VarianceFreeze", lambda _: rule)
+    monkeypatch.setattr("onebit.frozen_variance.DenseSteps", lambda _: rule)
 
     def ours(link: SimTransport) -> np.ndarray:
         optimizer = onebit.OnebitLamb(
