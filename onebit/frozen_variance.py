@@ -220,7 +220,8 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
             total = 1.0 - self.param_groups[g]["betas"][1] ** step if self.bias_correction else 1.0
             self._variance_total[g], self._last_dense[g] = total, step
             v.div_(total)
-        self._fallback = mean_of_live_blocks([v for _, v in moments], self.codec.block)
+        if all(bucket.phase == "warmup" for bucket in self._buckets):  # a group added later must not replace it
+            self._fallback = mean_of_live_blocks([v for _, v in moments], self.codec.block)
         for bucket, (m, v) in zip(due, moments, strict=True):
             self._freeze(bucket, m, v)
         if self.link.rank == 0:
