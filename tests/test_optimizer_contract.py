@@ -211,9 +211,10 @@ def test_resume_equals_no_interruption(stop: int, error_dtype: torch.dtype, name
     assert run_ranks(2, ours) == [True, True]
 
 
-def test_auto_freeze_resumes_too() -> None:
+@pytest.mark.parametrize("name", ["OnebitAdam", "OnebitLamb"])
+def test_auto_freeze_resumes_too(name: str) -> None:
     def ours(link: SimTransport) -> tuple[bool, list[str]]:
-        net, optimizer = fresh(link, freeze_step="auto")
+        net, optimizer = fresh(link, name, freeze_step="auto")
         phases, saved = [], {}
         for step in range(120):
             if step in (90, 104, 105, 110):
@@ -221,7 +222,7 @@ def test_auto_freeze_resumes_too() -> None:
             train(link, range(step, step + 1), net, optimizer)
             phases.append(optimizer.stats.phase)
         for step, (weights, state) in saved.items():
-            net2, optimizer2 = fresh(link, freeze_step="auto")
+            net2, optimizer2 = fresh(link, name, freeze_step="auto")
             net2.load_state_dict(weights)
             optimizer2.load_state_dict(state)
             train(link, range(step, 120), net2, optimizer2)
