@@ -101,6 +101,7 @@ class OnebitLamb(FrozenVarianceOptimizer):
             names = ("mean_ratio", "ratio_total", "warmup_norm", "coeff")
             bucket.layers = {name: torch.zeros(K, device=device) for name in names}
             bucket.layers |= {name: torch.ones(K, device=device) for name in ("fresh", "factor")}
+            bucket.layers["numel"] = torch.tensor([float(p.numel()) for p in bucket.params], device=device)
 
     # ---------------------------------------------------------------- before it is sent
 
@@ -123,8 +124,8 @@ class OnebitLamb(FrozenVarianceOptimizer):
 
     def _before_move(self) -> None:
         """bucket.x ← lr·c_l·(r_l·m̂/D + wd·p)."""
-        dense = [bucket for bucket in self._buckets if self.rule.is_dense(self._count(bucket) - 1)]
-        compressed = [bucket for bucket in self._buckets if bucket not in dense]
+        dense = [bucket for bucket in self._buckets if self._was_dense(bucket)]
+        compressed = [bucket for bucket in self._buckets if not self._was_dense(bucket)]
         if compressed and self._follows_variance:
             self._follow_variance(compressed)
         for bucket in self._buckets:
@@ -145,7 +146,7 @@ class OnebitLamb(FrozenVarianceOptimizer):
         estimate_L = square_L / W + (1.0 - 1.0 / W) * product_L.clamp(min=0.0)
         for bucket, estimate_K in zip(buckets, _split(estimate_L, buckets), strict=True):
             layers, beta2 = bucket.layers, self.param_groups[bucket.group_index]["betas"][1]
-            layers["fresh"].lerp_(estimate_K.to(bucket.x.device) / _numels(bucket), 1.0 - beta2)
+            layers["fresh"].lerp_(estimate_K.to(bucket.x.device) / layers["numel"], 1.0 - beta2)
             before = layers["factor"]
             factor = layers["fresh"].rsqrt().clamp(self.factor_min, self.factor_max)
             factor = torch.maximum(factor, before * (1.0 - self.factor_threshold))
@@ -191,7 +192,7 @@ class OnebitLamb(FrozenVarianceOptimizer):
         """c̄_l."""
         layers = bucket.layers
         total = layers["ratio_total"]
-        of_ones = self._trust_ratio(layers["warmup_norm"], _numels(bucket).sqrt())
+        of_ones = self._trust_ratio(layers["warmup_norm"], layers["numel"].sqrt())
         return torch.where(total > 0, layers["mean_ratio"] / total, of_ones)
 
     def _freeze(self, bucket: Bucket, m: Tensor, v: Tensor) -> None:
@@ -201,6 +202,10 @@ class OnebitLamb(FrozenVarianceOptimizer):
     def _count(self, bucket: Bucket) -> int:
         return int(self._steps[bucket.group_index])
 
+    def _was_dense(self, bucket: Bucket) -> bool:
+        """Whether gradients travelled in the step that is being committed."""
+        return self.rule.is_dense(self._count(bucket) - 1)
+
     # ---------------------------------------------------------------- checkpoints
 
     def _extra_state(self) -> dict:
@@ -209,7 +214,7 @@ class OnebitLamb(FrozenVarianceOptimizer):
     def _load_extra_state(self, record: dict) -> None:
         super()._load_extra_state(record)
         for bucket, layers in zip(self._buckets, record["layers"], strict=True):
-            bucket.layers = {name: values.to(bucket.x.device) for name, values in layers.items()}
+            bucket.layers |= {name: values.to(bucket.x.device) for name, values in layers.items()}
 
     def _adopt_dense_state(self) -> None:
         """The moments of a dense LAMB give the trust ratios of its last step."""
@@ -221,11 +226,6 @@ class OnebitLamb(FrozenVarianceOptimizer):
             torch._foreach_add_(bucket.x_views, bucket.params, alpha=group["weight_decay"])
         self._measure(self._buckets)
         super()._adopt_dense_state()
-
-
-def _numels(bucket: Bucket) -> Tensor:
-    """Elements of each layer, float32 [K]."""
-    return torch.tensor([float(p.numel()) for p in bucket.params], device=bucket.x.device)
 
 
 def _split(per_layer: Tensor, buckets: Sequence[Bucket]) -> Sequence[Tensor]:
