@@ -20,7 +20,7 @@ from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
 from .comm import Bf16Codec, Codec, ErrorFeedback, MomentumWeights
 from .elastic import resize
-from .schedule import VarianceFreeze, variance_weight
+from .schedule import DenseSteps, variance_weight
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class FrozenVarianceOptimizer(CompressedOptimizer):
-    """Base of 1-bit Adam and 1-bit LAMB; arguments: see `OnebitAdam`. Three kinds of steps, by `VarianceFreeze`:
+    """Base of 1-bit Adam and 1-bit LAMB; arguments: see `OnebitAdam`. Three kinds of steps, by `DenseSteps`:
 
     - *warmup*: the mean gradient travels in `warmup_codec`; m and v are Adam's.
     - *compressed*: c_i = β1·m/D + (1-β1)·g_i/D + e_i travels in one bit on both legs; what comes back is the new m/D.
@@ -53,7 +53,7 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
         check_adam_options(
             defaults["lr"], defaults["betas"], defaults["eps"], defaults["weight_decay"], variance_floor, amsgrad
         )
-        self.rule = VarianceFreeze(freeze_step)
+        self.rule = DenseSteps(freeze_step)
         self.variance_floor = variance_floor
         self.bias_correction = bias_correction
         self.warmup_codec = codec_of_gradients(warmup_codec, common)
@@ -265,7 +265,8 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
             total = 1.0 - self.param_groups[g]["betas"][1] ** step if self.bias_correction else 1.0
             self._variance_total[g], self._last_dense[g] = total, step
             v.div_(total)
-        self._fallback = mean_of_live_blocks([v for _, v in moments], self.codec.block)
+        if all(bucket.phase == "warmup" for bucket in self._buckets):  # a group added later must not replace it
+            self._fallback = mean_of_live_blocks([v for _, v in moments], self.codec.block)
         for bucket, (m, v) in zip(due, moments, strict=True):
             self._freeze(bucket, m, v)
         if self.link.rank == 0:

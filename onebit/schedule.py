@@ -36,7 +36,7 @@ class VarianceUpdates:
 
 
 @dataclass(frozen=True)
-class VarianceFreeze:
+class DenseSteps:
     """In which steps 1-bit Adam and 1-bit LAMB exchange gradients, and so update the variance; in the others, momentum.
 
     Steps count from 0. freeze_step: a number: the first freeze_step steps, the warm-up of arXiv 2102.02888 and

@@ -40,6 +40,11 @@ class Method:
     make: Callable[[list[dict], SimTransport | None, int], Optimizer]
 
 
+def _frozen_early(groups: list[dict], link: SimTransport | None, steps: int) -> Optimizer:
+    """1-bit Adam as the paper has it: warm-up for 15 % of the run, then a variance that is fixed for good."""
+    return onebit.OnebitAdam(groups, freeze_step=max(1, round(0.15 * steps)), link=link)
+
+
 def _zero_one_adam(clipper: int) -> Method:
     """Up to `clipper` steps per exchange, doubling as the learning rate halves."""
     return Method(
@@ -75,6 +80,7 @@ METHODS = {
     for method in (
         Method("adamw", None, lambda groups, link, steps: torch.optim.AdamW(groups)),
         Method("onebit-adam", "adamw", lambda groups, link, steps: onebit.OnebitAdam(groups, link=link)),
+        Method("onebit-adam, frozen at 15 %", "adamw", _frozen_early),
         *(_zero_one_adam(clipper) for clipper in (1, 2, 4, 8, 16)),
         *(_zero_one_adam_by_steps(clipper) for clipper in (2, 4, 8, 16)),
         Method("zero-one-adam, peer's schedule", "adamw", _with_peers_schedule),

@@ -10,7 +10,7 @@ from torch import nn
 
 import onebit
 from onebit.comm import IdentityCodec, Int8Codec, SignCodec, SimTransport, run_ranks
-from onebit.schedule import VarianceFreeze, VarianceUpdates, variance_weight
+from onebit.schedule import DenseSteps, VarianceUpdates, variance_weight
 
 SIZES = (300, 1, 513, 256, 7)
 
@@ -79,12 +79,12 @@ def test_equals_the_textbook_loop_over_refreshes(
     A sum that cancels to rounding may have another sign in float32, and a gradient another eighth bit: up to 1 % of the
     elements may leave the path. With 3 ranks (thirds) that is common: 18 steps there.
     """
-    rule = VarianceFreeze("auto", warmup=6, refreshes=VarianceUpdates(2))
+    rule = DenseSteps("auto", warmup=6, refreshes=VarianceUpdates(2))
     assert [step for step in range(40) if rule.is_dense(step)] == [0, 1, 2, 3, 4, 5, 6, 10, 14, 22, 30]
     oracle = OnebitAdamOracle(start(), world_size, SIZES, dense=rule.is_dense, in_eight_bits=in_eight_bits)
     expected = run(oracle, gradient, LRS)
     codec = Int8Codec() if in_eight_bits else IdentityCodec()
-    monkeypatch.setattr("onebit.frozen_variance.VarianceFreeze", lambda _: rule)
+    monkeypatch.setattr("onebit.frozen_variance.DenseSteps", lambda _: rule)
     results = run_ranks(world_size, lambda link: train(link, LRS, warmup_codec=codec)[0])
     for trajectory in results:
         np.testing.assert_array_equal(trajectory, results[0])
@@ -94,7 +94,7 @@ def test_equals_the_textbook_loop_over_refreshes(
 
 def test_without_any_option_it_compresses_from_step_100() -> None:
     """At most 4.5 bits per parameter and step over 2,000 steps, both legs counted in full; far fewer over more."""
-    rule = VarianceFreeze()
+    rule = DenseSteps()
     assert all(rule.is_dense(step) for step in range(100)) and not rule.is_dense(101)
 
     def bits(steps: int) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 
 import onebit
 from onebit.comm import IdentityCodec, SimTransport, run_ranks
-from onebit.schedule import VarianceFreeze, VarianceUpdates
+from onebit.schedule import DenseSteps, VarianceUpdates
 
 
 def train_flat(link: SimTransport | None, optimizer: torch.optim.Optimizer, workers: int = 1) -> np.ndarray:
@@ -57,11 +59,11 @@ def test_equals_the_textbook_loop(
     3 ranks that is common (thirds are no binary fractions) and shifts scales of whole blocks: 18 steps there.
     """
     steps = 18 if world_size == 3 else len(LRS)
-    rule = VarianceFreeze(12) if follows else VarianceFreeze("auto", warmup=6, refreshes=VarianceUpdates(2))
+    rule = DenseSteps(12) if follows else DenseSteps("auto", warmup=6, refreshes=VarianceUpdates(2))
     options = bounds | {"coeff_beta": 0.8, "factor_threshold": 0.02, "betas": (0.9, 0.9)}
     oracle = OnebitLambOracle(start(), world_size, SIZES, dense=rule.is_dense, follows=follows, **options)
     expected = run(oracle, gradient, LRS)
-    monkeypatch.setattr("onebit.frozen_variance.VarianceFreeze", lambda _: rule)
+    monkeypatch.setattr("onebit.frozen_variance.DenseSteps", lambda _: rule)
 
     def ours(link: SimTransport) -> np.ndarray:
         optimizer = onebit.OnebitLamb(
@@ -109,6 +111,22 @@ def test_loads_the_state_of_lamb_and_compresses_from_there() -> None:
     expected = (train(link, range(30, 31), net, lamb)[0] - before).norm()
     moved = (train(link, range(30, 31), other, optimizer)[0] - before).norm()
     assert optimizer.stats.phase == "compressed" and 0.5 < moved / expected < 2.0
+
+
+@pytest.mark.parametrize("stop", [3, 9])
+def test_loads_a_state_that_does_not_hold_the_sizes_of_layers(stop: int) -> None:
+    """As states before the 21st of November 2026: the run goes on to the bit, in warm-up and after a freeze at 5."""
+    link = SimTransport()
+    net, other = model(), model()
+    optimizer, resumed = make("OnebitLamb", net, link), make("OnebitLamb", other, link)
+    train(link, range(stop), net, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    for layers in state["onebit"]["layers"]:
+        del layers["numel"]
+    other.load_state_dict(net.state_dict())
+    resumed.load_state_dict(state)
+    expected = train(link, range(stop, 14), net, optimizer)[-1]
+    assert torch.equal(train(link, range(stop, 14), other, resumed)[-1], expected)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import onebit
 from onebit.base import CompressedOptimizer
 from onebit.comm import IdentityCodec, Int8Codec, SignCodec, SimTransport, run_ranks
+from onebit.schedule import DenseSteps, VarianceUpdates
 
 FREEZE = 5
 
@@ -210,9 +211,10 @@ def test_resume_equals_no_interruption(stop: int, error_dtype: torch.dtype, name
     assert run_ranks(2, ours) == [True, True]
 
 
-def test_auto_freeze_resumes_too() -> None:
+@pytest.mark.parametrize("name", ["OnebitAdam", "OnebitLamb"])
+def test_auto_freeze_resumes_too(name: str) -> None:
     def ours(link: SimTransport) -> tuple[bool, list[str]]:
-        net, optimizer = fresh(link, freeze_step="auto")
+        net, optimizer = fresh(link, name, freeze_step="auto")
         phases, saved = [], {}
         for step in range(120):
             if step in (90, 104, 105, 110):
@@ -220,7 +222,7 @@ def test_auto_freeze_resumes_too() -> None:
             train(link, range(step, step + 1), net, optimizer)
             phases.append(optimizer.stats.phase)
         for step, (weights, state) in saved.items():
-            net2, optimizer2 = fresh(link, freeze_step="auto")
+            net2, optimizer2 = fresh(link, name, freeze_step="auto")
             net2.load_state_dict(weights)
             optimizer2.load_state_dict(state)
             train(link, range(step, 120), net2, optimizer2)
@@ -328,6 +330,24 @@ def test_a_group_added_later_warms_up_for_as_long() -> None:
 
     for phases in run_ranks(2, ours):
         assert phases == ["warmup"] * 2 + ["compressed"] * 5
+
+
+def test_a_group_added_later_does_not_change_what_a_dead_parameter_waits_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter without a gradient has the mean denominator of those it was frozen with, at a refresh too."""
+    rule = DenseSteps("auto", warmup=6, refreshes=VarianceUpdates(2))
+    monkeypatch.setattr("onebit.frozen_variance.DenseSteps", lambda _: rule)
+    live, dead, late = (nn.Parameter(torch.zeros(256)) for _ in range(3))
+    optimizer = onebit.OnebitAdam([live, dead], link=SimTransport())
+    for step in range(23):
+        if step == 8:
+            optimizer.add_param_group({"params": [late]})
+        live.grad, dead.grad, late.grad = torch.ones(256), torch.zeros(256), torch.full((256,), 1e-3)
+        optimizer.step()
+        if step == 6:
+            before = optimizer.state[dead]["denominator"].clone()
+    assert optimizer.stats.phase == "refresh" and {bucket.phase for bucket in optimizer._buckets} == {"compressed"}
+    torch.testing.assert_close(optimizer.state[dead]["denominator"], before)
+    torch.testing.assert_close(before, torch.ones(256), atol=0, rtol=1e-3)  # int8
 
 
 # -------------------------------------------------------------------------------- missing, empty, frozen

@@ -1,0 +1,48 @@
+"""A variance that collapses from one variance step to the next, as that of units that die, blows nothing up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import onebit
+from onebit.comm import SimTransport, run_ranks
+
+LR = 1e-3
+# Steps before a dense one that two compressed ones follow; what is 1e-4 of itself, or its square, if D collapses.
+PLACES = {"ZeroOneAdam": (64, "exp_avg_sq", 1e-8), "OnebitAdam": (108, "denominator", 1e-4)}
+
+
+def largest_move(link: SimTransport, name: str, beta2: float, size_after: float, by_hand: bool) -> float:
+    """In lr: of the dense step in which D collapses and of the two after it. size_after: of gradients, from there."""
+    steps, key, factor = PLACES[name]
+    p = nn.Parameter(torch.zeros(1024))
+    optimizer = getattr(onebit, name)([p], lr=LR, betas=(0.9, beta2), weight_decay=0.0, link=link)
+    generator, largest = torch.Generator().manual_seed(link.rank), 0.0
+    for step in range(steps + 3):
+        if by_hand and step == steps:
+            for bucket in optimizer._buckets:
+                bucket.flat[key].mul_(factor)
+        before = p.detach().clone()
+        p.grad = (1.0 if step < steps else size_after) * (0.3 + torch.randn(1024, generator=generator))
+        optimizer.step()
+        if step >= steps:
+            assert (optimizer.stats.phase in ("variance", "refresh")) == (step == steps)
+            largest = max(largest, float((p.detach() - before).abs().max()) / LR)
+    return largest
+
+
+@pytest.mark.parametrize("size_after", [0.0, 1e-4])
+@pytest.mark.parametrize("name", PLACES)
+def test_a_collapsed_variance_does_not_multiply_the_momentum(name: str, size_after: float) -> None:
+    """Kept in units of moves it is what it was; 0/1 Adam at 5acfc44, which kept gradients, moved by 6,300 lr."""
+    for largest in run_ranks(4, lambda link: largest_move(link, name, 0.999, size_after, by_hand=True)):
+        assert 0.1 < largest < 3.0
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_nor_does_one_that_collapses_within_the_step(name: str) -> None:
+    """With β2 = 0 the variance is that of one gradient, 1e-8 of the one before."""
+    for largest in run_ranks(4, lambda link: largest_move(link, name, 0.0, 1e-4, by_hand=False)):
+        assert 0.1 < largest < 3.0
