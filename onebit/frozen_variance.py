@@ -104,10 +104,16 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
         )
 
     def _weight_of_own_gradient(self, bucket: Bucket) -> float:
-        """What a gradient would weigh in a refresh in this step, divided among the ranks."""
+        """What a gradient would weigh in a refresh in this step, divided among the ranks.
+
+        Where there are no refreshes, 1 - β2: a weight that grew with the age of a variance that is frozen for good cost
+        2 % of the byte LM's loss (scripts/records/study_2026-11.md).
+        """
         g = bucket.group_index
-        share = self._share_of_refresh(g, self.param_groups[g]["betas"][1], int(self._steps[g]) + 1)
-        return share / self.link.world_size
+        beta2 = self.param_groups[g]["betas"][1]
+        if isinstance(self.rule.freeze_step, int):
+            return (1.0 - beta2) / self.link.world_size
+        return self._share_of_refresh(g, beta2, int(self._steps[g]) + 1) / self.link.world_size
 
     def _observe(self, bucket: Bucket, grads: Sequence[Tensor | None], scale: float, own: float) -> None:
         """What a leaf wants to know of scale·g_i over D before it is sent."""

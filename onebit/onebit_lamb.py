@@ -218,7 +218,7 @@ class OnebitLamb(FrozenVarianceOptimizer):
     def _load_extra_state(self, record: dict) -> None:
         super()._load_extra_state(record)
         for bucket, layers in zip(self._buckets, record["layers"], strict=True):
-            bucket.layers = {name: values.to(bucket.device) for name, values in layers.items()}
+            bucket.layers = {name: values.to(bucket.device, copy=True) for name, values in layers.items()}
             bucket.layers["numel"] = _numels(bucket)
 
     def _adopt_dense_state(self) -> None:

@@ -85,6 +85,7 @@ class MomentumOracle:
     floor: float = 0.01
     scale: str = "rms"
     in_eight_bits: bool = False
+    is_refreshed: bool = False
 
     def __post_init__(self) -> None:
         self.blocks = parameter_blocks(self.sizes, self.block)
@@ -117,9 +118,12 @@ class MomentumOracle:
             self.update = b1 * self.update + (1 - b1) * g / self.d
 
     def normalised(self, g: np.ndarray, t: int) -> np.ndarray:
-        """g over the root of D² and of what g² would weigh in a refresh in step t, divided among the workers."""
+        """g over the root of D² and of what g² would weigh in a refresh in step t, divided among the workers.
+
+        Where no refresh ever comes, 1 - b2.
+        """
         weight = late_weight(self.betas[1], t - self.t_dense)
-        share = weight / ((1 - weight) * self.total + weight)
+        share = weight / ((1 - weight) * self.total + weight) if self.is_refreshed else 1 - self.betas[1]
         return g / np.sqrt(self.d**2 + share / self.workers * g**2)
 
     def set_denominator(self) -> None:

@@ -81,7 +81,9 @@ def test_equals_the_textbook_loop_over_refreshes(
     """
     rule = DenseSteps("auto", warmup=6, refreshes=VarianceUpdates(2))
     assert [step for step in range(40) if rule.is_dense(step)] == [0, 1, 2, 3, 4, 5, 6, 10, 14, 22, 30]
-    oracle = OnebitAdamOracle(start(), world_size, SIZES, dense=rule.is_dense, in_eight_bits=in_eight_bits)
+    oracle = OnebitAdamOracle(
+        start(), world_size, SIZES, dense=rule.is_dense, in_eight_bits=in_eight_bits, is_refreshed=True
+    )
     expected = run(oracle, gradient, LRS)
     codec = Int8Codec() if in_eight_bits else IdentityCodec()
     monkeypatch.setattr("onebit.frozen_variance.DenseSteps", lambda _: rule)

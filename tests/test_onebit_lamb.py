@@ -61,7 +61,9 @@ def test_equals_the_textbook_loop(
     steps = 18 if world_size == 3 else len(LRS)
     rule = DenseSteps(12) if follows else DenseSteps("auto", warmup=6, refreshes=VarianceUpdates(2))
     options = bounds | {"coeff_beta": 0.8, "factor_threshold": 0.02, "betas": (0.9, 0.9)}
-    oracle = OnebitLambOracle(start(), world_size, SIZES, dense=rule.is_dense, follows=follows, **options)
+    oracle = OnebitLambOracle(
+        start(), world_size, SIZES, dense=rule.is_dense, follows=follows, is_refreshed=not follows, **options
+    )
     expected = run(oracle, gradient, LRS)
     monkeypatch.setattr("onebit.frozen_variance.DenseSteps", lambda _: rule)
 
