@@ -1,4 +1,5 @@
 # make demo    install into .venv, then train the same model with dense AdamW and with OnebitAdam, and compare
+# make bench   install, DeepSpeed into .venv-deepspeed, then measure everything against each other (25 minutes)
 # make test    install, then run the tests
 # make lint    install, then ruff and mypy
 #
@@ -11,13 +12,17 @@ INSTALLED := .venv/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo bench test lint clean
 
 help:
 	@sed -n 's/^# //p' Makefile
 
 demo: $(INSTALLED)
 	$(BIN)/python scripts/demo.py $(ARGS)
+
+bench: $(INSTALLED)
+	-$(BIN)/python scripts/peer_deepspeed.py --prepare
+	$(BIN)/python scripts/bench_suite.py $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)

@@ -3,7 +3,8 @@
     python scripts/bench_collective.py --record scripts/records/collective_2026-11.md
 
 Each row is measured in one run of four hosts (network namespaces), both sides in turn. The limit of a side is its own
-payload over the link's rate. Needs root and iproute2; see cluster.py. With --worker it is one rank's part of that.
+payload over the link's rate. Needs root and iproute2; see cluster.py. With --worker it is one rank's part of that,
+which `bench_suite.py` and `bench_growth.py` start too, by `run_workers`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from cluster import INTERFACE, Cluster, available, parse_rate, read_queue, sent_on_wire
+from cluster import INTERFACE, Cluster, QueueCounters, available, parse_rate, read_queue, sent_on_wire
 
 from onebit import comm
 from onebit.comm import (
@@ -34,6 +35,8 @@ from onebit.comm import (
     kernels,
 )
 
+ONE_BIT, FP32, BF16 = "one-bit", "dense fp32", "dense bf16"
+SIDES = (ONE_BIT, FP32, BF16)
 HEADERS = 14 + 20 + 32  # Ethernet, IPv4, TCP with timestamps: bytes per packet that are not payload
 PIECE = 1 << 20  # elements exchanged as one bucket; several are under way at once, as in the optimizer
 
@@ -90,64 +93,119 @@ def codec_work(elements: int, world_size: int, kernel: str) -> Callable[[], None
     return work
 
 
-def measure(link: Transport, act: Callable[[], None], repeats: int) -> dict:
-    """Seconds of the slowest rank per repetition, and bytes of one, after one repetition that is not counted."""
-    act()
-    seconds = []
-    for _ in range(repeats):
-        _meet(link)
-        sent, wire, packets = link.sent_bytes, sent_on_wire(), _packets()
+def dense(elements: int, link: Transport, dtype: torch.dtype) -> Callable[[], None]:
+    """The transport's own all-reduce of float32 numbers, which travel as dtype."""
+    x = torch.randn(elements)
+
+    def act() -> None:
+        travels = x.to(dtype)
+        link.all_reduce(travels).wait()
+        if dtype != x.dtype:
+            x.copy_(travels)
+
+    return act
+
+
+def measure(
+    link: Transport,
+    act: Callable[[], None],
+    repeats: int,
+    *,
+    warm: Callable[[], None] | None = None,
+    before: Callable[[], object] = lambda: None,
+    budget_s: float = float("inf"),
+) -> dict:
+    """Seconds of the slowest rank per repetition, and bytes this rank sent in the last one. All ranks.
+
+    warm: what is done first, once, uncounted; default: act. before: the same before every repetition. budget_s: no
+    repetition starts after so many counted seconds. wire_bytes with headers, wire_payload without: None outside an
+    emulated host.
+    """
+    (warm or act)()
+    seconds: list[float] = []
+    while len(seconds) < repeats and sum(seconds) < budget_s:
+        before()
+        meet(link)
+        sent, wire = link.sent_bytes, _on_wire()
         began = time.perf_counter()
         act()
-        mine = torch.tensor(time.perf_counter() - began)
+        mine = time.perf_counter() - began
         sent_bytes = link.sent_bytes - sent
-        _meet(link)
-        payload = None if wire is None else (sent_on_wire() or 0) - wire - HEADERS * (_packets() - packets)
-        seconds.append(_slowest(link, mine))
-    return {"seconds": seconds, "sent_bytes": sent_bytes, "wire_payload": payload}
+        meet(link)
+        wire_after = _on_wire()
+        seconds.append(slowest(link, mine))
+    traffic = {"wire_bytes": None, "wire_payload": None}
+    if wire is not None and wire_after is not None:
+        wire_bytes = wire_after.sent_bytes - wire.sent_bytes
+        traffic = {"wire_bytes": wire_bytes, "wire_payload": wire_bytes - HEADERS * (wire_after.packets - wire.packets)}
+    return {"seconds": seconds, "sent_bytes": sent_bytes, **traffic}
 
 
-def _meet(link: Transport) -> None:
+def meet(link: Transport) -> None:
+    """Return when all ranks are here."""
     link.all_reduce(torch.zeros(1)).wait()
 
 
-def _slowest(link: Transport, mine: torch.Tensor) -> float:
+def slowest(link: Transport, mine: float) -> float:
+    """The largest of what the ranks say; the same on all of them."""
     every = torch.zeros(link.world_size)
     every[link.rank] = mine
     link.all_reduce(every).wait()
     return float(every.max())
 
 
-def _packets() -> int:
-    """Packets this host has sent, by the queue's own counter; 0 outside an emulated host."""
-    return 0 if sent_on_wire() is None else read_queue(INTERFACE).packets
+def _on_wire() -> QueueCounters | None:
+    """What this host has sent, by the queue's own counter; None outside an emulated host."""
+    return None if sent_on_wire() is None else read_queue(INTERFACE)
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One rank: both sides in turn; rank 0 writes what was measured as JSON."""
+    """One rank: the sides in turn; rank 0 writes what was measured as JSON."""
     link = comm.init(args.transport)
     torch.manual_seed(link.rank)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // link.world_size))
-    x = torch.randn(args.elements)
-    results = {"one-bit": measure(link, Compressed(args.elements, link, SignCodec()), args.repeats)}
-    if not args.without_dense:
-        results["dense fp32"] = measure(link, lambda: link.all_reduce(x).wait(), max(1, args.repeats // 3))
+    results = {side: _measure_side(side, link, args) for side in args.sides}
     if link.rank == 0:
         args.out.write_text(json.dumps(results))
     link.close()
 
 
+def _measure_side(side: str, link: Transport, args: argparse.Namespace) -> dict:
+    if side == ONE_BIT:
+        return measure(link, Compressed(args.elements, link, SignCodec()), args.repeats, budget_s=args.budget_s)
+    dtype = torch.float32 if side == FP32 else torch.bfloat16
+    warm = dense(-(-args.elements // 16), link, dtype)  # the whole of it takes 13 s at 100 Mbit/s
+    repeats = max(1, args.repeats // 3)
+    return measure(link, dense(args.elements, link, dtype), repeats, warm=warm, budget_s=args.budget_s)
+
+
+def run_workers(
+    cluster: Cluster,
+    transport: str,
+    *,
+    elements: int,
+    repeats: int,
+    sides: Sequence[str],
+    budget_s: float = float("inf"),
+    timeout_s: float = 600,
+) -> dict[str, dict]:
+    """What `measure` says of each side, by workers on all hosts of a laid cluster. RuntimeError where they fail."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        flags = ["--elements", str(elements), "--repeats", str(repeats), "--budget-s", str(budget_s)]
+        flags += ["--transport", transport, "--sides", *sides]
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", "--out", str(out), *flags]
+        run = cluster.run(command, launcher="mpirun" if transport == "mpi" else "none", timeout_s=timeout_s)
+        if run.status:
+            raise RuntimeError(f"the collective over {transport} at {cluster.rate} ended with status {run.status}")
+        return json.loads(out.read_text())
+
+
 def run_network(network: str, transport: str, args: argparse.Namespace) -> list[Row]:
     """Lay the hosts, run the workers on them, take them down."""
-    with tempfile.TemporaryDirectory() as folder, Cluster(hosts=args.hosts, rate=network) as cluster:
-        out = Path(folder) / "result.json"
-        flags = ["--elements", str(args.elements), "--repeats", str(args.repeats), "--transport", transport]
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", "--out", str(out), *flags]
-        launcher = "mpirun" if transport == "mpi" else "torchrun"
-        run = cluster.run(command, launcher=launcher, timeout_s=600)
-        if run.status:
-            raise SystemExit(f"{launcher} on {network} ended with status {run.status}")
-        results = json.loads(out.read_text())
+    sides = [side for side in args.sides if transport == "gloo" or side != BF16]  # MPI has no bfloat16
+    with Cluster(hosts=args.hosts, rate=network) as cluster:
+        results = run_workers(cluster, transport, elements=args.elements, repeats=args.repeats, sides=sides)
     rate = parse_rate(network)
     return [
         Row(
@@ -178,7 +236,7 @@ def measure_codec(args: argparse.Namespace) -> dict[str, float]:
 
 def report(rows: list[Row], codec: dict[str, float], args: argparse.Namespace) -> str:
     """The record, in Markdown."""
-    dense = {(row.network, row.transport): statistics.median(row.seconds) for row in rows if row.side == "dense fp32"}
+    dense = {(row.network, row.transport): statistics.median(row.seconds) for row in rows if row.side == FP32}
     text = f"""\
 # The collective on emulated Ethernet
 
@@ -212,7 +270,7 @@ def _line(row: Row, dense_s: float | None) -> str:
         "" if row.limit_s is None else f"{row.limit_s:.3f}",
         "" if row.limit_s is None else f"{s / row.limit_s:.2f}",
         "" if row.wire_payload is None else f"{row.wire_payload / row.sent_bytes:.3f}",
-        f"{dense_s / s:.1f} ×" if dense_s is not None and row.side == "one-bit" else "",
+        f"{dense_s / s:.1f} ×" if dense_s is not None and row.side != FP32 else "",
     ]
     return f"| {' | '.join(cells)} |\n"
 
@@ -223,12 +281,13 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--networks", nargs="+", default=["100mbit", "1gbit", "none"], help="rates; none: unshaped")
     parser.add_argument("--transports", nargs="+", default=["gloo", "mpi"], choices=["gloo", "mpi"])
+    parser.add_argument("--sides", nargs="+", default=[ONE_BIT, FP32], choices=SIDES)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--record", type=Path, metavar="FILE")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--transport", choices=["gloo", "mpi"], help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--without-dense", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(args)

@@ -29,6 +29,7 @@ SIZES = {
     "tiny": ModelSize(layers=2, width=64, heads=2, context=64),  # 0.12 M
     "small": ModelSize(layers=5, width=128, heads=4, context=128),  # 1.03 M
     "25m": ModelSize(layers=8, width=512, heads=8, context=256),  # 25.4 M
+    "25m-short": ModelSize(layers=8, width=512, heads=8, context=128),  # 25.4 M; half the work per sequence
 }
 
 

@@ -1,0 +1,101 @@
+"""The cost model: what it says of worlds where the answer is known, and that its fit finds the numbers it came from."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from bench_collective import FP32, ONE_BIT
+from growth_fit import Costs, Point, bytes_per_s, error, fit, leave_one_out
+
+from onebit.comm import SignCodec
+from onebit.comm.cost import PIECE, CodecCost, LinkCost, exchange_s, messages, payload_bytes, wire_s
+
+SIGN = CodecCost(SignCodec().frame_bytes(PIECE) / PIECE, 3e-9, 0.3)
+DENSE = CodecCost(4.0, 2e-9, 0.1)
+LINK = LinkCost(5e-5, 1e8 / 8)
+
+
+def test_world_of_one_sends_nothing() -> None:
+    assert payload_bytes(10**6, 1, SIGN) == messages(10**6, 1) == wire_s(10**6, 1, SIGN, LINK) == 0
+    assert exchange_s(10**6, 1, SIGN, LINK) == 10**6 * SIGN.s_per_element
+    assert exchange_s(0, 4, SIGN, LINK) == 0
+
+
+def test_payload_is_that_of_the_frames() -> None:
+    n, W = 1 << 20, 4
+    assert payload_bytes(n, W, SIGN) == 2 * (W - 1) * SignCodec().frame_bytes(n // W)
+    assert payload_bytes(n, W, DENSE) == 2 * (W - 1) / W * n * 4
+
+
+def test_messages_are_those_of_the_pieces() -> None:
+    assert messages(PIECE, 4) == 6 and messages(PIECE + 1, 4) == 12
+    assert messages(100 * PIECE, 4, piece=None) == 6
+
+
+@pytest.mark.parametrize("codec", [SIGN, DENSE])
+def test_time_grows_with_everything_that_costs(codec: CodecCost) -> None:
+    by_size = [exchange_s(n, 4, codec, LINK) for n in (10**3, 10**6, 10**7, 10**8)]
+    by_ranks = [exchange_s(10**7, W, codec, LINK) for W in (1, 2, 4, 8, 64, 1024)]
+    by_rate = [exchange_s(10**7, 4, codec, LinkCost(5e-5, b)) for b in (float("inf"), 1e9, 1e8, 1e7)]
+    by_share = [exchange_s(10**7, 4, codec, LINK, ranks_per_core=c) for c in (1, 2, 4)]
+    for times in (by_size, by_ranks, by_rate, by_share):
+        assert all(a < b for a, b in pairwise(times))
+
+
+def test_time_lies_between_perfect_overlap_and_none() -> None:
+    n, W = 10**7, 4
+    wire, work = wire_s(n, W, SIGN, LINK), n * SIGN.s_per_element + messages(n, W) * LINK.latency_s
+    times = [exchange_s(n, W, CodecCost(SIGN.bytes_per_element, 3e-9, share), LINK) for share in (0.0, 0.3, 1.0)]
+    assert times[0] == max(wire, work) and times[2] == pytest.approx(wire + work, rel=1e-12)
+    assert times[0] < times[1] < times[2]
+
+
+def test_compression_pays_on_a_slow_link_only() -> None:
+    slow, fast = LinkCost(5e-5, 1e8 / 8), LinkCost(5e-5, float("inf"))
+    assert exchange_s(10**7, 4, SIGN, slow) < exchange_s(10**7, 4, DENSE, slow) / 10
+    assert exchange_s(10**7, 4, SIGN, fast) > exchange_s(10**7, 4, DENSE, fast)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LinkCost(-1.0, 1.0),
+        lambda: LinkCost(0.0, 0.0),
+        lambda: CodecCost(0.0, 0.0),
+        lambda: CodecCost(1.0, 0.0, 1.1),
+        lambda: exchange_s(1, 0, SIGN, LINK),
+        lambda: exchange_s(1, 1, SIGN, LINK, ranks_per_core=0.5),
+    ],
+)
+def test_impossible_numbers_are_refused(make) -> None:
+    with pytest.raises(ValueError, match="got"):
+        make()
+
+
+def points_of(costs: Costs, noise: float = 0.0) -> list[Point]:
+    """The grid of bench_growth.py on two cores, as the costs would have it; noise alternates in sign."""
+    grid = [(W, r, n) for W in (2, 4, 8) for r in ("100mbit", "1gbit", "none") for n in (10**6, 5 * 10**6, 10**8)]
+    return [
+        Point(costs.side, W, r, n, 2, costs.predict(W, r, n, W / 2) * (1 + noise * (-1) ** k))
+        for k, (W, r, n) in enumerate(grid)
+    ]
+
+
+@pytest.mark.parametrize("side", [ONE_BIT, FP32])
+def test_fit_recovers_the_numbers_behind_exact_points(side: str) -> None:
+    truth = Costs(side, 8e-5, 2.5e-9, 0.4)
+    found = fit(points_of(truth))
+    assert (found.s_per_element, found.unhidden) == pytest.approx((truth.s_per_element, truth.unhidden), rel=1e-3)
+    assert found.latency_s == pytest.approx(truth.latency_s, rel=1e-2)
+
+
+def test_fit_predicts_points_it_has_not_seen_as_well_as_they_are_measured() -> None:
+    points = points_of(Costs(ONE_BIT, 8e-5, 2.5e-9, 0.4), noise=0.05)
+    assert max(map(abs, leave_one_out(points))) < 0.12  # twice the noise, and what is relative to the noisy side
+    assert max(abs(error(fit(points), point)) for point in points) < 0.1
+
+
+def test_bandwidth_is_the_rate_less_headers() -> None:
+    assert bytes_per_s("100mbit") == pytest.approx(11.955e6, rel=1e-3)
+    assert bytes_per_s("none") == float("inf")
