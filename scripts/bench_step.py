@@ -34,6 +34,8 @@ from onebit import comm
 from onebit.base import CompressedOptimizer
 from onebit.comm import Transport
 from onebit.comm.torch_transport import TorchTransport
+from onebit.frozen_variance import FrozenVarianceOptimizer
+from onebit.schedule import DenseSteps, VarianceUpdates
 
 LR = 1e-4
 WEIGHT_DECAY = 0.01
@@ -63,7 +65,7 @@ class Silent:
         return _Done()
 
     def all_gather(self, out_WB: Tensor, in_B: Tensor) -> _Done:
-        out_WB.copy_(in_B.expand_as(out_WB))
+        out_WB.copy_(in_B.clone().expand_as(out_WB))  # in_B is a row of out_WB
         return _Done()
 
     def all_reduce(self, x: Tensor) -> _Done:
@@ -201,11 +203,18 @@ class Onebit(Local):
 
     def __init__(self, model: GPT, link: Transport, make: Callable[..., CompressedOptimizer], options: dict[str, int]):
         self.model = model
-        self.optimizer = make(decay_groups(model, WEIGHT_DECAY), lr=LR, link=link, **options)
+        self.optimizer = make(decay_groups(model, WEIGHT_DECAY), lr=LR, link=link, compression="always", **options)
+        if isinstance(self.optimizer, FrozenVarianceOptimizer):
+            skip_warmup(self.optimizer)
 
     def settle(self) -> None:
         if isinstance(self.optimizer, onebit.ZeroOneAdam):
             self.optimizer.sync()  # a cycle of local steps begins
+
+
+def skip_warmup(optimizer: FrozenVarianceOptimizer) -> None:
+    """One step of warm-up and no refresh: what its steps in "auto" are after warm-up, from the second on."""
+    optimizer.rule = DenseSteps("auto", warmup=1, refreshes=VarianceUpdates(1, var_freeze_step=0))
 
 
 @dataclass(frozen=True)
@@ -231,12 +240,12 @@ METHODS = {
     "ddp-bf16": Method(DdpBfloat16),
     "ddp-fp16": Method(DdpFloat16),
     "ddp-powersgd": Method(partial(DdpPowerSgd, rank=1), warmup=3),
-    "onebit-adam": _ours(onebit.OnebitAdam, 2, freeze_step=1),
+    "onebit-adam": _ours(onebit.OnebitAdam, 2),
     "zero-one-adam": _ours(onebit.ZeroOneAdam, 2, var_freeze_step=0),
     "zero-one-adam, H = 8": _ours(
         onebit.ZeroOneAdam, 3, H, var_freeze_step=0, local_step_scaler=1, local_step_clipper=H
     ),
-    "onebit-lamb": _ours(onebit.OnebitLamb, 2, freeze_step=1),
+    "onebit-lamb": _ours(onebit.OnebitLamb, 2),
 }
 
 # ---------------------------------------------------------------- measuring

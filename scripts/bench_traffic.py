@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_step import Silent, skip_warmup
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onebit
-from onebit.comm import kernels
+from onebit.comm import Work, kernels
 from onebit.comm.operands import Variance
-from onebit.schedule import DenseSteps, VarianceUpdates
 
 WORLD_SIZE = 4
 KERNELS = ("encode", "decode", "decode_mean", "encode_mean", "encode_momentum", "apply")
@@ -35,32 +35,20 @@ FREE = (
 )  # fmt: skip
 
 
-class Alone:
-    """One rank of several, without the others: it receives what it sends."""
-
-    rank, world_size, timeout_s, sent_bytes = 0, WORLD_SIZE, 1.0, 0
+class Alone(Silent):
+    """One rank of several, without the others; what it moves in their place is not counted."""
 
     def __init__(self, counter: Counter | None = None):
+        super().__init__(0, WORLD_SIZE)
         self.counter = counter
 
-    def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Alone:
+    def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
         with self._uncounted():
-            out_WB.copy_(in_WB)
-        return self
+            return super().all_to_all(out_WB, in_WB)
 
-    def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Alone:
+    def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work:
         with self._uncounted():
-            out_WB.copy_(in_B.clone().expand_as(out_WB))
-        return self
-
-    def all_reduce(self, x: Tensor) -> Alone:
-        return self
-
-    def broadcast(self, x: Tensor, src: int) -> Alone:
-        return self
-
-    def wait(self) -> None:
-        return
+            return super().all_gather(out_WB, in_B)
 
     def _uncounted(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.counter is None else self.counter.paused()
@@ -188,8 +176,8 @@ def cases() -> dict[str, Callable[[list[Tensor], Any], torch.optim.Optimizer]]:
 
 
 def _soon(optimizer: onebit.OnebitLamb) -> onebit.OnebitLamb:
-    """With "auto"'s arithmetic but two steps of warm-up: with a number it would follow the variance as well."""
-    optimizer.rule = DenseSteps("auto", warmup=2, refreshes=VarianceUpdates(1, var_freeze_step=0))
+    """In "auto": with a number of warm-up steps it would follow the variance as well."""
+    skip_warmup(optimizer)
     return optimizer
 
 
