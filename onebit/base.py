@@ -345,7 +345,11 @@ class CompressedOptimizer(BucketedOptimizer):
             ballots = self._cast(scale)
         with self._waiting():
             self._land()
-        return ballots if all(bool(self._is_finite(bucket)) for bucket in self._buckets) else None
+        # One question to each device, however many buckets it has.
+        verdicts: dict[torch.device, list[Tensor]] = {bucket.device: [] for bucket in self._buckets}
+        for bucket in self._buckets:
+            verdicts[bucket.device].append(self._is_finite(bucket))
+        return ballots if all(bool(torch.stack(flags).all()) for flags in verdicts.values()) else None
 
     def _cast(self, scale: float) -> list[Ballot]:
         with self._waiting():
