@@ -120,13 +120,28 @@ def exchange(
     yield link.all_gather(wire.frames_WB, wire.frames_WB[link.rank])
 
 
-def interleave(exchanges: Iterable[Exchange], landed: Callable[[int], None] | None = None) -> None:
-    """Run exchanges side by side: leg 1 of all of them is under way before leg 2 of the first is waited for.
+# Exchanges in each leg at a time. 25 M elements in pieces of 1 M, 4 hosts at 100 Mbit/s, medians of 7 (2026-11): 0.45 s
+# on Gloo and MPI with 3 or 4, 0.47 and 0.49 s where all of them start with leg 1; the limit is 0.40 s.
+WINDOW = 3
 
-    landed(k): called when exchange k is complete, while others may still be under way. The order of launches is a
-    function of the order of `exchanges` alone: the same on every rank.
+
+def interleave(
+    exchanges: Iterable[Exchange], landed: Callable[[int], None] | None = None, window: int = WINDOW
+) -> None:
+    """Run exchanges side by side: each goes on to its next leg when the one `window` behind it starts.
+
+    Exchanges are taken from the iterable as they start. landed(k): called when exchange k is complete, while others may
+    still be under way. The order of launches is a function of the order of `exchanges` alone: the same on every rank.
     """
-    land([Flight(exchange) for exchange in exchanges], landed)
+    flights: list[Flight] = []
+    for exchange in exchanges:
+        flights.append(Flight(exchange))
+        for k in range(len(flights) - 1 - window, -1, -window):
+            flight = flights[k]
+            if flight.is_under_way and not flight.advance() and landed is not None:
+                landed(k)
+    rest = [k for k, flight in enumerate(flights) if flight.is_under_way]
+    land([flights[k] for k in rest], None if landed is None else lambda i: landed(rest[i]))
 
 
 class Flight:
@@ -135,6 +150,11 @@ class Flight:
     def __init__(self, exchange: Exchange):
         self._exchange = exchange
         self._work: Work | None = next(exchange, None)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether there is a Work to wait for."""
+        return self._work is not None
 
     def advance(self) -> bool:
         """Wait for the Work in flight and launch the next. False once there is none."""
@@ -146,7 +166,7 @@ class Flight:
 
 
 def land(flights: Sequence[Flight], landed: Callable[[int], None] | None = None) -> None:
-    """Bring flights to their end, one leg of each per round, in the order given; landed: as in `interleave`."""
+    """Bring flights to their end, one leg of each per round, in the order given. landed(i): flights[i] is complete."""
     remaining = list(enumerate(flights))
     while remaining:
         still_flying = []
