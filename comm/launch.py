@@ -36,9 +36,6 @@ _SINGLE = "a single process"
 _AT_EXIT_S = 10.0
 """How long a rank that ends without close() waits for the others to do the same."""
 
-_ROLL_CALL_MARGIN_S = 60.0
-"""A Gloo group's own timeout closes all its connections; it must come later than the transport's, which asks around."""
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -278,14 +275,14 @@ def _check_same_world(launch: Launch, mpi_rank: int, mpi_world_size: int) -> Non
 
 
 def _on_new_group(launch: Launch, backend: str, timeout_s: float) -> TorchTransport:
-    from .torch_transport import TorchTransport
+    from .torch_transport import GROUP_MARGIN_S, TorchTransport
 
     device = None
     if backend == "nccl":
         device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if backend == "gloo":
-        timeout_s += _ROLL_CALL_MARGIN_S
+        timeout_s += GROUP_MARGIN_S
     where = {"init_method": "env://"} if launch.launcher == "torchrun" else {"store": _store(launch, timeout_s)}
     torch.distributed.init_process_group(
         backend,
