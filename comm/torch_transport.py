@@ -96,6 +96,14 @@ class TorchTransport:
         """Whether a PeerError was raised."""
         return bool(self._failed)
 
+    @property
+    def device(self) -> torch.device:
+        """Whose memory small messages may lie in: the host's, where the group serves it."""
+        if "cpu" in self._backends:
+            return torch.device("cpu")
+        bound = getattr(self.group, "bound_device_id", None)
+        return bound or torch.device("cuda", torch.cuda.current_device())
+
     def describe(self) -> str:
         """What serves which memory, for a log line."""
         if len(set(self._backends.values())) == 1:
