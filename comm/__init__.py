@@ -7,11 +7,22 @@ Rests on torch alone. Installed as `onebit.comm`. Start reading at `allreduce.py
 if __name__ != "onebit.comm":
     raise ImportError(f"this package is onebit.comm, it was imported as {__name__!r}; use `from onebit import comm`")
 
-from .allreduce import ErrorFeedback, Flight, Wire, allreduce_mean, compressed_allreduce, exchange, interleave, land
+from .allreduce import (
+    ErrorFeedback,
+    Exchange,
+    Flight,
+    Wire,
+    allreduce_mean,
+    compressed_allreduce,
+    exchange,
+    interleave,
+    land,
+)
 from .bf16 import Bf16Codec
 from .codec import Codec, IdentityCodec
 from .int8 import Int8Codec
 from .launch import init
+from .levels import Levels, TwoLevelTransport, sent_across, two_levels
 from .operands import MomentumWeights, Segments, Variance
 from .sign import SignCodec
 from .sim_transport import SimNetwork, SimTransport, run_ranks
@@ -21,9 +32,11 @@ __all__ = [
     "Bf16Codec",
     "Codec",
     "ErrorFeedback",
+    "Exchange",
     "Flight",
     "IdentityCodec",
     "Int8Codec",
+    "Levels",
     "MomentumWeights",
     "PeerError",
     "Segments",
@@ -31,6 +44,7 @@ __all__ = [
     "SimNetwork",
     "SimTransport",
     "Transport",
+    "TwoLevelTransport",
     "Variance",
     "Wire",
     "Work",
@@ -41,4 +55,6 @@ __all__ = [
     "interleave",
     "land",
     "run_ranks",
+    "sent_across",
+    "two_levels",
 ]

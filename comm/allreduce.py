@@ -4,11 +4,15 @@ Two legs. Each rank owns one of W equal chunks. Leg 1 (all_to_all): everybody se
 Leg 2 (all_gather): the owner averages, compresses the average and sends it to everybody. What a compression leaves out
 is added to the input of the next one: the worker error for leg 1, the server error for leg 2.
 
+Where the link has two levels (`levels.py`), these are the legs between nodes, on the rows of this rank's share; before
+them the ranks of a node add up that share in full precision, after them they give each other the frames.
+
 `compressed_allreduce` is a generator that yields each launched Work, so that several buckets share the wire
 (`interleave`); `exchange` is what follows its first encoding, `allreduce_mean` the plain call. Sources: 1-bit Adam
 (arXiv 2102.02888), Algorithm 1 and Figure 3.
 
-Shape legend: W ranks, N elements of a chunk, B bytes of its frame, J blocks of a chunk.
+Shape legend: W ranks, H of them that exchange compressed (W in a flat world, one per node in two levels), N elements of
+a chunk, B bytes of its frame, J blocks of a chunk.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .codec import Codec
+from .levels import Levels
 from .transport import Transport, Work
 
 Exchange = Generator[Work, None, None]
@@ -27,7 +32,7 @@ Exchange = Generator[Work, None, None]
 
 @dataclass
 class ErrorFeedback:
-    """What compression still owes, on this rank: worker error [W·N], server error [N]; float32 or bfloat16.
+    """What compression still owes, on this rank: worker error [H·N], server error [N]; float32 or bfloat16.
 
     An exchange reads them and leaves its residuals in worker_next and server_next; `commit` makes these what is owed.
     A step can so be abandoned after its traffic without a trace. The tensors change places: hold none of them.
@@ -40,10 +45,16 @@ class ErrorFeedback:
 
     @classmethod
     def zeros(
-        cls, n: int, world_size: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        cls,
+        n: int,
+        world_size: int,
+        *,
+        local_size: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
     ) -> ErrorFeedback:
-        """For buckets of n elements in all, n a multiple of world_size."""
-        worker, server = (torch.zeros(m, dtype=dtype, device=device) for m in (n, n // world_size))
+        """For buckets of n elements in all, n a multiple of world_size. local_size: L, where the link has levels."""
+        worker, server = (torch.zeros(m, dtype=dtype, device=device) for m in (n // local_size, n // world_size))
         return cls(worker, server, torch.zeros_like(worker), torch.zeros_like(server))
 
     def commit(self) -> None:
@@ -56,15 +67,20 @@ class ErrorFeedback:
 class Wire:
     """The buffers of one bucket's exchange. They hold nothing between steps except, on request, the last frames.
 
-    sent_WB: my frames, one per owner. received_WB: everybody's frames of my chunk. frames_WB: the averages after leg 2;
-    may be the memory of sent_WB, which leg 1 has finished with by then. mean: float32 [N], where the second encoding of
-    an exchange without error feedback leaves its residual.
+    frames_WB: the averages, at the end. own: the rows of it that this rank exchanges across nodes; in a flat world all.
+    received_HB: everybody's frames of my chunk. mean: float32 [N], where the second encoding of an exchange without
+    error feedback leaves its residual.
     """
 
-    sent_WB: Tensor
-    received_WB: Tensor
     frames_WB: Tensor
+    received_HB: Tensor
+    own: slice
     mean: Tensor | None = None
+
+    @property
+    def sent_HB(self) -> Tensor:
+        """My frames, one per owner: in the memory of the own averages, which come when they have been sent."""
+        return self.frames_WB[self.own]
 
     @classmethod
     def empty(
@@ -73,14 +89,16 @@ class Wire:
         n: int,
         world_size: int,
         *,
-        sent_WB: Tensor | None = None,
+        levels: Levels | None = None,
+        frames_WB: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> Wire:
-        """Buffers for n elements in all. `sent_WB` lets a lossless codec send from where the bucket lies."""
-        B = codec.frame_bytes(n // world_size)
-        received = torch.empty(world_size, B, dtype=torch.uint8, device=device)
-        sent = torch.empty_like(received) if sent_WB is None else sent_WB
-        return cls(sent, received, sent)
+        """Buffers for n elements in all. `frames_WB` lets a lossless codec send from where the bucket lies."""
+        own = slice(0, world_size) if levels is None else levels.own
+        if frames_WB is None:
+            B = codec.frame_bytes(n // world_size)
+            frames_WB = torch.empty(world_size, B, dtype=torch.uint8, device=device)
+        return cls(frames_WB, torch.empty_like(frames_WB[own]), own)
 
 
 def compressed_allreduce(
@@ -88,36 +106,47 @@ def compressed_allreduce(
 ) -> Exchange:
     """Exchange x + what is owed; afterwards every rank holds the same `wire.frames_WB`, the frames of the mean.
 
-    x: float32 [W·N], padded to whole blocks; becomes the worker residual. ef: `ef.commit()` takes the residuals over.
-    counts: int32 [W, J], real elements of each block. All ranks, same order of buckets. See `exchange`.
+    x: float32 [W·N], padded to whole blocks; its own rows become the worker residual. ef: `ef.commit()` takes the
+    residuals over. counts: int32 [W, J], real elements of each block. All ranks, same order of buckets. In two levels a
+    Work of `Levels.sum_inside` comes first. See `exchange`.
     """
-    W = link.world_size
-    worker_WN = None if ef is None else ef.worker.view(W, -1)
-    codec.encode(x.view(W, -1), worker_WN, wire.sent_WB, None if counts is None else counts.view(W, -1))
+    levels = Levels.of(link)
+    yield from levels.sum_inside(x)
+    x_HN = levels.rows(x)
+    if levels.local_size > 1:
+        x_HN.mul_(1.0 / levels.local_size)
+    worker_HN = None if ef is None else ef.worker.view(x_HN.shape)
+    codec.encode(x_HN, worker_HN, wire.sent_HB, None if counts is None else levels.rows(counts))
     if ef is not None:
-        ef.worker_next.copy_(x)
-    yield from exchange(ef, codec, link, wire, x.numel() // W, counts)
+        ef.worker_next.view(x_HN.shape).copy_(x_HN)
+    yield from exchange(ef, codec, link, wire, x_HN.shape[1], counts)
 
 
 def exchange(
     ef: ErrorFeedback | None, codec: Codec, link: Transport, wire: Wire, n: int, counts: Tensor | None = None
 ) -> Exchange:
-    """Both legs, from what was encoded into `wire.sent_WB`, frames of n elements.
+    """Both legs, from what was encoded into `wire.sent_HB`, frames of n elements.
 
-    Yields two Works; the caller waits for each before it resumes. Sends 2·(W-1)·B bytes per rank.
+    Yields two Works, in two levels a third; the caller waits for each before it resumes. Sends 2·(H-1)·B bytes per rank
+    across nodes, and (L-1)·H·B inside.
     """
-    yield link.all_to_all(wire.received_WB, wire.sent_WB)
+    levels, frames_HB = Levels.of(link), wire.sent_HB
+    across = levels.across
+    yield across.all_to_all(wire.received_HB, frames_HB)
 
-    own = slice(link.rank, link.rank + 1)
-    counts_1J = None if counts is None else counts.view(link.world_size, -1)[own]
+    mine = slice(across.rank, across.rank + 1)
+    counts_1J = None if counts is None else levels.rows(counts)[mine]
     if ef is not None:
         server_1N, residual_1N = ef.server.view(1, -1), ef.server_next.view(1, -1)
     else:
         if wire.mean is None:
-            wire.mean = torch.empty(n, device=wire.sent_WB.device)
+            wire.mean = torch.empty(n, device=frames_HB.device)
         server_1N, residual_1N = None, wire.mean.view(1, -1)
-    codec.encode_mean(wire.received_WB, server_1N, wire.frames_WB[own], counts_1J, residual_1N)
-    yield link.all_gather(wire.frames_WB, wire.frames_WB[link.rank])
+    codec.encode_mean(wire.received_HB, server_1N, frames_HB[mine], counts_1J, residual_1N)
+    yield across.all_gather(frames_HB, frames_HB[across.rank])
+
+    if levels.inside is not None:
+        yield levels.inside.all_gather(wire.frames_WB.view(levels.local_size, -1), frames_HB.view(-1))
 
 
 # Exchanges in each leg at a time. 25 M elements in pieces of 1 M, 4 hosts at 100 Mbit/s, medians of 7 (2026-11): 0.45 s
@@ -184,7 +213,8 @@ def allreduce_mean(
     """x ← the compressed mean over ranks of x; ef takes what was left out. The plain, blocking form, for one tensor.
 
     x: float32 [n], n a multiple of world_size·codec.block. Where any rank's x is not finite, returns False on all ranks
-    and leaves ef untouched and x undefined. All ranks. Sends 2·(W-1)·codec.frame_bytes(n/W) bytes per rank.
+    and leaves ef untouched and x undefined. All ranks. Sends 2·(W-1)·codec.frame_bytes(n/W) bytes per rank; in two
+    levels, see `exchange`.
     """
     W = link.world_size
     if x.dtype != torch.float32 or x.dim() != 1 or x.numel() % (W * codec.block):
@@ -192,8 +222,13 @@ def allreduce_mean(
             f"rank {link.rank}: expected a float32 vector whose length is a multiple of world_size·block = "
             f"{W}·{codec.block}, got {x.dtype} {tuple(x.shape)}; pad it"
         )
+    if ef is not None and ef.worker.numel() * Levels.of(link).local_size != x.numel():
+        raise ValueError(
+            f"rank {link.rank}: the worker error has {ef.worker.numel()} elements for {x.numel()} and local_size="
+            f"{Levels.of(link).local_size}; make it with ErrorFeedback.zeros(n, world_size, local_size=...)"
+        )
     if wire is None:
-        wire = Wire.empty(codec, x.numel(), W, device=x.device)
+        wire = Wire.empty(codec, x.numel(), W, levels=Levels.of(link), device=x.device)
     interleave([compressed_allreduce(x, ef, codec, link, wire)])
     if not bool(codec.is_finite(wire.frames_WB, x.numel() // W)):
         return False

@@ -46,6 +46,15 @@ def check_all_gather(rank: int, world_size: int, out_WB: Tensor, in_B: Tensor) -
     _check_alike(rank, "all_gather", out_WB, in_B)
 
 
+def check_split(rank: int, world_size: int, ranks: Sequence[int]) -> None:
+    """Raise ValueError unless these are ascending ranks of this world, the own one among them."""
+    if list(ranks) != sorted(set(ranks)) or rank not in ranks or not 0 <= ranks[0] <= ranks[-1] < world_size:
+        raise ValueError(
+            f"rank {rank}: split expects ascending ranks below world_size={world_size}, {rank} among them, got "
+            f"{list(ranks)}"
+        )
+
+
 def check_contiguous(rank: int, operation: str, *tensors: Tensor) -> None:
     """Raise ValueError unless all of them are contiguous."""
     if not all(x.is_contiguous() for x in tensors):

@@ -7,10 +7,12 @@ acts on it. The only module of onebit that reads environment variables.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import logging
 import os
 import re
 import socket
+import struct
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .levels import Seen, TwoLevelTransport, decide, two_levels
 from .sim_transport import SimTransport
 from .transport import PeerError, Transport
 
@@ -35,9 +38,6 @@ _SINGLE = "a single process"
 
 _AT_EXIT_S = 10.0
 """How long a rank that ends without close() waits for the others to do the same."""
-
-_ROLL_CALL_MARGIN_S = 60.0
-"""A Gloo group's own timeout closes all its connections; it must come later than the transport's, which asks around."""
 
 
 @dataclass(frozen=True)
@@ -202,29 +202,39 @@ def local_rank() -> int:
     return detect(os.environ).local_rank
 
 
-def init(backend: str | None = None, timeout_s: float = 300.0) -> Transport:
+def init(backend: str | None = None, timeout_s: float = 300.0, *, levels: int | str = "auto") -> Transport:
     """The transport that fits how this process was started. All ranks, once, before anything else that communicates.
 
     An initialised torch.distributed is used as it is. Else torchrun, srun and a plain RANK/WORLD_SIZE give NCCL where
     there is CUDA and Gloo elsewhere; mpirun gives NCCL where there is CUDA (bootstrapped over MPI) and MPI elsewhere; a
     single process gives a `SimTransport` of one rank. backend "gloo", "nccl" or "mpi" forces one.
 
+    levels: "auto" gives a `TwoLevelTransport` where several nodes hold as many ranks each, two or more, by what the
+    launcher says and by their host names; else it is flat, and rank 0 logs why where that is not plain. A number is how
+    many ranks a node holds; 1: flat.
+
     With NCCL this sets the current CUDA device to local rank modulo the number of devices. At exit it closes the
     transport if `close()` was not called; an exception that ends this rank ends the MPI job, or breaks off the group,
-    so that no rank waits for a dead one. Raises ValueError for a contradictory environment, ImportError without mpi4py.
+    so that no rank waits for a dead one. Raises ValueError for a contradictory environment and for levels that do not
+    divide the ranks, ImportError without mpi4py.
     """
+    if levels != "auto" and not (isinstance(levels, int) and levels > 0):
+        raise ValueError(f'levels must be "auto" or a number of ranks per node, got {levels!r}')
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return _on_existing_group(backend, timeout_s)
+        return _in_levels(_on_existing_group(backend, timeout_s), levels)
     launch = detect(os.environ)
     if backend is None and launch.launcher == _SINGLE:
-        return SimTransport()
+        return _in_levels(SimTransport(), levels)
     link = _start(launch, backend or _default_backend(launch), timeout_s)
     _tie_to_process(link, launch)
+    leveled = _in_levels(link, levels)
+    if isinstance(leveled, TwoLevelTransport):
+        _tie_to_process(leveled, launch)
     if link.rank == 0:
-        _log.info("%s", describe(link, launch))
-    return link
+        _log.info("%s", describe(leveled, launch))
+    return leveled
 
 
 def describe(link: Transport, launch: Launch | None = None) -> str:
@@ -232,6 +242,39 @@ def describe(link: Transport, launch: Launch | None = None) -> str:
     launch = detect(os.environ) if launch is None else launch
     means = getattr(link, "describe", lambda: "none (in this process)")()
     return f"{link.world_size} rank{'s' * (link.world_size > 1)} by {launch.launcher}, transport {means}"
+
+
+def _in_levels(link: Transport, levels: int | str) -> Transport:
+    """The link itself, or in two levels; the same choice on all ranks. Sends 48 bytes to each peer."""
+    if link.world_size == 1:
+        return two_levels(link, 1 if levels == "auto" else int(levels))
+    every = _gather(link, struct.pack("<32sqq", *_seen_here(link), 0 if levels == "auto" else levels))
+    hosts, sizes, asked = zip(*(struct.unpack("<32sqq", row) for row in every), strict=True)
+    if len(set(asked)) > 1:
+        raise ValueError(f"rank {link.rank}: levels differ between ranks: {asked} (0: auto); give all the same")
+    if levels == "auto":
+        levels, why = decide([Seen(host.hex(), size or None) for host, size in zip(hosts, sizes, strict=True)])
+        if why and link.rank == 0:
+            _log.info("one level between %d ranks: %s; init(levels=L) makes two of it", link.world_size, why)
+    return two_levels(link, int(levels))
+
+
+def _seen_here(link: Transport) -> tuple[bytes, int]:
+    """A digest of the host's name, and how many ranks the launcher says it has; 0: it says nothing, or of others."""
+    try:
+        launch = detect(os.environ)
+    except ValueError:  # a group that somebody else has made need not know an environment that makes sense
+        launch = Launch("unknown", 0, 0, 0)
+    fits = (launch.rank, launch.world_size) == (link.rank, link.world_size)
+    return hashlib.sha256(socket.gethostname().encode()).digest(), (launch.local_size or 0) if fits else 0
+
+
+def _gather(link: Transport, mine: bytes) -> list[bytes]:
+    device = getattr(link, "device", torch.device("cpu"))
+    row = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    rows = torch.empty(link.world_size, len(mine), dtype=torch.uint8, device=device)
+    link.all_gather(rows, row).wait()
+    return [bytes(row.tolist()) for row in rows.cpu()]
 
 
 def _default_backend(launch: Launch) -> str:
@@ -278,14 +321,14 @@ def _check_same_world(launch: Launch, mpi_rank: int, mpi_world_size: int) -> Non
 
 
 def _on_new_group(launch: Launch, backend: str, timeout_s: float) -> TorchTransport:
-    from .torch_transport import TorchTransport
+    from .torch_transport import GROUP_MARGIN_S, TorchTransport
 
     device = None
     if backend == "nccl":
         device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if backend == "gloo":
-        timeout_s += _ROLL_CALL_MARGIN_S
+        timeout_s += GROUP_MARGIN_S
     where = {"init_method": "env://"} if launch.launcher == "torchrun" else {"store": _store(launch, timeout_s)}
     torch.distributed.init_process_group(
         backend,
@@ -330,7 +373,7 @@ def _store_found_by_mpi(launch: Launch, timeout: timedelta) -> torch.distributed
     return torch.distributed.TCPStore(host, port, launch.world_size, False, timeout, wait_for_workers=False)
 
 
-def _tie_to_process(link: MpiTransport | TorchTransport, launch: Launch) -> None:
+def _tie_to_process(link: MpiTransport | TorchTransport | TwoLevelTransport, launch: Launch) -> None:
     """Close at exit; abandon on an uncaught exception, whose traceback is printed first, as ever."""
     report = sys.excepthook
 
@@ -352,7 +395,7 @@ def _tie_to_process(link: MpiTransport | TorchTransport, launch: Launch) -> None
     atexit.register(close)
 
 
-def _abandon(link: MpiTransport | TorchTransport, launch: Launch) -> None:
+def _abandon(link: MpiTransport | TorchTransport | TwoLevelTransport, launch: Launch) -> None:
     """Release what this rank holds; under mpirun end the job, because MPI_Finalize would wait for the missing rank."""
     link.abandon()
     if launch.is_mpi:

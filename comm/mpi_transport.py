@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .edge import ROLL_CALL_S, HostStaged, as_bytes, check_all_gather, check_all_to_all, check_contiguous, peer_error
+from .edge import (
+    ROLL_CALL_S,
+    HostStaged,
+    as_bytes,
+    check_all_gather,
+    check_all_to_all,
+    check_contiguous,
+    check_split,
+    peer_error,
+)
 from .transport import PeerError, Work
 
 if TYPE_CHECKING:
@@ -68,6 +77,7 @@ class MpiTransport:
         *,
         cuda_aware: bool = False,
         piece_bytes: int = 1 << 30,
+        _part_of: MpiTransport | None = None,
     ):
         self._mpi = import_mpi()
         self._comm = (self._mpi.COMM_WORLD if comm is None else comm).Dup()
@@ -81,7 +91,9 @@ class MpiTransport:
         self._operations = 0
         self._failed: list[_Operation] = []  # held: the library may still write to their tensors
         self._is_closed = False
-        self._progress = _Progress()
+        self._owns_progress = _part_of is None
+        self._progress: _Progress = _Progress() if _part_of is None else _part_of._progress
+        self._names: Sequence[int] = range(self.world_size)  # what ranks are called in messages
 
     @property
     def has_failed(self) -> bool:
@@ -141,6 +153,17 @@ class MpiTransport:
         self.sent_bytes += x.nbytes * (self.world_size - 1) if self.rank == src else 0
         return self._launch("broadcast", [post], (x,))
 
+    def split(self, ranks: Sequence[int]) -> MpiTransport:
+        """See `Transport`. The progress thread is this one's: all MPI calls of both come from it."""
+        check_split(self.rank, self.world_size, ranks)
+        members = self._comm.Create_group(self._comm.Get_group().Incl(list(ranks)))
+        part = MpiTransport(
+            members, self.timeout_s, cuda_aware=self.cuda_aware, piece_bytes=self.piece_bytes, _part_of=self
+        )
+        members.Free()
+        part._names = [self._names[rank] for rank in ranks]
+        return part
+
     def close(self) -> None:
         """Barrier; then end the thread and free the communicator. After a PeerError: end the thread. Idempotent."""
         if self._is_closed:
@@ -150,7 +173,8 @@ class MpiTransport:
             if not self._failed:
                 self._launch("the barrier of close()", [lambda number: [(self._comm.Ibarrier(), None)]], ()).wait()
         finally:
-            self._progress.stop()
+            if self._owns_progress:
+                self._progress.stop()
             if not self._failed and not self._mpi.Is_finalized():
                 self._comm.Free()
 
@@ -171,7 +195,9 @@ class MpiTransport:
     def _launch(self, name: str, legs: Sequence[Callable[[int], Posted]], tensors: tuple[Tensor, ...]) -> Work:
         """Queue an operation of one or more legs, each posted when the one before it is complete."""
         if self._failed:
-            raise PeerError(f"rank {self.rank}: {name}: the transport has failed before, in {self._failed[0].name}")
+            raise PeerError(
+                f"rank {self._names[self.rank]}: {name}: the transport has failed before, in {self._failed[0].name}"
+            )
         for device in {x.device for x in tensors if x.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         self._operations += 1
@@ -333,7 +359,8 @@ class _MpiWork:
         if not missing and link.world_size > 1:
             missing = link._roll_call(operation)
             what += f"; no answer to a roll call within {ROLL_CALL_S:g} s" if missing else ""
-        raise peer_error(link.rank, operation.name, what, missing, _HINT) from operation.error
+        names = [link._names[rank] for rank in missing]
+        raise peer_error(link._names[link.rank], operation.name, what, names, _HINT) from operation.error
 
 
 def import_mpi() -> ModuleType:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -79,6 +79,10 @@ class Variance:
     floor_KJ: Tensor
     correction: float
     eps: float
+
+    def rows(self, own: slice) -> Variance:
+        """Of these rows. Views."""
+        return replace(self, v_KN=self.v_KN[own], floor_KJ=self.floor_KJ[own])
 
     def denominator(self, sqrt: Callable[[Tensor], Tensor] = torch.sqrt) -> Tensor:
         """D, in a new tensor [K, N]."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torch import Tensor
 
+from .edge import check_split
 from .transport import PeerError, Work
 
 T = TypeVar("T")
@@ -28,6 +29,15 @@ class SimNetwork:
         self._readers: dict[int, int] = {}
         self._dead: set[int] = set()
         self._changed = threading.Condition()
+        self._parts: dict[tuple[tuple[int, ...], int], SimNetwork] = {}
+
+    def part(self, ranks: tuple[int, ...], number: int) -> SimNetwork:
+        """The network that these ranks share apart from the others, the same object for each of them."""
+        with self._changed:
+            part = self._parts.setdefault((ranks, number), SimNetwork(len(ranks), self.timeout_s))
+            for rank in self._dead.intersection(ranks):
+                part.leave(ranks.index(rank))
+            return part
 
     def post(self, op: int, rank: int, data: Tensor | None) -> None:
         with self._changed:
@@ -58,6 +68,9 @@ class SimNetwork:
         with self._changed:
             self._dead.add(rank)
             self._changed.notify_all()
+            parts = [(ranks.index(rank), part) for (ranks, _), part in self._parts.items() if rank in ranks]
+        for local_rank, part in parts:
+            part.leave(local_rank)
 
 
 class _SimWork:
@@ -80,6 +93,7 @@ class SimTransport:
         self.timeout_s = self.network.timeout_s
         self.sent_bytes = 0
         self._op = 0
+        self._splits: dict[tuple[int, ...], int] = {}
 
     def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
         def finish(posted: list[Tensor]) -> None:
@@ -109,6 +123,12 @@ class SimTransport:
 
         is_source = self.rank == src
         return self._launch(x if is_source else None, finish, x.nbytes * (self.world_size - 1) if is_source else 0)
+
+    def split(self, ranks: Sequence[int]) -> SimTransport:
+        check_split(self.rank, self.world_size, ranks)
+        members = tuple(ranks)
+        number = self._splits[members] = self._splits.get(members, 0) + 1
+        return SimTransport(self.network.part(members, number), members.index(self.rank))
 
     def close(self) -> None:
         """Nothing is held."""

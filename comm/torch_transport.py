@@ -21,7 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .edge import ROLL_CALL_S, HostStaged, as_bytes, check_all_gather, check_all_to_all, check_contiguous, peer_error
+from .edge import (
+    ROLL_CALL_S,
+    HostStaged,
+    as_bytes,
+    check_all_gather,
+    check_all_to_all,
+    check_contiguous,
+    check_split,
+    peer_error,
+)
 from .transport import PeerError, Work
 
 _log = logging.getLogger(__name__)
@@ -36,6 +45,10 @@ _HINT = (
     "If it is alive, check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) and that all ranks launch "
     "the same operations in the same order"
 )
+
+
+GROUP_MARGIN_S = 60.0
+"""A Gloo group's own timeout closes all its connections; it must come later than the transport's, which asks around."""
 
 
 class _Operation(NamedTuple):
@@ -73,6 +86,7 @@ class TorchTransport:
         self._owns_group = owns_group
         self._backends = _backends_by_device(self.group)
         self._board = _Board(group, self.rank)
+        self._names: Sequence[int] = range(self.world_size)  # what ranks are called in messages
         self._operations = 0
         self._failed: list[object] = []  # what a failed operation may still write to must outlive it
         self._is_closed = False
@@ -81,6 +95,14 @@ class TorchTransport:
     def has_failed(self) -> bool:
         """Whether a PeerError was raised."""
         return bool(self._failed)
+
+    @property
+    def device(self) -> torch.device:
+        """Whose memory small messages may lie in: the host's, where the group serves it."""
+        if "cpu" in self._backends:
+            return torch.device("cpu")
+        bound = getattr(self.group, "bound_device_id", None)
+        return bound or torch.device("cuda", torch.cuda.current_device())
 
     def describe(self) -> str:
         """What serves which memory, for a log line."""
@@ -125,6 +147,19 @@ class TorchTransport:
         return self._collective(
             operation, (x,), lambda: dist.broadcast(as_bytes(x), group_src=src, group=self.group, async_op=True)
         )
+
+    def split(self, ranks: Sequence[int]) -> TorchTransport:
+        check_split(self.rank, self.world_size, ranks)
+        everywhere = dist.get_process_group_ranks(self.group)
+        group = dist.new_group(
+            [everywhere[rank] for rank in ranks],
+            timeout=timedelta(seconds=self.timeout_s + GROUP_MARGIN_S),
+            backend=dist.get_backend(self.group),
+            use_local_synchronization=True,  # others of the default group need not call
+        )
+        part = TorchTransport(group, self.timeout_s)
+        part._names, part._board = [self._names[rank] for rank in ranks], self._board
+        return part
 
     def close(self) -> None:
         """Barrier; then, where this object owns the group, destroy it. After a PeerError: no barrier. Idempotent."""
@@ -181,9 +216,16 @@ class TorchTransport:
         what = f"{_first_line(error)} (timeout_s={self.timeout_s:g})"
         missing: tuple[int, ...] = ()
         if self._backends.get("cpu") == "gloo" and (suspects := self._roll_call(operation)):
-            missing = self._board.trace(suspects)
+            missing = self._trace(suspects)
             what += f"; no answer to a roll call within {ROLL_CALL_S:g} s"
-        return peer_error(self.rank, str(operation), what, missing, _HINT)
+        return self._peer_error(operation, what, missing)
+
+    def _peer_error(self, operation: _Operation, what: str, missing: Sequence[int]) -> PeerError:
+        return peer_error(self._names[self.rank], str(operation), what, missing, _HINT)
+
+    def _trace(self, suspects: set[int]) -> tuple[int, ...]:
+        """The names of those who were missing first."""
+        return self._board.trace({self._names[rank] for rank in suspects})
 
     def _roll_call(self, failed: _Operation) -> set[int]:
         """Who does not answer. Every rank whose collective failed calls it, each on its own: one byte to every peer.
@@ -286,8 +328,7 @@ class _PairsWork:
         if suspects:
             self._link._failed.append(self)
             what = next(iter(self._broken.values()), f"not complete within {self._timeout_s:g} s")
-            missing = self._link._board.trace(suspects)
-            raise peer_error(self._link.rank, str(self._operation), what, missing, _HINT)
+            raise self._link._peer_error(self._operation, what, self._link._trace(suspects))
 
     def suspects(self) -> set[int]:
         """Wait; then the peers whose connection is broken, or else those from whom something is missing in time.

@@ -47,8 +47,10 @@ class Transport(Protocol):
     rank: int
     world_size: int
     timeout_s: float
-    sent_bytes: int
-    """Payload bytes this rank has handed to the network for other ranks since construction (no headers)."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload bytes this rank has handed to the network for other ranks since construction (no headers)."""
 
     def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
         """out[j] on rank i ← in[i] of rank j. uint8 [W, B] both. Sends (W-1)·B bytes per rank."""
@@ -64,6 +66,13 @@ class Transport(Protocol):
 
     def broadcast(self, x: Tensor, src: int) -> Work:
         """x ← x of rank src, in place. Any dtype and shape; sent_bytes counts (W-1)·x.nbytes at src."""
+
+    def split(self, ranks: Sequence[int]) -> Transport:
+        """A transport between these ranks of mine, ascending, this one among them. Called by them all, alike.
+
+        It counts its own `sent_bytes`; a `PeerError` of its operations names ranks as they are numbered here. Close it
+        before this one.
+        """
 
     def close(self) -> None:
         """Barrier, then release everything. All ranks; idempotent."""

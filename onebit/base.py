@@ -4,7 +4,8 @@ The optimizer receives each rank's own gradients and does all data-parallel traf
 not wrapped. One step, top to bottom:
 
     backward    a bucket whose gradients are complete is encoded and sent (leg 1) while earlier layers still compute;
-                two buckets later the owners' averages follow (leg 2)
+                two buckets later the owners' averages follow (leg 2); over a link of two levels there are four legs,
+                the first and the last of them inside the node
     step()      the remaining buckets are sent; ballot: which parameters have a gradient anywhere, the global norm;
                 all buckets land
                 verdict: what is not finite on any rank shows in everybody's frames: all skip, nothing is written
@@ -23,7 +24,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import torch
@@ -38,28 +39,38 @@ from .comm import (
     Bf16Codec,
     Codec,
     ErrorFeedback,
+    Exchange,
     Flight,
     IdentityCodec,
     Int8Codec,
+    MomentumWeights,
+    Segments,
     SignCodec,
     SimTransport,
     Transport,
+    Variance,
     Wire,
+    sent_across,
 )
 from .payoff import StopWatch
 
 log = logging.getLogger(__name__)
 
-# A bucket's leg 2 is launched with leg 1 of the bucket so many behind it: until then there are as many on the wire.
-LEG_2_BEHIND = 2
+# A bucket's next leg is launched with leg 1 of the bucket so many behind it: until then there are as many on the wire.
+NEXT_LEG_BEHIND = 2
 
 
 @dataclass
 class Stats:
-    """What the last step did. Times in milliseconds, bytes as payload this rank sent to others, without headers."""
+    """What the last step did. Times in milliseconds, bytes as payload this rank sent to others, without headers.
+
+    sent_bytes_across: those to other nodes, which is what a slow network carries; bits_per_parameter is of these. The
+    same as sent_bytes where the link is flat.
+    """
 
     phase: str = "warmup"
     sent_bytes: int = 0
+    sent_bytes_across: int = 0
     bits_per_parameter: float = 0.0
     comm_ms: float = 0.0
     skipped_steps: int = 0
@@ -136,7 +147,7 @@ class CompressedOptimizer(BucketedOptimizer):
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._passes_per_step = 0
         self._paused = False
-        self._sent_before = 0
+        self._sent_before = (0, 0)
         self._waited_s = 0.0
         self._checked_step = 0
         super().__init__(params, defaults, link=link, codec=codec, error_dtype=error_dtype, bucket_cap_mb=bucket_cap_mb)
@@ -183,20 +194,20 @@ class CompressedOptimizer(BucketedOptimizer):
 
     def _build_groups(self) -> None:
         super()._build_groups()
-        self._sent_before = self.link.sent_bytes  # what construction sends belongs to no step
+        self._sent_before = self._sent()  # what construction sends belongs to no step
 
     # ---------------------------------------------------------------- whether compression pays
 
     def _compression_pays(self) -> bool:
         """Decide, once per run, and say so. All ranks, between two steps."""
-        if self._compresses is None and isinstance(self.link, SimTransport):
+        if self._compresses is None and isinstance(self._levels.across, SimTransport):
             self._compresses = True  # there is no network to measure
         if self._compresses is None:
             numels = [bucket.layout.numel for bucket in self._buckets]
             compute_s, device = self._computing.median_s(), self._buckets[0].device
             bf16 = Bf16Codec(self.codec.block)
             found = payoff.measure(self.link, compute_s, numels, self.codec, bf16, device)
-            self._sent_before = self.link.sent_bytes
+            self._sent_before = self._sent()
             self._compresses = found.pays
             if self.link.rank == 0 and found.pays:
                 log.info("one-bit compression pays here: %s", found)
@@ -244,7 +255,7 @@ class CompressedOptimizer(BucketedOptimizer):
         return bucket.complete == len(bucket.params)
 
     def _launch(self, bucket: Bucket, scale: float = 1.0) -> None:
-        """Send a bucket's gradients, times scale, and what goes with them; and an earlier bucket's leg 2.
+        """Send a bucket's gradients, times scale, and what goes with them; and earlier buckets' next legs.
 
         In bucket order, whether in backward or in step(): every rank launches the same sequence, also where a gradient
         is missing on one of them.
@@ -254,31 +265,66 @@ class CompressedOptimizer(BucketedOptimizer):
         bucket.note_versions()
         bucket.wire = self._wire(bucket, codec)
         with self._beside(bucket.device):
-            self._encode(bucket, self.param_groups[bucket.group_index], codec, scale)
-            ef = self._error_feedback(bucket)
-            flight = Flight(comm.exchange(ef, codec, self.link, bucket.wire, bucket.layout.chunk, bucket.counts))
-            bucket.flight = flight
+            bucket.flight = Flight(self._legs(bucket, self.param_groups[bucket.group_index], codec, scale))
             self._launched += 1
-            if bucket.index >= LEG_2_BEHIND and (before := self._buckets[bucket.index - LEG_2_BEHIND].flight):
-                before.advance()
+            for leg in range(1, self._levels.legs):
+                behind = bucket.index - leg * NEXT_LEG_BEHIND
+                if behind >= 0 and (flight := self._buckets[behind].flight):
+                    flight.advance()
 
-    def _encode(self, bucket: Bucket, group: dict, codec: Codec, scale: float) -> None:
-        """bucket.wire.sent_WB ← the frames of this rank's payload, made in bucket.x."""
+    def _legs(self, bucket: Bucket, group: dict, codec: Codec, scale: float) -> Exchange:
+        """The exchange of this rank's payload, made in bucket.x, from its encoding on."""
         assert bucket.wire is not None
-        ef = self._error_feedback(bucket)
         bucket.gather(self._gradients(bucket), scale)
         self._make_payload(bucket, group)
-        worker_WN = None if ef is None else self._rows(ef.worker)
-        codec.encode(self._rows(bucket.x), worker_WN, bucket.wire.sent_WB, bucket.counts)
-        if ef is not None:
-            ef.worker_next.copy_(bucket.x)
+        ef = self._error_feedback(bucket)
+        yield from comm.compressed_allreduce(bucket.x, ef, codec, self.link, bucket.wire, bucket.counts)
+
+    def _legs_of_momentum(
+        self,
+        bucket: Bucket,
+        grads: Sequence[Tensor | None],
+        D_WN: Tensor | Variance,
+        momentum_W: Tensor,
+        weights: MomentumWeights,
+    ) -> Exchange:
+        """The exchange of the momentum that these gradients make (`SignCodec.encode_momentum`), encoded in one pass.
+
+        D_WN and momentum_W: one row for each owner. In a flat world the gradients are read where they lie. In two
+        levels the ranks of the node add them up first, in bucket.x, and each encodes its own rows of their mean.
+        """
+        ef, wire, segments, own = bucket.ef, bucket.wire, bucket.layout.segments, self._levels.own
+        assert ef is not None and wire is not None
+        if self._levels.local_size > 1:
+            bucket.gather(grads)
+            yield from self._levels.sum_inside(bucket.x)
+            node = bucket.own_rows(bucket.x).view(-1)
+            grads, segments = [node], Segments((0,), (len(node),), self.codec.block)
+            weights = replace(weights, unscale=weights.unscale / self._levels.local_size)
+        self.codec.encode_momentum(
+            grads,
+            segments,
+            D_WN.rows(own) if isinstance(D_WN, Variance) else D_WN[own],
+            momentum_W[own],
+            ef.worker.view(-1, bucket.layout.chunk),
+            wire.sent_HB,
+            bucket.counts[own],
+            ef.worker_next.view(-1, bucket.layout.chunk),
+            weights,
+        )
+        yield from comm.exchange(ef, self.codec, self.link, wire, bucket.layout.chunk, bucket.counts)
 
     def _wire(self, bucket: Bucket, codec: Codec) -> Wire:
         """The bucket's buffers for this codec, made when first needed. In full, it travels from where it lies."""
         if codec not in bucket.wires:
             in_place = self._rows(bucket.x.view(torch.uint8)) if isinstance(codec, IdentityCodec) else None
             bucket.wires[codec] = Wire.empty(
-                codec, bucket.layout.numel, self.link.world_size, sent_WB=in_place, device=bucket.device
+                codec,
+                bucket.layout.numel,
+                self.link.world_size,
+                levels=self._levels,
+                frames_WB=in_place,
+                device=bucket.device,
             )
         return bucket.wires[codec]
 
@@ -460,11 +506,16 @@ class CompressedOptimizer(BucketedOptimizer):
         return bool(mine)
 
     def _count_traffic(self) -> None:
-        self.stats.sent_bytes = self.link.sent_bytes - self._sent_before
-        self._sent_before = self.link.sent_bytes
+        sent, across = (now - before for now, before in zip(self._sent(), self._sent_before, strict=True))
+        self.stats.sent_bytes, self.stats.sent_bytes_across = sent, across
+        self._sent_before = self._sent()
         elements = sum(bucket.layout.parameter_numel for bucket in self._buckets)
-        self.stats.bits_per_parameter = 8.0 * self.stats.sent_bytes / elements
+        self.stats.bits_per_parameter = 8.0 * across / elements
         self.stats.comm_ms = 1e3 * self._waited_s
+
+    def _sent(self) -> tuple[int, int]:
+        """Bytes so far: to anybody, and to other nodes."""
+        return self.link.sent_bytes, sent_across(self.link)
 
     def _start_over(self) -> None:
         """Forget this step's launches and passes."""
@@ -517,12 +568,16 @@ class CompressedOptimizer(BucketedOptimizer):
 
     @torch.no_grad()
     def error_norm_ratio(self) -> float:
-        """‖worker error‖ / ‖what an exchange brings‖ on this rank: how much is owed. 0 in warm-up. Sends nothing."""
+        """‖worker error‖ / ‖what an exchange brings‖ on this rank: how much is owed. 0 in warm-up. Sends nothing.
+
+        In two levels, of the rows that this rank exchanges.
+        """
         owed = brought = 0.0
         for bucket in self._buckets:
             if bucket.ef is not None:
-                owed += sum(dot(e, e) for e in bucket.layout.views(bucket.ef.worker.float()))
-                brought += sum(dot(x, x) for x in bucket.layout.views(self._last_average(bucket)))
+                average = bucket.spread(bucket.own_rows(self._last_average(bucket)))
+                owed += sum(dot(e, e) for e in bucket.layout.views(bucket.spread(bucket.ef.worker.float())))
+                brought += sum(dot(x, x) for x in bucket.layout.views(average))
         return math.sqrt(owed / brought) if brought > 0 else 0.0
 
     # ---------------------------------------------------------------- checkpoints

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .comm import Codec, ErrorFeedback, Flight, Wire
+from .comm import Codec, ErrorFeedback, Flight, Levels, Wire
 from .flat import Layout
 
 
@@ -16,15 +16,16 @@ from .flat import Layout
 class Bucket:
     """Some parameters of one group, their flat state, and their exchange.
 
-    first: how many parameters the buckets before it hold. owner: this rank, which owns that chunk of the bucket. flat:
-    the state that has one element per element, by name. layers: what a leaf knows of each parameter, by name. live_J:
-    which blocks have ever seen a gradient. floor_J: the least variance in each block. frames: the packed m/D, uint8
-    [W, B], once compression has begun. wires: buffers by codec; wire: the one of the exchange under way.
+    first: how many parameters the buckets before it hold. levels: says which rows this rank exchanges across nodes (all
+    of them in a flat world), and which it averages. flat: the state that has one element per element, by name. layers:
+    what a leaf knows of each parameter, by name. live_J: which blocks have ever seen a gradient. floor_J: the least
+    variance in each block. frames: the packed m/D, uint8 [W, B], once compression has begun. wires: buffers by codec;
+    wire: the one of the exchange under way.
     """
 
     index: int
     first: int
-    owner: int
+    levels: Levels
     group_index: int
     device: torch.device
     params: list[Tensor]
@@ -104,15 +105,27 @@ class Bucket:
         pairs = zip(self.params, self.names, strict=True)
         return [name for p, name in pairs if p.grad is not None and not bool(p.grad.isfinite().all())]
 
-    def commit_errors(self) -> None:
-        """Take over the residuals of this step's exchange. The caller shows them in the optimizer's state."""
-        assert self.ef is not None
-        self.ef.commit()
-        self.flat["worker_error"] = self.ef.worker
+    def new_errors(self, dtype: torch.dtype) -> ErrorFeedback:
+        """Nothing owed: worker error [H·N], for the own rows, and server error [N]."""
+        layout, L = self.layout, self.levels.local_size
+        return ErrorFeedback.zeros(layout.numel, layout.world_size, local_size=L, dtype=dtype, device=self.device)
+
+    def own_rows(self, flat: Tensor) -> Tensor:
+        """The rows of a flat tensor that this rank exchanges across nodes, [H, ...]. A view."""
+        return self.levels.rows(flat)
 
     def own_chunk(self, flat: Tensor) -> Tensor:
-        """The chunk of a flat tensor that rank `owner` owns."""
-        return flat.view(self.layout.world_size, -1)[self.owner]
+        """The chunk of a flat tensor that this rank averages."""
+        return flat.view(self.layout.world_size, -1)[self.levels.owner]
+
+    def spread(self, own: Tensor) -> Tensor:
+        """A flat tensor [W·N] that holds these own rows, and zeros. In a flat world they themselves."""
+        if self.levels.local_size == 1:
+            return own.view(-1)
+        flat = own.new_zeros(self.layout.numel)
+        rows = self.own_rows(flat)
+        rows.copy_(own.view(rows.shape))
+        return flat
 
 
 def _version(p: Tensor) -> tuple[int, int] | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import comm, replicas
 from .bucket import Bucket
-from .comm import SignCodec, Transport
+from .comm import Levels, SignCodec, Transport
 from .elastic import gather_states, reframe, resize
 from .flat import lay_out, partition
 
@@ -53,6 +53,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         if bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")
         self.link = comm.init() if link is None else link
+        self._levels = Levels.of(self.link)
         self.codec = codec or SignCodec()
         self.error_dtype = error_dtype
         self._bucket_elements = max(1, int(bucket_cap_mb * 2**20 / 4))
@@ -156,7 +157,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         bucket = Bucket(
             index=len(self._buckets),
             first=len(self._slots),
-            owner=self.link.rank,
+            levels=self._levels,
             group_index=g,
             device=device,
             params=params,
@@ -201,7 +202,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         return sum(
             sum(t.nbytes for t in bucket.flat.values())
             + (0 if bucket.frames is None else bucket.frames.nbytes)
-            + (0 if bucket.ef is None else bucket.ef.server.nbytes)
+            + (0 if bucket.ef is None else bucket.ef.worker.nbytes + bucket.ef.server.nbytes)
             for bucket in self._buckets
         )
 
@@ -210,16 +211,11 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         wires = [wire for bucket in self._buckets for wire in bucket.wires.values()]
         efs = [bucket.ef for bucket in self._buckets if bucket.ef is not None]
         tensors = [bucket.x for bucket in self._buckets if bucket.x_bytes]
-        tensors += [t for wire in wires for t in (wire.sent_WB, wire.received_WB, wire.mean) if t is not None]
+        tensors += [t for wire in wires for t in (wire.frames_WB, wire.received_HB, wire.mean) if t is not None]
         tensors += [t for ef in efs for t in (ef.worker_next, ef.server_next)]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
     # ---------------------------------------------------------------- checkpoints
-
-    def _commit_errors(self, bucket: Bucket) -> None:
-        bucket.commit_errors()
-        for p, view in zip(bucket.params, bucket.layout.views(bucket.flat["worker_error"]), strict=True):
-            self.state[p]["worker_error"] = view
 
     def _publish(self, bucket: Bucket) -> None:
         """Show the bucket's state as torch does: optimizer.state[p], views of the flat tensors."""
@@ -228,12 +224,18 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             self.state[p] = {"step": self._steps[bucket.group_index], **{name: v[k] for name, v in views.items()}}
 
     def state_dict(self) -> dict:
-        """As torch's, and this rank's share of the compression under "onebit": each rank saves and loads its own."""
+        """As torch's, and this rank's share of the compression under "onebit": each rank saves and loads its own.
+
+        What is owed is among the entries of the parameters, as "worker_error"; in two levels, zeros where another rank
+        of the node exchanges the element.
+        """
         state = super().state_dict()
+        self._add_worker_errors(state)
         state["onebit"] = {
             "version": _CHECKPOINT_VERSION,
             "rank": self.link.rank,
             "world_size": self.link.world_size,
+            "local_size": self._levels.local_size,
             "block": self.codec.block,
             "buckets": [
                 {
@@ -248,19 +250,33 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         }
         return state
 
+    def _add_worker_errors(self, state: dict) -> None:
+        errors: dict[Tensor, Tensor] = {}
+        for bucket in self._buckets:
+            if bucket.ef is not None:
+                errors |= zip(bucket.params, bucket.layout.views(bucket.spread(bucket.ef.worker)), strict=True)
+        for group, packed in zip(self.param_groups, state["param_groups"], strict=True):
+            for p, key in zip(group["params"], packed["params"], strict=True):
+                if p in errors:
+                    state["state"][key] = {**state["state"][key], "worker_error": errors[p]}
+
     def load_state_dicts(self, states: Sequence[dict]) -> None:
         """Continue from the states of all ranks of a world of any size, in rank order. All ranks, all the states.
 
-        In a world of the same size, this rank's own is loaded, exactly. Otherwise each rank will owe the mean of what
-        the old ranks owed, which keeps its sum, and rank 0 logs that. Between synchronisations of 0/1 Adam parameters
-        are part of the state: they become the mean of the old ranks' too. `states` may load an item when it is asked
-        for. Raises ValueError as `load_state_dict`, and where the states are not those of one world.
+        In a world of the same size and levels, this rank's own is loaded, exactly. Otherwise each rank will owe the
+        mean of what the old ranks owed, which keeps its sum, and rank 0 logs that. Between synchronisations of 0/1 Adam
+        parameters are part of the state: they become the mean of the old ranks' too. `states` may load an item when it
+        is asked for. Raises ValueError as `load_state_dict`, and where the states are not those of one world.
         """
-        if len(states) == self.link.world_size:
-            self.load_state_dict(states[self.link.rank])
+        if len(states) == self.link.world_size and self._is_of_these_levels(mine := states[self.link.rank]):
+            self.load_state_dict(mine)
             return
         world = gather_states(states)
-        record = dict(world.state["onebit"], rank=self.link.rank, world_size=self.link.world_size)
+        record = world.state["onebit"] | {
+            "rank": self.link.rank,
+            "world_size": self.link.world_size,
+            "local_size": self._levels.local_size,
+        }
         if record["block"] == self.codec.block and len(record["buckets"]) == len(self._buckets):
             record["buckets"] = [
                 self._adapt(*saved) for saved in zip(self._buckets, record["buckets"], world.server_errors, strict=True)
@@ -272,6 +288,9 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 world.size,
                 self.link.world_size,
             )
+
+    def _is_of_these_levels(self, state: dict) -> bool:
+        return state.get("onebit", {}).get("local_size", 1) == self._levels.local_size
 
     def _adapt(self, bucket: Bucket, saved: dict, server_error: Tensor | None) -> dict:
         """A bucket's record, for this rank of this world."""
@@ -315,12 +334,14 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 "version": _CHECKPOINT_VERSION,
                 "rank": self.link.rank,
                 "world_size": self.link.world_size,
+                "local_size": self._levels.local_size,
                 "block": self.codec.block,
             }
             for key, value in mine.items():
-                if record[key] != value:
+                there = record.get(key, 1) if key == "local_size" else record[key]
+                if there != value:
                     raise ValueError(
-                        f"{where}{key} is {record[key]} there and {value} here; each rank loads its own, or all ranks "
+                        f"{where}{key} is {there} there and {value} here; each rank loads its own, or all ranks "
                         "load those of all ranks with load_state_dicts"
                     )
             numels = [bucket.layout.numel for bucket in self._buckets]
@@ -361,6 +382,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 bucket.frames.copy_(saved["frames"])
             if saved is not None and bucket.ef is not None:
                 bucket.ef.server.copy_(saved["server_error"])
+                self._restore_worker_error(bucket, [entries[p].get("worker_error") for p in bucket.params])
             step = entries[bucket.params[0]].get("step")
             if step is not None:
                 self._steps[bucket.group_index].fill_(float(step))
@@ -373,6 +395,14 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             self._adopt_dense_state()
         for g in range(len(self.param_groups)):
             self._read_masks(g)
+
+    def _restore_worker_error(self, bucket: Bucket, saved: Sequence[Tensor | None]) -> None:
+        assert bucket.ef is not None
+        flat = torch.zeros(bucket.layout.numel, dtype=self.error_dtype, device=bucket.device)
+        for view, error in zip(bucket.layout.views(flat), saved, strict=True):
+            if error is not None:
+                view.copy_(error)
+        bucket.ef.worker.copy_(bucket.own_rows(flat).view(-1))
 
     def _extra_state(self) -> dict:
         """What else a leaf must keep, as plain numbers and tensors."""

@@ -2,7 +2,8 @@
 
 What is the same on all ranks stays as it is; of what is each rank's own (worker errors, and between synchronisations
 momentum, accumulated moves and parameters) every new rank takes the mean. A mean over ranks is all that an exchange
-makes of them, so the sum of what has not been sent yet is kept, to rounding.
+makes of them, so the sum of what has not been sent yet is kept, to rounding. In two levels each rank's worker error is
+that of its node, on one L-th of the elements: it weighs L times as much.
 """
 
 from __future__ import annotations
@@ -22,8 +23,17 @@ class World:
     """The states of all ranks of a world, taken together. server_errors: per bucket, the owners' chunks in order."""
 
     size: int
+    local_size: int
     state: dict
     server_errors: list[Tensor | None]
+
+    def has(self, record: dict) -> bool:
+        """Whether this is the record of one of its ranks."""
+        return (record["world_size"], record.get("local_size", 1)) == (self.size, self.local_size)
+
+    def ranks_by_row(self) -> list[int]:
+        """The rank that owns each row of a bucket; see `comm/levels.py`."""
+        return [rank for local_rank in range(self.local_size) for rank in range(local_rank, self.size, self.local_size)]
 
 
 def gather_states(states: Iterable[dict]) -> World:
@@ -33,19 +43,20 @@ def gather_states(states: Iterable[dict]) -> World:
     servers: list[list[Tensor | None]] = []
     for rank, state in enumerate(states):
         record = state.get("onebit")
-        if record is None or record["rank"] != rank or (world is not None and record["world_size"] != world.size):
+        if record is None or record["rank"] != rank or (world is not None and not world.has(record)):
             raise ValueError(
                 "expected the states of ranks 0, 1, 2, ... of one world, each saved by its rank; number "
                 f"{rank} is " + ("no state of such an optimizer" if record is None else _whose(record))
             )
         if world is None:
-            world = World(record["world_size"], _copy(state), [])
+            world = World(record["world_size"], record.get("local_size", 1), _copy(state), [])
         _add(sums, _own_tensors(state))
         servers.append([bucket["server_error"] for bucket in record["buckets"]])
     if world is None or len(servers) != world.size:
         raise ValueError(f"expected the states of all {world.size if world else ''} ranks, got {len(servers)}")
-    world.server_errors = [None if chunks[0] is None else torch.cat(chunks) for chunks in zip(*servers, strict=True)]
-    _put_means(world.state, sums, world.size)
+    by_row = [servers[rank] for rank in world.ranks_by_row()]
+    world.server_errors = [None if chunks[0] is None else torch.cat(chunks) for chunks in zip(*by_row, strict=True)]
+    _put_means(world, sums)
     return world
 
 
@@ -77,12 +88,14 @@ def _add(sums: dict, tensors: dict) -> None:
         sums[where] = sums[where].add_(tensor) if where in sums else tensor.to(torch.float64, copy=True)
 
 
-def _put_means(state: dict, sums: dict, n: int) -> None:
+def _put_means(world: World, sums: dict) -> None:
     """Equal values stay what they are: n of them add up exactly in float64."""
+    state, n = world.state, world.size
     for where, total in sums.items():
         if where[0] == "state":
-            entry = state["state"][where[1]]
-            entry[where[2]] = total.div_(n).to(entry[where[2]].dtype)
+            entry, name = state["state"][where[1]], where[2]
+            owing = n // world.local_size if name == "worker_error" else n
+            entry[name] = total.div_(owing).to(entry[name].dtype)
         else:
             parameters = state["onebit"]["parameters"]
             parameters[where[1]] = total.div_(n).to(parameters[where[1]].dtype)

@@ -18,7 +18,7 @@ from .adam import adamw_update_, check_adam_options, denominator_, mean_of_live_
 from .ballot import Ballot
 from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
-from .comm import Bf16Codec, Codec, ErrorFeedback, MomentumWeights
+from .comm import Bf16Codec, Codec, ErrorFeedback, Exchange, MomentumWeights
 from .elastic import resize
 from .schedule import DenseSteps, variance_weight
 
@@ -82,29 +82,21 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
     def _error_feedback(self, bucket: Bucket) -> ErrorFeedback | None:
         return None if self._is_dense(bucket) else bucket.ef
 
-    def _encode(self, bucket: Bucket, group: dict, codec: Codec, scale: float) -> None:
+    def _legs(self, bucket: Bucket, group: dict, codec: Codec, scale: float) -> Exchange:
         """Dense steps: the gradient. Others, in one pass: β1·m/D + (1-β1)·g_i/D, with m/D read from its frames."""
         if self._is_dense(bucket):
-            super()._encode(bucket, group, codec, scale)
+            yield from super()._legs(bucket, group, codec, scale)
             return
-        assert bucket.wire is not None and bucket.frames is not None and bucket.ef is not None
-        grads, own = self._gradients(bucket), self._weight_of_own_gradient(bucket)
-        self._observe(bucket, grads, scale, own)
+        assert bucket.frames is not None
+        grads, share = self._gradients(bucket), self._weight_of_a_gradient(bucket)
+        self._observe(bucket, grads, scale, share / self.link.world_size)
         beta1 = group["betas"][0]
-        self.codec.encode_momentum(
-            grads,
-            bucket.layout.segments,
-            self._rows(bucket.flat["denominator"]),
-            bucket.frames,
-            self._rows(bucket.ef.worker),
-            bucket.wire.sent_WB,
-            bucket.counts,
-            self._rows(bucket.ef.worker_next),
-            MomentumWeights(keep=beta1, add=1.0 - beta1, own=own, unscale=scale),
-        )
+        weights = MomentumWeights(keep=beta1, add=1.0 - beta1, own=share / self._levels.nodes, unscale=scale)
+        D_WN = self._rows(bucket.flat["denominator"])
+        yield from self._legs_of_momentum(bucket, grads, D_WN, bucket.frames, weights)
 
-    def _weight_of_own_gradient(self, bucket: Bucket) -> float:
-        """What a gradient would weigh in a refresh in this step, divided among the ranks.
+    def _weight_of_a_gradient(self, bucket: Bucket) -> float:
+        """What a gradient would weigh in a refresh in this step. Divided among those who send one: see `normalised`.
 
         Where there are no refreshes, 1 - β2: a weight that grew with the age of a variance that is frozen for good cost
         2 % of the byte LM's loss (scripts/records/study_2026-11.md).
@@ -112,8 +104,8 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
         g = bucket.group_index
         beta2 = self.param_groups[g]["betas"][1]
         if isinstance(self.rule.freeze_step, int):
-            return (1.0 - beta2) / self.link.world_size
-        return self._share_of_refresh(g, beta2, int(self._steps[g]) + 1) / self.link.world_size
+            return 1.0 - beta2
+        return self._share_of_refresh(g, beta2, int(self._steps[g]) + 1)
 
     def _observe(self, bucket: Bucket, grads: Sequence[Tensor | None], scale: float, own: float) -> None:
         """What a leaf wants to know of scale·g_i over D before it is sent."""
@@ -127,8 +119,8 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
         if phase == "warmup":
             bucket.flat = {name: torch.zeros(n, device=device) for name in ("exp_avg", "exp_avg_sq")}
         else:
-            bucket.ef = ErrorFeedback.zeros(n, W, dtype=self.error_dtype, device=device)
-            bucket.flat = {"denominator": torch.ones(n, device=device), "worker_error": bucket.ef.worker}
+            bucket.ef = bucket.new_errors(self.error_dtype)
+            bucket.flat = {"denominator": torch.ones(n, device=device)}
             bucket.frames = torch.zeros(W, self.codec.frame_bytes(n // W), dtype=torch.uint8, device=device)
             bucket.live_J = torch.zeros(n // self.codec.block, dtype=torch.bool, device=device)
 
@@ -168,11 +160,10 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
             bucket.x.mul_(self._momentum_correction(bucket, step))
         else:
             wire = bucket.wires[self.codec]
-            assert bucket.frames is not None
-            self._commit_errors(bucket)
+            assert bucket.frames is not None and bucket.ef is not None
+            bucket.ef.commit()
             # What landed is the new momentum; the old one's memory receives the next.
-            new, wire.sent_WB, wire.frames_WB = wire.frames_WB, bucket.frames, bucket.frames
-            bucket.frames = new
+            bucket.frames, wire.frames_WB = wire.frames_WB, bucket.frames
 
     def _weights_of_layers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """weight, decay: p ← (1 - decay)·p - weight·m̂/D for each parameter of the bucket. float32 [K]."""
@@ -239,7 +230,7 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
         """frames ← m (here m/D); its residual r is owed as β1·r, so that the next β1·m + e is what it would be."""
         assert bucket.frames is not None and bucket.ef is not None
         self.codec.encode(self._rows(m), None, bucket.frames, bucket.counts)
-        bucket.ef.worker.add_(m, alpha=beta1)
+        bucket.ef.worker.add_(bucket.own_rows(m).view(-1), alpha=beta1)
 
     # ---------------------------------------------------------------- the freeze
 
@@ -256,7 +247,8 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
         self.stats.phase = "refresh" if is_refresh else first.phase
         self._freeze_where_due()
         for bucket in self._buckets:
-            rests = self._compresses and self.rule.rests(self._count(bucket))
+            # In two levels gradients come through x in every step.
+            rests = self._compresses and self._levels.local_size == 1 and self.rule.rests(self._count(bucket))
             if rests and bucket.group_index not in self._masks:
                 bucket.release_x()
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .comm import Codec, Transport, Wire, compressed_allreduce, interleave
+from .comm import Codec, Levels, Transport, Wire, compressed_allreduce, interleave
 from .replicas import gather_bytes
 
 SAMPLE = 4  # buckets that are exchanged; the rest is taken to be like them
@@ -94,14 +94,15 @@ def measure(
 def _exchange_s(link: Transport, codec: Codec, numels: Sequence[int], device: torch.device) -> float:
     sample = list(numels[:SAMPLE])
     xs = [torch.randn(n, device=device) for n in sample]
-    wires = [Wire.empty(codec, n, link.world_size, device=device) for n in sample]
+    W, levels = link.world_size, Levels.of(link)
+    wires = [Wire.empty(codec, n, W, levels=levels, device=device) for n in sample]
     times = []
     for _ in range(REPEATS + 1):
         gather_bytes(link, b"ready", device)
         began = time.perf_counter()
         interleave(compressed_allreduce(x, None, codec, link, wire) for x, wire in zip(xs, wires, strict=True))
         for x, wire in zip(xs, wires, strict=True):
-            codec.decode(wire.frames_WB, x.view(link.world_size, -1))
+            codec.decode(wire.frames_WB, x.view(W, -1))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began)

@@ -17,7 +17,7 @@ from .adam import check_adam_options, floor_of_blocks, mean_of_live_blocks, norm
 from .ballot import Ballot
 from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
-from .comm import Bf16Codec, Codec, ErrorFeedback, MomentumWeights, Variance
+from .comm import Bf16Codec, Codec, ErrorFeedback, Exchange, MomentumWeights, Variance
 from .schedule import LocalSteps, VarianceUpdates, variance_weight
 
 if TYPE_CHECKING:
@@ -141,14 +141,13 @@ class ZeroOneAdam(CompressedOptimizer):
     # ---------------------------------------------------------------- state
 
     def _allocate(self, bucket: Bucket, phase: str) -> None:
-        n, W, device = bucket.layout.numel, self.link.world_size, bucket.device
+        n, device = bucket.layout.numel, bucket.device
         bucket.phase = phase
-        bucket.ef = ErrorFeedback.zeros(n, W, dtype=self.error_dtype, device=device)
+        bucket.ef = bucket.new_errors(self.error_dtype)
         names = ["exp_avg", "exp_avg_sq"]
         if self.local_steps.longest > 1:
             names += ["accumulated", "anchor"]
         bucket.flat = {name: torch.zeros(n, device=device) for name in names}
-        bucket.flat["worker_error"] = bucket.ef.worker
         bucket.floor_J = None
         bucket.wires.clear()
         groups = bucket.group_index + 1
@@ -171,25 +170,16 @@ class ZeroOneAdam(CompressedOptimizer):
 
     # ---------------------------------------------------------------- what is sent
 
-    def _encode(self, bucket: Bucket, group: dict, codec: Codec, scale: float) -> None:
+    def _legs(self, bucket: Bucket, group: dict, codec: Codec, scale: float) -> Exchange:
         """A synchronisation in every step: γ·(β1·m + (1-β1)·g/D) in one pass. Otherwise see `_make_payload`."""
         if self._round == _VARIANCE or self._since_sync or self._is_forced:
-            super()._encode(bucket, group, codec, scale)
+            yield from super()._legs(bucket, group, codec, scale)
             return
-        assert bucket.wire is not None and bucket.ef is not None
         beta1, weight = group["betas"][0], self._weights[bucket.group_index]
-        own = self._weight_of_own_gradient(bucket, group)
-        self.codec.encode_momentum(
-            self._gradients(bucket),
-            bucket.layout.segments,
-            self._variance(bucket, group),
-            self._rows(bucket.flat["exp_avg"]),
-            self._rows(bucket.ef.worker),
-            bucket.wire.sent_WB,
-            bucket.counts,
-            self._rows(bucket.ef.worker_next),
-            MomentumWeights(keep=weight * beta1, add=weight * (1.0 - beta1), own=own, unscale=scale),
-        )
+        own = self._weight_of_a_gradient(bucket, group) / self._levels.nodes
+        weights = MomentumWeights(keep=weight * beta1, add=weight * (1.0 - beta1), own=own, unscale=scale)
+        grads, D_WN, m_WN = self._gradients(bucket), self._variance(bucket, group), self._rows(bucket.flat["exp_avg"])
+        yield from self._legs_of_momentum(bucket, grads, D_WN, m_WN, weights)
 
     def _make_payload(self, bucket: Bucket, group: dict) -> None:
         """Variance step: the gradient. After local steps: u + γ·(β1·m + (1-β1)·g/D), or u where it is forced."""
@@ -231,7 +221,8 @@ class ZeroOneAdam(CompressedOptimizer):
     def _synchronise(self, bucket: Bucket, group: dict, step: int) -> None:
         assert bucket.wire is not None
         g, frames_WB = bucket.group_index, bucket.wire.frames_WB
-        self._commit_errors(bucket)
+        assert bucket.ef is not None
+        bucket.ef.commit()
         weight = self._accumulated_weight[g] + self._weights[g]
         if weight > 0.0:
             self.codec.decode(frames_WB, self._rows(bucket.flat["exp_avg"]), weight=1.0 / weight)
@@ -274,12 +265,13 @@ class ZeroOneAdam(CompressedOptimizer):
     def _normalise(self, bucket: Bucket, group: dict) -> None:
         """bucket.x: this rank's gradient in, a move out."""
         D = self._variance(bucket, group).denominator().view(-1)
-        bucket.x.copy_(normalised(bucket.x, D, self._weight_of_own_gradient(bucket, group)))
+        own = self._weight_of_a_gradient(bucket, group) / self.link.world_size
+        bucket.x.copy_(normalised(bucket.x, D, own))
 
-    def _weight_of_own_gradient(self, bucket: Bucket, group: dict) -> float:
-        """What a gradient would weigh in a variance step now, divided among the ranks."""
+    def _weight_of_a_gradient(self, bucket: Bucket, group: dict) -> float:
+        """What a gradient would weigh in a variance step now. Divided among those who send one: see `normalised`."""
         weight = variance_weight(group["betas"][1], self._step_under_way - self._variance_steps)
-        return weight / self._total_after(bucket.group_index, weight) / self.link.world_size
+        return weight / self._total_after(bucket.group_index, weight)
 
     def _kept_this_step(self, group: dict) -> float:
         return 1.0 if self._is_forced else 1.0 - float(group["lr"]) * group["weight_decay"]

@@ -84,11 +84,11 @@ def codec_work(elements: int, world_size: int, kernel: str) -> Callable[[], None
     ef, wire = ErrorFeedback.zeros(len(x), world_size), Wire.empty(codec, len(x), world_size)
 
     def work() -> None:
-        codec.encode(x.view(world_size, -1), ef.worker.view(world_size, -1), wire.sent_WB, None)
+        codec.encode(x.view(world_size, -1), ef.worker.view(world_size, -1), wire.sent_HB, None)
         ef.worker_next.copy_(x)
-        codec.encode_mean(wire.sent_WB, ef.server.view(1, -1), wire.received_WB[:1], None, ef.server_next.view(1, -1))
+        codec.encode_mean(wire.sent_HB, ef.server.view(1, -1), wire.received_HB[:1], None, ef.server_next.view(1, -1))
         ef.commit()
-        codec.decode(wire.sent_WB, x.view(world_size, -1))
+        codec.decode(wire.sent_HB, x.view(world_size, -1))
 
     return work
 

@@ -101,7 +101,7 @@ def test_identity_gives_the_plain_mean(world_size: int) -> None:
 def test_identity_travels_from_where_it_lies() -> None:
     def work(link: SimTransport) -> bool:
         x, n = vector(link.rank, 64), 64
-        wire = Wire.empty(IdentityCodec(), n, 2, sent_WB=x.view(torch.uint8).view(2, -1))
+        wire = Wire.empty(IdentityCodec(), n, 2, frames_WB=x.view(torch.uint8).view(2, -1))
         y = x.clone()
         interleave([compressed_allreduce(x, None, IdentityCodec(), link, wire)])
         allreduce_mean(y, None, IdentityCodec(), link)

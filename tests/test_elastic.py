@@ -29,12 +29,12 @@ def trained(world_size: int, name: str, steps: int, **options: object) -> list[t
 
 
 def owed(optimizer: CompressedOptimizer) -> Tensor:
-    """This rank's share of what the mean is still owed: worker error / W, and the server error of its chunk."""
+    """This rank's share of what the mean is still owed: worker error / H, and the server error of its chunk."""
     parts = []
     for bucket in optimizer._buckets:
         if bucket.ef is None:
             continue
-        mine = bucket.ef.worker.double() / optimizer.link.world_size
+        mine = bucket.spread(bucket.ef.worker.double()) / bucket.levels.nodes
         bucket.own_chunk(mine).add_(bucket.ef.server.double())
         parts += [view.reshape(-1) for view in bucket.layout.views(mine)]
     return torch.cat(parts) if parts else torch.zeros(0)

@@ -179,6 +179,44 @@ def test_real_torchrun_and_exit_without_close() -> None:
     assert ended.results == ("2 ranks by torchrun, transport torch.distributed (gloo)",) * 2
 
 
+@pytest.mark.parametrize("levels", [0, -2, "two", 2.0])
+def test_levels_that_are_no_number_are_refused(levels: object) -> None:
+    with pytest.raises(ValueError, match='levels must be "auto" or a number of ranks per node'):
+        onebit.comm.init(levels=levels)
+
+
+def test_a_single_process_has_one_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*TORCHRUN, *OPEN_MPI, *HYDRA, *SRUN):
+        monkeypatch.delenv(name, raising=False)
+    assert onebit.comm.init(levels=1).world_size == 1
+    with pytest.raises(ValueError, match="1 ranks cannot be 2 on each node"):
+        onebit.comm.init(levels=2)
+
+
+IN_TWO_LEVELS = "transport torch.distributed (gloo), two levels: 2 nodes of 2 ranks"
+
+
+@pytest.mark.dist
+def test_levels_follow_the_launcher_and_the_host_names() -> None:
+    """Two emulated hosts of two ranks; a second init() finds the group and takes the same levels."""
+    ended = run_torchrun(4, transport_ranks.levels_of_inits, ["node0", "node0", "node1", "node1"], 2, timeout_s=90)
+    for result in ended.check().results:
+        plain = "4 ranks by the environment (RANK, WORLD_SIZE), "
+        assert result["auto"] == result["again"] == result["two"] == plain + IN_TWO_LEVELS
+        assert result["one"] == plain + "transport torch.distributed (gloo)"
+        assert "4 ranks cannot be 3 on each node" in result["three"]
+        assert "levels differ between ranks: (1, 2, 2, 2)" in result["unlike"]
+
+
+@pytest.mark.dist
+def test_levels_that_are_not_there_are_logged() -> None:
+    """Host names of nodes with unlike numbers of ranks, whatever the launcher says: flat, and rank 0 says why."""
+    ended = run_torchrun(4, transport_ranks.levels_of_inits, ["node0", "node1", "node1", "node1"], 2, timeout_s=90)
+    for rank, result in enumerate(ended.check().results):
+        assert "two levels" not in result["auto"]
+        assert ("one level between 4 ranks: the launcher says 2" in result["log"]) == (rank == 0)
+
+
 @pytest.mark.dist
 def test_init_picks_gloo_from_plain_variables() -> None:
     described = {result["description"] for result in contract_run("gloo").results}

@@ -11,12 +11,12 @@ from ranks import run_mpi, run_torchrun
 from torch import nn
 
 import onebit
-from onebit.comm import Transport, init, run_ranks
+from onebit.comm import Transport, TwoLevelTransport, init, run_ranks, two_levels
 
 _GLOBAL_RNG = threading.Lock()
 
 
-def train(link: Transport) -> str:
+def train(link: Transport, max_grad_norm: float = 0.7) -> str:
     """Twelve steps with two buckets, clipping in the second half's phase, a skipped step; a hash of all parameters."""
     with _GLOBAL_RNG:
         torch.manual_seed(0)
@@ -28,7 +28,7 @@ def train(link: Transport) -> str:
         link=link,
         compression="always",
         bucket_cap_mb=0.003,
-        max_grad_norm=0.7,
+        max_grad_norm=max_grad_norm,
         check_replicas_every=3,
     )
     assert len(optimizer._buckets) == 2
@@ -50,6 +50,24 @@ def over_processes() -> str:
     digest = train(link)
     link.close()
     return digest
+
+
+def on_nodes_over_processes(local_size: int) -> str:
+    """One rank of a real transport in two levels; without clipping, so that buckets leave during backward."""
+    torch.set_num_threads(1)
+    link = init(levels=local_size)
+    assert isinstance(link, TwoLevelTransport)
+    digest = train(link, max_grad_norm=0.0)
+    link.close()
+    return digest
+
+
+@pytest.mark.dist
+def test_every_transport_gives_the_same_bits_on_nodes_of_two_ranks() -> None:
+    simulated = set(run_ranks(4, lambda link: train(two_levels(link, 2), max_grad_norm=0.0)))
+    assert len(simulated) == 1
+    for run in (run_torchrun, run_mpi):
+        assert set(run(4, on_nodes_over_processes, 2, timeout_s=90).check().results) == simulated
 
 
 @pytest.mark.dist

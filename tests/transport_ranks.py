@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import signal
 import time
+import unittest.mock
 from collections.abc import Callable, Mapping
 
 import torch
@@ -84,6 +87,31 @@ def outlive_a_peer_on_mpi(fate: str) -> None:
     report(_meet(fate, base, links))
     base.timeout_s = TIMEOUT_S
     OPERATIONS["all_to_all"](base).wait()
+
+
+def levels_of_inits(hosts: list[str], local_size: int) -> dict[str, str]:
+    """What init() makes of these host names and this LOCAL_WORLD_SIZE, and of numbers."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(LOCAL_RANK=str(rank % local_size), LOCAL_WORLD_SIZE=str(local_size))
+    log = io.StringIO()
+    logging.getLogger("onebit").addHandler(logging.StreamHandler(log))
+    logging.getLogger("onebit").setLevel(logging.INFO)
+    with unittest.mock.patch("socket.gethostname", lambda: hosts[rank]):
+        links = {"auto": onebit.comm.init(timeout_s=20.0)}
+        links |= {"again": onebit.comm.init(), "one": onebit.comm.init(levels=1), "two": onebit.comm.init(levels=2)}
+        outcome = {name: launch.describe(link) for name, link in links.items()}
+        for name, levels in (("three", 3), ("unlike", 2 if rank else 1)):
+            try:
+                onebit.comm.init(levels=levels)
+            except ValueError as error:
+                outcome[name] = str(error)
+    for link in links.values():
+        total = torch.full((3,), float(rank))
+        link.all_reduce(total).wait()
+        assert torch.equal(total, torch.full((3,), 6.0))
+    for link in reversed(links.values()):
+        link.close()
+    return outcome | {"log": log.getvalue()}
 
 
 def exit_without_close() -> str:
