@@ -162,6 +162,7 @@ class MpiTransport:
         )
         members.Free()
         part._names = [self._names[rank] for rank in ranks]
+        part._failed = self._failed  # where one has failed, no other waits for a barrier
         return part
 
     def close(self) -> None:

@@ -159,6 +159,7 @@ class TorchTransport:
         )
         part = TorchTransport(group, self.timeout_s)
         part._names, part._board = [self._names[rank] for rank in ranks], self._board
+        part._failed = self._failed  # where one has failed, no other waits for a barrier
         return part
 
     def close(self) -> None:

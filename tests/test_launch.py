@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import transport_ranks
-from ranks import run_torchrun
+from ranks import Ended, run_mpi, run_torchrun
 from test_transport import contract_run
 
 import onebit.comm
@@ -206,6 +207,16 @@ def test_levels_follow_the_launcher_and_the_host_names() -> None:
         assert result["one"] == plain + "transport torch.distributed (gloo)"
         assert "4 ranks cannot be 3 on each node" in result["three"]
         assert "levels differ between ranks: (1, 2, 2, 2)" in result["unlike"]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("run", [run_torchrun, run_mpi])
+def test_a_missing_peer_has_its_number_in_the_world_whichever_level_misses_it(run: Callable[..., Ended]) -> None:
+    """Rank 3 is rank 1 to its node and to its peers across. Who has missed it waits for no barrier."""
+    results = run(4, transport_ranks.miss_a_peer_in_two_levels, timeout_s=60).results
+    for rank in (1, 2):
+        assert results[rank]["ranks"] == [3] and results[rank]["message"].startswith(f"rank {rank}: all_to_all")
+        assert results[rank]["closing"] < 0.5
 
 
 @pytest.mark.dist

@@ -15,7 +15,7 @@ import transport_contract as contract
 from ranks import report
 
 import onebit.comm
-from onebit.comm import PeerError, Transport, Work, launch
+from onebit.comm import PeerError, Transport, TwoLevelTransport, Work, launch
 
 VICTIM = 2
 TIMEOUT_S = 1.0
@@ -112,6 +112,23 @@ def levels_of_inits(hosts: list[str], local_size: int) -> dict[str, str]:
     for link in reversed(links.values()):
         link.close()
     return outcome | {"log": log.getvalue()}
+
+
+def miss_a_peer_in_two_levels() -> None:
+    """Rank 3 of two nodes of two ranks is silent: what its node and its peers across see. Then all end."""
+    link = onebit.comm.init(timeout_s=TIMEOUT_S, levels=2)
+    assert isinstance(link, TwoLevelTransport)
+    if link.rank == 3:
+        time.sleep(4 * TIMEOUT_S)
+    else:
+        with_3 = {1: link.across, 2: link.inside}.get(link.rank)
+        seen = {} if with_3 is None else _what_happens(_all_to_all, with_3)
+        began = time.monotonic()
+        if with_3 is not None:
+            link.close()
+        report(seen | {"closing": time.monotonic() - began})
+        time.sleep(2 * TIMEOUT_S)
+    os._exit(0)
 
 
 def exit_without_close() -> str:
