@@ -184,6 +184,8 @@ class TorchTransport:
         # A broken NCCL communicator may block in destroy; the process ends without it.
         if self._owns_group and dist.is_initialized() and (not self._failed or "gloo" in self._backends.values()):
             dist.destroy_process_group(self.group)
+            # A Gloo group that only this object still holds lives on with its threads, which abort the exit of Python.
+            del self.group, self._board
 
     def _barrier(self) -> None:
         operation = self._count("the barrier of close()", 0)
