@@ -57,6 +57,12 @@ def install(source: Path, target: Path, env: dict[str, str] | None = None) -> st
     return run(*pip, "--target", str(target), str(source), cwd=source.parent, env=env)
 
 
+def assert_holds_the_cuda_source(site: Path) -> None:
+    """The file itself, where kernels/cupy.py looks for it: in a checkout it is a link to csrc/."""
+    installed = site / "onebit" / "comm" / "kernels" / "frames.cu"
+    assert not installed.is_symlink() and installed.read_bytes() == (ROOT / "csrc" / "frames.cu").read_bytes()
+
+
 def built(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("_kernels*") if path.suffix != ".py")
 
@@ -65,6 +71,7 @@ def test_without_a_compiler_the_install_succeeds_and_the_reference_runs(source: 
     output = install(source, tmp_path / "site", WITHOUT_COMPILER)
     assert output.count(NOT_BUILT) == 1, output
     assert built(tmp_path / "site") == []
+    assert_holds_the_cuda_source(tmp_path / "site")
 
     said = run(sys.executable, "-c", ENCODE, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")})
     assert str(tmp_path / "site") in said
@@ -91,6 +98,7 @@ def test_an_install_brings_the_kernel_and_no_top_level_comm(source: Path, tmp_pa
     said = run(sys.executable, "-c", ENCODE, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")})
     assert str(tmp_path / "site") in said
     assert "host tensors: C++" in said and "LOGGED" not in said
+    assert_holds_the_cuda_source(tmp_path / "site")
 
 
 def test_the_source_distribution_holds_the_kernel(source: Path, tmp_path: Path) -> None:
@@ -98,5 +106,7 @@ def test_the_source_distribution_holds_the_kernel(source: Path, tmp_path: Path) 
     run(sys.executable, "-c", code, cwd=source)
     with tarfile.open(next(tmp_path.glob("onebit-*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
+        links = [member.name for member in archive.getmembers() if member.issym() or member.islnk()]
     assert {f"csrc/{path.name}" for path in (ROOT / "csrc").iterdir()} <= names
     assert "onebit/comm/kernels/cpu.py" in names and "comm/kernels/cpu.py" not in names
+    assert "onebit/comm/kernels/frames.cu" in names and not links

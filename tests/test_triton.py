@@ -6,6 +6,7 @@ one. Tolerance: none.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import gpu_cases
 import pytest
 import torch
 
@@ -34,11 +36,14 @@ not_interpreted = pytest.mark.skipif(
 # In the interpreter
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, str]:
-    """Of each case, what was wrong with it: one process for all of them."""
+PROCESSES = 3
+
+
+@functools.cache
+def interpreted(process: int) -> dict[str, str]:
+    """Of every third case, what was wrong with it: one process for them."""
     run = subprocess.run(
-        [sys.executable, str(CASES)],
+        [sys.executable, str(CASES), *list(gpu_cases.CASES)[process::PROCESSES]],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         capture_output=True,
         text=True,
@@ -50,9 +55,10 @@ def interpreted() -> dict[str, str]:
 
 
 @needs_triton
-@pytest.mark.parametrize("name", re.findall(r"^@case\ndef (\w+)", CASES.read_text(), re.MULTILINE))
-def test_interpreted(name: str, interpreted: dict[str, str]) -> None:
-    assert not interpreted[name], interpreted[name]
+@pytest.mark.parametrize(("name", "process"), [(name, i % PROCESSES) for i, name in enumerate(gpu_cases.CASES)])
+def test_interpreted(name: str, process: int) -> None:
+    problem = interpreted(process)[name]
+    assert not problem, problem
 
 
 # Compiled for GPUs that are not here
@@ -127,20 +133,29 @@ def test_floats_move_16_bytes_at_a_time(name: str) -> None:
 # Selection
 
 
+CACHED = (kernels._why_no_triton, kernels._triton, kernels.cupy.why_not)
+
+
+@pytest.fixture
+def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.cupy, "why_not", lambda: "CuPy is not installed")
+
+
 @pytest.fixture
 def not_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
-    for cached in (kernels._why_no_triton, kernels._triton):
+    for cached in CACHED:
         cached.cache_clear()
     yield
-    for cached in (kernels._why_no_triton, kernels._triton):
+    for cached in CACHED:
         cached.cache_clear()
 
 
 @pytest.mark.usefixtures("not_installed")
 def test_without_triton_the_reference_serves_cuda_tensors_and_asking_for_triton_says_what_to_install() -> None:
     assert kernels.select("auto", torch.device("cuda")) is reference
-    assert "CUDA tensors: reference (pure torch): Triton is not installed" in kernels.describe()
+    assert "CUDA tensors: reference (pure torch): CuPy is not installed" in kernels.describe()
+    assert "Triton is not installed" in kernels.describe()
     codec = SignCodec(kernel="triton")
     with pytest.raises(ImportError, match=r"pip install 'onebit\[triton\]'"):
         codec.decode(torch.zeros(1, 48, dtype=torch.uint8), torch.zeros(1, 256))
@@ -148,7 +163,8 @@ def test_without_triton_the_reference_serves_cuda_tensors_and_asking_for_triton_
 
 @needs_triton
 @not_interpreted
-def test_triton_serves_cuda_tensors_where_it_is_installed() -> None:
+@pytest.mark.usefixtures("no_cupy")
+def test_triton_serves_cuda_tensors_where_it_is_installed_and_cupy_is_not() -> None:
     from onebit.comm.kernels import triton
 
     assert kernels.select("auto", torch.device("cuda")) is triton

@@ -1,9 +1,10 @@
 """Kernels: the same few functions in several implementations, the same bytes from each.
 
-`reference.py` is the specification; `cpu.py` the C++ one (built by setup.py from csrc/); `triton.py` the one for CUDA
-tensors, imported where Triton is installed. `select` picks one per device, `describe` tells what runs, so that nobody
-has to guess. A kernel is a module with `encode`, `decode`, `decode_mean` for sign frames, and the same with `int8_` in
-front for int8 frames.
+`reference.py` is the specification; `cpu.py` the C++ one (built by setup.py from csrc/); `cupy.py` the one for CUDA
+tensors, compiled at run time; `triton.py` another for those, imported where Triton is installed. `select` picks one per
+device, `describe` tells what runs, so that nobody has to guess. A kernel is a module with `encode`, `decode`,
+`decode_mean` for sign frames, the same with `int8_` in front for int8 frames, and the fused steps over sign frames:
+`encode_momentum`, `encode_mean`, `apply`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from types import ModuleType
 
 import torch
 
-from . import cpu, reference
+from . import cpu, cupy, reference
 
-_NAMES = ("auto", "reference", "cpu", "triton")
+_NAMES = ("auto", "reference", "cpu", "cupy", "triton")
 
 
 def check_name(name: str) -> None:
@@ -34,6 +35,10 @@ def select(name: str, device: torch.device) -> ModuleType:
         return reference
     if name == "triton":
         return _triton()
+    if name == "cupy":
+        if why := cupy.why_not():
+            raise ImportError(why)
+        return cupy
     if not cpu.is_built():
         raise ImportError(cpu.why_not_built())
     if device.type != "cpu":
@@ -44,14 +49,21 @@ def select(name: str, device: torch.device) -> ModuleType:
 def describe() -> str:
     """One line: which kernel serves which device on this machine."""
     host = cpu.describe() if cpu.is_built() else f"reference (pure torch): {cpu.why_not_built()}"
-    cuda = _triton().describe() if not _why_no_triton() else f"reference (pure torch): {_why_no_triton()}"
+    if not cupy.why_not():
+        cuda = cupy.describe()
+    elif not _why_no_triton():
+        cuda = _triton().describe()
+    else:
+        cuda = f"reference (pure torch): {cupy.why_not()}; {_why_no_triton()}"
     return f"host tensors: {host}; CUDA tensors: {cuda}; other devices: reference (pure torch)"
 
 
 def _best(device: torch.device) -> str:
     if device.type == "cpu" and cpu.is_built():
         return "cpu"
-    return "triton" if device.type == "cuda" and not _why_no_triton() else "reference"
+    if device.type == "cuda":
+        return "cupy" if not cupy.why_not() else "triton" if not _why_no_triton() else "reference"
+    return "reference"
 
 
 @functools.cache

@@ -1,0 +1,332 @@
+"""Kernels: the frames in CUDA, for CUDA tensors. The same bytes and the same floats as `reference.py`.
+
+The code is csrc/frames.cu, which lies beside this file in an installation; CuPy compiles it on first use, once per
+block size and kind of GPU, and keeps the result on disk. Tensors are passed as addresses, launches go to torch's
+current stream of their device, and nothing here waits for the GPU. Arguments are checked in `edge.py`, once.
+
+Shape legend: K rows, N elements, J blocks, B bytes, S segments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol
+
+import numpy
+import torch
+from torch import Tensor
+
+from ..operands import MomentumWeights, Segments, Variance
+from .edge import INT8, SIGN, Edge, Frame, check_scale
+from .gpu_tables import Table, address, kind, readable, write_back
+
+EDGE = Edge("cuda", frame_alignment=8)
+SOURCE = Path(__file__).with_name("frames.cu")
+
+# No contraction; division and square root to nearest, subnormals kept: the floats of reference.py to the last bit.
+OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+
+THREADS = 128
+"""Of a launched block, as in frames.cu: 16 of them do one block of elements."""
+
+_BLOCKS_PER_LAUNCHED = THREADS // 16
+
+# Ranks may be threads (`SimTransport`): one of them compiles.
+_compile_lock = threading.Lock()
+
+
+class Kernel(Protocol):
+    """A compiled function, as CuPy launches it: integers of 8 bytes, and numpy's float32."""
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[object, ...]) -> None: ...
+
+
+class Module(Protocol):
+    """Compiled source."""
+
+    def get_function(self, name: str) -> Kernel: ...
+
+
+@functools.cache
+def why_not() -> str:
+    """One sentence: what is missing and what to do. Empty where CuPy is installed and torch is built for CUDA."""
+    if torch.version.hip is not None:
+        return "the CUDA kernels need a GPU of NVIDIA's"
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed; pip install 'onebit[cupy]' (cupy-cuda13x; for CUDA 12 pip install cupy-cuda12x)"
+    return ""
+
+
+def describe() -> str:
+    """What runs, e.g. "CUDA, compiled by CuPy 14.2.0"."""
+    return f"CUDA, compiled by CuPy {_cupy().__version__}"
+
+
+def encode(
+    x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None, *, block: int, scale: str
+) -> None:
+    """frames ← frame of c = x + error; x ← c - decode(frames). x float32 in place; error float32/bfloat16, read only.
+
+    Rows may lie apart (a slice of a wider tensor); elements of a row may not. Rows of frames start at multiples of 8
+    bytes. Asynchronous, as all that follow.
+    """
+    check_scale(scale)
+    _encode(SIGN, x_KN, error_KN, frames_KB, counts_KJ, int(scale == "mean_abs"), block=block)
+
+
+def decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None:
+    """out ← keep·out + weight·values; out float32 [K, N]. With keep = 0 the old content of out is not read."""
+    _decode(SIGN, frames_KB, out_KN, block=block, weight=weight, keep=keep)
+
+
+def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
+    """out ← mean over the K frames; out float32 [N], written once."""
+    _decode_mean(SIGN, frames_KB, out_N, block=block)
+
+
+def encode_mean(
+    received_WB: Tensor,
+    error_1N: Tensor | None,
+    frame_1B: Tensor,
+    counts_1J: Tensor | None,
+    residual_1N: Tensor,
+    *,
+    block: int,
+    scale: str,
+) -> None:
+    """frame ← frame of the mean of the W frames + error; residual ← what it does not say. Reads each frame once."""
+    check_scale(scale)
+    W, J = EDGE.check_encode_mean(SIGN, received_WB, error_1N, frame_1B, counts_1J, residual_1N, block=block)
+    _launch(
+        "sign_encode_mean",
+        residual_1N.device,
+        block,
+        J,
+        *_rows(received_WB),
+        W,
+        numpy.float32(1.0 / W),
+        *_typed(error_1N),
+        frame_1B.data_ptr(),
+        frame_1B.shape[1],
+        address(counts_1J),
+        *_typed(residual_1N),
+        J,
+        int(scale == "mean_abs"),
+    )
+
+
+def encode_momentum(
+    grads: Sequence[Tensor | None],
+    segments: Segments,
+    D_KN: Tensor | Variance,
+    momentum: Tensor,
+    error_KN: Tensor | None,
+    frames_KB: Tensor,
+    counts_KJ: Tensor | None,
+    residual_KN: Tensor,
+    *,
+    block: int,
+    scale: str,
+    weights: MomentumWeights,
+) -> None:
+    """frames ← frames of the momentum with this rank's gradient and what it owes (rule 6); residual ← the rest.
+
+    One pass: reads gradients where they lie, D, the old momentum and the error; writes frames and residual. A gradient
+    of another type than float32, bfloat16 and float16, or not contiguous, is copied first.
+    """
+    check_scale(scale)
+    K, J = EDGE.check_encode_momentum(
+        SIGN, grads, segments, D_KN, momentum, error_KN, frames_KB, counts_KJ, residual_KN, block=block
+    )
+    variance = D_KN if isinstance(D_KN, Variance) else None
+    packed = momentum.dtype == torch.uint8
+    table = Table(readable(grads), segments, K * J, residual_KN.device)
+    _launch(
+        f"sign_encode_momentum{'_packed' if packed else ''}{'_variance' if variance else ''}",
+        residual_KN.device,
+        block,
+        K * J,
+        *_tensors(table),
+        (D_KN.v_KN if isinstance(D_KN, Variance) else D_KN).data_ptr(),
+        address(None if variance is None else variance.floor_KJ),
+        numpy.float32(0.0 if variance is None else variance.correction),
+        numpy.float32(0.0 if variance is None else variance.eps),
+        *_rows(momentum),
+        *(numpy.float32(w) for w in (weights.keep, weights.add, weights.own, weights.unscale)),
+        *_typed(error_KN),
+        *_rows(frames_KB),
+        frames_KB.shape[1],
+        *_rows(counts_KJ),
+        *_typed(residual_KN),
+        K,
+        J,
+        int(scale == "mean_abs"),
+    )
+
+
+def apply(
+    frames_KB: Tensor,
+    n: int,
+    params: Sequence[Tensor | None],
+    segments: Segments,
+    weight_S: Tensor,
+    keep_S: Tensor,
+    *,
+    block: int,
+) -> None:
+    """p ← keep·p + weight·value for the parameters where they lie, frames of rows of n elements (rule 7).
+
+    One pass over each. A parameter of another type than float32, bfloat16 and float16, or not contiguous, goes through
+    a copy.
+    """
+    K, J = EDGE.check_apply(SIGN, frames_KB, n, params, segments, weight_S, keep_S, block=block)
+    written = readable(params)
+    table = Table(written, segments, K * J, frames_KB.device)
+    _launch(
+        "sign_apply",
+        frames_KB.device,
+        block,
+        K * J,
+        *_rows(frames_KB),
+        K,
+        J,
+        *_tensors(table),
+        weight_S.data_ptr(),
+        keep_S.data_ptr(),
+    )
+    write_back(params, written)
+
+
+def int8_encode(
+    x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None, *, block: int
+) -> None:
+    """`encode` for int8 frames."""
+    _encode(INT8, x_KN, error_KN, frames_KB, counts_KJ, block=block)
+
+
+def int8_decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None:
+    """`decode` for int8 frames."""
+    _decode(INT8, frames_KB, out_KN, block=block, weight=weight, keep=keep)
+
+
+def int8_decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
+    """`decode_mean` for int8 frames."""
+    _decode_mean(INT8, frames_KB, out_N, block=block)
+
+
+def _encode(
+    frame: Frame,
+    x_KN: Tensor,
+    error_KN: Tensor | None,
+    frames_KB: Tensor,
+    counts_KJ: Tensor | None,
+    *options: int,
+    block: int,
+) -> None:
+    K, J = EDGE.check_encode(frame, x_KN, error_KN, frames_KB, counts_KJ, block=block)
+    _launch(
+        f"{frame.name}_encode",
+        x_KN.device,
+        block,
+        K * J,
+        *_rows(x_KN),
+        *_rows(error_KN),
+        kind(error_KN),
+        *_rows(frames_KB),
+        frames_KB.shape[1],
+        *_rows(counts_KJ),
+        K,
+        J,
+        *options,
+    )
+
+
+def _decode(frame: Frame, frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None:
+    K, J = EDGE.check_decode(frame, frames_KB, out_KN, block=block)
+    _launch(
+        f"{frame.name}_decode",
+        out_KN.device,
+        block,
+        K * J,
+        *_rows(frames_KB),
+        *_rows(out_KN),
+        K,
+        J,
+        numpy.float32(weight),
+        numpy.float32(keep),
+        int(keep != 0.0),
+    )
+
+
+def _decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
+    K, J = EDGE.check_decode_mean(frame, frames_KB, out_N, block=block)
+    _launch(
+        f"{frame.name}_decode_mean",
+        out_N.device,
+        block,
+        J,
+        *_rows(frames_KB),
+        K,
+        out_N.data_ptr(),
+        J,
+        numpy.float32(1.0 / K),
+    )
+
+
+def _tensors(table: Table) -> tuple[int, ...]:
+    """As frames.cu's `Pointers`."""
+    return table.owners.data_ptr(), table.pointers.data_ptr(), table.layout.data_ptr(), table.pointers.shape[1]
+
+
+def _rows(x: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if x is None else (x.data_ptr(), x.stride(0))
+
+
+def _typed(x: Tensor | None) -> tuple[int, int]:
+    return address(x), kind(x)
+
+
+def _launch(name: str, device: torch.device, block: int, blocks: int, *args: object) -> None:
+    """On torch's current stream of the device, 16 threads for each of `blocks` blocks."""
+    if blocks == 0:
+        return
+    if blocks >= 2**31:
+        raise ValueError(f"{blocks} blocks of {block} elements are too many for one launch; use smaller buckets")
+    with _on(device):
+        kernel = _kernel(name, block)
+        kernel((-(-blocks // _BLOCKS_PER_LAUNCHED),), (THREADS,), args)
+
+
+@contextlib.contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """CuPy's launches go to torch's current stream of the device."""
+    cupy = _cupy()
+    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream)
+    with cupy.cuda.Device(device.index), stream:
+        yield
+
+
+@functools.cache
+def _kernel(name: str, block: int) -> Kernel:
+    """CuPy's, which compiles for each device at its first launch there."""
+    with _compile_lock:
+        return _module(block).get_function(name)
+
+
+@functools.cache
+def _module(block: int) -> Module:
+    module: Module = _cupy().RawModule(code=SOURCE.read_text(), options=(*OPTIONS, f"-DONEBIT_BLOCK={block}"))
+    return module
+
+
+def _cupy() -> ModuleType:
+    if why := why_not():
+        raise ImportError(why)
+    return importlib.import_module("cupy")

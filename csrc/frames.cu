@@ -1,0 +1,649 @@
+// The frames in CUDA: the same bytes and the same floats as comm/kernels/reference.py, which specifies both.
+//
+// Compiled at run time by comm/kernels/cupy.py, once for each block size (ONEBIT_BLOCK), and in the tests by nvcc for
+// GPUs that are not there and by a C++ compiler that emulates warps (tests/emulated_cuda.cpp). No headers: NVRTC has none.
+//
+// A half-warp of 16 threads does one block, thread l the elements of lane l, one in each row of 16: l, l+16, l+32, … Then
+// - the specified sum needs nothing but a float per thread and four exchanges at the end, and 16 sign bits are one ballot;
+// - c stays in registers between the sum and the residual, 16 of them for a block of 256: each byte of memory is read
+//   once and written once. Blocks above kLargestKept elements compute c twice instead.
+// - A load instruction of a warp takes 64 bytes of each of two blocks, whole sectors, and needs no alignment but the
+//   element's: gradients and parameters are read where they lie. Four floats per thread would need fewer instructions
+//   (a load in 16 bytes, 4 threads per block), but four times the registers per thread, 16-byte alignment of every
+//   tensor, and six exchanges to bring 4-bit pieces of the signs together.
+// - What hides latency is bytes in flight: kBatch rows of every input are loaded before the first is used (also no
+//   division, which is a branch, lies between them), 32 bytes per input and thread. A multiprocessor of an H100 needs
+//   20-40 KiB in flight for all of its share of the memory's bandwidth; 1024 threads with three inputs have 96.
+//
+// Compiled with --fmad=false: every product and every sum rounds once; division and square root round to nearest.
+//
+// Shape legend: K rows, J blocks of a row, B bytes of a frame.
+
+#ifndef ONEBIT_BLOCK
+#define ONEBIT_BLOCK 256
+#endif
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+namespace {
+
+constexpr int kLanes = 16;
+constexpr int kThreads = 128;               // of a launched block: comm/kernels/cupy.py has the same number
+constexpr int kBlock = ONEBIT_BLOCK;        // elements per scale
+constexpr int kRows = kBlock / kLanes;      // of a block; a thread has one element of each
+constexpr int kBatch = kRows % 8 == 0 ? 8 : kRows % 4 == 0 ? 4 : kRows % 2 == 0 ? 2 : 1;  // rows loaded at a time
+constexpr int kLargestKept = 512;
+constexpr bool kKept = kBlock <= kLargestKept;
+constexpr int kUnrolled = kKept ? kRows / kBatch : 1;
+constexpr u32 kEveryThread = 0xFFFFFFFFu;
+constexpr u32 kSignBit = 0x80000000u;
+constexpr u32 kInfinityBits = 0x7F800000u;
+constexpr u32 kNanBf16 = 0x7FC0u;
+constexpr int kNoLimit = 0x7FFFFFFF;
+static_assert(kBlock > 0 && kBlock % kLanes == 0, "a block is a whole number of rows of 16 lanes");
+
+// As in comm/kernels/cupy.py.
+enum Kind : int { kNone = 0, kFloat32 = 1, kBfloat16 = 2, kFloat16 = 3 };
+
+#ifdef __CUDA_ARCH__
+__device__ __forceinline__ float float_from_half(u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+__device__ __forceinline__ u16 half_near(float value) {
+  u16 bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+#else
+__device__ float float_from_half(u16 bits);
+__device__ u16 half_near(float value);
+#endif
+
+// To nearest even; a NaN becomes kNanBf16.
+__device__ __forceinline__ u32 bf16_near(float value) {
+  const u32 bits = __float_as_uint(value);
+  return value != value ? kNanBf16 : (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+}
+
+__device__ __forceinline__ float float_from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
+
+__device__ __forceinline__ int lane() { return threadIdx.x % kLanes; }
+
+// Which block this half-warp does. A half-warp behind the last does the last again, for warps vote as one, and does not
+// write (`inside`).
+struct Place {
+  u32 b, k, j;  // b counts all K·J blocks, row after row
+  bool inside;
+
+  __device__ __forceinline__ Place(u32 blocks, u32 J) {
+    b = (blockIdx.x * kThreads + threadIdx.x) / kLanes;
+    inside = b < blocks;
+    if (!inside) b = blocks - 1;
+    k = b / J, j = b % J;
+  }
+};
+
+// In every thread.
+__device__ __forceinline__ u32 largest_bits(u32 bits) {
+#pragma unroll
+  for (int apart = kLanes / 2; apart > 0; apart /= 2) {
+    const u32 other = __shfl_xor_sync(kEveryThread, bits, apart);
+    bits = other > bits ? other : bits;
+  }
+  return bits;
+}
+
+// This lane's elements of kBatch rows, first as they lie: `widen` makes floats of them once all inputs are asked for, so
+// that no load waits for another. Those from element `room` on are not there and are zeros. What depends on a kind is
+// decided once per batch: by element, the compiler made a copy of the code for each combination.
+template <class Word>
+__device__ __forceinline__ void load_words(u32 (&raw)[kBatch], const Word* from, int room) {
+#pragma unroll
+  for (int r = 0; r < kBatch; ++r) raw[r] = r * kLanes < room ? from[r * kLanes] : Word(0);
+}
+
+__device__ __forceinline__ void load_raw(u32 (&raw)[kBatch], const void* data, int kind, i64 at, int room = kNoLimit) {
+  if (kind == kFloat32) return load_words(raw, static_cast<const u32*>(data) + at, room);
+  if (kind != kNone) return load_words(raw, static_cast<const u16*>(data) + at, room);
+#pragma unroll
+  for (int r = 0; r < kBatch; ++r) raw[r] = 0;
+}
+
+__device__ __forceinline__ void widen(u32 (&raw)[kBatch], int kind) {
+  if (kind == kBfloat16) {
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) raw[r] <<= 16;
+  } else if (kind == kFloat16) {
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) raw[r] = __float_as_uint(float_from_half(static_cast<u16>(raw[r])));
+  }
+}
+
+template <class Word>
+__device__ __forceinline__ void store_words(Word* to, const u32 (&raw)[kBatch], int room) {
+#pragma unroll
+  for (int r = 0; r < kBatch; ++r)
+    if (r * kLanes < room) to[r * kLanes] = static_cast<Word>(raw[r]);
+}
+
+__device__ __forceinline__ void store_floats(void* data, int kind, i64 at, const float* values, int room = kNoLimit) {
+  u32 raw[kBatch];
+  if (kind == kFloat32) {
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) raw[r] = __float_as_uint(values[r]);
+    return store_words(static_cast<u32*>(data) + at, raw, room);
+  }
+  if (kind == kBfloat16) {
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) raw[r] = bf16_near(values[r]);
+  } else {
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) raw[r] = half_near(values[r]);
+  }
+  store_words(static_cast<u16*>(data) + at, raw, room);
+}
+
+// c ← c + error where there is one, and +0.0 behind the first `count` elements of the block.
+__device__ __forceinline__ void finish_c(float* c, u32 (&error)[kBatch], int error_kind, int count, int row) {
+  widen(error, error_kind);
+  if (error_kind != kNone) {
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) c[r] = c[r] + __uint_as_float(error[r]);
+  }
+  if (count < kBlock) {
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r)
+      if ((row + r) * kLanes + lane() >= count) c[r] = 0.0f;
+  }
+}
+
+// The zero bytes behind the last scale of a row, less than 16, by the half-warp of the row's last block.
+__device__ __forceinline__ void clear_tail(u8* frame, i64 used_bytes, i64 frame_bytes, const Place& at, u32 J) {
+  if (at.inside && at.j == J - 1 && used_bytes + 2 * lane() < frame_bytes)
+    reinterpret_cast<u16*>(frame + used_bytes)[lane()] = 0;
+}
+
+#if ONEBIT_BLOCK % 64 == 0
+namespace sign {
+
+constexpr i64 kBitBytes = kBlock / 8;
+
+// Of floats, in every thread: l + (l+8), then l + (l+4), l + (l+2), l + (l+1). Sums commute, so all lanes get the same.
+__device__ __forceinline__ float sum_in_halves(float lane_sum) {
+#pragma unroll
+  for (int apart = kLanes / 2; apart > 0; apart /= 2) lane_sum = lane_sum + __shfl_xor_sync(kEveryThread, lane_sum, apart);
+  return lane_sum;
+}
+
+// Tensors where they lie: segment s begins with block first[s]; owners: the segment of each block, -1 for none.
+struct Pointers {
+  const int* owners;
+  const i64* data;   // and, behind its S addresses, their kinds
+  const i64* first;  // and, behind it, the lengths
+  int S;
+
+  __device__ __forceinline__ int kind(int s) const { return static_cast<int>(data[S + s]); }
+  // Elements of segment s before block b.
+  __device__ __forceinline__ i64 start(int s, u32 b) const { return (static_cast<i64>(b) - first[s]) * kBlock; }
+  // Elements of block b that are there.
+  __device__ __forceinline__ int left(int s, u32 b) const {
+    const i64 left = first[S + s] - start(s, b);
+    return left < kBlock ? static_cast<int>(left) : kBlock;
+  }
+};
+
+__device__ __forceinline__ const u16* scale_of(const u8* frame, u32 J, u32 j) {
+  return reinterpret_cast<const u16*>(frame + J * kBitBytes) + j;
+}
+
+// This thread's sign bits of kBatch rows, two rows in a word: the odd row's at bit 31, the even one's at bit 15.
+struct Signs {
+  u32 words[kBatch / 2];
+
+  // bits: of the block; rows of frames lie at multiples of 8 bytes.
+  __device__ __forceinline__ void load(const u8* bits, int row) {
+    const u64* from = reinterpret_cast<const u64*>(bits + 2 * row);
+#pragma unroll
+    for (int i = 0; i < kBatch / 4; ++i) {
+      const u64 four_rows = from[i];
+      words[2 * i] = static_cast<u32>(four_rows) << (15 - lane());
+      words[2 * i + 1] = static_cast<u32>(four_rows >> 32) << (15 - lane());
+    }
+  }
+  // magnitude with the sign put in; the other way round where it is negative.
+  __device__ __forceinline__ float value(int r, float magnitude) const {
+    const u32 word = r % 2 ? words[r / 2] : words[r / 2] << 16;
+    return __uint_as_float(__float_as_uint(magnitude) ^ (word & kSignBit));
+  }
+};
+
+// Where a block's frame and residual go, and what is added to c.
+struct Target {
+  const void* error;
+  int error_kind;
+  i64 error_at;  // the block's first element
+  void* residual;
+  int residual_kind;
+  i64 residual_at;
+  u8* bits;
+  u16* scale;
+  int count;
+  bool mean_abs;
+  bool inside;
+};
+
+template <class Source>
+__device__ __forceinline__ void compute_c(Source& source, const Target& to, int row, float* c) {
+  u32 error[kBatch];
+  load_raw(error, to.error, to.error_kind, to.error_at + row * kLanes + lane());
+  source.load(row);
+  source.compute(c);
+  finish_c(c, error, to.error_kind, to.count, row);
+}
+
+// One block of c = source + error. Reads memory once where c is kept.
+template <class Source>
+__device__ __forceinline__ void encode_from(Source& source, const Target& to) {
+  float kept[kKept ? kRows : kBatch];
+  float sum = 0.0f;
+#pragma unroll kUnrolled
+  for (int row = 0; row < kRows; row += kBatch) {
+    float* c = kept + (kKept ? row : 0);
+    compute_c(source, to, row, c);
+    if (to.mean_abs) {
+#pragma unroll
+      for (int r = 0; r < kBatch; ++r) sum = sum + fabsf(c[r]);
+    } else {
+#pragma unroll
+      for (int r = 0; r < kBatch; ++r) sum = sum + c[r] * c[r];
+    }
+  }
+  const float mean = __fdiv_rn(sum_in_halves(sum), static_cast<float>(to.count > 0 ? to.count : 1));
+  const u32 exact = __float_as_uint(to.mean_abs ? mean : __fsqrt_rn(mean));
+  const bool is_bad = exact >= 0x7F7F8000u;  // rounds to infinity, or is a NaN
+  const u32 scale = is_bad ? kNanBf16 : (exact + 0x7FFFu + ((exact >> 16) & 1u)) >> 16;
+  if (to.inside && lane() == 0) *to.scale = static_cast<u16>(scale);
+
+  u32 mine = 0;  // lane l takes the bits of row l of each 16 rows, so that they are written together
+#pragma unroll kUnrolled
+  for (int row = 0; row < kRows; row += kBatch) {
+    float* c = kept + (kKept ? row : 0);
+    if (!kKept) compute_c(source, to, row, c);
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) {
+      const u32 minus = is_bad ? 0u : __float_as_uint(c[r]) & kSignBit;
+      const u32 signs = __ballot_sync(kEveryThread, minus != 0) >> (threadIdx.x & kLanes);
+      if ((row + r) % kLanes == lane()) mine = signs;
+      c[r] = c[r] - __uint_as_float(scale << 16 | minus);
+    }
+    const int real = is_bad ? 0 : to.count;
+    if (real < kBlock) {
+#pragma unroll
+      for (int r = 0; r < kBatch; ++r)
+        if ((row + r) * kLanes + lane() >= real) c[r] = 0.0f;
+    }
+    if (to.inside) store_floats(to.residual, to.residual_kind, to.residual_at + row * kLanes + lane(), c);
+    const int end = row + kBatch, base = row / kLanes * kLanes;
+    if ((end % kLanes == 0 || end == kRows) && to.inside && base + lane() < kRows)
+      reinterpret_cast<u16*>(to.bits)[base + lane()] = static_cast<u16>(mine);
+  }
+}
+
+struct RowSource {
+  const float* x;  // the block's
+  u32 raw[kBatch];
+
+  __device__ __forceinline__ void load(int row) { load_raw(raw, x, kFloat32, row * kLanes + lane()); }
+  __device__ __forceinline__ void compute(float* c) const {
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) c[r] = __uint_as_float(raw[r]);
+  }
+};
+
+// The mean over K frames: row after row, in registers.
+struct MeanSource {
+  const u8* bits;
+  const u16* scale;
+  i64 stride;
+  int K;
+  float share;
+  float sum[kBatch];
+
+  __device__ __forceinline__ void load(int row) {
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) sum[r] = -0.0f;  // -0.0 + value is value, also where that is -0.0
+#pragma unroll 4
+    for (int k = 0; k < K; ++k) {
+      Signs signs;
+      signs.load(bits + k * stride, row);
+      const float magnitude = float_from_bf16(*reinterpret_cast<const u16*>(reinterpret_cast<const u8*>(scale) + k * stride));
+#pragma unroll
+      for (int r = 0; r < kBatch; ++r) sum[r] = sum[r] + signs.value(r, magnitude);
+    }
+  }
+  __device__ __forceinline__ void compute(float* c) const {
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) c[r] = sum[r] * share;
+  }
+};
+
+template <bool kPacked, bool kVariance>
+struct MomentumSource {
+  const void* grad;
+  int grad_kind, grad_left;
+  i64 grad_at;
+  const float* D;  // or the variance: the block's
+  float floor, correction, eps;
+  const float* m;  // the block's, or else bits and scale of its frame
+  const u8* m_bits;
+  float m_scale;
+  float keep, add, own, unscale;
+
+  u32 g[kBatch], d[kBatch], old[kPacked ? 1 : kBatch];
+  Signs signs;
+
+  __device__ __forceinline__ void load(int row) {
+    const int at = row * kLanes + lane();
+    load_raw(g, grad, grad_kind, grad_at + at, grad_left - at);
+    load_raw(d, D, kFloat32, at);
+    if constexpr (kPacked)
+      signs.load(m_bits, row);
+    else
+      load_raw(old, m, kFloat32, at);
+  }
+  __device__ __forceinline__ void compute(float* c) {
+    widen(g, grad_kind);
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) {
+      const float mine = __uint_as_float(g[r]) * unscale;
+      float divisor = __uint_as_float(d[r]);
+      if (kVariance) divisor = __fsqrt_rn(fmaxf(divisor * correction, floor)) + eps;
+      const float y = __fdiv_rn(mine, __fsqrt_rn(divisor * divisor + (mine * mine) * own));
+      float before;
+      if constexpr (kPacked)
+        before = signs.value(r, m_scale);
+      else
+        before = __uint_as_float(old[r]);
+      c[r] = y * add + before * keep;
+    }
+  }
+};
+
+}  // namespace sign
+#endif
+
+}  // namespace
+
+#define ONEBIT_KERNEL extern "C" __global__ void __launch_bounds__(kThreads)
+
+// Pointers, sizes, and strides in elements are checked in comm/kernels/edge.py. The number of blocks is K·J < 2^31.
+// Kinds are those of `Kind`. counts may be null, and so may what is of kind 0.
+
+#if ONEBIT_BLOCK % 64 == 0
+
+ONEBIT_KERNEL sign_encode(float* x, i64 x_stride, const void* error, i64 error_stride, i64 error_kind, u8* frames,
+                          i64 frame_stride, i64 frame_bytes, const int* counts, i64 counts_stride, i64 K, i64 J,
+                          i64 mean_abs) {
+  const Place at(static_cast<u32>(K * J), static_cast<u32>(J));
+  u8* frame = frames + at.k * frame_stride;
+  float* mine = x + at.k * x_stride + static_cast<i64>(at.j) * kBlock;
+  const sign::Target to{error,
+                        static_cast<int>(error_kind),
+                        at.k * error_stride + static_cast<i64>(at.j) * kBlock,
+                        mine,
+                        kFloat32,
+                        0,
+                        frame + at.j * sign::kBitBytes,
+                        const_cast<u16*>(sign::scale_of(frame, J, at.j)),
+                        counts ? counts[at.k * counts_stride + at.j] : kBlock,
+                        mean_abs != 0,
+                        at.inside};
+  clear_tail(frame, J * (sign::kBitBytes + 2), frame_bytes, at, J);
+  sign::RowSource source;
+  source.x = mine;
+  sign::encode_from(source, to);
+}
+
+ONEBIT_KERNEL sign_decode(const u8* frames, i64 frame_stride, float* out, i64 out_stride, i64 K, i64 J, float weight,
+                          float keep, i64 reads_out) {
+  const Place at(static_cast<u32>(K * J), static_cast<u32>(J));
+  if (!at.inside) return;
+  const u8* frame = frames + at.k * frame_stride;
+  const float magnitude = float_from_bf16(*sign::scale_of(frame, J, at.j)) * weight;
+  float* mine = out + at.k * out_stride + static_cast<i64>(at.j) * kBlock;
+#pragma unroll kUnrolled
+  for (int row = 0; row < kRows; row += kBatch) {
+    sign::Signs signs;
+    u32 old[kBatch];
+    float values[kBatch];
+    signs.load(frame + at.j * sign::kBitBytes, row);
+    load_raw(old, mine, reads_out ? kFloat32 : kNone, row * kLanes + lane());
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) {
+      const float value = signs.value(r, magnitude);
+      values[r] = reads_out ? __uint_as_float(old[r]) * keep + value : value;
+    }
+    store_floats(mine, kFloat32, row * kLanes + lane(), values);
+  }
+}
+
+ONEBIT_KERNEL sign_decode_mean(const u8* frames, i64 frame_stride, i64 K, float* out, i64 J, float share) {
+  const Place at(static_cast<u32>(J), static_cast<u32>(J));
+  if (!at.inside) return;
+  sign::MeanSource source;
+  source.bits = frames + at.j * sign::kBitBytes, source.scale = sign::scale_of(frames, J, at.j);
+  source.stride = frame_stride, source.K = static_cast<int>(K), source.share = share;
+#pragma unroll 1
+  for (int row = 0; row < kRows; row += kBatch) {
+    float values[kBatch];
+    source.load(row);
+    source.compute(values);
+    store_floats(out, kFloat32, static_cast<i64>(at.j) * kBlock + row * kLanes + lane(), values);
+  }
+}
+
+ONEBIT_KERNEL sign_encode_mean(const u8* received, i64 received_stride, i64 K, float share, const void* error,
+                               i64 error_kind, u8* frame, i64 frame_bytes, const int* counts, void* residual,
+                               i64 residual_kind, i64 J, i64 mean_abs) {
+  const Place at(static_cast<u32>(J), static_cast<u32>(J));
+  const i64 first = static_cast<i64>(at.j) * kBlock;
+  const sign::Target to{error,
+                        static_cast<int>(error_kind),
+                        first,
+                        residual,
+                        static_cast<int>(residual_kind),
+                        first,
+                        frame + at.j * sign::kBitBytes,
+                        const_cast<u16*>(sign::scale_of(frame, J, at.j)),
+                        counts ? counts[at.j] : kBlock,
+                        mean_abs != 0,
+                        at.inside};
+  clear_tail(frame, J * (sign::kBitBytes + 2), frame_bytes, at, J);
+  sign::MeanSource source;
+  source.bits = received + at.j * sign::kBitBytes, source.scale = sign::scale_of(received, J, at.j);
+  source.stride = received_stride, source.K = static_cast<int>(K), source.share = share;
+  sign::encode_from(source, to);
+}
+
+// One kernel for each form of momentum (frames or floats) and D (floats or a variance): each with its own registers.
+// floor, correction, eps: of a variance. m: frames and the stride of their rows, or floats.
+#define ONEBIT_ENCODE_MOMENTUM(NAME, PACKED, VARIANCE)                                                                   \
+  ONEBIT_KERNEL NAME(const int* owners, const i64* grads, const i64* first, i64 S, const float* D, const float* floor,   \
+                     float correction, float eps, const void* m, i64 m_stride, float keep, float add, float own,         \
+                     float unscale, const void* error, i64 error_kind, u8* frames, i64 frame_stride, i64 frame_bytes,    \
+                     const int* counts, i64 counts_stride, void* residual, i64 residual_kind, i64 K, i64 J,              \
+                     i64 mean_abs) {                                                                                     \
+    const Place at(static_cast<u32>(K * J), static_cast<u32>(J));                                                        \
+    const i64 flat = static_cast<i64>(at.b) * kBlock;                                                                    \
+    u8* frame = frames + at.k * frame_stride;                                                                            \
+    const sign::Target to{error,                                                                                         \
+                          static_cast<int>(error_kind),                                                                  \
+                          flat,                                                                                          \
+                          residual,                                                                                      \
+                          static_cast<int>(residual_kind),                                                               \
+                          flat,                                                                                          \
+                          frame + at.j * sign::kBitBytes,                                                                \
+                          const_cast<u16*>(sign::scale_of(frame, J, at.j)),                                              \
+                          counts ? counts[at.k * counts_stride + at.j] : kBlock,                                         \
+                          mean_abs != 0,                                                                                 \
+                          at.inside};                                                                                    \
+    clear_tail(frame, J * (sign::kBitBytes + 2), frame_bytes, at, J);                                                    \
+    sign::MomentumSource<PACKED, VARIANCE> source;                                                                       \
+    const sign::Pointers tensors{owners, grads, first, static_cast<int>(S)};                                                   \
+    const int s = owners[at.b];                                                                                          \
+    source.grad_kind = s < 0 ? kNone : tensors.kind(s);                                                                  \
+    source.grad = s < 0 ? nullptr : reinterpret_cast<const void*>(grads[s]);                                             \
+    source.grad_at = s < 0 ? 0 : tensors.start(s, at.b);                                                                 \
+    source.grad_left = s < 0 ? 0 : tensors.left(s, at.b);                                                                \
+    source.D = D + flat, source.correction = correction, source.eps = eps;                                               \
+    source.floor = VARIANCE ? floor[at.b] : 0.0f;                                                                        \
+    if (PACKED) {                                                                                                        \
+      const u8* m_frame = static_cast<const u8*>(m) + at.k * m_stride;                                                   \
+      source.m_bits = m_frame + at.j * sign::kBitBytes;                                                                  \
+      source.m_scale = float_from_bf16(*sign::scale_of(m_frame, J, at.j));                                               \
+    } else {                                                                                                             \
+      source.m = static_cast<const float*>(m) + flat;                                                                    \
+    }                                                                                                                    \
+    source.keep = keep, source.add = add, source.own = own, source.unscale = unscale;                                    \
+    sign::encode_from(source, to);                                                                                       \
+  }
+
+ONEBIT_ENCODE_MOMENTUM(sign_encode_momentum, false, false)
+ONEBIT_ENCODE_MOMENTUM(sign_encode_momentum_variance, false, true)
+ONEBIT_ENCODE_MOMENTUM(sign_encode_momentum_packed, true, false)
+ONEBIT_ENCODE_MOMENTUM(sign_encode_momentum_packed_variance, true, true)
+
+ONEBIT_KERNEL sign_apply(const u8* frames, i64 frame_stride, i64 K, i64 J, const int* owners, const i64* params,
+                         const i64* first, i64 S, const float* weight, const float* keep) {
+  const Place at(static_cast<u32>(K * J), static_cast<u32>(J));
+  const int s = owners[at.b];
+  if (!at.inside || s < 0) return;
+  const sign::Pointers tensors{owners, params, first, static_cast<int>(S)};
+  const int kind = tensors.kind(s), left = tensors.left(s, at.b);
+  if (kind == kNone) return;
+  void* p = reinterpret_cast<void*>(params[s]);
+  const u8* frame = frames + at.k * frame_stride;
+  const float magnitude = float_from_bf16(*sign::scale_of(frame, J, at.j)) * weight[s], kept = keep[s];
+#pragma unroll kUnrolled
+  for (int row = 0; row < kRows; row += kBatch) {
+    const int inside_block = row * kLanes + lane();
+    const i64 from = tensors.start(s, at.b) + inside_block;
+    sign::Signs signs;
+    u32 old[kBatch];
+    float values[kBatch];
+    load_raw(old, p, kind, from, left - inside_block);
+    signs.load(frame + at.j * sign::kBitBytes, row);
+    widen(old, kind);
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) values[r] = __uint_as_float(old[r]) * kept + signs.value(r, magnitude);
+    store_floats(p, kind, from, values, left - inside_block);
+  }
+}
+
+#endif
+
+ONEBIT_KERNEL int8_encode(float* x, i64 x_stride, const void* error, i64 error_stride, i64 error_kind, u8* frames,
+                          i64 frame_stride, i64 frame_bytes, const int* counts, i64 counts_stride, i64 K, i64 J) {
+  const Place at(static_cast<u32>(K * J), static_cast<u32>(J));
+  u8* frame = frames + at.k * frame_stride;
+  float* mine = x + at.k * x_stride + static_cast<i64>(at.j) * kBlock;
+  const int kind = static_cast<int>(error_kind), count = counts ? counts[at.k * counts_stride + at.j] : kBlock;
+  const i64 error_at = at.k * error_stride + static_cast<i64>(at.j) * kBlock;
+  clear_tail(frame, J * (kBlock + 2), frame_bytes, at, J);
+
+  const auto compute_c = [&](int row, float* c) {
+    u32 raw[kBatch], owed[kBatch];
+    load_raw(raw, mine, kFloat32, row * kLanes + lane());
+    load_raw(owed, error, kind, error_at + row * kLanes + lane());
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) c[r] = __uint_as_float(raw[r]);
+    finish_c(c, owed, kind, count, row);
+  };
+  float kept[kKept ? kRows : kBatch];
+  u32 bits = 0;  // of the largest |c|: an infinity is above every number, and a NaN above both
+#pragma unroll kUnrolled
+  for (int row = 0; row < kRows; row += kBatch) {
+    float* c = kept + (kKept ? row : 0);
+    compute_c(row, c);
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) {
+      const u32 size = __float_as_uint(c[r]) & ~kSignBit;
+      bits = size > bits ? size : bits;
+    }
+  }
+  bits = largest_bits(bits);
+  const bool is_bad = bits >= kInfinityBits;
+  const u32 not_below = (__float_as_uint(__fdiv_rn(__uint_as_float(bits), 127.0f)) + 0xFFFFu) >> 16;
+  const u32 scale = is_bad ? kNanBf16 : not_below;
+  const float step = is_bad || scale == 0 ? 1.0f : float_from_bf16(scale);
+  if (!at.inside) return;
+  if (lane() == 0) reinterpret_cast<u16*>(frame + J * kBlock)[at.j] = static_cast<u16>(scale);
+  u8* bytes = frame + static_cast<i64>(at.j) * kBlock + lane();
+#pragma unroll kUnrolled
+  for (int row = 0; row < kRows; row += kBatch) {
+    float* c = kept + (kKept ? row : 0);
+    if (!kKept) compute_c(row, c);
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) {
+      const float value = is_bad ? 0.0f : c[r];
+      const float q = rintf(__fdiv_rn(value, step));  // step is not below max|c|/127 by more than a rounding
+      bytes[(row + r) * kLanes] = static_cast<u8>(static_cast<int>(q));
+      c[r] = is_bad ? 0.0f : value - q * step;
+    }
+    store_floats(mine, kFloat32, row * kLanes + lane(), c);
+  }
+}
+
+ONEBIT_KERNEL int8_decode(const u8* frames, i64 frame_stride, float* out, i64 out_stride, i64 K, i64 J, float weight,
+                          float keep, i64 reads_out) {
+  const Place at(static_cast<u32>(K * J), static_cast<u32>(J));
+  if (!at.inside) return;
+  const u8* frame = frames + at.k * frame_stride;
+  const float scale = float_from_bf16(reinterpret_cast<const u16*>(frame + J * kBlock)[at.j]);
+  const signed char* bytes = reinterpret_cast<const signed char*>(frame) + static_cast<i64>(at.j) * kBlock + lane();
+  float* mine = out + at.k * out_stride + static_cast<i64>(at.j) * kBlock;
+#pragma unroll kUnrolled
+  for (int row = 0; row < kRows; row += kBatch) {
+    u32 old[kBatch];
+    int q[kBatch];
+    float values[kBatch];
+    load_raw(old, mine, reads_out ? kFloat32 : kNone, row * kLanes + lane());
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) q[r] = bytes[(row + r) * kLanes];
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) {
+      const float value = static_cast<float>(q[r]) * scale * weight;
+      values[r] = reads_out ? __uint_as_float(old[r]) * keep + value : value;
+    }
+    store_floats(mine, kFloat32, row * kLanes + lane(), values);
+  }
+}
+
+ONEBIT_KERNEL int8_decode_mean(const u8* frames, i64 frame_stride, i64 K, float* out, i64 J, float share) {
+  const Place at(static_cast<u32>(J), static_cast<u32>(J));
+  if (!at.inside) return;
+  const u8* scale = frames + J * kBlock + 2 * at.j;
+  const i64 first = static_cast<i64>(at.j) * kBlock + lane();
+#pragma unroll 1
+  for (int row = 0; row < kRows; row += kBatch) {
+    float sum[kBatch];
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) sum[r] = -0.0f;  // -0.0 + value is value, also where that is -0.0
+#pragma unroll 4
+    for (int k = 0; k < static_cast<int>(K); ++k) {
+      const float step = float_from_bf16(*reinterpret_cast<const u16*>(scale + k * frame_stride));
+      const signed char* bytes = reinterpret_cast<const signed char*>(frames + k * frame_stride) + first;
+#pragma unroll
+      for (int r = 0; r < kBatch; ++r) sum[r] = sum[r] + static_cast<float>(bytes[(row + r) * kLanes]) * step;
+    }
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) sum[r] = sum[r] * share;
+    store_floats(out, kFloat32, first + row * kLanes, sum);
+  }
+}
