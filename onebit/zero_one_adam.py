@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Elements of which a local step makes some ten temporaries: 256 KiB each with blocks of 256.
+BLOCKS_AT_A_TIME = 256
+
 # The rounds. Idle: every step synchronises and the learning rate is zero, so there is nothing to say.
 _VARIANCE, _SYNC, _LOCAL, _IDLE = "variance", "compressed", "local", "idle"
 
@@ -263,10 +266,14 @@ class ZeroOneAdam(CompressedOptimizer):
         return Variance(self._rows(v), self._rows(bucket.floor_J), correction, group["eps"])
 
     def _normalise(self, bucket: Bucket, group: dict) -> None:
-        """bucket.x: this rank's gradient in, a move out."""
-        D = self._variance(bucket, group).denominator().view(-1)
+        """bucket.x: this rank's gradient in, a move out. In pieces whose temporaries stay in a cache."""
+        variance = self._variance(bucket, group)
         own = self._weight_of_a_gradient(bucket, group) / self.link.world_size
-        bucket.x.copy_(normalised(bucket.x, D, own))
+        block, pieces = self.codec.block, BLOCKS_AT_A_TIME
+        parts = (bucket.x.split(pieces * block), variance.v_KN.view(-1).split(pieces * block))
+        for x, v, floor in zip(*parts, variance.floor_KJ.view(-1).split(pieces), strict=True):
+            part = Variance(v.unsqueeze(0), floor.unsqueeze(0), variance.correction, variance.eps)
+            x.copy_(normalised(x, part.denominator()[0], own))
 
     def _weight_of_a_gradient(self, bucket: Bucket, group: dict) -> float:
         """What a gradient would weigh in a variance step now. Divided among those who send one: see `normalised`."""
