@@ -64,11 +64,24 @@ def test_interpreted(name: str, process: int) -> None:
 # Compiled for GPUs that are not here
 
 ENCODE = dict(x="*fp32", x_stride="i64", error="*fp32", error_stride="i64", words="*i64", words_stride="i64",
-              halves="*i16", halves_stride="i64", halves_per_row="i32", counts="*i32", counts_stride="i64",
-              K="i32", J="i32")  # fmt: skip
-DECODE = dict(words="*i64", words_stride="i64", halves="*i16", halves_stride="i64", out="*fp32", out_stride="i64",
-              K="i32", words_per_row="i32", weight="fp32", keep="fp32", share="fp32")  # fmt: skip
+              codes="*i8", codes_stride="i64", halves="*i16", halves_stride="i64", halves_per_row="i32", counts="*i32",
+              counts_stride="i64", K="i32", J="i32")  # fmt: skip
+DECODE = dict(words="*i64", words_stride="i64", codes="*i8", codes_stride="i64", halves="*i16", halves_stride="i64",
+              out="*fp32", out_stride="i64", K="i32", words_per_row="i32", rows_per_row="i32", weight="fp32",
+              keep="fp32", share="fp32")  # fmt: skip
+MEAN = ENCODE | dict(received="*i64", received_stride="i64", received_halves="*i16", received_halves_stride="i64",
+                     share="fp32", residual="*fp32")  # fmt: skip
+TENSORS = dict(owners="*i32", grads="*i64", params="*i64", layout="*i64", S="i32")
+MOMENTUM = ENCODE | TENSORS | dict(
+    D="*fp32", floor="*fp32", correction="fp32", eps="fp32", m_words="*i64", m_words_stride="i64", m_halves="*i16",
+    m_halves_stride="i64", m="*fp32", keep="fp32", add="fp32", own="fp32", unscale="fp32", residual="*fp32",
+)  # fmt: skip
+APPLY = DECODE | TENSORS | dict(weight="*fp32", keep="*fp32")
+FLOAT32, BFLOAT16, FLOAT16 = 2, 4, 8
 ENCODE_256 = dict(BLOCK=256, P=32, MEAN_ABS=False, KEEP=True)
+MOMENTUM_256 = ENCODE_256 | dict(KINDS=FLOAT32, ALIGNED=True)
+MOMENTUM_64 = MOMENTUM_256 | dict(BLOCK=64)  # compiles in a quarter of the time
+LARGE = dict(BLOCK=2048, P=32, MEAN_ABS=False, KEEP=False)
 COMPILED: dict[str, tuple[str, dict[str, str], dict[str, object]]] = {
     "encode": ("encode_blocks", ENCODE, ENCODE_256),
     "encode without error and counts": ("encode_blocks", ENCODE, ENCODE_256 | dict(error=None, counts=None)),
@@ -77,10 +90,36 @@ COMPILED: dict[str, tuple[str, dict[str, str], dict[str, object]]] = {
         ENCODE | dict(error="*i16"),
         ENCODE_256 | dict(MEAN_ABS=True),
     ),
-    "encode, large blocks": ("encode_blocks", ENCODE, dict(BLOCK=2048, P=32, MEAN_ABS=False, KEEP=False)),
+    "encode, large blocks": ("encode_blocks", ENCODE, LARGE),
     "decode": ("decode_words", DECODE, dict(BLOCK=256, W=16, WEIGHTED=False, READS_OUT=False)),
     "decode, keep·out + weight·value": ("decode_words", DECODE, dict(BLOCK=256, W=16, WEIGHTED=True, READS_OUT=True)),
     "decode_mean": ("decode_mean_words", DECODE, dict(BLOCK=256, W=16)),
+    "encode_mean": ("encode_mean_blocks", MEAN, ENCODE_256),
+    "encode_momentum": ("encode_momentum_blocks", MOMENTUM, MOMENTUM_256 | dict(floor=None, m=None)),
+    "encode_momentum, a variance, float32 momentum": (
+        "encode_momentum_blocks",
+        MOMENTUM,
+        MOMENTUM_64 | dict(m_words=None, m_halves=None),
+    ),
+    "encode_momentum, every type": (
+        "encode_momentum_blocks",
+        MOMENTUM | dict(error="*i16", residual="*i16"),
+        MOMENTUM_64 | dict(floor=None, m=None, KINDS=FLOAT32 | BFLOAT16 | FLOAT16, ALIGNED=False),
+    ),
+    "encode_momentum, large blocks": (
+        "encode_momentum_blocks",
+        MOMENTUM,
+        LARGE | dict(floor=None, m=None, KINDS=FLOAT32, ALIGNED=True),
+    ),
+    "apply": ("apply_words", APPLY, dict(BLOCK=256, W=16, KINDS=FLOAT32, ALIGNED=True)),
+    "apply, every type": (
+        "apply_words",
+        APPLY,
+        dict(BLOCK=256, W=16, KINDS=FLOAT32 | BFLOAT16 | FLOAT16, ALIGNED=False),
+    ),
+    "int8_encode": ("int8_encode_blocks", ENCODE, dict(BLOCK=256, P=32, KEEP=True)),
+    "int8_decode": ("int8_decode_rows", DECODE, dict(BLOCK=256, R=64, WEIGHTED=True, READS_OUT=True)),
+    "int8_decode_mean": ("int8_decode_mean_rows", DECODE, dict(BLOCK=256, R=64)),
 }
 
 
@@ -91,11 +130,14 @@ def ptx_of(name: str, capability: int) -> str:
     from triton.compiler import ASTSource
 
     from onebit.comm.kernels import triton as kernel
+    from onebit.comm.kernels import triton_apply, triton_int8, triton_mean, triton_momentum
 
     function, types, constants = COMPILED[name]
-    compiled = getattr(kernel, function)
+    modules = (kernel, triton_apply, triton_int8, triton_mean, triton_momentum)
+    compiled = next(getattr(module, function) for module in modules if hasattr(module, function))
     signature = {arg: "constexpr" if arg in constants else types[arg] for arg in compiled.arg_names}
-    aligned = [arg for arg in ("x", "x_stride", "error", "error_stride", "words", "halves", "out", "out_stride")
+    aligned = [arg for arg in ("x", "x_stride", "error", "error_stride", "words", "codes", "codes_stride", "halves",
+                               "out", "out_stride", "D", "m", "residual")
                if signature.get(arg, "constexpr") != "constexpr"]  # fmt: skip
     source = ASTSource(
         fn=compiled,
@@ -122,12 +164,24 @@ def test_compiles_to_operations_that_round_once(name: str, capability: int) -> N
 
 @needs_triton
 @not_interpreted
-@pytest.mark.parametrize("name", [name for name in COMPILED if name != "encode, bfloat16 error, mean_abs"])
+@pytest.mark.parametrize(
+    "name", [name for name in COMPILED if "every type" not in name and name != "encode, bfloat16 error, mean_abs"]
+)
 def test_floats_move_16_bytes_at_a_time(name: str) -> None:
     """Of rows that start at multiples of 16 bytes, which torch's allocations and the optimizers' buckets do."""
     ptx = ptx_of(name, 90)
     assert "st.global.v4.b32" in ptx
     assert "encode" not in name or "ld.global.v4.b32" in ptx
+
+
+@needs_triton
+@not_interpreted
+@pytest.mark.parametrize(("name", "inputs"), [("encode_momentum", 3), ("apply", 1)])
+def test_gradients_and_parameters_too(name: str, inputs: int) -> None:
+    """Each row of a block: the gradient, D, and the error; 16 elements for each of 4 threads of a parameter's word."""
+    ptx = ptx_of(name, 90)
+    rows = 16 if name == "encode_momentum" else 2
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= inputs * rows
 
 
 # Selection
@@ -180,18 +234,26 @@ def test_triton_serves_cuda_tensors_where_it_is_installed_and_cupy_is_not() -> N
 
 @needs_triton
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_check_for_gpus_can_be_rehearsed(tmp_path: Path) -> None:
     record = tmp_path / "record.md"
     tiny = ["--blocks", "64", "--sizes", "0", "70", "--steps", "4", "--elements", "500", "--repeats", "1"]
+    tiny += ["--model", "300"]
     run = subprocess.run(
         [sys.executable, str(CHECK), "--rehearse", *tiny, "--record", str(record)],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "| triton | decode |" in record.read_text() and "held" in record.read_text()
+    for line in (
+        "| decode | triton |",
+        "| encode_momentum, float32 gradient | triton |",
+        "| OnebitAdam | triton |",
+        "held",
+    ):
+        assert line in record.read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

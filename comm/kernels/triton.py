@@ -1,8 +1,9 @@
-"""Kernels: the sign frame in Triton, for CUDA tensors. The same bytes and the same floats as `reference.py`.
+"""Kernels: the frames in Triton, for CUDA tensors. The same bytes and the same floats as `reference.py`.
 
 One pass over memory each: encode holds a block's c in registers between its sum and its residual (blocks above
-`LARGEST_KEPT` are read twice, the second time from a cache), decode reads a frame and writes floats. Rests on Triton,
-which is imported with this module; arguments are checked in `edge.py`.
+`LARGEST_KEPT` are read twice, the second time from a cache), decode reads a frame and writes floats. Here is the sign
+frame; what surrounds it in an optimizer's step is in `triton_momentum.py`, `triton_mean.py` and `triton_apply.py`, the
+int8 frame in `triton_int8.py`. Rests on Triton, which is imported with this module; arguments are checked in `edge.py`.
 
 What Triton would round otherwise than rule 2 of reference.py: a / b and sqrt are approximate (div_rn and sqrt_rn are
 not), -x is 0 - x (a sign is set as a bit here), a·b + c is fused (`enable_fp_fusion=False` at each launch), and a sum
@@ -13,19 +14,30 @@ Shape legend: K rows, N elements, J blocks, B bytes. In the kernels: P blocks or
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .edge import SIGN, Edge, check_scale
-from .reference import apply, encode_mean, encode_momentum, int8_decode, int8_decode_mean, int8_encode
+from .edge import SIGN, check_scale
+from .triton_apply import apply
+from .triton_int8 import int8_decode, int8_decode_mean, int8_encode
+from .triton_lanes import (
+    EDGE,
+    INTERPRETED,
+    LARGEST_KEPT,
+    OPTIONS,
+    add_owed,
+    bits_of,
+    blocks_per_program,
+    clear_tail,
+    launching_on,
+    leave_residual,
+    scale_of,
+)
+from .triton_mean import encode_mean
+from .triton_momentum import encode_momentum
 
-# Int8 frames have no Triton form yet: they travel rarely, and the reference serves them on any device.
 __all__ = [
     "apply",
     "decode",
@@ -39,16 +51,7 @@ __all__ = [
     "int8_encode",
 ]
 
-INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether this process runs the kernels in Triton's interpreter, on host tensors: TRITON_INTERPRET=1 at the import."""
-
-EDGE = Edge("cpu" if INTERPRETED else "cuda", frame_alignment=8)
-LARGEST_KEPT = 512  # elements of a block; 1024 compile for 24 s (Triton 3.7.1, 2026-11), 256 for 1 s
 WORDS = 16
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-
-# Ranks may be threads (`SimTransport`); Triton's launch cache and its interpreter were not made for that.
-_launch_lock = threading.Lock()
 
 
 def describe() -> str:
@@ -68,11 +71,10 @@ def encode(
     K, J = EDGE.check_encode(SIGN, x_KN, error_KN, frames_KB, counts_KJ, block=block)
     if K * J == 0:
         return
-    if error_KN is not None and error_KN.dtype == torch.bfloat16:
-        error_KN = error_KN.view(torch.int16)
+    error_KN = bits_of(error_KN)
     words, halves = frames_KB.view(torch.int64), frames_KB.view(torch.int16)
     P = blocks_per_program(block)
-    with _launching_on(x_KN.device):
+    with launching_on(x_KN.device):
         encode_blocks[(triton.cdiv(K * J, P),)](
             x_KN,
             x_KN.stride(0),
@@ -102,7 +104,7 @@ def decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep
         return
     words, halves = frames_KB.view(torch.int64), frames_KB.view(torch.int16)
     words_per_row = J * block // 64
-    with _launching_on(out_KN.device):
+    with launching_on(out_KN.device):
         decode_words[(triton.cdiv(K * words_per_row, WORDS),)](
             words,
             words.stride(0),
@@ -129,7 +131,7 @@ def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
         return
     words, halves = frames_KB.view(torch.int64), frames_KB.view(torch.int16)
     words_per_row = J * block // 64
-    with _launching_on(out_N.device):
+    with launching_on(out_N.device):
         decode_mean_words[(triton.cdiv(words_per_row, WORDS),)](
             words,
             words.stride(0),
@@ -143,17 +145,6 @@ def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
             W=WORDS,
             **OPTIONS,
         )
-
-
-def blocks_per_program(block: int) -> int:
-    """P: a row of lanes gives 128 threads 16 bytes each to load, or 8 where c would else not fit their registers."""
-    return 16 if 256 < block <= LARGEST_KEPT else 32
-
-
-@contextlib.contextmanager
-def _launching_on(device: torch.device) -> Iterator[None]:
-    with _launch_lock, torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        yield
 
 
 @triton.jit(do_not_specialize=["K", "J"])
@@ -200,12 +191,8 @@ def encode_blocks(
             c = _row(x_at, error_at, count, lane, inside_lanes, 16 * i)
             acc += tl.abs(c) if MEAN_ABS else c * c
 
-    # 2. The scale, rounded to bfloat16 to nearest even; from 0x7F7F8000 on, or a NaN, it would not be finite
-    n = tl.full([P], BLOCK, tl.float32) if count is None else tl.maximum(count, 1).to(tl.float32)
-    mean = tl.div_rn(_sum_in_halves(acc, P), n)
-    exact = (mean if MEAN_ABS else tl.sqrt_rn(mean)).to(tl.int32, bitcast=True)
-    bad = (exact < 0) | (exact >= 0x7F7F8000)
-    scale = tl.where(bad, 0x7FC0, (exact + 0x7FFF + ((exact >> 16) & 1)) >> 16)
+    # 2. The scale
+    scale = scale_of(acc, count, BLOCK, P, MEAN_ABS)
     tl.store(halves + k * halves_stride + J * (BLOCK // 16) + j, scale.to(tl.int16), mask=inside)
 
     # 3. Bits, a word of 64 at a time, and residuals
@@ -214,7 +201,7 @@ def encode_blocks(
         for g in tl.static_range(BLOCK // 64):
             word = tl.zeros([P], tl.int64)
             for q in tl.static_range(4):
-                bits = _leave_residual(rows[4 * g + q], x_at, count, lane, inside_lanes, 64 * g + 16 * q, scale, bad)
+                bits = leave_residual(rows[4 * g + q], x_at, count, lane, inside_lanes, 64 * g + 16 * q, scale)
                 word |= bits << (16 * q)
             tl.store(words_at + g, word, mask=inside)
     else:
@@ -222,59 +209,20 @@ def encode_blocks(
             word = tl.zeros([P], tl.int64)
             for q in tl.static_range(4):
                 c = _row(x_at, error_at, count, lane, inside_lanes, 64 * g + 16 * q)
-                bits = _leave_residual(c, x_at, count, lane, inside_lanes, 64 * g + 16 * q, scale, bad)
+                bits = leave_residual(c, x_at, count, lane, inside_lanes, 64 * g + 16 * q, scale)
                 word |= bits << (16 * q)
             tl.store(words_at + g, word, mask=inside)
 
-    # 4. The zeros behind the last scale of a row, less than 16 bytes
-    tail = J * (BLOCK // 16 + 1) + tl.arange(0, 8)[None, :]
-    last = (inside & (j == J - 1))[:, None] & (tail < halves_per_row)
-    tl.store(halves + (k * halves_stride)[:, None] + tail, tl.zeros([P, 8], tl.int16), mask=last)
+    # 4. The end of a row
+    clear_tail(halves, halves_stride, halves_per_row, J * (BLOCK // 16 + 1), k, inside & (j == J - 1), P)
 
 
 @triton.jit
 def _row(
     x_at: tl.tensor, error_at: tl.tensor, count: tl.tensor, lane: tl.tensor, inside: tl.tensor, offset: tl.tensor
 ) -> tl.tensor:
-    """c of 16 lanes [P, 16]; +0.0 in padding, which is read whole (a mask by element would read it one by one)."""
-    c = tl.load(x_at + offset, mask=inside, other=0.0)
-    if error_at is not None:
-        e = tl.load(error_at + offset, mask=inside, other=0)
-        c += e if e.dtype == tl.float32 else (e.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    if count is not None:
-        c = tl.where(offset + lane < count[:, None], c, 0.0)
-    return c
-
-
-@triton.jit
-def _leave_residual(
-    c: tl.tensor,
-    x_at: tl.tensor,
-    count: tl.tensor,
-    lane: tl.tensor,
-    inside: tl.tensor,
-    offset: tl.tensor,
-    scale: tl.tensor,
-    bad: tl.tensor,
-) -> tl.tensor:
-    """x ← c - (±scale); the 16 sign bits of each block, int64 [P]."""
-    minus = ((c.to(tl.int32, bitcast=True) < 0) & (bad[:, None] == 0)).to(tl.int32)
-    residual = c - ((scale << 16)[:, None] | (minus << 31)).to(tl.float32, bitcast=True)
-    residual = tl.where(bad[:, None], 0.0, residual)
-    if count is not None:
-        residual = tl.where(offset + lane < count[:, None], residual, 0.0)
-    tl.store(x_at + offset, residual, mask=inside)
-    return tl.sum(minus << lane, axis=1).to(tl.int64)
-
-
-@triton.jit
-def _sum_in_halves(acc: tl.tensor, P: tl.constexpr) -> tl.tensor:
-    """[P, 16] -> [P]: l + (l+8), l + (l+4), l + (l+2), l + (l+1)."""
-    a, b = tl.split(tl.permute(tl.reshape(acc, (P, 2, 8)), (0, 2, 1)))
-    a, b = tl.split(tl.permute(tl.reshape(a + b, (P, 2, 4)), (0, 2, 1)))
-    a, b = tl.split(tl.permute(tl.reshape(a + b, (P, 2, 2)), (0, 2, 1)))
-    a, b = tl.split(a + b)
-    return a + b
+    """c of 16 lanes [P, 16]."""
+    return add_owed(tl.load(x_at + offset, mask=inside, other=0.0), error_at, count, lane, inside, offset)
 
 
 @triton.jit
