@@ -198,8 +198,8 @@ inline float float_from_bf16(uint16_t bits) { return float_from_bits(uint32_t{bi
 // To nearest even; NaN and what rounds to infinity become kNanBf16. value is not negative.
 inline uint16_t finite_bf16_or_nan(float value) {
   const uint32_t bits = bits_of_float(value);
-  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  return rounded < 0x7F80u ? static_cast<uint16_t>(rounded) : kNanBf16;
+  if (bits >= 0x7F7F8000u) return kNanBf16;  // before the sum, which a NaN of all ones would wrap around
+  return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
 // To nearest even; a NaN becomes kNanBf16.

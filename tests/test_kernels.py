@@ -202,6 +202,19 @@ def test_special_values_travel_as_in_the_reference(isa: str, frame: str, block: 
 
 @needs_build
 @each_isa
+@each_frame
+def test_a_nan_of_any_bits_makes_its_block_travel_as_one(isa: str, frame: str) -> None:
+    """Of either sign, quiet and signalling, up to all ones, whose rounding would wrap around to a scale of zero."""
+    payloads = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF, -0x400000, -1], dtype=torch.int32)
+    x = random(len(payloads), 64)
+    x.view(torch.int32)[torch.arange(len(payloads)), torch.arange(len(payloads)) * 9] = payloads
+    frames = encode_both(x, None, None, block=64, frame=frame, isa=isa)
+    scales = reference.int8_scales if frame == "int8" else reference.scales
+    assert scales(frames, 64, block=64).isnan().all()
+
+
+@needs_build
+@each_isa
 def test_int8_ties_sizes_and_odd_nans_encode_as_in_the_reference(isa: str) -> None:
     """Every half step (a largest of 127 makes the scale a power of two), from denormal to huge; NaNs of any payload."""
     block = 512
