@@ -20,7 +20,7 @@ class Int8Codec:
     """8 + 16/block bits per element.
 
     block: elements per scale, a multiple of 16.
-    kernel: "auto" (C++ for host tensors where it was built, else the reference), "reference", or "cpu".
+    kernel: as in `SignCodec`.
     """
 
     block: int = 256
