@@ -122,7 +122,11 @@ def test_unshaped_link_is_faster_and_still_counts(cluster: Cluster) -> None:
     cluster.shape("none")
     run = cluster.run([sys.executable, "-c", SEND], launcher="none", timeout_s=TIMEOUT_S, capture=True)
     assert float(run.output) > 4e8
-    assert PAYLOAD_BYTES < run.traffic[1].sent_bytes < 1.06 * PAYLOAD_BYTES
+    # Without a queue that paces it, TCP may lose packets to a busy receiver and send them again (2 % were seen); both
+    # counters see those. The card's counts headers once per 64 KiB, the queue's once per packet.
+    sender = run.traffic[1]
+    assert PAYLOAD_BYTES < sender.tx_bytes < 1.1 * PAYLOAD_BYTES
+    assert sender.tx_bytes < sender.sent_bytes < 1.06 * sender.tx_bytes
 
 
 @pytest.mark.net
