@@ -488,7 +488,10 @@ def test_a_mask_that_does_not_fit_is_refused(masks: Tensor | list[Tensor], messa
 
 @pytest.mark.parametrize("kind", ["frozen", "auto", "ZeroOneAdam"])
 def test_gradients_that_grow_a_thousandfold_move_nothing_a_thousand_times_as_far(kind: str) -> None:
-    """As in attention that wakes up: the variance is steps old and knows nothing of it. Adam itself moves by 6.6 lr."""
+    """As in attention that wakes up: the variance is steps old and knows nothing of it. Adam itself moves by 6.6 lr.
+
+    Where a variance is frozen for good, a gradient weighs 1 - β2 in it: no more than √(4/(1 - β2)) = 63 lr.
+    """
 
     def ours(link: SimTransport) -> float:
         p = nn.Parameter(torch.zeros(1024))
@@ -507,7 +510,7 @@ def test_gradients_that_grow_a_thousandfold_move_nothing_a_thousand_times_as_far
         return largest
 
     for largest in run_ranks(4, ours):
-        assert 1.0 < largest < 12.0
+        assert 1.0 < largest < (64.0 if kind == "frozen" else 12.0)
 
 
 @pytest.mark.parametrize("name", FAMILY)
