@@ -206,8 +206,11 @@ class CompressedOptimizer(BucketedOptimizer):
             numels = [bucket.layout.numel for bucket in self._buckets]
             compute_s, device = self._computing.median_s(), self._buckets[0].device
             bf16 = Bf16Codec(self.codec.block)
+            before = self._sent()
             found = payoff.measure(self.link, compute_s, numels, self.codec, bf16, device)
-            self._sent_before = self._sent()
+            # What measuring sent belongs to no step; what this step has sent so far does.
+            sent, across = (now - then for now, then in zip(self._sent(), before, strict=True))
+            self._sent_before = (self._sent_before[0] + sent, self._sent_before[1] + across)
             self._compresses = found.pays
             if self.link.rank == 0 and found.pays:
                 log.info("one-bit compression pays here: %s", found)
@@ -417,7 +420,9 @@ class CompressedOptimizer(BucketedOptimizer):
         if device.type != "cuda":
             yield
             return
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             yield

@@ -15,6 +15,7 @@ import onebit
 from onebit import payoff
 from onebit.comm import IdentityCodec, SimTransport, run_ranks
 from onebit.payoff import Payoff, StopWatch
+from onebit.replicas import gather_bytes
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,22 @@ def test_where_it_pays_it_is_as_always(name: str, a_network_where_it: None) -> N
     auto = run_ranks(2, lambda link: train(link, name, range(15)))
     always = run_ranks(2, lambda link: train(link, name, range(15), compression="always"))
     assert torch.equal(auto[0][0], always[0][0])
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_step_that_measures_the_network_counts_its_own_traffic_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measuring sends real buckets: they belong to no step, and the step's own traffic is not lost with them."""
+
+    def measure(link: SimTransport, *_: object) -> Payoff:
+        gather_bytes(link, bytes(1000), torch.device("cpu"))
+        return Payoff(1.0, 0.1, 10.0)
+
+    monkeypatch.setattr("onebit.payoff.measure", measure)
+    asked = run_ranks(2, lambda link: train(link, name, range(20), compression="always"))[0][1]
+    monkeypatch.setattr("onebit.base.SimTransport", type(None))
+    assert run_ranks(2, lambda link: train(link, name, range(20)))[0][1] == asked
 
 
 def test_a_bad_option_is_refused() -> None:
