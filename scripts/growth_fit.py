@@ -18,7 +18,7 @@ from onebit.comm.cost import PIECE, CodecCost, LinkCost, exchange_s
 PAYLOAD_OF_FRAME = 1448 / 1514  # Ethernet, IPv4 and TCP headers with timestamps, at an MTU of 1500
 BYTES_PER_ELEMENT = {ONE_BIT: SignCodec().frame_bytes(PIECE) / PIECE, FP32: 4.0}
 PIECES = {ONE_BIT: PIECE, FP32: None}
-_START = (3e-5, 3e-9, 0.3)
+_START = (3e-5, 3e-9, 1e-3, 0.3)
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,14 @@ class Costs:
     side: str
     latency_s: float
     s_per_element: float
+    start_s: float
     unhidden: float
 
     def codec(self) -> CodecCost:
         return CodecCost(BYTES_PER_ELEMENT[self.side], self.s_per_element, self.unhidden)
 
     def link(self, rate: str) -> LinkCost:
-        return LinkCost(self.latency_s, bytes_per_s(rate))
+        return LinkCost(self.latency_s, bytes_per_s(rate), self.start_s)
 
     def predict(self, hosts: int, rate: str, elements: int, ranks_per_core: float, piece: int | None = None) -> float:
         piece = PIECES[self.side] if piece is None else piece
@@ -75,12 +76,13 @@ def fit(points: Sequence[Point], start: Sequence[float] = _START, rounds: int = 
     In logarithms (unhidden: in log-odds), so that none leaves its range; steps are damped least-squares solutions.
     """
     side = points[0].side
-    at = np.array([np.log(start[0]), np.log(start[1]), np.log(start[2] / (1 - start[2]))])
+    *positive, share = start
+    at = np.array([*np.log(positive), np.log(share / (1 - share))])
     damping, errors = 1e-2, _errors(at, side, points)
     for _ in range(rounds):
-        slopes = np.stack([(_errors(at + 1e-4 * way, side, points) - errors) / 1e-4 for way in np.eye(3)], axis=1)
-        padded = np.concatenate([slopes, np.sqrt(damping) * np.eye(3)])
-        step = np.linalg.lstsq(padded, np.concatenate([-errors, np.zeros(3)]), rcond=None)[0]
+        slopes = np.stack([(_errors(at + 1e-4 * way, side, points) - errors) / 1e-4 for way in np.eye(len(at))], axis=1)
+        padded = np.concatenate([slopes, np.sqrt(damping) * np.eye(len(at))])
+        step = np.linalg.lstsq(padded, np.concatenate([-errors, np.zeros(len(at))]), rcond=None)[0]
         tried = _errors(at + np.clip(step, -2, 2), side, points)
         if tried @ tried < errors @ errors:
             is_over = tried @ tried > (1 - 1e-9) * (errors @ errors)
@@ -94,8 +96,8 @@ def fit(points: Sequence[Point], start: Sequence[float] = _START, rounds: int = 
 
 
 def _costs(at: np.ndarray, side: str) -> Costs:
-    latency, work = np.exp(np.clip(at[:2], -40, 0))
-    return Costs(side, float(latency), float(work), float(1 / (1 + np.exp(-np.clip(at[2], -12, 12)))))
+    latency, work, began = np.exp(np.clip(at[:3], -40, 0))
+    return Costs(side, float(latency), float(work), float(began), float(1 / (1 + np.exp(-np.clip(at[3], -12, 12)))))
 
 
 def _errors(at: np.ndarray, side: str, points: Sequence[Point]) -> np.ndarray:
@@ -107,5 +109,5 @@ def leave_one_out(points: Sequence[Point]) -> list[float]:
     """For each point the error of the costs that were fitted without it."""
     whole = fit(points)
     odds = min(max(whole.unhidden, 1e-4), 1 - 1e-4)
-    start = (whole.latency_s, whole.s_per_element, odds)
+    start = (whole.latency_s, whole.s_per_element, whole.start_s, odds)
     return [error(fit([p for p in points if p is not left_out], start, 30), left_out) for left_out in points]

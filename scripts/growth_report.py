@@ -74,10 +74,10 @@ def _side(side: str, points: Sequence[Point]) -> Iterator[str]:
     yield f"## {side}"
     yield ""
     yield (
-        f"{1e9 * costs.s_per_element:.2f} ns per element and {1e6 * costs.latency_s:.0f} µs per message of a rank's "
-        f"own processor; {costs.unhidden:.0%} of the shorter of wire and work shows. Left-out points: {good} of "
-        f"{len(points)} within {GOAL:.0%}, mean {statistics.fmean(map(abs, without)):.1%}, worst "
-        f"{max(without, key=abs):+.1%}."
+        f"{1e9 * costs.s_per_element:.2f} ns per element, {1e6 * costs.latency_s:.0f} µs per message and "
+        f"{1e3 * costs.start_s:.1f} ms per exchange of a rank's own processor; {costs.unhidden:.0%} of the shorter of "
+        f"wire and work shows. Left-out points: {good} of {len(points)} within {GOAL:.0%}, mean "
+        f"{statistics.fmean(map(abs, without)):.1%}, worst {max(without, key=abs):+.1%}."
     )
     yield ""
     yield "| network | hosts | M parameters | sent MB | s | spread | limit s | s / limit | model | left out |"

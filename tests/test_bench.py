@@ -162,7 +162,7 @@ def test_growth_worker_measures_every_size(tmp_path: Path) -> None:
 
 
 def test_growth_report_predicts_measures_and_marks_estimates() -> None:
-    truth = {side: Costs(side, 5e-5, 3e-9, 0.3) for side in (ONE_BIT, FP32)}
+    truth = {side: Costs(side, 5e-5, 3e-9, 2e-3, 0.3) for side in (ONE_BIT, FP32)}
     lines = [MACHINE] + [
         {
             "what": "growth", "side": side, "hosts": W, "network": rate, "elements": n, "cores": 2, "sent_bytes": n,

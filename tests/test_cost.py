@@ -43,6 +43,16 @@ def test_time_grows_with_everything_that_costs(codec: CodecCost) -> None:
         assert all(a < b for a, b in pairwise(times))
 
 
+def test_an_exchange_pays_its_start_once_however_small() -> None:
+    late = LinkCost(5e-5, float("inf"), start_s=3e-3)
+    at_once = LinkCost(5e-5, float("inf"))
+    for n in (1, 10**6, 10**8):
+        added = exchange_s(n, 4, SIGN, late, ranks_per_core=2) - exchange_s(n, 4, SIGN, at_once, ranks_per_core=2)
+        assert added == pytest.approx(2 * 3e-3)
+    assert exchange_s(10**6, 1, SIGN, late) == exchange_s(10**6, 1, SIGN, at_once)
+    assert exchange_s(0, 4, SIGN, late) == 0
+
+
 def test_time_lies_between_perfect_overlap_and_none() -> None:
     n, W = 10**7, 4
     wire, work = wire_s(n, W, SIGN, LINK), n * SIGN.s_per_element + messages(n, W) * LINK.latency_s
@@ -62,6 +72,7 @@ def test_compression_pays_on_a_slow_link_only() -> None:
     [
         lambda: LinkCost(-1.0, 1.0),
         lambda: LinkCost(0.0, 0.0),
+        lambda: LinkCost(0.0, 1.0, -1.0),
         lambda: CodecCost(0.0, 0.0),
         lambda: CodecCost(1.0, 0.0, 1.1),
         lambda: exchange_s(1, 0, SIGN, LINK),
@@ -84,14 +95,14 @@ def points_of(costs: Costs, noise: float = 0.0) -> list[Point]:
 
 @pytest.mark.parametrize("side", [ONE_BIT, FP32])
 def test_fit_recovers_the_numbers_behind_exact_points(side: str) -> None:
-    truth = Costs(side, 8e-5, 2.5e-9, 0.4)
+    truth = Costs(side, 8e-5, 2.5e-9, 2e-3, 0.4)
     found = fit(points_of(truth))
     assert (found.s_per_element, found.unhidden) == pytest.approx((truth.s_per_element, truth.unhidden), rel=1e-3)
-    assert found.latency_s == pytest.approx(truth.latency_s, rel=1e-2)
+    assert (found.latency_s, found.start_s) == pytest.approx((truth.latency_s, truth.start_s), rel=1e-2)
 
 
 def test_fit_predicts_points_it_has_not_seen_as_well_as_they_are_measured() -> None:
-    points = points_of(Costs(ONE_BIT, 8e-5, 2.5e-9, 0.4), noise=0.05)
+    points = points_of(Costs(ONE_BIT, 8e-5, 2.5e-9, 2e-3, 0.4), noise=0.05)
     assert max(map(abs, leave_one_out(points))) < 0.12  # twice the noise, and what is relative to the noisy side
     assert max(abs(error(fit(points), point)) for point in points) < 0.1
 
