@@ -2,17 +2,24 @@
 
 struct NoError {
   ONEBIT_TARGET static Lanes add(Lanes x, const void*, int64_t) { return x; }
+  ONEBIT_TARGET static void prefetch(const void*, int64_t) {}
 };
 
 struct Float32Error {
   ONEBIT_TARGET static Lanes add(Lanes x, const void* error, int64_t i) {
     return x + Lanes::load(static_cast<const float*>(error) + i);
   }
+  ONEBIT_TARGET static void prefetch(const void* error, int64_t i) {
+    __builtin_prefetch(static_cast<const float*>(error) + i);
+  }
 };
 
 struct Bfloat16Error {
   ONEBIT_TARGET static Lanes add(Lanes x, const void* error, int64_t i) {
     return x + Lanes::load_bf16(static_cast<const uint16_t*>(error) + i);
+  }
+  ONEBIT_TARGET static void prefetch(const void* error, int64_t i) {
+    __builtin_prefetch(static_cast<const uint16_t*>(error) + i);
   }
 };
 

@@ -34,6 +34,8 @@ ONEBIT_TARGET inline void encode_block(float* x, const void* error, int64_t erro
   const Lanes s = Lanes::splat(scale_bf16 == 0 ? 1.0f : float_from_bf16(scale_bf16));
 #pragma GCC unroll 4
   for (int64_t i = 0; i < block; i += kLanes) {
+    __builtin_prefetch(x + block + i);
+    Error::prefetch(error, error_at + block + i);
     const Lanes c = Lanes::load(x + i);
     const Lanes q = (c / s).rounded();  // s is not below max|c|/127 by more than a rounding: within ±127
     q.store_int8(bytes + i);

@@ -63,6 +63,12 @@ struct Lanes {
     return static_cast<uint16_t>(_mm256_movemask_ps(low) | _mm256_movemask_ps(high) << 8);
   }
 
+  // These, none of them below zero, with the signs of `of`. Three instructions fewer than `select`.
+  ONEBIT_TARGET Lanes signed_as(Lanes of) const {
+    const __m256 minus_zero = _mm256_set1_ps(-0.0f);
+    return {_mm256_or_ps(low, _mm256_and_ps(of.low, minus_zero)), _mm256_or_ps(high, _mm256_and_ps(of.high, minus_zero))};
+  }
+
   // Lane l is `set`'s where bit l is 1, else `clear`'s.
   ONEBIT_TARGET static Lanes select(uint16_t bits, Lanes set, Lanes clear) {
     const __m256i every = _mm256_set1_epi32(bits);

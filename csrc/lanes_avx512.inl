@@ -50,6 +50,11 @@ struct Lanes {
     return static_cast<uint16_t>(_mm512_movepi32_mask(_mm512_castps_si512(v)));
   }
 
+  // These, none of them below zero, with the signs of `of`.
+  ONEBIT_TARGET Lanes signed_as(Lanes of) const {
+    return {_mm512_or_ps(v, _mm512_and_ps(of.v, _mm512_set1_ps(-0.0f)))};
+  }
+
   // Lane l is `set`'s where bit l is 1, else `clear`'s.
   ONEBIT_TARGET static Lanes select(uint16_t bits, Lanes set, Lanes clear) {
     return {_mm512_mask_blend_ps(bits, clear.v, set.v)};

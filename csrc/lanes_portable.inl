@@ -91,6 +91,13 @@ struct Lanes {
     return static_cast<uint16_t>(bits[0] | bits[1] | bits[2] | bits[3]);
   }
 
+  // These, none of them below zero, with the signs of `of`.
+  Lanes signed_as(const Lanes& of) const {
+    Lanes both;
+    for (int i = 0; i < 4; ++i) both.v[i] = (Float4)((Int4)v[i] | ((Int4)of.v[i] & ~0x7FFFFFFF));
+    return both;
+  }
+
   // Lane l is `set`'s where bit l is 1, else `clear`'s.
   static Lanes select(uint16_t bits, const Lanes& set, const Lanes& clear) {
     Lanes chosen;

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from onebit.comm import Int8Codec, SignCodec
+from onebit.comm import Int8Codec, MomentumWeights, Segments, SignCodec, Variance
 from onebit.comm.kernels import cpu, reference
 
 ROWS_OF_MEAN = 4
@@ -107,6 +107,58 @@ def sign_operations(elements: int, block: int, isa: str) -> list[Operation]:
     ]
 
 
+def step_operations(elements: int, block: int, isa: str) -> list[Operation]:
+    """The fused steps' rows: what a compressed step of OnebitAdam does to a tensor that is one parameter."""
+    codec = SignCodec(block)
+    N = -(-elements // block) * block
+    B, J = codec.frame_bytes(N), N // block
+    grad, error, out, param = torch.randn(N), torch.randn(1, N), torch.empty(1, N), torch.randn(N)
+    variance = Variance(torch.rand(1, N), torch.full((1, J), 1e-4), 1.5, 1e-8)
+    received, frames = torch.empty(ROWS_OF_MEAN, B, dtype=torch.uint8), torch.empty(1, B, dtype=torch.uint8)
+    for k in range(ROWS_OF_MEAN):
+        reference.encode(torch.randn(1, N), None, received[k : k + 1], None, block=block, scale=codec.scale)
+    momentum, one = received[:1].clone(), Segments((0,), (N,), block)
+    weights, minus, keep = MomentumWeights(0.9, 0.1, 1e-3), torch.full((1,), -1e-3), torch.full((1,), 0.999)
+    options = {"block": block, "scale": codec.scale}
+
+    def encode_momentum(kernel: Callable[..., None], **where: str) -> Callable[[], None]:
+        operands = ([grad], one, variance, momentum, error, frames, None, out)
+        return lambda: kernel(*operands, **options, weights=weights, **where)
+
+    def encode_mean(kernel: Callable[..., None], **where: str) -> Callable[[], None]:
+        return lambda: kernel(received, error, frames, None, out, **options, **where)
+
+    def apply(kernel: Callable[..., None], **where: str) -> Callable[[], None]:
+        return lambda: kernel(frames, N, [param], one, minus, keep, block=block, **where)
+
+    return [
+        Operation(
+            "encode_momentum",
+            "torch.addcmul(error, grad, v, out=out)",
+            N * 16 + J * 4 + 2 * B,
+            encode_momentum(cpu.encode_momentum, isa=isa),
+            lambda: torch.addcmul(error[0], grad, variance.v_KN[0], out=out[0]),
+            encode_momentum(reference.encode_momentum),
+        ),
+        Operation(
+            f"encode_mean, K={ROWS_OF_MEAN}",
+            "torch.mul(error, 0.5, out=out)",
+            N * 8 + (ROWS_OF_MEAN + 1) * B,
+            encode_mean(cpu.encode_mean, isa=isa),
+            lambda: torch.mul(error, 0.5, out=out),
+            encode_mean(reference.encode_mean),
+        ),
+        Operation(
+            "apply",
+            "param.mul_(0.999)",
+            N * 8 + B,
+            apply(cpu.apply, isa=isa),
+            lambda: param.mul_(0.999),
+            apply(reference.apply),
+        ),
+    ]
+
+
 def int8_operations(elements: int, block: int, isa: str) -> list[Operation]:
     """The int8 frame's rows, over one set of tensors, of `elements` rounded up to whole blocks."""
     N = -(-elements // block) * block
@@ -164,7 +216,8 @@ def measure(operation: Operation, repeats: int, reference_repeats: int) -> tuple
 def table(args: argparse.Namespace) -> list[str]:
     sides = "kernel ms | GB/s | floor | floor ms | kernel / floor | reference ms | reference / kernel"
     lines = [f"| operation | threads | {sides} |", "|---" * 9 + "|"]
-    rows = [row for rows in (sign_operations, int8_operations) for row in rows(args.elements, args.block, args.isa)]
+    kinds = (sign_operations, step_operations, int8_operations)
+    rows = [row for kind in kinds for row in kind(args.elements, args.block, args.isa)]
     for threads in args.threads:
         torch.set_num_threads(threads)
         for row in rows:
