@@ -236,17 +236,27 @@ def _form(value: float | None, form: str, unit: str = "") -> str:
 
 
 def _targets(rows: Sequence[Row]) -> Iterator[str]:
-    """What we set out to reach on 4 hosts, and whether these rows do."""
-    checks = [check for check in _checks([row for row in rows if row.hosts == 4]) if check is not None]
+    """What we set out to reach, on 4 hosts and in a world of one, and whether these rows do."""
+    checks = [check for check in (*_compute(rows), *_checks([row for row in rows if row.hosts == 4])) if check]
     if not checks:
         return
-    yield "## Targets, 4 hosts"
+    yield "## Targets"
     yield ""
     yield "| target | measured | |"
     yield "| --- | --- | --- |"
     for target, measured, is_met in checks:
         yield f"| {target} | {measured} | {'met' if is_met else '**missed**'} |"
     yield ""
+
+
+def _compute(rows: Sequence[Row]) -> Iterator[tuple[str, str, bool]]:
+    """The collective's arithmetic alone: a world of one does all of it and sends nothing."""
+    alone = [row for row in rows if row.hosts == 1]
+    peer = _find(alone, "collective", "deepspeed compressed_allreduce", 1)
+    for row in alone:
+        if peer is not None and row.what == "collective" and row.is_ours:
+            target = f"{row.contender}, one rank alone: at least 8 × less compute than {peer.contender}"
+            yield target, f"{peer.s / row.s:.1f} ×", peer.s >= 8 * row.s
 
 
 def _checks(rows: Sequence[Row]) -> Iterator[tuple[str, str, bool] | None]:
