@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -45,6 +45,19 @@ def gather_texts(link: Transport, mine: str, device: torch.device | str = "cpu")
     lengths = [int.from_bytes(b, "little") for b in gather_bytes(link, len(data).to_bytes(16, "little"), device)]
     padded = data.ljust(max(max(lengths), 1), b"\0")
     return [b[:n].decode() for b, n in zip(gather_bytes(link, padded, device), lengths, strict=True)]
+
+
+def raise_together(
+    link: Transport,
+    problem: str | None,
+    error: type[Exception],
+    device: torch.device | str = "cpu",
+    hint: Callable[[], str] = lambda: "",
+) -> None:
+    """Raise on all ranks where any of them has a problem: the lowest such rank's text, followed by `hint()`."""
+    problems = [text for text in gather_texts(link, problem or "", device) if text]
+    if problems:
+        raise error(problems[0] + hint())
 
 
 def check_same_lines(link: Transport, what: str, lines: Sequence[str], device: torch.device | str = "cpu") -> None:

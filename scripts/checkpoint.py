@@ -7,7 +7,7 @@
 DIR may be one folder on a shared file system or a folder of the same name on each host's own disk: every rank reads and
 writes in the DIR that it sees, and one rank per host writes the common file. On separate disks a rank has to be resumed
 on the host that it ran on. Files are written under a temporary name, flushed to disk and renamed; `latest` is renamed
-last, after a vote. The last two checkpoints are kept. `agree.py` holds the vote.
+last, after a vote. The last two checkpoints are kept.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
-from agree import raise_together
 
 from onebit.comm import Transport
-from onebit.replicas import gather_bytes
+from onebit.replicas import gather_bytes, raise_together
 
 T = TypeVar("T")
 

@@ -29,7 +29,6 @@ from types import FrameType
 from typing import Protocol
 
 import torch
-from agree import raise_together
 from checkpoint import CheckpointError, CheckpointFolder
 from cluster import sent_on_wire
 from corpus import Corpus, first_difference, read_corpus
@@ -44,7 +43,7 @@ from onebit import comm
 from onebit.base import CompressedOptimizer
 from onebit.comm.launch import Launch, detect
 from onebit.dense import DenseAverager, broadcast_parameters
-from onebit.replicas import gather_bytes
+from onebit.replicas import gather_bytes, raise_together
 
 EXIT_INTERRUPTED = 130
 _FINAL_LR_FRACTION = 0.1

@@ -1,0 +1,205 @@
+"""Checkpoints of the engine: what comes back, what a kill or a truncation leaves, what is refused."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_torchrun
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from onebit.comm import SimTransport, init
+from onebit.zero.checkpoint import CheckpointError, Checkpoints
+from onebit.zero.tree import pack, unpack
+
+keys = st.one_of(st.text(max_size=3), st.integers(), st.tuples(st.integers(), st.text(max_size=2)))
+leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5))
+trees = st.recursive(
+    leaves,
+    lambda t: st.one_of(
+        st.lists(t, max_size=3), st.tuples(t, t), st.dictionaries(keys, t, max_size=3)
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@given(trees)
+def test_what_is_packed_comes_back(tree: object) -> None:
+    assert unpack(*pack(tree)) == tree
+
+
+def test_tensors_come_back_as_they_are() -> None:
+    x, tree = torch.arange(3), {"a": [(torch.ones(2), None)], 3: torch.tensor(1.5), "t": torch.bfloat16}
+    tree["x"] = x
+    back = unpack(*pack(tree))
+    assert isinstance(back, dict) and back["x"] is not x and torch.equal(back["x"], x)
+    assert back["t"] is torch.bfloat16 and torch.equal(back["a"][0][0], torch.ones(2))
+
+
+def test_an_object_is_refused_with_its_place() -> None:
+    with pytest.raises(TypeError, match="cannot hold a set, found at /a/0"):
+        pack({"a": [{1}]})
+
+
+def net(fill: float = 0.0) -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3))
+    for p in model.parameters():
+        nn.init.constant_(p, fill)
+    return model
+
+
+def save(checkpoints: Checkpoints, step: int, fill: float, **options: bool) -> None:
+    own = {"x": torch.full((4,), fill), "empty": torch.empty(0), "scalar": torch.tensor(fill), "list": [1, (2.5, None)]}
+    checkpoints.save(step, net(fill).state_dict(), own, {"stage": 2}, **options)
+
+
+def fill_of(checkpoints: Checkpoints, tag: str | None = None) -> float:
+    model = net(-1.0)
+    loaded = checkpoints.load(model.state_dict(), tag)
+    assert loaded is not None and loaded.stamp["stage"] == 2
+    own = loaded.own[0]
+    values = {float(p) for q in model.parameters() for p in q.detach().view(-1)} | {float(own["scalar"])}
+    assert len(values) == 1 and own["list"] == [1, (2.5, None)] and own["empty"].numel() == 0
+    return values.pop()
+
+
+def test_nothing_is_loaded_where_there_is_nothing(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path / "new", SimTransport()).load(net().state_dict()) is None
+
+
+def test_latest_is_loaded_and_two_are_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, SimTransport())
+    for step in (1, 2, 3):
+        save(checkpoints, step, float(step))
+    assert fill_of(checkpoints) == 3.0 and fill_of(checkpoints, "step_00000002") == 2.0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000002", "step_00000003"]
+
+
+def test_a_step_may_be_written_again(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, SimTransport())
+    save(checkpoints, 1, 1.0)
+    save(checkpoints, 1, 2.0)
+    assert fill_of(checkpoints) == 2.0
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "no stamp"])
+def test_a_damaged_checkpoint_is_refused_and_an_older_one_named(tmp_path: Path, damage: str) -> None:
+    checkpoints = Checkpoints(tmp_path, SimTransport())
+    save(checkpoints, 1, 1.0)
+    save(checkpoints, 2, 2.0)
+    data = next(p for p in (tmp_path / "step_00000002").iterdir() if p.suffix == ".distcp")
+    if damage == "truncated":
+        os.truncate(data, data.stat().st_size - 1)
+    elif damage == "missing":
+        data.unlink()
+    else:
+        (tmp_path / "step_00000002" / "stamp.json").unlink()
+    model = net(-1.0)
+    with pytest.raises(CheckpointError, match=r'damaged.*step_00000001 is whole: load it with tag="step_00000001"'):
+        checkpoints.load(model.state_dict())
+    assert all(float(p.detach().view(-1)[0]) == -1.0 for p in model.parameters())
+    assert fill_of(checkpoints, "step_00000001") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [(nn.Linear(5, 3), "of another model: the (checkpoint|model) has no"), (nn.Linear(3, 5), "of another model")],
+)
+def test_another_model_is_refused(tmp_path: Path, model: nn.Module, why: str) -> None:
+    checkpoints = Checkpoints(tmp_path, SimTransport())
+    save(checkpoints, 1, 1.0)
+    with pytest.raises(CheckpointError, match=why):
+        checkpoints.load(model.state_dict())
+    wide = nn.Sequential(nn.Linear(6, 3), nn.LayerNorm(3))
+    with pytest.raises(CheckpointError, match=r"0.weight has shape \(3, 5\) there and \(3, 6\) here"):
+        checkpoints.load(wide.state_dict())
+
+
+def test_a_write_that_fails_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path, SimTransport())
+    save(checkpoints, 1, 1.0)
+
+    def fail(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("onebit.zero.checkpoint._write", fail)
+        with pytest.raises(CheckpointError, match=r"rank 0: .*No space left on device"):
+            save(checkpoints, 2, 2.0)
+    assert fill_of(checkpoints) == 1.0
+    save(checkpoints, 3, 3.0)
+    assert fill_of(checkpoints) == 3.0
+
+
+def save_for_ever(folder: Path) -> None:
+    checkpoints = Checkpoints(folder, SimTransport())
+    for step in range(1, 10**6):
+        save(checkpoints, step, float(step))
+
+
+def test_kill_9_during_a_checkpoint_loses_nothing_that_was_saved(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    for round_ in range(6):
+        folder = tmp_path / str(round_)
+        process = context.Process(target=save_for_ever, args=(folder,))
+        process.start()
+        deadline = time.monotonic() + 60
+        while not (folder / "latest").exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.0037 * round_)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(30)
+        checkpoints = Checkpoints(folder, SimTransport())
+        step = int((folder / "latest").read_text()[5:])
+        assert fill_of(checkpoints) >= step >= 1
+        save(checkpoints, 10**7, 0.5)
+        assert fill_of(checkpoints) == 0.5
+        shutil.rmtree(folder)
+
+
+def rank_of_many(folder: str) -> list[object]:
+    """Save sharded over all ranks, in the background too; load sharded and whole."""
+    torch.set_num_threads(1)
+    link = init("gloo", levels=1)
+    checkpoints, facts = Checkpoints(Path(folder), link), []
+    torch.manual_seed(1)
+    whole = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    expected = {name: p.detach().clone() for name, p in whole.named_parameters()}
+    fully_shard(whole, mesh=init_device_mesh("cpu", (link.world_size,)))
+    for step, in_background in ((1, False), (2, True)):
+        checkpoints.save(step, whole.state_dict(), {"rank": link.rank}, in_background=in_background)
+    checkpoints.wait()
+    plain = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    sharded = fully_shard(
+        nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)), mesh=init_device_mesh("cpu", (link.world_size,))
+    )
+    for model in (plain, sharded):
+        loaded = checkpoints.load(model.state_dict())
+        facts += [loaded.step, [own["rank"] for own in loaded.own]]
+        values = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
+        facts.append(all(torch.equal(values[name].detach(), x) for name, x in expected.items()))
+    if link.rank == 1:
+        (Path(folder) / "step_00000002" / "__1_0.distcp").unlink()
+    try:
+        checkpoints.load(plain.state_dict())
+    except CheckpointError as error:
+        facts.append(str(error))
+    link.close()
+    return facts
+
+
+@pytest.mark.dist
+def test_sharded_models_load_sharded_and_whole_and_all_ranks_refuse_together(tmp_path: Path) -> None:
+    results = run_torchrun(3, rank_of_many, str(tmp_path), timeout_s=100).check().results
+    assert results[0] == results[1] == results[2]
+    assert results[0][:6] == [2, [0, 1, 2], True] * 2 and "step_00000001 is whole" in results[0][6]

@@ -1,0 +1,59 @@
+"""Nested Python values as one JSON text and a list of tensors, and back: what a checkpoint can hold without pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def pack(value: object) -> tuple[str, list[Tensor]]:
+    """(text, tensors) of dicts, lists, tuples, strings, numbers, None and tensors, nested as they like.
+
+    Dict keys are strings, numbers or tuples of these. The tensors are the very ones, in the order in which the text
+    numbers them. Raises TypeError, naming the place, for anything else.
+    """
+    tensors: list[Tensor] = []
+    return json.dumps(_pack(value, "", tensors)), tensors
+
+
+def unpack(text: str, tensors: Sequence[Tensor]) -> object:
+    """What `pack` was given."""
+    return _unpack(json.loads(text), tensors)
+
+
+def _pack(value: object, place: str, tensors: list[Tensor]) -> object:
+    if isinstance(value, Tensor):
+        tensors.append(value.detach())
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, dict):
+        rows = [[_pack(k, f"{place}/key", tensors), _pack(v, f"{place}/{k}", tensors)] for k, v in value.items()]
+        return {"dict": rows}
+    if isinstance(value, tuple):
+        return {"tuple": [_pack(v, f"{place}/{k}", tensors) for k, v in enumerate(value)]}
+    if isinstance(value, list):
+        return [_pack(v, f"{place}/{k}", tensors) for k, v in enumerate(value)]
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}, found at {place or '/'}")
+
+
+def _unpack(packed: object, tensors: Sequence[Tensor]) -> object:
+    if isinstance(packed, list):
+        return [_unpack(v, tensors) for v in packed]
+    if not isinstance(packed, dict):
+        return packed
+    ((kind, inside),) = packed.items()
+    if kind == "tensor":
+        return tensors[inside]
+    if kind == "dtype":
+        return getattr(torch, inside)
+    if kind == "tuple":
+        return tuple(_unpack(v, tensors) for v in inside)
+    return {_unpack(k, tensors): _unpack(v, tensors) for k, v in inside}
