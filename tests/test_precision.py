@@ -1,0 +1,132 @@
+"""The loss scale moves by DeepSpeed's rule: equal to a textbook loop, resumed to the bit, never below its least."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import onebit
+from onebit.comm import SimTransport, run_ranks
+from onebit.zero.blocks import Fp16
+from onebit.zero.precision import LossScale, loss_scale
+
+RULES = st.fixed_dictionaries(
+    {
+        "initial_scale_power": st.integers(0, 8),
+        "loss_scale_window": st.integers(1, 6),
+        "hysteresis": st.integers(1, 4),
+        "consecutive_hysteresis": st.booleans(),
+        "min_loss_scale": st.sampled_from([1.0, 0.25, 1e-5]),
+    }
+)
+
+
+def textbook(rule: dict, overflows: list[bool]) -> list[float]:
+    """The scale before each step, from the indices of the steps, as the peer keeps them; ends where it gives up."""
+    scale, last_overflow, left = 2.0 ** rule["initial_scale_power"], -1, rule["hysteresis"]
+    scales = []
+    for step, overflowed in enumerate(overflows):
+        scales.append(scale)
+        if overflowed:
+            if left > 1:
+                left -= 1
+            elif scale == rule["min_loss_scale"]:
+                break
+            else:
+                scale = max(scale / 2, rule["min_loss_scale"])
+            last_overflow = step
+            continue
+        quiet = step - last_overflow - 1
+        if quiet > 0 and quiet % rule["loss_scale_window"] == 0:
+            scale *= 2
+            left = rule["hysteresis"]
+        if rule["consecutive_hysteresis"]:
+            left = rule["hysteresis"]
+    return scales
+
+
+def follow(scale: LossScale, overflows: list[bool]) -> list[float]:
+    scales = []
+    for overflowed in overflows:
+        scales.append(scale.value)
+        try:
+            scale = scale.after(overflowed)
+        except OverflowError:
+            break
+    return scales
+
+
+@given(rule=RULES, overflows=st.lists(st.booleans(), max_size=120))
+def test_the_scale_is_the_textbooks(rule: dict, overflows: list[bool]) -> None:
+    assert follow(loss_scale(Fp16(enabled=True, **rule)), overflows) == textbook(rule, overflows)
+
+
+@given(rule=RULES, before=st.lists(st.booleans(), max_size=40), after=st.lists(st.booleans(), max_size=40))
+def test_resumed_is_uninterrupted(rule: dict, before: list[bool], after: list[bool]) -> None:
+    start = scale = loss_scale(Fp16(enabled=True, **rule))
+    for overflowed in before:
+        try:
+            scale = scale.after(overflowed)
+        except OverflowError:
+            break
+    resumed = start.with_state(scale.state_dict())
+    assert resumed == scale and follow(resumed, after) == follow(scale, after)
+
+
+def test_defaults_are_the_peers() -> None:
+    scale = loss_scale(Fp16(enabled=True))
+    assert scale.value == 2.0**16 and (scale.window, scale.hysteresis, scale.least) == (1000, 2, 1.0)
+    assert follow(scale, [True] * 4) == [2.0**16, 2.0**16, 2.0**15, 2.0**14]
+
+
+def test_overflow_at_the_least_scale_is_an_error() -> None:
+    scale = loss_scale(Fp16(enabled=True, initial_scale_power=1, hysteresis=1))
+    scale = scale.after(True)
+    assert scale.value == 1.0
+    with pytest.raises(OverflowError, match="least loss scale, 1,"):
+        scale.after(True)
+    assert scale.after(False).value == 1.0
+
+
+@given(overflows=st.lists(st.booleans(), max_size=30))
+def test_a_static_scale_never_moves(overflows: list[bool]) -> None:
+    static = loss_scale(Fp16(enabled=True, loss_scale=128))
+    assert follow(static, overflows) == [128.0] * len(overflows)
+    assert follow(loss_scale(Fp16(loss_scale=128)), overflows) == [1.0] * len(overflows)
+    assert static.with_state({"value": 4.0, "patience": 1, "clean_steps": 0}) == static
+
+
+def test_a_state_out_of_range_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected a value above 0"):
+        loss_scale(Fp16(enabled=True)).with_state({"value": float("inf"), "patience": 1, "clean_steps": 0})
+
+
+def test_an_overflow_on_one_rank_lowers_the_scale_of_all_and_touches_nothing() -> None:
+    """How an engine connects it: the optimizer's verdict, the same on all ranks, is what the rule is told."""
+
+    def train(link: SimTransport) -> tuple[list[float], list[torch.Tensor]]:
+        p = torch.nn.Parameter(torch.linspace(-1, 1, 500))
+        optimizer = onebit.OnebitAdam(
+            [p], lr=1e-2, link=link, freeze_step=2, overlap=False, compression="always", weight_decay=0.0
+        )
+        scale, scales, states = loss_scale(Fp16(enabled=True, hysteresis=1)), [], []
+        for step in range(6):
+            loss = (p - 0.5).square().sum() * scale.value
+            loss.backward()
+            if step == 3 and link.rank == 1:
+                p.grad[7] = float("inf")
+            optimizer.grad_scale = torch.tensor(scale.value)
+            skipped = optimizer.stats.skipped_steps
+            optimizer.step()
+            scale = scale.after(optimizer.stats.skipped_steps > skipped)
+            optimizer.zero_grad()
+            scales.append(scale.value)
+            states.append(p.detach().clone())
+        return scales, states
+
+    (scales, states), (other_scales, other_states) = run_ranks(2, train)
+    assert scales == other_scales == [2.0**16] * 3 + [2.0**15] * 3
+    assert torch.equal(states[2], states[3]) and not torch.equal(states[3], states[4])
+    assert all(torch.equal(a, b) for a, b in zip(states, other_states, strict=True))

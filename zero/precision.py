@@ -1,0 +1,95 @@
+"""The loss scale of float16 training: a number and the rule by which it moves.
+
+    scale = loss_scale(config.fp16)
+    (loss * scale.value).backward(); optimizer.grad_scale = torch.tensor(scale.value); optimizer.step()
+    scale = scale.after(overflowed)             # overflowed: the same on all ranks
+
+Only the rule is here. Whether a step overflowed is one bit on which all ranks agree. The frames of a one-bit optimizer
+carry that vote: `stats.skipped_steps` has grown on all ranks or on none, except in the local steps of 0/1 Adam, which
+send nothing: there each rank counts its own, and the engine keeps them until the next synchronisation. Around a dense
+optimizer the engine casts the vote.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .blocks import Fp16
+
+_FACTOR = 2.0
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What the loss is multiplied by, and when that changes: DeepSpeed's rule. All ranks hold the same.
+
+    - A step that overflowed uses up one of `patience`, or, once one is left, halves the value, to no less than `least`;
+    - `window` + 1 clean steps after an overflow, and then every `window`, the value doubles and the patience is
+      `hysteresis` again; where it is consecutive, every clean step renews it.
+
+    window 0: static, the value never moves. clean_steps: since the last overflow.
+    """
+
+    value: float
+    window: int = 0
+    hysteresis: int = 1
+    is_consecutive: bool = False
+    least: float = 1.0
+    patience: int = 1
+    clean_steps: int = 0
+
+    def after(self, overflowed: bool) -> LossScale:
+        """The scale for the next step.
+
+        Raises OverflowError where the value would have to go below `least`: as in DeepSpeed, at the first overflow for
+        which there is no patience left, since such a step would be skipped again, and for ever.
+        """
+        if self.window == 0:
+            return self
+        if overflowed:
+            return replace(self._lowered(), clean_steps=0)
+        doubles = self.clean_steps > 0 and self.clean_steps % self.window == 0
+        return replace(
+            self,
+            value=self.value * _FACTOR if doubles else self.value,
+            patience=self.hysteresis if doubles or self.is_consecutive else self.patience,
+            clean_steps=self.clean_steps + 1,
+        )
+
+    def _lowered(self) -> LossScale:
+        if self.patience > 1:
+            return replace(self, patience=self.patience - 1)
+        if self.value <= self.least:
+            raise OverflowError(
+                f"gradients overflow at the least loss scale, {self.value:g}, {self.clean_steps} steps after the last "
+                "overflow: look for NaN in the loss or the data; otherwise lower the learning rate or "
+                "fp16.min_loss_scale, clip gradients, or train in bf16"
+            )
+        return replace(self, value=max(self.value / _FACTOR, self.least))
+
+    def state_dict(self) -> dict:
+        """What the steps have made of it, as plain numbers; its rule is the configuration's."""
+        return {"value": self.value, "patience": self.patience, "clean_steps": self.clean_steps}
+
+    def with_state(self, state_dict: dict) -> LossScale:
+        """This rule, continued from a `state_dict`. A static scale keeps its value."""
+        if self.window == 0:
+            return self
+        value, patience, clean_steps = (state_dict[name] for name in ("value", "patience", "clean_steps"))
+        if not (0.0 < value < float("inf") and patience >= 1 and clean_steps >= 0):
+            raise ValueError(f"expected a value above 0, patience of 1 or more, clean_steps of 0 or more: {state_dict}")
+        return replace(self, value=max(value, self.least), patience=patience, clean_steps=clean_steps)
+
+
+def loss_scale(fp16: Fp16) -> LossScale:
+    """The scale that training starts with: 1, and static, where float16 is not enabled."""
+    if not fp16.enabled or fp16.loss_scale > 0:
+        return LossScale(fp16.loss_scale if fp16.enabled else 1.0)
+    return LossScale(
+        _FACTOR**fp16.initial_scale_power,
+        fp16.loss_scale_window,
+        fp16.hysteresis,
+        fp16.consecutive_hysteresis,
+        fp16.min_loss_scale,
+        patience=fp16.hysteresis,
+    )
