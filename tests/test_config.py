@@ -1,0 +1,470 @@
+"""DeepSpeed's JSON as it stands is read to the letter; what is not meant is refused with its place and what to write.
+
+The files in deepspeed_configs/ are written for these tests, in the manner of those that are public.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from onebit.zero.blocks import Bf16, Fp16, Monitor, OffloadOptimizer, OffloadParam, Onebit, ZeroOptimization
+from onebit.zero.choices import OPTIMIZERS, OnebitAdamParams, OnebitLambParams, ZeroOneAdamParams
+from onebit.zero.config import Config, Fills, _TopLevel, batch_triangle, read_config
+from onebit.zero.keys import blocks_of, keys_of
+from onebit.zero.rates import Cycle, Warmup, WarmupCosine, WarmupDecay
+from onebit.zero.schedules import SCHEDULERS
+
+FILES = sorted((Path(__file__).parent / "deepspeed_configs").glob("*.json"))
+# What a trainer would know. Only the files written for Hugging Face's trainer leave these to it.
+FILLS = {"lr": 2e-4, "warmup_num_steps": 20, "total_num_steps": 200, "weight_decay": 0.05, "betas": (0.9, 0.98)}
+AUTO_FILES = {
+    "hf_zero2_auto.json": FILLS | {"train_micro_batch_size_per_gpu": 2, "fp16": True, "bf16": False},
+    "hf_zero3_offload_auto.json": FILLS | {"train_batch_size": 32, "gradient_accumulation_steps": 2},
+    "onebit_adam_sharded.json": FILLS | {"bf16": True},
+}
+SMALL = {"train_micro_batch_size_per_gpu": 1}
+
+
+def read(name: str, world_size: int = 4) -> Config:
+    path = Path(__file__).parent / "deepspeed_configs" / name
+    return read_config(path, world_size=world_size, **AUTO_FILES.get(name, {}))
+
+
+def small(**blocks: object) -> Config:
+    return read_config({**SMALL, **blocks}, world_size=1)
+
+
+def optimizer(name: str, **params: object) -> Config:
+    return small(optimizer={"type": name, "params": params})
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_there_are_a_dozen_files() -> None:
+    assert len(FILES) >= 12
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_read_and_written_and_read_is_the_same(path: Path) -> None:
+    config = read(path.name)
+    written = json.loads(json.dumps(config.to_dict()))
+    assert read_config(written, world_size=4) == config
+    assert read_config(config.to_dict(), world_size=4) == config
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_what_is_written_warns_of_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    written = read(path.name).to_dict()
+    caplog.clear()
+    read_config(written, world_size=4)
+    assert [r.message for r in caplog.records if "fp16 is taken" not in r.message] == []
+
+
+def known_paths(cls: type, where: str = "") -> Iterator[str]:
+    yield from (where + name for name in keys_of(cls))
+    for name, inner in blocks_of(cls).items():
+        yield from known_paths(inner, f"{where}{name}.")
+    yield from inert_paths({name: rule.kind for name, rule in getattr(cls, "inert", {}).items()}, where)
+
+
+def inert_paths(kinds: Mapping[str, object], where: str) -> Iterator[str]:
+    for name, kind in kinds.items():
+        yield where + name
+        if isinstance(kind, Mapping):
+            yield from inert_paths(kind, f"{where}{name}.")
+
+
+def paths_in(data: object, where: str = "") -> Iterator[str]:
+    if isinstance(data, dict):
+        for name, item in data.items():
+            yield where + name
+            yield from paths_in(item, f"{where}{name}.")
+
+
+def test_the_files_together_hold_every_known_key() -> None:
+    contents = [json.loads(path.read_text()) for path in FILES]
+    found = {place for content in contents for place in paths_in(content)}
+    known = set(known_paths(_TopLevel))
+    for kind, choices in (("optimizer", OPTIMIZERS), ("scheduler", {n: c.kind for n, c in SCHEDULERS.items()})):
+        named = {content[kind]["type"].lower() for content in contents if kind in content}
+        assert named == {name.lower() for name in choices}
+        known |= {place for cls in choices.values() for place in known_paths(cls, f"{kind}.params.")}
+    assert known - found == set()
+
+
+def test_onebit_adam_file() -> None:
+    config = read("bert_onebit_adam.json")
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (4096, 16)
+    assert config.gradient_accumulation_steps == 64 and config.gradient_clipping == 1.0
+    assert config.fp16 == Fp16(enabled=True) and config.dtype == torch.float16
+    assert config.optimizer.type == "OneBitAdam" and config.optimizer.is_one_bit
+    assert config.optimizer.params == OnebitAdamParams(
+        lr=4e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, bias_correction=False, freeze_step=23000
+    )
+    assert config.scheduler is None and config.steps_per_print == 100
+
+
+def test_zero_one_adam_file() -> None:
+    config = read("bert_zero_one_adam.json", world_size=4)
+    assert config.optimizer.params == ZeroOneAdamParams(
+        lr=1e-3,
+        weight_decay=0.01,
+        bias_correction=False,
+        var_freeze_step=1000,
+        var_update_scaler=16,
+        local_step_scaler=1000,
+        local_step_clipper=16,
+    )
+    assert config.scheduler.params == Warmup(
+        warmup_min_lr=0.0, warmup_max_lr=1e-3, warmup_num_steps=1000, warmup_type="log"
+    )
+
+
+def test_onebit_lamb_file() -> None:
+    config = read("bert_onebit_lamb.json", world_size=64)
+    assert config.gradient_accumulation_steps == 16
+    assert config.optimizer.params == OnebitLambParams(
+        lr=11e-3, weight_decay=0.01, bias_correction=False, max_coeff=0.3, min_coeff=0.01, freeze_step=1000
+    )
+
+
+def test_cosine_file() -> None:
+    config = read("gpt_adamw_bf16_cosine.json", world_size=2)
+    assert config.train_batch_size == 64 and config.dtype == torch.bfloat16
+    assert config.optimizer.params.weight_decay == 0.1 and config.optimizer.params.betas == (0.9, 0.95)
+    assert config.scheduler.params == WarmupCosine(
+        total_num_steps=10000, warmup_min_ratio=0.1, warmup_num_steps=200, cos_min_ratio=0.1, warmup_type="linear"
+    )
+    assert config.data_types.grad_accum_dtype == "fp32" and config.communication_data_type == "bf16"
+    assert config.tensorboard == Monitor(True, "output/ds_logs/", "train_gpt") == config.csv_monitor
+
+
+def test_cycle_file() -> None:
+    config = read("bert_lamb_static_fp16.json")
+    assert config.fp16.loss_scale == 128.0 and config.train_micro_batch_size_per_gpu == 4
+    assert config.scheduler.params == Cycle(
+        cycle_min_lr=1e-5,
+        cycle_max_lr=6e-3,
+        decay_lr_rate=0.001,
+        cycle_first_step_size=1000,
+        cycle_second_step_size=1500,
+        cycle_first_stair_count=500,
+        cycle_second_stair_count=500,
+        decay_step_size=1000,
+        cycle_min_mom=0.85,
+        cycle_max_mom=0.99,
+    )
+
+
+def test_auto_values_are_the_callers() -> None:
+    config = read("hf_zero2_auto.json")
+    assert config.fp16.enabled and not config.bf16.enabled
+    assert (config.train_batch_size, config.gradient_accumulation_steps) == (8, 1)
+    params = config.optimizer.params
+    assert (params.lr, params.betas, params.weight_decay, params.eps) == (2e-4, (0.9, 0.98), 0.05, 1e-8)
+    assert config.scheduler.params == Warmup(warmup_max_lr=2e-4, warmup_num_steps=20)
+    assert config.gradient_clipping == 1.0
+    assert config.zero_optimization == ZeroOptimization(stage=2, offload_optimizer=OffloadOptimizer("cpu"))
+
+
+def test_stage_3_file() -> None:
+    config = read("hf_zero3_offload_auto.json")
+    zero = config.zero_optimization
+    assert zero.stage == 3 and zero.offload_param == OffloadParam("cpu")
+    assert zero.stage3_gather_16bit_weights_on_model_save
+    assert config.scheduler.params == WarmupDecay(total_num_steps=200, warmup_num_steps=20, warmup_max_lr=2e-4)
+
+
+def test_our_own_block() -> None:
+    config = read("onebit_adam_sharded.json")
+    assert config.onebit == Onebit("across", "sign", 1, "always", 4.0, "bf16", 128, 0.02, 10)
+    assert config.ranks_per_shard_group == 1 and read("mics_zero_one_adam.json").ranks_per_shard_group == 2
+
+
+def test_old_names_mean_todays(caplog: pytest.LogCaptureFixture) -> None:
+    config = read("old_names.json")
+    assert config.bf16 == Bf16(True) and config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+    assert config.zero_optimization.offload_optimizer.device == config.zero_optimization.offload_param.device == "cpu"
+    for old in ("cpu_offload ", "cpu_offload_params ", "bfloat16 ", "stage3_gather_fp16_weights_on_model_save "):
+        assert sum(old in record.message for record in caplog.records) == 1
+    assert small(zero_optimization=True).zero_optimization.stage == 1
+
+
+# ---------------------------------------------------------------- what has no effect
+
+
+def test_a_key_without_effect_is_warned_about_once_by_rank_0(caplog: pytest.LogCaptureFixture) -> None:
+    given = SMALL | {"flops_profiler": {"enabled": True}, "zero_optimization": {"reduce_bucket_size": 5e8}}
+    read_config(given, world_size=1, rank=1)
+    assert caplog.records == []
+    read_config(given, world_size=1)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    for place, why in (("flops_profiler", "torch.profiler"), ("zero_optimization.reduce_bucket_size", "bucket_cap_mb")):
+        assert sum(place in r.message and why in r.message for r in caplog.records) == 1
+
+
+def test_a_key_that_asks_for_what_happens_anyway_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    small(
+        prescale_gradients=False,
+        wandb={"enabled": False, "project": "p"},
+        zero_optimization={"reduce_scatter": True},
+        activation_checkpointing={"partition_activations": False, "number_checkpoints": None},
+        amp={"enabled": False},
+    )
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        {"gradient_allreduce_op": "sum"},
+        {"tensor_parallel": {"autotp_size": 2}},
+        {"data_efficiency": {"enabled": True}},
+        {"data_efficiency": {"enabled": False, "data_routing": {"enabled": True}}},
+        {"amp": {"enabled": True, "opt_level": "O1"}},
+        {"torch_autocast": {"enabled": True}},
+        {"expert_parallel": {"enabled": True}},
+        {"progressive_layer_drop": {"enabled": True}},
+        {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
+        {"sparse_gradients": True},
+        {"elasticity": {"enabled": True}},
+        {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
+        {"scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": 7}}},
+    ],
+    ids=str,
+)
+def test_what_would_train_something_else_is_refused(blocks: dict) -> None:
+    with pytest.raises(ValueError, match="is not supported"):
+        small(**blocks)
+
+
+# ---------------------------------------------------------------- what is wrong
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_one() -> None:
+    """One letter is missing from a known key, in every block there is: refused, with the place and the key."""
+    for where, cls in [("", _TopLevel), *((f"{name}", c) for name, c in blocks_of(_TopLevel).items())]:
+        known = [*keys_of(cls), *blocks_of(cls), *getattr(cls, "inert", {})]
+        for name in known:
+            wrong = name[:2] + name[3:]
+            if wrong in known or len(name) < 4:
+                continue
+            given = SMALL | ({where: {wrong: 1}} if where else {wrong: 1})
+            with pytest.raises(ValueError, match=f'unknown key "{wrong}"; did you mean "') as error:
+                read_config(given, world_size=1)
+            assert f"config: {where or 'top level'}: " in str(error.value)
+    with pytest.raises(ValueError, match='did you mean "stage3_prefetch_bucket_size"'):
+        small(zero_optimization={"stage3_prefetch_bucketsize": 1})
+    with pytest.raises(ValueError, match=r"known here: .*freeze_step"):
+        optimizer("OneBitAdam", xyzzy=1)
+
+
+@pytest.mark.parametrize(
+    "blocks, message",
+    [
+        ({"stage": 2}, 'top level: unknown key "stage"; it belongs in "zero_optimization"'),
+        ({"zero_optimization": {"device": "cpu"}}, 'it belongs in "zero_optimization.offload_optimizer"'),
+        ({"optimizer": {"type": "Adam", "adam_w_mode": True}}, 'it belongs in "optimizer.params"'),
+        ({"optimizer": {"type": "Adam", "parms": {}}}, 'unknown key "parms"; did you mean "params"'),
+        ({"optimizer": {"type": "OnebitAdan"}}, 'got "OnebitAdan"; did you mean "OneBitAdam"'),
+        ({"optimizer": {"type": "Muon"}}, "expected the name of a known optimizer"),
+        ({"optimizer": {"params": {}}}, "expected the name of a known optimizer, got nothing"),
+        ({"optimizer": {"type": "AdamW", "params": {"freeze_step": 3}}}, 'unknown key "freeze_step"'),
+        ({"scheduler": {"type": "WarmupLr2"}}, 'did you mean "WarmupLR"'),
+        ({"scheduler": {"type": "WarmupDecayLR"}}, r"total_num_steps is missing.*read_config\(\.\.\., total_num_steps"),
+        ({"wandb": {"enable": True}}, 'wandb: unknown key "enable"; did you mean "enabled"'),
+        ({"data_efficiency": {"data_routing": {"random_ldt": {}}}}, 'did you mean "random_ltd"'),
+        ({"fp16": {"hysteresis": 0}}, "fp16.hysteresis: expected an integer at least 1, got 0"),
+        ({"fp16": {"initial_scale_power": 2, "min_loss_scale": 8}}, "expected min_loss_scale at most"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are both enabled"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: expected one of 0, 1, 2, 3, got 4"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "at stage 3, got stage 2"),
+        ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, "stages 1, 2 and 3, got stage 0"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {}}}, "offload_optimizer.device is missing"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}, 'got "nvme"'),
+        ({"zero_optimization": {"mics_shard_size": 2, "zero_hpz_partition_size": 4}}, "keep one"),
+        ({"communication_data_type": "int8"}, 'expected one of "fp32", "bf16", "fp16", got "int8"'),
+        ({"onebit": {"bucket_cap_mb": 0}}, "bucket_cap_mb: expected a number above 0, got 0"),
+        ({"fp16": {"min_loss_scale": 0}}, "min_loss_scale: expected a number above 0, got 0"),
+        ({"onebit": {"block": 100}}, "multiple of 64, got 100"),
+        ({"onebit": {"shardings": "auto"}}, 'did you mean "sharding"'),
+        ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1.0]}}}, "betas: expected .* below 1"),
+        ({"optimizer": {"type": "Lamb", "params": {"min_coeff": 2, "max_coeff": 1}}}, "min_coeff <= max_coeff"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, r'lr is "auto".*read_config\(\.\.\., lr=\.\.\.\)'),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 0}}}, "freeze_step: expected .* at least 1"),
+        ({"bf16": {}, "bfloat16": {}}, 'bfloat16 is an old name of "bf16", which stands there too'),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_is_wrong_is_refused_with_its_place(blocks: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        small(**blocks)
+
+
+@pytest.mark.parametrize(
+    "blocks, message",
+    [
+        ({"train_batch_size": True}, "train_batch_size: expected an integer at least 1 or null, got true"),
+        ({"train_batch_size": 2.5}, "got 2.5"),
+        ({"fp16": {"enabled": "true"}}, 'fp16.enabled: expected true or false, got "true"'),
+        ({"fp16": {"loss_scale": float("nan")}}, "fp16.loss_scale: expected a number at least 0, got NaN"),
+        ({"gradient_clipping": "1"}, "gradient_clipping: expected a number at least 0"),
+        ({"zero_optimization": 2}, "zero_optimization: expected an object, got 2"),
+        ({"zero_optimization": {"reduce_bucket_size": "big"}}, 'reduce_bucket_size: expected an integer, got "big"'),
+        ({"wandb": {"enabled": 1}}, "wandb.enabled: expected true or false, got 1"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "betas: expected a list of two numbers"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": "soon"}}}, 'number of steps or "auto"'),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_wrong_type_is_refused_with_what_was_expected(blocks: dict, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        small(**blocks)
+
+
+def test_an_argument_must_not_contradict_the_file() -> None:
+    data = {**SMALL, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+    assert read_config(data, world_size=1, lr=1e-3).optimizer.params.lr == 1e-3
+    with pytest.raises(ValueError, match=r"optimizer.params.lr is 0.001, but the argument lr is 0.002; drop one"):
+        read_config(data, world_size=1, lr=2e-3)
+    with pytest.raises(ValueError, match="unknown argument 'learning'"):
+        read_config(data, world_size=1, learning=1)
+    with pytest.raises(TypeError, match="argument gradient_clipping: expected a number"):
+        read_config(data, world_size=1, gradient_clipping="x")
+
+
+def test_an_argument_stands_in_for_what_the_file_leaves_out() -> None:
+    config = read_config(
+        {"optimizer": {"type": "OneBitAdam", "params": {"lr": "auto"}}, "train_batch_size": None},
+        world_size=2,
+        train_batch_size=8,
+        gradient_accumulation_steps=2,
+        lr=3e-4,
+        freeze_step=50,
+        gradient_clipping=0.5,
+        bf16=True,
+        total_num_steps=7,
+    )
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (8, 2)
+    assert config.optimizer.params == OnebitAdamParams(lr=3e-4, freeze_step=50)
+    assert config.gradient_clipping == 0.5 and config.bf16.enabled and config.scheduler is None
+
+
+def test_every_argument_belongs_to_a_key() -> None:
+    classes = [_TopLevel, *blocks_of(_TopLevel).values(), *OPTIMIZERS.values(), *(c.kind for c in SCHEDULERS.values())]
+    fills = {rule.fill for cls in classes for rule in keys_of(cls).values() if rule.fill}
+    assert fills == set(Fills.__annotations__)
+
+
+def test_auto_is_the_default_only_where_that_is_sound(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    config = small(
+        optimizer={"type": "AdamW", "params": {"betas": "auto", "weight_decay": "auto"}},
+        scheduler={"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto"}},
+        fp16={"enabled": "auto"},
+        gradient_clipping="auto",
+    )
+    assert config.optimizer.params.betas == (0.9, 0.999) and config.optimizer.params.weight_decay == 0.0
+    assert config.scheduler.params.warmup_max_lr == 1e-3 == config.optimizer.params.lr
+    assert config.gradient_clipping == 1.0 and small().gradient_clipping == 0.0 and not config.fp16.enabled
+    assert sum('is "auto"' in record.message for record in caplog.records) == 5
+    for params, argument in (
+        ({"warmup_num_steps": "auto"}, "warmup_num_steps"),
+        ({"warmup_max_lr": "auto"}, "warmup_max_lr"),
+    ):
+        with pytest.raises(ValueError, match=rf"read_config\(\.\.\., {argument}="):
+            small(scheduler={"type": "WarmupLR", "params": params})
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "twice.json"
+    path.write_text('{"train_batch_size": 4, "fp16": {"enabled": true, "enabled": false}}')
+    with pytest.raises(ValueError, match=r"twice.json: fp16.enabled stands there twice"):
+        read_config(path, world_size=1)
+    path.write_text('{"train_batch_size": 4, "train_batch_size": 4}')
+    with pytest.raises(ValueError, match=r"twice.json: train_batch_size stands there twice"):
+        read_config(str(path), world_size=1)
+
+
+def test_what_is_not_json_is_refused_with_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text('{\n  "train_batch_size": 4,\n}')
+    with pytest.raises(ValueError, match=r"broken.json: not JSON: .* line [23]"):
+        read_config(path, world_size=1)
+    path.write_text("[1]")
+    with pytest.raises(TypeError, match="expected an object"):
+        read_config(path, world_size=1)
+    with pytest.raises(ValueError, match="got JSON text"):
+        read_config('{"train_batch_size": 4}', world_size=1)
+    with pytest.raises(TypeError, match="keys that are strings, got 3"):
+        read_config({3: 4}, world_size=1)
+    with pytest.raises(FileNotFoundError):
+        read_config(tmp_path / "absent.json", world_size=1)
+
+
+def test_a_config_made_in_python_is_held_to_the_same_rules() -> None:
+    with pytest.raises(ValueError, match=r"Fp16.hysteresis: expected an integer at least 1, got 0"):
+        Fp16(hysteresis=0)
+    with pytest.raises(ValueError, match="change one of them"):
+        dataclasses.replace(small(), train_batch_size=3)
+    with pytest.raises(ValueError, match="world_size"):
+        read_config(SMALL, world_size=0)
+
+
+def test_steps_per_print_may_be_never() -> None:
+    assert small(steps_per_print=float("inf")).steps_per_print is None
+    assert small(steps_per_print=None).steps_per_print is None and small().steps_per_print == 10
+
+
+# ---------------------------------------------------------------- batch sizes
+
+SIZES = st.integers(1, 10**6)
+
+
+@given(micro=SIZES, steps=SIZES, world=st.integers(1, 4096), known=st.sampled_from(["tm", "ts", "ms", "tms"]))
+def test_two_batch_sizes_make_the_third(micro: int, steps: int, world: int, known: str) -> None:
+    sizes = {"t": micro * steps * world, "m": micro, "s": steps}
+    given_sizes = [size if letter in known else None for letter, size in sizes.items()]
+    assert batch_triangle(*given_sizes, world) == tuple(sizes.values())
+
+
+@given(size=SIZES, world=st.integers(1, 4096))
+def test_one_batch_size_means_one_pass(size: int, world: int) -> None:
+    assert batch_triangle(None, size, None, world) == (size * world, size, 1)
+    assert batch_triangle(size * world, None, None, world) == (size * world, size, 1)
+
+
+@given(train=SIZES, micro=SIZES, steps=SIZES, world=st.integers(1, 64))
+@example(train=1, micro=1, steps=1, world=2)
+def test_batch_sizes_that_contradict_are_refused_with_the_three(train: int, micro: int, steps: int, world: int) -> None:
+    if train == micro * steps * world:
+        train += 1
+    with pytest.raises(ValueError) as error:
+        batch_triangle(train, micro, steps, world)
+    for size in (train, micro, steps, world):
+        assert f"= {size}" in str(error.value)
+    if train % (micro * world):
+        with pytest.raises(ValueError, match="change one of them"):
+            batch_triangle(train, micro, None, world)
+    if train % (steps * world):
+        with pytest.raises(ValueError, match="change one of them"):
+            batch_triangle(train, None, steps, world)
+
+
+def test_no_batch_size_names_the_argument() -> None:
+    for steps in (None, 4):
+        with pytest.raises(ValueError, match="train_micro_batch_size_per_gpu="):
+            batch_triangle(None, None, steps, 2)
+    auto = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    with pytest.raises(ValueError, match=r"read_config\(\.\.\., train_micro_batch_size_per_gpu="):
+        read_config(auto, world_size=2)
