@@ -1,0 +1,117 @@
+"""A model's weights as one safetensors file, whole, and back into a model however it is sharded."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+from ..comm import Transport
+from ..replicas import raise_together
+
+
+def export_weights(
+    model: nn.Module, file: str | os.PathLike, link: Transport, dtype: torch.dtype | None = None
+) -> None:
+    """Write the weights under their names in the model, gathered from all shards. All ranks; rank 0 writes.
+
+    dtype: of floating-point weights in the file; None: as they are. Tied weights are written once, under the first of
+    their names. Written beside the file, flushed and renamed. Raises ImportError without safetensors, and OSError, on
+    all ranks, where the file cannot be written.
+    """
+    torch_form = _safetensors()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole = cast(dict[str, Tensor], get_model_state_dict(model, options=options))
+    path, problem = Path(file), None
+    if link.rank == 0:
+        try:
+            _write(torch_form, path, _once({name: _in(dtype, x) for name, x in whole.items()}))
+        except (OSError, _error_of_safetensors()) as error:
+            problem = f"rank 0: {path} cannot be written: {error}"
+    raise_together(link, problem, OSError)
+
+
+def import_weights(model: nn.Module, file: str | os.PathLike, link: Transport) -> None:
+    """Read weights that `export_weights` wrote into a model, sharded or not, in place. All ranks; each reads the file.
+
+    Dtypes are converted. Raises ValueError, on all ranks, before anything is changed, where names or shapes differ,
+    and where the file is damaged or not there.
+    """
+    torch_form = _safetensors()
+    path, problem, whole = Path(file), None, {}
+    try:
+        whole = torch_form.load_file(path)
+    except Exception as error:
+        problem = f"rank {link.rank}: {path} cannot be read: {error}"
+    state = model.state_dict()
+    if problem is None:
+        whole |= {name: whole[first] for name, first in _tied(model).items() if first in whole and name not in whole}
+        problem = _difference(path, whole, state)
+    raise_together(link, problem, ValueError)
+    whole = {name: x.to(state[name].dtype) for name, x in whole.items()}
+    set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))
+
+
+def _difference(path: Path, whole: dict[str, Tensor], state: dict[str, Tensor]) -> str | None:
+    if names := sorted(whole.keys() ^ state.keys()):
+        where = "the model has no" if names[0] in whole else "the file has no"
+        return f"{path} is of another model: {where} {names[0]}"
+    for name, x in state.items():
+        if whole[name].shape != x.shape:
+            shapes = f"shape {tuple(whole[name].shape)} there and {tuple(x.shape)} here"
+            return f"{path} is of another model: {name} has {shapes}"
+    return None
+
+
+def _in(dtype: torch.dtype | None, x: Tensor) -> Tensor:
+    return x if dtype is None or not x.is_floating_point() else x.to(dtype)
+
+
+def _once(whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the later names of tensors that are the same memory, which safetensors refuses to write twice."""
+    first: dict[tuple, str] = {}
+    for name, x in whole.items():
+        first.setdefault((x.data_ptr(), x.shape, x.numel() and x.stride()), name)
+    kept = set(first.values())
+    return {name: x.contiguous() for name, x in whole.items() if name in kept or x.numel() == 0}
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Names of parameters that have another, earlier name: later -> first."""
+    first: dict[int, str] = {}
+    names = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if (earlier := first.setdefault(id(p), name)) != name:
+            names[name] = earlier
+    return names
+
+
+def _write(torch_form: ModuleType, path: Path, tensors: dict[str, Tensor]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    torch_form.save_file(tensors, temporary, metadata={"format": "pt"})
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _error_of_safetensors() -> type[Exception]:
+    return importlib.import_module("safetensors").SafetensorError  # type: ignore[no-any-return]
+
+
+def _safetensors() -> ModuleType:
+    try:
+        return importlib.import_module("safetensors.torch")
+    except ImportError as error:
+        raise ImportError("weights are exported with safetensors; pip install 'onebit[zero]'") from error
