@@ -140,18 +140,27 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         self._together(lambda: None if pending is None else pending.result())
 
-    def load(self, model: dict[str, Tensor], tag: str | None = None) -> Loaded | None:
+    def load(
+        self,
+        model: Mapping[str, Tensor],
+        tag: str | None = None,
+        *,
+        check: Callable[[Mapping[str, object]], None] = lambda stamp: None,
+    ) -> Loaded | None:
         """Read a checkpoint (tag: its folder's name; None: `latest`) into the tensors of a state dict, in place.
 
-        None where there is no checkpoint yet. Raises CheckpointError, on all ranks, before anything is changed, where
-        it is damaged or holds another model; the text names an older one that is whole.
+        check: looks at the stamp, and raises CheckpointError where it is not of this run. None where there is no
+        checkpoint yet. Raises CheckpointError, on all ranks, before anything is changed, where it is damaged or holds
+        another model; the text names an older one that is whole.
         """
         self.wait()
         name = self._together(lambda: tag or _read_latest(self.folder))
         if name is None:
             return None
         target = self.folder / name
-        stamp, metadata = self._together(lambda: self._checked(target, model), hint=lambda: self._whole_before(name))
+        stamp, metadata = self._together(lambda: self._read(target), hint=lambda: self._whole_before(name))
+        self._together(lambda: check(stamp))
+        self._together(lambda: _check_model(target, metadata, model))
         state = {f"model/{key}": tensor for key, tensor in model.items()}
         self._together(
             lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(target), process_group=self._group),
@@ -159,25 +168,8 @@ class Checkpoints:
         )
         return Loaded(target, stamp, _Own(target, metadata, cast(int, stamp["world_size"])))
 
-    def _checked(self, target: Path, model: Mapping[str, Tensor]) -> tuple[dict, Metadata]:
-        stamp = _whole_stamp(target)
-        metadata = dcp.FileSystemReader(target).read_metadata()
-        saved = {
-            key.removeprefix("model/"): entry
-            for key, entry in metadata.state_dict_metadata.items()
-            if key.startswith("model/")
-        }
-        if missing := sorted(model.keys() ^ saved.keys()):
-            where = "the checkpoint has no" if missing[0] in model else "the model has no"
-            raise CheckpointError(f"{target} is of another model: {where} {missing[0]}")
-        for name, tensor in model.items():
-            entry = saved[name]
-            if isinstance(entry, TensorStorageMetadata) and entry.size != tensor.shape:
-                raise CheckpointError(
-                    f"{target} is of another model: {name} has shape {tuple(entry.size)} there and "
-                    f"{tuple(tensor.shape)} here"
-                )
-        return stamp, metadata
+    def _read(self, target: Path) -> tuple[dict, Metadata]:
+        return _whole_stamp(target), dcp.FileSystemReader(target).read_metadata()
 
     def _whole_before(self, name: str) -> str:
         """Tell of the newest other checkpoint whose files are all there."""
@@ -225,6 +217,23 @@ class _Own(Sequence):
             dcp.load(state, storage_reader=dcp.FileSystemReader(self.folder), no_dist=True)
         text = bytes(state.pop(f"{prefix}text").tolist()).decode()
         return unpack(text, [state[f"{prefix}{k}"] for k in range(len(state))])
+
+
+def _check_model(target: Path, metadata: Metadata, model: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError unless names and shapes are the same."""
+    saved = {
+        key.removeprefix("model/"): entry
+        for key, entry in metadata.state_dict_metadata.items()
+        if key.startswith("model/")
+    }
+    if missing := sorted(model.keys() ^ saved.keys()):
+        where = "the checkpoint has no" if missing[0] in model else "the model has no"
+        raise CheckpointError(f"{target} is of another model: {where} {missing[0]}")
+    for name, tensor in model.items():
+        entry = saved[name]
+        if isinstance(entry, TensorStorageMetadata) and entry.size != tensor.shape:
+            shapes = f"shape {tuple(entry.size)} there and {tuple(tensor.shape)} here"
+            raise CheckpointError(f"{target} is of another model: {name} has {shapes}")
 
 
 @contextmanager
