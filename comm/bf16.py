@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .codec import _check_whole_blocks, average_then_encode
+from .operands import Outgoing
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,8 @@ class Bf16Codec:
             out_N.add_(row)
         out_N.mul_(1.0 / len(values))
 
-    def encode_mean(
-        self, received_WB: Tensor, error_1N: Tensor | None, frame_1B: Tensor, counts_1J: Tensor | None, out_1N: Tensor
-    ) -> None:
-        average_then_encode(self, received_WB, error_1N, frame_1B, counts_1J, out_1N)
+    def encode_mean(self, received_WB: Tensor, out: Outgoing) -> None:
+        average_then_encode(self, received_WB, out)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         return self._values(frames_KB, n).isfinite().all()

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .operands import Outgoing
+
 
 class Codec(Protocol):
     """K rows of N float32 <-> K frames of B bytes. N is a multiple of `block`.
@@ -42,10 +44,8 @@ class Codec(Protocol):
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
         """out ← mean over the K frames, summed in row order. The sum over the frames is never materialised K times."""
 
-    def encode_mean(
-        self, received_WB: Tensor, error_1N: Tensor | None, frame_1B: Tensor, counts_1J: Tensor | None, out_1N: Tensor
-    ) -> None:
-        """frame ← the frame of c = mean of the W frames + error; out ← c - decode(frame), float32 or bfloat16."""
+    def encode_mean(self, received_WB: Tensor, out: Outgoing) -> None:
+        """Send the mean of the W frames, and what is owed: one row, whose frame and residual go `out`."""
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         """Whether all values of these frames of n elements are finite. A bool tensor of no dimensions, same device."""
@@ -91,10 +91,8 @@ class IdentityCodec:
             out_N.add_(row)
         out_N.mul_(1.0 / len(values))
 
-    def encode_mean(
-        self, received_WB: Tensor, error_1N: Tensor | None, frame_1B: Tensor, counts_1J: Tensor | None, out_1N: Tensor
-    ) -> None:
-        average_then_encode(self, received_WB, error_1N, frame_1B, counts_1J, out_1N)
+    def encode_mean(self, received_WB: Tensor, out: Outgoing) -> None:
+        average_then_encode(self, received_WB, out)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         return torch.linalg.vector_norm(self._values(frames_KB, n), float("inf")).isfinite()
@@ -104,20 +102,14 @@ class IdentityCodec:
         return frames_KB.reshape(-1).view(torch.float32).view(frames_KB.shape[0], -1)[:, :n] if n else frames_KB.float()
 
 
-def average_then_encode(
-    codec: Codec,
-    received_WB: Tensor,
-    error_1N: Tensor | None,
-    frame_1B: Tensor,
-    counts_1J: Tensor | None,
-    out_1N: Tensor,
-) -> None:
+def average_then_encode(codec: Codec, received_WB: Tensor, out: Outgoing) -> None:
     """`Codec.encode_mean` in two steps, for codecs without a fused one."""
-    c_1N = out_1N if out_1N.dtype == torch.float32 else torch.empty_like(out_1N, dtype=torch.float32)
+    residual_1N = out.residual_KN
+    c_1N = residual_1N if residual_1N.dtype == torch.float32 else torch.empty_like(residual_1N, dtype=torch.float32)
     codec.decode_mean(received_WB, c_1N[0])
-    codec.encode(c_1N, error_1N, frame_1B, counts_1J)
-    if c_1N is not out_1N:
-        out_1N.copy_(c_1N)
+    codec.encode(c_1N, out.error_KN, out.frames_KB, out.counts_KJ)
+    if c_1N is not residual_1N:
+        residual_1N.copy_(c_1N)
 
 
 def _check_whole_blocks(n: int, block: int) -> None:

@@ -39,8 +39,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
-from onebit.comm import Int8Codec, MomentumWeights, Segments, SignCodec, SimTransport, Variance, kernels, run_ranks
+from onebit.comm import Int8Codec, SignCodec, SimTransport, kernels, run_ranks
 from onebit.comm.kernels import reference
+from onebit.comm.operands import Momentum, MomentumWeights, Outgoing, Segments, Update, Variance
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import fused_cases
@@ -308,6 +309,7 @@ def operations(device: torch.device, N: int, block: int) -> Iterator[Operation]:
     x, error, out = (torch.randn(1, N, device=device) for _ in range(3))
     counts = torch.full((1, J), block, dtype=torch.int32, device=device)
     frames, frames8 = (torch.empty(1, b, dtype=torch.uint8, device=device) for b in (B, B8))
+    outgoing = Outgoing(error, frames, counts, out)
     received = torch.empty(ROWS_OF_MEAN, B, dtype=torch.uint8, device=device)
     for k in range(ROWS_OF_MEAN):
         reference.encode(torch.randn(1, N, device=device), None, received[k : k + 1], None, block=block, scale="rms")
@@ -333,7 +335,7 @@ def operations(device: torch.device, N: int, block: int) -> Iterator[Operation]:
         yield Operation(
             f"encode_mean, K={K}",
             8 * N + (K + 1) * B,
-            lambda kernel, K=K: kernel.encode_mean(received[:K], error, frames, counts, out, **sign),
+            lambda kernel, K=K: kernel.encode_mean(received[:K], outgoing, **sign),
         )
 
     segments, D = Segments((0,), (N,), block), torch.rand(1, N, device=device) + 1e-3
@@ -343,9 +345,8 @@ def operations(device: torch.device, N: int, block: int) -> Iterator[Operation]:
         grads = [torch.randn(N, device=device, dtype=dtype)]
 
         def momentum(d: Tensor | Variance, m: Tensor, grads: list[Tensor] = grads) -> Callable[[ModuleType], None]:
-            return lambda kernel: kernel.encode_momentum(
-                grads, segments, d, m, error, frames, counts, out, weights=WEIGHTS, **sign
-            )
+            made_of = Momentum(grads, segments, d, m, WEIGHTS)
+            return lambda kernel: kernel.encode_momentum(made_of, outgoing, **sign)
 
         size, kind = grads[0].element_size(), str(dtype).removeprefix("torch.")
         yield Operation(f"encode_momentum, {kind} gradient", (12 + size) * N + 2 * B, momentum(D, received[:1]))
@@ -355,7 +356,7 @@ def operations(device: torch.device, N: int, block: int) -> Iterator[Operation]:
         yield Operation(
             f"apply, {kind} parameters",
             2 * size * N + B,
-            lambda kernel, p=grads: kernel.apply(received[:1], N, p, segments, weight, keep, block=block),
+            lambda kernel, p=grads: kernel.apply(received[:1], N, Update(p, segments, weight, keep), block=block),
         )
     yield Operation(
         "int8_encode, float32 error",
@@ -414,18 +415,17 @@ def model_table(names: Sequence[str], device: torch.device, elements: int, block
     codec = SignCodec(block)
     D, error, residual = torch.rand(1, N, device=device) + 1e-3, *(torch.zeros(1, N, device=device) for _ in range(2))
     old, frames = (torch.zeros(1, codec.frame_bytes(N), dtype=torch.uint8, device=device) for _ in range(2))
-    S = len(numels)
+    S, outgoing = len(numels), Outgoing(error, frames, None, residual)
     weight, keep = torch.full((S,), -1e-3, device=device), torch.full((S,), 0.999, device=device)
     for dtype in (torch.float32, torch.bfloat16):
         params, grads = ([torch.randn(n, device=device, dtype=dtype) for n in numels] for _ in range(2))
 
         def encode(kernel: ModuleType, grads: list[Tensor] = grads) -> None:
-            kernel.encode_momentum(
-                grads, segments, D, old, error, frames, None, residual, block=block, scale="rms", weights=WEIGHTS
-            )
+            momentum = Momentum(grads, segments, D, old, WEIGHTS)
+            kernel.encode_momentum(momentum, outgoing, block=block, scale="rms")
 
         def update(kernel: ModuleType, params: list[Tensor] = params) -> None:
-            kernel.apply(frames, N, params, segments, weight, keep, block=block)
+            kernel.apply(frames, N, Update(params, segments, weight, keep), block=block)
 
         timings = {}
         for name in ("reference", *names):

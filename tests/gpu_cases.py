@@ -33,7 +33,7 @@ from write_golden import PATH, frames_of
 
 from onebit.comm import ErrorFeedback, Int8Codec, SignCodec, SimTransport, allreduce_mean, run_ranks
 from onebit.comm.kernels import reference
-from onebit.comm.operands import Segments
+from onebit.comm.operands import Outgoing
 
 WEIGHTS = ((1.0, 0.0), (0.1, 0.0), (1.0, 1.0), (0.1, 0.9), (-1.0, 1.0), (0.0, 0.5), (1.0, 1e-60))
 CASES: dict[str, Callable[[ModuleType], None]] = {}
@@ -324,28 +324,7 @@ def apply_gives_the_parameters_of_the_reference(kernel: ModuleType) -> None:
 
 @case
 def tensors_of_other_types_and_strides_go_through_a_copy(kernel: ModuleType) -> None:
-    """float64, and a channels-last weight: the same as their contiguous twins."""
-    weight = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
-    double = torch.randn(77).double()
-    segments = Segments((0, 2), (300, 77), 256)
-    frames = fused_cases.frames_of(fused_cases.Case(1, 3, 256, (), ()), 1)
-    S = torch.tensor([0.5, 0.25])
-    expected = [weight.clone(memory_format=torch.contiguous_format), double.clone()]
-    reference.apply(frames, 768, expected, segments, S, S, block=256)
-    got = [weight.clone(memory_format=torch.preserve_format), double.clone()]
-    kernel.apply(frames, 768, got, segments, S, S, block=256)
-    assert got[0].is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
-
-    outs = []
-    for module, grads in ((reference, expected), (kernel, got)):
-        out = torch.zeros_like(frames), torch.empty(1, 768)
-        module.encode_momentum(
-            grads, segments, torch.ones(1, 768), frames, None, out[0], None, out[1],
-            block=256, scale="rms", weights=fused_cases.WEIGHTS,
-        )  # fmt: skip
-        outs.append(out)
-    assert torch.equal(outs[0][0], outs[1][0]) and torch.equal(outs[0][1], outs[1][1])
+    fused_cases.check_copies(kernel, torch.float64)
 
 
 @case
@@ -357,7 +336,7 @@ def the_residual_may_lie_where_the_error_did(kernel: ModuleType) -> None:
         outs = []
         for module in (reference, kernel):
             owed, frame = error.clone(), fused_cases.garbage(each, 1)
-            module.encode_mean(received, owed, frame, each.counts(), owed, block=block, scale="rms")
+            module.encode_mean(received, Outgoing(owed, frame, each.counts(), owed), block=block, scale="rms")
             outs.append((owed, frame))
         assert_same(outs[1][0], outs[0][0])
         assert_same(outs[1][1], outs[0][1])

@@ -8,14 +8,12 @@ Shape legend: K rows, J blocks, B bytes, S segments. In the kernel: W words of 6
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..operands import Segments
+from ..operands import Update
 from .edge import SIGN
 from .gpu_tables import Table, readable, write_back
 from .triton_lanes import (
@@ -28,28 +26,19 @@ from .triton_tensors import are_aligned, kinds_of, load_where_they_lie, store_wh
 WORDS = 16
 
 
-def apply(
-    frames_KB: Tensor,
-    n: int,
-    params: Sequence[Tensor | None],
-    segments: Segments,
-    weight_S: Tensor,
-    keep_S: Tensor,
-    *,
-    block: int,
-) -> None:
+def apply(frames_KB: Tensor, n: int, update: Update, *, block: int) -> None:
     """p ← keep·p + weight·value for the parameters where they lie, frames of rows of n elements (rule 7).
 
     One pass over each. A parameter of another type than float32, bfloat16 and float16, or not contiguous, goes through
     a copy.
     """
-    K, J = EDGE.check_apply(SIGN, frames_KB, n, params, segments, weight_S, keep_S, block=block)
-    if K * J == 0 or all(p is None for p in params):
+    K, J = EDGE.check_apply(SIGN, frames_KB, n, update, block=block)
+    if K * J == 0 or all(p is None for p in update.params):
         return
-    written = readable(params)
+    written = readable(update.params)
     words, halves = frames_KB.view(torch.int64), frames_KB.view(torch.int16)
     words_per_row = J * block // 64
-    table = Table(written, segments, K * J, frames_KB.device)
+    table = Table(written, update.segments, K * J, frames_KB.device)
     with launching_on(frames_KB.device):
         apply_words[(triton.cdiv(K * words_per_row, WORDS),)](
             words,
@@ -60,8 +49,8 @@ def apply(
             table.pointers,
             table.layout,
             len(written),
-            weight_S,
-            keep_S,
+            update.weight_S,
+            update.keep_S,
             K,
             words_per_row,
             BLOCK=block,
@@ -70,7 +59,7 @@ def apply(
             ALIGNED=are_aligned(written),
             **OPTIONS,
         )
-    write_back(params, written)
+    write_back(update.params, written)
 
 
 @triton.jit(do_not_specialize=["S", "K", "words_per_row"])

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..operands import Outgoing
 from .edge import SIGN, check_scale
 from .triton_lanes import (
     EDGE,
@@ -28,24 +29,15 @@ from .triton_lanes import (
 )
 
 
-def encode_mean(
-    received_WB: Tensor,
-    error_1N: Tensor | None,
-    frame_1B: Tensor,
-    counts_1J: Tensor | None,
-    residual_1N: Tensor,
-    *,
-    block: int,
-    scale: str,
-) -> None:
+def encode_mean(received_WB: Tensor, out: Outgoing, *, block: int, scale: str) -> None:
     """frame ← frame of the mean of the W frames + error; residual ← what it does not say. Reads each frame once."""
     check_scale(scale)
-    W, J = EDGE.check_encode_mean(SIGN, received_WB, error_1N, frame_1B, counts_1J, residual_1N, block=block)
+    W, J = EDGE.check_encode_mean(SIGN, received_WB, out, block=block)
     if J == 0:
         return
     received, received_halves = received_WB.view(torch.int64), received_WB.view(torch.int16)
     P = blocks_per_program(block)
-    with launching_on(residual_1N.device):
+    with launching_on(out.residual_KN.device):
         encode_mean_blocks[(triton.cdiv(J, P),)](
             received,
             received.stride(0),
@@ -53,12 +45,12 @@ def encode_mean(
             received_halves.stride(0),
             W,
             1.0 / W,
-            bits_of(error_1N),
-            frame_1B.view(torch.int64),
-            frame_1B.view(torch.int16),
-            frame_1B.shape[1] // 2,
-            counts_1J,
-            bits_of(residual_1N),
+            bits_of(out.error_KN),
+            out.frames_KB.view(torch.int64),
+            out.frames_KB.view(torch.int16),
+            out.frames_KB.shape[1] // 2,
+            out.counts_KJ,
+            bits_of(out.residual_KN),
             J,
             BLOCK=block,
             P=P,
