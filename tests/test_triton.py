@@ -66,9 +66,12 @@ def test_interpreted(name: str, process: int) -> None:
 ENCODE = dict(x="*fp32", x_stride="i64", error="*fp32", error_stride="i64", words="*i64", words_stride="i64",
               codes="*i8", codes_stride="i64", halves="*i16", halves_stride="i64", halves_per_row="i32", counts="*i32",
               counts_stride="i64", K="i32", J="i32")  # fmt: skip
-DECODE = dict(words="*i64", words_stride="i64", codes="*i8", codes_stride="i64", halves="*i16", halves_stride="i64",
-              out="*fp32", out_stride="i64", K="i32", words_per_row="i32", rows_per_row="i32", weight="fp32",
+DECODE = dict(words="*i64", words_stride="i64", codes="*i64", codes_stride="i64", halves="*i16", halves_stride="i64",
+              out="*fp32", out_stride="i64", K="i32", words_per_row="i32", units_per_row="i32", weight="fp32",
               keep="fp32", share="fp32")  # fmt: skip
+INT8_DECODE = DECODE | dict(codes="*i8")
+SIGN_256 = dict(BLOCK=256, U=16, IS_SIGN=True)
+INT8_256 = dict(BLOCK=256, U=64, IS_SIGN=False)
 MEAN = ENCODE | dict(received="*i64", received_stride="i64", received_halves="*i16", received_halves_stride="i64",
                      share="fp32", residual="*fp32")  # fmt: skip
 TENSORS = dict(owners="*i32", grads="*i64", params="*i64", layout="*i64", S="i32")
@@ -91,9 +94,9 @@ COMPILED: dict[str, tuple[str, dict[str, str], dict[str, object]]] = {
         ENCODE_256 | dict(MEAN_ABS=True),
     ),
     "encode, large blocks": ("encode_blocks", ENCODE, LARGE),
-    "decode": ("decode_words", DECODE, dict(BLOCK=256, W=16, WEIGHTED=False, READS_OUT=False)),
-    "decode, keep·out + weight·value": ("decode_words", DECODE, dict(BLOCK=256, W=16, WEIGHTED=True, READS_OUT=True)),
-    "decode_mean": ("decode_mean_words", DECODE, dict(BLOCK=256, W=16)),
+    "decode": ("decode_units", DECODE, SIGN_256 | dict(WEIGHTED=False, READS_OUT=False)),
+    "decode, keep·out + weight·value": ("decode_units", DECODE, SIGN_256 | dict(WEIGHTED=True, READS_OUT=True)),
+    "decode_mean": ("decode_mean_units", DECODE, SIGN_256),
     "encode_mean": ("encode_mean_blocks", MEAN, ENCODE_256),
     "encode_momentum": ("encode_momentum_blocks", MOMENTUM, MOMENTUM_256 | dict(floor=None, m=None)),
     "encode_momentum, a variance, float32 momentum": (
@@ -118,8 +121,8 @@ COMPILED: dict[str, tuple[str, dict[str, str], dict[str, object]]] = {
         dict(BLOCK=256, W=16, KINDS=FLOAT32 | BFLOAT16 | FLOAT16, ALIGNED=False),
     ),
     "int8_encode": ("int8_encode_blocks", ENCODE, dict(BLOCK=256, P=32, KEEP=True)),
-    "int8_decode": ("int8_decode_rows", DECODE, dict(BLOCK=256, R=64, WEIGHTED=True, READS_OUT=True)),
-    "int8_decode_mean": ("int8_decode_mean_rows", DECODE, dict(BLOCK=256, R=64)),
+    "int8_decode": ("decode_units", INT8_DECODE, INT8_256 | dict(WEIGHTED=True, READS_OUT=True)),
+    "int8_decode_mean": ("decode_mean_units", INT8_DECODE, INT8_256),
 }
 
 
@@ -130,10 +133,10 @@ def ptx_of(name: str, capability: int) -> str:
     from triton.compiler import ASTSource
 
     from onebit.comm.kernels import triton as kernel
-    from onebit.comm.kernels import triton_apply, triton_int8, triton_mean, triton_momentum
+    from onebit.comm.kernels import triton_apply, triton_decode, triton_int8, triton_lanes, triton_mean, triton_momentum
 
     function, types, constants = COMPILED[name]
-    modules = (kernel, triton_apply, triton_int8, triton_mean, triton_momentum)
+    modules = (kernel, triton_apply, triton_decode, triton_int8, triton_mean, triton_momentum)
     compiled = next(getattr(module, function) for module in modules if hasattr(module, function))
     signature = {arg: "constexpr" if arg in constants else types[arg] for arg in compiled.arg_names}
     aligned = [arg for arg in ("x", "x_stride", "error", "error_stride", "words", "codes", "codes_stride", "halves",
@@ -145,7 +148,7 @@ def ptx_of(name: str, capability: int) -> str:
         constexprs=constants,
         attrs={(compiled.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in aligned},
     )
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kernel.OPTIONS)
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=triton_lanes.OPTIONS)
     assert binary.asm["cubin"][:4] == b"\x7fELF"
     ptx = binary.asm["ptx"]
     assert f".target sm_{capability}" in ptx

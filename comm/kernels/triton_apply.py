@@ -16,14 +16,9 @@ from torch import Tensor
 from ..operands import Update
 from .edge import SIGN
 from .gpu_tables import Table, readable, write_back
-from .triton_lanes import (
-    EDGE,
-    OPTIONS,
-    launching_on,
-)
+from .triton_decode import UNITS, values_at
+from .triton_lanes import EDGE, OPTIONS, launching_on
 from .triton_tensors import are_aligned, kinds_of, load_where_they_lie, store_where_they_lie
-
-WORDS = 16
 
 
 def apply(frames_KB: Tensor, n: int, update: Update, *, block: int) -> None:
@@ -40,7 +35,7 @@ def apply(frames_KB: Tensor, n: int, update: Update, *, block: int) -> None:
     words_per_row = J * block // 64
     table = Table(written, update.segments, K * J, frames_KB.device)
     with launching_on(frames_KB.device):
-        apply_words[(triton.cdiv(K * words_per_row, WORDS),)](
+        apply_words[(triton.cdiv(K * words_per_row, UNITS["sign"]),)](
             words,
             words.stride(0),
             halves,
@@ -54,7 +49,7 @@ def apply(frames_KB: Tensor, n: int, update: Update, *, block: int) -> None:
             K,
             words_per_row,
             BLOCK=block,
-            W=WORDS,
+            W=UNITS["sign"],
             KINDS=kinds_of(written),
             ALIGNED=are_aligned(written),
             **OPTIONS,
@@ -86,8 +81,8 @@ def apply_words(
     inside = g < K * words_per_row
     k = (g // words_per_row).to(tl.int64)
     w = (g % words_per_row).to(tl.int64)
-    word = tl.load(words + k * words_stride + w, mask=inside, other=0)
-    scale = tl.load(halves + k * halves_stride + words_per_row * 4 + w // (BLOCK // 64), mask=inside, other=0)
+    scale_at = halves + k * halves_stride + words_per_row * 4 + w // (BLOCK // 64)
+    values = values_at(words + k * words_stride + w, scale_at, inside, True)
 
     s = tl.load(owners + g // (BLOCK // 64), mask=inside, other=-1)
     owned = s >= 0
@@ -97,8 +92,6 @@ def apply_words(
     address = (tl.load(params + s, mask=owned, other=0))[:, None] + start[:, None] * tl.where(kind == 1, 4, 2)
 
     element = tl.arange(0, 64)[None, :]
-    minus = ((word[:, None] >> element.to(tl.int64)) & 1).to(tl.int32) << 31
-    values = ((scale.to(tl.int32) << 16)[:, None] ^ minus).to(tl.float32, bitcast=True)
     p = load_where_they_lie(address, kind, left, 0, element, 64, KINDS, ALIGNED)
     p = p * tl.load(keep + s, mask=owned, other=0.0)[:, None]
     p += values * tl.load(weight + s, mask=owned, other=0.0)[:, None]

@@ -23,6 +23,7 @@ from .triton_lanes import (
     blocks_per_program,
     clear_tail,
     launching_on,
+    leave_kept,
     leave_residual,
     scale_of,
     signed_row,
@@ -146,13 +147,7 @@ def encode_mean_blocks(
 
     words_at = words + j * (BLOCK // 64)
     if KEEP:
-        for g in tl.static_range(BLOCK // 64):
-            word = tl.zeros([P], tl.int64)
-            for q in tl.static_range(4):
-                at = 64 * g + 16 * q
-                bits = leave_residual(rows[4 * g + q], residual_at, count, lane, inside_lanes, at, scale)
-                word |= bits << (16 * q)
-            tl.store(words_at + g, word, mask=inside)
+        leave_kept(rows, words_at, residual_at, count, lane, inside_lanes, inside, scale, BLOCK, P)
     else:
         for g in range(BLOCK // 64):
             means = _mean_rows(

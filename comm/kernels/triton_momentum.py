@@ -24,6 +24,7 @@ from .triton_lanes import (
     blocks_per_program,
     clear_tail,
     launching_on,
+    leave_kept,
     leave_residual,
     scale_of,
     signed_row,
@@ -224,13 +225,7 @@ def encode_momentum_blocks(
     # 3. Bits, a word of 64 at a time, and residuals
     words_at = words + k * words_stride + j * (BLOCK // 64)
     if KEEP:
-        for g in tl.static_range(BLOCK // 64):
-            sent = tl.zeros([P], tl.int64)
-            for q in tl.static_range(4):
-                at = 64 * g + 16 * q
-                bits = leave_residual(rows[4 * g + q], residual_at, count, lane, inside_lanes, at, scale)
-                sent |= bits << (16 * q)
-            tl.store(words_at + g, sent, mask=inside)
+        leave_kept(rows, words_at, residual_at, count, lane, inside_lanes, inside, scale, BLOCK, P)
     else:
         for g in range(BLOCK // 64):
             word = None if m_words is None else tl.load(m_words_at + g, mask=inside, other=0)  # type: ignore[operator]
