@@ -58,7 +58,7 @@ CASES = (
     Case(1, 3, 256, (256, 100), (torch.float32, None)),
     Case(3, 4, 64, (65, 64, 200, 7), (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)),
     Case(4, 5, 256, (2000, 255, 257, 1), (torch.bfloat16, torch.float32, None, torch.float32)),
-    Case(2, 9, 128, (), ()),
+    Case(2, 9, 64, (), ()),
 )
 
 
