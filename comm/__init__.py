@@ -23,7 +23,7 @@ from .codec import Codec, IdentityCodec
 from .int8 import Int8Codec
 from .launch import init
 from .levels import Levels, TwoLevelTransport, sent_across, two_levels
-from .operands import MomentumWeights, Segments, Variance
+from .operands import Momentum, MomentumWeights, Outgoing, Segments, Update, Variance
 from .sign import SignCodec
 from .sim_transport import SimNetwork, SimTransport, run_ranks
 from .transport import PeerError, Transport, Work
@@ -37,7 +37,9 @@ __all__ = [
     "IdentityCodec",
     "Int8Codec",
     "Levels",
+    "Momentum",
     "MomentumWeights",
+    "Outgoing",
     "PeerError",
     "Segments",
     "SignCodec",
@@ -45,6 +47,7 @@ __all__ = [
     "SimTransport",
     "Transport",
     "TwoLevelTransport",
+    "Update",
     "Variance",
     "Wire",
     "Work",

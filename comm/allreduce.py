@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .codec import Codec
 from .levels import Levels
+from .operands import Outgoing
 from .transport import Transport, Work
 
 Exchange = Generator[Work, None, None]
@@ -142,7 +143,7 @@ def exchange(
         if wire.mean is None:
             wire.mean = torch.empty(n, device=frames_HB.device)
         server_1N, residual_1N = None, wire.mean.view(1, -1)
-    codec.encode_mean(wire.received_HB, server_1N, frames_HB[mine], counts_1J, residual_1N)
+    codec.encode_mean(wire.received_HB, Outgoing(server_1N, frames_HB[mine], counts_1J, residual_1N))
     yield across.all_gather(frames_HB, frames_HB[across.rank])
 
     if levels.inside is not None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .codec import _check_whole_blocks, average_then_encode
+from .codec import _check_whole_blocks, average_then_encode, mean_into_, values_in
+from .operands import Outgoing
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,13 @@ class Bf16Codec:
             real = torch.arange(self.block, device=x_KN.device) < counts_KJ.unsqueeze(-1)
             x_KN.view(*counts_KJ.shape, self.block).masked_fill_(~real, 0.0)
         n = x_KN.shape[1]
-        values = self._values(frames_KB, n)
+        values = values_in(frames_KB, n, torch.bfloat16)
         values.copy_(x_KN)
         frames_KB[:, 2 * n :].zero_()
         x_KN.sub_(values)
 
     def decode(self, frames_KB: Tensor, out_KN: Tensor, *, weight: float = 1.0, keep: float = 0.0) -> None:
-        values = self._values(frames_KB, out_KN.shape[1])
+        values = values_in(frames_KB, out_KN.shape[1], torch.bfloat16)
         if keep != 0.0:
             out_KN.mul_(keep).add_(values.float().mul_(weight))
         else:
@@ -45,22 +46,10 @@ class Bf16Codec:
                 out_KN.mul_(weight)
 
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
-        values = self._values(frames_KB, out_N.shape[0])
-        out_N.copy_(values[0])
-        for row in values[1:]:
-            out_N.add_(row)
-        out_N.mul_(1.0 / len(values))
+        mean_into_(out_N, values_in(frames_KB, out_N.shape[0], torch.bfloat16))
 
-    def encode_mean(
-        self, received_WB: Tensor, error_1N: Tensor | None, frame_1B: Tensor, counts_1J: Tensor | None, out_1N: Tensor
-    ) -> None:
-        average_then_encode(self, received_WB, error_1N, frame_1B, counts_1J, out_1N)
+    def encode_mean(self, received_WB: Tensor, out: Outgoing) -> None:
+        average_then_encode(self, received_WB, out)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
-        return self._values(frames_KB, n).isfinite().all()
-
-    @staticmethod
-    def _values(frames_KB: Tensor, n: int) -> Tensor:
-        return (
-            frames_KB.view(torch.bfloat16)[:, :n] if n else frames_KB.new_empty(len(frames_KB), 0, dtype=torch.bfloat16)
-        )
+        return values_in(frames_KB, n, torch.bfloat16).isfinite().all()

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .operands import Outgoing
+
 
 class Codec(Protocol):
     """K rows of N float32 <-> K frames of B bytes. N is a multiple of `block`.
@@ -42,10 +44,8 @@ class Codec(Protocol):
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
         """out ← mean over the K frames, summed in row order. The sum over the frames is never materialised K times."""
 
-    def encode_mean(
-        self, received_WB: Tensor, error_1N: Tensor | None, frame_1B: Tensor, counts_1J: Tensor | None, out_1N: Tensor
-    ) -> None:
-        """frame ← the frame of c = mean of the W frames + error; out ← c - decode(frame), float32 or bfloat16."""
+    def encode_mean(self, received_WB: Tensor, out: Outgoing) -> None:
+        """Send the mean of the W frames, and what is owed: one row, whose frame and residual go `out`."""
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         """Whether all values of these frames of n elements are finite. A bool tensor of no dimensions, same device."""
@@ -71,53 +71,52 @@ class IdentityCodec:
         if frames_KB.data_ptr() == x_KN.data_ptr():
             return
         frames_KB[:, 4 * x_KN.shape[1] :].zero_()
-        self._values(frames_KB, x_KN.shape[1]).copy_(x_KN)
+        values_in(frames_KB, x_KN.shape[1], torch.float32).copy_(x_KN)
         x_KN.zero_()
 
     def decode(self, frames_KB: Tensor, out_KN: Tensor, *, weight: float = 1.0, keep: float = 0.0) -> None:
-        values = self._values(frames_KB, out_KN.shape[1])
-        if keep == 0.0 and weight == 1.0:
-            if frames_KB.data_ptr() != out_KN.data_ptr():
-                out_KN.copy_(values)
-        elif keep == 0.0:
-            torch.mul(values, weight, out=out_KN)
-        else:
+        values = values_in(frames_KB, out_KN.shape[1], torch.float32)
+        if keep != 0.0:
             out_KN.mul_(keep).add_(values * weight)
+        elif weight != 1.0:
+            torch.mul(values, weight, out=out_KN)
+        elif values.data_ptr() != out_KN.data_ptr():
+            out_KN.copy_(values)
 
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
-        values = self._values(frames_KB, out_N.shape[0])
-        out_N.copy_(values[0])
-        for row in values[1:]:
-            out_N.add_(row)
-        out_N.mul_(1.0 / len(values))
+        mean_into_(out_N, values_in(frames_KB, out_N.shape[0], torch.float32))
 
-    def encode_mean(
-        self, received_WB: Tensor, error_1N: Tensor | None, frame_1B: Tensor, counts_1J: Tensor | None, out_1N: Tensor
-    ) -> None:
-        average_then_encode(self, received_WB, error_1N, frame_1B, counts_1J, out_1N)
+    def encode_mean(self, received_WB: Tensor, out: Outgoing) -> None:
+        average_then_encode(self, received_WB, out)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
-        return torch.linalg.vector_norm(self._values(frames_KB, n), float("inf")).isfinite()
-
-    @staticmethod
-    def _values(frames_KB: Tensor, n: int) -> Tensor:
-        return frames_KB.reshape(-1).view(torch.float32).view(frames_KB.shape[0], -1)[:, :n] if n else frames_KB.float()
+        return torch.linalg.vector_norm(values_in(frames_KB, n, torch.float32), float("inf")).isfinite()
 
 
-def average_then_encode(
-    codec: Codec,
-    received_WB: Tensor,
-    error_1N: Tensor | None,
-    frame_1B: Tensor,
-    counts_1J: Tensor | None,
-    out_1N: Tensor,
-) -> None:
+def average_then_encode(codec: Codec, received_WB: Tensor, out: Outgoing) -> None:
     """`Codec.encode_mean` in two steps, for codecs without a fused one."""
-    c_1N = out_1N if out_1N.dtype == torch.float32 else torch.empty_like(out_1N, dtype=torch.float32)
+    residual_1N = out.residual_KN
+    c_1N = residual_1N if residual_1N.dtype == torch.float32 else torch.empty_like(residual_1N, dtype=torch.float32)
     codec.decode_mean(received_WB, c_1N[0])
-    codec.encode(c_1N, error_1N, frame_1B, counts_1J)
-    if c_1N is not out_1N:
-        out_1N.copy_(c_1N)
+    codec.encode(c_1N, out.error_KN, out.frames_KB, out.counts_KJ)
+    if c_1N is not residual_1N:
+        residual_1N.copy_(c_1N)
+
+
+# Frames that are the numbers themselves, of one type.
+
+
+def values_in(frames_KB: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    """The n numbers in the beginning of each frame [K, n]. A view."""
+    return frames_KB.view(dtype)[:, :n] if n else frames_KB.new_empty(len(frames_KB), 0, dtype=dtype)
+
+
+def mean_into_(out_N: Tensor, values_KN: Tensor) -> None:
+    """out ← mean over the K rows, added in float32 in their order."""
+    out_N.copy_(values_KN[0])
+    for row_N in values_KN[1:]:
+        out_N.add_(row_N)
+    out_N.mul_(1.0 / len(values_KN))
 
 
 def _check_whole_blocks(n: int, block: int) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from . import kernels
 from .codec import _check_whole_blocks, average_then_encode
 from .kernels import reference
+from .operands import Outgoing
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,8 @@ class Int8Codec:
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
         kernels.select(self.kernel, out_N.device).int8_decode_mean(frames_KB, out_N, block=self.block)
 
-    def encode_mean(
-        self, received_WB: Tensor, error_1N: Tensor | None, frame_1B: Tensor, counts_1J: Tensor | None, out_1N: Tensor
-    ) -> None:
-        average_then_encode(self, received_WB, error_1N, frame_1B, counts_1J, out_1N)
+    def encode_mean(self, received_WB: Tensor, out: Outgoing) -> None:
+        average_then_encode(self, received_WB, out)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         return reference.int8_scales(frames_KB, n, block=self.block).isfinite().all()

@@ -1,4 +1,4 @@
-"""What the fused kernels take: tensors where they lie, the variance, the weights of a momentum.
+"""What the fused kernels take: a momentum and what it is made of, where its frames go, an update of parameters.
 
 Rests on torch alone; `kernels/reference.py` says what is computed with them. Shape legend: K rows, N elements of a row,
 J blocks of a row, S segments.
@@ -88,6 +88,59 @@ class Variance:
         """D, in a new tensor [K, N]."""
         v_KJn = (self.v_KN * self.correction).view(*self.floor_KJ.shape, -1)
         return sqrt(torch.maximum(v_KJn, self.floor_KJ.unsqueeze(-1)).view(self.v_KN.shape)) + self.eps
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """What c, the momentum of this step, is made of; see rule 6 of the reference. Only read.
+
+    grads: this rank's gradients where they lie, one per segment of the K·J blocks (None: zeros), of any float type.
+    D: float32 [K, N], above 1e-18, or what it is made of. old: sign frames [K, B], or float32 [K, N].
+    """
+
+    grads: Sequence[Tensor | None]
+    segments: Segments
+    D_KN: Tensor | Variance
+    old: Tensor
+    weights: MomentumWeights
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the old momentum is frames."""
+        return self.old.dtype == torch.uint8
+
+    @property
+    def divisor(self) -> tuple[Tensor, Tensor | None, float, float]:
+        """For kernels: D, None, 0, 0; or v, floor, correction and eps, of which they make it."""
+        D = self.D_KN
+        return (D.v_KN, D.floor_KJ, D.correction, D.eps) if isinstance(D, Variance) else (D, None, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """Where some c goes that a fused step makes: frames ← frames of c + error; residual ← what they do not say.
+
+    error: what is owed, only read; float32 or bfloat16 [K, N], as the residual, which may be the same memory. counts:
+    int32 [K, J], real elements of each block (None: all full).
+    """
+
+    error_KN: Tensor | None
+    frames_KB: Tensor
+    counts_KJ: Tensor | None
+    residual_KN: Tensor
+
+
+@dataclass(frozen=True)
+class Update:
+    """p ← keep·p + weight·value, the values those of frames, on whose device weight and keep are: float32 [S].
+
+    params: where they lie, one per segment of the frames' blocks (None: left alone), of any float type.
+    """
+
+    params: Sequence[Tensor | None]
+    segments: Segments
+    weight_S: Tensor
+    keep_S: Tensor
 
 
 def check_tensors(name: str, tensors: Sequence[Tensor | None], segments: Segments) -> None:

@@ -6,7 +6,6 @@ Source: the compression operator of 1-bit Adam (Tang et al., arXiv 2102.02888, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from . import kernels
 from .codec import _check_whole_blocks
 from .kernels import reference
-from .operands import MomentumWeights, Segments, Variance
+from .operands import Momentum, Outgoing, Update
 
 
 @dataclass(frozen=True)
@@ -52,60 +51,18 @@ class SignCodec:
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
         kernels.select(self.kernel, out_N.device).decode_mean(frames_KB, out_N, block=self.block)
 
-    def encode_mean(
-        self, received_WB: Tensor, error_1N: Tensor | None, frame_1B: Tensor, counts_1J: Tensor | None, out_1N: Tensor
-    ) -> None:
-        kernel = kernels.select(self.kernel, out_1N.device)
-        options = {"block": self.block, "scale": self.scale}
-        kernel.encode_mean(received_WB, error_1N, frame_1B, counts_1J, out_1N, **options)
+    def encode_mean(self, received_WB: Tensor, out: Outgoing) -> None:
+        kernel = kernels.select(self.kernel, out.residual_KN.device)
+        kernel.encode_mean(received_WB, out, block=self.block, scale=self.scale)
 
-    def encode_momentum(
-        self,
-        grads: Sequence[Tensor | None],
-        segments: Segments,
-        D_KN: Tensor | Variance,
-        momentum: Tensor,
-        error_KN: Tensor | None,
-        frames_KB: Tensor,
-        counts_KJ: Tensor | None,
-        out_KN: Tensor,
-        weights: MomentumWeights,
-    ) -> None:
-        """frames ← frames of c = add·g/√(D² + own·g²) + keep·m + error; out ← c - decode(frames). Nothing else changes.
+    def encode_momentum(self, momentum: Momentum, out: Outgoing) -> None:
+        """frames ← frames of c = add·g/√(D² + own·g²) + keep·m + error; residual ← c - decode(frames)."""
+        kernel = kernels.select(self.kernel, out.residual_KN.device)
+        kernel.encode_momentum(momentum, out, block=self.block, scale=self.scale)
 
-        grads: this rank's gradients where they lie, one per segment of the K·J blocks (None: zeros). D: float32
-        [K, N], or a variance. momentum: sign frames like `frames`, or float32 [K, N]. error, out: float32 or bfloat16
-        [K, N].
-        """
-        kernels.select(self.kernel, out_KN.device).encode_momentum(
-            grads,
-            segments,
-            D_KN,
-            momentum,
-            error_KN,
-            frames_KB,
-            counts_KJ,
-            out_KN,
-            block=self.block,
-            scale=self.scale,
-            weights=weights,
-        )
-
-    def apply(
-        self,
-        frames_KB: Tensor,
-        n: int,
-        params: Sequence[Tensor | None],
-        segments: Segments,
-        weight_S: Tensor,
-        keep_S: Tensor,
-    ) -> None:
-        """p ← keep·p + weight·value, for parameters where they lie, one per segment (None: left alone).
-
-        frames: of rows of n elements. weight, keep: float32 [S], on the frames' device.
-        """
-        kernel = kernels.select(self.kernel, frames_KB.device)
-        kernel.apply(frames_KB, n, params, segments, weight_S, keep_S, block=self.block)
+    def apply(self, frames_KB: Tensor, n: int, update: Update) -> None:
+        """p ← keep·p + weight·value, the values those of frames of rows of n elements."""
+        kernels.select(self.kernel, frames_KB.device).apply(frames_KB, n, update, block=self.block)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         return reference.scales(frames_KB, n, block=self.block).isfinite().all()

@@ -43,11 +43,14 @@ from .comm import (
     Flight,
     IdentityCodec,
     Int8Codec,
+    Momentum,
     MomentumWeights,
+    Outgoing,
     Segments,
     SignCodec,
     SimTransport,
     Transport,
+    Update,
     Variance,
     Wire,
     sent_across,
@@ -304,18 +307,12 @@ class CompressedOptimizer(BucketedOptimizer):
             node = bucket.own_rows(bucket.x).view(-1)
             grads, segments = [node], Segments((0,), (len(node),), self.codec.block)
             weights = replace(weights, unscale=weights.unscale / self._levels.local_size)
-        self.codec.encode_momentum(
-            grads,
-            segments,
-            D_WN.rows(own) if isinstance(D_WN, Variance) else D_WN[own],
-            momentum_W[own],
-            ef.worker.view(-1, bucket.layout.chunk),
-            wire.sent_HB,
-            bucket.counts[own],
-            ef.worker_next.view(-1, bucket.layout.chunk),
-            weights,
-        )
-        yield from comm.exchange(ef, self.codec, self.link, wire, bucket.layout.chunk, bucket.counts)
+        D_KN = D_WN.rows(own) if isinstance(D_WN, Variance) else D_WN[own]
+        momentum = Momentum(grads, segments, D_KN, momentum_W[own], weights)
+        n = bucket.layout.chunk
+        out = Outgoing(ef.worker.view(-1, n), wire.sent_HB, bucket.counts[own], ef.worker_next.view(-1, n))
+        self.codec.encode_momentum(momentum, out)
+        yield from comm.exchange(ef, self.codec, self.link, wire, n, bucket.counts)
 
     def _wire(self, bucket: Bucket, codec: Codec) -> Wire:
         """The bucket's buffers for this codec, made when first needed. In full, it travels from where it lies."""
@@ -483,7 +480,7 @@ class CompressedOptimizer(BucketedOptimizer):
         assert frames_WB is not None
         moving = zip(bucket.params, seen[bucket.first :][: len(bucket.params)], strict=True)
         params = [p if p.requires_grad and is_seen else None for p, is_seen in moving]
-        self.codec.apply(frames_WB, bucket.layout.chunk, params, bucket.layout.segments, weight_K, keep_K)
+        self.codec.apply(frames_WB, bucket.layout.chunk, Update(params, bucket.layout.segments, weight_K, keep_K))
 
     def _move(self, bucket: Bucket, seen: Sequence[bool]) -> None:
         """p ← p - x, for every parameter that some rank had a gradient for, where no mask forbids it."""

@@ -27,6 +27,7 @@ from cluster import INTERFACE, Cluster, QueueCounters, available, parse_rate, re
 from onebit import comm
 from onebit.comm import (
     ErrorFeedback,
+    Outgoing,
     SignCodec,
     Transport,
     Wire,
@@ -86,7 +87,8 @@ def codec_work(elements: int, world_size: int, kernel: str) -> Callable[[], None
     def work() -> None:
         codec.encode(x.view(world_size, -1), ef.worker.view(world_size, -1), wire.sent_HB, None)
         ef.worker_next.copy_(x)
-        codec.encode_mean(wire.sent_HB, ef.server.view(1, -1), wire.received_HB[:1], None, ef.server_next.view(1, -1))
+        out = Outgoing(ef.server.view(1, -1), wire.received_HB[:1], None, ef.server_next.view(1, -1))
+        codec.encode_mean(wire.sent_HB, out)
         ef.commit()
         codec.decode(wire.sent_HB, x.view(world_size, -1))
 

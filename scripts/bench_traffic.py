@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import dataclasses
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -25,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import onebit
 from onebit.comm import Work, kernels
-from onebit.comm.operands import Variance
 
 WORLD_SIZE = 4
 KERNELS = ("encode", "decode", "decode_mean", "encode_mean", "encode_momentum", "apply")
@@ -94,8 +94,8 @@ def _tensors(found: object) -> Iterator[Tensor]:
             yield from _tensors(item)
     elif isinstance(found, dict):
         yield from _tensors(list(found.values()))
-    elif isinstance(found, Variance):
-        yield from (found.v_KN, found.floor_KJ)
+    elif dataclasses.is_dataclass(found):
+        yield from _tensors([getattr(found, field.name) for field in dataclasses.fields(found)])
 
 
 def _memory(x: Tensor) -> int:
@@ -120,7 +120,7 @@ def counted_kernels(counter: Counter) -> Iterator[None]:
             if kind == "encode":
                 total += _memory(args[0])
             elif kind == "apply":
-                total += sum(map(_memory, _tensors(args[2])))
+                total += sum(map(_memory, _tensors(args[2].params)))
             elif kind == "decode" and options["keep"] != 0.0:
                 total += _memory(args[1])
             counter.bytes[name] += total

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from onebit.comm import SignCodec
 from onebit.comm.kernels import reference
-from onebit.comm.operands import MomentumWeights, Segments, Variance
+from onebit.comm.operands import Momentum, MomentumWeights, Outgoing, Segments, Update, Variance
 
 DTYPES = (torch.float32, torch.bfloat16)
 WEIGHTS = MomentumWeights(keep=0.9, add=0.1, own=0.25, unscale=0.5)
@@ -57,7 +58,7 @@ CASES = (
     Case(1, 3, 256, (256, 100), (torch.float32, None)),
     Case(3, 4, 64, (65, 64, 200, 7), (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)),
     Case(4, 5, 256, (2000, 255, 257, 1), (torch.bfloat16, torch.float32, None, torch.float32)),
-    Case(2, 9, 128, (), ()),
+    Case(2, 9, 64, (), ()),
 )
 
 
@@ -119,14 +120,13 @@ def check_encode_momentum(
     expected = garbage(case, K), torch.full((K, N), 7.0, dtype=residual_dtype)
     got = [x.clone().to(device) for x in expected]
     got[0].fill_(0xCD)
-    options = {"block": case.block, "scale": scale, "weights": WEIGHTS}
-    segments = case.segments()
-    reference.encode_momentum(
-        grads, segments, operand, momentum, error_KN, expected[0], counts, expected[1], **options
-    )  # fmt: skip
+    options, segments = {"block": case.block, "scale": scale}, case.segments()
+    made_of = Momentum(grads, segments, operand, momentum, WEIGHTS)
+    reference.encode_momentum(made_of, Outgoing(error_KN, expected[0], counts, expected[1]), **options)
     g_there = to(device, *grads)
     m_there, e_there, c_there = to(device, momentum, error_KN, counts)
-    function(g_there, segments, there, m_there, e_there, got[0], c_there, got[1], **options)
+    made_of = Momentum(g_there, segments, there, m_there, WEIGHTS)
+    function(made_of, Outgoing(e_there, got[0], c_there, got[1]), **options)
     assert_same(got[0], expected[0], "frames")
     assert_same(got[1], expected[1], "residual")
     for before, after in zip([*grads, momentum, error_KN], [*g_there, m_there, e_there], strict=True):
@@ -143,9 +143,10 @@ def check_encode_mean(
     counts = case.counts()[:1]
     expected = garbage(case, 1), torch.full((1, case.N), 7.0, dtype=error or torch.float32)
     got = [x.clone().to(device) for x in expected]
-    reference.encode_mean(received, error_1N, expected[0], counts, expected[1], block=case.block, scale=scale)
+    options = {"block": case.block, "scale": scale}
+    reference.encode_mean(received, Outgoing(error_1N, expected[0], counts, expected[1]), **options)
     r_there, e_there, c_there = to(device, received, error_1N, counts)
-    function(r_there, e_there, got[0], c_there, got[1], block=case.block, scale=scale)
+    function(r_there, Outgoing(e_there, got[0], c_there, got[1]), **options)
     assert_same(got[0], expected[0], "frame")
     assert_same(got[1], expected[1], "residual")
 
@@ -164,9 +165,32 @@ def check_apply(function: Callable[..., None], case: Case, *, device: str = "cpu
     def inside(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         return [None if p is None else p[8:-8] for p in tensors]
 
-    reference.apply(frames, case.N, inside(expected), segments, weight, keep, block=case.block)
+    reference.apply(frames, case.N, Update(inside(expected), segments, weight, keep), block=case.block)
     f_there, w_there, k_there = to(device, frames, weight, keep)
-    function(f_there, case.N, inside(there), segments, w_there, k_there, block=case.block)
+    function(f_there, case.N, Update(inside(there), segments, w_there, k_there), block=case.block)
     for got, want in zip(there, expected, strict=True):
         if got is not None and want is not None:
             assert_same(got, want, "parameter")
+
+
+def check_copies(kernel: ModuleType, dtype: torch.dtype) -> None:
+    """A type that the kernel does not read, and a channels-last weight: the same as their contiguous twins."""
+    weight = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    other = torch.randn(77).to(dtype)
+    segments = Segments((0, 2), (300, 77), 256)
+    frames = frames_of(Case(1, 3, 256, (), ()), 1)
+    S = torch.tensor([0.5, 0.25])
+    expected = [weight.clone(memory_format=torch.contiguous_format), other.clone()]
+    got = [weight.clone(memory_format=torch.preserve_format), other.clone()]
+    outs = []
+    for module, tensors in ((reference, expected), (kernel, got)):
+        module.apply(frames, 768, Update(tensors, segments, S, S), block=256)
+        out = Outgoing(None, torch.zeros_like(frames), None, torch.empty(1, 768))
+        module.encode_momentum(
+            Momentum(tensors, segments, torch.ones(1, 768), frames, WEIGHTS), out, block=256, scale="rms"
+        )
+        outs.append(out)
+    assert got[0].is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    assert_same(outs[1].frames_KB, outs[0].frames_KB, "frames")
+    assert_same(outs[1].residual_KN, outs[0].residual_KN, "residual")

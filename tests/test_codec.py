@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from oracles import compress
 from torch import Tensor
 
-from onebit.comm import Bf16Codec, Codec, IdentityCodec, Int8Codec, SignCodec
+from onebit.comm import Bf16Codec, Codec, IdentityCodec, Int8Codec, Outgoing, SignCodec
 
 sys.path.insert(0, str(Path(__file__).parent / "golden"))
 import write_golden
@@ -105,7 +105,7 @@ class TestContract:
         codec.decode_mean(frames, mean[0])
         expected, residual = encode(codec, mean, error)
         frame, out = torch.full_like(frames[:1], 0xCD), torch.full_like(error, 7.0)
-        codec.encode_mean(frames, error, frame, None, out)
+        codec.encode_mean(frames, Outgoing(error, frame, None, out))
         assert torch.equal(frame, expected) and torch.equal(out, residual.to(dtype))
 
     def test_decode_can_scale_and_accumulate(self, codec: Codec) -> None:

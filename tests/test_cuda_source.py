@@ -80,8 +80,9 @@ def test_compiles_without_spilling(capability: int, tmp_path: Path) -> None:
 
 @needs_nvcc
 @pytest.mark.slow
-@pytest.mark.parametrize("block", (16, 64, 192, 512, 1024))
+@pytest.mark.parametrize("block", (16, 64, 512, 576))
 def test_compiles_for_every_kind_of_block(block: int, tmp_path: Path) -> None:
+    """int8 alone; the smallest and the largest whose c is kept in registers; the first whose c is not."""
     said, _ = compile_for(90, block, tmp_path, "cubin")
     assert len(re.findall("Compiling entry function", said)) == (12 if block % 64 == 0 else 3)
     assert set(re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)) == {("0", "0")}, said

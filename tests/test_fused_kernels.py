@@ -13,7 +13,7 @@ from test_kernels import each_isa, needs_build
 
 from onebit.comm import SignCodec
 from onebit.comm.kernels import cpu, reference
-from onebit.comm.operands import MomentumWeights, Segments, Variance
+from onebit.comm.operands import Momentum, MomentumWeights, Outgoing, Segments, Variance
 
 each_case = pytest.mark.parametrize("case", cases.CASES, ids=str)
 ERRORS = (None, torch.float32, torch.bfloat16)
@@ -59,10 +59,9 @@ def test_a_gradient_that_is_not_finite_is_seen(isa: str, bad: float) -> None:
     function = partial(cpu.encode_momentum, isa=isa)
     cases.check_encode_momentum(function, case, error=torch.float32, packed=True, variance=False, grads=grads)
     frames = torch.zeros_like(cases.garbage(case, case.K))
-    cpu.encode_momentum(
-        grads, case.segments(), torch.ones(case.K, case.N), cases.frames_of(case, 0), None, frames, case.counts(),
-        torch.empty(case.K, case.N), block=case.block, scale="rms", weights=cases.WEIGHTS,
-    )  # fmt: skip
+    momentum = Momentum(grads, case.segments(), torch.ones(case.K, case.N), cases.frames_of(case, 0), cases.WEIGHTS)
+    out = Outgoing(None, frames, case.counts(), torch.empty(case.K, case.N))
+    cpu.encode_momentum(momentum, out, block=case.block, scale="rms")
     assert not SignCodec(case.block).is_finite(frames, case.N)
 
 
@@ -102,28 +101,7 @@ def test_threads_change_nothing(threads: int) -> None:
 
 @needs_build
 def test_half_precision_and_strided_tensors_go_through_a_copy() -> None:
-    """float16, and a channels-last weight with its gradient: the same as their contiguous float32 twins."""
-    weight = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
-    half = torch.randn(77).half()
-    segments = Segments((0, 2), (300, 77), 256)
-    frames = cases.frames_of(cases.Case(1, 3, 256, (), ()), 1)
-    S = torch.tensor([0.5, 0.25])
-    expected = [weight.clone(memory_format=torch.contiguous_format), half.clone()]
-    reference.apply(frames, 768, expected, segments, S, S, block=256)
-    got = [weight.clone(memory_format=torch.preserve_format), half.clone()]
-    cpu.apply(frames, 768, got, segments, S, S, block=256)
-    assert got[0].is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
-
-    outs = []
-    for function, grads in ((reference.encode_momentum, expected), (cpu.encode_momentum, got)):
-        out = torch.zeros_like(frames), torch.empty(1, 768)
-        function(
-            grads, segments, torch.ones(1, 768), frames, None, out[0], None, out[1],
-            block=256, scale="rms", weights=cases.WEIGHTS,
-        )  # fmt: skip
-        outs.append(out)
-    assert torch.equal(outs[0][0], outs[1][0]) and torch.equal(outs[0][1], outs[1][1])
+    cases.check_copies(cpu, torch.float16)
 
 
 def test_the_reference_computes_what_rule_6_says_in_float64() -> None:
@@ -133,10 +111,8 @@ def test_the_reference_computes_what_rule_6_says_in_float64() -> None:
     variance = Variance(v.square(), torch.full((1, 2), 1e-3), 1.5, 1e-6)
     weights = MomentumWeights(keep=0.9, add=0.1, own=0.01, unscale=0.125)
     frames, residual = cases.garbage(case, 1), torch.empty(1, 512)
-    reference.encode_momentum(
-        [g[0, :400]], case.segments(), variance, m, None, frames, case.counts(), residual,
-        block=256, scale="rms", weights=weights,
-    )  # fmt: skip
+    momentum = Momentum([g[0, :400]], case.segments(), variance, m, weights)
+    reference.encode_momentum(momentum, Outgoing(None, frames, case.counts(), residual), block=256, scale="rms")
     sent = torch.empty(1, 512)
     reference.decode(frames, sent, block=256, weight=1.0, keep=0.0)
     D = (v.double().square() * 1.5).clamp(min=1e-3).sqrt() + 1e-6
@@ -151,11 +127,12 @@ def test_the_reference_computes_what_rule_6_says_in_float64() -> None:
 def test_the_edge_says_what_is_wrong() -> None:
     frames, residual = cases.frames_of(cases.Case(1, 2, 256, (), ()), 0), torch.empty(1, 512)
     ones, segments = torch.ones(1, 512), Segments((0,), (300,), 256)
-    options = {"block": 256, "scale": "rms", "weights": cases.WEIGHTS}
+    out = Outgoing(None, frames.clone(), None, residual)
 
-    def encode(grads: list, segments: Segments = segments, D: torch.Tensor = ones, **changed: object) -> None:
-        arguments = {"momentum": frames, "error_KN": None, "frames_KB": frames.clone(), "counts_KJ": None}
-        cpu.encode_momentum(grads, segments, D, residual_KN=residual, **{**arguments, **options, **changed})
+    def encode(
+        grads: list, segments: Segments = segments, D: torch.Tensor | Variance = ones, scale: str = "rms"
+    ) -> None:
+        cpu.encode_momentum(Momentum(grads, segments, D, frames, cases.WEIGHTS), out, block=256, scale=scale)
 
     with pytest.raises(ValueError, match="2 tensors for 1 segments"):
         encode([None, None])
@@ -172,4 +149,4 @@ def test_the_edge_says_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="overlap"):
         Segments((0, 1), (300, 1), 256)
     with pytest.raises(ValueError, match="at least one frame"):
-        cpu.encode_mean(frames[:0], None, frames.clone(), None, residual, block=256, scale="rms")
+        cpu.encode_mean(frames[:0], out, block=256, scale="rms")

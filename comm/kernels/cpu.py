@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..operands import MomentumWeights, Segments, Variance
+from ..operands import Momentum, Outgoing, Segments, Update
 from .edge import INT8, SIGN, Edge, Frame, check_scale
 
 ABI_VERSION = 3
@@ -94,125 +94,85 @@ def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str = "aut
     _decode_mean(SIGN, frames_KB, out_N, block=block, isa=isa)
 
 
-def encode_mean(
-    received_WB: Tensor,
-    error_1N: Tensor | None,
-    frame_1B: Tensor,
-    counts_1J: Tensor | None,
-    residual_1N: Tensor,
-    *,
-    block: int,
-    scale: str,
-    isa: str = "auto",
-) -> None:
+def encode_mean(received_WB: Tensor, out: Outgoing, *, block: int, scale: str, isa: str = "auto") -> None:
     """frame ← frame of the mean of the W frames + error; residual ← what it does not say. Reads each frame once."""
     check_scale(scale)
-    W, J = EDGE.check_encode_mean(SIGN, received_WB, error_1N, frame_1B, counts_1J, residual_1N, block=block)
+    W, J = EDGE.check_encode_mean(SIGN, received_WB, out, block=block)
     _call(
         "sign_encode_mean",
         *_rows(received_WB),
         W,
-        _address(error_1N),
-        _kind(error_1N),
-        frame_1B.data_ptr(),
-        frame_1B.shape[1],
-        _address(counts_1J),
-        residual_1N.data_ptr(),
-        _kind(residual_1N),
+        *_typed(out.error_KN),
+        out.frames_KB.data_ptr(),
+        out.frames_KB.shape[1],
+        _address(out.counts_KJ),
+        *_typed(out.residual_KN),
         J,
         block,
         scale == "mean_abs",
         isa=isa,
-        elements=residual_1N.numel(),
+        elements=out.residual_KN.numel(),
     )
 
 
-def encode_momentum(
-    grads: Sequence[Tensor | None],
-    segments: Segments,
-    D_KN: Tensor | Variance,
-    momentum: Tensor,
-    error_KN: Tensor | None,
-    frames_KB: Tensor,
-    counts_KJ: Tensor | None,
-    residual_KN: Tensor,
-    *,
-    block: int,
-    scale: str,
-    weights: MomentumWeights,
-    isa: str = "auto",
-) -> None:
+def encode_momentum(momentum: Momentum, out: Outgoing, *, block: int, scale: str, isa: str = "auto") -> None:
     """frames ← frames of the momentum with this rank's gradient and what it owes (rule 6); residual ← the rest.
 
     One pass: reads gradients where they lie, D, the old momentum and the error; writes frames and residual. A gradient
     that is neither float32 nor bfloat16, or not contiguous, is copied first.
     """
     check_scale(scale)
-    K, J = EDGE.check_encode_momentum(
-        SIGN, grads, segments, D_KN, momentum, error_KN, frames_KB, counts_KJ, residual_KN, block=block
-    )
-    readable = [None if grad is None else _readable(grad) for grad in grads]
-    variance = D_KN if isinstance(D_KN, Variance) else None
-    packed = momentum.dtype == torch.uint8
+    K, J = EDGE.check_encode_momentum(SIGN, momentum, out, block=block)
+    readable = [None if grad is None else _readable(grad) for grad in momentum.grads]
+    D, floor, correction, eps = momentum.divisor
+    weights = momentum.weights
     _call(
         "sign_encode_momentum",
-        *_pointers(readable, segments),
-        _address(D_KN.v_KN if isinstance(D_KN, Variance) else D_KN),
-        _address(None if variance is None else variance.floor_KJ),
-        0.0 if variance is None else variance.correction,
-        0.0 if variance is None else variance.eps,
-        *(_rows(momentum) if packed else (None, 0)),
-        None if packed else momentum.data_ptr(),
+        *_pointers(readable, momentum.segments),
+        D.data_ptr(),
+        _address(floor),
+        correction,
+        eps,
+        *_rows(momentum.old if momentum.is_packed else None),
+        None if momentum.is_packed else momentum.old.data_ptr(),
         weights.keep,
         weights.add,
         weights.own,
         weights.unscale,
-        _address(error_KN),
-        _kind(error_KN),
-        *_rows(frames_KB),
-        frames_KB.shape[1],
-        *((None, 0) if counts_KJ is None else _rows(counts_KJ)),
-        residual_KN.data_ptr(),
-        _kind(residual_KN),
+        *_typed(out.error_KN),
+        *_rows(out.frames_KB),
+        out.frames_KB.shape[1],
+        *_rows(out.counts_KJ),
+        *_typed(out.residual_KN),
         K,
         J,
         block,
         scale == "mean_abs",
         isa=isa,
-        elements=residual_KN.numel(),
+        elements=out.residual_KN.numel(),
     )
 
 
-def apply(
-    frames_KB: Tensor,
-    n: int,
-    params: Sequence[Tensor | None],
-    segments: Segments,
-    weight_S: Tensor,
-    keep_S: Tensor,
-    *,
-    block: int,
-    isa: str = "auto",
-) -> None:
+def apply(frames_KB: Tensor, n: int, update: Update, *, block: int, isa: str = "auto") -> None:
     """p ← keep·p + weight·value for the parameters where they lie, frames of rows of n elements (rule 7).
 
     One pass over each. A parameter that is neither float32 nor bfloat16, or not contiguous, goes through a copy.
     """
-    K, J = EDGE.check_apply(SIGN, frames_KB, n, params, segments, weight_S, keep_S, block=block)
-    writable = [None if p is None else _readable(p) for p in params]
+    K, J = EDGE.check_apply(SIGN, frames_KB, n, update, block=block)
+    writable = [None if p is None else _readable(p) for p in update.params]
     _call(
         "sign_apply",
         *_rows(frames_KB),
         K,
         J,
         block,
-        *_pointers(writable, segments),
-        weight_S.data_ptr(),
-        keep_S.data_ptr(),
+        *_pointers(writable, update.segments),
+        update.weight_S.data_ptr(),
+        update.keep_S.data_ptr(),
         isa=isa,
         elements=K * n,
     )
-    for p, written in zip(params, writable, strict=True):
+    for p, written in zip(update.params, writable, strict=True):
         if p is not None and written is not p and written is not None:
             p.copy_(written)
 
@@ -255,16 +215,12 @@ def _encode(
     K, J = EDGE.check_encode(frame, x_KN, error_KN, frames_KB, counts_KJ, block=block)
     _call(
         f"{frame.name}_encode",
-        x_KN.data_ptr(),
-        x_KN.stride(0),
-        None if error_KN is None else error_KN.data_ptr(),
-        0 if error_KN is None else error_KN.stride(0),
+        *_rows(x_KN),
+        *_rows(error_KN),
         _kind(error_KN),
-        frames_KB.data_ptr(),
-        frames_KB.stride(0),
+        *_rows(frames_KB),
         frames_KB.shape[1],
-        None if counts_KJ is None else counts_KJ.data_ptr(),
-        0 if counts_KJ is None else counts_KJ.stride(0),
+        *_rows(counts_KJ),
         K,
         J,
         block,
@@ -280,10 +236,8 @@ def _decode(
     K, J = EDGE.check_decode(frame, frames_KB, out_KN, block=block)
     _call(
         f"{frame.name}_decode",
-        frames_KB.data_ptr(),
-        frames_KB.stride(0),
-        out_KN.data_ptr(),
-        out_KN.stride(0),
+        *_rows(frames_KB),
+        *_rows(out_KN),
         K,
         J,
         block,
@@ -298,8 +252,7 @@ def _decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int, 
     K, J = EDGE.check_decode_mean(frame, frames_KB, out_N, block=block)
     _call(
         f"{frame.name}_decode_mean",
-        frames_KB.data_ptr(),
-        frames_KB.stride(0),
+        *_rows(frames_KB),
         K,
         out_N.data_ptr(),
         J,
@@ -322,8 +275,12 @@ def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _rows(x: Tensor) -> tuple[int, int]:
-    return x.data_ptr(), x.stride(0)
+def _rows(x: Tensor | None) -> tuple[int | None, int]:
+    return (None, 0) if x is None else (x.data_ptr(), x.stride(0))
+
+
+def _typed(x: Tensor | None) -> tuple[int | None, int]:
+    return _address(x), _kind(x)
 
 
 def _pointers(tensors: Sequence[Tensor | None], segments: Segments) -> tuple[object, ...]:

@@ -14,7 +14,7 @@ import functools
 import importlib
 import importlib.util
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
@@ -23,7 +23,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..operands import MomentumWeights, Segments, Variance
+from ..operands import Momentum, Outgoing, Update
 from .edge import INT8, SIGN, Edge, Frame, check_scale
 from .gpu_tables import Table, address, kind, readable, write_back
 
@@ -91,104 +91,71 @@ def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
     _decode_mean(SIGN, frames_KB, out_N, block=block)
 
 
-def encode_mean(
-    received_WB: Tensor,
-    error_1N: Tensor | None,
-    frame_1B: Tensor,
-    counts_1J: Tensor | None,
-    residual_1N: Tensor,
-    *,
-    block: int,
-    scale: str,
-) -> None:
+def encode_mean(received_WB: Tensor, out: Outgoing, *, block: int, scale: str) -> None:
     """frame ← frame of the mean of the W frames + error; residual ← what it does not say. Reads each frame once."""
     check_scale(scale)
-    W, J = EDGE.check_encode_mean(SIGN, received_WB, error_1N, frame_1B, counts_1J, residual_1N, block=block)
+    W, J = EDGE.check_encode_mean(SIGN, received_WB, out, block=block)
     _launch(
         "sign_encode_mean",
-        residual_1N.device,
+        out.residual_KN.device,
         block,
         J,
         *_rows(received_WB),
         W,
         numpy.float32(1.0 / W),
-        *_typed(error_1N),
-        frame_1B.data_ptr(),
-        frame_1B.shape[1],
-        address(counts_1J),
-        *_typed(residual_1N),
+        *_typed(out.error_KN),
+        out.frames_KB.data_ptr(),
+        out.frames_KB.shape[1],
+        address(out.counts_KJ),
+        *_typed(out.residual_KN),
         J,
         int(scale == "mean_abs"),
     )
 
 
-def encode_momentum(
-    grads: Sequence[Tensor | None],
-    segments: Segments,
-    D_KN: Tensor | Variance,
-    momentum: Tensor,
-    error_KN: Tensor | None,
-    frames_KB: Tensor,
-    counts_KJ: Tensor | None,
-    residual_KN: Tensor,
-    *,
-    block: int,
-    scale: str,
-    weights: MomentumWeights,
-) -> None:
+def encode_momentum(momentum: Momentum, out: Outgoing, *, block: int, scale: str) -> None:
     """frames ← frames of the momentum with this rank's gradient and what it owes (rule 6); residual ← the rest.
 
     One pass: reads gradients where they lie, D, the old momentum and the error; writes frames and residual. A gradient
     of another type than float32, bfloat16 and float16, or not contiguous, is copied first.
     """
     check_scale(scale)
-    K, J = EDGE.check_encode_momentum(
-        SIGN, grads, segments, D_KN, momentum, error_KN, frames_KB, counts_KJ, residual_KN, block=block
-    )
-    variance = D_KN if isinstance(D_KN, Variance) else None
-    packed = momentum.dtype == torch.uint8
-    table = Table(readable(grads), segments, K * J, residual_KN.device)
+    K, J = EDGE.check_encode_momentum(SIGN, momentum, out, block=block)
+    D, floor, correction, eps = momentum.divisor
+    weights, device = momentum.weights, out.residual_KN.device
+    table = Table(readable(momentum.grads), momentum.segments, K * J, device)
     _launch(
-        f"sign_encode_momentum{'_packed' if packed else ''}{'_variance' if variance else ''}",
-        residual_KN.device,
+        f"sign_encode_momentum{'_packed' if momentum.is_packed else ''}{'' if floor is None else '_variance'}",
+        device,
         block,
         K * J,
         *_tensors(table),
-        (D_KN.v_KN if isinstance(D_KN, Variance) else D_KN).data_ptr(),
-        address(None if variance is None else variance.floor_KJ),
-        numpy.float32(0.0 if variance is None else variance.correction),
-        numpy.float32(0.0 if variance is None else variance.eps),
-        *_rows(momentum),
+        D.data_ptr(),
+        address(floor),
+        numpy.float32(correction),
+        numpy.float32(eps),
+        *_rows(momentum.old),
         *(numpy.float32(w) for w in (weights.keep, weights.add, weights.own, weights.unscale)),
-        *_typed(error_KN),
-        *_rows(frames_KB),
-        frames_KB.shape[1],
-        *_rows(counts_KJ),
-        *_typed(residual_KN),
+        *_typed(out.error_KN),
+        *_rows(out.frames_KB),
+        out.frames_KB.shape[1],
+        *_rows(out.counts_KJ),
+        *_typed(out.residual_KN),
         K,
         J,
         int(scale == "mean_abs"),
     )
 
 
-def apply(
-    frames_KB: Tensor,
-    n: int,
-    params: Sequence[Tensor | None],
-    segments: Segments,
-    weight_S: Tensor,
-    keep_S: Tensor,
-    *,
-    block: int,
-) -> None:
+def apply(frames_KB: Tensor, n: int, update: Update, *, block: int) -> None:
     """p ← keep·p + weight·value for the parameters where they lie, frames of rows of n elements (rule 7).
 
     One pass over each. A parameter of another type than float32, bfloat16 and float16, or not contiguous, goes through
     a copy.
     """
-    K, J = EDGE.check_apply(SIGN, frames_KB, n, params, segments, weight_S, keep_S, block=block)
-    written = readable(params)
-    table = Table(written, segments, K * J, frames_KB.device)
+    K, J = EDGE.check_apply(SIGN, frames_KB, n, update, block=block)
+    written = readable(update.params)
+    table = Table(written, update.segments, K * J, frames_KB.device)
     _launch(
         "sign_apply",
         frames_KB.device,
@@ -198,10 +165,10 @@ def apply(
         K,
         J,
         *_tensors(table),
-        weight_S.data_ptr(),
-        keep_S.data_ptr(),
+        update.weight_S.data_ptr(),
+        update.keep_S.data_ptr(),
     )
-    write_back(params, written)
+    write_back(update.params, written)
 
 
 def int8_encode(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..operands import Segments, Variance, check_tensors
+from ..operands import Momentum, Outgoing, Segments, Update, Variance, check_tensors
 
 SCALES = ("rms", "mean_abs")
 
@@ -99,101 +99,56 @@ class Edge:
         self._check_one_device(frames_KB, out_N)
         return K, J
 
-    def check_encode_mean(
-        self,
-        frame: Frame,
-        received_WB: Tensor,
-        error_1N: Tensor | None,
-        frame_1B: Tensor,
-        counts_1J: Tensor | None,
-        residual_1N: Tensor,
-        *,
-        block: int,
-    ) -> tuple[int, int]:
+    def check_encode_mean(self, frame: Frame, received_WB: Tensor, out: Outgoing, *, block: int) -> tuple[int, int]:
         """(W, J)."""
-        J = self._check_residual(frame, error_1N, frame_1B, counts_1J, residual_1N, block=block)
+        rows, J = self._check_outgoing(frame, out, block=block)
         W = received_WB.shape[0]
-        if W == 0 or residual_1N.shape[0] != 1:
-            raise ValueError(
-                f"a mean needs at least one frame and has one row, got {W} frames and {residual_1N.shape[0]} rows"
-            )
+        if W == 0 or rows != 1:
+            raise ValueError(f"a mean needs at least one frame and has one row, got {W} frames and {rows} rows")
         self._check_frames(received_WB, W, frame.bytes(J * block, J))
-        self._check_one_device(received_WB, residual_1N)
+        self._check_one_device(received_WB, out.residual_KN)
         return W, J
 
-    def check_encode_momentum(
-        self,
-        frame: Frame,
-        grads: Sequence[Tensor | None],
-        segments: Segments,
-        D_KN: Tensor | Variance,
-        momentum: Tensor,
-        error_KN: Tensor | None,
-        frames_KB: Tensor,
-        counts_KJ: Tensor | None,
-        residual_KN: Tensor,
-        *,
-        block: int,
-    ) -> tuple[int, int]:
+    def check_encode_momentum(self, frame: Frame, momentum: Momentum, out: Outgoing, *, block: int) -> tuple[int, int]:
         """(K, J)."""
-        J = self._check_residual(frame, error_KN, frames_KB, counts_KJ, residual_KN, block=block)
-        K, N = residual_KN.shape
-        self._check_segments("grads", grads, segments, K * J, block)
-        if isinstance(D_KN, Variance):
-            self._check_flat("variance", D_KN.v_KN, (torch.float32,), (K, N))
-            self._check_flat("floor", D_KN.floor_KJ, (torch.float32,), (K, J))
+        K, J = self._check_outgoing(frame, out, block=block)
+        N, D = J * block, momentum.D_KN
+        self._check_segments("grads", momentum.grads, momentum.segments, K * J, block)
+        if isinstance(D, Variance):
+            self._check_flat("variance", D.v_KN, (torch.float32,), (K, N))
+            self._check_flat("floor", D.floor_KJ, (torch.float32,), (K, J))
         else:
-            self._check_flat("D", D_KN, (torch.float32,), (K, N))
-        if momentum.dtype == torch.uint8:
-            self._check_frames(momentum, K, frame.bytes(N, J))
+            self._check_flat("D", D, (torch.float32,), (K, N))
+        if momentum.is_packed:
+            self._check_frames(momentum.old, K, frame.bytes(N, J))
         else:
-            self._check_flat("momentum", momentum, (torch.float32,), (K, N))
-        self._check_one_device(momentum, residual_KN, *grads)
+            self._check_flat("momentum", momentum.old, (torch.float32,), (K, N))
+        self._check_one_device(momentum.old, out.residual_KN, *momentum.grads)
         return K, J
 
-    def check_apply(
-        self,
-        frame: Frame,
-        frames_KB: Tensor,
-        n: int,
-        params: Sequence[Tensor | None],
-        segments: Segments,
-        weight_S: Tensor,
-        keep_S: Tensor,
-        *,
-        block: int,
-    ) -> tuple[int, int]:
+    def check_apply(self, frame: Frame, frames_KB: Tensor, n: int, update: Update, *, block: int) -> tuple[int, int]:
         """(K, J)."""
         K, J = frames_KB.shape[0], frame.whole_blocks(n, block)
         self._check_frames(frames_KB, K, frame.bytes(n, J))
-        self._check_segments("params", params, segments, K * J, block)
-        for name, x in (("weight", weight_S), ("keep", keep_S)):
-            self._check_flat(name, x.unsqueeze(0), (torch.float32,), (1, len(segments)))
-        self._check_one_device(frames_KB, weight_S, keep_S, *params)
+        self._check_segments("params", update.params, update.segments, K * J, block)
+        for name, x in (("weight", update.weight_S), ("keep", update.keep_S)):
+            self._check_flat(name, x.unsqueeze(0), (torch.float32,), (1, len(update.segments)))
+        self._check_one_device(frames_KB, update.weight_S, update.keep_S, *update.params)
         return K, J
 
-    def _check_residual(
-        self,
-        frame: Frame,
-        error_KN: Tensor | None,
-        frames_KB: Tensor,
-        counts_KJ: Tensor | None,
-        residual_KN: Tensor,
-        *,
-        block: int,
-    ) -> int:
-        """J."""
+    def _check_outgoing(self, frame: Frame, out: Outgoing, *, block: int) -> tuple[int, int]:
+        """(K, J)."""
         floats = (torch.float32, torch.bfloat16)
-        self._check_flat("residual", residual_KN, floats, None)
-        K, N = residual_KN.shape
+        self._check_flat("residual", out.residual_KN, floats, None)
+        K, N = out.residual_KN.shape
         J = frame.whole_blocks(N, block)
-        self._check_frames(frames_KB, K, frame.bytes(N, J), written=True)
-        if error_KN is not None:
-            self._check_flat("error", error_KN, floats, (K, N))
-        if counts_KJ is not None:
-            self._check_rows("counts", counts_KJ, (torch.int32,), shape=(K, J))
-        self._check_one_device(residual_KN, error_KN, frames_KB, counts_KJ)
-        return J
+        self._check_frames(out.frames_KB, K, frame.bytes(N, J), written=True)
+        if out.error_KN is not None:
+            self._check_flat("error", out.error_KN, floats, (K, N))
+        if out.counts_KJ is not None:
+            self._check_rows("counts", out.counts_KJ, (torch.int32,), shape=(K, J))
+        self._check_one_device(out.residual_KN, out.error_KN, out.frames_KB, out.counts_KJ)
+        return K, J
 
     def _check_flat(self, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, int] | None) -> None:
         self._check_rows(name, x, dtypes, shape=shape)

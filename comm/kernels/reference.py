@@ -43,12 +43,12 @@ Shape legend: K rows, N elements, J blocks, B bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ..operands import MomentumWeights, Segments, Variance
+from ..operands import Momentum, Outgoing, Update, Variance
 
 LANES = 16
 _NAN_BF16 = 0x7FC0
@@ -101,73 +101,37 @@ def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
     _mean_into_(out_N, frames_KB, lambda frame_1B: _values(frame_1B, out_N.shape[0], block)[0])
 
 
-def encode_mean(
-    received_WB: Tensor,
-    error_1N: Tensor | None,
-    frame_1B: Tensor,
-    counts_1J: Tensor | None,
-    residual_1N: Tensor,
-    *,
-    block: int,
-    scale: str,
-) -> None:
-    """frame ← frame of c = mean of the W frames + error; residual ← c - decode(frame), float32 or bfloat16."""
-    c = torch.empty(residual_1N.shape, device=residual_1N.device)
+def encode_mean(received_WB: Tensor, out: Outgoing, *, block: int, scale: str) -> None:
+    """frame ← frame of c = mean of the W frames + error; residual ← c - decode(frame). One row goes out."""
+    c = torch.empty(out.residual_KN.shape, device=out.residual_KN.device)
     decode_mean(received_WB, c[0], block=block)
-    encode(c, error_1N, frame_1B, counts_1J, block=block, scale=scale)
-    residual_1N.copy_(c)
+    _send(c, out, block=block, scale=scale)
 
 
-def encode_momentum(
-    grads: Sequence[Tensor | None],
-    segments: Segments,
-    D_KN: Tensor | Variance,
-    momentum: Tensor,
-    error_KN: Tensor | None,
-    frames_KB: Tensor,
-    counts_KJ: Tensor | None,
-    residual_KN: Tensor,
-    *,
-    block: int,
-    scale: str,
-    weights: MomentumWeights,
-) -> None:
-    """frames ← frames of c, the momentum with this rank's gradient and what it owes (rule 6); residual ← the rest.
-
-    grads: where they lie, one per segment of the K·J blocks (None: zeros), of any float type. momentum: sign frames
-    like `frames` (uint8 [K, B]), or float32 [K, N]. D: float32 [K, N], above 1e-18, or what it is made of. error,
-    residual: float32 or bfloat16 [K, N]. Nothing else is written.
-    """
-    K, N = residual_KN.shape
-    g = torch.zeros(K * N, device=residual_KN.device)
-    for view, grad in zip(segments.views(g), grads, strict=True):
+def encode_momentum(momentum: Momentum, out: Outgoing, *, block: int, scale: str) -> None:
+    """frames ← frames of c, the momentum with this rank's gradient and what it owes (rule 6); residual ← the rest."""
+    K, N = out.residual_KN.shape
+    weights, D = momentum.weights, momentum.D_KN
+    g = torch.zeros(K * N, device=out.residual_KN.device)
+    for view, grad in zip(momentum.segments.views(g), momentum.grads, strict=True):
         if grad is not None:
             view.copy_(grad.reshape(-1))
     g = g.mul_(weights.unscale).view(K, N)
-    D = D_KN.denominator(_sqrt) if isinstance(D_KN, Variance) else D_KN
+    D = D.denominator(_sqrt) if isinstance(D, Variance) else D
     y = g / _sqrt(D * D + (g * g) * weights.own)
-    m = _values(momentum, N, block) if momentum.dtype == torch.uint8 else momentum
-    c = y * weights.add + m * weights.keep
-    encode(c, error_KN, frames_KB, counts_KJ, block=block, scale=scale)
-    residual_KN.copy_(c)
+    m = _values(momentum.old, N, block) if momentum.is_packed else momentum.old
+    _send(y * weights.add + m * weights.keep, out, block=block, scale=scale)
 
 
-def apply(
-    frames_KB: Tensor,
-    n: int,
-    params: Sequence[Tensor | None],
-    segments: Segments,
-    weight_S: Tensor,
-    keep_S: Tensor,
-    *,
-    block: int,
-) -> None:
-    """p ← keep·p + weight·value for parameters where they lie, one per segment of the K·J blocks (None: left alone).
+def _send(c_KN: Tensor, out: Outgoing, *, block: int, scale: str) -> None:
+    encode(c_KN, out.error_KN, out.frames_KB, out.counts_KJ, block=block, scale=scale)
+    out.residual_KN.copy_(c_KN)
 
-    frames: of rows of n elements. weight, keep: float32 [S], on the frames' device.
-    """
-    values = _values(frames_KB, n, block).view(-1)
-    for p, value, weight, keep in zip(params, segments.views(values), weight_S, keep_S, strict=True):
+
+def apply(frames_KB: Tensor, n: int, update: Update, *, block: int) -> None:
+    """p ← keep·p + weight·value for parameters where they lie, of the K·J blocks of frames of rows of n elements."""
+    values = update.segments.views(_values(frames_KB, n, block).view(-1))
+    for p, value, weight, keep in zip(update.params, values, update.weight_S, update.keep_S, strict=True):
         if p is not None:
             p.copy_((p.to(torch.float32) * keep).add_(value.view(p.shape) * weight))
 

@@ -8,50 +8,34 @@ Shape legend: K rows, J blocks, B bytes, S segments. In the kernel: W words of 6
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..operands import Segments
+from ..operands import Update
 from .edge import SIGN
 from .gpu_tables import Table, readable, write_back
-from .triton_lanes import (
-    EDGE,
-    OPTIONS,
-    launching_on,
-)
+from .triton_decode import UNITS, values_at
+from .triton_lanes import EDGE, OPTIONS, launching_on
 from .triton_tensors import are_aligned, kinds_of, load_where_they_lie, store_where_they_lie
 
-WORDS = 16
 
-
-def apply(
-    frames_KB: Tensor,
-    n: int,
-    params: Sequence[Tensor | None],
-    segments: Segments,
-    weight_S: Tensor,
-    keep_S: Tensor,
-    *,
-    block: int,
-) -> None:
+def apply(frames_KB: Tensor, n: int, update: Update, *, block: int) -> None:
     """p ← keep·p + weight·value for the parameters where they lie, frames of rows of n elements (rule 7).
 
     One pass over each. A parameter of another type than float32, bfloat16 and float16, or not contiguous, goes through
     a copy.
     """
-    K, J = EDGE.check_apply(SIGN, frames_KB, n, params, segments, weight_S, keep_S, block=block)
-    if K * J == 0 or all(p is None for p in params):
+    K, J = EDGE.check_apply(SIGN, frames_KB, n, update, block=block)
+    if K * J == 0 or all(p is None for p in update.params):
         return
-    written = readable(params)
+    written = readable(update.params)
     words, halves = frames_KB.view(torch.int64), frames_KB.view(torch.int16)
     words_per_row = J * block // 64
-    table = Table(written, segments, K * J, frames_KB.device)
+    table = Table(written, update.segments, K * J, frames_KB.device)
     with launching_on(frames_KB.device):
-        apply_words[(triton.cdiv(K * words_per_row, WORDS),)](
+        apply_words[(triton.cdiv(K * words_per_row, UNITS["sign"]),)](
             words,
             words.stride(0),
             halves,
@@ -60,17 +44,17 @@ def apply(
             table.pointers,
             table.layout,
             len(written),
-            weight_S,
-            keep_S,
+            update.weight_S,
+            update.keep_S,
             K,
             words_per_row,
             BLOCK=block,
-            W=WORDS,
+            W=UNITS["sign"],
             KINDS=kinds_of(written),
             ALIGNED=are_aligned(written),
             **OPTIONS,
         )
-    write_back(params, written)
+    write_back(update.params, written)
 
 
 @triton.jit(do_not_specialize=["S", "K", "words_per_row"])
@@ -97,8 +81,8 @@ def apply_words(
     inside = g < K * words_per_row
     k = (g // words_per_row).to(tl.int64)
     w = (g % words_per_row).to(tl.int64)
-    word = tl.load(words + k * words_stride + w, mask=inside, other=0)
-    scale = tl.load(halves + k * halves_stride + words_per_row * 4 + w // (BLOCK // 64), mask=inside, other=0)
+    scale_at = halves + k * halves_stride + words_per_row * 4 + w // (BLOCK // 64)
+    values = values_at(words + k * words_stride + w, scale_at, inside, True)
 
     s = tl.load(owners + g // (BLOCK // 64), mask=inside, other=-1)
     owned = s >= 0
@@ -108,8 +92,6 @@ def apply_words(
     address = (tl.load(params + s, mask=owned, other=0))[:, None] + start[:, None] * tl.where(kind == 1, 4, 2)
 
     element = tl.arange(0, 64)[None, :]
-    minus = ((word[:, None] >> element.to(tl.int64)) & 1).to(tl.int32) << 31
-    values = ((scale.to(tl.int32) << 16)[:, None] ^ minus).to(tl.float32, bitcast=True)
     p = load_where_they_lie(address, kind, left, 0, element, 64, KINDS, ALIGNED)
     p = p * tl.load(keep + s, mask=owned, other=0.0)[:, None]
     p += values * tl.load(weight + s, mask=owned, other=0.0)[:, None]

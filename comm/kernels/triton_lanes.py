@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .edge import Edge
+from .edge import SIGN, Edge, Frame
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether this process runs the kernels in Triton's interpreter, on host tensors: TRITON_INTERPRET=1 at the import."""
@@ -43,6 +43,45 @@ def launching_on(device: torch.device) -> Iterator[None]:
 def bits_of(x: Tensor | None) -> Tensor | None:
     """bfloat16 as its bits, int16, which the kernels make floats of themselves."""
     return x.view(torch.int16) if x is not None and x.dtype == torch.bfloat16 else x
+
+
+def codes_of(frame: Frame, frames_KB: Tensor) -> Tensor:
+    """Frames as the kernels write and read their codes: words of 64 sign bits, int64, or int8. A view."""
+    return frames_KB.view(torch.int64 if frame == SIGN else torch.int8)
+
+
+def launch_encode(
+    kernel: triton.JITFunction, frame: Frame, x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor,
+    counts_KJ: Tensor | None, *, block: int, **constants: object,
+) -> None:  # fmt: skip
+    """Check the arguments of an encode and launch its kernel over all blocks; both frames' take the same."""
+    K, J = EDGE.check_encode(frame, x_KN, error_KN, frames_KB, counts_KJ, block=block)
+    if K * J == 0:
+        return
+    error_KN = bits_of(error_KN)
+    codes, halves = codes_of(frame, frames_KB), frames_KB.view(torch.int16)
+    P = blocks_per_program(block)
+    with launching_on(x_KN.device):
+        kernel[(triton.cdiv(K * J, P),)](
+            x_KN,
+            x_KN.stride(0),
+            error_KN,
+            0 if error_KN is None else error_KN.stride(0),
+            codes,
+            codes.stride(0),
+            halves,
+            halves.stride(0),
+            halves.shape[1],
+            counts_KJ,
+            0 if counts_KJ is None else counts_KJ.stride(0),
+            K,
+            J,
+            BLOCK=block,
+            P=P,
+            KEEP=block <= LARGEST_KEPT,
+            **constants,
+            **OPTIONS,
+        )
 
 
 @triton.jit
@@ -116,6 +155,29 @@ def leave_residual(
     is_wide: tl.constexpr = residual_at.dtype.element_ty == tl.float32
     tl.store(residual_at + offset, residual if is_wide else nearest_bfloat16(residual), mask=inside)
     return tl.sum(minus << lane, axis=1).to(tl.int64)
+
+
+@triton.jit
+def leave_kept(
+    rows: tl.tuple,
+    words_at: tl.tensor,
+    residual_at: tl.tensor,
+    count: tl.tensor,
+    lane: tl.tensor,
+    inside_lanes: tl.tensor,
+    inside: tl.tensor,
+    scale: tl.tensor,
+    BLOCK: tl.constexpr,
+    P: tl.constexpr,
+) -> None:
+    """`leave_residual` for all rows of a block, each c [P, 16] in registers; their bits go to words_at [P]."""
+    for g in tl.static_range(BLOCK // 64):
+        word = tl.zeros([P], tl.int64)
+        for q in tl.static_range(4):
+            at = 64 * g + 16 * q
+            bits = leave_residual(rows[4 * g + q], residual_at, count, lane, inside_lanes, at, scale)
+            word |= bits << (16 * q)
+        tl.store(words_at + g, word, mask=inside)
 
 
 @triton.jit

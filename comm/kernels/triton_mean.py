@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..operands import Outgoing
 from .edge import SIGN, check_scale
 from .triton_lanes import (
     EDGE,
@@ -22,30 +23,22 @@ from .triton_lanes import (
     blocks_per_program,
     clear_tail,
     launching_on,
+    leave_kept,
     leave_residual,
     scale_of,
     signed_row,
 )
 
 
-def encode_mean(
-    received_WB: Tensor,
-    error_1N: Tensor | None,
-    frame_1B: Tensor,
-    counts_1J: Tensor | None,
-    residual_1N: Tensor,
-    *,
-    block: int,
-    scale: str,
-) -> None:
+def encode_mean(received_WB: Tensor, out: Outgoing, *, block: int, scale: str) -> None:
     """frame ← frame of the mean of the W frames + error; residual ← what it does not say. Reads each frame once."""
     check_scale(scale)
-    W, J = EDGE.check_encode_mean(SIGN, received_WB, error_1N, frame_1B, counts_1J, residual_1N, block=block)
+    W, J = EDGE.check_encode_mean(SIGN, received_WB, out, block=block)
     if J == 0:
         return
     received, received_halves = received_WB.view(torch.int64), received_WB.view(torch.int16)
     P = blocks_per_program(block)
-    with launching_on(residual_1N.device):
+    with launching_on(out.residual_KN.device):
         encode_mean_blocks[(triton.cdiv(J, P),)](
             received,
             received.stride(0),
@@ -53,12 +46,12 @@ def encode_mean(
             received_halves.stride(0),
             W,
             1.0 / W,
-            bits_of(error_1N),
-            frame_1B.view(torch.int64),
-            frame_1B.view(torch.int16),
-            frame_1B.shape[1] // 2,
-            counts_1J,
-            bits_of(residual_1N),
+            bits_of(out.error_KN),
+            out.frames_KB.view(torch.int64),
+            out.frames_KB.view(torch.int16),
+            out.frames_KB.shape[1] // 2,
+            out.counts_KJ,
+            bits_of(out.residual_KN),
             J,
             BLOCK=block,
             P=P,
@@ -154,13 +147,7 @@ def encode_mean_blocks(
 
     words_at = words + j * (BLOCK // 64)
     if KEEP:
-        for g in tl.static_range(BLOCK // 64):
-            word = tl.zeros([P], tl.int64)
-            for q in tl.static_range(4):
-                at = 64 * g + 16 * q
-                bits = leave_residual(rows[4 * g + q], residual_at, count, lane, inside_lanes, at, scale)
-                word |= bits << (16 * q)
-            tl.store(words_at + g, word, mask=inside)
+        leave_kept(rows, words_at, residual_at, count, lane, inside_lanes, inside, scale, BLOCK, P)
     else:
         for g in range(BLOCK // 64):
             means = _mean_rows(

@@ -8,14 +8,11 @@ Shape legend: K rows, N elements, J blocks, B bytes, S segments. In the kernel: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..operands import MomentumWeights, Segments, Variance
+from ..operands import Momentum, Outgoing
 from .edge import SIGN, check_scale
 from .gpu_tables import Table, readable
 from .triton_lanes import (
@@ -27,6 +24,7 @@ from .triton_lanes import (
     blocks_per_program,
     clear_tail,
     launching_on,
+    leave_kept,
     leave_residual,
     scale_of,
     signed_row,
@@ -34,58 +32,43 @@ from .triton_lanes import (
 from .triton_tensors import are_aligned, kinds_of, load_where_they_lie
 
 
-def encode_momentum(
-    grads: Sequence[Tensor | None],
-    segments: Segments,
-    D_KN: Tensor | Variance,
-    momentum: Tensor,
-    error_KN: Tensor | None,
-    frames_KB: Tensor,
-    counts_KJ: Tensor | None,
-    residual_KN: Tensor,
-    *,
-    block: int,
-    scale: str,
-    weights: MomentumWeights,
-) -> None:
+def encode_momentum(momentum: Momentum, out: Outgoing, *, block: int, scale: str) -> None:
     """frames ← frames of the momentum with this rank's gradient and what it owes (rule 6); residual ← the rest.
 
     One pass: reads gradients where they lie, D, the old momentum and the error; writes frames and residual. A gradient
     of another type than float32, bfloat16 and float16, or not contiguous, is copied first.
     """
     check_scale(scale)
-    K, J = EDGE.check_encode_momentum(
-        SIGN, grads, segments, D_KN, momentum, error_KN, frames_KB, counts_KJ, residual_KN, block=block
-    )
+    K, J = EDGE.check_encode_momentum(SIGN, momentum, out, block=block)
     if K * J == 0:
         return
-    there = readable(grads)
-    variance = D_KN if isinstance(D_KN, Variance) else None
-    packed = momentum.dtype == torch.uint8
-    words, halves = frames_KB.view(torch.int64), frames_KB.view(torch.int16)
-    m_words, m_halves = (momentum.view(torch.int64), momentum.view(torch.int16)) if packed else (None, None)
+    there = readable(momentum.grads)
+    D, floor, correction, eps = momentum.divisor
+    old, weights, counts_KJ, device = momentum.old, momentum.weights, out.counts_KJ, out.residual_KN.device
+    words, halves = out.frames_KB.view(torch.int64), out.frames_KB.view(torch.int16)
+    m_words, m_halves = (old.view(torch.int64), old.view(torch.int16)) if momentum.is_packed else (None, None)
     P = blocks_per_program(block)
-    table = Table(there, segments, K * J, residual_KN.device)
-    with launching_on(residual_KN.device):
+    table = Table(there, momentum.segments, K * J, device)
+    with launching_on(device):
         encode_momentum_blocks[(triton.cdiv(K * J, P),)](
             table.owners,
             table.pointers,
             table.layout,
             len(there),
-            D_KN.v_KN if isinstance(D_KN, Variance) else D_KN,
-            None if variance is None else variance.floor_KJ,
-            0.0 if variance is None else variance.correction,
-            0.0 if variance is None else variance.eps,
+            D,
+            floor,
+            correction,
+            eps,
             m_words,
             0 if m_words is None else m_words.stride(0),
             m_halves,
             0 if m_halves is None else m_halves.stride(0),
-            None if packed else momentum,
+            None if momentum.is_packed else old,
             weights.keep,
             weights.add,
             weights.own,
             weights.unscale,
-            bits_of(error_KN),
+            bits_of(out.error_KN),
             words,
             words.stride(0),
             halves,
@@ -93,7 +76,7 @@ def encode_momentum(
             halves.shape[1],
             counts_KJ,
             0 if counts_KJ is None else counts_KJ.stride(0),
-            bits_of(residual_KN),
+            bits_of(out.residual_KN),
             K,
             J,
             BLOCK=block,
@@ -242,13 +225,7 @@ def encode_momentum_blocks(
     # 3. Bits, a word of 64 at a time, and residuals
     words_at = words + k * words_stride + j * (BLOCK // 64)
     if KEEP:
-        for g in tl.static_range(BLOCK // 64):
-            sent = tl.zeros([P], tl.int64)
-            for q in tl.static_range(4):
-                at = 64 * g + 16 * q
-                bits = leave_residual(rows[4 * g + q], residual_at, count, lane, inside_lanes, at, scale)
-                sent |= bits << (16 * q)
-            tl.store(words_at + g, sent, mask=inside)
+        leave_kept(rows, words_at, residual_at, count, lane, inside_lanes, inside, scale, BLOCK, P)
     else:
         for g in range(BLOCK // 64):
             word = None if m_words is None else tl.load(m_words_at + g, mask=inside, other=0)  # type: ignore[operator]
