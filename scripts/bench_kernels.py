@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from onebit.comm import Int8Codec, MomentumWeights, Segments, SignCodec, Variance
+from onebit.comm import Int8Codec, Momentum, MomentumWeights, Outgoing, Segments, SignCodec, Update, Variance
 from onebit.comm.kernels import cpu, reference
 
 ROWS_OF_MEAN = 4
@@ -117,44 +117,36 @@ def step_operations(elements: int, block: int, isa: str) -> list[Operation]:
     received, frames = torch.empty(ROWS_OF_MEAN, B, dtype=torch.uint8), torch.empty(1, B, dtype=torch.uint8)
     for k in range(ROWS_OF_MEAN):
         reference.encode(torch.randn(1, N), None, received[k : k + 1], None, block=block, scale=codec.scale)
-    momentum, one = received[:1].clone(), Segments((0,), (N,), block)
-    weights, minus, keep = MomentumWeights(0.9, 0.1, 1e-3), torch.full((1,), -1e-3), torch.full((1,), 0.999)
-    options = {"block": block, "scale": codec.scale}
-
-    def encode_momentum(kernel: Callable[..., None], **where: str) -> Callable[[], None]:
-        operands = ([grad], one, variance, momentum, error, frames, None, out)
-        return lambda: kernel(*operands, **options, weights=weights, **where)
-
-    def encode_mean(kernel: Callable[..., None], **where: str) -> Callable[[], None]:
-        return lambda: kernel(received, error, frames, None, out, **options, **where)
-
-    def apply(kernel: Callable[..., None], **where: str) -> Callable[[], None]:
-        return lambda: kernel(frames, N, [param], one, minus, keep, block=block, **where)
+    one, weights = Segments((0,), (N,), block), MomentumWeights(0.9, 0.1, 1e-3)
+    momentum = Momentum([grad], one, variance, received[:1].clone(), weights)
+    to = Outgoing(error, frames, None, out)
+    update = Update([param], one, torch.full((1,), -1e-3), torch.full((1,), 0.999))
+    scale = {"block": block, "scale": codec.scale}
 
     return [
         Operation(
             "encode_momentum",
             "torch.addcmul(error, grad, v, out=out)",
             N * 16 + J * 4 + 2 * B,
-            encode_momentum(cpu.encode_momentum, isa=isa),
+            lambda: cpu.encode_momentum(momentum, to, **scale, isa=isa),
             lambda: torch.addcmul(error[0], grad, variance.v_KN[0], out=out[0]),
-            encode_momentum(reference.encode_momentum),
+            lambda: reference.encode_momentum(momentum, to, **scale),
         ),
         Operation(
             f"encode_mean, K={ROWS_OF_MEAN}",
             "torch.mul(error, 0.5, out=out)",
             N * 8 + (ROWS_OF_MEAN + 1) * B,
-            encode_mean(cpu.encode_mean, isa=isa),
+            lambda: cpu.encode_mean(received, to, **scale, isa=isa),
             lambda: torch.mul(error, 0.5, out=out),
-            encode_mean(reference.encode_mean),
+            lambda: reference.encode_mean(received, to, **scale),
         ),
         Operation(
             "apply",
             "param.mul_(0.999)",
             N * 8 + B,
-            apply(cpu.apply, isa=isa),
+            lambda: cpu.apply(frames, N, update, block=block, isa=isa),
             lambda: param.mul_(0.999),
-            apply(reference.apply),
+            lambda: reference.apply(frames, N, update, block=block),
         ),
     ]
 
