@@ -30,6 +30,7 @@ CODECS: list[Codec] = [
     Int8Codec(kernel="reference"),
     Int4Codec(),
     Int4Codec(block=32),
+    Int4Codec(kernel="reference"),
     Bf16Codec(),
     Bf16Codec(block=256),
 ]
@@ -232,9 +233,11 @@ def test_bad_options_are_refused(options: dict, message: str) -> None:
         SignCodec(**options)
 
 
-def test_a_bad_int4_block_is_refused() -> None:
+def test_bad_int4_options_are_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 32"):
         Int4Codec(block=48)
+    with pytest.raises(ValueError, match="kernel must be"):
+        Int4Codec(kernel="cupy")
 
 
 @pytest.mark.parametrize(
