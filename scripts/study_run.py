@@ -96,6 +96,8 @@ METHODS = {
         Method("zero-one-adam, peer's schedule", "adamw", _with_peers_schedule),
         _sharded("int4 differences"),
         _sharded("sign differences", differences="sign"),
+        _sharded("int4 differences, limit 1", update_limit=1.0),
+        _sharded("sign differences, limit 1", differences="sign", update_limit=1.0),
         _sharded("stage 0, int4 updates", stage=0, updates="int4"),
         _sharded("stage 0, sign updates", stage=0, updates="sign"),
         Method("lamb", None, lambda groups, link, steps: onebit.Lamb(groups)),
