@@ -20,6 +20,7 @@ from .allreduce import (
 )
 from .bf16 import Bf16Codec
 from .codec import Codec, IdentityCodec
+from .int4 import Int4Codec
 from .int8 import Int8Codec
 from .launch import init
 from .levels import Levels, TwoLevelTransport, sent_across, two_levels
@@ -35,6 +36,7 @@ __all__ = [
     "Exchange",
     "Flight",
     "IdentityCodec",
+    "Int4Codec",
     "Int8Codec",
     "Levels",
     "Momentum",

@@ -1,6 +1,6 @@
 // The frames in C++: the same bytes and the same floats as comm/kernels/reference.py, which specifies both.
 //
-// sign_blocks.inl and int8_blocks.inl hold the algorithms, written over the specification's 16 lanes. They are compiled
+// sign_blocks.inl and step_blocks.inl hold the algorithms, written over the specification's 16 lanes. They are compiled
 // once per instruction set, each time over another lanes_*.inl, and the best one this CPU has is chosen per call. Loaded
 // by comm/kernels/cpu.py with ctypes: raw pointers, sizes and strides in elements, checked there.
 //
@@ -49,7 +49,7 @@ struct EncodeJob {
   int64_t counts_stride;
   int64_t J;
   int64_t block;
-  bool mean_abs;  // of the sign frame; the int8 frame has one kind of scale
+  bool mean_abs;  // of the sign frame; the others have one kind of scale
 };
 
 struct DecodeJob {
@@ -169,7 +169,7 @@ struct Fused {
 
 // Of one instruction set.
 struct Kernels {
-  Kernel sign, int8;
+  Kernel sign, int8, int4;
   Fused fused;
 };
 
@@ -306,7 +306,7 @@ void encode_rows(const Kernel& kernel, const EncodeJob& job, int64_t K, int64_t 
 #define ONEBIT_API extern "C" __attribute__((visibility("default")))
 
 // Raise it together with cpu.py's when a signature or a frame changes: a library built from older sources is then refused.
-ONEBIT_API int onebit_abi_version() { return 3; }
+ONEBIT_API int onebit_abi_version() { return 4; }
 
 ONEBIT_API int onebit_best_isa() { return best_isa(); }
 
@@ -343,6 +343,17 @@ ONEBIT_API int onebit_int8_encode(float* x, int64_t x_stride, const void* error,
   return 0;
 }
 
+ONEBIT_API int onebit_int4_encode(float* x, int64_t x_stride, const void* error, int64_t error_stride, int error_kind,
+                                  uint8_t* frames, int64_t frame_stride, int64_t frame_bytes, const int32_t* counts,
+                                  int64_t counts_stride, int64_t K, int64_t J, int64_t block, int isa, int threads) {
+  const Kernels* kernels = kernels_for(isa);
+  if (!kernels) return 1;
+  const EncodeJob job{x,      x_stride,      error, error_stride, static_cast<FloatKind>(error_kind), frames, frame_stride,
+                      counts, counts_stride, J,     block,        false};
+  encode_rows(kernels->int4, job, K, frame_bytes, J * block / 2, threads);
+  return 0;
+}
+
 ONEBIT_API int onebit_sign_decode(const uint8_t* frames, int64_t frame_stride, float* out, int64_t out_stride, int64_t K,
                                   int64_t J, int64_t block, double weight, double keep, int isa, int threads) {
   const Kernels* kernels = kernels_for(isa);
@@ -372,12 +383,31 @@ ONEBIT_API int onebit_int8_decode(const uint8_t* frames, int64_t frame_stride, f
   return 0;
 }
 
+ONEBIT_API int onebit_int4_decode(const uint8_t* frames, int64_t frame_stride, float* out, int64_t out_stride, int64_t K,
+                                  int64_t J, int64_t block, double weight, double keep, int isa, int threads) {
+  const Kernels* kernels = kernels_for(isa);
+  if (!kernels) return 1;
+  const DecodeJob job{frames, frame_stride, out, out_stride, J, block, static_cast<float>(weight),
+                      static_cast<float>(keep), keep != 0.0};
+  run(kernels->int4.decode, job, K * J, threads);
+  return 0;
+}
+
 ONEBIT_API int onebit_int8_decode_mean(const uint8_t* frames, int64_t frame_stride, int64_t K, float* out, int64_t J,
                                        int64_t block, int isa, int threads) {
   const Kernels* kernels = kernels_for(isa);
   if (!kernels) return 1;
   const DecodeMeanJob job{frames, frame_stride, K, out, J, block};
   run(kernels->int8.decode_mean, job, J, threads);
+  return 0;
+}
+
+ONEBIT_API int onebit_int4_decode_mean(const uint8_t* frames, int64_t frame_stride, int64_t K, float* out, int64_t J,
+                                       int64_t block, int isa, int threads) {
+  const Kernels* kernels = kernels_for(isa);
+  if (!kernels) return 1;
+  const DecodeMeanJob job{frames, frame_stride, K, out, J, block};
+  run(kernels->int4.decode_mean, job, J, threads);
   return 0;
 }
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 import onebit
 from onebit.comm import IdentityCodec, SimTransport, run_ranks
+from onebit.zero import ShardedOnebitAdam
 
 WEIGHT_DECAY = 0.01
 _POINTS = 20  # of a curve
@@ -75,6 +76,15 @@ def _with_peers_schedule(groups: list[dict], link: SimTransport | None, steps: i
     return onebit.ZeroOneAdam(groups, local_step_clipper=16, variance_codec=IdentityCodec(), link=link, **options)
 
 
+def _sharded(name: str, **options: object) -> Method:
+    """Sharded one-bit Adam, from the first step on; replicas in the model's float32."""
+    return Method(
+        f"sharded-onebit-adam, {name}",
+        "adamw",
+        lambda groups, link, steps: ShardedOnebitAdam(groups, link=link, **options),
+    )
+
+
 METHODS = {
     method.name: method
     for method in (
@@ -84,6 +94,12 @@ METHODS = {
         *(_zero_one_adam(clipper) for clipper in (1, 2, 4, 8, 16)),
         *(_zero_one_adam_by_steps(clipper) for clipper in (2, 4, 8, 16)),
         Method("zero-one-adam, peer's schedule", "adamw", _with_peers_schedule),
+        _sharded("int4 differences"),
+        _sharded("sign differences", differences="sign"),
+        _sharded("int4 differences, limit 1", update_limit=1.0),
+        _sharded("sign differences, limit 1", differences="sign", update_limit=1.0),
+        _sharded("stage 0, int4 updates", stage=0, updates="int4"),
+        _sharded("stage 0, sign updates", stage=0, updates="sign"),
         Method("lamb", None, lambda groups, link, steps: onebit.Lamb(groups)),
         Method("onebit-lamb", "lamb", lambda groups, link, steps: onebit.OnebitLamb(groups, link=link)),
     )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from oracles import compress
 from torch import Tensor
 
-from onebit.comm import Bf16Codec, Codec, IdentityCodec, Int8Codec, Outgoing, SignCodec
+from onebit.comm import Bf16Codec, Codec, IdentityCodec, Int4Codec, Int8Codec, Outgoing, SignCodec
 
 sys.path.insert(0, str(Path(__file__).parent / "golden"))
 import write_golden
@@ -28,6 +28,9 @@ CODECS: list[Codec] = [
     Int8Codec(),
     Int8Codec(block=64),
     Int8Codec(kernel="reference"),
+    Int4Codec(),
+    Int4Codec(block=32),
+    Int4Codec(kernel="reference"),
     Bf16Codec(),
     Bf16Codec(block=256),
 ]
@@ -175,6 +178,40 @@ def test_int8_is_within_half_a_step_of_the_largest_over_127() -> None:
     assert (residual.view(2, 5, 256).abs() <= step / 2).all()
 
 
+@pytest.mark.parametrize("block", [32, 256])
+def test_int4_is_the_nearest_of_fifteen_steps(block: int) -> None:
+    """Against float64, from the scale's definition: the least bfloat16 not below max|c|/7."""
+    codec = Int4Codec(block)
+    x = some_rows(codec, 2, 5) * torch.logspace(-3, 3, 5).repeat_interleave(block)
+    counts = torch.tensor([[block, 1, 0, 7, block - 1]] * 2, dtype=torch.int32)
+    frames, residual = encode(codec, x, counts=counts)
+    sent = decode(codec, frames, 5 * block).double().numpy().reshape(10, block)
+    for row, c, n, rest in zip(sent, x.reshape(10, -1), counts.reshape(-1), residual.reshape(10, -1), strict=True):
+        real = c[: int(n)].double().numpy()
+        assert not row[n:].any() and not rest[n:].any()
+        if n:
+            least = torch.tensor(np.abs(real).max() / 7, dtype=torch.float32)
+            s = least.to(torch.bfloat16)
+            s = float(s if s >= least else torch.nextafter(s, torch.tensor(float("inf"), dtype=torch.bfloat16)))
+            np.testing.assert_array_equal(row[:n], np.round(real / s) * s)
+
+
+def test_int4_says_what_it_can_of_zeros_and_extremes() -> None:
+    """-0.0 arrives as 0 and leaves +0.0; a block whose values would decode to an infinity travels as one not finite."""
+    codec = Int4Codec(32)
+    x = torch.zeros(1, 128)
+    x[0, 0], x[0, 32], x[0, 33], x[0, 64], x[0, 65], x[0, 96] = -0.0, 1e-45, -1e-45, 3.3e38, -1e38, -1e-30
+    frames, residual = encode(codec, x)
+    sent = decode(codec, frames, 128)
+    assert not torch.signbit(sent[0, :32]).any() and not torch.signbit(residual[0, :32]).any()
+    assert torch.equal(residual[0, 32:64], x[0, 32:64]) and not sent[0, 32:64].any()  # below the least scale
+    assert bool(codec.is_finite(frames, 128)) and sent.isfinite().all()
+    assert ((sent - x)[0, 64:].view(2, 32).abs() <= torch.tensor([[3.3e38], [1e-30]]) / 7 * 0.51).all()
+    x[0, 70] = torch.finfo(torch.float32).max
+    frames, residual = encode(codec, x)
+    assert not bool(codec.is_finite(frames, 128)) and not residual[0, 64:96].any()
+
+
 def test_minus_zero_is_minus() -> None:
     codec = SignCodec(block=64)
     x = torch.ones(1, 64)
@@ -194,6 +231,13 @@ def test_frames_are_golden() -> None:
 def test_bad_options_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SignCodec(**options)
+
+
+def test_bad_int4_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of 32"):
+        Int4Codec(block=48)
+    with pytest.raises(ValueError, match="kernel must be"):
+        Int4Codec(kernel="cupy")
 
 
 @pytest.mark.parametrize(

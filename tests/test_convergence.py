@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import study_run
 from study_run import Job, run_job
 
 import onebit
+from onebit.zero import ShardedOnebitAdam
 
 JOB = Job(task="byte-lm", method="adamw", lr=2e-3, seed=1, steps=200, ranks=4, batch_size=2)
 
@@ -51,3 +53,23 @@ def test_without_error_feedback_it_does_not(monkeypatch: pytest.MonkeyPatch) -> 
     assert run_job(compressed).loss < 1.02 * adamw
     monkeypatch.setattr(study_run.onebit, "OnebitAdam", Forgetful)
     assert run_job(compressed).loss > 1.15 * adamw
+
+
+def test_sharded_onebit_adam_reaches_the_loss_of_adamw_and_would_not_if_it_forgot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On digits, one bit from the first step on; forgetting what was not sent is plain sign compression."""
+
+    class Forgetful(ShardedOnebitAdam):
+        def step(self, closure: Callable[[], float] | None = None) -> float | None:
+            loss = super().step(closure)
+            for bucket in self._buckets:
+                bucket.momentum.zero_()
+            return loss
+
+    dense = replace(JOB, task="digits", lr=4e-3, batch_size=4)
+    adamw = run_job(dense).loss
+    for differences in ("int4", "sign"):
+        assert run_job(replace(dense, method=f"sharded-onebit-adam, {differences} differences")).loss < 1.03 * adamw
+    monkeypatch.setattr(study_run, "ShardedOnebitAdam", Forgetful)
+    assert run_job(replace(dense, method="sharded-onebit-adam, int4 differences")).loss > 1.15 * adamw

@@ -24,12 +24,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from onebit.comm import Int8Codec, SignCodec, kernels
-from onebit.comm.kernels import cpu, reference
+from onebit.comm import Int4Codec, Int8Codec, SignCodec, kernels
+from onebit.comm.kernels import cpu, int4_reference, reference
 
-# The sign frame with its two scales, and the int8 frame.
-FRAMES = ("rms", "mean_abs", "int8")
-BLOCKS = {"rms": (64, 128, 192, 256, 1024), "mean_abs": (64, 128, 192, 256, 1024), "int8": (16, 48, 64, 256, 1024)}
+# The sign frame with its two scales, and the frames of whole steps.
+FRAMES = ("rms", "mean_abs", "int8", "int4")
+BLOCKS = {
+    "rms": (64, 128, 192, 256, 1024),
+    "mean_abs": (64, 128, 192, 256, 1024),
+    "int8": (16, 48, 64, 256, 1024),
+    "int4": (32, 64, 96, 256, 1024),
+}
 ERRORS = (None, torch.float32, torch.bfloat16)
 SPECIAL = (
     float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-40, 1e-38, 1e30, -1e30, 1e-30, 1e-23,
@@ -83,11 +88,13 @@ def function(kernel: ModuleType, name: str, frame: str) -> Callable[..., None]:
     """The kernel's encode, decode or decode_mean for a frame, without its scale option."""
     if frame == "int8":
         return getattr(kernel, f"int8_{name}")
+    if frame == "int4":
+        return getattr(int4_reference if kernel is reference else kernel, f"int4_{name}")
     return partial(kernel.encode, scale=frame) if name == "encode" else getattr(kernel, name)
 
 
 def frames_for(K: int, N: int, block: int, fill: int = 0xAB, *, frame: str = "rms") -> Tensor:
-    codec = Int8Codec(block) if frame == "int8" else SignCodec(block)
+    codec = {"int8": Int8Codec, "int4": Int4Codec}.get(frame, SignCodec)(block)
     return torch.full((K, codec.frame_bytes(N)), fill, dtype=torch.uint8)
 
 
@@ -144,7 +151,9 @@ def test_encode_gives_the_bytes_and_residuals_of_the_reference(
 
 @needs_build
 @each_isa
-@pytest.mark.parametrize(("frame", "block"), [(f, block) for f in FRAMES for block in (64, 256)] + [("int8", 16)])
+@pytest.mark.parametrize(
+    ("frame", "block"), [(f, block) for f in FRAMES for block in (64, 256)] + [("int8", 16), ("int4", 32)]
+)
 def test_encode_counts_every_length_of_a_block(isa: str, frame: str, block: int) -> None:
     """One row per length 0..block: the padding holds NaN, which must not be read."""
     counts = torch.arange(block + 1, dtype=torch.int32).unsqueeze(1)
@@ -168,11 +177,11 @@ def test_decode_gives_the_floats_of_the_reference(isa: str, frame: str, block: i
 
 @needs_build
 @each_isa
-@pytest.mark.parametrize("frame", ("rms", "int8"))
+@pytest.mark.parametrize("frame", ("rms", "int8", "int4"))
 def test_decode_takes_any_bits_and_any_finite_or_infinite_scale(isa: str, frame: str) -> None:
     block, J = 64, 300
     frames = torch.randint(256, frames_for(3, J * block, block, frame=frame).shape, dtype=torch.uint8)
-    scales_at = J * block if frame == "int8" else J * block // 8
+    scales_at = J * block * {"int8": 8, "int4": 4}.get(frame, 1) // 8
     scales = frames[:, scales_at:][:, : 2 * J].contiguous().view(torch.bfloat16)
     frames[:, scales_at:][:, : 2 * J] = torch.where(scales.isnan(), 0.5, scales).view(torch.uint8)
     for weight, keep in ((1.0, 0.0), (0.0, 0.0), (0.3, 0.7)):
@@ -209,7 +218,7 @@ def test_a_nan_of_any_bits_makes_its_block_travel_as_one(isa: str, frame: str) -
     x = random(len(payloads), 64)
     x.view(torch.int32)[torch.arange(len(payloads)), torch.arange(len(payloads)) * 9] = payloads
     frames = encode_both(x, None, None, block=64, frame=frame, isa=isa)
-    scales = reference.int8_scales if frame == "int8" else reference.scales
+    scales = {"int8": reference.int8_scales, "int4": int4_reference.int4_scales}.get(frame, reference.scales)
     assert scales(frames, 64, block=64).isnan().all()
 
 
@@ -230,6 +239,22 @@ def test_int8_ties_sizes_and_odd_nans_encode_as_in_the_reference(isa: str) -> No
     )
     frames = encode_both(x, None, None, block=block, frame="int8", isa=isa)
     assert reference.int8_scales(frames, block, block=block).isnan().sum() == 4
+
+
+@needs_build
+@each_isa
+def test_int4_ties_sizes_and_overflows_encode_as_in_the_reference(isa: str) -> None:
+    """Every half step (a largest of 7 makes the scale a power of two), from denormal to where 7·s is infinite."""
+    block = 32
+    halves = torch.arange(-16, 16).clamp(-14, 14) / 2
+    x = halves * torch.ldexp(torch.ones(275), torch.arange(-149, 126)).unsqueeze(1)
+    assert x.isfinite().all()
+    for near in (x, x * 0.0, x * (1 - 2**-23), x[:-1] * (1 + 2**-23)):
+        encode_both(near, None, None, block=block, frame="int4", isa=isa)
+    largest = torch.finfo(torch.float32).max * (1 - torch.arange(2000) * 1e-5)
+    huge = encode_both(largest.unsqueeze(1) * torch.ones(block), None, None, block=block, frame="int4", isa=isa)
+    overflows = int4_reference.int4_scales(huge, block, block=block).isnan().sum()
+    assert 0 < overflows < 2000
 
 
 @needs_build

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ..operands import Momentum, Outgoing, Segments, Update
-from .edge import INT8, SIGN, Edge, Frame, check_scale
+from .edge import INT4, INT8, SIGN, Edge, Frame, check_scale
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 EDGE = Edge("cpu")
 ISAS = ("auto", "portable", "avx2", "avx512")
 _ISA_TITLES = {"portable": "portable", "avx2": "AVX2", "avx512": "AVX-512"}
@@ -202,6 +202,31 @@ def int8_decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str =
     _decode_mean(INT8, frames_KB, out_N, block=block, isa=isa)
 
 
+def int4_encode(
+    x_KN: Tensor,
+    error_KN: Tensor | None,
+    frames_KB: Tensor,
+    counts_KJ: Tensor | None,
+    *,
+    block: int,
+    isa: str = "auto",
+) -> None:
+    """`encode` for int4 frames."""
+    _encode(INT4, x_KN, error_KN, frames_KB, counts_KJ, block=block, isa=isa)
+
+
+def int4_decode(
+    frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float, isa: str = "auto"
+) -> None:
+    """`decode` for int4 frames."""
+    _decode(INT4, frames_KB, out_KN, block=block, weight=weight, keep=keep, isa=isa)
+
+
+def int4_decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str = "auto") -> None:
+    """`decode_mean` for int4 frames."""
+    _decode_mean(INT4, frames_KB, out_N, block=block, isa=isa)
+
+
 def _encode(
     frame: Frame,
     x_KN: Tensor,
@@ -339,8 +364,8 @@ def _declare(library: ctypes.CDLL) -> None:
     rows = (pointer, size)
     encode = (*rows, *rows, flag, *rows, size, *rows, size, size, size)
     library.onebit_sign_encode.argtypes = (*encode, flag, flag, flag)
-    library.onebit_int8_encode.argtypes = (*encode, flag, flag)
-    for frame in (SIGN, INT8):
+    library.onebit_int8_encode.argtypes = library.onebit_int4_encode.argtypes = (*encode, flag, flag)
+    for frame in (SIGN, INT8, INT4):
         decode, decode_mean = (getattr(library, f"onebit_{frame.name}_{name}") for name in ("decode", "decode_mean"))
         decode.argtypes = (*rows, *rows, size, size, size, real, real, flag, flag)
         decode_mean.argtypes = (*rows, size, pointer, size, size, flag, flag)

@@ -40,6 +40,7 @@ class Frame:
 
 SIGN = Frame("sign", element_bits=1, block_multiple=64)
 INT8 = Frame("int8", element_bits=8, block_multiple=16)
+INT4 = Frame("int4", element_bits=4, block_multiple=32)
 
 
 def check_scale(scale: str) -> None:

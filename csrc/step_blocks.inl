@@ -1,4 +1,5 @@
-// The int8 frame of comm/kernels/reference.py over `Lanes`. Included by kernels.cpp once per instruction set.
+// The int8 frame of comm/kernels/reference.py and the int4 frame of comm/int4.py over `Lanes`: whole steps of a scale.
+// Included by frames.inl once per frame, with what sets them apart in `Code`: kSteps, bytes, load, store, is_bad.
 
 // The largest |c|, as its bits: at or above kInfinityBits where the block holds an infinity or a NaN.
 ONEBIT_TARGET inline uint32_t largest_bits(Lanes largest) {
@@ -23,13 +24,13 @@ ONEBIT_TARGET inline void encode_block(float* x, const void* error, int64_t erro
     largest = Lanes::larger_bits(largest, c.abs());
   }
   const uint32_t bits = largest_bits(largest);
-  if (bits >= kInfinityBits) {
+  if (bits >= kInfinityBits || Code::is_bad(bits)) {
     store_u16(scale, kNanBf16);
-    std::memset(bytes, 0, block);
+    std::memset(bytes, 0, Code::bytes(block));
     std::memset(x, 0, block * sizeof(float));
     return;
   }
-  const uint16_t scale_bf16 = bf16_not_below(float_from_bits(bits) / 127.0f);
+  const uint16_t scale_bf16 = bf16_not_below(float_from_bits(bits) / Code::kSteps);
   store_u16(scale, scale_bf16);
   const Lanes s = Lanes::splat(scale_bf16 == 0 ? 1.0f : float_from_bf16(scale_bf16));
 #pragma GCC unroll 4
@@ -37,8 +38,8 @@ ONEBIT_TARGET inline void encode_block(float* x, const void* error, int64_t erro
     __builtin_prefetch(x + block + i);
     Error::prefetch(error, error_at + block + i);
     const Lanes c = Lanes::load(x + i);
-    const Lanes q = (c / s).rounded();  // s is not below max|c|/127 by more than a rounding: within ±127
-    q.store_int8(bytes + i);
+    const Lanes q = (c / s).rounded();  // s is not below max|c|/kSteps by more than a rounding: within ±kSteps
+    Code::store(q, bytes + Code::bytes(i));
     (c - q * s).store(x + i);  // padding: 0 - 0
   }
 }
@@ -51,8 +52,8 @@ ONEBIT_TARGET void encode_blocks(const EncodeJob& job, int64_t begin, int64_t en
     float* x = job.x + at.k * job.x_stride + at.j * block;
     const int64_t error_at = at.k * job.error_stride + at.j * block;
     uint8_t* frame = job.frames + at.k * job.frame_stride;
-    uint8_t* bytes = frame + at.j * block;
-    uint8_t* scale = frame + job.J * block + 2 * at.j;
+    uint8_t* bytes = frame + at.j * Code::bytes(block);
+    uint8_t* scale = frame + job.J * Code::bytes(block) + 2 * at.j;
     const int32_t count = job.counts ? job.counts[at.k * job.counts_stride + at.j] : static_cast<int32_t>(block);
     if (count < block)
       encode_block<Error, true>(x, job.error, error_at, block, count, bytes, scale);
@@ -76,12 +77,12 @@ ONEBIT_TARGET void decode_blocks(const DecodeJob& job, int64_t begin, int64_t en
   BlockAt at(begin, job.J);
   for (int64_t left = end - begin; left > 0; --left, at.next()) {
     const uint8_t* frame = job.frames + at.k * job.frame_stride;
-    const uint8_t* bytes = frame + at.j * block;
-    const Lanes scale = Lanes::splat(float_from_bf16(load_u16(frame + job.J * block + 2 * at.j)));
+    const uint8_t* bytes = frame + at.j * Code::bytes(block);
+    const Lanes scale = Lanes::splat(float_from_bf16(load_u16(frame + job.J * Code::bytes(block) + 2 * at.j)));
     float* out = job.out + at.k * job.out_stride + at.j * block;
 #pragma GCC unroll 4
     for (int64_t i = 0; i < block; i += kLanes) {
-      const Lanes value = Lanes::load_int8(bytes + i) * scale * weight;
+      const Lanes value = Code::load(bytes + Code::bytes(i)) * scale * weight;
       (kReadsOut ? Lanes::load(out + i) * keep + value : value).store(out + i);
     }
   }
@@ -95,12 +96,12 @@ ONEBIT_TARGET void decode(const DecodeJob& job, int64_t begin, int64_t end) {
 ONEBIT_TARGET void decode_mean(const DecodeMeanJob& job, int64_t begin, int64_t end) {
   const Lanes share = Lanes::splat(static_cast<float>(1.0 / static_cast<double>(job.K)));
   for (int64_t j = begin; j < end; ++j) {
-    const uint8_t* scale = job.frames + job.J * job.block + 2 * j;
+    const uint8_t* scale = job.frames + job.J * Code::bytes(job.block) + 2 * j;
     for (int64_t i = j * job.block; i < (j + 1) * job.block; i += kLanes) {
       Lanes sum = Lanes::splat(-0.0f);  // -0.0 + value is value, also where that is -0.0
       for (int64_t k = 0; k < job.K; ++k) {
         const int64_t row = k * job.frame_stride;
-        sum = sum + Lanes::load_int8(job.frames + i + row) * Lanes::splat(float_from_bf16(load_u16(scale + row)));
+        sum = sum + Code::load(job.frames + Code::bytes(i) + row) * Lanes::splat(float_from_bf16(load_u16(scale + row)));
       }
       (sum * share).store(job.out + i);
     }

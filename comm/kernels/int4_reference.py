@@ -1,0 +1,80 @@
+"""The int4 frame in pure torch: its specification, as `reference.py` is that of the others, and so far the only
+implementation but for the C++ one in `cpu.py`.
+
+Frame of a row of N = J·block elements:
+
+    offset 0      N/2 bytes   q of each element, two's complement; element 2i in the low half of byte i, 2i+1 above
+    offset N/2    J·2 bytes   scale s of each block, bfloat16, little-endian
+    then          zero bytes up to a multiple of 16
+
+Rules, each operation in float32, rounded once; those of the int8 frame (`kernels/reference.py`) with 7 for 127:
+1. c = x + error; padding is +0.0. s = max|c| / 7, a division, rounded *up* to the next bfloat16.
+2. q = clamp(round(c / s), -7, 7), a division, ties to even; by 1 instead of s where s = 0. The nibble -8 is never sent.
+3. A block with a NaN or an infinity, or so large that 7·s is one, travels as scale 0x7FC0 and zero bytes, and leaves
+   residual 0.
+4. The residual is c - q·s, where q keeps the sign of a zero: c = -0.0 leaves +0.0.
+5. A decoded value is q·s; means and sums as for the other frames.
+
+Shape legend: K rows, N elements of a row, B bytes of its frame, J blocks of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+_NAN_BF16 = 0x7FC0
+
+
+def int4_encode(
+    x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None, *, block: int
+) -> None:
+    """frames ← frame of c = x + error; x ← c - decode(frames). x float32, in place; error float32/bfloat16, read."""
+    K, N = x_KN.shape
+    J = N // block
+    if error_KN is not None:
+        x_KN.add_(error_KN)
+    c_KJn = x_KN.view(K, J, block)
+    if counts_KJ is not None:
+        padding = torch.arange(block, device=x_KN.device) >= counts_KJ.unsqueeze(-1)
+        c_KJn.masked_fill_(padding, 0.0)
+    largest_KJ = torch.linalg.vector_norm(c_KJn, float("inf"), dim=-1)
+    # A tensor of its device: a Python divisor becomes a multiplication by its reciprocal on CUDA.
+    s_KJ = reference._round_up_to_bfloat16(largest_KJ / x_KN.new_full((), 7.0))
+    bad_KJ = ~(s_KJ.to(torch.float32) * 7.0).isfinite()
+    c_KJn.masked_fill_(bad_KJ.unsqueeze(-1), 0.0)
+    s_KJ1 = s_KJ.to(torch.float32).masked_fill(bad_KJ | (s_KJ == 0), 1.0).unsqueeze(-1)
+    q_KJn = torch.div(c_KJn, s_KJ1).round_().clamp_(-7, 7)
+    nibbles = q_KJn.to(torch.int8).view(torch.uint8).view(K, N // 2, 2) & 0xF
+    frames_KB[:, : N // 2] = nibbles[..., 0] | (nibbles[..., 1] << 4)
+    bits_KJ = torch.where(bad_KJ, _NAN_BF16, s_KJ.view(torch.int16)).to(torch.int16)
+    frames_KB[:, N // 2 : N // 2 + 2 * J] = bits_KJ.contiguous().view(-1).view(torch.uint8).view(K, 2 * J)
+    frames_KB[:, N // 2 + 2 * J :] = 0
+    c_KJn.sub_(q_KJn.mul_(s_KJ1))
+
+
+def int4_decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None:
+    """out ← keep·out + weight·values; out float32 [K, N]."""
+    reference._weigh_into_(out_KN, _values(frames_KB, out_KN.shape[1], block), weight, keep)
+
+
+def int4_decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
+    """out ← mean over the K frames; out float32 [N]."""
+    reference._mean_into_(out_N, frames_KB, lambda frame_1B: _values(frame_1B, out_N.shape[0], block)[0])
+
+
+def int4_scales(frames_KB: Tensor, n: int, *, block: int) -> Tensor:
+    """The bfloat16 scales [K, J] of int4 frames of n elements (a copy)."""
+    return reference._scales_at(frames_KB, n // 2, n // block)
+
+
+def _values(frames_KB: Tensor, n: int, block: int) -> Tensor:
+    K, J = frames_KB.shape[0], n // block
+    packed = frames_KB[:, : n // 2].view(torch.int8)
+    # Shifts of int8 keep the sign: the low half goes up to the top first.
+    q_KN = torch.stack((packed << 4 >> 4, packed >> 4), dim=-1).view(K, J, block)
+    return (
+        q_KN.to(torch.float32).mul_(int4_scales(frames_KB, n, block=block).to(torch.float32).unsqueeze(-1)).view(K, n)
+    )

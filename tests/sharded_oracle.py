@@ -1,0 +1,120 @@
+"""Sharded one-bit Adam as a float64 textbook loop over n workers, written from its equations; imports none of our code.
+
+The chunk of an element is owned by whoever the caller says: `owner` gives it for each element. Everything else is one
+vector per quantity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from oracles import parameter_blocks, to_bfloat16
+
+
+def signs(c: np.ndarray, blocks: Sequence[slice]) -> tuple[np.ndarray, np.ndarray]:
+    """q = s·sgn(c) with s = bf16(mean|c|) of the block; and s at each element."""
+    s = np.zeros_like(c)
+    for block in blocks:
+        s[block] = to_bfloat16(np.mean(np.abs(c[block])))
+    return s * np.where(np.signbit(c), -1.0, 1.0), s
+
+
+def four_bits(c: np.ndarray, blocks: Sequence[slice]) -> np.ndarray:
+    """Whole steps, at most 7, of each block's max/7, that scale rounded up to a bfloat16."""
+    q = np.zeros_like(c)
+    for block in blocks:
+        bits = np.array(np.abs(c[block]).max(), dtype=np.float32) / np.float32(7)
+        s = ((bits.view(np.uint32).astype(np.uint64) + 0xFFFF) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+        if s > 0:
+            q[block] = np.clip(np.round(c[block] / float(s)), -7, 7) * float(s)
+    return q
+
+
+@dataclass
+class ShardedOracle:
+    """x: what every rank holds. owner: which worker's gradient the variance of an element is made of.
+
+    down: "int4" or "sign". has_masters: False is stage 0, where updates come down. bf16_*: what is kept in bfloat16.
+    """
+
+    x: np.ndarray
+    workers: int
+    sizes: Sequence[int]
+    owner: np.ndarray
+    block: int = 256
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    floor: float = 0.01
+    limit: float = 5.0
+    clip: float = 0.0
+    down: str = "int4"
+    has_masters: bool = True
+    bf16_replica: bool = False
+    bf16_momentum: bool = False
+
+    def __post_init__(self) -> None:
+        self.blocks = parameter_blocks(self.sizes, self.block)
+        n, size = self.workers, len(self.x)
+        self.c, self.q = np.zeros((n, size)), np.zeros((n, size))
+        self.r = np.zeros((n, size))  # c - (1-b1) q, as it is kept
+        self.v, self.m_hat = np.zeros(size), np.zeros(size)
+        self.master, self.error = self.x.copy(), np.zeros(size)
+        self.k, self.factor = 0, 1.0
+        self.mean_factor, self.factor_weight = 0.0, 0.0
+
+    def own(self, rows: np.ndarray) -> np.ndarray:
+        """Of each element, its owner's row."""
+        return rows[self.owner, np.arange(len(self.x))]
+
+    def clip_factor(self, grads: np.ndarray) -> float:
+        n = self.workers
+        past = self.mean_factor / self.factor_weight if self.factor_weight else 1.0
+        squares = np.mean(np.sum(grads**2, axis=1))
+        product = float(self.own(grads) @ self.m_hat) / past
+        norm = math.sqrt(squares / n + (1 - 1 / n) * max(0.0, product))
+        return min(1.0, self.clip / (norm + 1e-6))
+
+    def step(self, grads: np.ndarray, lr: float) -> None:
+        (b1, b2), n = self.betas, self.workers
+        if self.clip:
+            self.factor = self.clip_factor(grads)
+            grads = grads * self.factor
+            self.mean_factor = b1 * self.mean_factor + (1 - b1) * self.factor
+            self.factor_weight = b1 * self.factor_weight + (1 - b1)
+        self.k += 1
+        s = np.zeros_like(self.c)
+        for i in range(n):
+            self.c[i] = self.r[i] + (1 - b1) * grads[i]
+            self.q[i], s[i] = signs(self.c[i], self.blocks)
+            self.r[i] = self.c[i] - (1 - b1) * self.q[i]
+            if self.bf16_momentum:
+                self.r[i] = to_bfloat16(self.r[i])
+        self.m_hat = self.q.mean(0) / (1 - b1**self.k)
+        s_bar = s.mean(0) / (1 - b1**self.k)
+        g = self.own(grads)
+        self.v = b2 * self.v + (1 - b2) * g * (g / n + (1 - 1 / n) * self.m_hat)
+        v_hat = np.maximum(self.v, 0) / (1 - b2**self.k)
+        least = np.zeros_like(v_hat)
+        for block in self.blocks:
+            least[block] = self.floor * v_hat[block].mean()
+        D = np.sqrt(np.maximum(np.maximum(v_hat, least), (s_bar / self.limit) ** 2)) + self.eps
+        self.u = self.m_hat / D
+        self.move(lr)
+
+    def move(self, lr: float) -> None:
+        if self.has_masters:
+            self.master = self.master - lr * (self.u + self.weight_decay * self.master)
+            self.x = self.x + self.compress(self.master - self.x)
+        else:
+            sent = self.compress(self.u + self.error)
+            self.error = self.u + self.error - sent
+            self.x = self.x - lr * (sent + self.weight_decay * self.x)
+        if self.bf16_replica:
+            self.x = to_bfloat16(self.x)
+
+    def compress(self, x: np.ndarray) -> np.ndarray:
+        return four_bits(x, self.blocks) if self.down == "int4" else signs(x, self.blocks)[0]

@@ -1,0 +1,61 @@
+"""Small runs of the sharded optimizer on simulated ranks, with gradients that come from nowhere but step and rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onebit.comm import SimTransport
+from onebit.zero import ShardedOnebitAdam
+
+SIZES = (300, 7, 513, 256)
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99)}
+
+
+def initial(dtype: torch.dtype = torch.float32, sizes: Sequence[int] = SIZES) -> list[torch.nn.Parameter]:
+    """The same values on every rank, in memory of its own."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(0.1 * torch.randn(n, generator=generator).to(dtype)) for n in sizes]
+
+
+def gradient(step: int, rank: int, sizes: Sequence[int] = SIZES) -> list[Tensor]:
+    """Noise on something common, of another size in each parameter."""
+    generator = np.random.default_rng([step, rank, 7])
+    grads = [generator.normal(size=n) * 10.0 ** (j - 1) + 0.3 * j for j, n in enumerate(sizes)]
+    return [torch.tensor(g, dtype=torch.float32) for g in grads]
+
+
+def take_steps(
+    params: Sequence[torch.nn.Parameter],
+    optimizer: ShardedOnebitAdam,
+    steps: range,
+    spoil: Callable[[int, list[Tensor]], None] = lambda step, grads: None,
+) -> None:
+    """Steps with this rank's gradients, after `spoil` has been at them."""
+    for step in steps:
+        grads = gradient(step, optimizer.link.rank, [p.numel() for p in params])
+        spoil(step, grads)
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.to(p.dtype)
+        optimizer.step()
+
+
+def new(link: SimTransport, dtype: torch.dtype = torch.float32, sizes: Sequence[int] = SIZES, **options: object):
+    """Parameters and their optimizer."""
+    params = initial(dtype, sizes)
+    return params, ShardedOnebitAdam(params, link=link, **{**OPTIONS, **options})
+
+
+def values(params: Sequence[Tensor]) -> Tensor:
+    return torch.cat([p.detach().float().reshape(-1) for p in params])
+
+
+def state_of(optimizer: ShardedOnebitAdam) -> list[Tensor]:
+    """Copies of all that a rank keeps."""
+    kept = []
+    for bucket in optimizer._buckets:
+        kept += [bucket.momentum, bucket.variance, bucket.owned, torch.stack(bucket.steps)]
+    return [t.clone() for t in kept]

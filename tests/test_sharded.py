@@ -1,0 +1,438 @@
+"""Sharded one-bit Adam: equal to its textbook loop, the same on every rank, and as small as it says."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from sharded_oracle import ShardedOracle
+from sharded_ranks import OPTIONS, SIZES, gradient, initial, new, state_of, take_steps, values
+from torch import Tensor
+
+from onebit.comm import SimTransport, run_ranks
+from onebit.zero import ShardedOnebitAdam
+
+STEPS = 12
+FORMS = {
+    "int4 differences": {},
+    "sign differences": {"differences": "sign"},
+    "int4 updates": {"stage": 0, "updates": "int4"},
+    "sign updates": {"stage": 0, "updates": "sign"},
+    "clipped": {"max_grad_norm": 100.0},
+    "several buckets": {"bucket_cap_mb": 600 * 4 / 2**20},
+    "stage 2": {"stage": 2, "bucket_cap_mb": 600 * 4 / 2**20},
+}
+
+
+def owners(optimizers: list[ShardedOnebitAdam]) -> np.ndarray:
+    """Which rank owns each element, from what each says of itself."""
+    starts = np.cumsum([0, *SIZES])
+    owner = np.full(starts[-1], -1)
+    for optimizer in optimizers:
+        params = [id(p) for p in optimizer.param_groups[0]["params"]]
+        for bucket in optimizer._buckets:
+            for piece in bucket.pieces:
+                first = starts[params.index(id(bucket.params[piece.k]))]
+                assert (owner[first + piece.start : first + piece.stop] == -1).all()
+                owner[first + piece.start : first + piece.stop] = optimizer.link.rank
+    assert (owner >= 0).all()
+    return owner
+
+
+def oracle_for(form: str, world_size: int, optimizers: list[ShardedOnebitAdam], **options: object) -> ShardedOracle:
+    x0 = values(initial()).double().numpy()
+    settings = {
+        "down": "sign" if "sign" in form else "int4",
+        "has_masters": "updates" not in form,
+        "clip": 100.0 if form == "clipped" else 0.0,
+    }
+    return ShardedOracle(x0, world_size, SIZES, owners(optimizers), betas=(0.9, 0.99), **settings, **options)
+
+
+def run_oracle(oracle: ShardedOracle, dtype: torch.dtype = torch.float32) -> None:
+    for step in range(STEPS):
+        grads = [torch.cat(gradient(step, rank)).to(dtype).double().numpy() for rank in range(oracle.workers)]
+        oracle.step(np.stack(grads), lr=OPTIONS["lr"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("form", FORMS)
+def test_equals_the_textbook_loop(form: str, world_size: int) -> None:
+    """Masters within float32; of the replicas, a few may be on the other side of a rounding of the int4 steps."""
+
+    def work(link: SimTransport) -> tuple[Tensor, ShardedOnebitAdam]:
+        params, optimizer = new(link, momentum_dtype=torch.float32, **FORMS[form])
+        take_steps(params, optimizer, range(STEPS))
+        return values(params), optimizer
+
+    xs, optimizers = zip(*run_ranks(world_size, work), strict=True)
+    oracle = oracle_for(form, world_size, list(optimizers))
+    run_oracle(oracle)
+    assert all(torch.equal(x, xs[0]) for x in xs)
+    off = np.abs(xs[0].double().numpy() - oracle.x)
+    assert np.sum(off > 1e-6) <= (0 if "sign" in form else 3) and off.max() < 2e-3
+    assert np.abs(xs[0].double().numpy() - values(initial()).double().numpy()).mean() > 1e-2  # they have moved
+    assert optimizers[0].stats.clip_factor == pytest.approx(oracle.factor, rel=1e-6)
+    for optimizer in optimizers:
+        for bucket in optimizer._buckets:
+            params = [id(p) for p in optimizer.param_groups[0]["params"]]
+            starts = np.cumsum([0, *SIZES])
+            for k, start, stop, at in bucket.pieces:
+                first = starts[params.index(id(bucket.params[k]))]
+                here, there = slice(at, at + stop - start), slice(first + start, first + stop)
+                owned = oracle.master if oracle.has_masters else oracle.error
+                tolerance = {"rtol": 1e-5, "atol": 1e-6 if oracle.has_masters else 1e-3}
+                if oracle.has_masters or "sign" in form:
+                    np.testing.assert_allclose(bucket.owned[here].numpy(), owned[there], **tolerance)
+                scale = np.abs(oracle.v[there]).max()
+                np.testing.assert_allclose(bucket.variance[here].numpy(), oracle.v[there], atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("differences", ["int4", "sign"])
+def test_in_bfloat16_it_follows_the_textbook_loop(differences: str) -> None:
+    """Momentum and replicas rounded. A rounding of a scale that falls to the other side moves a block by 2⁻⁹ of it."""
+
+    def work(link: SimTransport) -> tuple[list[Tensor], ShardedOnebitAdam]:
+        params, optimizer = new(link, torch.bfloat16, differences=differences)
+        take_steps(params, optimizer, range(STEPS))
+        return [p.detach() for p in params], optimizer
+
+    params, optimizers = zip(*run_ranks(3, work), strict=True)
+    assert all(p.dtype == torch.bfloat16 for p in params[0])
+    x0 = values(initial(torch.bfloat16)).double().numpy()
+    down = {"betas": (0.9, 0.99), "down": differences, "bf16_replica": True, "bf16_momentum": True}
+    oracle = ShardedOracle(x0, 3, SIZES, owners(list(optimizers)), **down)
+    run_oracle(oracle, torch.bfloat16)
+    for mine in params[1:]:
+        assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(mine, params[0], strict=True))
+    off = values(params[0]).double().numpy() - oracle.x
+    assert np.mean(off == 0) > 0.5 and np.linalg.norm(off) < 0.05 * np.linalg.norm(oracle.x - x0)
+
+
+def test_stage_2_is_stage_1_to_the_bit_and_frees_gradients_in_backward() -> None:
+    """A small model with real backward passes; the votes differ in form alone."""
+
+    def work(link: SimTransport, stage: int) -> tuple[Tensor, list[Tensor]]:
+        generator = torch.Generator().manual_seed(5)
+        layers = [torch.nn.Linear(24, 40), torch.nn.Linear(40, 40), torch.nn.Linear(40, 3)]
+        for p in (p for layer in layers for p in layer.parameters()):
+            p.data.copy_(torch.randn(p.shape, generator=generator) * 0.1)
+        model = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1], torch.nn.Tanh(), layers[2])
+        optimizer = ShardedOnebitAdam(
+            model.parameters(), link=link, stage=stage, bucket_cap_mb=1024 * 4 / 2**20, **OPTIONS
+        )
+        assert len(optimizer._buckets) > 2
+        for step in range(8):
+            data = torch.Generator().manual_seed(100 * step + link.rank)
+            for part in range(2):
+                loss = model(torch.randn(4, 24, generator=data)).square().mean()
+                if part == 0:
+                    with optimizer.no_sync():
+                        loss.backward()
+                else:
+                    loss.backward()
+            left = [p.grad is not None for p in model.parameters()]
+            if stage == 2:  # the last bucket's vote is still under way
+                assert left[:2] == [True, True] and not any(left[2:])
+                with pytest.raises(RuntimeError, match="call step"):
+                    optimizer.zero_grad()
+            optimizer.step()
+            assert stage == 1 or all(p.grad is None for p in model.parameters())
+            optimizer.zero_grad()
+        return values(list(model.parameters())), state_of(optimizer)
+
+    whole = run_ranks(3, lambda link: work(link, 1))
+    freed = run_ranks(3, lambda link: work(link, 2))
+    for (x, state), (y, other) in zip(whole, freed, strict=True):
+        assert torch.equal(x, y) and all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
+
+
+def test_a_second_backward_pass_at_stage_2_is_refused() -> None:
+    def work(link: SimTransport) -> None:
+        p = torch.nn.Parameter(torch.ones(3))
+        optimizer = ShardedOnebitAdam([p], link=link, stage=2)
+        p.sum().backward()
+        assert optimizer._launched == 1
+        with pytest.raises(RuntimeError, match="no_sync"):
+            p.sum().backward()
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_skipped_step_leaves_everything_untouched(form: str) -> None:
+    """On all ranks, also where the gradient was good; what follows is as if the step had not been."""
+
+    def work(link: SimTransport, bad: bool) -> tuple[Tensor, list[Tensor]]:
+        params, optimizer = new(link, **FORMS[form])
+        take_steps(params, optimizer, range(3))
+        if bad:
+            before, kept = values(params), state_of(optimizer)
+
+            def spoil(step: int, grads: list[Tensor]) -> None:
+                if link.rank == 1:
+                    for g in grads if optimizer._recipe.stage == 2 else grads[2:3]:
+                        g[5] = float("inf")
+
+            take_steps(params, optimizer, range(90, 91), spoil)
+            assert optimizer.stats.is_skipped and optimizer.stats.skipped_steps == 1
+            assert torch.equal(values(params), before)
+            assert all(torch.equal(a, b) for a, b in zip(state_of(optimizer), kept, strict=True))
+        take_steps(params, optimizer, range(3, 6))
+        assert optimizer.stats.is_skipped is False
+        return values(params), state_of(optimizer)
+
+    never, skipped = (run_ranks(3, lambda link, bad=bad: work(link, bad)) for bad in (False, True))
+    for (x, state), (y, other) in zip(never, skipped, strict=True):
+        assert torch.equal(x, y) and all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
+
+
+def test_at_stage_2_only_the_bucket_with_the_bad_gradient_is_skipped() -> None:
+    def work(link: SimTransport) -> list[int]:
+        params, optimizer = new(link, **FORMS["stage 2"])
+        before = [p.detach().clone() for p in params]
+
+        def spoil(step: int, grads: list[Tensor]) -> None:
+            if link.rank == 0:
+                grads[3][0] = float("nan")
+
+        take_steps(params, optimizer, range(1), spoil)
+        assert optimizer.stats.is_skipped
+        assert [torch.equal(p, old) for p, old in zip(params, before, strict=True)] == [False, False, False, True]
+        return [int(optimizer.state[p]["step"]) for p in params]
+
+    assert run_ranks(2, work) == [[1, 1, 1, 0]] * 2
+
+
+@pytest.mark.parametrize("form", ["int4 differences", "sign updates", "stage 2"])
+def test_a_parameter_that_nobody_has_a_gradient_for_is_left_alone(form: str) -> None:
+    """With its state and its count; its first gradient, however late, is a first step of Adam's size."""
+
+    def work(link: SimTransport) -> float:
+        params, optimizer = new(link, weight_decay=0.1, **FORMS[form])
+
+        def absent(step: int, grads: list[Tensor]) -> None:
+            params[1].grad = None
+
+        for step in range(5):
+            for p, g in zip(params, gradient(step, link.rank), strict=True):
+                p.grad = None if p is params[1] or (p is params[2] and link.rank > 0) else g
+            optimizer.step()
+        assert torch.equal(params[1], initial()[1])
+        assert [int(optimizer.state[p]["step"]) for p in params] == [5, 0, 5, 5]
+        assert not optimizer.state[params[1]]["momentum"].any()
+        before = params[1].detach().clone()
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.param_groups[0]["weight_decay"] = 0.0
+        optimizer.step()
+        return float((before - params[1].detach()).abs().max())
+
+    moved = run_ranks(2, work)
+    assert moved[0] == moved[1] == pytest.approx(OPTIONS["lr"], rel=0.02)
+
+
+def test_no_element_moves_further_than_the_limit() -> None:
+    """An owner whose own gradient is zero in a block, where others' are not: embedding rows absent from its batch."""
+
+    def work(link: SimTransport) -> float:
+        p = torch.nn.Parameter(torch.zeros(4, 256))
+        optimizer = ShardedOnebitAdam([p], lr=1.0, weight_decay=0.0, link=link, update_limit=3.0)
+        worst = 0.0
+        for step in range(20):
+            p.grad = torch.randn(4, 256, generator=torch.Generator().manual_seed(step))
+            p.grad[link.rank] = 0.0  # the chunk it owns
+            before = [bucket.owned.clone() for bucket in optimizer._buckets]
+            optimizer.step()
+            if step:
+                worst = max(float((optimizer._buckets[0].owned - before[0]).abs().max()), worst)
+        return worst
+
+    assert all(0.5 < moved <= 3.0 * (1 + 1e-5) for moved in run_ranks(4, work))
+
+
+@pytest.mark.parametrize("world_size", [1, 5])
+@pytest.mark.parametrize("sizes", [(1,), (1, 0, 2), (255, 1), (0,)])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_degenerate_sizes(sizes: tuple[int, ...], world_size: int, stage: int) -> None:
+    def work(link: SimTransport) -> Tensor:
+        params, optimizer = new(link, sizes=sizes, stage=stage, weight_decay=0.0)
+        take_steps(params, optimizer, range(3))
+        for p, old in zip(params, initial(sizes=sizes), strict=True):
+            assert bool((p != old).any()) == (p.numel() > 0)
+        return values(params)
+
+    xs = run_ranks(world_size, work)
+    assert all(torch.equal(x, xs[0]) and x.isfinite().all() for x in xs)
+
+
+@pytest.mark.parametrize(
+    ("form", "most"), [("int4 differences", 5.3), ("sign differences", 2.2), ("sign updates", 2.2)]
+)
+def test_bytes_are_those_of_the_formula(form: str, most: float) -> None:
+    """From the first step on. Two parameters of whole blocks and one that is not, in one bucket."""
+    W, sizes = 4, (64 * 256, 128 * 256, 100)
+    blocks = 64 + 128 + 1
+    chunk = -(-blocks // W)
+    up = -(-(chunk * 32 + chunk * 2) // 16) * 16
+    down = up if "sign" in form else -(-(chunk * 128 + chunk * 2) // 16) * 16
+
+    def work(link: SimTransport) -> list[int]:
+        params, optimizer = new(link, sizes=sizes, **FORMS[form])
+        sent = []
+        for step in range(3):
+            before = link.sent_bytes
+            take_steps(params, optimizer, range(step, step + 1))
+            sent.append(link.sent_bytes - before)
+            assert optimizer.stats.sent_bytes == sent[-1]
+            assert optimizer.stats.bits_per_parameter == 8 * sent[-1] / sum(sizes) <= most
+        return sent
+
+    vote = 48 + 1  # six doubles, a bit for each of three parameters
+    assert run_ranks(W, work) == [[(W - 1) * (up + down + vote)] * 3] * W
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_state_is_as_small_as_said(clips: bool) -> None:
+    """At N = 4, with the bfloat16 replica: 2 + 2 + 8/N bytes per parameter; clipping keeps the owners' last frames."""
+    n = 256 * 4 * 50
+
+    def work(link: SimTransport) -> int:
+        params, optimizer = new(link, torch.bfloat16, sizes=(n,), max_grad_norm=1.0 if clips else 0.0)
+        take_steps(params, optimizer, range(2))
+        return optimizer.state_bytes() + sum(p.nbytes for p in params)
+
+    frames = n * (1 + 16 / 256) / 8 if clips else 0
+    for total in run_ranks(4, work):
+        assert total <= n * (2 + 2 + 8 / 4) + frames + (64 if clips else 0)
+
+
+def test_groups_have_their_own_options() -> None:
+    """Two groups are two optimizers: the same bits."""
+    options = [{"lr": 1e-2, "betas": (0.9, 0.99)}, {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.2}]
+
+    def work(link: SimTransport, together: bool) -> Tensor:
+        params = initial()
+        halves = [params[:2], params[2:]]
+        if together:
+            groups = [{"params": half, **option} for half, option in zip(halves, options, strict=True)]
+            optimizers = [ShardedOnebitAdam(groups, link=link)]
+        else:
+            pairs = zip(halves, options, strict=True)
+            optimizers = [ShardedOnebitAdam(half, link=link, **option) for half, option in pairs]
+        for step in range(4):
+            for p, g in zip(params, gradient(step, link.rank), strict=True):
+                p.grad = g
+            for optimizer in optimizers:
+                optimizer.step()
+        return values(params)
+
+    one, two = (run_ranks(2, lambda link, t=t: work(link, t)) for t in (True, False))
+    assert torch.equal(one[0], two[0])
+
+
+def test_step_takes_a_closure_and_gives_its_loss() -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = ShardedOnebitAdam([p], link=SimTransport())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    assert float(optimizer.step(closure).detach()) == 3.0 and bool((p < 1.0).all())
+
+
+@pytest.mark.parametrize("has_offset", [False, True])
+def test_ranks_that_differ_persistently_are_warned_about_once(
+    has_offset: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Noise around a small common mean, and the same with an offset of one rms of each rank's own."""
+
+    def work(link: SimTransport) -> ShardedOnebitAdam:
+        p = torch.nn.Parameter(torch.zeros(2048))
+        optimizer = ShardedOnebitAdam([p], link=link)
+        own = torch.randn(2048, generator=torch.Generator().manual_seed(link.rank))
+        generator = torch.Generator().manual_seed(100 + link.rank)
+        for _ in range(105):
+            p.grad = torch.randn(2048, generator=generator) + 0.1
+            p.grad += own if has_offset else 0.0
+            optimizer.step()
+        return optimizer
+
+    with caplog.at_level(logging.WARNING, logger="onebit.zero"):
+        stats = run_ranks(4, work)[0].stats
+    warnings = [record for record in caplog.records if "persist" in record.message]
+    assert len(warnings) == has_offset
+    if has_offset:
+        assert stats.health > 0.5 and stats.offset > 0.25
+    else:
+        assert 0.15 < stats.health < 0.3 and abs(stats.offset) < 0.1
+
+
+def test_agreement_is_no_offset() -> None:
+    """Workers that all say the same are as healthy as can be, though their ratio is near 1."""
+
+    def work(link: SimTransport) -> ShardedOnebitAdam:
+        p = torch.nn.Parameter(torch.zeros(2048))
+        optimizer = ShardedOnebitAdam([p], link=link)
+        common = torch.randn(2048, generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(1 + link.rank)
+        for _ in range(60):
+            p.grad = common + 0.1 * torch.randn(2048, generator=generator)
+            optimizer.step()
+        return optimizer
+
+    stats = run_ranks(4, work)[0].stats
+    assert stats.health > 0.7 and stats.agreement > 0.8 and abs(stats.offset) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage": 3}, "stage must be"),
+        ({"stage": 2, "max_grad_norm": 1.0}, "stage=1"),
+        ({"differences": "int8"}, 'differences must be "int4" or "sign"'),
+        ({"stage": 0, "updates": "x"}, "updates must be"),
+        ({"eps": 0.0}, "eps"),
+        ({"momentum_dtype": torch.float16}, "momentum_dtype"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb"),
+        ({"block": 100}, "multiple of 64"),
+    ],
+)
+def test_bad_options_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ShardedOnebitAdam(initial(), link=SimTransport(), **options)
+
+
+def test_parameters_that_are_no_floats_of_a_kind_are_refused() -> None:
+    with pytest.raises(TypeError, match="float64"):
+        ShardedOnebitAdam([torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))], link=SimTransport())
+
+
+def test_options_that_differ_between_ranks_are_refused() -> None:
+    def work(link: SimTransport) -> None:
+        with pytest.raises(ValueError, match="Int4Codec"):
+            ShardedOnebitAdam(initial(), link=link, differences=("int4", "sign")[link.rank])
+
+    run_ranks(2, work)
+
+
+def test_parameters_edited_between_steps_are_noticed_and_can_be_adopted(caplog: pytest.LogCaptureFixture) -> None:
+    params, optimizer = new(SimTransport(), weight_decay=0.0)
+    with torch.no_grad():
+        params[0].add_(1.0)  # before the first step: the masters are not there yet
+    take_steps(params, optimizer, range(2))
+    assert float(params[0].detach().mean()) > 0.9 and not caplog.records
+    with torch.no_grad():
+        params[0].add_(1.0)
+    optimizer.adopt_parameters()
+    take_steps(params, optimizer, range(2, 4))
+    assert float(params[0].detach().mean()) > 1.9 and not caplog.records
+    with torch.no_grad():
+        params[0].add_(1.0)
+    take_steps(params, optimizer, range(4, 8))
+    assert float(params[0].detach().mean()) < 2.1 and "adopt_parameters" in caplog.text

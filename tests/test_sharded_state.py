@@ -1,0 +1,201 @@
+"""Checkpoints of sharded one-bit Adam: exact in the same world, and nothing lost on the way to another."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from sharded_ranks import initial, new, state_of, take_steps, values
+from torch import Tensor
+
+from onebit.comm import SimTransport, run_ranks
+from onebit.zero import ShardedOnebitAdam
+
+SIZES = (1000, 7, 2000, 256)
+FORMS = {
+    "int4 differences": {},
+    "clipped": {"max_grad_norm": 100.0},
+    "sign updates": {"stage": 0},
+    "stage 2, float32": {"stage": 2, "momentum_dtype": torch.float32, "bucket_cap_mb": 1100 * 4 / 2**20},
+}
+
+
+def saved(states: object) -> object:
+    """Through a file, as weights only."""
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def run_until(link: SimTransport, steps: int, **options: object) -> tuple[list, ShardedOnebitAdam]:
+    params, optimizer = new(link, torch.bfloat16, SIZES, **options)
+    take_steps(params, optimizer, range(steps))
+    return params, optimizer
+
+
+def resumed(link: SimTransport, params: list[Tensor], states: list[dict], **options: object):
+    """A new optimizer on the saved replicas, with what these states say."""
+    mine = [torch.nn.Parameter(p.clone()) for p in params]
+    optimizer = ShardedOnebitAdam(mine, link=link, lr=1e-2, betas=(0.9, 0.99), **options)
+    optimizer.load_state_dicts(states)
+    return mine, optimizer
+
+
+@pytest.mark.parametrize("stop", [0, 1, 7])
+@pytest.mark.parametrize("form", FORMS)
+def test_resume_equals_no_interruption(form: str, stop: int) -> None:
+    def save(link: SimTransport) -> tuple[object, dict, Tensor, list[Tensor]]:
+        params, optimizer = run_until(link, stop, **FORMS[form])
+        kept = saved([[p.detach() for p in params], optimizer.state_dict()])
+        take_steps(params, optimizer, range(stop, 10))
+        return kept, values(params), state_of(optimizer)
+
+    before = run_ranks(3, save)
+    states = [kept[1] for kept, *_ in before]
+
+    def load(link: SimTransport) -> tuple[Tensor, ShardedOnebitAdam]:
+        params, optimizer = resumed(link, before[link.rank][0][0], states, **FORMS[form])
+        take_steps(params, optimizer, range(stop, 10))
+        return values(params), optimizer
+
+    for (_, x, _), (y, optimizer), end in zip(before, run_ranks(3, load), before, strict=True):
+        assert torch.equal(x, y)
+        for bucket, other in zip(optimizer._buckets, _by_bucket(end[2]), strict=True):
+            momentum, variance, owned, steps = other
+            assert torch.equal(bucket.variance, variance) and torch.equal(bucket.owned, owned)
+            assert torch.equal(torch.stack(bucket.steps), steps)
+            views = bucket.layout.views
+            assert all(torch.equal(a, b) for a, b in zip(views(bucket.momentum), views(momentum), strict=True))
+
+
+def _by_bucket(kept: list[Tensor]) -> list[tuple[Tensor, ...]]:
+    return [tuple(kept[k : k + 4]) for k in range(0, len(kept), 4)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_four_ranks_become_two_and_then_eight(form: str) -> None:
+    """Masters, variances and the mean of what is owed are what they were; the replicas go on from where they are."""
+
+    def start(link: SimTransport) -> tuple[list[Tensor], dict]:
+        params, optimizer = run_until(link, 5, **FORMS[form])
+        return [p.detach() for p in params], optimizer.state_dict()
+
+    def go_on(link: SimTransport, params: list[Tensor], states: list[dict]) -> tuple[list[Tensor], dict, dict]:
+        mine, optimizer = resumed(link, params, states, **FORMS[form])
+        loaded = copy.deepcopy(optimizer.state_dict())
+        take_steps(mine, optimizer, range(5, 9))
+        optimizer.check_replicas()
+        return [p.detach() for p in mine], optimizer.state_dict(), loaded
+
+    four = run_ranks(4, start)
+    params, states = four[0][0], saved([state for _, state in four])
+    for world_size in (2, 8):
+        ranks = run_ranks(world_size, lambda link, p=params, s=states: go_on(link, p, s))
+        loaded = [state for *_, state in ranks]
+        exact = 1e-6 if form == "stage 2, float32" else 2**-8  # the mean is rounded to bfloat16
+        for key, entry in loaded[0]["state"].items():
+            mean = torch.stack([state["state"][key]["momentum"].double() for state in states]).mean(0)
+            assert all(torch.equal(state["state"][key]["momentum"], entry["momentum"]) for state in loaded)
+            torch.testing.assert_close(entry["momentum"].double(), mean, rtol=exact, atol=1e-9)
+            assert float(entry["step"]) == float(states[0]["state"][key]["step"])
+        for name in ("variance", "owned", "mean"):
+            for k in range(len(loaded[0]["onebit"]["buckets"])):
+                old, new = (_whole(world, k, name) for world in (states, loaded))
+                assert (old is None) == (new is None) == (name == "mean" and form != "clipped")
+                if old is not None:
+                    size = min(len(old), len(new))  # they differ in padding
+                    assert torch.equal(old[:size], new[:size]) and not old[size:].any() and not new[size:].any()
+        assert not torch.equal(values(ranks[0][0]), values(params))
+        params, states = ranks[0][0], [state for _, state, _ in ranks]
+
+
+def _whole(states: list[dict], k: int, name: str) -> Tensor | None:
+    chunks = [state["onebit"]["buckets"][k][name] for state in states]
+    return None if chunks[0] is None else torch.cat(chunks)
+
+
+def test_a_world_of_another_size_does_as_well() -> None:
+    """A quadratic, gradients with noise: after 4 -> 2 -> 8 the loss is where it would have been."""
+    target = torch.linspace(-1, 1, 3000)
+
+    def run(link: SimTransport, x: Tensor, states: list[dict] | None, steps: range) -> tuple[Tensor, dict]:
+        p = torch.nn.Parameter(x.clone())
+        optimizer = ShardedOnebitAdam([p], lr=2e-2, betas=(0.9, 0.99), weight_decay=0.0, link=link)
+        if states is not None:
+            optimizer.load_state_dicts(states)
+        for step in steps:
+            generator = torch.Generator().manual_seed(1000 * step + link.rank)
+            p.grad = p.detach() - target + 0.1 * torch.randn(3000, generator=generator)
+            optimizer.step()
+        return p.detach(), optimizer.state_dict()
+
+    def loss(x: Tensor) -> float:
+        return float((x - target).square().mean())
+
+    x = torch.zeros(3000)
+    straight = run_ranks(4, lambda link: run(link, x, None, range(60)))[0][0]
+    states = None
+    for world_size, steps in ((4, range(20)), (2, range(20, 40)), (8, range(40, 60))):
+        ranks = run_ranks(world_size, lambda link, x=x, s=states, k=steps: run(link, x, s, k))
+        x, states = ranks[0][0], [state for _, state in ranks]
+    assert loss(torch.zeros(3000)) > 0.3 and loss(straight) < 0.01 and loss(x) < 1.5 * loss(straight)
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+    params, optimizer = run_until(SimTransport(), 2)
+    good, kept = copy.deepcopy(optimizer.state_dict()), state_of(optimizer)
+    adamw = torch.optim.AdamW(initial(torch.bfloat16, SIZES))
+
+    def spoilt(**record: object) -> dict:
+        return {**good, "onebit": {**good["onebit"], **record}}
+
+    other_dtype = copy.deepcopy(good)
+    other_dtype["state"][0]["momentum"] = other_dtype["state"][0]["momentum"].float()
+    bad = {
+        "not that of a ShardedOnebitAdam": adamw.state_dict(),
+        "world_size is 4 there and 1 here": spoilt(world_size=4),
+        "rank is 1 there": spoilt(rank=1),
+        "block is 64 there": spoilt(block=64),
+        "has_masters is False there": spoilt(has_masters=False),
+        "version is 99": spoilt(version=99),
+        "its buckets hold": spoilt(buckets=[]),
+        "groups of": {**good, "param_groups": []},
+        "momentum of parameter 0 of group 0 is torch.float32": other_dtype,
+    }
+    for message, state in bad.items():
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="number 0 is rank 1's"):
+        optimizer.load_state_dicts([spoilt(rank=1), good])
+    with pytest.raises(ValueError, match="all 3 ranks"):
+        optimizer.load_state_dicts([spoilt(world_size=3), spoilt(world_size=3, rank=1)])
+    with pytest.raises(ValueError, match="world of 5"):
+        optimizer.load_state_dicts([spoilt(world_size=3), spoilt(world_size=5, rank=1)])
+    assert all(torch.equal(a, b) for a, b in zip(state_of(optimizer), kept, strict=True))
+    optimizer.load_state_dict(good)
+    take_steps(params, optimizer, range(2, 3))
+
+
+def test_state_shows_in_the_way_of_torch() -> None:
+    params, optimizer = run_until(SimTransport(), 2)
+    for p in params:
+        assert optimizer.state[p]["step"] == 2 and optimizer.state[p]["momentum"].shape == p.shape
+        assert optimizer.state[p]["momentum"].dtype == torch.bfloat16
+
+
+def test_groups_added_later_take_part() -> None:
+    def work(link: SimTransport) -> Tensor:
+        params, optimizer = run_until(link, 2)
+        more = torch.nn.Parameter(torch.ones(300))
+        optimizer.add_param_group({"params": [more], "lr": 0.1, "weight_decay": 0.0})
+        for p in [*params, more]:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert float(more.detach().mean()) == pytest.approx(0.9, rel=0.01)
+        return values([*params, more])
+
+    xs = run_ranks(2, work)
+    assert torch.equal(*xs)

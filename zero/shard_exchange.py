@@ -1,0 +1,145 @@
+"""One bucket's way up to the owners and down again, after a good verdict: steps 2 to 4 of `ShardedOnebitAdam`.
+
+`exchange` is a generator that yields each launched Work, so that several buckets share the wire. What it writes: this
+rank's momentum before the first Work, the own chunk's state after it, the parameters after the second.
+
+Shape legend: W ranks, N elements of a chunk, J blocks of a chunk, B bytes of its frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onebit.comm import Codec, Exchange, SignCodec, Transport
+
+from . import shard_math
+from .shard_bucket import ShardedBucket
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is the same for all buckets. codec: up. codec_down: down. keeps_frames: the clipping needs the last m̂."""
+
+    stage: int
+    codec: SignCodec
+    codec_down: Codec
+    variance_floor: float
+    update_limit: float
+    keeps_frames: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """The numbers of one group for one step. decay: lr·weight_decay."""
+
+    lr: float
+    decay: float
+    betas: tuple[float, float]
+    eps: float
+
+    @classmethod
+    def of(cls, group: dict) -> Step:
+        """As they are in a param group now."""
+        lr = float(group["lr"])
+        return cls(lr, lr * group["weight_decay"], group["betas"], group["eps"])
+
+
+def exchange(
+    bucket: ShardedBucket, step: Step, recipe: Recipe, link: Transport, seen: Sequence[bool], scale: float
+) -> Exchange:
+    """Yields two Works; the caller waits for each before it resumes. Sends (W-1)·(B up + B down) bytes per rank.
+
+    seen: by parameter, whether any rank has a gradient for it; the others stay as they are. scale: what gradients are
+    to be multiplied by. At stage 2 gradients are freed before the first Work. All ranks, same order of buckets.
+    """
+    codec, W, N = recipe.codec, link.world_size, bucket.layout.chunk
+    seen_WJ = None if all(seen) else torch.tensor(seen, device=bucket.device)[bucket.parameter_of_block]
+    for count, is_seen in zip(bucket.steps, seen, strict=True):
+        count += is_seen
+
+    x_WN = bucket.gather_gradients(scale).view(W, N)
+    g = x_WN[link.rank].clone()
+    sent_WB = torch.empty(W, codec.frame_bytes(N), dtype=torch.uint8, device=bucket.device)
+    momentum_WN = bucket.momentum.view(W, N)
+    shard_math.advance_momentum_(x_WN, momentum_WN, codec, sent_WB, bucket.counts, seen_WJ, step.betas[0])
+    del x_WN
+    if recipe.stage == 2:
+        for p in bucket.params:
+            p.grad = None
+    received_WB = torch.empty_like(sent_WB)
+    yield link.all_to_all(received_WB, sent_WB)
+
+    seen_J = None if seen_WJ is None else seen_WJ[link.rank]
+    update = _update(bucket, step, recipe, g, received_WB, seen_J)
+    if recipe.keeps_frames:
+        bucket.received, bucket.mean = received_WB, None
+    frame_B = _own(bucket, step, recipe, update, seen_J)
+    down_WB = torch.empty(W, len(frame_B), dtype=torch.uint8, device=bucket.device)
+    yield link.all_gather(down_WB, frame_B)
+    _apply(bucket, step, recipe, down_WB, seen)
+
+
+def _update(
+    bucket: ShardedBucket, step: Step, recipe: Recipe, g: Tensor, received_WB: Tensor, seen_J: Tensor | None
+) -> Tensor:
+    """m̂/D of the own chunk, float32 [N], from everybody's frames and the own gradient. Advances the variance."""
+    codec, block, N = recipe.codec, recipe.codec.block, len(g)
+    beta1, beta2 = step.betas
+    correction_J1 = bucket.correction(beta1)
+    scale_hat_J = shard_math.mean_scales(received_WB, N, block).mul_(correction_J1.view(-1))
+    mean_hat, q = torch.empty_like(g), torch.empty_like(g)
+    codec.decode_mean(received_WB, mean_hat)
+    mean_Jn = mean_hat.view(-1, block).mul_(correction_J1)
+    ragged, padding = bucket.padding_of_ragged
+    mean_Jn[ragged] = mean_Jn[ragged].masked_fill_(padding, 0.0)
+
+    own_frame_1B = received_WB[bucket.rank : bucket.rank + 1]
+    codec.decode(own_frame_1B, q.view(1, N))
+    q.view(-1, block).mul_(correction_J1)
+    bucket.tally = shard_math.tally(g, q, own_frame_1B, mean_hat, bucket.own_counts, block)
+
+    W = len(received_WB)
+    shard_math.advance_variance_(bucket.variance, g, mean_hat, world_size=W, beta2=beta2, block=block, seen_J=seen_J)
+    shard_math.direction_(
+        mean_hat,
+        scale_hat_J,
+        bucket.variance,
+        bucket.correction(beta2),
+        bucket.own_counts,
+        eps=step.eps,
+        floor=recipe.variance_floor,
+        limit=recipe.update_limit,
+        block=block,
+    )
+    return mean_hat
+
+
+def _own(bucket: ShardedBucket, step: Step, recipe: Recipe, update: Tensor, seen_J: Tensor | None) -> Tensor:
+    """Take the update into what this rank owns; the frame of what all ranks are to hear of it. update: garbage."""
+    codec, block, N = recipe.codec_down, recipe.codec.block, len(update)
+    frame_1B = torch.empty(1, codec.frame_bytes(N), dtype=torch.uint8, device=bucket.device)
+    counts_1J = (bucket.own_counts if seen_J is None else bucket.own_counts * seen_J).view(1, -1)
+    if recipe.stage == 0:
+        codec.encode(update.view(1, N), bucket.owned.view(1, N), frame_1B, counts_1J)
+        shard_math.keep_unseen_(bucket.owned, update, seen_J, block)
+    else:
+        stepped = update.mul_(-step.lr).add_(bucket.owned, alpha=1.0 - step.decay)
+        shard_math.keep_unseen_(bucket.owned, stepped, seen_J, block)
+        difference = stepped.copy_(bucket.owned).sub_(bucket.gather_replica())
+        codec.encode(difference.view(1, N), None, frame_1B, counts_1J)
+    return frame_1B[0]
+
+
+def _apply(bucket: ShardedBucket, step: Step, recipe: Recipe, down_WB: Tensor, seen: Sequence[bool]) -> None:
+    """Move the parameters by what has come down: the same operations on the same bits on every rank."""
+    x = torch.empty(bucket.layout.numel, device=bucket.device)
+    recipe.codec_down.decode(down_WB, x.view(len(down_WB), -1))
+    for p, view, is_seen in zip(bucket.params, bucket.layout.views(x), seen, strict=True):
+        if is_seen and recipe.stage == 0:
+            p.copy_(view.mul_(-step.lr).add_(p, alpha=1.0 - step.decay))
+        elif is_seen:
+            p.add_(view)
