@@ -43,9 +43,9 @@ def floor_of_blocks(v: Tensor, layout: Layout, counts: Tensor, *, floor: float, 
     """What a variance is at least, by block: floor times the block's mean. float32 [W·J].
 
     v: float32 [W·N], bias-corrected. counts: int32 [W, J]. A block that has never seen a gradient knows no scale of
-    its own: it takes the mean of its parameter's other blocks, or `fallback` (the mean of the whole model) if there is
-    none, so that a row which first gets a gradient later moves as far as its neighbours. floor = 0 is the paper's rule,
-    without any of this.
+    its own: it takes the mean of its parameter's other blocks (on this rank, where it is sharded), or `fallback` (the
+    mean of the whole model) if there is none, so that a row which first gets a gradient later moves as far as its
+    neighbours. floor = 0 is the paper's rule, without any of this.
     """
     mean_J = v.view(-1, layout.block).sum(1) / counts.view(-1).clamp(min=1)
     least_J = floor * mean_J
@@ -76,11 +76,11 @@ def normalised(g: Tensor, D: Tensor, weight: float) -> Tensor:
     return g / (D * D + (g * g) * weight).sqrt_()
 
 
-def mean_of_live_blocks(variances: Sequence[Tensor], block: int) -> float:
-    """The mean of v over all blocks in which it is not zero; 1 where there is none."""
+def sums_of_live_blocks(variances: Sequence[Tensor], block: int) -> tuple[float, int]:
+    """The sum of v over all blocks in which it is not zero, and how many elements these have."""
     per_block = [v.view(-1, block).sum(1) for v in variances]
     live = sum(int(torch.count_nonzero(sums)) for sums in per_block) * block
-    return float(sum(sums.sum(dtype=torch.float64) for sums in per_block)) / live if live else 1.0
+    return float(sum(sums.sum(dtype=torch.float64) for sums in per_block)), live
 
 
 def check_adam_options(

@@ -16,9 +16,9 @@ _NUMBERS = struct.Struct("<2d")
 
 @dataclass(frozen=True)
 class Ballot:
-    """One rank's contribution. present: which parameters have a gradient here. The rest is this rank's share of sums.
+    """One rank's contribution. present: which parameters have a gradient here. The rest is its replica's share of sums.
 
-    norm_squared: ‖g_i‖². product: <g_i, m̂>.
+    norm_squared: ‖g_i‖². product: <g_i, m̂>. Both of all the replica's shards together.
     """
 
     present: Sequence[bool]

@@ -55,7 +55,9 @@ from .comm import (
     Wire,
     sent_across,
 )
-from .payoff import StopWatch
+from .payoff import Payoff, StopWatch
+from .replicas import ReplicaError
+from .shards import local
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +87,10 @@ class CommonOptions(TypedDict, total=False):
 
     max_grad_norm: clip by the norm of the mean gradient (0: off): exact while gradients travel, estimated from each
     rank's norm and its product with the momentum otherwise. It then costs the overlap with backward.
-    link: the transport; default `onebit.comm.init()`. codec: block size and kind of scale of the one-bit frames.
+    link: the transport; default `onebit.comm.init()`. shards: where the parameters are DTensors, each rank of the link
+    holding the same shard of another replica (`onebit.zero.grid`), the transport between the shards of one replica. It
+    carries what concerns the whole model: 8 to 32 bytes a step to each peer, and LAMB's norms. codec: block size and
+    kind of scale of the one-bit frames.
     error_dtype: torch.bfloat16 halves the worker and server errors.
     compression: "auto" measures the network once, before the first one-bit step, and where one bit would gain nothing
     gradients travel in bfloat16 from there on, which rank 0 logs; "always" asks nothing.
@@ -95,6 +100,7 @@ class CommonOptions(TypedDict, total=False):
 
     max_grad_norm: float
     link: Transport | None
+    shards: Transport | None
     codec: SignCodec | None
     error_dtype: torch.dtype
     compression: str
@@ -125,6 +131,7 @@ class CompressedOptimizer(BucketedOptimizer):
         *,
         max_grad_norm: float = 0.0,
         link: Transport | None = None,
+        shards: Transport | None = None,
         codec: SignCodec | None = None,
         error_dtype: torch.dtype = torch.float32,
         compression: str = "auto",
@@ -153,7 +160,15 @@ class CompressedOptimizer(BucketedOptimizer):
         self._sent_before = (0, 0)
         self._waited_s = 0.0
         self._checked_step = 0
-        super().__init__(params, defaults, link=link, codec=codec, error_dtype=error_dtype, bucket_cap_mb=bucket_cap_mb)
+        super().__init__(
+            params,
+            defaults,
+            link=link,
+            shards=shards,
+            codec=codec,
+            error_dtype=error_dtype,
+            bucket_cap_mb=bucket_cap_mb,
+        )
 
     # ---------------------------------------------------------------- what a leaf defines
 
@@ -210,7 +225,9 @@ class CompressedOptimizer(BucketedOptimizer):
             compute_s, device = self._computing.median_s(), self._buckets[0].device
             bf16 = Bf16Codec(self.codec.block)
             before = self._sent()
-            found = payoff.measure(self.link, compute_s, numels, self.codec, bf16, device)
+            mine = payoff.measure(self.link, compute_s, numels, self.codec, bf16, device)
+            every = self.shards.gather(mine.compute_s, mine.onebit_s, mine.bf16_s)
+            found = Payoff(*(max(column) for column in zip(*every, strict=True)))
             # What measuring sent belongs to no step; what this step has sent so far does.
             sent, across = (now - then for now, then in zip(self._sent(), before, strict=True))
             self._sent_before = (self._sent_before[0] + sent, self._sent_before[1] + across)
@@ -395,7 +412,8 @@ class CompressedOptimizer(BucketedOptimizer):
         verdicts: dict[torch.device, list[Tensor]] = {bucket.device: [] for bucket in self._buckets}
         for bucket in self._buckets:
             verdicts[bucket.device].append(self._is_finite(bucket))
-        return ballots if all(bool(torch.stack(flags).all()) for flags in verdicts.values()) else None
+        is_good = self.shards.agree(all(bool(torch.stack(flags).all()) for flags in verdicts.values()))
+        return ballots if is_good else None
 
     def _cast(self, scale: float) -> list[Ballot]:
         with self._waiting():
@@ -425,13 +443,13 @@ class CompressedOptimizer(BucketedOptimizer):
             yield
 
     def _stay_at_home(self, scale: float) -> list[Ballot]:
-        """A step without traffic, not even a vote. A gradient that is not finite counts as zero, on this rank alone."""
+        """A step without traffic, not even a vote. What is not finite counts as zero, in this replica alone."""
         if self._clips_before_sending:
             self.stats.clip_factor = self._clip.estimated_factor([self._my_ballot(scale)], self.link.world_size)
         is_finite = math.isfinite(self.stats.clip_factor)
         for bucket in self._buckets:
             bucket.gather(self._gradients(bucket), scale * self.stats.clip_factor)
-        if not is_finite or not all(bool(bucket.x.isfinite().all()) for bucket in self._buckets):
+        if not self.shards.agree(is_finite and all(bool(bucket.x.isfinite().all()) for bucket in self._buckets)):
             self._report_bad_gradient("it counts as zero")
             self.stats.clip_factor = 1.0
             for bucket in self._buckets:
@@ -479,14 +497,14 @@ class CompressedOptimizer(BucketedOptimizer):
         """p ← keep·p + weight·value for every parameter that some rank had a gradient for, in one pass."""
         assert frames_WB is not None
         moving = zip(bucket.params, seen[bucket.first :][: len(bucket.params)], strict=True)
-        params = [p if p.requires_grad and is_seen else None for p, is_seen in moving]
+        params = [local(p) if p.requires_grad and is_seen else None for p, is_seen in moving]
         self.codec.apply(frames_WB, bucket.layout.chunk, Update(params, bucket.layout.segments, weight_K, keep_K))
 
     def _move(self, bucket: Bucket, seen: Sequence[bool]) -> None:
         """p ← p - x, for every parameter that some rank had a gradient for, where no mask forbids it."""
         self._mask(bucket)
         moved = [
-            (p, view)
+            (local(p), view)
             for k, (p, view) in enumerate(zip(bucket.params, bucket.x_views, strict=True), bucket.first)
             if p.requires_grad and seen[k]
         ]
@@ -512,7 +530,7 @@ class CompressedOptimizer(BucketedOptimizer):
         self.stats.sent_bytes, self.stats.sent_bytes_across = sent, across
         self._sent_before = self._sent()
         elements = sum(bucket.layout.parameter_numel for bucket in self._buckets)
-        self.stats.bits_per_parameter = 8.0 * across / elements
+        self.stats.bits_per_parameter = 8.0 * across / max(elements, 1)
         self.stats.comm_ms = 1e3 * self._waited_s
 
     def _sent(self) -> tuple[int, int]:
@@ -552,12 +570,13 @@ class CompressedOptimizer(BucketedOptimizer):
                     if g is not None:
                         norm_squared += scale * scale * dot(g, g)
                         product += scale * dot(g, m)
+            norm_squared, product = self.shards.total(norm_squared, product)
         return Ballot([p.grad is not None for p in self._slots], norm_squared, product)
 
     def _clip_after_landing(self) -> None:
         if self._clip.max_norm > 0 and not self._clips_before_sending:
             chunks = [bucket.own_chunk(bucket.x) for bucket in self._buckets]
-            self.stats.clip_factor = self._clip.factor(exact_norm(self.link, chunks))
+            self.stats.clip_factor = self._clip.factor(exact_norm(self.link, self.shards, chunks))
             for bucket in self._buckets:
                 bucket.x.mul_(self.stats.clip_factor)
 
@@ -566,7 +585,8 @@ class CompressedOptimizer(BucketedOptimizer):
     def check_replicas(self) -> None:
         """Vote on the bits of all parameters; ReplicaError on all ranks if they differ. Sends 16 bytes per peer."""
         names = [name for bucket in self._buckets for name in bucket.names]
-        replicas.check_replicas(self.link, list(self._slots), names, int(self._steps[0]))
+        held, step = [local(p) for p in self._slots], int(self._steps[0])
+        self.shards.together(ReplicaError, lambda: replicas.check_replicas(self.link, held, names, step))
 
     @torch.no_grad()
     def error_norm_ratio(self) -> float:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .comm import Codec, ErrorFeedback, Flight, Levels, Wire
 from .flat import Layout
+from .shards import local
 
 
 @dataclass
@@ -66,18 +67,28 @@ class Bucket:
         """What x takes now."""
         return 0 if self._x is None else self._x.nbytes
 
+    @property
+    def held(self) -> list[Tensor]:
+        """What this rank holds of the parameters, where it lies."""
+        return [local(p) for p in self.params]
+
     def release_x(self) -> None:
         """Give x's memory back until it is asked for again."""
         self._x, self._x_views = None, []
 
     def gradients(self) -> list[Tensor | None]:
-        """The gradients where they lie. Raises RuntimeError on sparse ones."""
+        """The gradients where they lie, of what this rank holds. Raises RuntimeError on sparse and partial ones."""
         for p, name in zip(self.params, self.names, strict=True):
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise RuntimeError(
                     f"{name} has a {p.grad.layout} gradient; onebit needs dense ones (nn.Embedding(..., sparse=False))"
                 )
-        return [p.grad for p in self.params]
+            if p.grad is not None and getattr(p.grad, "placements", None) != getattr(p, "placements", None):
+                raise RuntimeError(
+                    f"the gradient of {name} is placed as {getattr(p.grad, 'placements', 'a plain tensor')}, the "
+                    f"parameter as {getattr(p, 'placements', 'a plain tensor')}; redistribute it in a hook"
+                )
+        return [None if p.grad is None else local(p.grad) for p in self.params]
 
     def gather(self, grads: Sequence[Tensor | None], scale: float = 1.0) -> None:
         """x ← scale · the gradients; zeros where there is none."""
@@ -103,7 +114,7 @@ class Bucket:
     def bad(self) -> list[str]:
         """The parameters whose gradients are not finite on this rank."""
         pairs = zip(self.params, self.names, strict=True)
-        return [name for p, name in pairs if p.grad is not None and not bool(p.grad.isfinite().all())]
+        return [name for p, name in pairs if p.grad is not None and not bool(local(p.grad).isfinite().all())]
 
     def new_errors(self, dtype: torch.dtype) -> ErrorFeedback:
         """Nothing owed: worker error [H·N], for the own rows, and server error [N]."""
@@ -129,4 +140,4 @@ class Bucket:
 
 
 def _version(p: Tensor) -> tuple[int, int] | None:
-    return None if p.grad is None else (id(p.grad), p.grad._version)
+    return None if p.grad is None else (id(p.grad), local(p.grad)._version)

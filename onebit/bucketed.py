@@ -6,6 +6,7 @@ gradients, and shows in `optimizer.state` as views. What happens in a step is in
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from abc import ABC, abstractmethod
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 
 from . import comm, replicas
+from .adam import sums_of_live_blocks
 from .bucket import Bucket
-from .comm import Levels, SignCodec, Transport
+from .comm import Levels, SignCodec, SimTransport, Transport
 from .elastic import gather_states, reframe, resize
 from .flat import lay_out, partition
+from .shards import Shards, local
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         defaults: dict[str, object],
         *,
         link: Transport | None,
+        shards: Transport | None,
         codec: SignCodec | None,
         error_dtype: torch.dtype,
         bucket_cap_mb: float,
@@ -53,6 +57,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         if bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")
         self.link = comm.init() if link is None else link
+        self.shards = Shards(SimTransport() if shards is None else shards)
         self._levels = Levels.of(self.link)
         self.codec = codec or SignCodec()
         self.error_dtype = error_dtype
@@ -95,10 +100,17 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 raise TypeError(
                     f"rank {self.link.rank}: {name} is {p.dtype}; onebit trains float32, bfloat16 and float16"
                 )
-        lines = [f"{name}: {p.dtype} {tuple(p.shape)} requires_grad={p.requires_grad}" for _, p, name in params]
+            self.shards.check_holds(p, name)
         device = params[0][1].device if params else torch.device("cpu")
-        replicas.check_same_lines(self.link, "the parameters", [*lines, *self._options()], device)
-        replicas.make_equal(self.link, [p for _, p, _ in params])
+        # Along the link first: what it does not show differs between the shards of every replica.
+        for link, held in ((self.link, local), (self.shards.link, lambda p: p)):
+            seen = [(name, p, tuple(held(p).shape)) for _, p, name in params]
+            lines = [f"{name}: {p.dtype} {shape} requires_grad={p.requires_grad}" for name, p, shape in seen]
+            check = functools.partial(
+                replicas.check_same_lines, link, "the parameters", [*lines, *self._options()], device
+            )
+            self.shards.together(ValueError, check)
+        replicas.make_equal(self.link, [local(p) for _, p, _ in params if local(p).numel() > 0])
         for g in new:
             self._steps.append(torch.tensor(0.0))
             self._read_masks(g)
@@ -138,13 +150,16 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                     f"rank {self.link.rank}: exp_avg_mask of {name} has shape {tuple(mask.shape)}, which does not "
                     f"broadcast to the parameter's {tuple(p.shape)}"
                 )
-        self._masks[g] = {p: m.to(p.device, torch.float32) for (p, _), m in zip(named, per_parameter, strict=True)}
+        pairs = zip(named, per_parameter, strict=True)
+        self._masks[g] = {p: _local_mask(mask, p).to(p.device, torch.float32) for (p, _), mask in pairs}
 
     def _build_buckets(self, g: int) -> None:
         trained = [(p, name) for p, name in self._named(g) if p.requires_grad]
         for device in dict.fromkeys(p.device for p, _ in trained):
             here = [(p, name) for p, name in trained if p.device == device]
-            for indices in partition([p.numel() for p, _ in here], self._bucket_elements):
+            # By whole sizes: all shards have the same parameters in the same buckets, some of them with no elements.
+            sizes = [-(-p.numel() // self.shards.link.world_size) for p, _ in here]
+            for indices in partition(sizes, self._bucket_elements):
                 bucket = self._new_bucket(g, [here[i] for i in indices], device)
                 self._buckets.append(bucket)
                 for p in bucket.params:
@@ -153,7 +168,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
 
     def _new_bucket(self, g: int, members: list[tuple[Tensor, str]], device: torch.device) -> Bucket:
         params, names = [p for p, _ in members], [name for _, name in members]
-        layout = lay_out([p.shape for p in params], self.codec.block, self.link.world_size)
+        layout = lay_out([local(p).shape for p in params], self.codec.block, self.link.world_size)
         bucket = Bucket(
             index=len(self._buckets),
             first=len(self._slots),
@@ -197,6 +212,11 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         """A flat tensor of a bucket, one row for each owner."""
         return flat.view(self.link.world_size, -1)
 
+    def _mean_of_live_blocks(self, variances: Sequence[Tensor]) -> float:
+        """The mean of v over all blocks of the model in which it is not zero; 1 where there is none."""
+        total, elements = self.shards.total(*sums_of_live_blocks(variances, self.codec.block))
+        return total / elements if elements else 1.0
+
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank: moments, errors, packed momentum. Without bucket and wire buffers."""
         return sum(
@@ -236,6 +256,8 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             "rank": self.link.rank,
             "world_size": self.link.world_size,
             "local_size": self._levels.local_size,
+            "shard": self.shards.link.rank,
+            "shards": self.shards.link.world_size,
             "block": self.codec.block,
             "buckets": [
                 {
@@ -335,10 +357,13 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 "rank": self.link.rank,
                 "world_size": self.link.world_size,
                 "local_size": self._levels.local_size,
+                "shard": self.shards.link.rank,
+                "shards": self.shards.link.world_size,
                 "block": self.codec.block,
             }
+            record = {"local_size": 1, "shard": 0, "shards": 1} | record  # not in the first files
             for key, value in mine.items():
-                there = record.get(key, 1) if key == "local_size" else record[key]
+                there = record[key]
                 if there != value:
                     raise ValueError(
                         f"{where}{key} is {there} there and {value} here; each rank loads its own, or all ranks "
@@ -351,9 +376,10 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             for key, value in entry.items():
                 if key == "step":
                     continue
-                if value.shape != p.shape:
+                shape = local(p).shape
+                if value.shape != shape:
                     raise ValueError(
-                        f"{where}{key} of {name} has shape {tuple(value.shape)}, the parameter {tuple(p.shape)}"
+                        f"{where}{key} of {name} has shape {tuple(value.shape)}, the parameter {tuple(shape)}"
                     )
                 expected = self.error_dtype if key == "worker_error" else None
                 if not value.is_floating_point() or expected not in (None, value.dtype):
@@ -410,3 +436,14 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
 
     def _load_extra_state(self, record: dict) -> None:
         """Take back what `_extra_state` gave."""
+
+
+def _local_mask(mask: Tensor, p: Tensor) -> Tensor:
+    """The part of a mask that belongs to what this rank holds of p; the mask is the whole parameter's."""
+    if not hasattr(p, "to_local"):
+        return mask
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = mask.expand(p.shape).to(p.device).contiguous()
+    mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
+    return local(distribute_tensor(whole, mesh, placements, src_data_rank=None))

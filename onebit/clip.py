@@ -17,6 +17,7 @@ from torch import Tensor
 from .ballot import Ballot
 from .comm import Transport
 from .replicas import gather_bytes
+from .shards import Shards
 
 
 @dataclass
@@ -57,14 +58,15 @@ def estimated_norm(ballots: Sequence[Ballot], world_size: int, mean_clip_factor:
     return (mean_squared / n + (1.0 - 1.0 / n) * max(0.0, product)) ** 0.5
 
 
-def exact_norm(link: Transport, own_chunks: Sequence[Tensor]) -> float:
+def exact_norm(link: Transport, shards: Shards, own_chunks: Sequence[Tensor]) -> float:
     """The norm of a tensor that all ranks hold, from the chunks each owns: the same on all, whatever their threads.
 
-    All ranks. Sends 8 bytes to each peer.
+    Of all shards together. All ranks. Sends 8 bytes to each peer.
     """
     mine = struct.pack("<d", sum(dot(chunk, chunk) for chunk in own_chunks))
     shares = gather_bytes(link, mine, own_chunks[0].device)
-    return sum(struct.unpack("<d", share)[0] for share in shares) ** 0.5
+    (total,) = shards.total(sum(struct.unpack("<d", share)[0] for share in shares))
+    return total**0.5
 
 
 def dot(a: Tensor, b: Tensor) -> float:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .comm.transport import Transport, Work
+from .shards import local
 
 _FIRST_BUCKET_MB = 1.0  # as in DDP: the wire has work soon after the backward pass begins
 
@@ -37,7 +38,7 @@ class _Bucket:
             if parameter.grad is None:
                 view.zero_()
             else:
-                view.copy_(parameter.grad)
+                view.copy_(local(parameter.grad))
         self.work = link.all_reduce(self.flat)
 
     def land(self, world_size: int) -> None:
@@ -46,7 +47,7 @@ class _Bucket:
         for parameter, view in zip(self.params, self.views, strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            parameter.grad.copy_(view)
+            local(parameter.grad).copy_(view)
         self.work, self.complete = None, 0
 
 
@@ -68,12 +69,13 @@ def average_gradients(parameters: Iterable[Tensor], link: Transport, bucket_cap_
 @torch.no_grad()
 def broadcast_parameters(parameters: Iterable[Tensor], link: Transport, src: int = 0) -> None:
     """Give every rank the values that rank `src` has. All ranks, same parameters in the same order."""
-    pairs = [(parameter, parameter.detach().contiguous()) for parameter in parameters]
+    held = [local(parameter).detach() for parameter in parameters]
+    pairs = [(tensor, tensor.contiguous()) for tensor in held if tensor.numel() > 0]
     for work in [link.broadcast(whole, src) for _, whole in pairs]:
         work.wait()
-    for parameter, whole in pairs:
-        if whole.data_ptr() != parameter.data_ptr():
-            parameter.copy_(whole)
+    for tensor, whole in pairs:
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.copy_(whole)
 
 
 class DenseAverager:
@@ -145,11 +147,11 @@ def _land(buckets: Sequence[_Bucket], link: Transport) -> float:
 
 def _make_buckets(parameters: Iterable[Tensor], bucket_cap_mb: float) -> list[_Bucket]:
     """The trainable parameters, last first, in buckets of one device each that do not exceed the cap."""
-    trainable = [p for p in parameters if p.requires_grad and p.numel() > 0]
+    trainable = [p for p in parameters if p.requires_grad and local(p).numel() > 0]
     groups: list[list[Tensor]] = []
     room = 0
     for parameter in reversed(trainable):
-        size = 4 * parameter.numel()
+        size = 4 * local(parameter).numel()
         if size > room or parameter.device != groups[-1][0].device:
             cap_mb = bucket_cap_mb if groups else min(bucket_cap_mb, _FIRST_BUCKET_MB)
             groups.append([])
@@ -160,6 +162,7 @@ def _make_buckets(parameters: Iterable[Tensor], bucket_cap_mb: float) -> list[_B
 
 
 def _new_bucket(params: list[Tensor]) -> _Bucket:
-    flat = torch.empty(sum(p.numel() for p in params), device=params[0].device)
-    pieces = flat.split([p.numel() for p in params])
-    return _Bucket(params, flat, [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)])
+    held = [local(p) for p in params]
+    flat = torch.empty(sum(p.numel() for p in held), device=params[0].device)
+    pieces = flat.split([p.numel() for p in held])
+    return _Bucket(params, flat, [piece.view(p.shape) for piece, p in zip(pieces, held, strict=True)])

@@ -20,16 +20,21 @@ from .flat import Layout
 
 @dataclass
 class World:
-    """The states of all ranks of a world, taken together. server_errors: per bucket, the owners' chunks in order."""
+    """The states of all ranks of a world, taken together. server_errors: per bucket, the owners' chunks in order.
+
+    Where a model is sharded: of all replicas of one shard, which are the ranks of its link.
+    """
 
     size: int
     local_size: int
+    shard: int
     state: dict
     server_errors: list[Tensor | None]
 
     def has(self, record: dict) -> bool:
         """Whether this is the record of one of its ranks."""
-        return (record["world_size"], record.get("local_size", 1)) == (self.size, self.local_size)
+        found = (record["world_size"], record.get("local_size", 1), record.get("shard", 0))
+        return found == (self.size, self.local_size, self.shard)
 
     def ranks_by_row(self) -> list[int]:
         """The rank that owns each row of a bucket; see `comm/levels.py`."""
@@ -49,7 +54,8 @@ def gather_states(states: Iterable[dict]) -> World:
                 f"{rank} is " + ("no state of such an optimizer" if record is None else _whose(record))
             )
         if world is None:
-            world = World(record["world_size"], record.get("local_size", 1), _copy(state), [])
+            size, local_size, shard = record["world_size"], record.get("local_size", 1), record.get("shard", 0)
+            world = World(size, local_size, shard, _copy(state), [])
         _add(sums, _own_tensors(state))
         servers.append([bucket["server_error"] for bucket in record["buckets"]])
     if world is None or len(servers) != world.size:
@@ -69,7 +75,8 @@ def _copy(state: dict) -> dict:
 
 
 def _whose(record: dict) -> str:
-    return f"that of rank {record['rank']} of {record['world_size']}"
+    shard = f", shard {record['shard']} of {record['shards']}" if record.get("shards", 1) > 1 else ""
+    return f"that of rank {record['rank']} of {record['world_size']}{shard}"
 
 
 def _own_tensors(state: dict) -> dict:

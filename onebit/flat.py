@@ -2,7 +2,7 @@
 
 Parameters stay where they are; momentum, errors and frames are flat. Each parameter starts at a block border and is
 padded to whole blocks, so no block straddles two parameters; the bucket is padded to one equal chunk of blocks per
-rank. Pure integers and views: nothing here computes.
+rank, at least one. Pure integers and views: nothing here computes.
 
 Shape legend: W ranks, N elements of a chunk, J blocks of a chunk; a bucket has W·N elements.
 """
@@ -76,7 +76,7 @@ def lay_out(shapes: Sequence[torch.Size], block: int, world_size: int) -> Layout
     """The layout of a bucket that holds parameters of these shapes, in this order."""
     blocks = [_blocks(shape.numel(), block) for shape in shapes]
     starts = [0, *accumulate(blocks)]
-    chunk_blocks = _blocks(starts[-1], world_size)
+    chunk_blocks = max(1, _blocks(starts[-1], world_size))  # shards may leave a rank nothing of a whole bucket
     return Layout(
         shapes=tuple(shapes),
         offsets=tuple(start * block for start in starts[:-1]),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .adam import adamw_update_, check_adam_options, denominator_, mean_of_live_blocks
+from .adam import adamw_update_, check_adam_options, denominator_
 from .ballot import Ballot
 from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
@@ -181,7 +181,7 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
             if is_masked:
                 self.codec.decode(bucket.frames, self._rows(bucket.x))
         if is_dense or is_masked:
-            for view, p, weight, decay in zip(bucket.x_views, bucket.params, weight_K, decay_K, strict=True):
+            for view, p, weight, decay in zip(bucket.x_views, bucket.held, weight_K, decay_K, strict=True):
                 view.mul_(weight).addcmul_(p.float(), decay)
             super()._move(bucket, seen)
             return
@@ -264,7 +264,7 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
             self._variance_total[g], self._last_dense[g] = total, step
             v.div_(total)
         if all(bucket.phase == "warmup" for bucket in self._buckets):  # a group added later must not replace it
-            self._fallback = mean_of_live_blocks([v for _, v in moments], self.codec.block)
+            self._fallback = self._mean_of_live_blocks([v for _, v in moments])
         for bucket, (m, v) in zip(due, moments, strict=True):
             self._freeze(bucket, m, v)
         if self.link.rank == 0:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from .adam import check_adam_options
+from .comm import SimTransport, Transport
+from .shards import Shards, local
 
 
 def trust_ratio(weight_norm: Tensor, update_norm: Tensor, *, min_coeff: float, max_coeff: float) -> Tensor:
@@ -35,9 +37,10 @@ class Lamb(torch.optim.Optimizer):
 
     Per parameter (a layer): u = m̂/(√v̂ + eps) + wd·p, p ← p - lr·r·u with r = `trust_ratio`(‖p‖, ‖u‖). A parameter
     without a gradient is left alone. Moments are float32 whatever the parameter is. No host synchronisation: the
-    ratios stay on the device. Arguments as in torch.optim.AdamW, and min_coeff, max_coeff: bounds of the ratio.
+    ratios stay on the device. Arguments as in torch.optim.AdamW, and min_coeff, max_coeff: bounds of the ratio. shards:
+    as in `CommonOptions`; a layer's norms are then those of all its shards.
 
-    State: 8 bytes per element. Sends nothing.
+    State: 8 bytes per element held. Sends nothing, but 16 bytes per layer to each other shard.
     """
 
     def __init__(
@@ -52,12 +55,17 @@ class Lamb(torch.optim.Optimizer):
         min_coeff: float = 0.01,
         bias_correction: bool = True,
         amsgrad: bool = False,
+        shards: Transport | None = None,
     ):
         check_adam_options(lr, betas, eps, weight_decay, 0.0, amsgrad)
         check_trust_options(min_coeff, max_coeff)
+        self.shards = Shards(SimTransport() if shards is None else shards)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"max_coeff": max_coeff, "min_coeff": min_coeff, "bias_correction": bias_correction}
         super().__init__(params, defaults)  # type: ignore[arg-type]
+        for group in self.param_groups:
+            for k, p in enumerate(group["params"]):
+                self.shards.check_holds(p, f"parameter {k}")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -77,22 +85,24 @@ class Lamb(torch.optim.Optimizer):
                 raise RuntimeError(f"Lamb needs dense gradients, got {p.grad.layout}")
             if not self.state[p]:
                 self.state[p] = {"step": torch.tensor(0.0)} | {
-                    name: torch.zeros_like(p, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")
+                    name: torch.zeros_like(local(p), dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")
                 }
         if not params:
             return
-        updates = self._updates(params, group)
+        updates, held = self._updates(params, group), [local(p) for p in params]
         if group["weight_decay"] != 0.0:
-            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+            torch._foreach_add_(updates, held, alpha=group["weight_decay"])
         bounds = {"min_coeff": group["min_coeff"], "max_coeff": group["max_coeff"]}
-        ratios = trust_ratio(norms(params), norms(updates), **bounds) * group["lr"]
+        table_2L = torch.stack([norms(held), norms(updates)])
+        weight_norm, update_norm = self.shards.norms(table_2L)
+        ratios = trust_ratio(weight_norm, update_norm, **bounds) * group["lr"]
         torch._foreach_mul_(updates, ratios.unbind())
-        torch._foreach_sub_(params, updates)
+        torch._foreach_sub_(held, updates)
 
     def _updates(self, params: list[Tensor], group: dict) -> list[Tensor]:
         """Advance the moments; m̂/(√v̂ + eps) of each parameter, float32."""
         beta1, beta2 = group["betas"]
-        grads = [p.grad.float() for p in params if p.grad is not None]
+        grads = [local(p.grad).float() for p in params if p.grad is not None]
         ms, vs = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
         torch._foreach_lerp_(ms, grads, 1.0 - beta1)
         torch._foreach_mul_(vs, beta2)

@@ -139,7 +139,7 @@ class OnebitLamb(FrozenVarianceOptimizer):
         for bucket in dense:
             decay = self.param_groups[bucket.group_index]["weight_decay"]
             if decay != 0.0:
-                torch._foreach_add_(bucket.x_views, bucket.params, alpha=decay)
+                torch._foreach_add_(bucket.x_views, bucket.held, alpha=decay)
         if dense:
             self._measure(dense)
 
@@ -154,7 +154,8 @@ class OnebitLamb(FrozenVarianceOptimizer):
         """r_l from every rank's part of the estimate, and its place in the update."""
         W = self.link.world_size
         mine = torch.cat([self._observed[bucket.index] for bucket in buckets])
-        square_L, product_L = (_sum_in_order(gather_tensors(self.link, mine)) / W).unbind(1)
+        replica = self.shards.total_of_rows(mine)
+        square_L, product_L = (_sum_in_order(gather_tensors(self.link, replica)) / W).unbind(1)
         estimate_L = square_L / W + (1.0 - 1.0 / W) * product_L.clamp(min=0.0)
         for bucket, estimate_K in zip(buckets, _split(estimate_L, buckets), strict=True):
             layers, beta2 = bucket.layers, self.param_groups[bucket.group_index]["betas"][1]
@@ -180,13 +181,17 @@ class OnebitLamb(FrozenVarianceOptimizer):
                 layers["coeff"] = (self._mean_ratio(bucket) * growth).clamp(self.min_coeff, self.max_coeff)
 
     def _layer_norms(self, buckets: Sequence[Bucket]) -> Tensor:
-        """‖p‖ and ‖u‖ of each layer, float32 [L, 2]. Rank k mod W measures layer k: the same bits everywhere."""
+        """‖p‖ and ‖u‖ of each layer, float32 [L, 2]. Rank k mod W measures layer k: the same bits everywhere.
+
+        A sharded layer's are those of all its shards.
+        """
         W, rank = self.link.world_size, self.link.rank
-        pairs = [pair for bucket in buckets for pair in zip(bucket.params, bucket.x_views, strict=True)]
+        pairs = [pair for bucket in buckets for pair in zip(bucket.held, bucket.x_views, strict=True)]
         mine = torch.zeros(-(-len(pairs) // W), 2, device=buckets[0].device)
         for k, (p, u) in enumerate(pairs[rank::W]):
             mine[k] = norms([p, u])
-        return gather_tensors(self.link, mine).transpose(0, 1).reshape(-1, 2)[: len(pairs)]
+        held_L2 = gather_tensors(self.link, mine).transpose(0, 1).reshape(-1, 2)[: len(pairs)]
+        return self.shards.norms(held_L2)
 
     def _trust_ratio(self, weight_norm: Tensor, update_norm: Tensor) -> Tensor:
         return trust_ratio(weight_norm, update_norm, min_coeff=self.min_coeff, max_coeff=self.max_coeff)
@@ -228,13 +233,13 @@ class OnebitLamb(FrozenVarianceOptimizer):
             total = 1.0 - group["betas"][1] ** step if self.bias_correction and step > 0 else 1.0
             D = (bucket.flat["exp_avg_sq"] / total).sqrt_().add_(group["eps"])
             torch.div(self.momentum(bucket), D, out=bucket.x)
-            torch._foreach_add_(bucket.x_views, bucket.params, alpha=group["weight_decay"])
+            torch._foreach_add_(bucket.x_views, bucket.held, alpha=group["weight_decay"])
         self._measure(self._buckets)
         super()._adopt_dense_state()
 
 
 def _numels(bucket: Bucket) -> Tensor:
-    """Elements of each layer, float32 [K]."""
+    """Elements of each layer, all its shards together, float32 [K]."""
     return torch.tensor([float(p.numel()) for p in bucket.params], device=bucket.device)
 
 

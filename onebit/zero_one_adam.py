@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .adam import check_adam_options, floor_of_blocks, mean_of_live_blocks, normalised
+from .adam import check_adam_options, floor_of_blocks, normalised
 from .ballot import Ballot
 from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
 from .comm import Bf16Codec, Codec, ErrorFeedback, Exchange, MomentumWeights, Variance
 from .schedule import LocalSteps, VarianceUpdates, variance_weight
+from .shards import local
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -236,7 +237,7 @@ class ZeroOneAdam(CompressedOptimizer):
             return
         self.codec.decode(frames_WB, self._rows(bucket.x))
         anchor_views = bucket.layout.views(bucket.flat["anchor"])
-        torch._foreach_copy_(bucket.params, anchor_views)
+        torch._foreach_copy_(bucket.held, anchor_views)
         lost = 1.0 - self._kept_share[g] * self._kept_this_step(group)
         torch._foreach_add_(bucket.x_views, anchor_views, alpha=lost)
         bucket.flat["accumulated"].zero_()
@@ -244,7 +245,7 @@ class ZeroOneAdam(CompressedOptimizer):
     def _go_alone(self, bucket: Bucket, group: dict, step: int) -> None:
         m, u, weight = bucket.flat["exp_avg"], bucket.flat["accumulated"], self._weights[bucket.group_index]
         if self._since_sync == 0:
-            torch._foreach_copy_(bucket.layout.views(bucket.flat["anchor"]), bucket.params)
+            torch._foreach_copy_(bucket.layout.views(bucket.flat["anchor"]), bucket.held)
         self._normalise(bucket, group)
         m.lerp_(bucket.x, 1.0 - group["betas"][0])
         u.add_(m, alpha=weight)
@@ -286,7 +287,7 @@ class ZeroOneAdam(CompressedOptimizer):
     def _decay(self, bucket: Bucket, group: dict) -> None:
         lost = 1.0 - self._kept_this_step(group)
         if lost != 0.0:
-            torch._foreach_add_(bucket.x_views, bucket.params, alpha=lost)
+            torch._foreach_add_(bucket.x_views, bucket.held, alpha=lost)
 
     def _move(self, bucket: Bucket, seen: Sequence[bool]) -> None:
         if self._round != _SYNC or self._since_sync or bucket.group_index in self._masks:
@@ -306,7 +307,7 @@ class ZeroOneAdam(CompressedOptimizer):
             for g in range(len(self._variance_total)):
                 self._variance_total[g] = self._total_after(g, self._weight_of_variance_step(g))
             self._variance_steps = step
-            self._fallback = mean_of_live_blocks([b.flat["exp_avg_sq"] for b in self._buckets], self.codec.block)
+            self._fallback = self._mean_of_live_blocks([b.flat["exp_avg_sq"] for b in self._buckets])
             for bucket in self._buckets:
                 bucket.floor_J = None
             if not self.updates.is_due(step):  # the next step would be the first in one bit
@@ -360,7 +361,7 @@ class ZeroOneAdam(CompressedOptimizer):
             "accumulated_weight": list(self._accumulated_weight),
             "kept_share": list(self._kept_share),
             # Between synchronisations this rank's parameters are its own, and no other file holds them.
-            "parameters": [p.detach().clone() for p in self._slots] if self._since_sync else [],
+            "parameters": [local(p).detach().clone() for p in self._slots] if self._since_sync else [],
         }
 
     def _load_extra_state(self, record: dict) -> None:
@@ -374,7 +375,7 @@ class ZeroOneAdam(CompressedOptimizer):
         self._kept_share = list(record["kept_share"])
         with torch.no_grad():
             for p, saved in zip(self._slots, record["parameters"], strict=False):
-                p.copy_(saved)
+                local(p).copy_(saved)
 
     def _adopt_dense_state(self) -> None:
         self._variance_steps = int(self._steps[0]) if self._steps else 0

@@ -1,0 +1,426 @@
+"""What each rank of `test_fsdp.py` does; started by `ranks.py`, results as files in a folder."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch._dynamo  # fully_shard imports it: 2 s, once in the process that forks instead of once in each rank
+from fsdp_cases import (
+    FAMILY,
+    FREEZE,
+    STEPS,
+    aligned_net,
+    flat,
+    loss_of,
+    make,
+    note,
+    odd_net,
+)
+from torch import Tensor, nn
+
+import onebit
+from onebit.base import CompressedOptimizer
+from onebit.comm import IdentityCodec
+from onebit.dense import DenseAverager, average_gradients
+from onebit.replicas import ReplicaError
+from onebit.shards import local
+from onebit.zero import fsdp, grid
+from onebit.zero.grid import Grid
+
+Case = Callable[[Grid], object]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def run_cases(folder: str, names_by_shards: list[tuple[int, list[str]]]) -> None:
+    """Cases over grids of so many shards, one after the other; results go to the folder, for each case and rank."""
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    grids = []
+    for shards, names in names_by_shards:
+        here = grid.start(shard=shards, timeout_s=30.0)
+        grids.append(here)
+        for name in names:
+            torch.save(CASES[name](here), Path(folder) / f"{shards}.{name}.{here.world.rank}")
+    for here in reversed(grids):
+        here.close()
+
+
+def sharded(here: Grid, net: nn.Module, stage: int, **options: object) -> nn.Module:
+    return fsdp.shard(net, here, stage, **options)
+
+
+def backward(here: Grid, net: nn.Module, step: int, stage: int, micros: int = 1) -> None:
+    for k in range(micros):
+        fsdp.begin_micro_batch(net, stage, is_last=k == micros - 1)
+        (loss_of(net, step, here.world.rank, k) / micros).backward()
+
+
+def train(here: Grid, net: nn.Module, optimizer: CompressedOptimizer, stage: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        backward(here, net, step, stage)
+        optimizer.step()
+
+
+# -------------------------------------------------------------------------------- like the twin, after the freeze
+
+
+def like_twin(here: Grid, name: str, stage: int, micros: int = 1, **options: object) -> dict[str, list]:
+    net = sharded(here, aligned_net(), stage)
+    optimizer = make(name, net, here.link, shards=here.shards, **options)
+    out: dict[str, list] = {
+        "params": [],
+        "clip": [],
+        "fallback": [],
+        "layers": [],
+        "early": [],
+        "bits": [],
+        "phases": [],
+    }
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(here, net, step, stage, micros)
+        out["early"].append(optimizer._launched / len(optimizer._buckets))
+        optimizer.step()
+        note(out, net, optimizer)
+        out["bits"].append(optimizer.stats.bits_per_parameter)
+        out["phases"].append(optimizer.stats.phase)
+    if isinstance(optimizer, onebit.ZeroOneAdam):
+        optimizer.sync()
+        note(out, net, optimizer)
+    return out
+
+
+def _twin_case(name: str, stage: int, micros: int, options: dict) -> None:
+    key = f"{name}_{stage}_{micros}" + "".join(f"_{option}" for option in options)
+    CASES[key] = lambda here: like_twin(here, name, stage, micros, **options)
+
+
+for _name in FAMILY:
+    for _stage in fsdp.STAGES:
+        _twin_case(_name, _stage, 1, {})
+_twin_case("OnebitAdam", 1, 2, {})
+_twin_case("OnebitAdam", 2, 2, {})
+_twin_case("OnebitAdam", 3, 2, {})
+_twin_case("OnebitAdam", 2, 1, {"max_grad_norm": 0.1})
+
+
+# -------------------------------------------------------------------------------- the model as a whole
+
+
+@case
+def clipping_is_torchs(here: Grid) -> dict[str, list]:
+    """Dense steps of odd shapes, clipped, against AdamW and clip_grad_norm_ in one process."""
+    R, S = here.shape.sizes
+    replica = here.coordinates["replica"]
+    net = sharded(here, odd_net(uses_extra=replica == 0), 3)
+    optimizer = make(
+        "OnebitAdam",
+        net,
+        here.link,
+        shards=here.shards,
+        max_grad_norm=0.3,
+        freeze_step=100,
+        warmup_codec=IdentityCodec(),
+    )
+    plain = [odd_net(uses_extra=r == 0) for r in range(R)]
+    adamw = torch.optim.AdamW(plain[0].parameters(), lr=0.01)
+    out: dict[str, list] = {"ours": [], "torchs": [], "factors": [], "torch_factors": []}
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(here, net, step, 3)
+        optimizer.step()
+        adamw.zero_grad()
+        for r in range(R):
+            plain[r].load_state_dict(plain[0].state_dict())
+            plain[r].zero_grad()
+            for s in range(S):
+                (loss_of(plain[r], step, r * S + s) / (R * S)).backward()
+        for p, *others in zip(*(net.parameters() for net in plain), strict=True):
+            for other in others:
+                if other.grad is not None:
+                    p.grad = other.grad.clone() if p.grad is None else p.grad + other.grad
+        norm = nn.utils.clip_grad_norm_(plain[0].parameters(), 0.3)
+        adamw.step()
+        out["ours"].append(flat(net))
+        out["torchs"].append(flat(plain[0]).clone())
+        out["factors"].append(optimizer.stats.clip_factor)
+        out["torch_factors"].append(min(1.0, 0.3 / (float(norm) + 1e-6)))
+    return out
+
+
+@case
+def lamb_measures_whole_layers(here: Grid) -> dict[str, Tensor]:
+    """Dense LAMB three ways: one-bit's warm-up over shards, Lamb over shards, Lamb in one process."""
+    R, S = here.shape.sizes
+    options = {"lr": 0.02, "weight_decay": 0.01}
+    one_bit, dense, plain = (odd_net() for _ in range(3))
+    sharded(here, one_bit, 3)
+    sharded(here, dense, 2)
+    ours = make("OnebitLamb", one_bit, here.link, shards=here.shards, freeze_step=100, warmup_codec=IdentityCodec())
+    theirs = onebit.Lamb(dense.parameters(), shards=here.shards, **options)
+    reference = onebit.Lamb(plain.parameters(), **options)
+    used = [p for name, p in dense.named_parameters() if name != "unused"]  # it makes gradients that are not there
+    averager = DenseAverager(used, here.link, bucket_cap_mb=0.0005)
+    for step in range(4):
+        for optimizer in (ours, theirs, reference):
+            optimizer.zero_grad()
+        backward(here, one_bit, step, 3)
+        ours.step()
+        backward(here, dense, step, 2)
+        averager.finish()
+        theirs.step()
+        for source in range(R * S):
+            (loss_of(plain, step, source) / (R * S)).backward()
+        reference.step()
+    return {"one_bit": flat(one_bit), "dense": flat(dense), "plain": flat(plain)}
+
+
+@case
+def torchs_adamw_after_averaging(here: Grid) -> dict[str, Tensor]:
+    """The dense baseline over shards: average_gradients along the link, then torch's AdamW."""
+    R, S = here.shape.sizes
+    net, plain = sharded(here, odd_net(), 2), odd_net()
+    optimizers = [torch.optim.AdamW(n.parameters(), lr=0.01) for n in (net, plain)]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward(here, net, step, 2)
+        average_gradients(net.parameters(), here.link)
+        for source in range(R * S):
+            (loss_of(plain, step, source) / (R * S)).backward()
+        plain.unused.grad = torch.zeros_like(plain.unused)  # average_gradients makes what is not there
+        for optimizer in optimizers:
+            optimizer.step()
+    return {"ours": flat(net), "plain": flat(plain)}
+
+
+# -------------------------------------------------------------------------------- agreement
+
+
+def state_bytes(optimizer: CompressedOptimizer) -> bytes:
+    """All of the state but the count of skipped steps."""
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["onebit"]["skipped_steps"]
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def spoil_a_gradient(here: Grid, net: nn.Module) -> None:
+    """An infinity in one shard of the last replica."""
+    if here.world.rank == here.world.world_size - 1:
+        held = (local(p.grad) for p in net.parameters() if p.grad is not None)
+        next(grad for grad in held if grad.numel() > 1).view(-1)[1] = float("inf")
+
+
+@case
+def one_bad_shard_makes_all_skip(here: Grid) -> list:
+    """An infinity in one shard of the last replica: before the freeze, after it, where the step clips, local steps."""
+    out = []
+    for name, step, options in (
+        ("OnebitAdam", 1, {}),
+        ("OnebitAdam", FREEZE + 1, {"max_grad_norm": 1.0}),
+        ("OnebitLamb", FREEZE + 1, {}),
+        ("ZeroOneAdam", 2, {}),
+    ):
+        net = sharded(here, odd_net(), 2)
+        optimizer = make(name, net, here.link, shards=here.shards, overlap=False, **options)
+        train(here, net, optimizer, 2, range(step))
+        before, state = flat(net), state_bytes(optimizer)
+        backward(here, net, step, 2)
+        spoil_a_gradient(here, net)
+        optimizer.step()
+        skipped = torch.equal(flat(net), before), state_bytes(optimizer) == state, optimizer.stats.skipped_steps
+        train(here, net, optimizer, 2, range(step + 1, step + 2))
+        out.append((*skipped, not torch.equal(flat(net), before), optimizer.stats.skipped_steps))
+    return out
+
+
+@case
+def a_bad_shard_in_a_local_step_is_its_replicas_alone(here: Grid) -> tuple[int, bool, bool]:
+    net = sharded(here, odd_net(), 2)
+    optimizer = make("ZeroOneAdam", net, here.link, shards=here.shards, overlap=False, local_step_clipper=4, lr=0.02)
+    step = 0
+    while optimizer._decide() != "local":
+        train(here, net, optimizer, 2, range(step, step + 1))
+        step += 1
+    backward(here, net, step, 2)
+    spoil_a_gradient(here, net)
+    optimizer.step()
+    was_local, skipped = optimizer.stats.sent_bytes == 0, optimizer.stats.skipped_steps
+    optimizer.sync()
+    fsdp.reshard(net)
+    return skipped, was_local, bool(flat(net).isfinite().all())
+
+
+@case
+def errors_are_everybodys(here: Grid) -> dict[str, str]:
+    """What one rank alone finds wrong, at construction and in a vote, ends all."""
+    last = here.world.rank == here.world.world_size - 1
+    out = {}
+    net = sharded(here, odd_net(), 2)
+    options = {"error_dtype": torch.bfloat16} if last else {}
+    out["options"] = message(ValueError, lambda: make("OnebitAdam", net, here.link, shards=here.shards, **options))
+    options = {"variance_floor": 0.02} if here.coordinates["shard"] else {}
+    out["shards"] = message(ValueError, lambda: make("OnebitAdam", net, here.link, shards=here.shards, **options))
+    optimizer = make("OnebitAdam", net, here.link, shards=here.shards)
+    train(here, net, optimizer, 2, range(2))
+    if last:
+        with torch.no_grad():
+            next(local(p) for p in net.parameters() if local(p).numel() > 1).view(-1)[0] += 1.0
+    out["replicas"] = message(ReplicaError, optimizer.check_replicas)
+    return out
+
+
+@case
+def shards_that_do_not_fit_are_refused(here: Grid) -> dict[str, str]:
+    net, plain = sharded(here, odd_net(), 2), odd_net()
+    states = make("OnebitAdam", net, here.link, shards=here.shards)
+    other = copy.deepcopy(states.state_dict())
+    other["onebit"]["shard"] = 1 - other["onebit"]["shard"]
+    return {
+        "no shards": message(ValueError, lambda: make("OnebitAdam", net, here.link)),
+        "dense": message(ValueError, lambda: onebit.Lamb(net.parameters())),
+        "plain": message(ValueError, lambda: make("OnebitAdam", plain, here.link, shards=here.shards)),
+        "another's": message(ValueError, lambda: states.load_state_dict(other)),
+        "stage": message(ValueError, lambda: fsdp.shard(odd_net(), here, 0)),
+        "masters": message(ValueError, lambda: fsdp.shard(odd_net().bfloat16(), here, 1, dtype=torch.bfloat16)),
+        "not sharded": message(TypeError, lambda: fsdp.begin_micro_batch(odd_net(), 1, is_last=True)),
+    }
+
+
+def message(kind: type[Exception], action: Callable[[], object]) -> str:
+    try:
+        action()
+    except kind as error:
+        return str(error)
+    return "nothing was raised"
+
+
+# -------------------------------------------------------------------------------- state, masks, precision
+
+
+@case
+def resume_is_no_interruption(here: Grid) -> dict[str, bool]:
+    """From each rank's own state and shards, in warm-up, at the freeze, between synchronisations."""
+    out = {}
+    for name, stage, at in (
+        ("OnebitAdam", 2, 2),
+        ("OnebitAdam", 3, 5),
+        ("OnebitLamb", 1, 4),
+        ("ZeroOneAdam", 3, 6),
+        ("ZeroOneAdam", 2, 7),
+    ):
+        net = sharded(here, odd_net(), stage)
+        optimizer = make(name, net, here.link, shards=here.shards, max_grad_norm=2.0)
+        train(here, net, optimizer, stage, range(at))
+        buffer = io.BytesIO()
+        torch.save(
+            {"model": [local(p).detach() for p in net.parameters()], "optimizer": optimizer.state_dict()}, buffer
+        )
+        train(here, net, optimizer, stage, range(at, at + 3))
+        again = sharded(here, odd_net(), stage)
+        saved = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        resumed = make(name, again, here.link, shards=here.shards, max_grad_norm=2.0)
+        with torch.no_grad():  # after construction, which makes replicas equal: between synchronisations they are not
+            for p, kept in zip(again.parameters(), saved["model"], strict=True):
+                local(p).copy_(kept)
+        resumed.load_state_dict(saved["optimizer"])
+        train(here, again, resumed, stage, range(at, at + 3))
+        pairs = zip(net.parameters(), again.parameters(), strict=True)
+        out[f"{name} {stage} {at}"] = all(torch.equal(local(p), local(q)) for p, q in pairs)
+    return out
+
+
+@case
+def masked_elements_stay(here: Grid) -> tuple[bool, bool]:
+    """A mask is the whole parameter's: rows that it forbids stay, on whatever rank they are."""
+    net = sharded(here, aligned_net(), 3)
+    weight = next(net.parameters())
+    mask = (torch.arange(128) % 3 > 0).unsqueeze(1).expand(128, 8)
+    optimizer = onebit.OnebitAdam(
+        [{"params": [weight], "exp_avg_mask": mask}],
+        link=here.link,
+        shards=here.shards,
+        lr=0.01,
+        weight_decay=0.0,
+        freeze_step=FREEZE,
+        compression="always",
+    )
+    before = weight.full_tensor().detach().clone()
+    train(here, net, optimizer, 3, range(FREEZE + 2))
+    moved = weight.full_tensor().detach() != before
+    return bool(moved[mask].all()), bool(moved[~mask].any())
+
+
+@case
+def low_precision_has_float32_masters(here: Grid) -> dict[str, object]:
+    """bfloat16 on the way, float32 in parameters, gradients and their mean over the shards."""
+    out: dict[str, object] = {}
+    S = here.shape.size("shard")
+    replica = here.coordinates["replica"]
+    for stage in fsdp.STAGES:
+        net, plain = sharded(here, aligned_net(), stage, dtype=torch.bfloat16), aligned_net().bfloat16()
+        optimizer = make("OnebitAdam", net, here.link, shards=here.shards, overlap=False)
+        backward(here, net, 0, stage)
+        mean = [torch.zeros_like(p, dtype=torch.float32) for p in plain.parameters()]
+        for source in range(replica * S, (replica + 1) * S):
+            plain.zero_grad()
+            generator_loss(plain, source).backward()
+            for total, p in zip(mean, plain.parameters(), strict=True):
+                total += p.grad.float()
+        grads = [p.grad.full_tensor() for p in net.parameters()]
+        out[f"gradients {stage}"] = all(torch.equal(g, total / S) for g, total in zip(grads, mean, strict=True))
+        optimizer.step()
+        train(here, net, optimizer, stage, range(1, FREEZE + 2))
+        dtypes = {local(p).dtype for p in net.parameters()} | {p.grad.dtype for p in net.parameters()}
+        out[f"dtypes {stage}"] = dtypes == {torch.float32}
+        out[f"params {stage}"] = flat(net)
+    return out
+
+
+def generator_loss(plain: nn.Module, source: int) -> Tensor:
+    """As `loss_of`, for a model whose inputs nobody casts."""
+    with cast_inputs(plain):
+        return loss_of(plain, 0, source)
+
+
+@contextmanager
+def cast_inputs(net: nn.Module) -> Iterator[None]:
+    handle = net.register_forward_pre_hook(lambda _, inputs: tuple(x.bfloat16() for x in inputs))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@case
+def what_a_rank_holds(here: Grid) -> dict[str, object]:
+    """Coordinates as the mesh has them; state of the own shard only; gathered parameters let go of."""
+    S = here.shape.size("shard")
+    net = sharded(here, aligned_net(), 1)
+    optimizer = make("OnebitAdam", net, here.link, shards=here.shards)
+    elements = sum(p.numel() for p in net.parameters())
+    with torch.no_grad():
+        loss_of(net, 0, 0)
+    gathered = not any(hasattr(p, "to_local") for p in net.parameters())
+    fsdp.reshard(net)
+    return {
+        "coordinates": tuple(here.coordinates.values()) == tuple(here.mesh.get_coordinate()),
+        "links": (here.link.rank, here.link.world_size, here.shards.rank, here.shards.world_size),
+        "state": optimizer.state_bytes() <= 8 * (elements // S + 2 * 64 * len(optimizer._buckets)),
+        "gathered": gathered and all(hasattr(p, "to_local") for p in net.parameters()),
+        "blocks": len(fsdp.blocks_of(odd_net())),
+    }

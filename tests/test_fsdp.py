@@ -1,0 +1,250 @@
+"""ZeRO inside the node, one bit between nodes: the optimizers on FSDP2's shards, over Gloo, against unsharded twins."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import fsdp_ranks
+import pytest
+import torch
+from fsdp_cases import FAMILY, FREEZE, STEPS, twin
+from ranks import Ended, run_torchrun
+
+from onebit.comm import SimTransport, run_ranks
+from onebit.shards import Shards
+
+pytestmark = pytest.mark.dist
+
+# (ranks, shards): which cases run there. One start for each number of ranks.
+TWINS = [name for name in fsdp_ranks.CASES if "_" in name and name.split("_")[0] in FAMILY]
+WHOLE = [name for name in fsdp_ranks.CASES if name not in TWINS]
+FEW = ["OnebitAdam_2_1", "OnebitLamb_3_1", "ZeroOneAdam_1_1"]
+WORLDS: dict[tuple[int, int], list[str]] = {
+    (4, 2): TWINS + WHOLE,
+    (4, 1): [*FEW, "clipping_is_torchs", "one_bad_shard_makes_all_skip"],
+    (2, 2): [*FEW, "clipping_is_torchs", "lamb_measures_whole_layers", "one_bad_shard_makes_all_skip"],
+    (2, 1): FEW,
+}
+
+
+@cache
+def world_run(ranks: int) -> tuple[Ended, Path]:
+    """Started by whichever test asks first; all later ones read it."""
+    folder = tempfile.mkdtemp(prefix="fsdp-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    cases = [(shards, names) for (size, shards), names in WORLDS.items() if size == ranks]
+    return run_torchrun(ranks, fsdp_ranks.run_cases, folder, cases, timeout_s=110), Path(folder)
+
+
+def results(ranks: int, shards: int, name: str) -> list:
+    ended, folder = world_run(ranks)
+    files = [folder / f"{shards}.{name}.{rank}" for rank in range(ranks)]
+    assert all(file.exists() for file in files), ended.output
+    return [torch.load(file) for file in files]
+
+
+@cache
+def twin_run(name: str, replicas: int, shards: int, micros: int, reduces_once: bool, *options: tuple) -> list[dict]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return run_ranks(
+            replicas, lambda link: twin(link, name, shards, micros, reduces_once=reduces_once, **dict(options))
+        )
+    finally:
+        torch.set_num_threads(threads)
+
+
+def cases(*kinds: str) -> list[tuple[int, int, str]]:
+    """(ranks, shards, case) of these optimizers, unclipped: a norm adds up in another order over shards."""
+    named = [(*world, name) for world, names in WORLDS.items() for name in names if "max_grad_norm" not in name]
+    return [(*world, name) for *world, name in named if name.split("_")[0] in kinds]
+
+
+def of_twin(ranks: int, shards: int, case: str) -> tuple[list, list]:
+    name, stage, micros, *clip = case.split("_", 3)
+    options = [(option, 0.1) for option in clip]
+    ours = results(ranks, shards, case)
+    theirs = twin_run(name, ranks // shards, shards, int(micros), stage == "1", *options)
+    return ours, [theirs[rank // shards] for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_every_run_ends_cleanly(ranks: int) -> None:
+    world_run(ranks)[0].check()
+
+
+@pytest.mark.parametrize(("ranks", "shards", "case"), cases("OnebitAdam", "ZeroOneAdam"))
+def test_shards_change_not_a_bit(ranks: int, shards: int, case: str) -> None:
+    """Every step's parameters, all rounds; blocks of the shards are blocks of the whole, two summands commute."""
+    for rank, (ours, theirs) in enumerate(zip(*of_twin(ranks, shards, case), strict=True)):
+        for step, (mine, twins) in enumerate(zip(ours["params"], theirs["params"], strict=True)):
+            assert torch.equal(mine, twins), (rank, step)
+        assert ours["fallback"] == pytest.approx(theirs["fallback"], rel=1e-6)  # a sum in another order
+        assert ours["fallback"][-1] != ours["fallback"][0]
+
+
+@pytest.mark.parametrize(("ranks", "shards", "case"), cases("OnebitLamb"))
+def test_layers_are_measured_over_their_shards(ranks: int, shards: int, case: str) -> None:
+    """Trust ratios to 1e-6: norms add up in another order. An element whose sign that turns moves by two scales."""
+    for ours, theirs in zip(*of_twin(ranks, shards, case), strict=True):
+        for step in range(STEPS):
+            for key, mine in ours["layers"][step].items():
+                torch.testing.assert_close(mine, theirs["layers"][step][key], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(ours["params"][step], theirs["params"][step], rtol=0, atol=1e-5)
+        assert not torch.equal(ours["layers"][FREEZE - 1]["factor"], ours["layers"][-1]["factor"])
+
+
+def test_estimated_norms_are_the_twins() -> None:
+    """Clip factors, exact in warm-up and estimated after it, to 1e-5, and the same on all ranks."""
+    ours, theirs = of_twin(4, 2, "OnebitAdam_2_1_max_grad_norm")
+    assert all(rank["clip"] == ours[0]["clip"] for rank in ours)
+    assert all(factor < 1.0 for factor in ours[0]["clip"])
+    assert ours[0]["clip"] == pytest.approx(theirs[0]["clip"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("ranks", "shards", "case"), cases(*FAMILY))
+def test_replicas_are_bit_identical(ranks: int, shards: int, case: str) -> None:
+    """At the end, and after sync(); full parameters are gathered from the shards of each replica."""
+    ours = results(ranks, shards, case)
+    assert all(torch.equal(rank["params"][-1], ours[0]["params"][-1]) for rank in ours)
+
+
+def test_buckets_leave_during_backward() -> None:
+    """FSDP2 runs the hooks of sharded parameters as it sets their gradients. The first step counts the passes."""
+    for case in ("OnebitAdam_1_2", "OnebitAdam_2_1", "OnebitAdam_3_2"):
+        assert results(4, 2, case)[0]["early"] == [0.0] + [1.0] * (STEPS - 1)
+
+
+def test_the_twins_see_every_round() -> None:
+    phases = {name: set(results(4, 2, f"{name}_3_1")[0]["phases"]) for name in FAMILY}
+    assert phases["OnebitAdam"] == phases["OnebitLamb"] == {"warmup", "compressed"}
+    assert phases["ZeroOneAdam"] == {"variance", "compressed", "local"}
+
+
+def test_one_bit_is_what_travels_between_replicas() -> None:
+    """Two legs of half the elements each to the one peer: 1 + 16/64 bits per parameter of the shard, and the ballot."""
+    bits = results(4, 2, "OnebitAdam_3_1")[0]["bits"]
+    assert min(bits[:FREEZE]) > 8.0
+    assert max(bits[FREEZE:]) < 2.5
+
+
+@pytest.mark.parametrize("world", [world for world, names in WORLDS.items() if "clipping_is_torchs" in names])
+def test_clipping_is_torchs(world: tuple[int, int]) -> None:
+    for result in results(*world, "clipping_is_torchs"):
+        assert min(result["torch_factors"]) < 0.9
+        assert result["factors"] == pytest.approx(result["torch_factors"], rel=1e-5)
+        for ours, torchs in zip(result["ours"], result["torchs"], strict=True):
+            torch.testing.assert_close(ours, torchs, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("world", [world for world, names in WORLDS.items() if "lamb_measures_whole_layers" in names])
+def test_lamb_measures_whole_layers(world: tuple[int, int]) -> None:
+    for result in results(*world, "lamb_measures_whole_layers"):
+        torch.testing.assert_close(result["one_bit"], result["plain"], rtol=0, atol=2e-6)
+        torch.testing.assert_close(result["dense"], result["plain"], rtol=0, atol=2e-6)
+
+
+def test_torchs_adamw_after_averaging() -> None:
+    for result in results(4, 2, "torchs_adamw_after_averaging"):
+        torch.testing.assert_close(result["ours"], result["plain"], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("world", [world for world, names in WORLDS.items() if "one_bad_shard_makes_all_skip" in names])
+def test_one_bad_shard_makes_all_skip(world: tuple[int, int]) -> None:
+    for outcomes in results(*world, "one_bad_shard_makes_all_skip"):
+        for kept_parameters, kept_state, skipped, moved_on, skipped_in_all in outcomes:
+            assert (kept_parameters, kept_state, skipped, moved_on, skipped_in_all) == (True, True, 1, True, 1)
+
+
+def test_a_bad_shard_in_a_local_step_is_its_replicas_alone() -> None:
+    outcomes = results(4, 2, "a_bad_shard_in_a_local_step_is_its_replicas_alone")
+    assert outcomes == [(0, True, True)] * 2 + [(1, True, True)] * 2
+
+
+def test_errors_are_everybodys() -> None:
+    for found in results(4, 2, "errors_are_everybodys"):
+        assert "error_dtype" in found["options"]
+        assert "variance_floor" in found["shards"]
+        assert "holds other values than rank 0 in" in found["replicas"]
+
+
+def test_shards_that_do_not_fit_are_refused() -> None:
+    for found in results(4, 2, "shards_that_do_not_fit_are_refused"):
+        assert "is in 2 shards, the optimizer's shards are 1 ranks" in found["no shards"]
+        assert "is in 2 shards" in found["dense"]
+        assert "is in 1 shard, the optimizer's shards are 2 ranks" in found["plain"]
+        assert "shard is" in found["another's"]
+        assert "stage must be 1, 2 or 3, got 0" in found["stage"]
+        assert "is not float32" in found["masters"]
+        assert "went through onebit.zero.fsdp.shard" in found["not sharded"]
+
+
+def test_resume_is_no_interruption() -> None:
+    for found in results(4, 2, "resume_is_no_interruption"):
+        assert found and all(found.values()), found
+
+
+def test_masked_elements_stay() -> None:
+    assert results(4, 2, "masked_elements_stay") == [(True, False)] * 4
+
+
+def test_low_precision_has_float32_masters() -> None:
+    found = results(4, 2, "low_precision_has_float32_masters")
+    for stage in (1, 2, 3):
+        for rank in found:
+            assert rank[f"gradients {stage}"] and rank[f"dtypes {stage}"]
+            assert torch.equal(rank[f"params {stage}"], found[0]["params 1"])
+
+
+def test_what_a_rank_holds() -> None:
+    for rank, found in enumerate(results(4, 2, "what_a_rank_holds")):
+        links = found.pop("links")
+        assert links == (rank // 2, 2, rank % 2, 2)
+        assert found == {"coordinates": True, "state": True, "gathered": True, "blocks": 3}
+
+
+# -------------------------------------------------------------------------------- shards, simulated
+
+
+@pytest.mark.parametrize("S", [1, 2, 3])
+def test_shards_hold_the_same_sums(S: int) -> None:
+    def work(link: SimTransport) -> tuple:
+        shards = Shards(link)
+        table = torch.arange(6.0).view(3, 2) + link.rank
+        return (
+            shards.total(link.rank + 0.5, 1.0),
+            shards.agree(link.rank != S - 1),
+            shards.agree(True),
+            shards.total_of_rows(table).tolist(),
+            shards.norms(torch.tensor([1e-30, 3.0, 1e30])).tolist(),
+        )
+
+    expected = (
+        [sum(rank + 0.5 for rank in range(S)), float(S)],
+        False,
+        True,
+        (S * torch.arange(6.0).view(3, 2) + sum(range(S))).tolist(),
+        (torch.tensor([1e-30, 3.0, 1e30], dtype=torch.float64) * S**0.5).float().tolist(),
+    )
+    for found in run_ranks(S, work):
+        assert found[:4] == expected[:4]
+        assert found[4] == pytest.approx(expected[4], rel=1e-6)
+
+
+def test_an_error_of_one_shard_is_raised_by_all() -> None:
+    def work(link: SimTransport) -> str:
+        def check() -> None:
+            if link.rank == 1:
+                raise ValueError("found by shard 1")
+
+        with pytest.raises(ValueError, match="found by shard 1") as raised:
+            Shards(link).together(ValueError, check)
+        Shards(link).together(ValueError, lambda: None)
+        return str(raised.value)
+
+    assert run_ranks(3, work) == ["found by shard 1"] * 3

@@ -1,0 +1,70 @@
+"""The grid's arithmetic: places, neighbours, and what is refused before anybody communicates."""
+
+from __future__ import annotations
+
+import pytest
+
+from onebit.zero.grid import AXES, GridShape, shape_of, start
+
+
+def test_every_rank_has_one_place() -> None:
+    shape = GridShape((3, 4))
+    places = [shape.coordinates(rank) for rank in range(12)]
+    assert [shape.rank(place) for place in places] == list(range(12))
+    assert places[5] == {"replica": 1, "shard": 1}
+    assert list(places[0]) == list(AXES)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_the_ranks_along_an_axis_partition_the_world(axis: str) -> None:
+    shape = GridShape((3, 4))
+    lines = {tuple(shape.along(axis, rank)) for rank in range(12)}
+    assert sorted(rank for line in lines for rank in line) == list(range(12))
+    assert all(len(line) == shape.size(axis) for line in lines)
+    assert shape.along("shard", 5) == [4, 5, 6, 7]
+    assert shape.along("replica", 5) == [1, 5, 9]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "local_size", "given", "sizes"),
+    [
+        (8, 2, {}, (4, 2)),
+        (8, 8, {}, (1, 8)),
+        (8, 1, {}, (8, 1)),
+        (1, 1, {}, (1, 1)),
+        (8, None, {"shard": 4}, (2, 4)),
+        (8, 2, {"shard": 4}, (2, 4)),
+        (8, 4, {"replica": 8}, (8, 1)),
+        (8, 4, {"replica": 4, "shard": 2}, (4, 2)),
+        (6, 2, {"replica": None, "shard": None}, (3, 2)),
+    ],
+)
+def test_what_is_not_given_follows(world_size: int, local_size: int | None, given: dict, sizes: tuple) -> None:
+    assert shape_of(world_size, local_size, given).sizes == sizes
+
+
+@pytest.mark.parametrize(
+    ("world_size", "local_size", "given", "says"),
+    [
+        (8, None, {}, "give shard="),
+        (8, 2, {"shard": 3}, "8 ranks cannot be divided by shard=3"),
+        (8, 3, {}, "8 ranks cannot be divided by shard=3"),
+        (8, 2, {"replica": 3}, "cannot be divided by replica=3"),
+        (8, 2, {"replica": 2, "shard": 2}, "has 4 ranks, but 8 were started"),
+        (8, 2, {"shard": 0}, "at least one rank"),
+        (8, 2, {"shards": 2}, "not 'shards'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(world_size: int, local_size: int | None, given: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        shape_of(world_size, local_size, given)
+
+
+def test_it_is_refused_before_there_is_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="cannot be divided"):
+        start(shard=3)
+    assert not torch.distributed.is_initialized()

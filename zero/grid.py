@@ -1,0 +1,172 @@
+"""The grid of ranks: which place each has on every axis, and the groups and links along them, from one device mesh.
+
+`shape_of` is pure and refuses what does not fit before any process group is made; `start` acts on it. Rests on
+`comm/launch.py` (who started this process) and `comm/transport.py`; `fsdp.py` shards a model over it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm import Transport, init
+from ..comm.launch import detect
+from ..comm.torch_transport import TorchTransport
+
+_log = logging.getLogger(__name__)
+
+# From the slowest network to the fastest: the last axis joins neighbouring ranks. replica: copies of the model, one or
+# more for each node; shard: the ranks that hold the parts of one.
+AXES = ("replica", "shard")
+
+
+@dataclass(frozen=True)
+class GridShape:
+    """How many ranks each of the `AXES` has. Ranks are numbered along the last axis first."""
+
+    sizes: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.sizes)
+
+    def size(self, axis: str) -> int:
+        """Ranks along an axis."""
+        return self.sizes[AXES.index(axis)]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank is on each axis."""
+        places: dict[str, int] = {}
+        for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
+            rank, places[axis] = divmod(rank, size)
+        return {axis: places[axis] for axis in AXES}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """Who is there; the inverse of `coordinates`."""
+        rank = 0
+        for axis, size in zip(AXES, self.sizes, strict=True):
+            rank = rank * size + coordinates[axis]
+        return rank
+
+    def along(self, axis: str, rank: int) -> list[int]:
+        """The ranks that differ from this one on no other axis, ascending, itself among them."""
+        here = self.coordinates(rank)
+        return [self.rank(here | {axis: k}) for k in range(self.size(axis))]
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis}={size}" for axis, size in zip(AXES, self.sizes, strict=True))
+
+
+def shape_of(world_size: int, local_size: int | None, given: Mapping[str, int | None]) -> GridShape:
+    """The grid of this many ranks, `local_size` on each node (None: not known), with these sizes (None: not given).
+
+    An axis that is not given has one rank, but for two: "shard" fills the node, "replica" takes the ranks that remain.
+    Raises ValueError where the sizes do not make the world, or an axis has no such name.
+    """
+    unknown = [axis for axis in given if axis not in AXES]
+    if unknown:
+        raise ValueError(f"the grid has the axes {', '.join(AXES)}, not {unknown[0]!r}")
+    sizes = {axis: size for axis, size in given.items() if size is not None}
+    if any(size < 1 for size in sizes.values()):
+        raise ValueError(f"every axis of the grid has at least one rank, got {_spell(sizes)}")
+    if len({"shard", "replica"} & sizes.keys()) == 0 and local_size is None:
+        raise ValueError(
+            f"the launcher does not say how many of the {world_size} ranks share a node; give shard=, the ranks that a "
+            "model is sharded over (those of a node), or set LOCAL_WORLD_SIZE"
+        )
+    fixed = math.prod(size for axis, size in sizes.items() if axis not in ("shard", "replica"))
+    if "shard" not in sizes and "replica" not in sizes:
+        assert local_size is not None
+        sizes["shard"] = _share(local_size, fixed, f"the {local_size} ranks of a node", sizes)
+    for axis, other in (("replica", "shard"), ("shard", "replica")):
+        if axis not in sizes:
+            sizes[axis] = _share(world_size, fixed * sizes[other], f"{world_size} ranks", sizes)
+    shape = GridShape(tuple(sizes.get(axis, 1) for axis in AXES))
+    if shape.world_size != world_size:
+        raise ValueError(
+            f"a grid of {shape} has {shape.world_size} ranks, but {world_size} were started; leave out replica=, which "
+            "follows from the others"
+        )
+    return shape
+
+
+def _share(ranks: int, divisor: int, what: str, sizes: Mapping[str, int]) -> int:
+    if ranks % divisor:
+        raise ValueError(f"{what} cannot be divided by {_spell(sizes)}; give sizes whose product divides {ranks}")
+    return ranks // divisor
+
+
+def _spell(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One rank's view of the grid. mesh: torch's, over the process groups of the links.
+
+    world: the transport between all ranks. links: one along each axis. The optimizers take `link`, between the ranks
+    that hold the same shard of different replicas, and `shards`, between those that hold the shards of this replica.
+    """
+
+    shape: GridShape
+    mesh: DeviceMesh
+    world: Transport
+    links: Mapping[str, Transport]
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Where this rank is."""
+        return self.shape.coordinates(self.world.rank)
+
+    @property
+    def link(self) -> Transport:
+        return self.links["replica"]
+
+    @property
+    def shards(self) -> Transport:
+        return self.links["shard"]
+
+    def close(self) -> None:
+        """Barriers, then release links and process groups. All ranks; idempotent."""
+        for link in (*self.links.values(), self.world):
+            link.close()
+
+
+def start(*, backend: str | None = None, timeout_s: float = 300.0, **sizes: int | None) -> Grid:
+    """Make the grid: process groups, mesh, links. All ranks, once, before anything else that communicates.
+
+    sizes: replica=, shard=; see `shape_of` for what is left out. The ranks of a node come from the launcher's
+    environment. backend: "nccl" where there is CUDA and "gloo" elsewhere, or an initialised torch.distributed as it is.
+    Raises ValueError, before any process group is made, where the sizes do not fit.
+    """
+    launch = detect(os.environ)
+    is_there = torch.distributed.is_initialized()
+    world_size = torch.distributed.get_world_size() if is_there else launch.world_size
+    knows_nodes = launch.world_size == world_size
+    shape = shape_of(world_size, launch.local_size if knows_nodes else None, sizes)
+    if backend is None and not is_there:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    world = init(backend, timeout_s, levels=1)
+    assert isinstance(world, TorchTransport)
+    device_type = "cuda" if "nccl" in torch.distributed.get_backend_config() else "cpu"
+    links = {axis: world.split(shape.along(axis, world.rank)) for axis in AXES}
+    # Of these groups, not of new ones: they have this deadline, and NCCL allots buffers to each.
+    ranks = torch.arange(world_size).view(shape.sizes)
+    groups = [link.group for link in links.values()]
+    mesh = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=AXES)
+    if world.rank == 0:
+        _log.info("a grid of %s", shape)
+        inner = math.prod(shape.sizes[1:])
+        if launch.local_size is not None and knows_nodes and launch.local_size % inner:
+            _log.warning(
+                "replicas of %d ranks do not divide the %d of a node: shards are gathered over the slow network",
+                inner,
+                launch.local_size,
+            )
+    return Grid(shape, mesh, world, links)
