@@ -1,11 +1,22 @@
 """The ZeRO engine around the one-bit optimizers. Installed as `onebit.zero`.
 
-`ShardedOnebitAdam` (shard.py) shards across the slow axis itself, for clusters with one rank per node.
+    engine, optimizer, loader, scheduler = onebit.zero.initialize(model=net, config="ds.json", training_data=dataset)
+
+Start reading at `forms.py` (which form a configuration takes), then `engine.py`; `fsdp.py` shards inside a node,
+`shard.py` across nodes, and both can be used without an engine.
 """
 
 if __name__ != "onebit.zero":
     raise ImportError(f"this package is onebit.zero, it was imported as {__name__!r}; use `from onebit import zero`")
 
+from . import data, fsdp, grid
+from .checkpoint import CheckpointError, Checkpoints
+from .config import Config, read_config
+from .engine import Engine, initialize
 from .shard import ShardedOnebitAdam
+from .weights import export_weights, import_weights
 
-__all__ = ["ShardedOnebitAdam"]
+__all__ = [
+    "CheckpointError", "Checkpoints", "Config", "Engine", "ShardedOnebitAdam", "data", "export_weights", "fsdp", "grid",
+    "import_weights", "initialize", "read_config",
+]  # fmt: skip

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from onebit.comm import Codec
+from onebit.comm import Codec, Transport
 from onebit.lamb import Lamb
 from onebit.onebit_adam import OnebitAdam
 from onebit.onebit_lamb import OnebitLamb
@@ -219,8 +219,8 @@ def build_optimizer(
     """The optimizer of the choice. One-bit ones: all ranks construct it together, with the same arguments.
 
     gradient_codec: what gradients travel in, in warm-up and variance steps (None: eight bits). common: see
-    `onebit.base.CommonOptions`, the link among them. Adam, AdamW and Lamb take none of these: they step on the
-    gradients they find, which whoever steps them averages and clips before (`onebit.dense`).
+    `onebit.base.CommonOptions`, the link among them. Adam, AdamW and Lamb take none of these, but Lamb the shards: they
+    step on the gradients they find, which whoever steps them averages and clips before (`onebit.dense`).
     """
     p = choice.params
     adam: dict[str, Any] = {"lr": p.lr, "betas": p.betas, "eps": p.eps, "weight_decay": p.weight_decay}
@@ -252,17 +252,19 @@ def build_optimizer(
             factor_threshold=p.factor_threshold,
             **wire,
         )
-    return _build_dense(choice, params, adam)
+    return _build_dense(choice, params, adam, common.get("shards"))
 
 
-def _build_dense(choice: OptimizerChoice, params: object, adam: dict[str, Any]) -> torch.optim.Optimizer:
+def _build_dense(
+    choice: OptimizerChoice, params: object, adam: dict[str, Any], shards: Transport | None
+) -> torch.optim.Optimizer:
     p = choice.params
     if isinstance(p, LambParams):
         bounds: dict[str, Any] = {"max_coeff": p.max_coeff, "min_coeff": p.min_coeff}
-        return Lamb(params, **adam, **bounds, bias_correction=p.bias_correction)
+        return Lamb(params, **adam, **bounds, bias_correction=p.bias_correction, shards=shards)
     if not p.bias_correction:
         # torch's AdamW always corrects. LAMB whose trust ratios are all 1 is AdamW, and need not.
-        return Lamb(params, **adam, max_coeff=1.0, min_coeff=1.0, bias_correction=False)
+        return Lamb(params, **adam, max_coeff=1.0, min_coeff=1.0, bias_correction=False, shards=shards)
     if choice.is_l2:
         return torch.optim.Adam(params, **adam, amsgrad=p.amsgrad)  # type: ignore[arg-type]
     return torch.optim.AdamW(params, **adam, amsgrad=p.amsgrad)  # type: ignore[arg-type]

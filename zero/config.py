@@ -17,7 +17,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 import torch
 
@@ -129,7 +129,7 @@ class Config(_TopLevel):
         """Ranks that shard among themselves, as the file says; None: as the launcher says."""
         return self.onebit.ranks_per_node or self.zero_optimization.ranks_per_shard_group
 
-    def optimizer_options(self) -> dict[str, object]:
+    def optimizer_options(self) -> dict[str, Any]:
         """Keyword arguments of `build_optimizer`, but for the link. Under fp16 without overlap: see `precision.py`."""
         return {
             "gradient_codec": self._gradient_codec(),

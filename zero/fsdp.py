@@ -29,10 +29,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from .grid import Grid
 
@@ -46,12 +47,14 @@ def shard(
     *,
     dtype: torch.dtype | None = None,
     blocks: Iterable[nn.Module] | None = None,
+    offload: bool = False,
 ) -> nn.Module:
     """Shard a model over the grid's shard axis, in place, and return it. All ranks, before its optimizer is made.
 
     stage: 1, 2 or 3; see the module docstring. dtype: compute in it (torch.bfloat16, torch.float16); the parameters,
     float32, remain the masters, and gradients are reduced in float32. blocks: modules that are gathered one at a time
-    (default: `blocks_of`); what is in none of them is gathered with the root.
+    (default: `blocks_of`); what is in none of them is gathered with the root. offload: shards, their gradients and the
+    optimizer's state live in host memory, where the optimizer steps on them; the grid needs a backend for host tensors.
 
     Parameters become DTensors: a rank holds the rows of its shard, or none where a parameter has fewer rows than there
     are shards. Raises ValueError for another stage, and for masters that are not float32.
@@ -64,10 +67,13 @@ def shard(
     if low:
         raise ValueError(f"{low[0]} is not float32: parameters are the masters of a model in {dtype}; model.float() it")
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
+    options: dict[str, Any] = {"mesh": grid.mesh["shard"], "mp_policy": policy}
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     for block in blocks_of(model) if blocks is None else blocks:
-        fully_shard(block, mesh=grid.mesh["shard"], reshard_after_forward=stage == 3, mp_policy=policy)
+        fully_shard(block, reshard_after_forward=stage == 3, **options)
     # The root is never resharded after its forward pass: backward begins with it. At stage 3 that is FSDP2's default.
-    fully_shard(model, mesh=grid.mesh["shard"], reshard_after_forward=None if stage == 3 else False, mp_policy=policy)
+    fully_shard(model, reshard_after_forward=None if stage == 3 else False, **options)
     return model
 
 

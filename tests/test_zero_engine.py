@@ -1,0 +1,62 @@
+"""The engine: every form trains, its ranks agree, and a resumed run is the run that was not interrupted, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine_ranks import STEPS, config_of, resumes, trains_json
+from ranks import run_torchrun
+
+ONE_BIT = {"OneBitAdam": {"freeze_step": 4}, "ZeroOneAdam": {}, "OneBitLamb": {"freeze_step": 4, "lr": 0.03}}
+BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
+
+
+def at(stage: int, **ours: object) -> dict:
+    return {"zero_optimization": {"stage": stage}, "onebit": {"compression": "always", "block": 64, **ours}}
+
+
+WHOLE = [(config_of(name, params, **at(0), gradient_clipping=1.0), 1, "whole") for name, params in ONE_BIT.items()]
+ACROSS = [
+    (config_of("OneBitAdam", **at(1), gradient_clipping=1.0), 1, "across"),
+    (config_of("OneBitAdam", **at(1, differences="sign"), **BF16), 1, "across"),
+    (config_of("OneBitAdam", **at(2), **BF16), 1, "across"),
+    (config_of("OneBitAdam", **at(1), **FP16), 1, "across"),
+]
+INSIDE = [
+    (config_of(name, params, **at(stage), **precision, gradient_clipping=clip), 2, "inside")
+    for name, params in ONE_BIT.items()
+    for stage, precision, clip in ((1, BF16, 1.0), (2, {}, 0.0), (3, BF16, 0.0))
+]
+INSIDE += [
+    (config_of("OneBitAdam", {"freeze_step": 4}, **at(0), **BF16), 1, "inside"),
+    (config_of("OneBitAdam", {"freeze_step": 4}, **at(3), **FP16), 2, "inside"),
+]
+DENSE = [
+    (config_of("AdamW", **at(2), **BF16, gradient_clipping=1.0), 2, "dense"),
+    (config_of("Adam", **at(0)), 1, "dense"),
+    (config_of("Lamb", {"lr": 0.03}, **at(3), **FP16), 2, "dense"),
+]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("cases", [WHOLE + ACROSS, INSIDE, DENSE], ids=["one rank per node", "two per node", "dense"])
+def test_every_form_trains_and_resumes_to_the_bit(tmp_path: Path, cases: list) -> None:
+    results = run_torchrun(4, resumes, str(tmp_path), [case[:2] for case in cases], timeout_s=110).check().results
+    for k, (config, _, form) in enumerate(cases):
+        facts = results[0][k]
+        what = f"{config['optimizer']['type']} {config['zero_optimization']} {facts}"
+        assert facts["form"] == form, what
+        assert facts["same bits"] and facts["same everywhere"] and facts["found"], what
+        assert facts["again"] == facts["losses"][STEPS // 2 :], what
+        assert facts["losses"][-1] < 0.8 * facts["losses"][0], what
+        assert facts["counts"] == [STEPS, 2 * STEPS, facts["counts"][2]], what
+        assert all(results[rank][k]["client"] and results[rank][k]["same bits"] for rank in range(4)), what
+
+
+@pytest.mark.dist
+def test_every_public_style_configuration_trains() -> None:
+    files = sorted(str(path) for path in (Path(__file__).parent / "deepspeed_configs").glob("*.json"))
+    assert len(files) >= 12
+    for problems in run_torchrun(2, trains_json, files, timeout_s=110).check().results:
+        assert problems == {}

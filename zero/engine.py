@@ -1,0 +1,367 @@
+"""The engine: a model, its optimizer, its data and its schedule, from one DeepSpeed configuration.
+
+    engine, optimizer, loader, scheduler = onebit.zero.initialize(model=net, config="ds.json", training_data=dataset)
+    for x, y in loader:
+        loss = criterion(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+
+`forms.py` says what becomes of the model; the parts are plain functions and can be used without an engine. Everything
+here is called by all ranks, in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Unpack, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from ..comm.launch import Launch, detect
+from ..replicas import gather_bytes
+from . import dense, fsdp
+from . import grid as grids
+from .checkpoint import CheckpointError, Checkpoints, Loaded
+from .config import Config, Fills, read_config
+from .data import ShardedLoader
+from .forms import Built, build
+from .grid import Grid
+from .precision import LossScale, loss_scale
+from .schedules import build_scheduler
+from .weights import export_weights
+
+log = logging.getLogger(__name__)
+
+Initialized = tuple["Engine", torch.optim.Optimizer, ShardedLoader | None, LRScheduler | None]
+
+
+def initialize(
+    *,
+    model: nn.Module,
+    config: Mapping[str, object] | str | os.PathLike,
+    model_parameters: Callable[[nn.Module], Iterable] | None = None,
+    optimizer: Callable[[Iterable], torch.optim.Optimizer] | None = None,
+    lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+    training_data: Dataset | None = None,
+    grid: Grid | None = None,
+    seed: int = 0,
+    **fills: Unpack[Fills],
+) -> Initialized:
+    """Engine, optimizer, data loader and scheduler, as DeepSpeed's users know them. All ranks, once per model.
+
+    model: float32, the same on every rank in shape (rank 0's values are taken); sharded in place. config: see
+    `read_config`. model_parameters: called with the sharded model, gives what to train, or groups of it; default: all
+    that requires gradients. optimizer, lr_scheduler: make one, where the configuration has none. training_data: see
+    `ShardedLoader`; seed is its. grid: default: the launcher's ranks, sharded inside each node where the stage asks for
+    it. fills: what "auto" stands for.
+
+    Raises ValueError, TypeError and OSError on bad configurations, before anything is sharded.
+    """
+    launch = detect(os.environ)
+    world_size = launch.world_size if grid is None else grid.world.world_size
+    rank = launch.rank if grid is None else grid.world.rank
+    read = read_config(config, world_size=world_size, rank=rank, **fills)
+    if grid is None:
+        grid = grids.start(shard=_shards(read, launch))
+    built = build(read, grid, model, model_parameters or _trained, optimizer)
+    scheduler = None
+    if lr_scheduler is not None:
+        scheduler = lr_scheduler(built.optimizer)
+    elif read.scheduler is not None:
+        scheduler = build_scheduler(read.scheduler, built.optimizer)
+    loader = None
+    if training_data is not None:
+        loader = ShardedLoader(
+            training_data,
+            read.train_micro_batch_size_per_gpu,
+            rank=grid.world.rank,
+            world_size=grid.world.world_size,
+            seed=seed,
+            drop_last=read.dataloader_drop_last,
+        )
+    engine = Engine(model, read, grid, built, scheduler, loader)
+    return engine, built.optimizer, loader, scheduler
+
+
+def _shards(config: Config, launch: Launch) -> int:
+    """Ranks along the shard axis: those of a node; of a dense optimizer, as in DeepSpeed, all."""
+    is_one_bit = config.optimizer is not None and config.optimizer.is_one_bit
+    if config.zero_optimization.stage == 0 or (is_one_bit and config.onebit.sharding == "across"):
+        return 1
+    return config.ranks_per_shard_group or ((launch.local_size or 1) if is_one_bit else launch.world_size)
+
+
+def _trained(model: nn.Module) -> Iterable[Tensor]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+class Engine:
+    """Drives one model. micro_steps, global_steps, skipped_steps: since the run began, resumed ones included.
+
+    A step has `config.gradient_accumulation_steps` micro-batches: call the engine, `backward`, and `step` for each; the
+    last one's `step` updates. What is accumulated: the mean over the micro-batches. Gradients travel once per step,
+    except inside the node at stages 2 and 3 (`fsdp.py`).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Config,
+        grid: Grid,
+        built: Built,
+        scheduler: LRScheduler | None,
+        loader: ShardedLoader | None,
+    ):
+        self.module, self.config, self.grid = module, config, grid
+        self.optimizer, self.scheduler, self.loader = built.optimizer, scheduler, loader
+        self.form, self._stage, self._averager = built.form, built.stage, built.averager
+        self._shares_state = self.form == "dense" and dense.has_sharded_state(self.optimizer)
+        self.loss_scale: LossScale = loss_scale(config.fp16)
+        self.micro_steps = self.global_steps = self.skipped_steps = 0
+        self.grad_norm: float | None = None
+        self._checkpoints: dict[Path, Checkpoints] = {}
+
+    # ---------------------------------------------------------------- a step
+
+    def __call__(self, *inputs: object, **named: object) -> object:
+        """The model's output. Floating-point inputs are cast to the dtype that the configuration computes in."""
+        if self._stage is not None:
+            is_last = self.is_gradient_accumulation_boundary() or not self.module.training
+            fsdp.begin_micro_batch(self.module, self._stage, is_last=is_last)
+        if self.config.dtype != torch.float32:
+            inputs = tuple(self._cast(x) for x in inputs)
+            named = {name: self._cast(x) for name, x in named.items()}
+        return self.module(*inputs, **named)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the loss's gradients, over the micro-batches of a step and times the loss scale."""
+        with self._without_traffic():
+            (loss.float() * (self.loss_scale.value / self.config.gradient_accumulation_steps)).backward()
+
+    def step(self) -> None:
+        """Behind every backward. With the step's last micro-batch: average over ranks, update, drop the gradients.
+
+        Where a gradient is not finite on any rank, all skip: nothing changes but the loss scale, and the schedule stays
+        where it is. Raises OverflowError, on all ranks, where the loss scale cannot fall any further; PeerError and
+        ReplicaError as the optimizer.
+        """
+        is_boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not is_boundary:
+            return
+        is_skipped = self._step_dense() if self.form == "dense" else self._step_onebit()
+        self.optimizer.zero_grad()
+        self.global_steps += 1
+        self.skipped_steps += is_skipped
+        self.loss_scale = self.loss_scale.after(is_skipped)
+        if self.scheduler is not None and not is_skipped:
+            self.scheduler.step()
+        every = self.config.steps_per_print
+        if every and self.grid.world.rank == 0 and self.global_steps % every == 0:
+            log.info(
+                "step %d, skipped %d, lr %s, loss scale %g",
+                self.global_steps,
+                self.skipped_steps,
+                self.get_lr(),
+                self.loss_scale.value,
+            )
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch under way is the last of its step."""
+        return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
+
+    def _step_onebit(self) -> bool:
+        # The optimizers read it as GradScaler sets it, and all skip together.
+        self.optimizer.grad_scale = torch.tensor(self.loss_scale.value)  # type: ignore[attr-defined]
+        before = self.optimizer.stats.skipped_steps  # type: ignore[attr-defined]
+        self.optimizer.step()
+        is_skipped = self.optimizer.stats.skipped_steps > before  # type: ignore[attr-defined]
+        if self.config.fp16.enabled:
+            # In a local step of 0/1 Adam a replica drops its own gradients and says nothing: the scale must not differ.
+            is_skipped = any(said != b"\0" for said in gather_bytes(self.grid.world, bytes([is_skipped])))
+        return is_skipped
+
+    def _step_dense(self) -> bool:
+        assert self._averager is not None
+        self._averager.finish()
+        scale, max_norm = self.loss_scale.value, self.config.gradient_clipping
+        self.grad_norm = dense.prepare(self.optimizer, self.grid.world, scale, max_norm)
+        if self.grad_norm is not None:
+            self.optimizer.step()
+        return self.grad_norm is None
+
+    def _without_traffic(self) -> AbstractContextManager[None]:
+        if self.is_gradient_accumulation_boundary():
+            return nullcontext()
+        sender = self.optimizer if self._averager is None else self._averager
+        return cast(AbstractContextManager, sender.no_sync())  # type: ignore[union-attr]
+
+    def _cast(self, x: object) -> object:
+        return x.to(self.config.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    # ---------------------------------------------------------------- what DeepSpeed's users ask it
+
+    def train(self, mode: bool = True) -> Engine:
+        """As the model's."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """As the model's. Replicas that differ between synchronisations (0/1 Adam) are made the same first."""
+        self.synchronise()
+        return self.train(False)
+
+    def synchronise(self) -> None:
+        """Give every rank the same parameters, where local steps made them differ, and let go of gathered ones."""
+        if self._stage is not None:
+            fsdp.reshard(self.module)
+        if hasattr(self.optimizer, "sync"):
+            self.optimizer.sync()
+
+    def get_lr(self) -> list[float]:
+        """Of each group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Of the last step's mean gradient before clipping; None where nobody holds that gradient."""
+        return self.grad_norm
+
+    def train_batch_size(self) -> int:
+        """Samples of a step, of all ranks."""
+        return self.config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of a micro-batch, of this rank."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step."""
+        return self.config.gradient_accumulation_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples that all ranks have seen."""
+        return self.global_steps * self.config.train_batch_size
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save_checkpoint(
+        self, save_dir: str | os.PathLike, client_state: object = None, *, in_background: bool = False
+    ) -> str:
+        """Write everything that a bit-identical continuation needs, to save_dir/step_...; its name. All ranks.
+
+        client_state: the caller's own, of each rank; see `tree.pack`. Raises CheckpointError; see `Checkpoints.save`.
+        """
+        self.synchronise()
+        tensors, rest = self._state()
+        own = {
+            "optimizer": rest,
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "loader": None if self.loader is None else self.loader.state_dict(),
+            "loss_scale": self.loss_scale.state_dict(),
+            "counts": [self.micro_steps, self.global_steps, self.skipped_steps],
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+            "client": client_state,
+        }
+        self._in(save_dir).save(self.global_steps, tensors, own, self._about(), in_background=in_background)
+        return f"step_{self.global_steps:08d}"
+
+    def load_checkpoint(self, load_dir: str | os.PathLike, tag: str | None = None) -> tuple[str | None, object]:
+        """Continue from load_dir/tag, or its latest: (the folder, this rank's client_state); (None, None) without one.
+
+        On the grid that wrote it, to the bit. With other numbers of replicas, the optimizer's `load_state_dicts` says
+        what becomes of what was not yet sent. Raises CheckpointError, on all ranks, where it is damaged, of another
+        model, form or optimizer, or sharded over another number of ranks.
+        """
+        if self._stage is not None:
+            fsdp.reshard(self.module)
+        tensors, _ = self._state()
+        loaded = self._in(load_dir).load(tensors, tag, check=self._check_stamp)
+        if loaded is None:
+            return None, None
+        own = cast(dict, loaded.own[self.grid.world.rank % len(loaded.own)])
+        self._load_optimizer(loaded, tensors)
+        if self.scheduler is not None and own["scheduler"] is not None:
+            self.scheduler.load_state_dict(own["scheduler"])
+        if self.loader is not None and own["loader"] is not None:
+            self.loader.load_state_dict(own["loader"])
+        self.loss_scale = self.loss_scale.with_state(own["loss_scale"])
+        self.micro_steps, self.global_steps, self.skipped_steps = own["counts"]
+        self.micro_steps = self.global_steps * self.config.gradient_accumulation_steps
+        torch.set_rng_state(own["rng"])
+        if own["cuda_rng"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(own["cuda_rng"])
+        return str(loaded.folder), own["client"]
+
+    def wait_for_checkpoint(self) -> None:
+        """Until what is written in the background is on disk."""
+        for checkpoints in self._checkpoints.values():
+            checkpoints.wait()
+
+    def save_16bit_model(self, save_dir: str | os.PathLike, name: str = "model.safetensors") -> None:
+        """Write the whole weights, floating-point ones in the dtype computed in, to one safetensors file. All ranks."""
+        self.synchronise()
+        export_weights(self.module, Path(save_dir) / name, self.grid.world, self.config.dtype)
+
+    def _in(self, folder: str | os.PathLike) -> Checkpoints:
+        path = Path(folder)
+        if path not in self._checkpoints:
+            self._checkpoints[path] = Checkpoints(path, self.grid.world)
+        return self._checkpoints[path]
+
+    def _about(self) -> dict:
+        return {
+            "form": self.form,
+            "optimizer": type(self.optimizer).__name__,
+            "sizes": list(self.grid.shape.sizes),
+            "stage": self.config.zero_optimization.stage,
+        }
+
+    def _check_stamp(self, stamp: Mapping[str, object]) -> None:
+        mine, shards = self._about(), self.grid.shape.size("shard")
+        for key in ("form", "optimizer"):
+            if stamp.get(key) != mine[key]:
+                raise CheckpointError(f"the checkpoint's {key} is {stamp.get(key)}, this run's is {mine[key]}")
+        there = cast(list, stamp["sizes"])[-1]
+        if there != shards and not self._shares_state:
+            raise CheckpointError(
+                f"the checkpoint was sharded over {there} ranks of a node, this run over {shards}; start it with "
+                f"onebit.ranks_per_node = {there}, or take over the weights alone (save_16bit_model, import_weights)"
+            )
+
+    def _state(self) -> tuple[dict[str, Tensor], dict]:
+        """(what all ranks hold together, by name; the rest of the optimizer's state, each rank's own)."""
+        model = {f"model.{name}": x for name, x in self.module.state_dict().items()}
+        if not self._shares_state:
+            return model, self.optimizer.state_dict()
+        tensors, rest = dense.state_of(self.module, self.optimizer)
+        return model | {f"optimizer.{name}": x for name, x in tensors.items()}, rest
+
+    def _load_optimizer(self, loaded: Loaded, tensors: Mapping[str, Tensor]) -> None:
+        """This rank's own state, or, of another number of replicas, those of all ranks with this rank's shard."""
+        if self._shares_state:
+            named = {k.removeprefix("optimizer."): x for k, x in tensors.items() if k.startswith("optimizer.")}
+            rest = cast(dict, loaded.own[self.grid.world.rank % len(loaded.own)])["optimizer"]
+            dense.load_state(self.module, self.optimizer, named, rest)
+            return
+        shard, shards = self.grid.coordinates["shard"], self.grid.shape.size("shard")
+        states = [cast(dict, loaded.own[rank])["optimizer"] for rank in range(shard, len(loaded.own), shards)]
+        if len(states) == self.grid.shape.size("replica"):
+            self.optimizer.load_state_dict(states[self.grid.coordinates["replica"]])
+        elif self.form == "dense":
+            self.optimizer.load_state_dict(states[0])  # the same in all replicas
+        else:
+            self.optimizer.load_state_dicts(states)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Wait for checkpoints, then release the grid. All ranks."""
+        self.wait_for_checkpoint()
+        self.grid.close()

@@ -1,0 +1,142 @@
+"""Which form a configuration takes on this grid, and the model and optimizer that it makes.
+
+    whole    stage 0, float32         the model as it is; a one-bit optimizer sends buckets during backward
+    inside   stages 1 to 3, and any   FSDP2 over the ranks of a node (`fsdp.py`); a one-bit optimizer on the local
+             stage in bf16 and fp16   shards, between nodes. Masters are float32, computing is in dtype
+    across   stages 1 and 2           `shard.py`: sharding itself crosses the slow network, in one bit and four
+    dense    Adam, AdamW, Lamb        the same with gradients averaged between replicas in float32; stage 0: whole
+
+`choose` is pure; `build` acts on it, on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..dense import DenseAverager, broadcast_parameters
+from . import dense, fsdp
+from .choices import OptimizerChoice, build_optimizer
+from .config import Config
+from .grid import Grid
+from .shard import ShardedOnebitAdam
+
+log = logging.getLogger(__name__)
+
+FORMS = ("whole", "inside", "across", "dense")
+
+
+def choose(config: Config, shards: int) -> str:
+    """One of `FORMS`, for a grid with so many ranks along its shard axis. Raises ValueError where there is none."""
+    choice, stage, sharding = config.optimizer, config.zero_optimization.stage, config.onebit.sharding
+    if choice is None or not choice.is_one_bit:
+        return "dense"
+    if stage == 0:
+        return "whole" if config.dtype == torch.float32 else "inside"
+    if sharding == "inside" or (sharding == "auto" and shards > 1):
+        if shards == 1:
+            raise ValueError(
+                'onebit.sharding is "inside" and a node has one rank: there is nobody to shard with; leave it to '
+                '"auto", or say how many ranks share a node with onebit.ranks_per_node'
+            )
+        return "inside"
+    if stage == 3:
+        raise ValueError(
+            "stage 3 gathers parameters for every layer, which a slow network cannot carry, and a node has one rank "
+            "here; use stage 2, or several ranks on each node"
+        )
+    if choice.type != "OneBitAdam":
+        raise ValueError(
+            f"{choice.type} at stage {stage} with one rank per node: sharding across nodes is there for OneBitAdam; "
+            "use that, stage 0, or several ranks on each node"
+        )
+    return "across"
+
+
+@dataclass(frozen=True)
+class Built:
+    """What the engine drives. stage: of fsdp.begin_micro_batch; None where the model did not go through FSDP2.
+
+    averager: averages a dense optimizer's gradients between replicas.
+    """
+
+    form: str
+    optimizer: torch.optim.Optimizer
+    stage: int | None = None
+    averager: DenseAverager | None = None
+
+
+def build(
+    config: Config,
+    grid: Grid,
+    model: nn.Module,
+    groups: Callable[[nn.Module], Iterable],
+    optimizer: Callable[[Iterable], torch.optim.Optimizer] | None,
+) -> Built:
+    """Rank 0's values to all ranks, shard the model in place as the configuration says, make its optimizer. All ranks.
+
+    groups: the parameters to train, or groups of them, of the sharded model. optimizer: makes a dense one of these, in
+    place of the configuration's.
+    """
+    form, stage, dtype = choose(config, grid.shape.size("shard")), config.zero_optimization.stage, config.dtype
+    is_plain = stage == 0 and dtype == torch.float32
+    broadcast_parameters([*model.parameters(), *model.buffers()], grid.world)
+    if form == "across":
+        if _offloads(config):
+            raise ValueError(
+                "offload_optimizer with one rank per node: the sharded form keeps master weights and variance with the "
+                'parameters; leave it out, or shard inside nodes ("onebit": {"sharding": "inside"})'
+            )
+        return Built(form, _across(config, grid, groups(model.to(dtype))))
+    sharded = None if is_plain else max(stage, 1)
+    if sharded is not None:
+        fsdp.shard(model, grid, sharded, dtype=None if dtype == torch.float32 else dtype, offload=_offloads(config))
+    links: dict[str, Any] = {"link": grid.link, "shards": None if sharded is None else grid.shards}
+    params = groups(model)
+    if form != "dense":
+        options = config.optimizer_options() | {"max_grad_norm": config.gradient_clipping} | links
+        return Built(form, build_optimizer(_choice(config), params, **options), sharded)
+    made = build_optimizer(_choice(config), params, **links) if optimizer is None else optimizer(params)
+    return Built(form, made, sharded, DenseAverager(dense.parameters(made), grid.link, config.onebit.bucket_cap_mb))
+
+
+def _across(config: Config, grid: Grid, params: Iterable) -> ShardedOnebitAdam:
+    p, ours, stage = _choice(config).params, config.onebit, config.zero_optimization.stage
+    if stage == 2 and config.gradient_clipping > 0:
+        stage = 1
+        if grid.world.rank == 0:
+            log.warning(
+                "gradient_clipping needs all gradients before the first one may leave: stage 2 across nodes runs as "
+                "stage 1, which keeps gradients until the step; set gradient_clipping to 0 for stage 2"
+            )
+    return ShardedOnebitAdam(
+        params,
+        lr=p.lr,
+        betas=p.betas,
+        eps=p.eps,
+        weight_decay=p.weight_decay,
+        stage=stage,
+        differences=ours.differences,
+        max_grad_norm=config.gradient_clipping,
+        link=grid.link,
+        block=ours.block,
+        variance_floor=ours.variance_floor,
+        bucket_cap_mb=ours.bucket_cap_mb,
+        check_replicas_every=ours.check_replicas_every,
+    )
+
+
+def _choice(config: Config) -> OptimizerChoice:
+    if config.optimizer is None:
+        raise ValueError('no optimizer: write a block "optimizer" into the configuration, or pass optimizer=')
+    return config.optimizer
+
+
+def _offloads(config: Config) -> bool:
+    zero = config.zero_optimization
+    return "cpu" in (zero.offload_optimizer.device, zero.offload_param.device)

@@ -1,0 +1,202 @@
+"""What a run will need, before it is started: memory and traffic of every stage and optimizer, and seconds per step.
+
+    python -m onebit.zero.plan --params 1.5e9 --hosts 4 --ranks-per-host 2 --link 1gbit --dtype bf16 --compute-s 2
+
+Counted from the layouts, not measured: parameters, gradients, optimizer state and what travels in a steady step.
+Activations, the buckets of the exchange (a few times `bucket_cap_mb`) and what the allocator keeps come on top; padding
+to blocks is left out, below 1 % for parameters of thousands of elements. Seconds: `comm/cost.py` with the costs that
+were fitted on one machine (scripts/records/growth_2026-11.md), an estimate for others. The formulas are in README,
+"Memory".
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..comm import Int4Codec, SignCodec
+from ..comm.cost import CodecCost, LinkCost, exchange_s
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "sharded int4", "sharded sign", "AdamW")
+_FLOAT32, _MOMENTS = 4.0, 8.0
+_ELEMENTS = 1 << 20
+
+# Of one rank's own processor: scripts/records/growth_2026-11.md.
+_ONE_BIT_S, _DENSE_S = 3.48e-9, 5.67e-9
+_LATENCY_S, _START_S = 1.9e-4, 1.3e-3
+_UNHIDDEN = 0.1
+_PAYLOAD_OF_FRAME = 1448 / 1514  # Ethernet, IPv4 and TCP headers at an MTU of 1500
+_HIDDEN_BY_BACKWARD = 2 / 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is asked about. link_bits_per_s: of a host, shared by its ranks. compute_s: of a step, forward and backward.
+
+    Raises ValueError on numbers that no run can have.
+    """
+
+    params: float
+    hosts: int
+    ranks_per_host: int = 1
+    dtype: str = "bf16"
+    error_bytes: int = 4
+    link_bits_per_s: float = 1e9
+    compute_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.params < 1 or self.hosts < 1 or self.ranks_per_host < 1 or self.link_bits_per_s <= 0:
+            raise ValueError(f"expected at least one parameter, host and rank, and a link, got {self}")
+        if self.dtype not in DTYPE_BYTES or self.error_bytes not in (2, 4) or self.compute_s < 0:
+            raise ValueError(f"expected dtype of {', '.join(DTYPE_BYTES)}, error_bytes 2 or 4, compute_s >= 0: {self}")
+
+    @property
+    def world_size(self) -> int:
+        return self.hosts * self.ranks_per_host
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank holds, in bytes per parameter of the model, and sends, in bits per parameter and step.
+
+    state: optimizer state, master weights and errors. bits: of one rank to other hosts; None where nothing travels
+    between hosts. seconds: of a step.
+    """
+
+    optimizer: str
+    stage: int
+    parameters: float
+    gradients: float
+    state: float
+    bits: float
+    seconds: float
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        return self.parameters + self.gradients + self.state
+
+
+def plans(run: Run) -> Iterator[Plan]:
+    """Every combination of optimizer and stage that there is for this run."""
+    for optimizer in OPTIMIZERS:
+        for stage in (0, 1, 2, 3):
+            if (made := plan(run, optimizer, stage)) is not None:
+                yield made
+
+
+def plan(run: Run, optimizer: str, stage: int) -> Plan | None:
+    """One of them; None where there is no such form: `forms.choose` says why."""
+    if optimizer.startswith("sharded"):
+        return _across(run, optimizer, stage) if stage in (1, 2) and run.ranks_per_host == 1 else None
+    if optimizer == "AdamW":
+        return _dense(run, stage)
+    if stage > 0 and run.ranks_per_host == 1:
+        return None
+    S, R = (run.ranks_per_host, run.hosts) if stage else (1, run.world_size)
+    sign = SignCodec().frame_bytes(_ELEMENTS) / _ELEMENTS
+    moments = _MOMENTS if optimizer == "ZeroOneAdam" else _FLOAT32 + sign
+    state = (moments + run.error_bytes * (1 + 1 / R)) / S
+    parameters, gradients = _parameters_and_gradients(run, stage, S)
+    exchange = _exchange_s(run, run.params / S, R, sign, S if stage else run.ranks_per_host, _ONE_BIT_S)
+    bits = 8 * 2 * (R - 1) / R * sign / S
+    return Plan(optimizer, stage, parameters, gradients, state, bits, _step_s(run, exchange))
+
+
+def _across(run: Run, optimizer: str, stage: int) -> Plan:
+    W, b = run.world_size, DTYPE_BYTES[run.dtype]
+    up = SignCodec().frame_bytes(_ELEMENTS) / _ELEMENTS
+    down = up if optimizer.endswith("sign") else Int4Codec().frame_bytes(_ELEMENTS) / _ELEMENTS
+    state = 2.0 + _MOMENTS / W
+    gradients = float(b) if stage == 1 else 0.0
+    exchange = _exchange_s(run, run.params, W, (up + down) / 2, 1, _ONE_BIT_S)
+    # Leg 2 carries what leg 1 has made; nothing leaves before the vote at stage 1.
+    seconds = run.compute_s + exchange if stage == 1 else _step_s(run, exchange)
+    return Plan(optimizer, stage, float(b), gradients, state, 8 * (W - 1) / W * (up + down), seconds)
+
+
+def _dense(run: Run, stage: int) -> Plan:
+    """FSDP2 over the ranks of a host, its all-reduce between hosts in float32; with one rank per host, in dtype."""
+    S, R = (run.ranks_per_host if stage else 1), (run.hosts if stage else run.world_size)
+    parameters, gradients = _parameters_and_gradients(run, stage, S)
+    exchange = _exchange_s(run, run.params / S, R, _FLOAT32, run.ranks_per_host, _DENSE_S)
+    bits = 8 * 2 * (R - 1) / R * _FLOAT32 / S
+    return Plan("AdamW", stage, parameters, gradients, _MOMENTS / S, bits, _step_s(run, exchange))
+
+
+def _parameters_and_gradients(run: Run, stage: int, shards: int) -> tuple[float, float]:
+    """Bytes per parameter of FSDP2's forms: float32 masters, and what is gathered to compute in."""
+    b = DTYPE_BYTES[run.dtype]
+    masters = _FLOAT32 / shards
+    is_plain = run.dtype == "fp32" and shards == 1
+    gathered = 0.0 if is_plain or stage == 3 else float(b)
+    gradients = _FLOAT32 / shards if stage >= 2 or is_plain else max(float(b), _FLOAT32 / shards)
+    return masters + gathered, gradients
+
+
+def _exchange_s(run: Run, elements: float, ranks: int, bytes_per_element: float, sharing: int, work_s: float) -> float:
+    """Seconds of one exchange, with `sharing` ranks on a host's link."""
+    link = LinkCost(_LATENCY_S, run.link_bits_per_s / 8 * _PAYLOAD_OF_FRAME / sharing, _START_S)
+    codec = CodecCost(bytes_per_element, work_s, _UNHIDDEN)
+    return exchange_s(round(elements), ranks, codec, link) if ranks > 1 else 0.0
+
+
+def _step_s(run: Run, exchange: float) -> float:
+    """A step whose traffic goes on while backward computes."""
+    return run.compute_s + max(0.0, exchange - _HIDDEN_BY_BACKWARD * run.compute_s)
+
+
+def table(run: Run) -> str:
+    """The plans of a run, as Markdown."""
+    heads = (
+        "optimizer",
+        "stage",
+        "parameters",
+        "gradients",
+        "state",
+        "bytes/param",
+        "GB per rank",
+        "bits/param",
+        "s/step",
+    )
+    lines = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1)]
+    for made in plans(run):
+        cells = [
+            made.optimizer,
+            str(made.stage),
+            *(f"{x:.2f}" for x in (made.parameters, made.gradients, made.state, made.bytes_per_parameter)),
+            f"{made.bytes_per_parameter * run.params / 1e9:.2f}",
+            f"{made.bits:.2f}",
+            f"{made.seconds:.3g}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _rate(text: str) -> float:
+    match = re.fullmatch(r"([\d.]+)([kmg])bit", text.lower())
+    if not match:
+        raise argparse.ArgumentTypeError(f"expected a rate such as 1gbit or 100mbit, got {text!r}")
+    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m onebit.zero.plan", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--params", type=float, required=True, help="of the model; 1.5e9")
+    add("--hosts", type=int, required=True)
+    add("--ranks-per-host", type=int, default=1)
+    add("--dtype", choices=DTYPE_BYTES, default="bf16")
+    add("--error-bytes", type=int, choices=(2, 4), default=4, help="of the one-bit optimizers' errors")
+    add("--link", type=_rate, default=1e9, metavar="RATE", help="of a host: 1gbit, 100mbit (default: 1gbit)")
+    add("--compute-s", type=float, default=0.0, help="forward and backward of a step; part of the traffic hides behind")
+    args = parser.parse_args(argv)
+    run = Run(args.params, args.hosts, args.ranks_per_host, args.dtype, args.error_bytes, args.link, args.compute_s)
+    sys.stdout.write(f"{table(run)}\n")
+
+
+if __name__ == "__main__":
+    main()
