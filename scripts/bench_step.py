@@ -26,6 +26,8 @@ from bench_collective import measure
 from model import GPT, SIZES, VOCABULARY, build_model, decay_groups
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
@@ -36,6 +38,7 @@ from onebit.comm import Transport
 from onebit.comm.torch_transport import TorchTransport
 from onebit.frozen_variance import FrozenVarianceOptimizer
 from onebit.schedule import DenseSteps, VarianceUpdates
+from onebit.zero import ShardedOnebitAdam, fsdp
 
 LR = 1e-4
 WEIGHT_DECAY = 0.01
@@ -198,6 +201,36 @@ class DdpPowerSgd(Ddp):
         return 4.0 * (self._counted - counted)
 
 
+class Fsdp(Local):
+    """FSDP2 over all ranks as ZeRO-2, gathering, computing and reducing in bfloat16, then AdamW.
+
+    A host without instructions for bfloat16 computes many times longer in it than in float32.
+    """
+
+    def __init__(self, model: GPT, link: TorchTransport):
+        self.link, self.elements = link, sum(p.numel() for p in model.parameters())
+        self.model = _WithLoss(model)
+        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        mesh = init_device_mesh("cpu", (link.world_size,))
+        for block in fsdp.blocks_of(model):
+            fully_shard(block, mesh=mesh, reshard_after_forward=False, mp_policy=half)
+        fully_shard(self.model, mesh=mesh, reshard_after_forward=False, mp_policy=half)
+        self.optimizer = AdamW(decay_groups(model, WEIGHT_DECAY), lr=LR)
+
+    def backward(self, windows: Tensor) -> None:
+        self.model(windows).backward()
+        self.link.sent_bytes += round((1 - 1 / self.link.world_size) * (2 + 2) * self.elements)
+
+
+class Sharded(Local):
+    """Our sharded form: signs to the owners, differences back. Replicas are float32 here, as the others' parameters."""
+
+    def __init__(self, model: GPT, link: Transport, differences: str, stage: int):
+        self.model = model
+        groups = decay_groups(model, WEIGHT_DECAY)
+        self.optimizer = ShardedOnebitAdam(groups, lr=LR, link=link, differences=differences, stage=stage)
+
+
 class Onebit(Local):
     """One of ours, as in the README: the plain model, whose optimizer does the traffic."""
 
@@ -220,17 +253,24 @@ def skip_warmup(optimizer: FrozenVarianceOptimizer) -> None:
 @dataclass(frozen=True)
 class Method:
     """make(model, link). alone: the same without traffic. warmup: steps before the measured ones; cycle: measured
-    steps come in so many, of which one differs from the others."""
+    steps come in so many, of which one differs from the others. dtype: what it computes in."""
 
     make: Callable[[GPT, TorchTransport], Contender]
     alone: Callable[[GPT, Transport], Contender] = Local
     warmup: int = 1
     cycle: int = 1
+    dtype: torch.dtype = torch.float32
 
 
 def _ours(make: Callable[..., CompressedOptimizer], warmup: int, cycle: int = 1, **options: int) -> Method:
     contender = partial(Onebit, make=make, options=options)
     return Method(contender, contender, warmup, cycle)
+
+
+def _sharded(differences: str) -> Method:
+    # Stage 2 frees gradients in backward, the update alone has none to free: without traffic it is measured as stage 1.
+    make, alone = (partial(Sharded, differences=differences, stage=stage) for stage in (2, 1))
+    return Method(make, alone)
 
 
 # Ours: one step in which gradients travel, then one uncounted in its final form. With local steps: their number doubles
@@ -246,6 +286,9 @@ METHODS = {
         onebit.ZeroOneAdam, 3, H, var_freeze_step=0, local_step_scaler=1, local_step_clipper=H
     ),
     "onebit-lamb": _ours(onebit.OnebitLamb, 2),
+    "fsdp2-bf16": Method(Fsdp, dtype=torch.bfloat16),
+    "sharded int4": _sharded("int4"),
+    "sharded sign": _sharded("sign"),
 }
 
 # ---------------------------------------------------------------- measuring
@@ -299,10 +342,12 @@ def _measure_alone(method: Method, windows: Tensor, args: argparse.Namespace, li
     model = build_model(args.size, seed=0)
 
     def compute() -> None:
-        model.zero_grad()
+        model.to(method.dtype).zero_grad()
         model.loss(windows).backward()
 
     computing = measure(link, compute, args.alone_steps)
+    model.float().zero_grad()
+    model.loss(windows).backward()
     contender = method.alone(model, Silent(link.rank, link.world_size))
 
     def updates(steps: int) -> None:

@@ -57,13 +57,15 @@ SIDES = {"onebit over gloo": ONE_BIT, "onebit over mpi": ONE_BIT, "all-reduce fp
 def all_jobs(is_deepspeed_here: bool) -> list[Job]:
     """In the order in which they run."""
     ddp = tuple(method for method in bench_step.METHODS if method.startswith("ddp"))
-    ours = tuple(method for method in bench_step.METHODS if method not in ddp)
+    zero = ("fsdp2-bf16", "sharded int4", "sharded sign")
+    ours = tuple(method for method in bench_step.METHODS if method not in (*ddp, *zero))
     over_gloo = ("onebit over gloo", "all-reduce fp32", "all-reduce bf16")
     jobs = [
         Job("collective", over_gloo, partial(_run_collective, transport="gloo")),
         Job("collective", ("onebit over mpi",), partial(_run_collective, transport="mpi")),
         Job("step", ddp, _run_step),
         Job("step", ours, _run_step),
+        *(Job("step", (method,), _run_step) for method in zero),
     ]
     if is_deepspeed_here:
         # The three share one collective.
