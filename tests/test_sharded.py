@@ -136,8 +136,9 @@ def test_stage_2_is_stage_1_to_the_bit_and_frees_gradients_in_backward() -> None
             left = [p.grad is not None for p in model.parameters()]
             if stage == 2:  # the last bucket's vote is still under way
                 assert left[:2] == [True, True] and not any(left[2:])
-                with pytest.raises(RuntimeError, match="call step"):
-                    optimizer.zero_grad()
+                for too_late in (optimizer.zero_grad, optimizer.state_dict):
+                    with pytest.raises(RuntimeError, match="call step"):
+                        too_late()
             optimizer.step()
             assert stage == 1 or all(p.grad is None for p in model.parameters())
             optimizer.zero_grad()

@@ -91,7 +91,8 @@ class ShardedOnebitAdam(ShardedOptimizer):
 
     State on each rank, bytes per parameter: c 2 (float32: 4), master and variance 8/W; with max_grad_norm 0.13 more.
     Sends per rank (W-1)/W·(1 + 16/block + 4 + 16/block) bits per parameter and step ("sign": 1 instead of 4), each
-    parameter padded to whole blocks, and a vote of 48 bytes and a bit per parameter tensor to each peer.
+    parameter padded to whole blocks, and a vote of 48 bytes and a bit per parameter tensor to each peer (at stage 2 one
+    for every bucket).
 
     Accuracy: for data that is shuffled across ranks (`stats.health`, which warns); OnebitAdam for data that is not.
     Raises ValueError/TypeError at construction: bad options, unsupported dtypes, or parameters that differ between
@@ -357,13 +358,26 @@ class ShardedOnebitAdam(ShardedOptimizer):
             bucket.ready.clear()
         self._take_tally()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. Raises RuntimeError between a backward pass at stage 2 and its step: gradients have left."""
+    def _check_at_rest(self) -> None:
         if self._launched:
             raise RuntimeError(
                 f"rank {self.link.rank}: gradients of this backward pass have gone into the momentum; call step() first"
             )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. Raises RuntimeError between a backward pass at stage 2 and its step: gradients have left."""
+        self._check_at_rest()
         super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict:
+        """See `ShardedOptimizer.state_dict`. Raises RuntimeError between a backward pass at stage 2 and its step."""
+        self._check_at_rest()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """See `ShardedOptimizer.load_state_dict`. Raises RuntimeError as `state_dict`."""
+        self._check_at_rest()
+        super().load_state_dict(state_dict)
 
 
 class _TimedWork:

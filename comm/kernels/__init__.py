@@ -5,6 +5,8 @@ tensors, compiled at run time; `triton.py` another for those, imported where Tri
 device, `describe` tells what runs, so that nobody has to guess. A kernel is a module with `encode`, `decode`,
 `decode_mean` for sign frames, the same with `int8_` in front for int8 frames, and the fused steps over sign frames:
 `encode_momentum`, `encode_mean`, `apply`.
+
+The int4 frame has two implementations so far: its specification, `int4_reference.py`, and `cpu.py`.
 """
 
 from __future__ import annotations
