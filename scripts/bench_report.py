@@ -13,7 +13,7 @@ from model import SIZES, build_model
 
 NAMES = {"none": "Unshaped link", "100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}
 BASELINE = {"collective": "all-reduce fp32", "step": "ddp-fp32"}
-OURS = ("onebit", "zero-one")
+OURS = ("onebit", "sharded", "zero-one")
 
 
 @dataclass(frozen=True)

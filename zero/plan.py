@@ -119,11 +119,16 @@ def _across(run: Run, optimizer: str, stage: int) -> Plan:
 
 
 def _dense(run: Run, stage: int) -> Plan:
-    """FSDP2 over the ranks of a host, its all-reduce between hosts in float32; with one rank per host, in dtype."""
-    S, R = (run.ranks_per_host if stage else 1), (run.hosts if stage else run.world_size)
+    """The engine's: an all-reduce in float32 at stage 0, else FSDP2 over all ranks, as DeepSpeed shards.
+
+    Parameters are gathered in dtype, twice at stage 3; gradients are reduced in float32.
+    """
+    W = run.world_size
+    S, gathers = (1, 0) if stage == 0 else (W, 2 if stage == 3 else 1)
     parameters, gradients = _parameters_and_gradients(run, stage, S)
-    exchange = _exchange_s(run, run.params / S, R, _FLOAT32, run.ranks_per_host, _DENSE_S)
-    bits = 8 * 2 * (R - 1) / R * _FLOAT32 / S
+    each_way = _FLOAT32 if stage == 0 else (gathers * DTYPE_BYTES[run.dtype] + _FLOAT32) / 2
+    exchange = _exchange_s(run, run.params, W, each_way, run.ranks_per_host, _DENSE_S)
+    bits = 8 * 2 * (W - 1) / W * each_way
     return Plan("AdamW", stage, parameters, gradients, _MOMENTS / S, bits, _step_s(run, exchange))
 
 
