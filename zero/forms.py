@@ -91,6 +91,11 @@ def build(
         for warning in without_effect(config, form):
             log.warning("%s", warning)
     broadcast_parameters([*model.parameters(), *model.buffers()], grid.world)
+    if _offloads(config) and (served := getattr(grid.world, "device", torch.device("cpu"))).type != "cpu":
+        raise ValueError(
+            f"rank {grid.world.rank}: offloaded gradients are averaged in host memory, and the process group serves "
+            f"{served.type} alone; call torch.distributed.init_process_group('cpu:gloo,cuda:nccl') before initialize()"
+        )
     if form == "across":
         if _offloads(config):
             raise ValueError(
