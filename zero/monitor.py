@@ -6,6 +6,7 @@ Rank 0 writes, and sends nothing for it: the loss is that of its own samples, as
 from __future__ import annotations
 
 import csv
+import importlib.util
 import logging
 import os
 import time
@@ -43,13 +44,16 @@ def open_monitors(config: Config, rank: int) -> list[Writer]:
 
 def _tensorboard(monitor: Monitor, rank: int) -> Writer:
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ModuleNotFoundError("No module named 'tensorboard'")
+        if rank == 0:  # two seconds
+            from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ImportError(
             f"rank {rank}: the block tensorboard is enabled and tensorboard is missing; pip install 'onebit[train]', "
             "or enable csv_monitor instead"
         ) from error
-    opened: list[SummaryWriter] = []
+    opened: list = []
 
     def write(values: Mapping[str, float], samples: int) -> None:
         if not opened:
