@@ -24,8 +24,12 @@ class ReplicaError(RuntimeError):
     """The replicas of a parameter are no longer bit-identical."""
 
 
-def gather_bytes(link: Transport, mine: bytes, device: torch.device | str = "cpu") -> list[bytes]:
-    """Every rank's bytes, of one common length. Sends (W-1)·len bytes per rank."""
+def gather_bytes(link: Transport, mine: bytes, device: torch.device | str | None = None) -> list[bytes]:
+    """Every rank's bytes, of one common length. Sends (W-1)·len bytes per rank.
+
+    device: whose memory they travel in; None: the link's own choice (`TorchTransport.device`), else the host's.
+    """
+    device = getattr(link, "device", "cpu") if device is None else device
     row = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     rows = torch.empty(link.world_size, len(mine), dtype=torch.uint8, device=device)
     link.all_gather(rows, row).wait()
@@ -39,7 +43,7 @@ def gather_tensors(link: Transport, mine: Tensor) -> Tensor:
     return rows.view(mine.dtype).view(link.world_size, *mine.shape)
 
 
-def gather_texts(link: Transport, mine: str, device: torch.device | str = "cpu") -> list[str]:
+def gather_texts(link: Transport, mine: str, device: torch.device | str | None = None) -> list[str]:
     """Every rank's text, of any length."""
     data = mine.encode()
     lengths = [int.from_bytes(b, "little") for b in gather_bytes(link, len(data).to_bytes(16, "little"), device)]
@@ -51,7 +55,7 @@ def raise_together(
     link: Transport,
     problem: str | None,
     error: type[Exception],
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     hint: Callable[[], str] = lambda: "",
 ) -> None:
     """Raise on all ranks where any of them has a problem: the lowest such rank's text, followed by `hint()`."""
@@ -60,7 +64,9 @@ def raise_together(
         raise error(problems[0] + hint())
 
 
-def check_same_lines(link: Transport, what: str, lines: Sequence[str], device: torch.device | str = "cpu") -> None:
+def check_same_lines(
+    link: Transport, what: str, lines: Sequence[str], device: torch.device | str | None = None
+) -> None:
     """Raise ValueError, the same on all ranks, at the first line in which two ranks differ. Sends 32 bytes if none."""
     text = "\n".join(lines)
     if len(set(gather_bytes(link, hashlib.sha256(text.encode()).digest(), device))) == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -125,9 +126,10 @@ def resumes(folder: str, cases: Sequence[tuple[dict, int]]) -> list[dict]:
     return facts
 
 
-def trains_json(files: Sequence[str]) -> dict[str, str]:
-    """Each configuration file, a few steps: what went wrong, by file."""
+def trains_json(files: Sequence[str], folder: str) -> dict[str, str]:
+    """Each configuration file, a few steps: what went wrong, by file. Monitors write under `folder`."""
     torch.set_num_threads(1)
+    os.chdir(folder)
     link = init("gloo", levels=1)
     grid, problems = grids.start(shard=link.world_size), {}
     for file in files:

@@ -55,8 +55,8 @@ def test_every_form_trains_and_resumes_to_the_bit(tmp_path: Path, cases: list) -
 
 
 @pytest.mark.dist
-def test_every_public_style_configuration_trains() -> None:
+def test_every_public_style_configuration_trains(tmp_path: Path) -> None:
     files = sorted(str(path) for path in (Path(__file__).parent / "deepspeed_configs").glob("*.json"))
     assert len(files) >= 12
-    for problems in run_torchrun(2, trains_json, files, timeout_s=110).check().results:
+    for problems in run_torchrun(2, trains_json, files, str(tmp_path), timeout_s=110).check().results:
         assert problems == {}

@@ -19,15 +19,11 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class Fp16:
-    """Training in float16 under a loss scale. loss_scale: 0: dynamic, by the rule of `precision.py`.
-
-    auto_cast: the engine casts floating-point inputs to float16.
-    """
+    """Training in float16 under a loss scale. loss_scale: 0: dynamic, by the rule of `precision.py`."""
 
     inert: ClassVar[Mapping[str, Inert]] = FP16
 
     enabled: bool = key(False, BOOL, fill="fp16")
-    auto_cast: bool = key(False, BOOL)
     loss_scale: float = key(0.0, FLOAT, least=0)
     initial_scale_power: int = key(16, INT, least=0, most=127)
     loss_scale_window: int = key(1000, INT, least=1)
@@ -58,7 +54,10 @@ class Bf16:
 
 @dataclass(frozen=True)
 class OffloadOptimizer:
-    """Where optimizer state and master weights live. device: "none": with the parameters; "cpu": in host memory."""
+    """Where optimizer state and master weights live. device: "none": with the parameters; "cpu": in host memory.
+
+    The step is taken there; pin_memory: in page-locked memory, where there is CUDA.
+    """
 
     inert: ClassVar[Mapping[str, Inert]] = OFFLOAD
 
@@ -71,7 +70,7 @@ class OffloadOptimizer:
 
 @dataclass(frozen=True)
 class OffloadParam(OffloadOptimizer):
-    """Where the parameters' shards live, at stage 3."""
+    """Where the parameters' shards live, at stage 3. They are the masters: offloading one is offloading the other."""
 
     inert: ClassVar[Mapping[str, Inert]] = OFFLOAD_PARAM
 
@@ -82,7 +81,8 @@ class ZeroOptimization:
 
     overlap_comm: send buckets during the backward pass; DeepSpeed's default is false below stage 3, here it is true.
     mics_shard_size, zero_hpz_partition_size: ranks that shard among themselves and are replicated beyond, see
-    `ranks_per_shard_group`. gather_16bit...: the engine writes whole weights with each checkpoint.
+    `ranks_per_shard_group`. gather_16bit...: the engine writes whole weights with each checkpoint, in the type that
+    is computed in.
     """
 
     inert: ClassVar[Mapping[str, Inert]] = ZERO
@@ -117,7 +117,7 @@ class ZeroOptimization:
 
 @dataclass(frozen=True)
 class Monitor:
-    """Scalars of the run, written by rank 0 to output_path/job_name; "": under the working directory."""
+    """Scalars of every step, written by rank 0 to output_path/job_name; "": under the working directory."""
 
     enabled: bool = key(False, BOOL)
     output_path: str = key("", TEXT)
@@ -129,7 +129,10 @@ class Monitor:
 
 @dataclass(frozen=True)
 class DataTypes:
-    """grad_accum_dtype: in which gradients are summed over micro-batches; None: the parameters' own."""
+    """grad_accum_dtype: in which gradients are summed over micro-batches. Not a choice: `forms.py` says where it lies.
+
+    None: float32, and where sharding is across nodes the type computed in.
+    """
 
     inert: ClassVar[Mapping[str, Inert]] = DATA_TYPES
 

@@ -12,9 +12,10 @@ here is called by all ranks, in the same order.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Unpack, cast
@@ -26,30 +27,35 @@ from torch.utils.data import Dataset
 
 from ..comm.launch import Launch, detect
 from ..replicas import gather_bytes
-from . import dense, fsdp
+from . import dense, fsdp, resume
 from . import grid as grids
-from .checkpoint import CheckpointError, Checkpoints, Loaded
+from .checkpoint import Checkpoints
 from .config import Config, Fills, read_config
 from .data import ShardedLoader
 from .forms import Built, build
 from .grid import Grid
+from .groups import Groups, remembered, trained
+from .monitor import WallClock, Writer, open_monitors
 from .precision import LossScale, loss_scale
 from .schedules import build_scheduler
-from .weights import export_weights
+from .weights import check_can_export, export_weights
 
 log = logging.getLogger(__name__)
 
+ConfigLike = Mapping[str, object] | str | os.PathLike
 Initialized = tuple["Engine", torch.optim.Optimizer, ShardedLoader | None, LRScheduler | None]
 
 
 def initialize(
     *,
     model: nn.Module,
-    config: Mapping[str, object] | str | os.PathLike,
-    model_parameters: Callable[[nn.Module], Iterable] | None = None,
+    config: ConfigLike | None = None,
+    args: object = None,
+    model_parameters: Iterable | Groups | None = None,
     optimizer: Callable[[Iterable], torch.optim.Optimizer] | None = None,
     lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
     training_data: Dataset | None = None,
+    collate_fn: Callable | None = None,
     grid: Grid | None = None,
     seed: int = 0,
     **fills: Unpack[Fills],
@@ -57,20 +63,34 @@ def initialize(
     """Engine, optimizer, data loader and scheduler, as DeepSpeed's users know them. All ranks, once per model.
 
     model: float32, the same on every rank in shape (rank 0's values are taken); sharded in place. config: see
-    `read_config`. model_parameters: called with the sharded model, gives what to train, or groups of it; default: all
-    that requires gradients. optimizer, lr_scheduler: make one, where the configuration has none. training_data: see
-    `ShardedLoader`; seed is its. grid: default: the launcher's ranks, sharded inside each node where the stage asks for
-    it. fills: what "auto" stands for.
+    `read_config`; None: args.deepspeed_config, as argparse leaves it. model_parameters: what to train, of the model as
+    it is passed, or a function that gives it of the sharded model: parameters or groups of them; default: all that
+    requires gradients. optimizer, lr_scheduler: make one, in place of the configuration's. training_data, collate_fn:
+    see `ShardedLoader`; seed is its. grid: default: the launcher's ranks, sharded inside each node where the stage asks
+    for it. fills: what "auto" stands for.
 
-    Raises ValueError, TypeError and OSError on bad configurations, before anything is sharded.
+    Raises ValueError, TypeError, OSError and ImportError on bad configurations, before anything is sharded.
     """
+    for name, given in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
+        if given is not None and (not callable(given) or isinstance(given, torch.optim.Optimizer)):
+            raise TypeError(
+                f"expected a function that makes the {name} behind sharding, got {type(given).__name__}; pass for "
+                "example functools.partial(torch.optim.AdamW, lr=1e-3)"
+            )
     launch = detect(os.environ)
     world_size = launch.world_size if grid is None else grid.world.world_size
     rank = launch.rank if grid is None else grid.world.rank
-    read = read_config(config, world_size=world_size, rank=rank, **fills)
+    read = read_config(_named_config(config, args), world_size=world_size, rank=rank, **fills)
+    if read.dump_state and rank == 0:
+        log.info("configuration: %s", json.dumps(read.to_dict(), indent=2))
+    monitors = open_monitors(read, rank)
+    if read.zero_optimization.stage3_gather_16bit_weights_on_model_save:
+        check_can_export()
+    if model_parameters is not None and not callable(model_parameters):
+        model_parameters = remembered(model, model_parameters)
     if grid is None:
         grid = grids.start(shard=_shards(read, launch))
-    built = build(read, grid, model, model_parameters or _trained, optimizer)
+    built = build(read, grid, model, model_parameters or trained, optimizer)
     scheduler = None
     if lr_scheduler is not None:
         scheduler = lr_scheduler(built.optimizer)
@@ -85,9 +105,22 @@ def initialize(
             world_size=grid.world.world_size,
             seed=seed,
             drop_last=read.dataloader_drop_last,
+            collate_fn=collate_fn,
         )
-    engine = Engine(model, read, grid, built, scheduler, loader)
+    engine = Engine(model, read, grid, built, scheduler, loader, monitors)
     return engine, built.optimizer, loader, scheduler
+
+
+def _named_config(config: ConfigLike | None, args: object) -> ConfigLike:
+    """The one that is given. DeepSpeed's add_config_arguments puts a file's name into args."""
+    named = getattr(args, "deepspeed_config", None)
+    if config is not None and named is not None:
+        raise ValueError(
+            f"the configuration is given twice, as config= and as args.deepspeed_config ({named}); give one"
+        )
+    if config is None and named is None:
+        raise ValueError("no configuration: pass config=, a file's name or a dict, or args= with deepspeed_config")
+    return cast(ConfigLike, config if config is not None else named)
 
 
 def _shards(config: Config, launch: Launch) -> int:
@@ -96,10 +129,6 @@ def _shards(config: Config, launch: Launch) -> int:
     if config.zero_optimization.stage == 0 or (is_one_bit and config.onebit.sharding == "across"):
         return 1
     return config.ranks_per_shard_group or ((launch.local_size or 1) if is_one_bit else launch.world_size)
-
-
-def _trained(model: nn.Module) -> Iterable[Tensor]:
-    return [p for p in model.parameters() if p.requires_grad]
 
 
 class Engine:
@@ -118,31 +147,40 @@ class Engine:
         built: Built,
         scheduler: LRScheduler | None,
         loader: ShardedLoader | None,
+        monitors: Sequence[Writer] = (),
     ):
         self.module, self.config, self.grid = module, config, grid
         self.optimizer, self.scheduler, self.loader = built.optimizer, scheduler, loader
-        self.form, self._stage, self._averager = built.form, built.stage, built.averager
-        self._shares_state = self.form == "dense" and dense.has_sharded_state(self.optimizer)
+        self.form, self.stage, self._averager = built.form, built.stage, built.averager
+        self.shares_state = self.form == "dense" and dense.has_sharded_state(self.optimizer)
         self.loss_scale: LossScale = loss_scale(config.fp16)
         self.micro_steps = self.global_steps = self.skipped_steps = 0
         self.grad_norm: float | None = None
+        self._monitors, self._loss = monitors, torch.zeros(())
+        self._clock = WallClock(config.wall_clock_breakdown)
         self._checkpoints: dict[Path, Checkpoints] = {}
 
     # ---------------------------------------------------------------- a step
 
     def __call__(self, *inputs: object, **named: object) -> object:
         """The model's output. Floating-point inputs are cast to the dtype that the configuration computes in."""
-        if self._stage is not None:
+        if self.stage is not None:
             is_last = self.is_gradient_accumulation_boundary() or not self.module.training
-            fsdp.begin_micro_batch(self.module, self._stage, is_last=is_last)
+            fsdp.begin_micro_batch(self.module, self.stage, is_last=is_last)
         if self.config.dtype != torch.float32:
             inputs = tuple(self._cast(x) for x in inputs)
             named = {name: self._cast(x) for name, x in named.items()}
-        return self.module(*inputs, **named)
+        with self._clock.measure("forward") if self.module.training else nullcontext():
+            return self.module(*inputs, **named)
 
     def backward(self, loss: Tensor) -> None:
         """Add the loss's gradients, over the micro-batches of a step and times the loss scale."""
-        with self._without_traffic():
+        if self._monitors:
+            self._loss = self._loss.to(loss.device) + loss.detach().float() / self.config.gradient_accumulation_steps
+        if self.form != "dense":
+            # The optimizers read it as GradScaler sets it; some gradients leave during the backward pass.
+            self.optimizer.grad_scale = torch.tensor(self.loss_scale.value)  # type: ignore[attr-defined]
+        with self._clock.measure("backward"), self._without_traffic():
             (loss.float() * (self.loss_scale.value / self.config.gradient_accumulation_steps)).backward()
 
     def step(self) -> None:
@@ -156,10 +194,13 @@ class Engine:
         self.micro_steps += 1
         if not is_boundary:
             return
-        is_skipped = self._step_dense() if self.form == "dense" else self._step_onebit()
-        self.optimizer.zero_grad()
+        rates = self.get_lr()
+        with self._clock.measure("step"):
+            is_skipped = self._step_dense() if self.form == "dense" else self._step_onebit()
+            self.optimizer.zero_grad()
         self.global_steps += 1
         self.skipped_steps += is_skipped
+        self._write_scalars(rates[0])
         self.loss_scale = self.loss_scale.after(is_skipped)
         if self.scheduler is not None and not is_skipped:
             self.scheduler.step()
@@ -172,14 +213,24 @@ class Engine:
                 self.get_lr(),
                 self.loss_scale.value,
             )
+            self._clock.report()
+
+    def _write_scalars(self, rate: float) -> None:
+        """For the monitors, against samples: of the step that was, this rank's mean loss, its rate and loss scale."""
+        if not self._monitors:
+            return
+        values = {"train_loss": float(self._loss), "lr": rate, "skipped_steps": float(self.skipped_steps)}
+        if self.config.fp16.enabled:
+            values["loss_scale"] = self.loss_scale.value
+        for write in self._monitors:
+            write(values, self.global_samples)
+        self._loss = torch.zeros(())
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last of its step."""
         return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
 
     def _step_onebit(self) -> bool:
-        # The optimizers read it as GradScaler sets it, and all skip together.
-        self.optimizer.grad_scale = torch.tensor(self.loss_scale.value)  # type: ignore[attr-defined]
         before = self.optimizer.stats.skipped_steps  # type: ignore[attr-defined]
         self.optimizer.step()
         is_skipped = self.optimizer.stats.skipped_steps > before  # type: ignore[attr-defined]
@@ -220,7 +271,7 @@ class Engine:
 
     def synchronise(self) -> None:
         """Give every rank the same parameters, where local steps made them differ, and let go of gathered ones."""
-        if self._stage is not None:
+        if self.stage is not None:
             fsdp.reshard(self.module)
         if hasattr(self.optimizer, "sync"):
             self.optimizer.sync()
@@ -257,21 +308,14 @@ class Engine:
     ) -> str:
         """Write everything that a bit-identical continuation needs, to save_dir/step_...; its name. All ranks.
 
-        client_state: the caller's own, of each rank; see `tree.pack`. Raises CheckpointError; see `Checkpoints.save`.
+        client_state: the caller's own, of each rank; see `tree.pack`. Where the configuration asks for gathered 16-bit
+        weights, they are in save_dir/model.safetensors, those of the newest checkpoint. Raises CheckpointError; see
+        `Checkpoints.save`.
         """
         self.synchronise()
-        tensors, rest = self._state()
-        own = {
-            "optimizer": rest,
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "loader": None if self.loader is None else self.loader.state_dict(),
-            "loss_scale": self.loss_scale.state_dict(),
-            "counts": [self.micro_steps, self.global_steps, self.skipped_steps],
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-            "client": client_state,
-        }
-        self._in(save_dir).save(self.global_steps, tensors, own, self._about(), in_background=in_background)
+        resume.save(self, self._in(save_dir), client_state, in_background=in_background)
+        if self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
+            self.save_16bit_model(save_dir)
         return f"step_{self.global_steps:08d}"
 
     def load_checkpoint(self, load_dir: str | os.PathLike, tag: str | None = None) -> tuple[str | None, object]:
@@ -281,25 +325,9 @@ class Engine:
         what becomes of what was not yet sent. Raises CheckpointError, on all ranks, where it is damaged, of another
         model, form or optimizer, or sharded over another number of ranks.
         """
-        if self._stage is not None:
+        if self.stage is not None:
             fsdp.reshard(self.module)
-        tensors, _ = self._state()
-        loaded = self._in(load_dir).load(tensors, tag, check=self._check_stamp)
-        if loaded is None:
-            return None, None
-        own = cast(dict, loaded.own[self.grid.world.rank % len(loaded.own)])
-        self._load_optimizer(loaded, tensors)
-        if self.scheduler is not None and own["scheduler"] is not None:
-            self.scheduler.load_state_dict(own["scheduler"])
-        if self.loader is not None and own["loader"] is not None:
-            self.loader.load_state_dict(own["loader"])
-        self.loss_scale = self.loss_scale.with_state(own["loss_scale"])
-        self.micro_steps, self.global_steps, self.skipped_steps = own["counts"]
-        self.micro_steps = self.global_steps * self.config.gradient_accumulation_steps
-        torch.set_rng_state(own["rng"])
-        if own["cuda_rng"] is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(own["cuda_rng"])
-        return str(loaded.folder), own["client"]
+        return resume.load(self, self._in(load_dir), tag)
 
     def wait_for_checkpoint(self) -> None:
         """Until what is written in the background is on disk."""
@@ -316,50 +344,6 @@ class Engine:
         if path not in self._checkpoints:
             self._checkpoints[path] = Checkpoints(path, self.grid.world)
         return self._checkpoints[path]
-
-    def _about(self) -> dict:
-        return {
-            "form": self.form,
-            "optimizer": type(self.optimizer).__name__,
-            "sizes": list(self.grid.shape.sizes),
-            "stage": self.config.zero_optimization.stage,
-        }
-
-    def _check_stamp(self, stamp: Mapping[str, object]) -> None:
-        mine, shards = self._about(), self.grid.shape.size("shard")
-        for key in ("form", "optimizer"):
-            if stamp.get(key) != mine[key]:
-                raise CheckpointError(f"the checkpoint's {key} is {stamp.get(key)}, this run's is {mine[key]}")
-        there = cast(list, stamp["sizes"])[-1]
-        if there != shards and not self._shares_state:
-            raise CheckpointError(
-                f"the checkpoint was sharded over {there} ranks of a node, this run over {shards}; start it with "
-                f"onebit.ranks_per_node = {there}, or take over the weights alone (save_16bit_model, import_weights)"
-            )
-
-    def _state(self) -> tuple[dict[str, Tensor], dict]:
-        """(what all ranks hold together, by name; the rest of the optimizer's state, each rank's own)."""
-        model = {f"model.{name}": x for name, x in self.module.state_dict().items()}
-        if not self._shares_state:
-            return model, self.optimizer.state_dict()
-        tensors, rest = dense.state_of(self.module, self.optimizer)
-        return model | {f"optimizer.{name}": x for name, x in tensors.items()}, rest
-
-    def _load_optimizer(self, loaded: Loaded, tensors: Mapping[str, Tensor]) -> None:
-        """This rank's own state, or, of another number of replicas, those of all ranks with this rank's shard."""
-        if self._shares_state:
-            named = {k.removeprefix("optimizer."): x for k, x in tensors.items() if k.startswith("optimizer.")}
-            rest = cast(dict, loaded.own[self.grid.world.rank % len(loaded.own)])["optimizer"]
-            dense.load_state(self.module, self.optimizer, named, rest)
-            return
-        shard, shards = self.grid.coordinates["shard"], self.grid.shape.size("shard")
-        states = [cast(dict, loaded.own[rank])["optimizer"] for rank in range(shard, len(loaded.own), shards)]
-        if len(states) == self.grid.shape.size("replica"):
-            self.optimizer.load_state_dict(states[self.grid.coordinates["replica"]])
-        elif self.form == "dense":
-            self.optimizer.load_state_dict(states[0])  # the same in all replicas
-        else:
-            self.optimizer.load_state_dicts(states)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Wait for checkpoints, then release the grid. All ranks."""

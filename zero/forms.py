@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -21,9 +21,11 @@ from torch import nn
 
 from ..dense import DenseAverager, broadcast_parameters
 from . import dense, fsdp
+from .blocks import Onebit
 from .choices import OptimizerChoice, build_optimizer
 from .config import Config
 from .grid import Grid
+from .groups import Groups
 from .shard import ShardedOnebitAdam
 
 log = logging.getLogger(__name__)
@@ -75,7 +77,7 @@ def build(
     config: Config,
     grid: Grid,
     model: nn.Module,
-    groups: Callable[[nn.Module], Iterable],
+    groups: Groups,
     optimizer: Callable[[Iterable], torch.optim.Optimizer] | None,
 ) -> Built:
     """Rank 0's values to all ranks, shard the model in place as the configuration says, make its optimizer. All ranks.
@@ -85,7 +87,15 @@ def build(
     """
     form, stage, dtype = choose(config, grid.shape.size("shard")), config.zero_optimization.stage, config.dtype
     is_plain = stage == 0 and dtype == torch.float32
+    if grid.world.rank == 0:
+        for warning in without_effect(config, form):
+            log.warning("%s", warning)
     broadcast_parameters([*model.parameters(), *model.buffers()], grid.world)
+    if _offloads(config) and (served := getattr(grid.world, "device", torch.device("cpu"))).type != "cpu":
+        raise ValueError(
+            f"rank {grid.world.rank}: offloaded gradients are averaged in host memory, and the process group serves "
+            f"{served.type} alone; call torch.distributed.init_process_group('cpu:gloo,cuda:nccl') before initialize()"
+        )
     if form == "across":
         if _offloads(config):
             raise ValueError(
@@ -95,7 +105,8 @@ def build(
         return Built(form, _across(config, grid, groups(model.to(dtype))))
     sharded = None if is_plain else max(stage, 1)
     if sharded is not None:
-        fsdp.shard(model, grid, sharded, dtype=None if dtype == torch.float32 else dtype, offload=_offloads(config))
+        low = None if dtype == torch.float32 else dtype
+        fsdp.shard(model, grid, sharded, dtype=low, offload=_offloads(config), pin_memory=_pins(config))
     links: dict[str, Any] = {"link": grid.link, "shards": None if sharded is None else grid.shards}
     params = groups(model)
     if form != "dense":
@@ -135,6 +146,45 @@ def _choice(config: Config) -> OptimizerChoice:
     if config.optimizer is None:
         raise ValueError('no optimizer: write a block "optimizer" into the configuration, or pass optimizer=')
     return config.optimizer
+
+
+# Keys of the block "onebit" that each form acts on; ranks_per_node and sharding choose the form itself.
+_SIGNS = {"compression", "bucket_cap_mb", "error_dtype", "block", "variance_floor", "check_replicas_every"}
+_OURS = {
+    "whole": _SIGNS,
+    "inside": _SIGNS,
+    "across": _SIGNS - {"compression", "error_dtype"} | {"differences"},
+    "dense": {"bucket_cap_mb"},
+}
+
+
+def without_effect(config: Config, form: str) -> list[str]:
+    """What a configuration asks for, other than the default, that this form does not do; one line each."""
+    lines, ours = [], config.onebit
+    for name in (f.name for f in fields(ours) if f.name not in _OURS[form] | {"sharding", "ranks_per_node"}):
+        if getattr(ours, name) != getattr(Onebit(), name):
+            lines.append(f"onebit.{name} has no effect in the form {form!r}")
+    if config.communication_data_type is not None and form in ("across", "dense"):
+        what = "averages gradients in float32" if form == "dense" else "sends no whole gradients"
+        if form != "dense" or config.communication_data_type != "fp32":
+            lines.append(f"communication_data_type has no effect in the form {form!r}, which {what}")
+    if form == "across" and isinstance(getattr(_choice(config).params, "freeze_step", "auto"), int):
+        lines.append("optimizer.params.freeze_step has no effect across nodes: there is no warm-up, nothing freezes")
+    if form == "across" and not _choice(config).params.bias_correction:
+        lines.append("optimizer.params.bias_correction: moments are always corrected where sharding is across nodes")
+    if form in ("across", "dense") and not config.zero_optimization.overlap_comm:
+        lines.append(f"zero_optimization.overlap_comm: false has no effect in the form {form!r}")
+    summed = str(config.dtype if form == "across" else torch.float32).removeprefix("torch.")
+    wanted = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: summed}
+    if wanted[config.data_types.grad_accum_dtype] != summed and config.gradient_accumulation_steps > 1:
+        lines.append(f"data_types.grad_accum_dtype has no effect: micro-batches add up in {summed} in this form")
+    return lines
+
+
+def _pins(config: Config) -> bool:
+    """Unless a block that offloads says otherwise."""
+    zero = config.zero_optimization
+    return all(block.pin_memory for block in (zero.offload_optimizer, zero.offload_param) if block.device == "cpu")
 
 
 def _offloads(config: Config) -> bool:

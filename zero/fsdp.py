@@ -48,6 +48,7 @@ def shard(
     dtype: torch.dtype | None = None,
     blocks: Iterable[nn.Module] | None = None,
     offload: bool = False,
+    pin_memory: bool = True,
 ) -> nn.Module:
     """Shard a model over the grid's shard axis, in place, and return it. All ranks, before its optimizer is made.
 
@@ -55,6 +56,7 @@ def shard(
     float32, remain the masters, and gradients are reduced in float32. blocks: modules that are gathered one at a time
     (default: `blocks_of`); what is in none of them is gathered with the root. offload: shards, their gradients and the
     optimizer's state live in host memory, where the optimizer steps on them; the grid needs a backend for host tensors.
+    pin_memory: page-locked, where there is CUDA.
 
     Parameters become DTensors: a rank holds the rows of its shard, or none where a parameter has fewer rows than there
     are shards. Raises ValueError for another stage, and for masters that are not float32.
@@ -69,7 +71,7 @@ def shard(
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
     options: dict[str, Any] = {"mesh": grid.mesh["shard"], "mp_policy": policy}
     if offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory and torch.cuda.is_available())
     for block in blocks_of(model) if blocks is None else blocks:
         fully_shard(block, reshard_after_forward=stage == 3, **options)
     # The root is never resharded after its forward pass: backward begins with it. At stage 3 that is FSDP2's default.

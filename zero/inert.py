@@ -13,10 +13,11 @@ from .keys import ANYTHING, BOOL, FLOAT, INT, LIST, OBJECT, TEXT, Inert
 _BUCKETS = 'buckets are of one size, "onebit": {"bucket_cap_mb": ...}'
 _FSDP = "FSDP2 gathers and frees parameters module by module, and prefetches the next one"
 _DISK = "there is no offload to disk, only to host memory"
-_MEAN = "gradients are averaged in float32 by the optimizer, which neither overflows nor needs a factor"
+_MEAN = "gradients are summed in float32, which neither overflows nor needs a factor"
 _FREE = "train it without, or with the package it comes from"
 
 FP16 = {
+    "auto_cast": Inert(BOOL, "floating-point inputs are always cast to the type computed in", fine=(True,)),
     "fp16_master_weights_and_grads": Inert(BOOL, "master weights are float32", fine=(False,)),
     "fused_mode": Inert(BOOL, "there is one form of the step"),
     "fp16_opt_level": Inert(TEXT, "there is one form of mixed precision"),
@@ -31,7 +32,9 @@ BF16 = {
     "check_overflow": Inert(BOOL, "gradients that are not finite are always noticed, and the step skipped", (True,)),
 }
 
-DATA_TYPES = {"grad_type": Inert(TEXT, "gradients are of the parameters' type")}
+DATA_TYPES = {
+    "grad_type": Inert(TEXT, "gradients are float32, and where sharding is across nodes of the type computed in")
+}
 
 _OFFLOAD = {
     "nvme_path": Inert(TEXT, _DISK),
@@ -58,16 +61,16 @@ ZERO = {
     "allgather_partitions": Inert(BOOL, "partitions are always gathered", fine=(True,)),
     "reduce_scatter": Inert(BOOL, "each rank always reduces its own chunk", fine=(True,)),
     "contiguous_gradients": Inert(BOOL, "what is sent lies in flat buckets, gradients stay where they are"),
-    "round_robin_gradients": Inert(BOOL, "shards are chunks of flat buckets", fine=(False,)),
+    "round_robin_gradients": Inert(BOOL, "how shards are cut is fixed", fine=(False,)),
     "use_multi_rank_bucket_allreduce": Inert(BOOL, _BUCKETS),
     "compute_grad_norm": Inert(BOOL, "the norm is computed where gradient_clipping needs it"),
     "parameter_alignment": Inert(BOOL, "each parameter is padded to whole blocks", fine=(True,)),
     "ignore_unused_parameters": Inert(BOOL, "a parameter without a gradient is left alone", fine=(True,)),
     "load_from_fp32_weights": Inert(BOOL, "master weights are in the checkpoint", fine=(True,)),
-    "elastic_checkpoint": Inert(BOOL, "every checkpoint loads into any world size", fine=(True,)),
+    "elastic_checkpoint": Inert(BOOL, "every checkpoint loads into any number of replicas", fine=(True,)),
     "legacy_stage1": Inert(BOOL, "there is one stage 1", fine=(False,)),
     "pipeline_loading_checkpoint": Inert(BOOL, "checkpoints are read shard by shard", fine=(False,)),
-    "sub_group_size": Inert(INT, "the step goes bucket by bucket; " + _BUCKETS),
+    "sub_group_size": Inert(INT, "the step is taken whole; " + _BUCKETS),
     "stage3_max_live_parameters": Inert(INT, _FSDP),
     "stage3_max_reuse_distance": Inert(INT, _FSDP),
     "stage3_prefetch_bucket_size": Inert(INT, _FSDP),
@@ -81,8 +84,10 @@ ZERO = {
     "memory_efficient_linear": Inert(BOOL, _FSDP),
     "override_module_apply": Inert(BOOL, "modules are built before they are sharded"),
     "leaf_module": Inert(OBJECT, _FSDP),
-    "zero_quantized_weights": Inert(BOOL, "parameters are gathered in their own type", fine=(False,)),
-    "zero_quantized_nontrainable_weights": Inert(BOOL, "frozen parameters keep their own type", fine=(False,)),
+    "zero_quantized_weights": Inert(BOOL, "parameters are gathered in the type computed in", fine=(False,)),
+    "zero_quantized_nontrainable_weights": Inert(
+        BOOL, "frozen parameters are gathered as the others are", fine=(False,)
+    ),
     "zero_quantized_gradients": Inert(BOOL, "choose a one-bit optimizer, which sends less", fine=(False,)),
     "zeropp_loco_param": Inert({"err_beta": FLOAT, "reset_T": INT}, "choose a one-bit optimizer, which sends less"),
     "zenflow": Inert(OBJECT, "there is one form of offload"),
@@ -259,7 +264,7 @@ TOP_LEVEL = {
     "seq_parallel_comm_data_type": Inert(TEXT, "there is no sequence parallelism"),
     "sequence_parallel_size": Inert(INT, "there is no sequence parallelism", fine=(1,), refused=True),
     "managed_gradient_accumulation": Inert(BOOL, "engine.step() counts the micro-batches", fine=(True,), refused=True),
-    "zero_allow_untested_optimizer": Inert(BOOL, "any optimizer that can be named here is tested", fine=(True, False)),
+    "zero_allow_untested_optimizer": Inert(BOOL, "any optimizer is taken", fine=(True, False)),
     "zero_force_ds_cpu_optimizer": Inert(BOOL, "offloaded state is stepped by one optimizer", fine=(True, False)),
     "activation_checkpointing": Inert(_ACTIVATIONS, "wrap modules with torch.utils.checkpoint before initialize()"),
     "flops_profiler": Inert(_FLOPS, "use torch.utils.flop_counter or torch.profiler"),
@@ -268,9 +273,9 @@ TOP_LEVEL = {
     "wandb": Inert(_WANDB, _MONITOR),
     "comet": Inert(_COMET, _MONITOR),
     "trackio": Inert(_SWITCH | {"project": TEXT}, _MONITOR),
-    "comms_logger": Inert(_COMMS_LOGGER, "bytes and waits of each step are in optimizer.stats"),
+    "comms_logger": Inert(_COMMS_LOGGER, "bytes and waits of each step are in the one-bit optimizers' stats"),
     "checkpoint": Inert(
-        _CHECKPOINT, "tags are always compared, and every checkpoint is sharded and loads into any world size"
+        _CHECKPOINT, "checkpoints are named by their step, sharded, and load into any number of replicas"
     ),
     "nebula": Inert(OBJECT, "checkpoints are written by torch.distributed.checkpoint"),
     "compile": Inert(_COMPILE, "compile the model with torch.compile before initialize()"),

@@ -110,6 +110,11 @@ def _error_of_safetensors() -> type[Exception]:
     return importlib.import_module("safetensors").SafetensorError  # type: ignore[no-any-return]
 
 
+def check_can_export() -> None:
+    """Raise ImportError where safetensors is missing."""
+    _safetensors()
+
+
 def _safetensors() -> ModuleType:
     try:
         return importlib.import_module("safetensors.torch")

@@ -1,0 +1,251 @@
+"""What the ranks of test_zero_keys.py do: keys, forms of the same step, and resuming in a world of another size."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+import os
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+from engine_ranks import bits, config_of, dataset, net, train
+from torch import nn
+
+from onebit import zero
+from onebit.comm import init
+from onebit.zero import grid as grids
+
+SAVED, MORE = 20, 20
+ONE_BIT = {"compression": "always", "block": 64}
+FP16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+FORMS = {
+    "whole": ({"stage": 0}, 1, "OneBitAdam"),
+    "across": ({"stage": 1}, 1, "OneBitAdam"),
+    "inside": ({"stage": 3}, 2, "OneBitAdam"),
+    "dense": ({"stage": 2}, 2, "AdamW"),
+}
+GRIDS: dict[int, grids.Grid] = {}
+
+
+def start(form: str, model: nn.Module | None = None, *, micro: int = 4, sums: int = 2, **blocks: object) -> zero.Engine:
+    """An engine in one of `FORMS` on a grid that suits it, made once."""
+    stage, shards, name = FORMS[form]
+    params = {"freeze_step": 8} if form in ("whole", "inside") else {}
+    config = config_of(name, params, onebit=ONE_BIT if name == "OneBitAdam" else {}, **blocks)
+    config |= {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": sums}
+    config["zero_optimization"] = stage | config.get("zero_optimization", {})
+    shards = min(shards, int(os.environ["WORLD_SIZE"]))
+    if shards not in GRIDS:
+        GRIDS[shards] = grids.start(shard=shards)
+    model = net() if model is None else model
+    return zero.initialize(model=model, config=config, training_data=dataset(), grid=GRIDS[shards])[0]
+
+
+def loss_of_all(engine: zero.Engine) -> float:
+    """Over the whole dataset."""
+    engine.eval()
+    tokens, targets = dataset().tensors
+    with torch.no_grad():
+        loss = float(nn.functional.cross_entropy(engine(tokens).float(), targets))
+    engine.synchronise()
+    engine.train()
+    return loss
+
+
+def overflows() -> dict[str, dict]:
+    """In fp16 the loss of the last rank is infinite at the third of four steps. The first's rate is 0."""
+    facts = {}
+    for form, more in (("across", {}), ("across", {"zero_optimization": {"stage": 2}}), ("inside", {}), ("dense", {})):
+        engine = start(form, fp16=FP16, **more)
+        rank, world_size = engine.grid.world.rank, engine.grid.world.world_size
+        batches = zero.data.forever(engine.loader)
+        seen = []
+        for step in range(4):
+            for _ in range(2):
+                tokens, targets = next(batches)
+                loss = nn.functional.cross_entropy(engine(tokens).float(), targets)
+                engine.backward(loss * math.inf if step == 2 and rank == world_size - 1 else loss)
+                engine.step()
+            rates = engine.get_lr()
+            seen.append([engine.loss_scale.value, engine.skipped_steps, rates[0], bits(engine)[:4000].hex()])
+        facts[f"{form} {engine.config.zero_optimization.stage}"] = {"seen": seen}
+    return facts
+
+
+def one_big_batch() -> dict[str, list]:
+    """Two micro-batches of two against one of four, dense, stages 0 and 2; SGD, so that the update is the gradient."""
+    tokens, targets = dataset().tensors
+    facts: dict[str, list] = {}
+    for stage, shards in ((0, 1), (2, 2)):
+        for clip in (0.0, 0.05):
+            weights = []
+            for sums in (1, 2):
+                config = {
+                    "train_micro_batch_size_per_gpu": 4 // sums,
+                    "gradient_accumulation_steps": sums,
+                    "zero_optimization": {"stage": stage},
+                    "gradient_clipping": clip,
+                }
+                made, grid = net(), GRIDS[shards]
+                first = [p.detach().clone() for p in made.parameters()]
+                engine, *_ = zero.initialize(
+                    model=made, config=config, optimizer=lambda params: torch.optim.SGD(params, lr=1.0), grid=grid
+                )
+                mine = torch.arange(4 * grid.world.rank, 4 * grid.world.rank + 4)
+                for part in mine.chunk(sums):
+                    engine.backward(nn.functional.cross_entropy(engine(tokens[part]), targets[part]))
+                    engine.step()
+                engine.synchronise()
+                now = [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in made.parameters()]
+                weights.append(torch.cat([(a - b).reshape(-1) for a, b in zip(first, now, strict=True)]).double())
+            # The oracle: the gradient of the mean loss over the samples of all ranks, in float64.
+            plain = net().double()
+            n = 4 * grid.world.world_size
+            nn.functional.cross_entropy(plain(tokens[:n]), targets[:n]).backward()
+            true = torch.cat([p.grad.reshape(-1) for p in plain.parameters()])
+            norm = float(true.norm())
+            expected = true * min(1.0, clip / norm) if clip else true
+            gaps = [float((w - expected).abs().max()) for w in weights]
+            facts[f"stage {stage}, clip {clip}"] = [norm, engine.get_global_grad_norm(), *gaps]
+    return facts
+
+
+def offloads() -> dict[str, list]:
+    """With shards, gradients and state in host memory, where they are already: the same bits."""
+    facts = {}
+    for form in ("inside", "dense"):
+        results = []
+        for device in ("none", "cpu"):
+            offload = {"offload_optimizer": {"device": device, "pin_memory": False}}
+            engine = start(form, bf16={"enabled": True}, gradient_clipping=1.0, zero_optimization=offload)
+            train(engine, 4)
+            results.append(bits(engine))
+        policy = engine.module._get_fsdp_state()._fsdp_param_group.offload_policy
+        facts[form] = [results[0] == results[1], type(policy).__name__]
+    return facts
+
+
+def given_parameters() -> dict[str, object]:
+    """Parameters and groups of the plain model, behind sharding; the configuration through args."""
+    model = net()
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [(name, p) for name, p in model.named_parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": [p for _, p in others], "weight_decay": 0.0}]
+    path = Path("args.json")
+    config = config_of("AdamW", zero_optimization={"stage": 3})
+    if int(os.environ["RANK"]) == 0:
+        import json
+
+        path.write_text(json.dumps(config))
+    GRIDS[2].world.all_reduce(torch.zeros(1)).wait()
+    engine, optimizer, *_ = zero.initialize(
+        model=model, args=Namespace(deepspeed_config=str(path)), model_parameters=groups, training_data=dataset(),
+        grid=GRIDS[2],
+    )  # fmt: skip
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+    before = bits(engine)
+    train(engine, 3)
+    return {
+        "found": found,
+        "asked": [[name for name, p in net().named_parameters() if (p.dim() > 1) == big] for big in (True, False)],
+        "decays": [group["weight_decay"] for group in optimizer.param_groups],
+        "moves": bits(engine) != before,
+    }
+
+
+def monitors() -> dict[str, object]:
+    """Three steps with every key that tells of the run, in the working directory."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("onebit")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    monitor = {"enabled": True, "output_path": "logs", "job_name": "run"}
+    gathers = {"stage3_gather_16bit_weights_on_model_save": True}
+    engine = start(
+        "inside", fp16=FP16, csv_monitor=monitor, tensorboard=monitor, wall_clock_breakdown=True, dump_state=True,
+        steps_per_print=2, zero_optimization=gathers,
+    )  # fmt: skip
+    rates, losses = [], []
+    batches = zero.data.forever(engine.loader)
+    for _ in range(3):
+        rates.append(engine.get_lr()[0])
+        own = []
+        for _ in range(2):
+            tokens, targets = next(batches)
+            loss = nn.functional.cross_entropy(engine(tokens).float(), targets)
+            own.append(float(loss))
+            engine.backward(loss)
+            engine.step()
+        losses.append(sum(own) / 2)
+    engine.save_checkpoint("gathered")
+    logger.removeHandler(handler)
+    rows = {}
+    for tag in ("train_loss", "lr", "loss_scale", "skipped_steps"):
+        path = Path(f"logs/run/Train_Samples_{tag}.csv")
+        rows[tag] = list(csv.reader(path.open())) if engine.grid.world.rank == 0 else []
+    import_into = net()
+    zero.import_weights(import_into, "gathered/model.safetensors", engine.grid.world)
+    far = max(
+        float((a - b.full_tensor()).abs().max())
+        for a, b in zip(import_into.parameters(), engine.module.parameters(), strict=True)
+    )
+    return {
+        "rows": rows,
+        "rates": rates,
+        "losses": losses,
+        "events": [path.name for path in Path("logs/run").glob("events.*")],
+        "lines": lines,
+        "weights are off by": far,
+    }
+
+
+def keys(folder: str) -> dict[str, object]:
+    """Everything of four ranks, and checkpoints for `resumes_with_two`."""
+    torch.set_num_threads(1)
+    init("gloo", levels=1)
+    os.chdir(folder)
+    facts: dict[str, object] = {
+        "overflow": overflows(),
+        "offload": offloads(),
+        "groups": given_parameters(),
+        "monitors": monitors(),
+        "big batch": one_big_batch(),
+    }
+    ends = {}
+    for form in ("whole", "across", "inside"):
+        engine = start(form, sums=1)
+        train(engine, SAVED)
+        engine.save_checkpoint(form)
+        saved = loss_of_all(engine)
+        train(engine, MORE)
+        ends[form] = [saved, loss_of_all(engine)]
+    facts["ends"] = ends
+    GRIDS[1].close()
+    return facts
+
+
+def resumes_with_two(folder: str) -> dict[str, object]:
+    """Two ranks with twice the batch each go on from where four were."""
+    torch.set_num_threads(1)
+    init("gloo", levels=1)
+    os.chdir(folder)
+    facts: dict[str, object] = {}
+    for form in ("whole", "across"):
+        engine = start(form, sums=1, micro=8)
+        engine.load_checkpoint(form)
+        loaded = loss_of_all(engine)
+        train(engine, MORE)
+        facts[form] = [loaded, loss_of_all(engine), engine.global_steps]
+    GRIDS[2] = GRIDS[1]  # one shard where there were two
+    try:
+        stage = {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}}
+        start("inside", sums=1, micro=8, **stage).load_checkpoint("inside")
+    except zero.CheckpointError as error:
+        facts["refused"] = str(error)
+    GRIDS[1].close()
+    return facts

@@ -1,0 +1,193 @@
+"""Every key that is taken acts, in every form; what an engine does is what one machine would do with one big batch."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from engine_keys import MORE, SAVED, keys, resumes_with_two
+from engine_ranks import config_of, net
+from ranks import run_torchrun
+
+from onebit import zero
+from onebit.replicas import gather_bytes
+from onebit.zero.blocks import Monitor
+from onebit.zero.forms import without_effect
+from onebit.zero.groups import remembered
+from onebit.zero.monitor import open_monitors
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict]:
+    """Of all four ranks, of one start of processes."""
+    return list(run_torchrun(4, keys, str(folder), timeout_s=110).check().results)  # type: ignore[arg-type]
+
+
+@pytest.mark.dist
+def test_an_overflow_on_one_rank_is_skipped_by_all(ranks: list[dict]) -> None:
+    assert ranks[0]["overflow"].keys() == {"across 1", "across 2", "inside 3", "dense 2"}
+    for form in ranks[0]["overflow"]:
+        for facts in ranks:
+            _, before, skipped, after = facts["overflow"][form]["seen"]
+            assert before[:2] == [256.0, 0], form
+            assert skipped[:2] == [128.0, 1] and skipped[2:] == before[2:], f"{form}: schedule or parameters moved"
+            assert after[:2] == [128.0, 1] and after[2] > skipped[2] and after[3] != skipped[3], form
+            assert facts["overflow"][form] == ranks[0]["overflow"][form]
+
+
+@pytest.mark.dist
+def test_dense_sums_and_clips_as_one_big_batch_does(ranks: list[dict]) -> None:
+    """float32 against float64, differences of updates of up to 1: 1e-6 is a few roundings."""
+    assert len(ranks[0]["big batch"]) == 4
+    for facts in ranks:
+        for case, (norm, seen, *gaps) in facts["big batch"].items():
+            assert norm > 0.05 and len(gaps) == 2 and max(gaps) < 2e-6, f"{case}: {gaps}"
+            assert seen == pytest.approx(0.0 if case.endswith("clip 0.0") else norm, rel=1e-5)
+
+
+@pytest.mark.dist
+def test_offload_changes_no_bit(ranks: list[dict]) -> None:
+    assert all(
+        facts["offload"] == {"inside": [True, "CPUOffloadPolicy"], "dense": [True, "CPUOffloadPolicy"]}
+        for facts in ranks
+    )
+
+
+@pytest.mark.dist
+def test_parameters_given_before_sharding_are_trained_behind_it(ranks: list[dict]) -> None:
+    for facts in ranks:
+        groups = facts["groups"]
+        assert groups["found"] == groups["asked"] and groups["decays"] == [0.1, 0.0] and groups["moves"]
+
+
+@pytest.mark.dist
+def test_the_monitors_hold_what_happened(ranks: list[dict]) -> None:
+    first = ranks[0]["monitors"]
+    rows, samples = first["rows"], ["32", "64", "96"]
+    for tag, values in (("train_loss", first["losses"]), ("lr", first["rates"]), ("loss_scale", [256.0] * 3)):
+        assert rows[tag][0] == ["step", tag] and [row[0] for row in rows[tag][1:]] == samples
+        assert [float(row[1]) for row in rows[tag][1:]] == pytest.approx(values, rel=1e-6)
+    assert [float(row[1]) for row in rows["skipped_steps"][1:]] == [0.0, 0.0, 0.0]
+    assert len(first["events"]) == 1
+    assert sum(line.startswith("milliseconds per step: forward ") for line in first["lines"]) == 1
+    assert sum(line.startswith("configuration: {") and '"OneBitAdam"' in line for line in first["lines"]) == 1
+    for facts in ranks[1:]:
+        assert not any("milliseconds" in line or "configuration: {" in line for line in facts["monitors"]["lines"])
+    # The file is in float16, the masters are float32.
+    assert all(0 < facts["monitors"]["weights are off by"] < 1e-2 for facts in ranks)
+
+
+@pytest.mark.dist
+def test_two_ranks_go_on_from_where_four_were(folder: Path, ranks: list[dict]) -> None:
+    for facts in run_torchrun(2, resumes_with_two, str(folder), timeout_s=60).check().results:
+        for form in ("whole", "across"):
+            saved, uninterrupted = ranks[0]["ends"][form]
+            loaded, resumed, steps = facts[form]
+            assert steps == SAVED + MORE
+            assert loaded == pytest.approx(saved, rel=1e-6)
+            assert uninterrupted < 0.8 * saved
+            assert abs(resumed - uninterrupted) < 0.03 * saved, f"{form}: {facts[form]}, not {uninterrupted}"
+        assert "sharded over 2 ranks of a node, this run over 1" in facts["refused"]
+        assert "onebit.ranks_per_node = 2" in facts["refused"] and "import_weights" in facts["refused"]
+
+
+# ---------------------------------------------------------------- without processes
+
+
+def config(name: str = "OneBitAdam", params: dict | None = None, **blocks: object) -> zero.Config:
+    return zero.read_config(config_of(name, params, **blocks), world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("read", "form", "words"),
+    [
+        (config(), "whole", []),
+        (config(onebit={"differences": "sign"}), "whole", ["onebit.differences"]),
+        (config(onebit={"error_dtype": "bf16"}), "across", ["onebit.error_dtype"]),
+        (config(onebit={"bucket_cap_mb": 1, "block": 64}), "inside", []),
+        (config("AdamW", onebit={"block": 64}), "dense", ["onebit.block"]),
+        (config(params={"freeze_step": 9, "bias_correction": False}), "across", ["freeze_step", "bias_correction"]),
+        (config("AdamW", communication_data_type="bf16"), "dense", ["communication_data_type"]),
+        (config("AdamW", communication_data_type="fp32"), "dense", []),
+        (config(communication_data_type="bf16"), "inside", []),
+        (config(data_types={"grad_accum_dtype": "fp32"}), "inside", []),
+        (config(data_types={"grad_accum_dtype": "fp32"}, bf16={"enabled": True}), "across", ["grad_accum_dtype"]),
+        (config(data_types={"grad_accum_dtype": "bf16"}, bf16={"enabled": True}), "inside", ["grad_accum_dtype"]),
+        (config("AdamW", zero_optimization={"overlap_comm": False}), "dense", ["overlap_comm"]),
+    ],
+)
+def test_what_a_form_does_not_do_is_said(read: zero.Config, form: str, words: list[str]) -> None:
+    lines = without_effect(read, form)
+    assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines, strict=True)), lines
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_missing_tensorboard_names_what_to_install(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ImportError, match=rf"rank {rank}: .*onebit\[train\]"):
+        open_monitors(config(tensorboard={"enabled": True}), rank=rank)
+
+
+def test_csv_files_are_appended_to_by_rank_0_alone(tmp_path: Path) -> None:
+    asked = config(csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "job"})
+    assert asked.csv_monitor == Monitor(True, str(tmp_path), "job") and open_monitors(asked, rank=1) == []
+    for samples in (8, 16):  # a writer each: the second is that of a resumed run
+        (write,) = open_monitors(asked, rank=0)
+        write({"lr": 0.5 / samples}, samples)
+    assert (tmp_path / "job" / "Train_Samples_lr.csv").read_text().split() == ["step,lr", "8,0.0625", "16,0.03125"]
+
+
+def test_names_find_tied_weights_and_pairs_again() -> None:
+    model = net()
+    model.head.weight = torch.nn.Parameter(torch.zeros(5, 8))
+    find = remembered(model, [{"params": model.head.weight, "lr": 1.0}, *list(model.named_parameters())[:1]])
+    other = net()
+    group, pair = find(other)
+    assert group == {"params": [other.head.weight], "lr": 1.0} and group["params"][0] is other.head.weight
+    assert pair[0] == "embed.weight" and pair[1] is other.embed.weight
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(ValueError, match="no parameter of the model"):
+        remembered(net(), net().parameters())
+    with pytest.raises(TypeError, match="got str"):
+        remembered(net(), ["embed.weight"])
+    model = net()
+    made = torch.optim.AdamW(model.parameters())
+    with pytest.raises(TypeError, match="a function that makes the optimizer behind sharding, got AdamW"):
+        zero.initialize(model=model, config=config_of("AdamW"), optimizer=made)  # type: ignore[arg-type]
+    named = Namespace(deepspeed_config="ds.json")
+    with pytest.raises(ValueError, match="given twice"):
+        zero.initialize(model=model, config=config_of("AdamW"), args=named)
+    with pytest.raises(ValueError, match="no configuration"):
+        zero.initialize(model=model, args=Namespace())
+
+
+def test_inputs_are_cast_whatever_auto_cast_says(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    config(fp16={"enabled": True, "auto_cast": True})
+    assert caplog.records == []
+    config(fp16={"enabled": True, "auto_cast": False})
+    assert [("fp16.auto_cast" in r.message, "always cast" in r.message) for r in caplog.records] == [(True, True)]
+
+
+def test_small_messages_travel_in_memory_that_the_link_serves() -> None:
+    """NCCL alone serves no host tensors; "meta" stands for CUDA here."""
+
+    class Link:
+        rank, world_size, device = 0, 1, torch.device("meta")
+
+        def all_gather(self, out_WB: torch.Tensor, in_B: torch.Tensor) -> object:
+            raise RuntimeError(f"seen: {out_WB.device.type} and {in_B.device.type}")
+
+    with pytest.raises(RuntimeError, match="seen: meta and meta"):
+        gather_bytes(Link(), b"1")  # type: ignore[arg-type]

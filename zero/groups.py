@@ -1,0 +1,65 @@
+"""What to train, given before sharding, found again behind it: FSDP2 puts new parameters in the place of the old."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+Groups = Callable[[nn.Module], Iterable]
+
+
+def trained(model: nn.Module) -> Iterable[Tensor]:
+    """All that requires gradients."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def remembered(model: nn.Module, given: Iterable) -> Groups:
+    """A function that gives, of the sharded model, what was given of the plain one, by the parameters' names.
+
+    given: parameters, (name, parameter) pairs, or groups of either (dicts with "params"), as torch's optimizers take
+    them. Call it before the model is sharded. Raises ValueError where a parameter is not of this model, TypeError on
+    anything else.
+    """
+    names: dict[int, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), name)
+    marked = [_marked(item, names) for item in ([given] if isinstance(given, Mapping) else given)]
+
+    def find(sharded: nn.Module) -> list:
+        now = dict(sharded.named_parameters(remove_duplicate=False))
+        return [_found(item, now) for item in marked]
+
+    return find
+
+
+class _Name(str):
+    """Of a parameter, in whose place it stands."""
+
+
+def _marked(item: object, names: Mapping[int, str]) -> object:
+    if isinstance(item, Tensor):
+        if id(item) not in names:
+            raise ValueError(
+                f"model_parameters holds a tensor of shape {tuple(item.shape)} that is no parameter of the model; give "
+                "parameters of the model as it is passed, or a function of the sharded model"
+            )
+        return _Name(names[id(item)])
+    if isinstance(item, Mapping):
+        held = item["params"]
+        return {**item, "params": [_marked(x, names) for x in ([held] if isinstance(held, Tensor) else held)]}
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Tensor):
+        return item[0], _marked(item[1], names)
+    raise TypeError(
+        f"expected parameters, (name, parameter) pairs or groups of them in model_parameters, got {type(item).__name__}"
+    )
+
+
+def _found(item: object, now: Mapping[str, torch.nn.Parameter]) -> object:
+    if isinstance(item, _Name):
+        return now[item]
+    if isinstance(item, dict):
+        return {**item, "params": [_found(x, now) for x in item["params"]]}
+    assert isinstance(item, tuple)
+    return item[0], _found(item[1], now)

@@ -1,0 +1,119 @@
+"""What the engine tells of a run: scalars for TensorBoard and CSV files, and where the time of a step goes.
+
+Rank 0 writes, and sends nothing for it: the loss is that of its own samples, as in DeepSpeed. `engine.py` calls it.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from .blocks import Monitor
+from .config import Config
+
+log = logging.getLogger(__name__)
+
+PARTS = ("forward", "backward", "step")
+_PREFIX = "Train/Samples/"
+
+# Takes values by tag, and the number of samples seen.
+Writer = Callable[[Mapping[str, float], int], None]
+
+
+def open_monitors(config: Config, rank: int) -> list[Writer]:
+    """The writers that the configuration asks for, on rank 0; none elsewhere. Tags begin with Train/Samples/.
+
+    Raises ImportError, on every rank alike, where tensorboard is asked for and missing.
+    """
+    writers = []
+    if config.tensorboard.enabled:
+        writers.append(_tensorboard(config.tensorboard, rank))
+    if config.csv_monitor.enabled:
+        writers.append(_csv_files(config.csv_monitor))
+    return writers if rank == 0 else []
+
+
+def _tensorboard(monitor: Monitor, rank: int) -> Writer:
+    try:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ModuleNotFoundError("No module named 'tensorboard'")
+        if rank == 0:  # two seconds
+            from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            f"rank {rank}: the block tensorboard is enabled and tensorboard is missing; pip install 'onebit[train]', "
+            "or enable csv_monitor instead"
+        ) from error
+    opened: list = []
+
+    def write(values: Mapping[str, float], samples: int) -> None:
+        if not opened:
+            opened.append(SummaryWriter(log_dir=os.path.join(monitor.output_path, monitor.job_name)))
+        for tag, value in values.items():
+            opened[0].add_scalar(_PREFIX + tag, value, samples)
+        opened[0].flush()
+
+    return write
+
+
+def _csv_files(monitor: Monitor) -> Writer:
+    """One file per tag, Train_Samples_lr.csv, with the columns step (in samples) and lr. A resumed run appends."""
+    folder = Path(monitor.output_path, monitor.job_name)
+
+    def write(values: Mapping[str, float], samples: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for tag, value in values.items():
+            path = folder / (_PREFIX.replace("/", "_") + f"{tag}.csv")
+            is_new = not path.exists()
+            with path.open("a", newline="") as file:
+                rows = csv.writer(file)
+                if is_new:
+                    rows.writerow(["step", tag])
+                rows.writerow([samples, value])
+
+    return write
+
+
+@dataclass
+class WallClock:
+    """Milliseconds in forward, backward and step, added up until they are logged. is_on: otherwise it costs nothing.
+
+    On CUDA each part is waited for at its end, as in DeepSpeed: the parts are true, and steps without overlap slower.
+    """
+
+    is_on: bool
+    steps: int = 0
+    ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Add the time of what runs in here to one of `PARTS`."""
+        if not self.is_on:
+            yield
+            return
+        began = _now()
+        yield
+        self.ms[part] += 1e3 * (_now() - began)
+        self.steps += part == "step"
+
+    def report(self) -> None:
+        """Log the means over the steps since the last report."""
+        if self.steps:
+            means = (f"{part} {ms / self.steps:.2f}" for part, ms in self.ms.items())
+            log.info("milliseconds per step: %s", ", ".join(means))
+            self.steps, self.ms = 0, dict.fromkeys(PARTS, 0.0)
+
+
+def _now() -> float:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
