@@ -105,6 +105,8 @@ def _trained(model: nn.Module) -> Iterable[Tensor]:
 class Engine:
     """Drives one model. micro_steps, global_steps, skipped_steps: since the run began, resumed ones included.
 
+    comm_ms: how long the last step waited for a dense optimizer's gradients; the others have it in their stats.
+
     A step has `config.gradient_accumulation_steps` micro-batches: call the engine, `backward`, and `step` for each; the
     last one's `step` updates. What is accumulated: the mean over the micro-batches. Gradients travel once per step,
     except inside the node at stages 2 and 3 (`fsdp.py`).
@@ -126,6 +128,7 @@ class Engine:
         self.loss_scale: LossScale = loss_scale(config.fp16)
         self.micro_steps = self.global_steps = self.skipped_steps = 0
         self.grad_norm: float | None = None
+        self.comm_ms = 0.0
         self._checkpoints: dict[Path, Checkpoints] = {}
 
     # ---------------------------------------------------------------- a step
@@ -190,7 +193,7 @@ class Engine:
 
     def _step_dense(self) -> bool:
         assert self._averager is not None
-        self._averager.finish()
+        self.comm_ms = self._averager.finish()
         scale, max_norm = self.loss_scale.value, self.config.gradient_clipping
         self.grad_norm = dense.prepare(self.optimizer, self.grid.world, scale, max_norm)
         if self.grad_norm is not None:
