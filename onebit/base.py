@@ -57,7 +57,7 @@ from .comm import (
 )
 from .payoff import Payoff, StopWatch
 from .replicas import ReplicaError
-from .shards import local
+from .shards import count_edits_apart_, local
 
 log = logging.getLogger(__name__)
 
@@ -257,6 +257,7 @@ class CompressedOptimizer(BucketedOptimizer):
             self._paused = before
 
     def _on_gradient(self, p: Tensor) -> None:
+        count_edits_apart_(p.grad)
         if self._paused:
             return
         slot = self._slots[p]

@@ -27,6 +27,16 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
 
 
+def count_edits_apart_(grad: Tensor | None) -> None:
+    """Give a DTensor's local elements a version counter of their own; any other tensor stays as it is.
+
+    FSDP2 cuts a module's gradients out of one tensor, with one counter for all: where the next micro-batch adds to one
+    of them, all would look edited.
+    """
+    if hasattr(grad, "_local_tensor"):
+        grad._local_tensor = grad._local_tensor.data  # type: ignore[union-attr]  # the same memory, a new counter
+
+
 @dataclass(frozen=True)
 class Shards:
     """The ranks that hold the shards of this replica; each operation by all of them, alike, the same bits on all.

@@ -93,6 +93,8 @@ class CheckpointFolder:
 
     def _read(self, step: int) -> tuple[dict, list[dict]]:
         target = self.folder / _name(step)
+        if (target / "stamp.json").exists():
+            raise CheckpointError(f"{self.folder} holds a run with --zero: resume with it, or name another folder")
         shared = _read_file(target / "shared.pt")
         if shared["world_size"] == self._link.world_size:
             return shared, [_read_file(_own_file(target, self._link.rank))]

@@ -78,8 +78,12 @@ class GPT(nn.Module):
 
     def loss(self, windows: Tensor) -> Tensor:
         """Mean cross-entropy in nats per byte of windows [B, T+1], int64: T bytes read, the T after them predicted."""
-        logits_BTV = self(windows[:, :-1])
-        return F.cross_entropy(logits_BTV.flatten(0, 1), windows[:, 1:].flatten())
+        return next_byte_loss(self(windows[:, :-1]), windows)
+
+
+def next_byte_loss(logits_BTV: Tensor, windows: Tensor) -> Tensor:
+    """Mean cross-entropy, in float32, of the logits for windows[:, :-1] against the bytes that came next."""
+    return F.cross_entropy(logits_BTV.float().flatten(0, 1), windows[:, 1:].flatten())
 
 
 def build_model(size: str, seed: int) -> GPT:

@@ -32,7 +32,8 @@ log = logging.getLogger("train")
 class Row:
     """One step, as in the CSV. loss: mean over ranks, before the step. sent_bytes, comm_ms, step_s: rank 0's.
 
-    sent_bytes counts all payload this rank sent in the step, including the few bytes by which the ranks agree. step_s
+    sent_bytes counts all payload this rank sent in the step, including the few bytes by which the ranks agree, without
+    what FSDP2 moves inside a node. bits_per_parameter: of the parameters whose shard this rank has. step_s
     leaves out validation and checkpoints. comm_ms: how long the optimizer waited for the network. val_loss and
     error_norm_ratio: every --eval-every steps. wire_bytes: what the kernel saw leave this host in the step, headers
     included; only known inside an emulated host (`cluster.py`).
@@ -89,6 +90,8 @@ class Report:
         times_s = [row.step_s for row in rows] or [0.0]
         return {
             "optimizer": args.optimizer,
+            "zero": args.zero,
+            "dtype": args.dtype,
             "size": args.size,
             "parameters": self._parameters,
             "world_size": self._link.world_size,
@@ -103,7 +106,7 @@ class Report:
             "torch": torch.__version__,
             "val_loss": next((row.val_loss for row in reversed(rows) if row.val_loss is not None), None),
             "sent_bytes": total_bytes,
-            "bytes_per_parameter_and_step": total_bytes / self._parameters / max(1, len(rows)),
+            "bytes_per_parameter_and_step": statistics.fmean([row.bits_per_parameter for row in rows] or [0.0]) / 8,
             "wire_bytes": sum(row.wire_bytes for row in rows if row.wire_bytes is not None) or None,
             "last_bits_per_parameter": rows[-1].bits_per_parameter if rows else None,
             "first_compressed_step": next((row.step for row in rows if row.phase == "compressed"), None),

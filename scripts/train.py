@@ -1,52 +1,43 @@
 """Train a small GPT on Python's standard library, on any number of ranks, with dense AdamW or with a one-bit optimizer.
 
     mpirun -np 4 python scripts/train.py --optimizer onebit-adam --steps 200      (or torchrun, srun, or alone)
+    torchrun --nproc-per-node 4 scripts/train.py --zero 2 --dtype bf16            (state sharded inside each node)
 
 A run is a function of its arguments and its number of ranks: the windows of text that a rank reads are seeded by
 (seed, step, rank), so a resumed run continues to the bit. Ctrl-C, SIGTERM or SIGUSR1 ends all ranks after the same
 step, with a checkpoint where one was asked for. Open MPI's mpirun kills its ranks 0.2 s after a Ctrl-C or SIGTERM,
-which may be less than a step: there, `kill -USR1` mpirun. The model is in `model.py`, the text in `corpus.py`, the
-outputs in `report.py`.
+which may be less than a step: there, `kill -USR1` mpirun. The model is in `model.py`, the optimizers with their traffic
+in `methods.py` and `zero_method.py`, the text in `corpus.py`, the outputs in `report.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import math
 import os
 import signal
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 import torch
-from checkpoint import CheckpointError, CheckpointFolder
+from checkpoint import CheckpointError
 from cluster import sent_on_wire
 from corpus import Corpus, first_difference, read_corpus
-from model import GPT, SIZES, build_model, decay_groups
+from methods import OPTIMIZERS, SHARDED_ONLY, Method, RunCheckpoints, build_method
+from model import GPT, SIZES, build_model
 from report import PROGRESS, Report, Row
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
-import onebit
 from onebit import comm
-from onebit.base import CompressedOptimizer
 from onebit.comm.launch import Launch, detect
-from onebit.dense import DenseAverager, broadcast_parameters
 from onebit.replicas import gather_bytes, raise_together
 
 EXIT_INTERRUPTED = 130
-_FINAL_LR_FRACTION = 0.1
 _VALIDATION_WINDOWS = 64
 _FIXED_ON_RESUME = (
     "optimizer", "size", "seed", "batch_size", "accumulate", "steps", "lr", "warmup_lr_fraction", "weight_decay",
@@ -54,120 +45,6 @@ _FIXED_ON_RESUME = (
 )  # fmt: skip
 
 log = logging.getLogger("train")
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """What one optimizer step did."""
-
-    phase: str
-    comm_ms: float
-    skipped_steps: int
-
-
-class Method(Protocol):
-    """An optimizer together with its traffic."""
-
-    optimizer: Optimizer
-
-    def step(self) -> Exchange:
-        """Average over ranks, move the parameters, drop the gradients."""
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes in here only add to the gradients."""
-
-    def synchronise(self) -> None:
-        """Make the replicas the same, where they are not."""
-
-    def load(self, states: Sequence[dict]) -> None:
-        """Go on from this rank's own state, [state], or from those of all ranks of another world."""
-
-    def error_norm_ratio(self) -> float | None:
-        """What compression still owes, relative to the momentum; None where there is no compression."""
-
-
-class Dense:
-    """A baseline: gradients averaged in float32, then an ordinary optimizer."""
-
-    def __init__(self, kind: Callable[..., Optimizer], model: GPT, link: comm.Transport, args: argparse.Namespace):
-        self._parameters = list(model.parameters())
-        self._max_grad_norm = args.max_grad_norm
-        broadcast_parameters(self._parameters, link)
-        self._averager = DenseAverager(self._parameters, link)
-        self.optimizer = kind(decay_groups(model, args.weight_decay), lr=args.lr)
-
-    def step(self) -> Exchange:
-        comm_ms = self._averager.finish()
-        if self._max_grad_norm > 0:
-            torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return Exchange("dense", comm_ms, 0)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._averager.no_sync()
-
-    def synchronise(self) -> None:
-        """The replicas are always the same."""
-
-    def load(self, states: Sequence[dict]) -> None:
-        self.optimizer.load_state_dict(states[0])
-
-    def error_norm_ratio(self) -> float | None:
-        return None
-
-
-class Onebit:
-    """An optimizer of the one-bit family, which does the traffic of the data-parallel ranks itself."""
-
-    def __init__(
-        self,
-        kind: Callable[..., CompressedOptimizer],
-        options: Sequence[str],
-        model: GPT,
-        link: comm.Transport,
-        args: argparse.Namespace,
-    ):
-        self._onebit = kind(
-            decay_groups(model, args.weight_decay),
-            lr=args.lr,
-            max_grad_norm=args.max_grad_norm,
-            compression=args.compression,
-            link=link,
-            **{name: getattr(args, name) for name in options},
-        )
-        self.optimizer: Optimizer = self._onebit
-
-    def step(self) -> Exchange:
-        self._onebit.step()
-        self._onebit.zero_grad()
-        stats = self._onebit.stats
-        return Exchange(stats.phase, stats.comm_ms, stats.skipped_steps)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._onebit.no_sync()
-
-    def synchronise(self) -> None:
-        if isinstance(self._onebit, onebit.ZeroOneAdam):
-            self._onebit.sync()
-
-    def load(self, states: Sequence[dict]) -> None:
-        if states[0]["onebit"]["world_size"] == self._onebit.link.world_size:
-            self._onebit.load_state_dict(states[0])
-        else:
-            self._onebit.load_state_dicts(states)
-
-    def error_norm_ratio(self) -> float | None:
-        return self._onebit.error_norm_ratio() if self._onebit.stats.phase == "compressed" else None
-
-
-OPTIMIZERS: dict[str, Callable[[GPT, comm.Transport, argparse.Namespace], Method]] = {
-    "adamw": partial(Dense, AdamW),
-    "lamb": partial(Dense, onebit.Lamb),
-    "onebit-adam": partial(Onebit, onebit.OnebitAdam, ["freeze_step"]),
-    "onebit-lamb": partial(Onebit, onebit.OnebitLamb, ["freeze_step"]),
-    "zero-one-adam": partial(Onebit, onebit.ZeroOneAdam, ["local_step_clipper"]),
-}
 
 
 class Windows:
@@ -226,10 +103,9 @@ class Training:
         self.corpus = _read_same_corpus(args.manifest, link, self.device)
         self.model: GPT = build_model(args.size, args.seed).to(self.device)
         self.windows = Windows(self.corpus, self.model.context, self.device)
-        self.method = OPTIMIZERS[args.optimizer](self.model, link, args)
-        self.schedule = LambdaLR(self.method.optimizer, self._lr_fraction)
+        self.method: Method = build_method(args, self.model, link)
         self.first_step = 0
-        self.checkpoints = CheckpointFolder(args.checkpoint, link, self.device) if args.checkpoint is not None else None
+        self.checkpoints = None if args.checkpoint is None else self.method.checkpoints(args.checkpoint)
         if self.checkpoints is not None:
             self._resume_or_refuse(self.checkpoints)
 
@@ -262,29 +138,28 @@ class Training:
         windows = self.windows.validation(self.link.rank, self.link.world_size)
         total = torch.zeros(2, device=self.device)
         with torch.no_grad():
-            for part in windows.split(16):
+            for part in windows.split(16):  # equally often on all ranks: with --zero 3 each gathers the others' shards
                 total += torch.stack(
-                    [self.model.loss(part) * len(part), torch.tensor(float(len(part)), device=self.device)]
+                    [self.method.loss(part) * len(part), torch.tensor(float(len(part)), device=self.device)]
                 )
         self.link.all_reduce(total).wait()
         return (total[0] / total[1]).item()
 
     def _step(self, step: int) -> tuple[Row, bool]:
         """Advance by one step. The row tells of all ranks' losses; the flag says whether any rank wants to stop."""
-        start, sent_before, wire_before = time.perf_counter(), self.link.sent_bytes, sent_on_wire()
-        lr = float(self.schedule.get_last_lr()[0])
+        start, sent_before, wire_before = time.perf_counter(), self._sent_bytes(), sent_on_wire()
+        lr = float(self.method.schedule.get_last_lr()[0])
         loss = self._backward(step)
         exchange = self.method.step()
-        self.schedule.step()
         pulse = struct.pack("<?d", self._is_stop_wanted(), loss)
         pulses = [struct.unpack("<?d", said) for said in gather_bytes(self.link, pulse, self.device)]
-        sent_bytes, wire_after = self.link.sent_bytes - sent_before, sent_on_wire()
+        sent_bytes, wire_after = self._sent_bytes() - sent_before, sent_on_wire()
         row = Row(
             step=step + 1,
             loss=sum(loss for _, loss in pulses) / len(pulses),
             lr=lr,
             sent_bytes=sent_bytes,
-            bits_per_parameter=8 * sent_bytes / self.parameters,
+            bits_per_parameter=8 * sent_bytes / (self.parameters * self.method.share),
             comm_ms=exchange.comm_ms,
             step_s=time.perf_counter() - start,
             phase=exchange.phase,
@@ -298,46 +173,27 @@ class Training:
         total, parts = 0.0, self.args.accumulate
         for part in range(parts):
             batch = self.windows.training(self.args.batch_size, self.args.seed, step, self.link.rank, part)
-            with self.method.no_sync() if part < parts - 1 else nullcontext():
-                loss = self.model.loss(batch) / parts
-                loss.backward()
-            total += loss.item()
+            loss = self.method.loss(batch)
+            self.method.backward(loss, is_last=part == parts - 1)
+            total += (loss.detach() / parts).item()
         return total
 
-    def _lr_fraction(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to a tenth: a pure function of the step."""
-        warmup = max(1, round(self.args.warmup_lr_fraction * self.args.steps))
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = min(1.0, (step - warmup) / max(1, self.args.steps - warmup))
-        return _FINAL_LR_FRACTION + (1 - _FINAL_LR_FRACTION) * 0.5 * (1 + math.cos(math.pi * progress))
+    def _sent_bytes(self) -> int:
+        return sum(link.sent_bytes for link in self.method.links)
 
-    def _save(self, checkpoints: CheckpointFolder, step: int) -> None:
-        shared = {
-            "model": self.model.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "args": _fixed(self.args),
-            "corpus": self.corpus.sha256,
-        }
-        own = {"optimizer": self.method.optimizer.state_dict(), "rng": torch.get_rng_state()}
-        checkpoints.save(step, shared, own)
+    def _save(self, checkpoints: RunCheckpoints, step: int) -> None:
+        checkpoints.save(step, {"args": _fixed(self.args), "corpus": self.corpus.sha256})
 
-    def _resume_or_refuse(self, checkpoints: CheckpointFolder) -> None:
+    def _resume_or_refuse(self, checkpoints: RunCheckpoints) -> None:
         if not self.args.resume:
             if not checkpoints.is_empty():
                 raise CheckpointError(f"{checkpoints.folder} holds a run: add --resume, or name another folder")
             return
-        loaded = checkpoints.load()
-        if loaded is None:
+        step = checkpoints.load(lambda about: _check_same_run(self.args, self.corpus, about))
+        if step is None:
             log.info("no checkpoint in %s: starting at step 0", checkpoints.folder)
             return
-        shared, owns = loaded
-        _check_same_run(self.args, self.corpus, shared)
-        self.model.load_state_dict(shared["model"])
-        self.method.load([own["optimizer"] for own in owns])
-        self.schedule.load_state_dict(shared["schedule"])
-        torch.set_rng_state(owns[self.link.rank % len(owns)]["rng"])
-        self.first_step = shared["step"]
+        self.first_step = step
         log.info("resumed after step %d of %d", self.first_step, self.args.steps)
 
 
@@ -356,7 +212,8 @@ def _read_same_corpus(manifest: Path | None, link: comm.Transport, device: torch
 
 
 def _fixed(args: argparse.Namespace) -> dict:
-    return {name: getattr(args, name) for name in _FIXED_ON_RESUME}
+    names = _FIXED_ON_RESUME if args.zero is None else (*_FIXED_ON_RESUME, "dtype")
+    return {name: getattr(args, name) for name in names}
 
 
 def _check_same_run(args: argparse.Namespace, corpus: Corpus, shared: dict) -> None:
@@ -385,6 +242,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--weight-decay", type=float, default=0.01)
     add("--freeze-step", type=_auto_or_int, default="auto", help="1-bit Adam and LAMB: warm-up steps, or auto")
     add("--local-step-clipper", type=_auto_or_int, default=1, help="0/1 Adam: most steps per exchange, or auto")
+    add("--zero", type=int, choices=(0, 1, 2, 3), help="shard: optimizer state, also gradients, also parameters")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="with --zero: compute in it")
+    add("--ranks-per-node", type=_positive, metavar="N", help="with --zero: shard over so many; else the launcher's")
     add("--compression", choices=("auto", "always"), default="auto", help="auto: bfloat16 where one bit gains nothing")
     add("--max-grad-norm", type=float, default=0.0, help="clip the gradient's norm here; 0 does not")
     add("--device", choices=("cpu", "cuda"), default="cpu")
@@ -402,6 +262,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.resume and args.checkpoint is None:
         parser.error("--resume needs --checkpoint DIR")
+    if args.zero is None and (args.dtype != "fp32" or args.ranks_per_node is not None):
+        parser.error("--dtype and --ranks-per-node need --zero; --zero 0 shards nothing")
+    if args.optimizer == SHARDED_ONLY and args.zero not in (1, 2):
+        parser.error(f"--optimizer {SHARDED_ONLY} needs --zero 1 or --zero 2")
     return args
 
 
@@ -422,17 +286,20 @@ def set_threads(launch: Launch) -> None:
 
 
 def connect(args: argparse.Namespace, launch: Launch) -> comm.Transport:
-    """The transport of this launch for tensors on --device."""
+    """The transport of this launch for tensors on --device. With --zero torch.distributed's, as FSDP2 needs it."""
+    if args.zero is not None:
+        return comm.init("nccl" if args.device == "cuda" else "gloo", levels=1)
     if args.device == "cuda" or launch.launcher == "a single process":
         return comm.init()
     return comm.init("mpi" if launch.is_mpi else "gloo")
 
 
 def train(args: argparse.Namespace, link: comm.Transport, is_stop_wanted: Callable[[], bool]) -> int:
-    """Run as one rank over `link`; the exit code. Raises ValueError or CheckpointError, with a text for the user."""
+    """Run as one rank over `link`; the exit code. Raises ValueError, CheckpointError, OverflowError with what to do."""
     training = Training(args, link, is_stop_wanted)
     with Report(args, link, training.corpus, training.parameters, training.first_step) as report:
         is_whole = training.run(report)
+    training.method.close()
     return 0 if is_whole else EXIT_INTERRUPTED
 
 
@@ -451,7 +318,7 @@ def main() -> int:
     except comm.PeerError as error:
         log.error("train.py: %s", error)
         return 1
-    except (CheckpointError, ImportError, ValueError) as error:
+    except (CheckpointError, ImportError, OverflowError, ValueError) as error:
         if is_first:
             log.error("train.py: %s", error)
         code = 2

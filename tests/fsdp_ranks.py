@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch._dynamo  # fully_shard imports it: 2 s, once in the process that forks instead of once in each rank
 from fsdp_cases import (
+    COMMON,
     FAMILY,
     FREEZE,
     STEPS,
@@ -342,6 +343,28 @@ def resume_is_no_interruption(here: Grid) -> dict[str, bool]:
         pairs = zip(net.parameters(), again.parameters(), strict=True)
         out[f"{name} {stage} {at}"] = all(torch.equal(local(p), local(q)) for p, q in pairs)
     return out
+
+
+@case
+def groups_may_share_a_module(here: Grid) -> dict[str, object]:
+    """The matrices leave while FSDP2 still adds to the first module's bias, which it reduces with its matrix."""
+    net = sharded(here, aligned_net(), stage=2)
+    groups = [{"params": [p for p in net.parameters() if (p.dim() > 1) == is_matrix]} for is_matrix in (True, False)]
+    common: dict = COMMON | {"bucket_cap_mb": 16.0}
+    optimizer = onebit.OnebitAdam(groups, lr=0.01, freeze_step=FREEZE, link=here.link, shards=here.shards, **common)
+    early, said = [], ""
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(here, net, step, stage=2, micros=2)
+        early.append(optimizer._launched)
+        if step == 2:
+            with torch.no_grad():
+                local(groups[0]["params"][0].grad).mul_(2.0)
+            said = message(RuntimeError, optimizer._check_unchanged)
+            for bucket in optimizer._buckets[: optimizer._launched]:
+                bucket.note_versions()
+        optimizer.step()
+    return {"early": early, "said": said}
 
 
 @case

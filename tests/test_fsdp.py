@@ -189,6 +189,13 @@ def test_resume_is_no_interruption() -> None:
         assert found and all(found.values()), found
 
 
+def test_groups_may_share_a_module_and_edits_are_noticed() -> None:
+    """Buckets leave during backward from the second step on; the third step's gradient is edited behind it."""
+    for found in results(4, 2, "groups_may_share_a_module"):
+        assert found["early"] == [0, 2, 2]
+        assert "the gradient of parameter 0 of group 0 changed after backward" in found["said"]
+
+
 def test_masked_elements_stay() -> None:
     assert results(4, 2, "masked_elements_stay") == [(True, False)] * 4
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import train_ranks
+from ranks import run_torchrun
 from torch import Tensor
 
 from onebit.comm import SimTransport, run_ranks
@@ -310,6 +313,127 @@ def test_model_does_not_look_ahead() -> None:
     edited[0, 40:] += 1
     edited %= 256
     torch.testing.assert_close(model(text)[0, :40], model(edited)[0, :40])
+
+
+# ---------------------------------------------------------------- with --zero
+
+ZERO = {
+    "whole": ("onebit-adam", "0", []),
+    "inside, state": ("zero-one-adam", "1", ["--ranks-per-node", "2", "--dtype", "bf16", "--max-grad-norm", "1"]),
+    "inside, gradients": ("onebit-adam", "2", ["--ranks-per-node", "2"]),
+    "inside, parameters": ("onebit-lamb", "3", ["--ranks-per-node", "2", "--dtype", "bf16"]),
+    "across, state": ("sharded-onebit-adam", "1", ["--max-grad-norm", "1", "--dtype", "bf16"]),
+    "across, gradients": ("sharded-onebit-adam", "2", []),
+    "dense, gradients": ("lamb", "2", ["--ranks-per-node", "2", "--dtype", "fp16"]),
+    "dense, parameters": ("adamw", "3", ["--max-grad-norm", "1"]),
+}
+ZERO_STEPS = 3
+COMMON = ["--eval-every", "2", "--accumulate", "2", "--freeze-step", "2", "--lr", "3e-3"]
+
+
+def zero_flags(folder: Path, case: str, *more: str) -> list[str]:
+    optimizer, stage, options = ZERO[case]
+    return flags(folder, *COMMON, "--zero", stage, *options, *more, optimizer=optimizer, steps=ZERO_STEPS)
+
+
+@pytest.fixture(scope="session")
+def pickled_corpus(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("corpus") / "corpus.pickle"
+    path.write_bytes(pickle.dumps(corpus))
+    return str(path)
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(120)
+def test_every_stage_trains_and_resumes_to_the_bit(tmp_path: Path, pickled_corpus: str) -> None:
+    """On 4 ranks. Stage 0 of the engine is the run without --zero."""
+    jobs: list[list[str]] = []
+    for case in ZERO:
+        folder = tmp_path / case
+        jobs.append(zero_flags(folder, case, "--checkpoint-every", "2", "--json", str(folder / "run.json")))
+        jobs.append(zero_flags(folder, case, "--resume", "--csv", str(folder / "resumed" / "run.csv")))
+    ended = run_torchrun(4, train_ranks.runs, pickled_corpus, jobs, 2, timeout_s=110).check()
+    assert ended.results == ([0] * len(jobs),) * 4
+    for case, (optimizer, _, _) in ZERO.items():
+        rows = rows_without_times(tmp_path / case)
+        assert rows_without_times(tmp_path / case / "resumed") == rows[2:], case
+        assert [int(row["step"]) for row in rows] == list(range(1, ZERO_STEPS + 1)), case
+        assert float(rows[-1]["val_loss"]) < float(rows[1]["val_loss"]) < 5.6, case
+        phase, bits = rows[-1]["phase"], float(rows[-1]["bits_per_parameter"])
+        is_dense = optimizer in ("adamw", "lamb")
+        assert phase == ("dense" if is_dense else "variance" if optimizer == "zero-one-adam" else "compressed"), case
+        if phase == "compressed":
+            assert 0.5 < bits < (5.3 if optimizer.startswith("sharded") else 2.5), case
+        summary = json.loads((tmp_path / case / "run.json").read_text())
+        assert (summary["zero"], summary["skipped"]) == (int(ZERO[case][1]), int(rows[-1]["skipped"])), case
+
+    run(4, flags(tmp_path, *COMMON, steps=ZERO_STEPS))
+    with_engine, without = rows_without_times(tmp_path / "whole"), rows_without_times(tmp_path)
+    for name in ("loss", "val_loss", "lr", "phase"):
+        assert [row[name] for row in with_engine] == [row[name] for row in without]
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(120)
+def test_what_does_not_go_together_is_refused(tmp_path: Path, pickled_corpus: str) -> None:
+    one_per_node = ["--zero", "3", "--ranks-per-node", "1"]
+    state, other = tmp_path / "zero", tmp_path / "plain"
+    sharded = flags(state, "--zero", "1", optimizer="adamw", steps=2)
+    plain = flags(other, optimizer="adamw", steps=2)
+    jobs = [
+        flags(tmp_path / "none", *one_per_node, steps=2),
+        flags(tmp_path / "none", "--zero", "1", "--ranks-per-node", "3", steps=2),
+        sharded,
+        sharded,
+        [*sharded, "--resume", "--lr", "0.5"],
+        flags(state, "--zero", "1", "--resume", optimizer="lamb", steps=2),
+        flags(state, "--resume", optimizer="adamw", steps=2),
+        plain,
+        flags(other, "--zero", "1", "--resume", optimizer="adamw", steps=2),
+    ]
+    expected = [
+        "a node has one rank here; use stage 2, or several ranks on each node",
+        "2 ranks cannot be divided by shard=3",
+        0,
+        "holds a run: add --resume",
+        "had --lr 0.001, this one has 0.5",
+        "the checkpoint's optimizer is AdamW, this run's is Lamb",
+        "holds a run with --zero: resume with it",
+        0,
+        "holds a run without --zero: resume without it",
+    ]
+    ended = run_torchrun(2, train_ranks.runs, pickled_corpus, jobs, timeout_s=110).check()
+    for said in ended.results:
+        for end, part in zip(said, expected, strict=True):
+            assert end == part or (isinstance(part, str) and part in str(end)), (end, part)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--dtype", "bf16"], "--dtype and --ranks-per-node need --zero"),
+        (["--ranks-per-node", "2"], "--dtype and --ranks-per-node need --zero"),
+        (["--optimizer", "sharded-onebit-adam"], "needs --zero 1 or --zero 2"),
+        (["--optimizer", "sharded-onebit-adam", "--zero", "3"], "needs --zero 1 or --zero 2"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(arguments)
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(90)
+def test_zero_starts_under_mpirun(tmp_path: Path, start: Start) -> None:
+    more = ["--zero", "1", "--dtype", "bf16"]
+    process = start([*launcher("mpirun", 2), TRAIN_PY, *flags(tmp_path, *more, optimizer="onebit-adam", steps=2)])
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert "a grid of replica=1 x shard=2" in output
+    assert (newest(tmp_path) / "stamp.json").exists()
 
 
 # ---------------------------------------------------------------- under launchers

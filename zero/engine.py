@@ -134,6 +134,8 @@ def _shards(config: Config, launch: Launch) -> int:
 class Engine:
     """Drives one model. micro_steps, global_steps, skipped_steps: since the run began, resumed ones included.
 
+    comm_ms: how long the last step waited for a dense optimizer's gradients; the others have it in their stats.
+
     A step has `config.gradient_accumulation_steps` micro-batches: call the engine, `backward`, and `step` for each; the
     last one's `step` updates. What is accumulated: the mean over the micro-batches. Gradients travel once per step,
     except inside the node at stages 2 and 3 (`fsdp.py`).
@@ -158,6 +160,7 @@ class Engine:
         self.grad_norm: float | None = None
         self._monitors, self._loss = monitors, torch.zeros(())
         self._clock = WallClock(config.wall_clock_breakdown)
+        self.comm_ms = 0.0
         self._checkpoints: dict[Path, Checkpoints] = {}
 
     # ---------------------------------------------------------------- a step
@@ -241,7 +244,7 @@ class Engine:
 
     def _step_dense(self) -> bool:
         assert self._averager is not None
-        self._averager.finish()
+        self.comm_ms = self._averager.finish()
         scale, max_norm = self.loss_scale.value, self.config.gradient_clipping
         self.grad_norm = dense.prepare(self.optimizer, self.grid.world, scale, max_norm)
         if self.grad_norm is not None:

@@ -1,0 +1,256 @@
+"""The ways to train of `train.py`: an optimizer with its traffic, its schedule and its checkpoints, behind one face.
+
+`Dense` and `Onebit` train a whole model on each rank, over the launcher's transport; `zero_method.py` has the third,
+with sharded state. `train.py` knows a `Method` only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from checkpoint import CheckpointFolder
+from model import GPT, decay_groups
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import onebit
+from onebit import comm
+from onebit.base import CompressedOptimizer
+from onebit.dense import DenseAverager, broadcast_parameters
+
+_FINAL_LR_FRACTION = 0.1
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one optimizer step did. skipped_steps: since the run began."""
+
+    phase: str
+    comm_ms: float
+    skipped_steps: int
+
+
+class RunCheckpoints(Protocol):
+    """The checkpoints of one run. Every method is called by all ranks, and raises CheckpointError on all of them."""
+
+    folder: Path
+
+    def is_empty(self) -> bool:
+        """Whether there is no checkpoint yet."""
+
+    def save(self, step: int, about: dict) -> None:
+        """Write all that the run goes on from, after this step. about: what a resumed run has to have in common."""
+
+    def load(self, check: Callable[[dict], None]) -> int | None:
+        """Go on from the newest; the steps done, or None without one. check(about) refuses what does not belong."""
+
+
+class Method(Protocol):
+    """An optimizer together with its traffic.
+
+    links: whose `sent_bytes` add up to what this rank sends. share: of the model's parameters, those that this rank
+    exchanges with other replicas.
+    """
+
+    optimizer: Optimizer
+    schedule: LambdaLR
+    links: Sequence[comm.Transport]
+    share: float
+
+    def loss(self, windows: Tensor) -> Tensor:
+        """Mean loss of windows [B, T+1], in nats per byte. All ranks."""
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add the gradients of one of a step's parts. is_last: of the step."""
+
+    def step(self) -> Exchange:
+        """Average over ranks, move the parameters, drop the gradients, advance the schedule."""
+
+    def synchronise(self) -> None:
+        """Make the replicas the same, where they are not."""
+
+    def error_norm_ratio(self) -> float | None:
+        """What compression still owes, relative to the momentum; None where there is no compression."""
+
+    def checkpoints(self, folder: Path) -> RunCheckpoints:
+        """Those of this run, in a folder that is made if it is not there."""
+
+    def close(self) -> None:
+        """Release what was opened. All ranks."""
+
+
+class Dense:
+    """A baseline: gradients averaged in float32, then an ordinary optimizer."""
+
+    share = 1.0
+
+    def __init__(
+        self, kind: Callable[..., Optimizer], model: GPT, link: comm.Transport, args: argparse.Namespace
+    ) -> None:
+        self._model, self._args, self.links = model, args, [link]
+        self._parameters = list(model.parameters())
+        broadcast_parameters(self._parameters, link)
+        self._averager = DenseAverager(self._parameters, link)
+        self.optimizer = kind(decay_groups(model, args.weight_decay), lr=args.lr)
+        self.schedule = LambdaLR(self.optimizer, partial(lr_fraction, args))
+
+    def loss(self, windows: Tensor) -> Tensor:
+        return self._model.loss(windows)
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        _backward(loss / self._args.accumulate, nullcontext() if is_last else self._averager.no_sync())
+
+    def step(self) -> Exchange:
+        comm_ms = self._averager.finish()
+        if self._args.max_grad_norm > 0:
+            torch.nn.utils.clip_grad_norm_(self._parameters, self._args.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        return Exchange("dense", comm_ms, 0)
+
+    def synchronise(self) -> None:
+        """The replicas are always the same."""
+
+    def load(self, states: Sequence[dict]) -> None:
+        """Go on from this rank's own state, [state], or from those of all ranks of another world."""
+        self.optimizer.load_state_dict(states[0])
+
+    def error_norm_ratio(self) -> float | None:
+        return None
+
+    def checkpoints(self, folder: Path) -> RunCheckpoints:
+        return ReplicaCheckpoints(folder, self._model, self, self.links[0])
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+class Onebit:
+    """An optimizer of the one-bit family, which does the traffic of the data-parallel ranks itself."""
+
+    share = 1.0
+
+    def __init__(
+        self,
+        kind: Callable[..., CompressedOptimizer],
+        options: Sequence[str],
+        model: GPT,
+        link: comm.Transport,
+        args: argparse.Namespace,
+    ) -> None:
+        self._model, self._args, self.links = model, args, [link]
+        self._onebit = kind(
+            decay_groups(model, args.weight_decay),
+            lr=args.lr,
+            max_grad_norm=args.max_grad_norm,
+            compression=args.compression,
+            link=link,
+            **{name: getattr(args, name) for name in options},
+        )
+        self.optimizer: Optimizer = self._onebit
+        self.schedule = LambdaLR(self.optimizer, partial(lr_fraction, args))
+
+    def loss(self, windows: Tensor) -> Tensor:
+        return self._model.loss(windows)
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        _backward(loss / self._args.accumulate, nullcontext() if is_last else self._onebit.no_sync())
+
+    def step(self) -> Exchange:
+        self._onebit.step()
+        self._onebit.zero_grad()
+        self.schedule.step()
+        stats = self._onebit.stats
+        return Exchange(stats.phase, stats.comm_ms, stats.skipped_steps)
+
+    def synchronise(self) -> None:
+        if isinstance(self._onebit, onebit.ZeroOneAdam):
+            self._onebit.sync()
+
+    def load(self, states: Sequence[dict]) -> None:
+        """Go on from this rank's own state, [state], or from those of all ranks of another world."""
+        if states[0]["onebit"]["world_size"] == self._onebit.link.world_size:
+            self._onebit.load_state_dict(states[0])
+        else:
+            self._onebit.load_state_dicts(states)
+
+    def error_norm_ratio(self) -> float | None:
+        return self._onebit.error_norm_ratio() if self._onebit.stats.phase == "compressed" else None
+
+    def checkpoints(self, folder: Path) -> RunCheckpoints:
+        return ReplicaCheckpoints(folder, self._model, self, self.links[0])
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+class ReplicaCheckpoints:
+    """Of a model that is whole on every rank, in `checkpoint.py`'s form."""
+
+    def __init__(self, folder: Path, model: GPT, method: Dense | Onebit, link: comm.Transport) -> None:
+        self.folder = folder
+        self._model, self._method, self._rank = model, method, link.rank
+        self._files = CheckpointFolder(folder, link, next(model.parameters()).device)
+
+    def is_empty(self) -> bool:
+        return self._files.is_empty()
+
+    def save(self, step: int, about: dict) -> None:
+        shared = {"model": self._model.state_dict(), "schedule": self._method.schedule.state_dict(), **about}
+        self._files.save(step, shared, {"optimizer": self._method.optimizer.state_dict(), "rng": torch.get_rng_state()})
+
+    def load(self, check: Callable[[dict], None]) -> int | None:
+        loaded = self._files.load()
+        if loaded is None:
+            return None
+        shared, owns = loaded
+        check(shared)
+        self._model.load_state_dict(shared["model"])
+        self._method.load([own["optimizer"] for own in owns])
+        self._method.schedule.load_state_dict(shared["schedule"])
+        torch.set_rng_state(owns[self._rank % len(owns)]["rng"])
+        return int(shared["step"])
+
+
+def lr_fraction(args: argparse.Namespace, step: int) -> float:
+    """Linear warm-up, then a cosine down to a tenth: a pure function of the step."""
+    warmup = max(1, round(args.warmup_lr_fraction * args.steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, args.steps - warmup))
+    return _FINAL_LR_FRACTION + (1 - _FINAL_LR_FRACTION) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def build_method(args: argparse.Namespace, model: GPT, link: comm.Transport) -> Method:
+    """What --optimizer and --zero ask for. All ranks. Raises ValueError where they do not go together."""
+    if args.zero is None:
+        return _REPLICATED[args.optimizer](model, link, args)
+    from zero_method import Zero  # imports torch.distributed.checkpoint: 2 s that other runs need not wait
+
+    return Zero(model, link, args)
+
+
+def _backward(loss: Tensor, context: AbstractContextManager[None]) -> None:
+    with context:
+        loss.backward()
+
+
+_REPLICATED: dict[str, Callable[[GPT, comm.Transport, argparse.Namespace], Method]] = {
+    "adamw": partial(Dense, AdamW),
+    "lamb": partial(Dense, onebit.Lamb),
+    "onebit-adam": partial(Onebit, onebit.OnebitAdam, ["freeze_step"]),
+    "onebit-lamb": partial(Onebit, onebit.OnebitLamb, ["freeze_step"]),
+    "zero-one-adam": partial(Onebit, onebit.ZeroOneAdam, ["local_step_clipper"]),
+}
+SHARDED_ONLY = "sharded-onebit-adam"
+OPTIMIZERS = (*_REPLICATED, SHARDED_ONLY)

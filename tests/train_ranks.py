@@ -1,0 +1,40 @@
+"""What the ranks of test_train.py's --zero tests do: many runs of train.py in one start of processes."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from onebit.comm import init
+from onebit.replicas import gather_bytes
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+
+import train
+import zero_method  # noqa: F401  (once, before the ranks are forked: two seconds for each of them otherwise)
+
+
+def runs(corpus: str, arguments: Sequence[list[str]], step: int | None = None) -> list[int | str]:
+    """train.py with each of these, one after the other: its exit codes, or what went wrong. corpus: a pickled one.
+
+    step: what is to be resumed is resumed from there, whatever came behind it.
+    """
+    torch.set_num_threads(1)
+    text = pickle.loads(Path(corpus).read_bytes())
+    train.read_corpus = lambda: text
+    link, ends = init("gloo", levels=1), []
+    for one in arguments:
+        args = train.parse_args(one)
+        if step is not None and args.resume:
+            (args.checkpoint / "latest").write_text(f"step_{step:08d}\n")  # by all ranks, the same
+            gather_bytes(link, b"written")
+        try:
+            ends.append(train.train(args, link, lambda: False))
+        except (train.CheckpointError, ValueError) as error:
+            ends.append(f"{type(error).__name__}: {error}")
+    link.close()
+    return ends
