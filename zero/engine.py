@@ -311,9 +311,10 @@ class Engine:
     ) -> str:
         """Write everything that a bit-identical continuation needs, to save_dir/step_...; its name. All ranks.
 
-        client_state: the caller's own, of each rank; see `tree.pack`. Where the configuration asks for gathered 16-bit
-        weights, they are in save_dir/model.safetensors, those of the newest checkpoint. Raises CheckpointError; see
-        `Checkpoints.save`.
+        It begins with `synchronise`: between the local steps of 0/1 Adam, an exchange that a run without checkpoints
+        does not make. client_state: the caller's own, of each rank; see `tree.pack`. Where the configuration asks for
+        gathered 16-bit weights, they are in save_dir/model.safetensors, those of the newest checkpoint. Raises
+        CheckpointError; see `Checkpoints.save`.
         """
         self.synchronise()
         resume.save(self, self._in(save_dir), client_state, in_background=in_background)
