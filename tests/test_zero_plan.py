@@ -90,5 +90,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert text == table(Run(1.5e9, 4, 2)) + "\n" and text.count("\n") == 2 + 4 * 4
     with pytest.raises(SystemExit):
         main(["--params", "1e9", "--hosts", "4", "--link", "fast"])
+    with pytest.raises(SystemExit):
+        main(["--params", "0", "--hosts", "4"])
+    assert "expected at least one parameter" in capsys.readouterr().err
     with pytest.raises(ValueError, match="at least one"):
         Run(0, 4)

@@ -199,7 +199,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--link", type=_rate, default=1e9, metavar="RATE", help="of a host: 1gbit, 100mbit (default: 1gbit)")
     add("--compute-s", type=float, default=0.0, help="forward and backward of a step; part of the traffic hides behind")
     args = parser.parse_args(argv)
-    run = Run(args.params, args.hosts, args.ranks_per_host, args.dtype, args.error_bytes, args.link, args.compute_s)
+    try:
+        run = Run(args.params, args.hosts, args.ranks_per_host, args.dtype, args.error_bytes, args.link, args.compute_s)
+    except ValueError as error:
+        parser.error(str(error))
     sys.stdout.write(f"{table(run)}\n")
 
 
