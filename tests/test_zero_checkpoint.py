@@ -141,6 +141,15 @@ def test_a_write_that_fails_leaves_the_last_one(tmp_path: Path, monkeypatch: pyt
     assert fill_of(checkpoints) == 3.0
 
 
+def test_a_kill_between_removing_and_renaming_loses_nothing(tmp_path: Path) -> None:
+    """Where a step is written again, the old folder goes before the new one, which is whole by then, has its name."""
+    checkpoints = Checkpoints(tmp_path, SimTransport())
+    save(checkpoints, 1, 1.0)
+    (tmp_path / "step_00000001").rename(tmp_path / ".step_00000001.partial")
+    assert fill_of(Checkpoints(tmp_path, SimTransport())) == 1.0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000001"]
+
+
 def save_for_ever(folder: Path) -> None:
     checkpoints = Checkpoints(folder, SimTransport())
     for step in range(1, 10**6):

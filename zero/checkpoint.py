@@ -154,6 +154,7 @@ class Checkpoints:
         another model; the text names an older one that is whole.
         """
         self.wait()
+        self._together(lambda: _finish_renaming(self.folder) if self.link.rank == 0 else None)
         name = self._together(lambda: tag or _read_latest(self.folder))
         if name is None:
             return None
@@ -277,6 +278,15 @@ def _finish(partial: Path, target: Path, stamp: dict, keep: int) -> None:
     _write(target.parent / "latest", f"{target.name}\n")
     for path in [path for path in _steps(target.parent) if path != target][keep - 1 :]:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _finish_renaming(folder: Path) -> None:
+    """Where a kill came between removing a step's old folder and renaming the new one, which is whole: rename it."""
+    for partial in folder.glob(".step_*.partial"):
+        target = folder / partial.name.removeprefix(".").removesuffix(".partial")
+        if not target.exists() and (partial / _STAMP).exists():
+            partial.rename(target)
+            _sync(folder)
 
 
 def _write(path: Path, text: str) -> None:
