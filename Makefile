@@ -1,5 +1,5 @@
 # make demo    install into .venv, then train the same model with dense AdamW and with OnebitAdam, and compare
-# make bench   install, DeepSpeed into .venv-deepspeed, then measure everything against each other (25 minutes)
+# make bench   install, DeepSpeed into .venv-deepspeed, then measure everything against each other (an hour)
 # make test    install, then run the tests
 # make lint    install, then ruff and mypy
 #

@@ -165,6 +165,8 @@ def test_what_cannot_be_trained_is_refused() -> None:
     made = torch.optim.AdamW(model.parameters())
     with pytest.raises(TypeError, match="a function that makes the optimizer behind sharding, got AdamW"):
         zero.initialize(model=model, config=config_of("AdamW"), optimizer=made)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the optimizer is given twice, as optimizer= and as OneBitAdam"):
+        zero.initialize(model=model, config=config_of("OneBitAdam"), optimizer=torch.optim.AdamW)
     named = Namespace(deepspeed_config="ds.json")
     with pytest.raises(ValueError, match="given twice"):
         zero.initialize(model=model, config=config_of("AdamW"), args=named)

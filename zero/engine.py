@@ -65,9 +65,9 @@ def initialize(
     model: float32, the same on every rank in shape (rank 0's values are taken); sharded in place. config: see
     `read_config`; None: args.deepspeed_config, as argparse leaves it. model_parameters: what to train, of the model as
     it is passed, or a function that gives it of the sharded model: parameters or groups of them; default: all that
-    requires gradients. optimizer, lr_scheduler: make one, in place of the configuration's. training_data, collate_fn:
-    see `ShardedLoader`; seed is its. grid: default: the launcher's ranks, sharded inside each node where the stage asks
-    for it. fills: what "auto" stands for.
+    requires gradients. optimizer: makes one, dense, where the configuration has none. lr_scheduler: makes one, in place
+    of the configuration's. training_data, collate_fn: see `ShardedLoader`; seed is its. grid: default: the launcher's
+    ranks, sharded inside each node where the stage asks for it. fills: what "auto" stands for.
 
     Raises ValueError, TypeError, OSError and ImportError on bad configurations, before anything is sharded.
     """
@@ -81,6 +81,10 @@ def initialize(
     world_size = launch.world_size if grid is None else grid.world.world_size
     rank = launch.rank if grid is None else grid.world.rank
     read = read_config(_named_config(config, args), world_size=world_size, rank=rank, **fills)
+    if optimizer is not None and read.optimizer is not None:
+        raise ValueError(
+            f"the optimizer is given twice, as optimizer= and as {read.optimizer.type} in the configuration; give one"
+        )
     if read.dump_state and rank == 0:
         log.info("configuration: %s", json.dumps(read.to_dict(), indent=2))
     monitors = open_monitors(read, rank)
