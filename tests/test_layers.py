@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pipeline_model
 import pytest
@@ -137,6 +138,7 @@ def test_lists_that_make_no_model_are_refused() -> None:
         (2, {"schedule": "zbv", "chunks": 3}, 4, 0, "has two stages on each rank"),
         (2, {"schedule": "zbv"}, 4, 1, "FSDP2 cannot shard"),
         (2, {"schedule": "zero-bubble"}, 4, 3, "use stage 2"),
+        (2, {"partition": "time"}, 2, 0, "pass example=, the inputs of a micro-batch, to PipelineModule"),
         (4, {"schedule": "interleaved", "chunks": 3}, 4, 0, "6 layers cannot be shared out among 12 stages"),
         (2, {"schedule": "interleaved"}, 5, 0, "a multiple of 2"),
         (2, {"partition": "weight"}, 4, 0, "partition_method must be"),
@@ -175,6 +177,27 @@ def test_who_holds_which_stage() -> None:
     looped = Pipelining(stages=2, schedule="interleaved")
     assert [pipeline.stages_of(looped, place) for place in range(2)] == [[0, 2], [1, 3]]
     assert [pipeline.stages_of(Pipelining(stages=2, schedule="zbv"), place) for place in range(2)] == [[0, 3], [1, 2]]
+
+
+@pytest.mark.parametrize("schedule", list(pipeline.SCHEDULES))
+def test_one_rank_is_one_stage_whatever_the_schedule(schedule: str) -> None:
+    """As where a run of several stages goes on in a single process."""
+    for chunks in (None, 2):
+        alone = Pipelining(schedule=schedule, chunks=chunks)
+        assert pipeline.stages_of(alone, 0) == [0] and pipeline.chunks_of(alone) == 1
+
+
+def test_what_one_stage_does_not_do_is_said() -> None:
+    asked = Pipelining(schedule="zbv", activations="int8", activation_checkpoint_interval=1)
+    names = ["schedule", "activations"]
+    for model, said in (
+        (pipeline_model.model(), names),
+        (pipeline_model.Net(), ["activation_checkpoint_interval", *names]),
+    ):
+        lines = pipeline.without_effect(asked, model)
+        assert sorted(line.split()[0] for line in lines) == sorted(f"pipeline.{name}" for name in said)
+    assert pipeline.without_effect(replace(asked, stages=2), pipeline_model.model()) == []
+    assert pipeline.without_effect(Pipelining(), pipeline_model.Net()) == []
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

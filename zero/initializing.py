@@ -98,6 +98,8 @@ def initialize(
     if read.zero_optimization.stage3_gather_16bit_weights_on_model_save:
         check_can_export()
     pipeline.check(read, model)
+    for warning in pipeline.without_effect(read.pipeline, model) if rank == 0 else ():
+        log.warning("%s", warning)
     loss_fn = model.loss_fn if isinstance(model, PipelineModule) else None
     if model_parameters is not None and not callable(model_parameters):
         model_parameters = remembered(cast(nn.Module, model), model_parameters)

@@ -154,12 +154,11 @@ class PipelineModule:
             raise ValueError("a module stands in the list of layers twice; tie it with TiedLayerSpec")
         if activation_checkpoint_interval < 0:
             raise ValueError(f"activation_checkpoint_interval must be at least 0, got {activation_checkpoint_interval}")
-        if partition_method == "time" and example is None:
-            raise ValueError('partition_method "time" runs the layers: pass example=, the inputs of a micro-batch')
         self.layers, self.loss_fn, self.num_stages = list(layers), loss_fn, num_stages
         self.partition_method = partition_method
         self.activation_checkpoint_interval, self.base_seed = activation_checkpoint_interval, base_seed
         self.example = example
+        self._check_timing(partition_method)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -186,11 +185,22 @@ class PipelineModule:
         return Stage(named, tied, calls, self.activation_checkpoint_interval)
 
     def cut(self, stages: int, method: str | None = None) -> list[range]:
-        """The layers of each stage. Raises ValueError where there are fewer layers than stages."""
+        """The layers of each stage. Raises ValueError as `check_cut`."""
         method = method or self.partition_method
-        if len(self.layers) < stages:
-            raise ValueError(f"{len(self.layers)} layers cannot be shared out among {stages} stages")
+        self._check_timing(method)
         return balance(self._weights(method), stages)
+
+    def check_cut(self, stages: int, method: str | None = None) -> None:
+        """Raise ValueError where they cannot be cut so: fewer layers than stages, a bad method. Runs no layer."""
+        method = method or self.partition_method
+        self._check_timing(method)
+        balance([1.0] * len(self.layers) if method == "time" else self._weights(method), stages)
+
+    def _check_timing(self, method: str) -> None:
+        if method == "time" and self.example is None:
+            raise ValueError(
+                'the partition "time" runs the layers: pass example=, the inputs of a micro-batch, to PipelineModule'
+            )
 
     def _weights(self, method: str) -> list[float]:
         if method == "uniform":

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import cast
 
 import torch
@@ -55,14 +55,16 @@ Batch = tuple[object, object]
 
 
 def chunks_of(settings: Pipelining) -> int:
-    """Stages per rank."""
+    """Stages per rank; one where a single rank holds the whole model, whatever the schedule."""
+    if settings.ranks == 1:
+        return 1
     return settings.chunks or _CHUNKS.get(settings.schedule, 1)
 
 
 def stages_of(settings: Pipelining, place: int) -> list[int]:
     """The stages of the rank at this place of a pipeline: in a loop, or down and up again (zbv)."""
     ranks, chunks = settings.ranks, chunks_of(settings)
-    if settings.schedule == "zbv":
+    if settings.schedule == "zbv" and ranks > 1:
         return [place, 2 * ranks - 1 - place]
     return [place + k * ranks for k in range(chunks)]
 
@@ -81,8 +83,7 @@ def check(config: Config, model: object) -> None:
     if (schedule not in _MULTI and chunks != 1) or (schedule == "zbv" and chunks != 2):
         fits = "has two stages on each rank" if schedule == "zbv" else "has one stage on each rank"
         raise ValueError(f"pipeline.chunks is {chunks}, but the schedule {schedule!r} {fits}")
-    if (settings.partition or model.partition_method) != "time":
-        model.cut(ranks * chunks, settings.partition)
+    model.check_cut(ranks * chunks, settings.partition)
     needs = f"gradient_accumulation_steps is {micro_batches}, the micro-batches of a step; the schedule {schedule!r} "
     if schedule == "1f1b" and micro_batches < ranks:
         raise ValueError(f"{needs}needs at least as many as there are stages, {ranks}")
@@ -101,6 +102,16 @@ def check(config: Config, model: object) -> None:
         )
 
 
+def without_effect(settings: Pipelining, model: object) -> list[str]:
+    """What the block "pipeline" asks for that a run without stages does not do; one line each."""
+    if settings.ranks > 1:
+        return []
+    takes_interval = isinstance(model, PipelineModule)
+    names = [f.name for f in fields(settings) if f.name != "activation_checkpoint_interval" or not takes_interval]
+    said = [name for name in names if name != "stages" and getattr(settings, name) != getattr(Pipelining(), name)]
+    return [f"pipeline.{name} has no effect: there is one stage, and the model is not cut" for name in said]
+
+
 def build_stages(model: PipelineModule, settings: Pipelining, grid: Grid) -> dict[int, Stage]:
     """This rank's stages, by number, on its device. All ranks.
 
@@ -109,11 +120,10 @@ def build_stages(model: PipelineModule, settings: Pipelining, grid: Grid) -> dic
     if settings.activation_checkpoint_interval is not None:
         model.activation_checkpoint_interval = settings.activation_checkpoint_interval
     method, count = settings.partition or model.partition_method, settings.ranks * chunks_of(settings)
-    if method == "time" and count > 1:
-        seconds = model.seconds() if grid.world.rank == 0 else []
-        parts = balance(json.loads(gather_texts(grid.world, json.dumps(seconds))[0]), count)
+    if count == 1:
+        parts = [range(len(model))]
     else:
-        parts = model.cut(count, method)
+        parts = balance(_seconds(model, grid.world), count) if method == "time" else model.cut(count, method)
     if grid.world.rank == 0 and count > 1:
         log.info("layers of the stages: %s", ", ".join(f"{part.start} to {part.stop - 1}" for part in parts))
     numbers = stages_of(settings, grid.coordinates["pipe"])
@@ -122,6 +132,19 @@ def build_stages(model: PipelineModule, settings: Pipelining, grid: Grid) -> dic
     problem = f"pipeline stage {idle[0]} has nothing to train; use fewer stages or another partition" if idle else None
     raise_together(grid.world, problem, ValueError)
     return {number: stage.to(grid.device) for number, stage in stages.items()}
+
+
+def _seconds(model: PipelineModule, world: Transport) -> list[float]:
+    """What rank 0 measures, on all ranks. Raises RuntimeError, on all ranks, where a layer fails on rank 0."""
+    seconds, problem = [], None
+    if world.rank == 0:
+        try:
+            seconds = model.seconds()
+        except Exception as error:
+            log.exception("rank 0: a layer fails with the example")
+            problem = f"rank 0 cannot time the layers with the example of the PipelineModule: {error!r}"
+    raise_together(world, problem, RuntimeError)
+    return json.loads(gather_texts(world, json.dumps(seconds))[0])
 
 
 def _ties_ends(model: PipelineModule) -> bool:
