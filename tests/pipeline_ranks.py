@@ -12,6 +12,7 @@ from pathlib import Path
 import pipeline_model
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from onebit import zero
 from onebit.comm import PeerError, init
@@ -20,6 +21,7 @@ from onebit.shards import local
 from onebit.zero import grid as grids
 
 STEPS, FREEZE, MICRO_BATCHES, ROWS = 5, 2, 2, 4
+SAVED, LAST = 4, 8
 REPLICAS = 2
 
 PARAMS: Mapping[str, dict] = {
@@ -140,7 +142,7 @@ def digest(params: Mapping[str, Tensor]) -> bytes:
     return hashlib.sha256(joined).digest()
 
 
-def behaves() -> dict:
+def behaves(folder: str) -> dict:
     """What a pipeline says to inputs that are not as they were, and what it does not take."""
     torch.set_num_threads(1)
     init("gloo", levels=1)
@@ -161,6 +163,9 @@ def behaves() -> dict:
     trained = engine.train_batch(iter(few))
     facts["eval is the loss before the step"] = float(first) == float(trained)
     facts["eval trains nothing"] = engine.global_steps == 1
+    engine.eval()
+    engine.eval_batch(iter(few))
+    facts["stays in evaluation"] = not engine.module.training
     facts["it learns"] = float(engine.eval_batch(iter(few))) < float(first)
     facts["another shape"] = float(engine.train_batch(iter(many))) > 0
     facts["unequal"] = message(lambda: engine.train_batch(iter([few[0], many[0]])))
@@ -178,6 +183,13 @@ def behaves() -> dict:
     facts["one rank's nan is skipped by all"] = engine.skipped_steps - before
     for name in ("OneBitAdam", "AdamW"):
         facts[f"{name} on shards at stage 0"] = message(lambda n=name: start({"optimizer": n}, made.of({"shard": 2})))
+    timed = case | {"pipeline": {"partition": "time"}}
+    by_time = start(timed | {"model": {"example": few[0][0]}}, grid)
+    facts["an example that does not fit"] = message(
+        lambda: start(timed | {"model": {"example": torch.ones(2, 2)}}, grid)
+    )
+    facts["cut by time it evaluates"] = abs(float(by_time.eval_batch(iter(few))) - float(first)) < 1e-5
+    facts["the loader goes on where the checkpoint was"] = reads_on_after_loading(folder, case, grid)
     torch.manual_seed(3)
     net = pipeline_model.Net()
     x, y = few[0]
@@ -187,6 +199,55 @@ def behaves() -> dict:
     losses = [float(again.train_batch(iter([few[0]] * 2))) for _ in range(2)]
     rows = [float(row.decode()) for row in gather_bytes(grid.link, f"{expected:.12f}".encode()[:12])]
     facts["a module that was cut trains"] = abs(losses[0] - sum(rows) / len(rows)) < 1e-5 and losses[1] < losses[0]
+    made.close()
+    return facts
+
+
+def reads_on_after_loading(folder: str, case: Mapping, grid: grids.Grid) -> bool:
+    """Two steps, a checkpoint, two steps; back to it in the same engine, and the same two steps again."""
+    tokens = torch.randint(
+        pipeline_model.VOCABULARY, (64, pipeline_model.CONTEXT), generator=torch.Generator().manual_seed(1)
+    )
+    engine = zero.initialize(
+        model=pipeline_model.model(),
+        config=config_of(case, grid.data[1]),
+        training_data=TensorDataset(tokens, tokens),
+        grid=grid,
+    )[0]
+    for _ in range(2):
+        engine.train_batch()
+    engine.save_checkpoint(folder)
+    first = [float(engine.train_batch()) for _ in range(2)]
+    engine.load_checkpoint(folder)
+    return first == [float(engine.train_batch()) for _ in range(2)]
+
+
+def moves(folder: str, optimizers: Sequence[str]) -> dict:
+    """Each optimizer from two stages of several chunks to none and back: the losses, and those of staying."""
+    torch.set_num_threads(1)
+    init("gloo", levels=1)
+    made, facts = Grids(), {}
+    layouts = [{"pipe": 2, "pipeline": {"schedule": "interleaved"}}, {"pipe": 1}]
+    for name in optimizers:
+        for k, (before, after) in enumerate((layouts, layouts[::-1])):
+            place = str(Path(folder) / f"{name}{k}")
+            losses = []
+            for case, loads in ((before, False), (after, True)):
+                case = {"optimizer": name, **case}
+                grid = made.of(case)
+                engine = start(case, grid)
+                if loads:
+                    engine.load_checkpoint(place)
+                batches = pipeline_model.micro_batches(*grid.data, MICRO_BATCHES, ROWS)
+                steps = range(SAVED, LAST) if loads else range(LAST)
+                for _ in islice(batches, steps.start * MICRO_BATCHES):
+                    pass
+                losses.append([])
+                for step in steps:
+                    losses[-1].append(float(engine.train_batch(batches)))
+                    if not loads and step + 1 == SAVED:
+                        engine.save_checkpoint(place)
+            facts[f"{name} {k}"] = [losses[0][SAVED:], losses[1]]
     made.close()
     return facts
 

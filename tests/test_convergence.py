@@ -21,7 +21,6 @@ def adamw() -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("adamw")
 @pytest.mark.parametrize("method", ["onebit-adam", "zero-one-adam"])
 def test_it_reaches_the_loss_of_adamw(method: str, adamw: float) -> None:
     """Within 2 % after 200 steps without any option; longer runs are in scripts/records."""

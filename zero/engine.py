@@ -63,7 +63,7 @@ class Engine:
         self.module, self.config, self.grid = module, config, grid
         self.optimizer, self.scheduler, self.loader = built.optimizer, scheduler, loader
         self.form, self.stage, self._averager, self._ties = built.form, built.stage, built.averager, built.ties
-        self._loss_fn, self._batches = loss_fn, None if loader is None else forever(loader)
+        self._loss_fn, self._batches = loss_fn, cast(Iterator | None, None)
         self.pipeline: pipeline.Pipeline | None = None
         self._shards = built.shards
         self.shares_state = self.form == "dense" and dense.has_sharded_state(self.optimizer)
@@ -168,31 +168,39 @@ class Engine:
 
     def eval_batch(self, data_iter: Iterator | None = None) -> Tensor:
         """As `train_batch`, but nothing is trained: the mean loss over as many micro-batches as a step has."""
-        batches = self._take_batches(data_iter)
+        batches, was_training = self._take_batches(data_iter), self.module.training
         self.eval()
-        if self.pipeline is not None:
-            mine = self.pipeline.evaluate(batches)
-        else:
-            with torch.no_grad():
-                losses = [cast(Loss, self._loss_fn)(self(*_several(inputs)), target) for inputs, target in batches]
-            mine = torch.stack([loss.float() for loss in losses]).mean()
+        try:
+            if self.pipeline is not None:
+                mine = self.pipeline.evaluate(batches)
+            else:
+                with torch.no_grad():
+                    losses = [cast(Loss, self._loss_fn)(self(*_several(inputs)), target) for inputs, target in batches]
+                mine = torch.stack([loss.float() for loss in losses]).mean()
+        finally:
+            self.train(was_training)
         loss = self._mean_loss(mine)
         if self.stage is not None:
             fsdp.reshard(self.module)
-        self.train()
         return loss
 
     def _take_batches(self, data_iter: Iterator | None) -> list[tuple[object, object]]:
         if self._loss_fn is None:
             raise RuntimeError("train_batch() needs a model that knows its loss: a PipelineModule")
-        source = data_iter if data_iter is not None else self._batches
-        if source is None:
-            raise ValueError("train_batch() has nothing to read: pass data_iter, or training_data to initialize()")
+        source = data_iter if data_iter is not None else self._own_batches()
         count = self.config.gradient_accumulation_steps
         batches = list(islice(source, count))
         if len(batches) < count:
             raise ValueError(f"a step has {count} micro-batches, the iterator gave {len(batches)}")
         return batches
+
+    def _own_batches(self) -> Iterator[tuple[object, object]]:
+        """The loader's, from where it stands."""
+        if self.loader is None:
+            raise ValueError("train_batch() has nothing to read: pass data_iter, or training_data to initialize()")
+        if self._batches is None:
+            self._batches = forever(self.loader)
+        return self._batches
 
     def _mean_loss(self, mine: Tensor | None) -> Tensor:
         """Over the ranks that have one, in rank order: the same bits on all."""
@@ -325,6 +333,7 @@ class Engine:
         """
         if self.stage is not None:
             fsdp.reshard(self.module)
+        self._batches = None  # what it has read ahead is not what follows
         return resume.load(self, self._in(load_dir), tag)
 
     def wait_for_checkpoint(self) -> None:
