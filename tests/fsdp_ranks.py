@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
+import grid_cases
 import torch
 import torch._dynamo  # fully_shard imports it: 2 s, once in the process that forks instead of once in each rank
 from fsdp_cases import (
@@ -23,6 +22,7 @@ from fsdp_cases import (
     note,
     odd_net,
 )
+from grid_cases import Case
 from torch import Tensor, nn
 
 import onebit
@@ -31,10 +31,9 @@ from onebit.comm import IdentityCodec
 from onebit.dense import DenseAverager, average_gradients
 from onebit.replicas import ReplicaError
 from onebit.shards import local
-from onebit.zero import fsdp, grid
+from onebit.zero import fsdp
 from onebit.zero.grid import Grid
 
-Case = Callable[[Grid], object]
 CASES: dict[str, Case] = {}
 
 
@@ -44,17 +43,7 @@ def case(function: Case) -> Case:
 
 
 def run_cases(folder: str, names_by_shards: list[tuple[int, list[str]]]) -> None:
-    """Cases over grids of so many shards, one after the other; results go to the folder, for each case and rank."""
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    grids = []
-    for shards, names in names_by_shards:
-        here = grid.start(shard=shards, timeout_s=30.0)
-        grids.append(here)
-        for name in names:
-            torch.save(CASES[name](here), Path(folder) / f"{shards}.{name}.{here.world.rank}")
-    for here in reversed(grids):
-        here.close()
+    grid_cases.run(CASES, folder, names_by_shards)
 
 
 def sharded(here: Grid, net: nn.Module, stage: int, **options: object) -> nn.Module:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import grid_cases
 import torch
 import torch._dynamo  # fully_shard imports it: once in the process that forks instead of once in each rank
 import torch.distributed.checkpoint as dcp
+from grid_cases import Case
 from tensor_cases import OPTIMIZERS, SIZE, STEPS, config_of, flat, gpt, next_byte_loss, note, record, windows
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
@@ -25,7 +26,6 @@ from onebit.zero.grid import Grid
 
 from layouts import tensor_plan  # isort: skip  (scripts/ is on the path since tensor_cases)
 
-Case = Callable[[Grid], object]
 CASES: dict[str, Case] = {}
 
 
@@ -35,17 +35,7 @@ def case(function: Case) -> Case:
 
 
 def run_cases(folder: str, names_by_shards: list[tuple[int, list[str]]]) -> None:
-    """Cases over grids of two tensor ranks and so many shards; results go to the folder, for each case and rank."""
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    grids = []
-    for shards, names in names_by_shards:
-        here = zero.grid.start(shard=shards, tensor=2, timeout_s=60.0)
-        grids.append(here)
-        for name in names:
-            torch.save(CASES[name](here), Path(folder) / f"{shards}.{name}.{here.world.rank}")
-    for here in reversed(grids):
-        here.close()
+    grid_cases.run(CASES, folder, names_by_shards, tensor=2, timeout_s=60.0)
 
 
 def start(here: Grid, config: dict, net: nn.Module | None = None, **options: object) -> zero.Engine:

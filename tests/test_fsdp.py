@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import fsdp_ranks
 import pytest
 import torch
 from fsdp_cases import FAMILY, FREEZE, STEPS, twin
-from ranks import Ended, run_torchrun
+from grid_cases import Starts
 
 from onebit.comm import SimTransport, run_ranks
 from onebit.shards import Shards
@@ -29,22 +25,7 @@ WORLDS: dict[tuple[int, int], list[str]] = {
     (2, 2): [*FEW, "clipping_is_torchs", "lamb_measures_whole_layers", "one_bad_shard_makes_all_skip"],
     (2, 1): FEW,
 }
-
-
-@cache
-def world_run(ranks: int) -> tuple[Ended, Path]:
-    """Started by whichever test asks first; all later ones read it."""
-    folder = tempfile.mkdtemp(prefix="fsdp-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    cases = [(shards, names) for (size, shards), names in WORLDS.items() if size == ranks]
-    return run_torchrun(ranks, fsdp_ranks.run_cases, folder, cases, timeout_s=110), Path(folder)
-
-
-def results(ranks: int, shards: int, name: str) -> list:
-    ended, folder = world_run(ranks)
-    files = [folder / f"{shards}.{name}.{rank}" for rank in range(ranks)]
-    assert all(file.exists() for file in files), ended.output
-    return [torch.load(file) for file in files]
+STARTS = Starts(fsdp_ranks.run_cases, WORLDS)
 
 
 @cache
@@ -68,14 +49,14 @@ def cases(*kinds: str) -> list[tuple[int, int, str]]:
 def of_twin(ranks: int, shards: int, case: str) -> tuple[list, list]:
     name, stage, micros, *clip = case.split("_", 3)
     options = [(option, 0.1) for option in clip]
-    ours = results(ranks, shards, case)
+    ours = STARTS.results(ranks, shards, case)
     theirs = twin_run(name, ranks // shards, shards, int(micros), stage == "1", *options)
     return ours, [theirs[rank // shards] for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("ranks", [4, 2])
 def test_every_run_ends_cleanly(ranks: int) -> None:
-    world_run(ranks)[0].check()
+    STARTS.of(ranks)[0].check()
 
 
 @pytest.mark.parametrize(("ranks", "shards", "case"), cases("OnebitAdam", "ZeroOneAdam"))
@@ -110,32 +91,32 @@ def test_estimated_norms_are_the_twins() -> None:
 @pytest.mark.parametrize(("ranks", "shards", "case"), cases(*FAMILY))
 def test_replicas_are_bit_identical(ranks: int, shards: int, case: str) -> None:
     """At the end, and after sync(); full parameters are gathered from the shards of each replica."""
-    ours = results(ranks, shards, case)
+    ours = STARTS.results(ranks, shards, case)
     assert all(torch.equal(rank["params"][-1], ours[0]["params"][-1]) for rank in ours)
 
 
 def test_buckets_leave_during_backward() -> None:
     """FSDP2 runs the hooks of sharded parameters as it sets their gradients. The first step counts the passes."""
     for case in ("OnebitAdam_1_2", "OnebitAdam_2_1", "OnebitAdam_3_2"):
-        assert results(4, 2, case)[0]["early"] == [0.0] + [1.0] * (STEPS - 1)
+        assert STARTS.results(4, 2, case)[0]["early"] == [0.0] + [1.0] * (STEPS - 1)
 
 
 def test_the_twins_see_every_round() -> None:
-    phases = {name: set(results(4, 2, f"{name}_3_1")[0]["phases"]) for name in FAMILY}
+    phases = {name: set(STARTS.results(4, 2, f"{name}_3_1")[0]["phases"]) for name in FAMILY}
     assert phases["OnebitAdam"] == phases["OnebitLamb"] == {"warmup", "compressed"}
     assert phases["ZeroOneAdam"] == {"variance", "compressed", "local"}
 
 
 def test_one_bit_is_what_travels_between_replicas() -> None:
     """Two legs of half the elements each to the one peer: 1 + 16/64 bits per parameter of the shard, and the ballot."""
-    bits = results(4, 2, "OnebitAdam_3_1")[0]["bits"]
+    bits = STARTS.results(4, 2, "OnebitAdam_3_1")[0]["bits"]
     assert min(bits[:FREEZE]) > 8.0
     assert max(bits[FREEZE:]) < 2.5
 
 
 @pytest.mark.parametrize("world", [world for world, names in WORLDS.items() if "clipping_is_torchs" in names])
 def test_clipping_is_torchs(world: tuple[int, int]) -> None:
-    for result in results(*world, "clipping_is_torchs"):
+    for result in STARTS.results(*world, "clipping_is_torchs"):
         assert min(result["torch_factors"]) < 0.9
         assert result["factors"] == pytest.approx(result["torch_factors"], rel=1e-5)
         for ours, torchs in zip(result["ours"], result["torchs"], strict=True):
@@ -144,37 +125,37 @@ def test_clipping_is_torchs(world: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("world", [world for world, names in WORLDS.items() if "lamb_measures_whole_layers" in names])
 def test_lamb_measures_whole_layers(world: tuple[int, int]) -> None:
-    for result in results(*world, "lamb_measures_whole_layers"):
+    for result in STARTS.results(*world, "lamb_measures_whole_layers"):
         torch.testing.assert_close(result["one_bit"], result["plain"], rtol=0, atol=2e-6)
         torch.testing.assert_close(result["dense"], result["plain"], rtol=0, atol=2e-6)
 
 
 def test_torchs_adamw_after_averaging() -> None:
-    for result in results(4, 2, "torchs_adamw_after_averaging"):
+    for result in STARTS.results(4, 2, "torchs_adamw_after_averaging"):
         torch.testing.assert_close(result["ours"], result["plain"], rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("world", [world for world, names in WORLDS.items() if "one_bad_shard_makes_all_skip" in names])
 def test_one_bad_shard_makes_all_skip(world: tuple[int, int]) -> None:
-    for outcomes in results(*world, "one_bad_shard_makes_all_skip"):
+    for outcomes in STARTS.results(*world, "one_bad_shard_makes_all_skip"):
         for kept_parameters, kept_state, skipped, moved_on, skipped_in_all in outcomes:
             assert (kept_parameters, kept_state, skipped, moved_on, skipped_in_all) == (True, True, 1, True, 1)
 
 
 def test_a_bad_shard_in_a_local_step_is_its_replicas_alone() -> None:
-    outcomes = results(4, 2, "a_bad_shard_in_a_local_step_is_its_replicas_alone")
+    outcomes = STARTS.results(4, 2, "a_bad_shard_in_a_local_step_is_its_replicas_alone")
     assert outcomes == [(0, True, True)] * 2 + [(1, True, True)] * 2
 
 
 def test_errors_are_everybodys() -> None:
-    for found in results(4, 2, "errors_are_everybodys"):
+    for found in STARTS.results(4, 2, "errors_are_everybodys"):
         assert "error_dtype" in found["options"]
         assert "variance_floor" in found["shards"]
         assert "holds other values than rank 0 in" in found["replicas"]
 
 
 def test_shards_that_do_not_fit_are_refused() -> None:
-    for found in results(4, 2, "shards_that_do_not_fit_are_refused"):
+    for found in STARTS.results(4, 2, "shards_that_do_not_fit_are_refused"):
         assert "is in 2 shards, the optimizer's shards are 1 ranks" in found["no shards"]
         assert "is in 2 shards" in found["dense"]
         assert "is in 1 shard, the optimizer's shards are 2 ranks" in found["plain"]
@@ -185,23 +166,23 @@ def test_shards_that_do_not_fit_are_refused() -> None:
 
 
 def test_resume_is_no_interruption() -> None:
-    for found in results(4, 2, "resume_is_no_interruption"):
+    for found in STARTS.results(4, 2, "resume_is_no_interruption"):
         assert found and all(found.values()), found
 
 
 def test_groups_may_share_a_module_and_edits_are_noticed() -> None:
     """Buckets leave during backward from the second step on; the third step's gradient is edited behind it."""
-    for found in results(4, 2, "groups_may_share_a_module"):
+    for found in STARTS.results(4, 2, "groups_may_share_a_module"):
         assert found["early"] == [0, 2, 2]
         assert "the gradient of parameter 0 of group 0 changed after backward" in found["said"]
 
 
 def test_masked_elements_stay() -> None:
-    assert results(4, 2, "masked_elements_stay") == [(True, False)] * 4
+    assert STARTS.results(4, 2, "masked_elements_stay") == [(True, False)] * 4
 
 
 def test_low_precision_has_float32_masters() -> None:
-    found = results(4, 2, "low_precision_has_float32_masters")
+    found = STARTS.results(4, 2, "low_precision_has_float32_masters")
     for stage in (1, 2, 3):
         for rank in found:
             assert rank[f"gradients {stage}"] and rank[f"dtypes {stage}"]
@@ -209,7 +190,7 @@ def test_low_precision_has_float32_masters() -> None:
 
 
 def test_what_a_rank_holds() -> None:
-    for rank, found in enumerate(results(4, 2, "what_a_rank_holds")):
+    for rank, found in enumerate(STARTS.results(4, 2, "what_a_rank_holds")):
         links = found.pop("links")
         assert links == (rank // 2, 2, rank % 2, 2)
         assert found == {"coordinates": True, "state": True, "gathered": True, "blocks": 3}

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import pytest
 import tensor_ranks
 import torch
-from ranks import Ended, run_torchrun
+from grid_cases import Starts
 from tensor_cases import FREEZE, SIZE, STEPS, flat, gpt, twin
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
@@ -48,22 +44,7 @@ WORLDS: dict[tuple[int, int], list[str]] = {
         *WHOLE[1:],
     ],
 }
-
-
-@cache
-def world_run(ranks: int) -> tuple[Ended, Path]:
-    """Started by whichever test asks first; all later ones read it."""
-    folder = tempfile.mkdtemp(prefix="tensor-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    cases = [(shards, names) for (size, shards), names in WORLDS.items() if size == ranks]
-    return run_torchrun(ranks, tensor_ranks.run_cases, folder, cases, timeout_s=110), Path(folder)
-
-
-def results(ranks: int, shards: int, name: str) -> list:
-    ended, folder = world_run(ranks)
-    files = [folder / f"{shards}.{name}.{rank}" for rank in range(ranks)]
-    assert all(file.exists() for file in files), ended.output
-    return [torch.load(file) for file in files]
+STARTS = Starts(tensor_ranks.run_cases, WORLDS)
 
 
 @cache
@@ -86,7 +67,7 @@ def cases(*kinds: str) -> list[tuple[int, int, str]]:
 def of_twin(ranks: int, shards: int, case: str) -> list[tuple[dict, dict]]:
     """(what a rank found, what its replica's twin found)."""
     name, _, *block = case.split("_", 2)
-    ours, theirs = results(ranks, shards, case), twin_run(name, ranks // (2 * shards), shards, *block)
+    ours, theirs = STARTS.results(ranks, shards, case), twin_run(name, ranks // (2 * shards), shards, *block)
     return [(found, theirs[rank // (2 * shards)]) for rank, found in enumerate(ours)]
 
 
@@ -108,7 +89,7 @@ def distance(found: torch.Tensor, twins: torch.Tensor) -> float:
 @dist
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_run_ends_cleanly(ranks: int) -> None:
-    world_run(ranks)[0].check()
+    STARTS.of(ranks)[0].check()
 
 
 @dist
@@ -131,7 +112,7 @@ def test_it_trains_as_its_twin(ranks: int, shards: int, case: str) -> None:
 
 @dist
 def test_the_twins_see_every_round() -> None:
-    phases = {name: set(results(8, 2, f"{name}_3")[0]["phases"]) for name in ONE_BIT}
+    phases = {name: set(STARTS.results(8, 2, f"{name}_3")[0]["phases"]) for name in ONE_BIT}
     assert phases["OnebitAdam"] == phases["OnebitLamb"] == {"warmup", "compressed"}
     assert phases["ZeroOneAdam"] == {"variance", "compressed", "local"}
 
@@ -140,7 +121,7 @@ def test_the_twins_see_every_round() -> None:
 @pytest.mark.parametrize(("ranks", "shards", "case"), cases(*ALL, "Lamb"))
 def test_all_ranks_have_the_same_bits(ranks: int, shards: int, case: str) -> None:
     """Of everything: what tensor ranks hold alike is gathered from each of them, what they cut from all."""
-    ours = results(ranks, shards, case)
+    ours = STARTS.results(ranks, shards, case)
     for found in ours:
         assert all(torch.equal(p, q) for p, q in zip(found["params"], ours[0]["params"], strict=True))
 
@@ -172,7 +153,7 @@ def test_layers_are_measured_over_their_parts(ranks: int, shards: int, case: str
 @dist
 def test_activations_may_be_computed_again() -> None:
     """And in the 8 ranks of `test_low_precision`, within FSDP2."""
-    for found in results(4, 1, "computed_again"):
+    for found in STARTS.results(4, 1, "computed_again"):
         assert torch.equal(found["again"], found["once"])
 
 
@@ -181,7 +162,7 @@ def test_activations_may_be_computed_again() -> None:
 def test_low_precision(world: tuple[int, int]) -> None:
     """Losses within 0.02 of the float32 twin's, parameters the same on all ranks."""
     twins = twin_run("OnebitAdam", 2, world[1], "gradient_clipping")
-    ours = results(*world, "low_precision")
+    ours = STARTS.results(*world, "low_precision")
     for dtype in ("bf16", "fp16") if world[1] == 1 else ("fp16",):
         assert all(torch.equal(found[dtype]["params"], ours[0][dtype]["params"]) for found in ours)
         for replica in range(2):
@@ -193,27 +174,27 @@ def test_low_precision(world: tuple[int, int]) -> None:
 @dist
 @pytest.mark.parametrize("world", [(4, 1), (8, 2)])
 def test_one_bad_part_makes_all_skip(world: tuple[int, int]) -> None:
-    assert results(*world, "one_bad_part_makes_all_skip") == [[(True, 1)] * 2] * world[0]
+    assert STARTS.results(*world, "one_bad_part_makes_all_skip") == [[(True, 1)] * 2] * world[0]
 
 
 @dist
 @pytest.mark.parametrize("world", [(2, 1), (4, 1)])
 def test_what_tensor_ranks_hold_alike_is_voted_on(world: tuple[int, int]) -> None:
-    for said in results(*world, "what_tensor_ranks_hold_alike_is_voted_on"):
+    for said in STARTS.results(*world, "what_tensor_ranks_hold_alike_is_voted_on"):
         assert "tensor rank 1 holds other values than tensor rank 0 in parameter 8 of group 0 (and 0 more)" in said
 
 
 @dist
 @pytest.mark.parametrize("world", [(4, 1), (8, 2)])
 def test_weights_leave_and_return(world: tuple[int, int]) -> None:
-    for found in results(*world, "weights_leave_and_return"):
+    for found in STARTS.results(*world, "weights_leave_and_return"):
         assert found and all(found.values()), found
 
 
 @dist
 def test_tensor_ranks_read_the_same_batches() -> None:
     """Two replicas of two ranks: 2 samples each of a step of 4, 16 steps of a data set of 64."""
-    found = results(4, 1, "batches_are_those_of_the_replica")
+    found = STARTS.results(4, 1, "batches_are_those_of_the_replica")
     assert all(sizes == [4, 2, 16] for sizes, _ in found)
     read = [samples for _, samples in found]
     assert read[0] == read[1] and read[2] == read[3] and not set(read[0]) & set(read[2])
@@ -222,7 +203,7 @@ def test_tensor_ranks_read_the_same_batches() -> None:
 @dist
 def test_any_module_by_a_plan() -> None:
     """Biases, frozen norms, an embedding that is the projection too, both cut by words; values differed at first."""
-    found = results(2, 1, "any_module_by_a_plan")
+    found = STARTS.results(2, 1, "any_module_by_a_plan")
     for rank in found:
         assert rank["error"] < 1e-6  # float32, other orders of summation
         assert rank["placed"] and rank["tied"] and rank["frozen"] == ["norm.weight"]
@@ -233,7 +214,7 @@ def test_any_module_by_a_plan() -> None:
 
 @dist
 def test_what_cannot_run_is_refused() -> None:
-    for rank, said in enumerate(results(2, 1, "refused")):
+    for rank, said in enumerate(STARTS.results(2, 1, "refused")):
         assert "2 ranks compute each layer together: pass initialize(tensor_plan=...)" in said["no plan"]
         assert "onebit.tensor is 4, the grid is pipe=1 x replica=1 x shard=1 x tensor=2" in said["another grid"]
         assert "sharded inside a node or not at all" in said["across"]

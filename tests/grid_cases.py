@@ -1,0 +1,66 @@
+"""Cases that ranks run one after the other over grids of several shapes, in one start of processes for each world size.
+
+`*_ranks.py` registers its cases and calls `run` in every rank; the test module asks `Starts` for what they found.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from ranks import Ended, run_torchrun
+
+from onebit.zero import grid
+from onebit.zero.grid import Grid
+
+Case = Callable[[Grid], object]
+
+
+def run(
+    cases: Mapping[str, Case],
+    folder: str,
+    names_by_shards: list[tuple[int, list[str]]],
+    tensor: int = 1,
+    timeout_s: float = 30.0,
+) -> None:
+    """Cases over grids of so many shards and tensor ranks; results go to the folder, for each case and rank."""
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    grids = []
+    for shards, names in names_by_shards:
+        here = grid.start(shard=shards, tensor=tensor, timeout_s=timeout_s)
+        grids.append(here)
+        for name in names:
+            torch.save(cases[name](here), Path(folder) / f"{shards}.{name}.{here.world.rank}")
+    for here in reversed(grids):
+        here.close()
+
+
+@dataclass(frozen=True, eq=False)
+class Starts:
+    """worlds: (ranks, shards): which cases run there. target: what a rank calls with a folder and (shards, cases)."""
+
+    target: Callable[[str, list[tuple[int, list[str]]]], None]
+    worlds: Mapping[tuple[int, int], list[str]]
+
+    @cache  # noqa: B019  (a module holds one, to the end)
+    def of(self, ranks: int) -> tuple[Ended, Path]:
+        """Started by whichever test asks first; all later ones read it."""
+        folder = tempfile.mkdtemp(prefix="grid-cases-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        cases = [(shards, names) for (size, shards), names in self.worlds.items() if size == ranks]
+        return run_torchrun(ranks, self.target, folder, cases, timeout_s=110), Path(folder)
+
+    def results(self, ranks: int, shards: int, name: str) -> list:
+        """What each rank found."""
+        ended, folder = self.of(ranks)
+        files = [folder / f"{shards}.{name}.{rank}" for rank in range(ranks)]
+        assert all(file.exists() for file in files), ended.output
+        return [torch.load(file) for file in files]
