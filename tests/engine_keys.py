@@ -32,7 +32,7 @@ GRIDS: dict[int, grids.Grid] = {}
 def start(form: str, model: nn.Module | None = None, *, micro: int = 4, sums: int = 2, **blocks: object) -> zero.Engine:
     """An engine in one of `FORMS` on a grid that suits it, made once."""
     stage, shards, name = FORMS[form]
-    params = {"freeze_step": 8} if form in ("whole", "inside") else {}
+    params = {"freeze_step": 8} if name == "OneBitAdam" else {}
     config = config_of(name, params, onebit=ONE_BIT if name == "OneBitAdam" else {}, **blocks)
     config |= {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": sums}
     config["zero_optimization"] = stage | config.get("zero_optimization", {})
@@ -216,7 +216,7 @@ def keys(folder: str) -> dict[str, object]:
         "monitors": monitors(),
         "big batch": one_big_batch(),
     }
-    ends = {}
+    ends, phases = {}, {}
     for form in ("whole", "across", "inside"):
         engine = start(form, sums=1)
         train(engine, SAVED)
@@ -224,7 +224,8 @@ def keys(folder: str) -> dict[str, object]:
         saved = loss_of_all(engine)
         train(engine, MORE)
         ends[form] = [saved, loss_of_all(engine)]
-    facts["ends"] = ends
+        phases[form] = engine.optimizer.stats.phase
+    facts["ends"], facts["phases"] = ends, phases
     GRIDS[1].close()
     return facts
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from oracles import parameter_blocks, to_bfloat16
+from oracles import eight_bits, parameter_blocks, to_bfloat16
 
 
 def signs(c: np.ndarray, blocks: Sequence[slice]) -> tuple[np.ndarray, np.ndarray]:
@@ -37,7 +37,8 @@ def four_bits(c: np.ndarray, blocks: Sequence[slice]) -> np.ndarray:
 class ShardedOracle:
     """x: what every rank holds. owner: which worker's gradient the variance of an element is made of.
 
-    down: "int4" or "sign". has_masters: False is stage 0, where updates come down. bf16_*: what is kept in bfloat16.
+    warmup: steps whose momentum goes up in eight bits. down: "int4" or "sign". has_masters: False is stage 0, where
+    updates come down. bf16_*: what is kept in bfloat16.
     """
 
     x: np.ndarray
@@ -51,6 +52,7 @@ class ShardedOracle:
     floor: float = 0.01
     limit: float = 5.0
     clip: float = 0.0
+    warmup: int = 0
     down: str = "int4"
     has_masters: bool = True
     bf16_replica: bool = False
@@ -88,10 +90,14 @@ class ShardedOracle:
             self.mean_factor = b1 * self.mean_factor + (1 - b1) * self.factor
             self.factor_weight = b1 * self.factor_weight + (1 - b1)
         self.k += 1
+        is_warmup, last_mean = self.k <= self.warmup, self.q.mean(0)
         s = np.zeros_like(self.c)
         for i in range(n):
             self.c[i] = self.r[i] + (1 - b1) * self.share * grads[i]
-            self.q[i], s[i] = signs(self.c[i], self.blocks)
+            if is_warmup:
+                self.q[i] = eight_bits(self.c[i], self.blocks)
+            else:
+                self.q[i], s[i] = signs(self.c[i], self.blocks)
             self.r[i] = self.c[i] - (1 - b1) * self.q[i]
             if self.bf16_momentum:
                 self.r[i] = to_bfloat16(self.r[i])
@@ -99,7 +105,12 @@ class ShardedOracle:
         s_bar = s.mean(0) / (1 - b1**self.k)
         g = self.own(grads)
         squares = self.squares + self.share * g * g
-        self.v = b2 * self.v + (1 - b2) * (squares / n + (1 - 1 / n) * g * self.m_hat)
+        target = squares / n + (1 - 1 / n) * g * self.m_hat
+        if is_warmup:
+            target = ((self.q.mean(0) - b1 * last_mean) / (1 - b1)) ** 2
+            for block in self.blocks:
+                s_bar[block] = np.abs(self.m_hat[block]).mean()
+        self.v = b2 * self.v + (1 - b2) * target
         v_hat = np.maximum(self.v, 0) / (1 - b2**self.k)
         least = np.zeros_like(v_hat)
         for block in self.blocks:

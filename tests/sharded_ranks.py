@@ -14,7 +14,8 @@ from onebit.zero.shard_base import ShardedOnebitOptimizer
 from onebit.zero.shard_bucket import Piece, ShardedBucket
 
 SIZES = (300, 7, 513, 256)
-OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99)}
+WARMUP = 4
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "warmup_steps": WARMUP}
 
 
 def initial(dtype: torch.dtype = torch.float32, sizes: Sequence[int] = SIZES) -> list[torch.nn.Parameter]:

@@ -14,8 +14,11 @@ from onebit.comm import SimTransport, run_ranks
 from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam
 
 CAP = 1100 * 4 / 2**20
-CYCLES = {"local_step_scaler": 2, "local_step_clipper": 4}  # synchronises in steps 0, 1, 3, 7, 11
-LEAVES = {"lamb": (ShardedOnebitLamb, {"weight_decay": 0.1}), "zero-one": (ShardedZeroOneAdam, CYCLES)}
+CYCLES = {"local_step_scaler": 2, "local_step_clipper": 4, "warmup_steps": 2}  # synchronises in steps 0, 1, 3, 7, 11
+LEAVES = {
+    "lamb": (ShardedOnebitLamb, {"weight_decay": 0.1, "warmup_steps": 3}),
+    "zero-one": (ShardedZeroOneAdam, CYCLES),
+}
 
 
 def start(link: SimTransport, leaf: str, steps: int, **options: object) -> tuple:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from sharded_oracle import ShardedLambOracle
-from sharded_ranks import OPTIONS, SIZES, gradient, initial, new, owners, pieces_in_order, take_steps, values
+from sharded_ranks import OPTIONS, SIZES, WARMUP, gradient, initial, new, owners, pieces_in_order, take_steps, values
 from torch import Tensor
 
 from onebit.comm import SimTransport, run_ranks
@@ -51,6 +51,7 @@ def test_equals_the_textbook_loop(form: str, world_size: int) -> None:
         SIZES,
         owner,
         betas=OPTIONS["betas"],
+        warmup=WARMUP,
         down="sign" if form == "sign" else "int4",
         clip=options.get("max_grad_norm", 0.0),
         **{name: options[name] for name in ("weight_decay", "min_coeff", "max_coeff") if name in options},
@@ -119,7 +120,7 @@ def test_norms_cost_thirty_two_bytes_per_layer_and_peer() -> None:
 
     def work(link: SimTransport) -> tuple[int, int]:
         params, optimizer = new(link, sizes=sizes, kind=ShardedOnebitLamb)
-        take_steps(params, optimizer, range(2))
+        take_steps(params, optimizer, range(WARMUP + 1))
         assert optimizer.stats.bits_per_parameter <= 5.3
         return optimizer.stats.sent_bytes, optimizer.state_bytes()
 

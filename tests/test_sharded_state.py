@@ -7,7 +7,7 @@ import io
 
 import pytest
 import torch
-from sharded_ranks import initial, new, state_of, take_steps, values
+from sharded_ranks import OPTIONS, initial, new, state_of, take_steps, values
 from torch import Tensor
 
 from onebit.comm import SimTransport, run_ranks
@@ -39,7 +39,7 @@ def run_until(link: SimTransport, steps: int, **options: object) -> tuple[list, 
 def resumed(link: SimTransport, params: list[Tensor], states: list[dict], **options: object):
     """A new optimizer on the saved replicas, with what these states say."""
     mine = [torch.nn.Parameter(p.clone()) for p in params]
-    optimizer = ShardedOnebitAdam(mine, link=link, lr=1e-2, betas=(0.9, 0.99), **options)
+    optimizer = ShardedOnebitAdam(mine, link=link, **OPTIONS, **options)
     optimizer.load_state_dicts(states)
     return mine, optimizer
 

@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 import torch
 from sharded_oracle import ShardedZeroOneOracle
-from sharded_ranks import OPTIONS, SIZES, gradient, initial, new, owners, pieces_in_order, state_of, take_steps, values
+from sharded_ranks import (
+    OPTIONS,
+    SIZES,
+    gradient,
+    initial,
+    new,
+    owners,
+    pieces_in_order,
+    state_of,
+    take_steps,
+    values,
+)
 from torch import Tensor
 
 from onebit.comm import SimTransport, run_ranks
@@ -18,7 +29,8 @@ CAP = 600 * 4 / 2**20
 # H is 1 in steps 0 to 2, 2 from 3 on, 4 from 6 on; a cycle keeps the H that it began with.
 CYCLES = [1, 1, 1, 2, 2, 2, 2, 4, 4, 4, 4, 4, 4, 4, 4]
 SKIPPED = [False, False, False, True, False, True, False, *[True, True, True, False] * 2]
-SCHEDULE = {"local_step_scaler": 3, "local_step_clipper": 4}
+WARMUP = 2
+SCHEDULE = {"local_step_scaler": 3, "local_step_clipper": 4, "warmup_steps": WARMUP}
 FORMS = {
     "int4": {},
     "sign": {"differences": "sign"},
@@ -42,7 +54,7 @@ def test_equals_the_textbook_loop(form: str, world_size: int) -> None:
             before = values(params)
             take_steps(params, optimizer, range(step, step + 1))
             assert (optimizer.stats.phase, optimizer.stats.sent_bytes > 0) == (
-                ("local", False) if SKIPPED[step] else ("compressed", world_size > 1)
+                ("local", False) if SKIPPED[step] else ("warmup" if step < WARMUP else "compressed", world_size > 1)
             )
             assert torch.equal(values(params), before) == SKIPPED[step]
         return values(params), optimizer
@@ -55,6 +67,7 @@ def test_equals_the_textbook_loop(form: str, world_size: int) -> None:
         SIZES,
         owners(optimizers),
         betas=OPTIONS["betas"],
+        warmup=WARMUP,
         down="sign" if form == "sign" else "int4",
         clip=FORMS[form].get("max_grad_norm", 0.0),
     )
@@ -99,10 +112,25 @@ def test_a_skipped_step_costs_neither_bytes_nor_memory(clipper: int) -> None:
         return link.sent_bytes - before, optimizer.state_bytes()
 
     options = {"local_step_clipper": clipper, "local_step_scaler": 1, "local_step_start": -10}
-    skipping = run_ranks(4, lambda link: work(link, ShardedZeroOneAdam, **options))
-    every = run_ranks(4, lambda link: work(link, ShardedOnebitAdam))
+    unwarmed = {"warmup_steps": 0}
+    skipping = run_ranks(4, lambda link: work(link, ShardedZeroOneAdam, **options, **unwarmed))
+    every = run_ranks(4, lambda link: work(link, ShardedOnebitAdam, **unwarmed))
     assert [sent for sent, _ in skipping] == [sent // clipper for sent, _ in every]
     assert [state for _, state in skipping] == [state for _, state in every]
+
+
+def test_nothing_is_skipped_in_the_warm_up() -> None:
+    def work(link: SimTransport) -> list[str]:
+        params, optimizer = new(link, kind=ShardedZeroOneAdam, local_step_scaler=1, local_step_clipper=4)
+        phases = []
+        for step in range(WARMUP + 9):
+            take_steps(params, optimizer, range(step, step + 1))
+            phases.append(optimizer.stats.phase)
+        return phases
+
+    for phases in run_ranks(2, work):
+        assert phases[:4] == ["warmup"] * 4
+        assert phases[4:] == ["local", "local", "local", "compressed", *["local"] * 3]
 
 
 def test_the_mean_of_a_cycle_moves_as_far_as_its_steps() -> None:
@@ -112,7 +140,7 @@ def test_the_mean_of_a_cycle_moves_as_far_as_its_steps() -> None:
         params = initial()
         optimizer = ShardedZeroOneAdam(
             params, lr=1e-3, link=link, weight_decay=0.1, local_step_scaler=1, local_step_clipper=clipper,
-            local_step_start=-10,
+            local_step_start=-10, warmup_steps=0,
         )  # fmt: skip
         for _ in range(40):
             for p in params:
@@ -160,7 +188,9 @@ def test_what_a_parameter_got_in_a_skipped_step_is_sent_though_it_has_no_gradien
     """And one that got none in the whole cycle, on any rank, is left alone."""
 
     def work(link: SimTransport) -> list[int]:
-        params, optimizer = new(link, kind=ShardedZeroOneAdam, local_step_scaler=1, local_step_clipper=2)
+        params, optimizer = new(
+            link, kind=ShardedZeroOneAdam, local_step_scaler=1, local_step_clipper=2, warmup_steps=0
+        )
         for step in range(5):  # H = 1, then 2 twice
             for p, g in zip(params, gradient(step, link.rank), strict=True):
                 only_early = p is params[1] and (link.rank > 0 or step not in (1, 3))

@@ -10,7 +10,8 @@ from ranks import run_torchrun
 
 ONE_BIT = {"OneBitAdam": {"freeze_step": 4}, "ZeroOneAdam": {}, "OneBitLamb": {"freeze_step": 4, "lr": 0.03}}
 FASTER = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.04, "warmup_num_steps": 3}}}
-SKIPPING = {"local_step_scaler": 4, "local_step_clipper": 2}
+SKIPPING = {"var_freeze_step": 2, "local_step_scaler": 2, "local_step_clipper": 2}
+WARM = {"freeze_step": 4}
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
 
 
@@ -20,11 +21,11 @@ def at(stage: int, **ours: object) -> dict:
 
 WHOLE = [(config_of(name, params, **at(0), gradient_clipping=1.0), 1, "whole") for name, params in ONE_BIT.items()]
 ACROSS = [
-    (config_of("OneBitAdam", **at(1), gradient_clipping=1.0), 1, "across"),
-    (config_of("OneBitAdam", **at(1, differences="sign"), **BF16), 1, "across"),
-    (config_of("OneBitAdam", **at(2), **BF16), 1, "across"),
-    (config_of("OneBitAdam", **at(1), **FP16), 1, "across"),
-    (config_of("OneBitLamb", **at(1), gradient_clipping=1.0, **FASTER), 1, "across"),
+    (config_of("OneBitAdam", WARM, **at(1), gradient_clipping=1.0), 1, "across"),
+    (config_of("OneBitAdam", WARM, **at(1, differences="sign"), **BF16), 1, "across"),
+    (config_of("OneBitAdam", **at(2), **BF16), 1, "across"),  # warm-up to the end
+    (config_of("OneBitAdam", WARM, **at(1), **FP16), 1, "across"),
+    (config_of("OneBitLamb", WARM, **at(1), gradient_clipping=1.0, **FASTER), 1, "across"),
     (config_of("OneBitLamb", **at(2), **BF16, **FASTER), 1, "across"),
     (config_of("ZeroOneAdam", SKIPPING, **at(1), **FP16), 1, "across"),
     (config_of("ZeroOneAdam", SKIPPING, **at(2), **BF16), 1, "across"),

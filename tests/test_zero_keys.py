@@ -33,6 +33,12 @@ def ranks(folder: Path) -> list[dict]:
 
 
 @pytest.mark.dist
+def test_freeze_step_ends_the_warm_up_of_every_form(ranks: list[dict]) -> None:
+    for facts in ranks:
+        assert facts["phases"] == dict.fromkeys(("whole", "across", "inside"), "compressed")
+
+
+@pytest.mark.dist
 def test_an_overflow_on_one_rank_is_skipped_by_all(ranks: list[dict]) -> None:
     assert ranks[0]["overflow"].keys() == {"across 1", "across 2", "inside 3", "dense 2"}
     for form in ranks[0]["overflow"]:
@@ -115,7 +121,7 @@ def config(name: str = "OneBitAdam", params: dict | None = None, **blocks: objec
         (config(onebit={"error_dtype": "bf16"}), "across", ["onebit.error_dtype"]),
         (config(onebit={"bucket_cap_mb": 1, "block": 64}), "inside", []),
         (config("AdamW", onebit={"block": 64}), "dense", ["onebit.block"]),
-        (config(params={"freeze_step": 9, "bias_correction": False}), "across", ["freeze_step", "bias_correction"]),
+        (config(params={"freeze_step": 9, "bias_correction": False}), "across", ["bias_correction"]),
         (config("OneBitLamb", {"coeff_beta": 0.8, "factor_max": 2.0}), "across", ["factor_max"]),
         (config("ZeroOneAdam", {"var_update_scaler": 8}), "across", ["var_update_scaler"]),
         (config("ZeroOneAdam", {"var_freeze_step": 8}), "across", ["var_freeze_step"]),

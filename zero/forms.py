@@ -30,7 +30,7 @@ from .groups import Groups
 from .layers import Stage, Stages
 from .pipeline import Ties
 from .shard import ShardedOnebitAdam
-from .shard_base import ShardedOnebitOptimizer
+from .shard_base import WARMUP_STEPS, ShardedOnebitOptimizer
 from .shard_lamb import ShardedOnebitLamb
 from .shard_zero_one import ShardedZeroOneAdam
 
@@ -181,15 +181,20 @@ def _across(config: Config, grid: Grid, params: Iterable) -> ShardedOnebitOptimi
         "bucket_cap_mb": ours.bucket_cap_mb,
         "check_replicas_every": ours.check_replicas_every,
     }
+    if isinstance(freeze_step := getattr(p, "freeze_step", None), int):
+        options["warmup_steps"] = freeze_step
     if isinstance(p, OnebitLambParams):
         options |= {"max_coeff": p.max_coeff, "min_coeff": p.min_coeff, "coeff_beta": p.coeff_beta}
         return ShardedOnebitLamb(params, **options)
     if isinstance(p, ZeroOneAdamParams):
+        start = 0
+        if isinstance(p.var_freeze_step, int):
+            start, options["warmup_steps"] = p.var_freeze_step, min(WARMUP_STEPS, p.var_freeze_step)
         return ShardedZeroOneAdam(
             params,
             local_step_scaler=p.local_step_scaler,
             local_step_clipper=p.local_step_clipper,
-            local_step_start=p.var_freeze_step if isinstance(p.var_freeze_step, int) else 0,
+            local_step_start=start,
             **options,
         )
     return ShardedOnebitAdam(params, **options)
@@ -236,13 +241,13 @@ def without_effect(config: Config, form: str) -> list[str]:
 
 
 def _of_frozen_things(params: AdamParams) -> list[str]:
-    """Across nodes there is no warm-up, and the variance lives: what is said of its end has no effect."""
-    names = ["freeze_step", "var_update_scaler", "factor_max", "factor_min", "factor_threshold"]
+    """Across nodes the variance lives: what is said of its end has no effect."""
+    names = ["var_update_scaler", "factor_max", "factor_min", "factor_threshold"]
     if getattr(params, "local_step_scaler", "auto") == "auto":  # a number counts from it
         names.append("var_freeze_step")
     fresh = type(params)()
     said = [name for name in names if getattr(params, name, None) != getattr(fresh, name, None)]
-    return [f"optimizer.params.{name} has no effect across nodes: no warm-up, nothing freezes" for name in said]
+    return [f"optimizer.params.{name} has no effect across nodes: nothing freezes" for name in said]
 
 
 def _pins(config: Config) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from onebit import comm
 from onebit.adam import check_adam_options
 from onebit.ballot import Ballot, present_anywhere
-from onebit.comm import Codec, Exchange, Flight, Int4Codec, SignCodec, Transport, Work, sent_across
+from onebit.comm import Codec, Exchange, Flight, Int4Codec, Int8Codec, SignCodec, Transport, Work, sent_across
 
 from . import shard_vote
 from .shard_bucket import ShardedBucket
@@ -30,6 +30,8 @@ from .shard_rest import ShardedOptimizer
 
 log = logging.getLogger(__name__)
 
+WARMUP_STEPS = 64
+
 T = TypeVar("T")
 
 
@@ -37,12 +39,12 @@ T = TypeVar("T")
 class ShardStats:
     """What the last step did. Bytes: payload this rank sent to others, without headers; bits: of it, across nodes.
 
-    phase: "compressed", or "local" where a step sends nothing. is_skipped: whether any bucket was skipped; below stage
-    2, all of them. skipped_steps: how often, so far. health, agreement, offset: see `shard_vote.Health`; of the last
-    step that sent something but one.
+    phase: "warmup", "compressed", or "local" where a step sends nothing. is_skipped: whether any bucket was skipped;
+    below stage 2, all of them. skipped_steps: how often, so far. health, agreement, offset: see `shard_vote.Health`; of
+    the last step that sent something but one.
     """
 
-    phase: str = "compressed"
+    phase: str = "warmup"
     sent_bytes: int = 0
     sent_bytes_across: int = 0
     bits_per_parameter: float = 0.0
@@ -73,7 +75,9 @@ class ShardedOptions(TypedDict, total=False):
     on every rank, no masters.
     differences: what comes down at stages 1 and 2, "int4" or "sign". max_grad_norm: clip by an estimate of the global
     norm (0: off). link: the transport; default `onebit.comm.init()`. momentum_dtype: of c. block: elements per scale.
-    variance_floor, update_limit: see D in `ShardedOnebitAdam`. bucket_cap_mb: float32 MiB of a bucket.
+    variance_floor, update_limit: see D in `ShardedOnebitAdam`. warmup_steps: how many steps at the beginning send eight
+    bits up; one bit then is too coarse for a variance that is still young, and some runs never make it up
+    (scripts/records/sharded_2026-11.md). 0: none. bucket_cap_mb: float32 MiB of a bucket.
     check_replicas_every: steps between votes on the replicas' bits (0: never).
     """
 
@@ -85,6 +89,7 @@ class ShardedOptions(TypedDict, total=False):
     momentum_dtype: torch.dtype
     variance_floor: float
     update_limit: float
+    warmup_steps: int
     bucket_cap_mb: float
     check_replicas_every: int
 
@@ -111,15 +116,18 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         momentum_dtype: torch.dtype = torch.bfloat16,
         variance_floor: float = 0.01,
         update_limit: float = 5.0,
+        warmup_steps: int = WARMUP_STEPS,
         bucket_cap_mb: float = 16.0,
         check_replicas_every: int = 100,
     ):
         lr, betas, eps, decay = (defaults[name] for name in ("lr", "betas", "eps", "weight_decay"))
         check_adam_options(lr, betas, eps, decay, variance_floor, amsgrad=False)  # type: ignore[arg-type]
-        if eps <= 0 or update_limit <= 0 or check_replicas_every < 0:  # type: ignore[operator]
+        if eps <= 0 or update_limit <= 0:  # type: ignore[operator]
+            raise ValueError(f"eps and update_limit must be above 0, got {eps}, {update_limit}")
+        if check_replicas_every < 0 or warmup_steps < 0:
             raise ValueError(
-                "eps and update_limit must be above 0 and check_replicas_every at least 0 (0: off), got "
-                f"{eps}, {update_limit}, {check_replicas_every}"
+                "check_replicas_every and warmup_steps must be at least 0 (0: off, none), got "
+                f"{check_replicas_every}, {warmup_steps}"
             )
         stages = (1, 2) if updates is None else (0, 1, 2)
         if stage not in stages:
@@ -147,6 +155,8 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
             recipe=Recipe(
                 stage=stage,
                 codec=codec,
+                warmup_codec=Int8Codec(block),
+                warmup_steps=warmup_steps,
                 codec_down=codec_down,
                 variance_floor=variance_floor,
                 update_limit=update_limit,
@@ -266,6 +276,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
 
     def _after_step(self) -> None:
         """Called when a step is over, taken or skipped."""
+        self.stats.phase = "warmup" if self.steps_taken() <= self._recipe.warmup_steps else "compressed"
 
     # ---------------------------------------------------------------- telemetry
 

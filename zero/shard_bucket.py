@@ -48,8 +48,8 @@ class ShardedBucket:
     counts: int32 [W, J], real elements of each block. momentum: [W·N], float32 or bfloat16: what is left of c when its
     frame is sent, c - (1-β1)·q. variance: float32 [N]. owned: float32 [N], the master weights; at stage 0 the error of
     the updates that were sent. steps: per parameter, the steps in which some rank had a gradient for it, 0-dimensional.
-    received: everybody's last frames of the own chunk, kept only for clipping. mean: float32 [N], their mean, where
-    they were loaded from a checkpoint. tally: float64 [4], of the last step, see `shard_vote.Tally`.
+    received: everybody's last frames of the own chunk, kept only for clipping. mean: float32 [N], their mean: in the
+    warm-up, and where they were loaded from a checkpoint. tally: float64 [4], of the last step, see `shard_vote.Tally`.
     """
 
     index: int

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onebit.comm import Codec, Exchange, SignCodec, Transport, Work
+from onebit.comm import Codec, Exchange, Int8Codec, SignCodec, Transport, Work
 
 from . import shard_math
 from .shard_bucket import ShardedBucket
@@ -24,14 +24,24 @@ from .shard_bucket import ShardedBucket
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is the same for all buckets. codec: up. codec_down: down. keeps_frames: the clipping needs the last m̂."""
+    """What is the same for all buckets. keeps_frames: the clipping needs the last m̂.
+
+    codec: up. warmup_codec: up, in a bucket's first warmup_steps steps. codec_down: down.
+    """
 
     stage: int
     codec: SignCodec
+    warmup_codec: Int8Codec
+    warmup_steps: int
     codec_down: Codec
     variance_floor: float
     update_limit: float
     keeps_frames: bool
+
+    def warms_up(self, bucket: ShardedBucket) -> bool:
+        """Whether the step that this bucket has begun is one of its warm-up, which needs the last one's mean."""
+        step = max(int(count) for count in bucket.steps)
+        return step <= self.warmup_steps and (step == 1 or bucket.mean is not None)
 
 
 @dataclass(frozen=True)
@@ -67,15 +77,18 @@ def send_up(
     seen: by parameter, whether any rank has a gradient for it; the others stay as they are. scale: what gradients are
     to be multiplied by. At stage 2 gradients are freed before the Work.
     """
-    codec, W, N = recipe.codec, link.world_size, bucket.layout.chunk
+    W, N, block = link.world_size, bucket.layout.chunk, recipe.codec.block
     for count, is_seen in zip(bucket.steps, seen, strict=True):
         count += is_seen
+    codec: Codec = recipe.warmup_codec if (warms_up := recipe.warms_up(bucket)) else recipe.codec
 
     x_WN = bucket.gather_gradients(scale).view(W, N)
     g = x_WN[link.rank].clone()
     sent_WB = torch.empty(W, codec.frame_bytes(N), dtype=torch.uint8, device=bucket.device)
     momentum_WN, seen_WJ = bucket.momentum.view(W, N), bucket.blocks_of(seen)
-    shard_math.advance_momentum_(x_WN, momentum_WN, codec, sent_WB, bucket.counts, seen_WJ, step.betas[0], step.share)
+    shard_math.advance_momentum_(
+        x_WN, momentum_WN, codec, block, sent_WB, bucket.counts, seen_WJ, step.betas[0], step.share
+    )
     del x_WN
     if recipe.stage == 2:
         for p in bucket.params:
@@ -83,10 +96,12 @@ def send_up(
     received_WB = torch.empty_like(sent_WB)
     yield link.all_to_all(received_WB, sent_WB)
 
-    update, D = _update(bucket, step, recipe, g, received_WB, None if seen_WJ is None else seen_WJ[link.rank])
-    if recipe.keeps_frames:
-        bucket.received, bucket.mean = received_WB, None
-    return Arrived(update, D, g)
+    q, mean = _means(bucket, codec, received_WB)
+    own_seen_J = None if seen_WJ is None else seen_WJ[link.rank]
+    arrived = _update(bucket, step, recipe, Sent(g, q, mean, received_WB, own_seen_J), warms_up=warms_up)
+    bucket.received = received_WB if recipe.keeps_frames and not warms_up else None
+    bucket.mean = _kept_mean(bucket, mean, own_seen_J, block) if warms_up else None
+    return arrived
 
 
 def keep(bucket: ShardedBucket, step: Step, world_size: int, scale: float) -> None:
@@ -118,29 +133,53 @@ def send_down(
     _apply(bucket, step, recipe, down_WB, seen)
 
 
-def _update(
-    bucket: ShardedBucket, step: Step, recipe: Recipe, g: Tensor, received_WB: Tensor, seen_J: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """m̂/D and D of the own chunk, as in `Arrived`, from everybody's frames and the own g. Advances the variance."""
-    codec, block, N = recipe.codec, recipe.codec.block, len(g)
-    beta1, beta2 = step.betas
-    correction_J1 = bucket.correction(beta1)
-    scale_hat_J = shard_math.mean_scales(received_WB, N, block).mul_(correction_J1.view(-1))
-    mean_hat, q = torch.empty_like(g), torch.empty_like(g)
-    codec.decode_mean(received_WB, mean_hat)
-    mean_Jn = mean_hat.view(-1, block).mul_(correction_J1)
+class Sent(NamedTuple):
+    """What an owner has to work with. g, q: its own gradient and what it sent of its momentum, float32 [N].
+
+    mean: of everybody's q, float32 [N], of the frames [W, B]. seen: bool [J]; None: all.
+    """
+
+    g: Tensor
+    q: Tensor
+    mean: Tensor
+    frames_WB: Tensor
+    seen_J: Tensor | None
+
+
+def _means(bucket: ShardedBucket, codec: Codec, received_WB: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's q of its own chunk, and the mean of everybody's; zeros in the padding."""
+    q, mean = (torch.empty(bucket.layout.chunk, device=bucket.device) for _ in range(2))
+    codec.decode_mean(received_WB, mean)
+    codec.decode(received_WB[bucket.rank : bucket.rank + 1], q.view(1, -1))
     ragged, padding = bucket.padding_of_ragged
-    mean_Jn[ragged] = mean_Jn[ragged].masked_fill_(padding, 0.0)
+    for x in (q, mean):
+        x_Jn = x.view(-1, bucket.layout.block)
+        x_Jn[ragged] = x_Jn[ragged].masked_fill_(padding, 0.0)
+    return q, mean
 
-    own_frame_1B = received_WB[bucket.rank : bucket.rank + 1]
-    codec.decode(own_frame_1B, q.view(1, N))
-    q.view(-1, block).mul_(correction_J1)
-    bucket.tally = shard_math.tally(g, q, own_frame_1B, mean_hat, bucket.own_counts, block)
 
-    W = len(received_WB)
-    shard_math.advance_variance_(
-        bucket.variance, g, mean_hat, world_size=W, beta2=beta2, share=step.share, block=block, seen_J=seen_J
-    )
+def _kept_mean(bucket: ShardedBucket, mean: Tensor, seen_J: Tensor | None, block: int) -> Tensor:
+    """The mean for the next step of the warm-up: what a block that was not seen had sent last stays."""
+    if bucket.mean is not None:
+        shard_math.keep_unseen_(bucket.mean, mean, seen_J, block)
+        return bucket.mean
+    return mean
+
+
+def _update(bucket: ShardedBucket, step: Step, recipe: Recipe, sent: Sent, *, warms_up: bool) -> Arrived:
+    """What becomes of what has come up. Advances the variance."""
+    block, W, (beta1, beta2) = recipe.codec.block, len(sent.frames_WB), step.betas
+    correction_J1 = bucket.correction(beta1)
+    mean_hat, q_hat = ((x.view(-1, block) * correction_J1).view(-1) for x in (sent.mean, sent.q))
+    bucket.tally = shard_math.tally(sent.g, sent.q, q_hat, mean_hat)
+
+    if warms_up:
+        target = shard_math.mean_gradient(sent.mean, bucket.mean, beta1).square_()
+        scale_hat_J = shard_math.mean_magnitudes(mean_hat, bucket.own_counts, block)
+    else:
+        target = shard_math.square_of_mean(sent.g, mean_hat, W, step.share)
+        scale_hat_J = shard_math.mean_scales(sent.frames_WB, len(sent.g), block).mul_(correction_J1.view(-1))
+    shard_math.advance_variance_(bucket.variance, target, beta2=beta2, block=block, seen_J=sent.seen_J)
     D = shard_math.direction_(
         mean_hat,
         scale_hat_J,
@@ -152,7 +191,7 @@ def _update(
         limit=recipe.update_limit,
         block=block,
     )
-    return mean_hat, D
+    return Arrived(mean_hat, D, sent.g)
 
 
 def _own(bucket: ShardedBucket, step: Step, recipe: Recipe, update: Tensor, seen_J: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onebit.comm import SignCodec
+from onebit.comm import Codec
 from onebit.comm.kernels import reference
 from onebit.replicas import sum_in_order
 
@@ -19,7 +19,8 @@ from onebit.replicas import sum_in_order
 def advance_momentum_(
     x_WN: Tensor,
     momentum_WN: Tensor,
-    codec: SignCodec,
+    codec: Codec,
+    block: int,
     frames_WB: Tensor,
     counts_WJ: Tensor,
     seen_WJ: Tensor | None,
@@ -36,7 +37,7 @@ def advance_momentum_(
     counts = counts_WJ if seen_WJ is None else counts_WJ * seen_WJ
     codec.encode(x_WN, momentum_WN, frames_WB, counts)  # x ← c - q
     codec.decode(frames_WB, x_WN, weight=beta1, keep=1.0)  # x ← c - (1-β1)·q
-    keep_unseen_(momentum_WN, x_WN, seen_WJ, codec.block)
+    keep_unseen_(momentum_WN, x_WN, seen_WJ, block)
 
 
 def keep_unseen_(old: Tensor, new: Tensor, seen_J: Tensor | None, block: int) -> None:
@@ -54,24 +55,33 @@ def mean_scales(received_WB: Tensor, n: int, block: int) -> Tensor:
     return sum_in_order(scales_WJ).mul_(1.0 / len(scales_WJ))
 
 
-def advance_variance_(
-    variance: Tensor,
-    g: Tensor,
-    mean_hat: Tensor,
-    *,
-    world_size: int,
-    beta2: float,
-    share: float,
-    block: int,
-    seen_J: Tensor | None,
-) -> None:
-    """v ← β2·v + (1-β2)·g·(share·g/n + (1-1/n)·m̂), kept signed. float32 [N], v in place.
+def mean_magnitudes(x: Tensor, counts_J: Tensor, block: int) -> Tensor:
+    """The mean of |x| over each block's real elements, float32 [J]; zeros in the padding."""
+    return x.view(-1, block).abs().sum(1) / counts_J.clamp(min=1)
 
-    g²/n alone would be the mean gradient's square if workers had nothing but noise; the cross term, of which the mean
-    is ‖E g‖², adds what they agree on. g: this rank's own gradient, clipped. mean_hat: m̂ of this step.
+
+def square_of_mean(g: Tensor, mean_hat: Tensor, world_size: int, share: float) -> Tensor:
+    """g·(share·g/n + (1-1/n)·m̂), float32 [N]: what the mean gradient's square is taken to be where nobody has it.
+
+    g²/n alone would be it if workers had nothing but noise; the cross term, of which the mean is ‖E g‖², adds what they
+    agree on. g: this rank's own gradient, clipped. mean_hat: m̂ of this step.
     """
     target = mean_hat * (1.0 - 1.0 / world_size)
-    target.add_(g, alpha=share / world_size).mul_(g)
+    return target.add_(g, alpha=share / world_size).mul_(g)
+
+
+def mean_gradient(mean: Tensor, last_mean: Tensor | None, beta1: float) -> Tensor:
+    """(q̄ - β1·q̄_prev)/(1-β1), float32 [N]: the ranks' mean gradient, but for what rounding q left out of it.
+
+    c_k = c_{k-1} + (1-β1)·(g_k - q_{k-1}), so where q is c but for e, it is ḡ + (ē_{k-1} - ē_k)/(1-β1): a tenth of what
+    eight bits resolve is lost, and of one bit nothing would be left. last_mean: None before the first step.
+    """
+    g = mean.clone() if last_mean is None else torch.sub(mean, last_mean, alpha=beta1)
+    return g.mul_(1.0 / (1.0 - beta1))
+
+
+def advance_variance_(variance: Tensor, target: Tensor, *, beta2: float, block: int, seen_J: Tensor | None) -> None:
+    """v ← β2·v + (1-β2)·target, kept signed; blocks that are not seen stay. float32 [N], v in place."""
     if seen_J is not None:
         target = torch.where(seen_J.unsqueeze(1), target.view(-1, block), variance.view(-1, block)).view(-1)
     variance.lerp_(target, 1.0 - beta2)
@@ -92,8 +102,9 @@ def direction_(
     """m̂ ← m̂/D, D = √max(v̂, floor·blockmean(v̂), (s̄/limit)²) + eps, v̂ = max(v, 0)/(1-β2^t). float32 [N], in place.
 
     Returns D, float32 [J, n].
-    |m̂| ≤ s̄, so no element moves more than `limit` learning rates, whatever its variance says. scale_hat: s̄, the mean of
-    the ranks' scales, corrected like m̂, [J]. counts: real elements of each block.
+    In one bit |m̂| ≤ s̄, so that no element moves more than `limit` learning rates, whatever its variance says.
+    scale_hat: s̄, the mean of the ranks' scales, corrected like m̂, [J]; in eight bits the mean of |m̂|. counts: real
+    elements of each block.
     """
     v_Jn = variance.view(-1, block).clamp(min=0.0).mul_(correction2_J1)
     least_J = floor * v_Jn.sum(1) / counts_J.clamp(min=1)
@@ -104,8 +115,7 @@ def direction_(
     return D_Jn
 
 
-def tally(g: Tensor, q: Tensor, frame_1B: Tensor, mean_hat: Tensor, counts_J: Tensor, block: int) -> Tensor:
-    """‖g‖², ‖sent‖², <g, q>, <g, m̂> of a chunk, float64 [4]. q: what the rank's own frame says, corrected like m̂."""
-    scales_J = reference.scales(frame_1B, len(g), block=block)[0].to(torch.float64)
-    sent = (scales_J.square_() * counts_J).sum()
-    return torch.stack([torch.dot(g, g), sent, torch.dot(g, q), torch.dot(g, mean_hat)]).to(torch.float64)
+def tally(g: Tensor, q: Tensor, q_hat: Tensor, mean_hat: Tensor) -> Tensor:
+    """‖g‖², ‖q‖², <g, q̂>, <g, m̂> of a chunk, float64 [4]. q: what the rank's own frame says; q̂: corrected like m̂."""
+    pairs = ((g, g), (q, q), (g, q_hat), (g, mean_hat))
+    return torch.stack([torch.dot(a, b) for a, b in pairs]).to(torch.float64)

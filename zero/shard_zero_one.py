@@ -97,11 +97,14 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
     def _decide(self) -> None:
         """Whether the step under way is skipped; once, as learning rates may be edited before step()."""
         lr = float(self.param_groups[0]["lr"])
-        if self._since_sync == 0:
+        if self.steps_taken() < self._recipe.warmup_steps:
+            self._interval = 1
+        elif self._since_sync == 0:
             self._interval = self.local_steps.interval(self._steps, lr, max(self._peak_lr, lr))
         self._is_skipping, self._has_sent = self._since_sync + 1 < self._interval, False
 
     def _after_step(self) -> None:
+        super()._after_step()
         if self._is_skipping:
             steps = [Step.of(group) for group in self.param_groups]
             self._owed = [(lr + s.lr, decay + s.decay) for (lr, decay), s in zip(self._owed, steps, strict=True)]
@@ -112,7 +115,8 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
         if self._is_skipping or self._has_sent:
             self._steps += 1
             self._peak_lr = max(self._peak_lr, float(self.param_groups[0]["lr"]))
-        self.stats.phase = "local" if self._is_skipping else "compressed"
+        if self._is_skipping:
+            self.stats.phase = "local"
 
     # ---------------------------------------------------------------- what is done in it
 
