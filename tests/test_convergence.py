@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,9 +15,20 @@ from onebit.zero import ShardedOnebitAdam
 JOB = Job(task="byte-lm", method="adamw", lr=2e-3, seed=1, steps=200, ranks=4, batch_size=2)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def only_the_last_loss() -> Iterator[None]:
+    """A curve's validations take as long as the training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study_run, "_POINTS", 1)
+        yield
+
+
 @pytest.fixture(scope="module")
-def adamw() -> float:
+def adamw(only_the_last_loss: None) -> float:
     return run_job(JOB).loss
+
+
+SHARDED = ["sharded-onebit-adam, int4 differences", "sharded-onebit-adam, sign differences"]
 
 
 @pytest.mark.slow
@@ -25,6 +36,13 @@ def adamw() -> float:
 def test_it_reaches_the_loss_of_adamw(method: str, adamw: float) -> None:
     """Within 2 % after 200 steps without any option; longer runs are in scripts/records."""
     assert run_job(replace(JOB, method=method)).loss <= 1.02 * adamw
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", SHARDED)
+def test_sharded_it_is_close(method: str, adamw: float) -> None:
+    """Within 5 % after 200 steps: +0.8 % both; seeds 0 and 2 end at +1.4 to +4.3 %. Longer runs are level."""
+    assert run_job(replace(JOB, method=method)).loss <= 1.05 * adamw
 
 
 @pytest.mark.slow
@@ -59,7 +77,7 @@ def test_without_error_feedback_it_does_not(monkeypatch: pytest.MonkeyPatch) -> 
 def test_sharded_onebit_adam_reaches_the_loss_of_adamw_and_would_not_if_it_forgot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On digits, one bit from the first step on; forgetting what was not sent is plain sign compression."""
+    """On digits; forgetting what was not sent is plain sign compression."""
 
     class Forgetful(ShardedOnebitAdam):
         def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -70,7 +88,7 @@ def test_sharded_onebit_adam_reaches_the_loss_of_adamw_and_would_not_if_it_forgo
 
     dense = replace(JOB, task="digits", lr=4e-3, batch_size=4)
     adamw = run_job(dense).loss
-    for differences in ("int4", "sign"):
-        assert run_job(replace(dense, method=f"sharded-onebit-adam, {differences} differences")).loss < 1.03 * adamw
+    for method in SHARDED:
+        assert run_job(replace(dense, method=method)).loss < 1.03 * adamw
     monkeypatch.setattr(study_run, "ShardedOnebitAdam", Forgetful)
-    assert run_job(replace(dense, method="sharded-onebit-adam, int4 differences")).loss > 1.15 * adamw
+    assert run_job(replace(dense, method=SHARDED[0])).loss > 1.15 * adamw
