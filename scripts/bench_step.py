@@ -228,7 +228,8 @@ class Sharded(Local):
     def __init__(self, model: GPT, link: Transport, differences: str, stage: int):
         self.model = model
         groups = decay_groups(model, WEIGHT_DECAY)
-        self.optimizer = ShardedOnebitAdam(groups, lr=LR, link=link, differences=differences, stage=stage)
+        options = {"differences": differences, "stage": stage, "warmup_steps": 0}
+        self.optimizer = ShardedOnebitAdam(groups, lr=LR, link=link, **options)
 
 
 class Onebit(Local):

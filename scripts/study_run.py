@@ -77,7 +77,7 @@ def _with_peers_schedule(groups: list[dict], link: SimTransport | None, steps: i
 
 
 def _sharded(name: str, **options: object) -> Method:
-    """Sharded one-bit Adam, from the first step on; replicas in the model's float32."""
+    """Sharded one-bit Adam; replicas in the model's float32."""
     return Method(
         f"sharded-onebit-adam, {name}",
         "adamw",
@@ -131,6 +131,8 @@ METHODS = {
         _sharded("sign differences", differences="sign"),
         _sharded("int4 differences, limit 1", update_limit=1.0),
         _sharded("sign differences, limit 1", differences="sign", update_limit=1.0),
+        _sharded("int4 differences, no warm-up", warmup_steps=0),
+        _sharded("sign differences, no warm-up", differences="sign", warmup_steps=0),
         _sharded("stage 0, int4 updates", stage=0, updates="int4"),
         _sharded("stage 0, sign updates", stage=0, updates="sign"),
         *(_sharded_zero_one_adam(clipper) for clipper in (2, 4, 8, 16)),

@@ -32,7 +32,12 @@ _NAMES = {
     "zero-one-adam": "ZeroOneAdam",
     SHARDED_ONLY: "OneBitAdam",
 }
-_OPTIONS = {"onebit-adam": "freeze_step", "onebit-lamb": "freeze_step", "zero-one-adam": "local_step_clipper"}
+_OPTIONS = {
+    "onebit-adam": "freeze_step",
+    "onebit-lamb": "freeze_step",
+    "zero-one-adam": "local_step_clipper",
+    SHARDED_ONLY: "freeze_step",
+}
 
 
 def config_of(args: argparse.Namespace) -> dict:

@@ -22,7 +22,8 @@ def measured(link: SimTransport, name: str, error_bytes: int = 4) -> tuple[float
     p = nn.Parameter(torch.zeros(N))
     if name.startswith("sharded"):
         p = nn.Parameter(p.detach().bfloat16())
-        optimizer = ShardedOnebitAdam([p], lr=1e-3, link=link, differences=name.split()[1], check_replicas_every=0)
+        options = {"differences": name.split()[1], "warmup_steps": 1, "check_replicas_every": 0}
+        optimizer = ShardedOnebitAdam([p], lr=1e-3, link=link, **options)
     else:
         options: dict = {"error_dtype": {2: torch.bfloat16, 4: torch.float32}[error_bytes], "check_replicas_every": 0}
         options |= {"freeze_step": 1} if name != "ZeroOneAdam" else {}

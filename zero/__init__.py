@@ -2,8 +2,9 @@
 
     engine, optimizer, loader, scheduler = onebit.zero.initialize(model=net, config="ds.json", training_data=dataset)
 
-Start reading at `forms.py` (which form a configuration takes), then `engine.py`; `fsdp.py` shards inside a node,
-`shard.py` across nodes, `tensor.py` divides each layer, and all of them can be used without an engine.
+Start reading at `initializing.py`, then `forms.py` (which form a configuration takes) and `engine.py`; `fsdp.py` shards
+inside a node, `shard.py` across nodes, `tensor.py` divides each layer, and all of them can be used without an engine.
+`layers.py` describes a model as a list of layers, `pipeline.py` runs it in stages.
 """
 
 if __name__ != "onebit.zero":
@@ -24,6 +25,5 @@ from .weights import export_weights, import_weights
 __all__ = [
     "CheckpointError", "Checkpoints", "Config", "Engine", "LayerSpec", "PipelineModule", "ShardedOnebitAdam",
     "ShardedOnebitLamb", "ShardedZeroOneAdam", "TiedLayerSpec", "data", "export_weights", "fsdp", "grid",
-    "import_weights", "initialize", "read_config", "split",
-    "tensor",
+    "import_weights", "initialize", "read_config", "split", "tensor",
 ]  # fmt: skip
