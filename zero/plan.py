@@ -6,8 +6,9 @@ Counted from the layouts, not measured: parameters, gradients, optimizer state a
 Activations, the buckets of the exchange (a few times `bucket_cap_mb`) and what the allocator keeps come on top; padding
 to blocks is left out, below 1 % for parameters of thousands of elements. "sharded" is across nodes of one rank: the
 same for all three optimizers, but that ZeroOneAdam's skipped rounds send nothing. Seconds: `comm/cost.py` with the
-costs that were fitted on one machine (scripts/records/growth_2026-11.md), an estimate for others. The formulas are in
-README, "Memory".
+costs that were fitted on one machine (scripts/records/growth_2026-11.md), an estimate for others: from all traffic that
+can hide behind two thirds of the computing does, to none does, as where ranks have no processor to spare. The steps in
+scripts/records/bench_2026-11.jsonl lie in between, which is a test. The formulas are in README, "Memory".
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _HIDDEN_BY_BACKWARD = 2 / 3
 
 @dataclass(frozen=True)
 class Run:
-    """What is asked about. link_bits_per_s: of a host, shared by its ranks. compute_s: of a step, forward and backward.
+    """What is asked about. link_bits_per_s: of a host, shared by its ranks. compute_s: of a step without its traffic.
 
     Raises ValueError on numbers that no run can have.
     """
@@ -65,7 +66,7 @@ class Plan:
     """What one rank holds, in bytes per parameter of the model, and sends, in bits per parameter and step.
 
     state: optimizer state, master weights and errors. bits: of one rank to other hosts; None where nothing travels
-    between hosts. seconds: of a step.
+    between hosts. seconds: of a step, least and most: see above.
     """
 
     optimizer: str
@@ -74,7 +75,7 @@ class Plan:
     gradients: float
     state: float
     bits: float
-    seconds: float
+    seconds: tuple[float, float]
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -113,9 +114,9 @@ def _across(run: Run, optimizer: str, stage: int) -> Plan:
     down = up if optimizer.endswith("sign") else Int4Codec().frame_bytes(_ELEMENTS) / _ELEMENTS
     state = 2.0 + _MOMENTS / W
     gradients = float(b) if stage == 1 else 0.0
-    exchange = _exchange_s(run, run.params, W, (up + down) / 2, 1, _ONE_BIT_S)
-    # Leg 2 carries what leg 1 has made; nothing leaves before the vote at stage 1.
-    seconds = run.compute_s + exchange if stage == 1 else _step_s(run, exchange)
+    # Leg 2 carries what leg 1 has made, and nothing leaves before the vote at stage 1: only leg 1 of stage 2 can hide.
+    leg_up, leg_down = (_exchange_s(run, run.params, W, frame, 1, _ONE_BIT_S) / 2 for frame in (up, down))
+    seconds = _step_s(run, leg_up if stage == 2 else 0.0, leg_down if stage == 2 else leg_up + leg_down)
     return Plan(optimizer, stage, float(b), gradients, state, 8 * (W - 1) / W * (up + down), seconds)
 
 
@@ -150,9 +151,10 @@ def _exchange_s(run: Run, elements: float, ranks: int, bytes_per_element: float,
     return exchange_s(round(elements), ranks, codec, link) if ranks > 1 else 0.0
 
 
-def _step_s(run: Run, exchange: float) -> float:
-    """A step whose traffic goes on while backward computes."""
-    return run.compute_s + max(0.0, exchange - _HIDDEN_BY_BACKWARD * run.compute_s)
+def _step_s(run: Run, during: float, behind: float = 0.0) -> tuple[float, float]:
+    """A step of which so many seconds of traffic go on while backward computes, or not, and so many behind it."""
+    least = run.compute_s + max(0.0, during - _HIDDEN_BY_BACKWARD * run.compute_s) + behind
+    return least, run.compute_s + during + behind
 
 
 def table(run: Run) -> str:
@@ -176,7 +178,7 @@ def table(run: Run) -> str:
             *(f"{x:.2f}" for x in (made.parameters, made.gradients, made.state, made.bytes_per_parameter)),
             f"{made.bytes_per_parameter * run.params / 1e9:.2f}",
             f"{made.bits:.2f}",
-            f"{made.seconds:.3g}",
+            " to ".join(dict.fromkeys(f"{s:.3g}" for s in made.seconds)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -198,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--dtype", choices=DTYPE_BYTES, default="bf16")
     add("--error-bytes", type=int, choices=(2, 4), default=4, help="of the one-bit optimizers' errors")
     add("--link", type=_rate, default=1e9, metavar="RATE", help="of a host: 1gbit, 100mbit (default: 1gbit)")
-    add("--compute-s", type=float, default=0.0, help="forward and backward of a step; part of the traffic hides behind")
+    add("--compute-s", type=float, default=0.0, help="of a step without traffic; some of it hides behind")
     args = parser.parse_args(argv)
     try:
         run = Run(args.params, args.hosts, args.ranks_per_host, args.dtype, args.error_bytes, args.link, args.compute_s)
