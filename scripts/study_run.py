@@ -110,7 +110,7 @@ def _sharded_zero_one_adam_by_steps(clipper: int) -> Method:
 
 
 def _sharded_lamb(name: str, **options: object) -> Method:
-    """Sharded one-bit LAMB, from the first step on."""
+    """Sharded one-bit LAMB; replicas in the model's float32."""
     return Method(
         f"sharded-onebit-lamb, {name}",
         "lamb",
