@@ -226,7 +226,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, default=1e-3)
     add("--warmup-lr-fraction", type=float, default=0.1, help="share of the steps in which the learning rate rises")
     add("--weight-decay", type=float, default=0.01)
-    add("--freeze-step", type=_auto_or_int, default="auto", help="1-bit Adam and LAMB: warm-up steps, or auto")
+    add(
+        "--freeze-step",
+        type=_auto_or_int,
+        default="auto",
+        help="1-bit Adam, LAMB: warm-up steps (sharded: at most 64), or auto",
+    )
     add("--local-step-clipper", type=_auto_or_int, default=1, help="0/1 Adam: most steps per exchange, or auto")
     add("--zero", type=int, choices=(0, 1, 2, 3), help="shard: optimizer state, also gradients, also parameters")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="with --zero: compute in it")

@@ -7,7 +7,7 @@ import io
 
 import pytest
 import torch
-from sharded_ranks import OPTIONS, initial, new, state_of, take_steps, values
+from sharded_ranks import OPTIONS, WARMUP, initial, new, state_of, take_steps, values
 from torch import Tensor
 
 from onebit.comm import SimTransport, run_ranks
@@ -39,7 +39,7 @@ def run_until(link: SimTransport, steps: int, **options: object) -> tuple[list, 
 def resumed(link: SimTransport, params: list[Tensor], states: list[dict], **options: object):
     """A new optimizer on the saved replicas, with what these states say."""
     mine = [torch.nn.Parameter(p.clone()) for p in params]
-    optimizer = ShardedOnebitAdam(mine, link=link, **OPTIONS, **options)
+    optimizer = ShardedOnebitAdam(mine, link=link, **OPTIONS | options)
     optimizer.load_state_dicts(states)
     return mine, optimizer
 
@@ -75,16 +75,18 @@ def _by_bucket(kept: list[Tensor]) -> list[tuple[Tensor, ...]]:
     return [tuple(kept[k : k + 4]) for k in range(0, len(kept), 4)]
 
 
+@pytest.mark.parametrize("warmup", [WARMUP, 20])
 @pytest.mark.parametrize("form", FORMS)
-def test_four_ranks_become_two_and_then_eight(form: str) -> None:
+def test_four_ranks_become_two_and_then_eight(form: str, warmup: int) -> None:
     """Masters, variances and the mean of what is owed are what they were; the replicas go on from where they are."""
+    options = FORMS[form] | {"warmup_steps": warmup}
 
     def start(link: SimTransport) -> tuple[list[Tensor], dict]:
-        params, optimizer = run_until(link, 5, **FORMS[form])
+        params, optimizer = run_until(link, 5, **options)
         return [p.detach() for p in params], optimizer.state_dict()
 
     def go_on(link: SimTransport, params: list[Tensor], states: list[dict]) -> tuple[list[Tensor], dict, dict]:
-        mine, optimizer = resumed(link, params, states, **FORMS[form])
+        mine, optimizer = resumed(link, params, states, **options)
         loaded = copy.deepcopy(optimizer.state_dict())
         take_steps(mine, optimizer, range(5, 9))
         optimizer.check_replicas()
@@ -104,7 +106,7 @@ def test_four_ranks_become_two_and_then_eight(form: str) -> None:
         for name in ("variance", "owned", "mean"):
             for k in range(len(loaded[0]["onebit"]["buckets"])):
                 old, new = (_whole(world, k, name) for world in (states, loaded))
-                assert (old is None) == (new is None) == (name == "mean" and form != "clipped")
+                assert (old is None) == (new is None) == (name == "mean" and form != "clipped" and warmup == WARMUP)
                 if old is not None:
                     size = min(len(old), len(new))  # they differ in padding
                     assert torch.equal(old[:size], new[:size]) and not old[size:].any() and not new[size:].any()
@@ -117,13 +119,41 @@ def _whole(states: list[dict], k: int, name: str) -> Tensor | None:
     return None if chunks[0] is None else torch.cat(chunks)
 
 
-def test_a_world_of_another_size_does_as_well() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_warm_up_that_is_over_does_not_begin_again(form: str) -> None:
+    """Saved in one bit, by the count of the loading optimizer in its warm-up; or before states said so."""
+
+    def save(link: SimTransport) -> tuple[list[Tensor], dict, Tensor]:
+        params, optimizer = run_until(link, 3, **FORMS[form] | {"warmup_steps": 0})
+        kept = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict())
+        take_steps(params, optimizer, range(3, 6))
+        return *kept, values(params)
+
+    before = run_ranks(3, save)
+
+    def load(link: SimTransport, says_so: bool) -> tuple[Tensor, str]:
+        states = copy.deepcopy([state for _, state, _ in before])
+        for bucket in (bucket for state in states for bucket in state["onebit"]["buckets"]):
+            if not says_so:
+                del bucket["is_warm"]
+        params, optimizer = resumed(link, before[link.rank][0], states, **FORMS[form] | {"warmup_steps": 8})
+        take_steps(params, optimizer, range(3, 6))
+        return values(params), optimizer.stats.phase
+
+    for says_so in (True, False):
+        for (*_, x), (y, phase) in zip(before, run_ranks(3, lambda link, s=says_so: load(link, s)), strict=True):
+            assert torch.equal(x, y) and phase == "compressed"
+
+
+@pytest.mark.parametrize("warmup", [0, 64])
+def test_a_world_of_another_size_does_as_well(warmup: int) -> None:
     """A quadratic, gradients with noise: after 4 -> 2 -> 8 the loss is where it would have been."""
     target = torch.linspace(-1, 1, 3000)
 
     def run(link: SimTransport, x: Tensor, states: list[dict] | None, steps: range) -> tuple[Tensor, dict]:
         p = torch.nn.Parameter(x.clone())
-        optimizer = ShardedOnebitAdam([p], lr=2e-2, betas=(0.9, 0.99), weight_decay=0.0, link=link)
+        options = {"lr": 2e-2, "betas": (0.9, 0.99), "weight_decay": 0.0, "warmup_steps": warmup}
+        optimizer = ShardedOnebitAdam([p], link=link, **options)
         if states is not None:
             optimizer.load_state_dicts(states)
         for step in steps:

@@ -121,9 +121,10 @@ def test_a_skipped_step_costs_neither_bytes_nor_memory(clipper: int) -> None:
 
 def test_nothing_is_skipped_in_the_warm_up() -> None:
     def work(link: SimTransport) -> list[str]:
-        params, optimizer = new(link, kind=ShardedZeroOneAdam, local_step_scaler=1, local_step_clipper=4)
+        skipping = {"local_step_scaler": 1, "local_step_clipper": 4, "warmup_steps": 4}
+        params, optimizer = new(link, kind=ShardedZeroOneAdam, **skipping)
         phases = []
-        for step in range(WARMUP + 9):
+        for step in range(11):
             take_steps(params, optimizer, range(step, step + 1))
             phases.append(optimizer.stats.phase)
         return phases

@@ -103,6 +103,10 @@ def recorded_steps() -> list[dict]:
     return list({(row["contender"], row["hosts"], row["network"]): row for row in rows}.values())  # the last of each
 
 
+def test_all_contenders_are_recorded() -> None:
+    assert {row["contender"] for row in recorded_steps()} == set(CONTENDERS)
+
+
 @pytest.mark.parametrize(
     "row", recorded_steps(), ids=lambda row: f"{row['contender']}, {row['hosts']}, {row['network']}"
 )

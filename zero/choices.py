@@ -70,7 +70,10 @@ class AdamParams:
 
 @dataclass(frozen=True)
 class OnebitAdamParams(AdamParams):
-    """freeze_step: warm-up steps, passed on as it stands; "auto", or absent: `onebit.OnebitAdam`'s own rule."""
+    """freeze_step: warm-up steps, passed on as it stands; "auto", or absent: `onebit.OnebitAdam`'s own rule.
+
+    Where sharding is across nodes it can only shorten the 64 steps of warm-up: nothing freezes.
+    """
 
     inert: ClassVar[Mapping[str, Inert]] = _ONEBIT
 

@@ -181,20 +181,18 @@ def _across(config: Config, grid: Grid, params: Iterable) -> ShardedOnebitOptimi
         "bucket_cap_mb": ours.bucket_cap_mb,
         "check_replicas_every": ours.check_replicas_every,
     }
-    if isinstance(freeze_step := getattr(p, "freeze_step", None), int):
-        options["warmup_steps"] = freeze_step
+    ends = getattr(p, "var_freeze_step", None) if isinstance(p, ZeroOneAdamParams) else getattr(p, "freeze_step", None)
+    if isinstance(ends, int):
+        options["warmup_steps"] = min(WARMUP_STEPS, ends)
     if isinstance(p, OnebitLambParams):
         options |= {"max_coeff": p.max_coeff, "min_coeff": p.min_coeff, "coeff_beta": p.coeff_beta}
         return ShardedOnebitLamb(params, **options)
     if isinstance(p, ZeroOneAdamParams):
-        start = 0
-        if isinstance(p.var_freeze_step, int):
-            start, options["warmup_steps"] = p.var_freeze_step, min(WARMUP_STEPS, p.var_freeze_step)
         return ShardedZeroOneAdam(
             params,
             local_step_scaler=p.local_step_scaler,
             local_step_clipper=p.local_step_clipper,
-            local_step_start=start,
+            local_step_start=p.var_freeze_step if isinstance(p.var_freeze_step, int) else 0,
             **options,
         )
     return ShardedOnebitAdam(params, **options)
@@ -241,13 +239,19 @@ def without_effect(config: Config, form: str) -> list[str]:
 
 
 def _of_frozen_things(params: AdamParams) -> list[str]:
-    """Across nodes the variance lives: what is said of its end has no effect."""
+    """Across nodes the variance lives: what is said of its end has no effect, but that it shortens the warm-up."""
     names = ["var_update_scaler", "factor_max", "factor_min", "factor_threshold"]
-    if getattr(params, "local_step_scaler", "auto") == "auto":  # a number counts from it
-        names.append("var_freeze_step")
+    counts_from = getattr(params, "local_step_scaler", "auto") != "auto"
+    for name in ("freeze_step", "var_freeze_step"):
+        step = getattr(params, name, None)
+        if isinstance(step, int) and step > WARMUP_STEPS and not (counts_from and name == "var_freeze_step"):
+            names.append(name)
     fresh = type(params)()
     said = [name for name in names if getattr(params, name, None) != getattr(fresh, name, None)]
-    return [f"optimizer.params.{name} has no effect across nodes: nothing freezes" for name in said]
+    return [
+        f"optimizer.params.{name} has no effect across nodes: nothing freezes, and {WARMUP_STEPS} steps warm up"
+        for name in said
+    ]
 
 
 def _pins(config: Config) -> bool:

@@ -276,7 +276,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
 
     def _after_step(self) -> None:
         """Called when a step is over, taken or skipped."""
-        self.stats.phase = "warmup" if self.steps_taken() <= self._recipe.warmup_steps else "compressed"
+        self.stats.phase = "warmup" if any(bucket.is_warm for bucket in self._buckets) else "compressed"
 
     # ---------------------------------------------------------------- telemetry
 

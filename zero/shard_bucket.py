@@ -48,7 +48,8 @@ class ShardedBucket:
     counts: int32 [W, J], real elements of each block. momentum: [W·N], float32 or bfloat16: what is left of c when its
     frame is sent, c - (1-β1)·q. variance: float32 [N]. owned: float32 [N], the master weights; at stage 0 the error of
     the updates that were sent. steps: per parameter, the steps in which some rank had a gradient for it, 0-dimensional.
-    received: everybody's last frames of the own chunk, kept only for clipping. mean: float32 [N], their mean: in the
+    is_warm: whether the last step was one of the warm-up, and until the first, whether there is one. received:
+    everybody's last frames of the own chunk, kept only for clipping. mean: float32 [N], their mean: in the
     warm-up, and where they were loaded from a checkpoint. tally: float64 [4], of the last step, see `shard_vote.Tally`.
     """
 
@@ -64,6 +65,7 @@ class ShardedBucket:
     variance: Tensor
     owned: Tensor
     steps: list[Tensor]
+    is_warm: bool = False
     received: Tensor | None = None
     mean: Tensor | None = None
     tally: Tensor | None = None
@@ -79,6 +81,7 @@ class ShardedBucket:
         layout: Layout,
         rank: int,
         momentum_dtype: torch.dtype,
+        is_warm: bool = False,
     ) -> ShardedBucket:
         """Zeroed state for these parameters, all on one device."""
         device = members[0][0].device
@@ -95,6 +98,7 @@ class ShardedBucket:
             variance=torch.zeros(layout.chunk, device=device),
             owned=torch.zeros(layout.chunk, device=device),
             steps=[torch.tensor(0.0) for _ in members],
+            is_warm=is_warm,
         )
 
     @cached_property
@@ -159,7 +163,10 @@ class ShardedBucket:
         return chunk
 
     def mean_momentum(self, codec: SignCodec, beta1: float) -> Tensor | None:
-        """m̂ of the own chunk as the last step had it, float32 [N]; None before there is one. Needs `received`."""
+        """m̂ of the own chunk as the last step had it, float32 [N]; None before there is one.
+
+        Needs `received`, or `mean`.
+        """
         if self.received is None:
             mean = None if self.mean is None else self.mean.clone()
         else:

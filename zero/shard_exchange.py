@@ -38,10 +38,12 @@ class Recipe:
     update_limit: float
     keeps_frames: bool
 
-    def warms_up(self, bucket: ShardedBucket) -> bool:
-        """Whether the step that this bucket has begun is one of its warm-up, which needs the last one's mean."""
-        step = max(int(count) for count in bucket.steps)
-        return step <= self.warmup_steps and (step == 1 or bucket.mean is not None)
+    def warms_up(self, bucket: ShardedBucket, ahead: int = 0) -> bool:
+        """Whether the step that this bucket has begun, or the one so many ahead, is one of its warm-up.
+
+        Once a bucket has sent one bit, its warm-up is over, whatever the count: it needs the last step's mean.
+        """
+        return bucket.is_warm and max(int(count) for count in bucket.steps) + ahead <= self.warmup_steps
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ def send_up(
     W, N, block = link.world_size, bucket.layout.chunk, recipe.codec.block
     for count, is_seen in zip(bucket.steps, seen, strict=True):
         count += is_seen
-    codec: Codec = recipe.warmup_codec if (warms_up := recipe.warms_up(bucket)) else recipe.codec
+    bucket.is_warm = recipe.warms_up(bucket)
+    codec: Codec = recipe.warmup_codec if bucket.is_warm else recipe.codec
 
     x_WN = bucket.gather_gradients(scale).view(W, N)
     g = x_WN[link.rank].clone()
@@ -98,9 +101,9 @@ def send_up(
 
     q, mean = _means(bucket, codec, received_WB)
     own_seen_J = None if seen_WJ is None else seen_WJ[link.rank]
-    arrived = _update(bucket, step, recipe, Sent(g, q, mean, received_WB, own_seen_J), warms_up=warms_up)
-    bucket.received = received_WB if recipe.keeps_frames and not warms_up else None
-    bucket.mean = _kept_mean(bucket, mean, own_seen_J, block) if warms_up else None
+    arrived = _update(bucket, step, recipe, Received(g, q, mean, received_WB, own_seen_J))
+    bucket.received = received_WB if recipe.keeps_frames and not bucket.is_warm else None
+    bucket.mean = _kept_mean(bucket, mean, own_seen_J, block) if bucket.is_warm else None
     return arrived
 
 
@@ -133,10 +136,11 @@ def send_down(
     _apply(bucket, step, recipe, down_WB, seen)
 
 
-class Sent(NamedTuple):
-    """What an owner has to work with. g, q: its own gradient and what it sent of its momentum, float32 [N].
+class Received(NamedTuple):
+    """What an owner has of its chunk when all frames are there. g: its own gradient, float32 [N].
 
-    mean: of everybody's q, float32 [N], of the frames [W, B]. seen: bool [J]; None: all.
+    q: what its own frame says, mean: what all say on average, float32 [N]. frames: uint8 [W, B]. seen: bool [J], blocks
+    that some rank has a gradient for; None: all.
     """
 
     g: Tensor
@@ -166,20 +170,20 @@ def _kept_mean(bucket: ShardedBucket, mean: Tensor, seen_J: Tensor | None, block
     return mean
 
 
-def _update(bucket: ShardedBucket, step: Step, recipe: Recipe, sent: Sent, *, warms_up: bool) -> Arrived:
+def _update(bucket: ShardedBucket, step: Step, recipe: Recipe, got: Received) -> Arrived:
     """What becomes of what has come up. Advances the variance."""
-    block, W, (beta1, beta2) = recipe.codec.block, len(sent.frames_WB), step.betas
+    block, W, (beta1, beta2) = recipe.codec.block, len(got.frames_WB), step.betas
     correction_J1 = bucket.correction(beta1)
-    mean_hat, q_hat = ((x.view(-1, block) * correction_J1).view(-1) for x in (sent.mean, sent.q))
-    bucket.tally = shard_math.tally(sent.g, sent.q, q_hat, mean_hat)
+    mean_hat, q_hat = ((x.view(-1, block) * correction_J1).view(-1) for x in (got.mean, got.q))
+    bucket.tally = shard_math.tally(got.g, got.q, q_hat, mean_hat)
 
-    if warms_up:
-        target = shard_math.mean_gradient(sent.mean, bucket.mean, beta1).square_()
+    if bucket.is_warm:
+        target = shard_math.mean_gradient(got.mean, bucket.mean, beta1).square_()
         scale_hat_J = shard_math.mean_magnitudes(mean_hat, bucket.own_counts, block)
     else:
-        target = shard_math.square_of_mean(sent.g, mean_hat, W, step.share)
-        scale_hat_J = shard_math.mean_scales(sent.frames_WB, len(sent.g), block).mul_(correction_J1.view(-1))
-    shard_math.advance_variance_(bucket.variance, target, beta2=beta2, block=block, seen_J=sent.seen_J)
+        target = shard_math.square_of_mean(got.g, mean_hat, W, step.share)
+        scale_hat_J = shard_math.mean_scales(got.frames_WB, len(got.g), block).mul_(correction_J1.view(-1))
+    shard_math.advance_variance_(bucket.variance, target, beta2=beta2, block=block, seen_J=got.seen_J)
     D = shard_math.direction_(
         mean_hat,
         scale_hat_J,
@@ -191,7 +195,7 @@ def _update(bucket: ShardedBucket, step: Step, recipe: Recipe, sent: Sent, *, wa
         limit=recipe.update_limit,
         block=block,
     )
-    return Arrived(mean_hat, D, sent.g)
+    return Arrived(mean_hat, D, got.g)
 
 
 def _own(bucket: ShardedBucket, step: Step, recipe: Recipe, update: Tensor, seen_J: Tensor | None) -> Tensor:

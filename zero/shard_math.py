@@ -73,8 +73,9 @@ def square_of_mean(g: Tensor, mean_hat: Tensor, world_size: int, share: float) -
 def mean_gradient(mean: Tensor, last_mean: Tensor | None, beta1: float) -> Tensor:
     """(q̄ - β1·q̄_prev)/(1-β1), float32 [N]: the ranks' mean gradient, but for what rounding q left out of it.
 
-    c_k = c_{k-1} + (1-β1)·(g_k - q_{k-1}), so where q is c but for e, it is ḡ + (ē_{k-1} - ē_k)/(1-β1): a tenth of what
-    eight bits resolve is lost, and of one bit nothing would be left. last_mean: None before the first step.
+    c_k = c_{k-1} + (1-β1)·(g_k - q_{k-1}), so where q is c but for e, it is ḡ + (ē_{k-1} - ē_k)/(1-β1): with eight bits
+    ten times their error in the momentum, some 1 % of a block's mean square. β1 is taken to be the last step's: where
+    it changes slowly, little is lost. last_mean: None before the first step.
     """
     g = mean.clone() if last_mean is None else torch.sub(mean, last_mean, alpha=beta1)
     return g.mul_(1.0 / (1.0 - beta1))

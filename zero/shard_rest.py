@@ -115,7 +115,15 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
             for indices in partition([p.numel() for p, _ in here], self._bucket_elements):
                 members = [here[i] for i in indices]
                 layout = lay_out([p.shape for p, _ in members], self._recipe.codec.block, self.link.world_size)
-                bucket = ShardedBucket.new(len(self._buckets), g, members, layout, self.link.rank, self.momentum_dtype)
+                bucket = ShardedBucket.new(
+                    len(self._buckets),
+                    g,
+                    members,
+                    layout,
+                    self.link.rank,
+                    self.momentum_dtype,
+                    is_warm=self._recipe.warmup_steps > 0,
+                )
                 if self._recipe.stage > 0 and self._has_masters:
                     bucket.owned.copy_(bucket.gather_replica())
                 self._buckets.append(bucket)

@@ -23,15 +23,15 @@ _CHUNKS = ("variance", "owned", "mean")
 
 
 def bucket_records(buckets: Sequence[ShardedBucket], codec: SignCodec) -> list[dict]:
-    """The chunks that this rank owns, by bucket. mean: of the last frames, where the clipping will ask for it."""
+    """The chunks that this rank owns, by bucket. mean: of the last frames, where warm-up or clipping asks for it."""
     records = []
     for bucket in buckets:
         mean = bucket.mean
         if bucket.received is not None:
             mean = torch.empty(bucket.layout.chunk, device=bucket.device)
             codec.decode_mean(bucket.received, mean)
-        record = {"numel": bucket.layout.numel, "variance": bucket.variance, "owned": bucket.owned, "mean": mean}
-        records.append(record)
+        chunks = {"variance": bucket.variance, "owned": bucket.owned, "mean": mean}
+        records.append({"numel": bucket.layout.numel, "is_warm": bucket.is_warm, **chunks})
     return records
 
 
@@ -72,6 +72,7 @@ def restore(bucket: ShardedBucket, saved: dict, entries: Sequence[dict]) -> None
     """Take over a bucket's record and its parameters' entries, both checked."""
     bucket.variance.copy_(saved["variance"])
     bucket.owned.copy_(saved["owned"])
+    bucket.is_warm = saved.get("is_warm", False)  # before there was a warm-up, states did not say
     bucket.received = None
     bucket.mean = None if saved["mean"] is None else saved["mean"].to(bucket.device, torch.float32, copy=True)
     for view, step, entry in zip(bucket.layout.views(bucket.momentum), bucket.steps, entries, strict=True):
@@ -116,8 +117,12 @@ def regather(states: Iterable[dict], kind: str, buckets: Sequence[ShardedBucket]
         entry["momentum"] = (total / old_size).to(entry["momentum"].dtype)
     state["onebit"] |= {"world_size": world_size, "rank": buckets[0].rank}
     state["onebit"]["buckets"] = [
-        {"numel": bucket.layout.numel, **{name: _own_chunk(bucket, lists[name]) for name in _CHUNKS}}
-        for bucket, lists in zip(buckets, chunks, strict=True)
+        {
+            "numel": bucket.layout.numel,
+            "is_warm": saved.get("is_warm", False),
+            **{name: _own_chunk(bucket, lists[name]) for name in _CHUNKS},
+        }
+        for bucket, lists, saved in zip(buckets, chunks, state["onebit"]["buckets"], strict=True)
     ]
     return state
 

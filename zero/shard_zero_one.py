@@ -45,7 +45,7 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
     With H = 1 throughout, the default, it is `ShardedOnebitAdam` to the bit. A gradient that is not finite in a skipped
     step is left out by its rank alone, which warns; in the last, all ranks skip, and the next step takes its place. (At
     stage 2: the buckets in question; what waits in them goes up with the next synchronisation.) max_grad_norm clips
-    skipped steps by each rank's own estimate of the global norm.
+    skipped steps by each rank's own estimate of the global norm. Nothing is skipped in the warm-up.
 
     Measured (byte LM, 4 ranks, 600 steps, seed 0; AdamW 1.789, H = 1 1.796): "auto" up to H = 8 1.812. A number as
     local_step_scaler that skips at the full rate multiplies it: 2.092 with H = 4 from 3/8 of the run on.
@@ -97,10 +97,10 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
     def _decide(self) -> None:
         """Whether the step under way is skipped; once, as learning rates may be edited before step()."""
         lr = float(self.param_groups[0]["lr"])
-        if self.steps_taken() < self._recipe.warmup_steps:
-            self._interval = 1
-        elif self._since_sync == 0:
+        if self._since_sync == 0:
             self._interval = self.local_steps.interval(self._steps, lr, max(self._peak_lr, lr))
+            if any(self._recipe.warms_up(bucket, ahead=1) for bucket in self._buckets):
+                self._interval = 1
         self._is_skipping, self._has_sent = self._since_sync + 1 < self._interval, False
 
     def _after_step(self) -> None:
