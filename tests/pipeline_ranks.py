@@ -20,14 +20,14 @@ from onebit.replicas import gather_bytes
 from onebit.shards import local
 from onebit.zero import grid as grids
 
-STEPS, FREEZE, MICRO_BATCHES, ROWS = 4, 1, 2, 4
+STEPS, FREEZE, MICRO_BATCHES, ROWS = 5, 2, 2, 4
 SAVED, LAST = 4, 8
 REPLICAS = 2
 
 PARAMS: Mapping[str, dict] = {
     "OneBitAdam": {"lr": 0.01, "freeze_step": FREEZE},
     "OneBitLamb": {"lr": 0.01, "freeze_step": FREEZE},
-    "ZeroOneAdam": {"lr": 0.01, "var_freeze_step": 2, "var_update_scaler": 1, "local_step_clipper": 2},
+    "ZeroOneAdam": {"lr": 0.01, "var_freeze_step": 3, "var_update_scaler": 1, "local_step_clipper": 2},
     "AdamW": {"lr": 0.01},
 }
 

@@ -155,7 +155,7 @@ def test_every_run_ends_cleanly(ranks: int) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_a_layout_trains_as_its_twin(case: dict) -> None:
-    """Losses at every step and parameters at the end, of every rank; one-bit steps begin at the second.
+    """Losses at every step and parameters at the end, of every rank; one-bit steps begin at the third.
 
     To the bit where nothing adds up in another order: one shard, full precision. Elsewhere a gradient that differs in
     its last bit can turn the sign of a momentum, which error feedback gives back later: within 1 % of the loss (found:
