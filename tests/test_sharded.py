@@ -442,6 +442,7 @@ def test_agreement_is_no_offset() -> None:
     ("options", "message"),
     [
         ({"stage": 3}, "stage must be"),
+        ({"warmup_steps": -1}, "warmup_steps must be at least 0"),
         ({"stage": 2, "max_grad_norm": 1.0}, "stage=1"),
         ({"differences": "int8"}, 'differences must be "int4" or "sign"'),
         ({"stage": 0, "updates": "x"}, "updates must be"),
