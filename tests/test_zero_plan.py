@@ -90,7 +90,8 @@ def test_a_slow_link_costs_dense_steps_more() -> None:
 
 
 CONTENDERS = {
-    "onebit-adam": ("OneBitAdam", 0), "onebit-lamb": ("OneBitLamb", 0), "ddp-fp32": ("AdamW", 0),
+    "onebit-adam": ("OneBitAdam", 0), "onebit-lamb": ("OneBitLamb", 0), "zero-one-adam": ("ZeroOneAdam", 0),
+    "ddp-fp32": ("AdamW", 0),
     "sharded sign": ("sharded sign", 2), "sharded int4": ("sharded int4", 2),
 }  # fmt: skip
 

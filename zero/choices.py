@@ -84,7 +84,8 @@ class OnebitAdamParams(AdamParams):
 class ZeroOneAdamParams(AdamParams):
     """See `onebit.ZeroOneAdam`; absent keys are its defaults, not the peer's, whose variance rests at step 100,000.
 
-    var_freeze_step: "auto": the variance is refreshed ever more rarely, without an end.
+    var_freeze_step: "auto": the variance is refreshed ever more rarely, without an end. Where sharding is across nodes
+    it shortens the warm-up as freeze_step does, and a numeric local_step_scaler counts from it.
     """
 
     inert: ClassVar[Mapping[str, Inert]] = _ONEBIT

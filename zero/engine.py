@@ -63,7 +63,8 @@ class Engine:
         self.module, self.config, self.grid = module, config, grid
         self.optimizer, self.scheduler, self.loader = built.optimizer, scheduler, loader
         self.form, self.stage, self._averager, self._ties = built.form, built.stage, built.averager, built.ties
-        self._loss_fn, self._batches = loss_fn, cast(Iterator | None, None)
+        self._loss_fn = loss_fn
+        self._batches: Iterator | None = None
         self.pipeline: pipeline.Pipeline | None = None
         self._shards = built.shards
         self.shares_state = self.form == "dense" and dense.has_sharded_state(self.optimizer)

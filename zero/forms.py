@@ -181,9 +181,9 @@ def _across(config: Config, grid: Grid, params: Iterable) -> ShardedOnebitOptimi
         "bucket_cap_mb": ours.bucket_cap_mb,
         "check_replicas_every": ours.check_replicas_every,
     }
-    ends = getattr(p, "var_freeze_step", None) if isinstance(p, ZeroOneAdamParams) else getattr(p, "freeze_step", None)
-    if isinstance(ends, int):
-        options["warmup_steps"] = min(WARMUP_STEPS, ends)
+    warmup = getattr(p, "var_freeze_step" if isinstance(p, ZeroOneAdamParams) else "freeze_step", "auto")
+    if isinstance(warmup, int):
+        options["warmup_steps"] = min(WARMUP_STEPS, warmup)
     if isinstance(p, OnebitLambParams):
         options |= {"max_coeff": p.max_coeff, "min_coeff": p.min_coeff, "coeff_beta": p.coeff_beta}
         return ShardedOnebitLamb(params, **options)

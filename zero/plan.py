@@ -7,8 +7,9 @@ Activations, the buckets of the exchange (a few times `bucket_cap_mb`) and what 
 to blocks is left out, below 1 % for parameters of thousands of elements. "sharded" is across nodes of one rank: the
 same for all three optimizers, but that ZeroOneAdam's skipped rounds send nothing. Seconds: `comm/cost.py` with the
 costs that were fitted on one machine (scripts/records/growth_2026-11.md), an estimate for others: from all traffic that
-can hide behind two thirds of the computing does, to none does, as where ranks have no processor to spare. The steps in
-scripts/records/bench_2026-11.jsonl lie in between, which is a test. The formulas are in README, "Memory".
+can hide behind two thirds of the computing does, to none does, as where ranks have no processor to spare. Recorded
+steps of ours and of DDP (scripts/records/bench_2026-11.jsonl) lie in between, within 15 %, which is a test. The
+formulas are in README, "Memory".
 """
 
 from __future__ import annotations
