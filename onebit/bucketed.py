@@ -345,8 +345,9 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
     def load_state_dict(self, state_dict: dict) -> None:
         """Continue exactly where `state_dict` was taken, on the same rank of a world of the same size. All ranks.
 
-        The state of a torch.optim.AdamW is taken as the state of a warm-up. Raises ValueError, before anything is
-        changed, where world size, rank, shapes, dtypes or options do not fit.
+        The state of a torch.optim.AdamW is taken as the state of a warm-up. An "exp_avg_mask" stays as it was given
+        here. Raises ValueError, before anything is changed, where world size, rank, shapes, dtypes or options do not
+        fit.
         """
         checked: list[dict] = []
 
@@ -354,11 +355,21 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             self._check_loadable(state)
             checked.append(state)
 
+        masks = [group.get("exp_avg_mask") for group in self.param_groups]
         last_hook = self.register_load_state_dict_pre_hook(check)
         try:
             super().load_state_dict(state_dict)
         finally:
             last_hook.remove()
+        for g, (group, mask) in enumerate(zip(self.param_groups, masks, strict=True)):
+            if group.pop("exp_avg_mask", None) is not None and mask is None and self.link.rank == 0:
+                log.warning(
+                    "the exp_avg_mask of group %d in this state is not taken over: give it to the optimizer's group if "
+                    "it is still wanted",
+                    g,
+                )
+            if mask is not None:
+                group["exp_avg_mask"] = mask
         self._restore(checked[0])
 
     def _check_loadable(self, state: dict) -> None:

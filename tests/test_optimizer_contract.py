@@ -478,6 +478,30 @@ def test_where_a_mask_is_zero_nothing_moves(name: str) -> None:
     run_ranks(2, ours)
 
 
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_mask_given_at_construction_outlives_a_checkpoint(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Another mask than the checkpoint's, one where it has none, and none where it has one, which is said."""
+    kind, defaults = FAMILY[name]
+    first, second = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 1.0])
+
+    def trained(mask: Tensor | None, state: dict | None) -> tuple[list[bool], dict]:
+        p = nn.Parameter(torch.ones(3))
+        group = {"params": [p]} if mask is None else {"params": [p], "exp_avg_mask": mask}
+        optimizer = kind([group], link=SimTransport(), **defaults)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        for _ in range(2):
+            p.grad = torch.ones(3)
+            optimizer.step()
+        return (p.detach() != 1.0).tolist(), copy.deepcopy(optimizer.state_dict())
+
+    for saved, here in ((first, second), (None, second), (first, None)):
+        moves, _ = trained(here, trained(saved, None)[1])
+        assert moves == ([True] * 3 if here is None else here.bool().tolist())
+    said = [record.message for record in caplog.records]
+    assert len(said) == 1 and "exp_avg_mask of group 0 in this state is not taken over" in said[0]
+
+
 @pytest.mark.parametrize(
     ("masks", "message"), [(torch.ones(7), "does not broadcast"), ([torch.ones(3)] * 2, "2 masks for 1 parameters")]
 )

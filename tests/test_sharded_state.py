@@ -229,3 +229,9 @@ def test_groups_added_later_take_part() -> None:
 
     xs = run_ranks(2, work)
     assert torch.equal(*xs)
+
+
+def test_a_mask_is_refused_rather_than_ignored() -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.ones(3))], "exp_avg_mask": torch.zeros(3)}]
+    with pytest.raises(ValueError, match="rank 0: group 0 has an exp_avg_mask, which ShardedOnebitAdam does not have"):
+        ShardedOnebitAdam(groups, link=SimTransport(), **OPTIONS)

@@ -83,6 +83,11 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
     def _build_groups(self) -> None:
         """Check, equalise and bucket the groups that have been added since the last call."""
         new = range(self._built_groups, len(self.param_groups))
+        if masked := [g for g in new if self.param_groups[g].get("exp_avg_mask") is not None]:
+            raise ValueError(
+                f"rank {self.link.rank}: group {masked[0]} has an exp_avg_mask, which {type(self).__name__} does not "
+                f"have; leave it out, or shard inside the node (onebit.sharding)"
+            )
         named = [(p, name) for g in new for p, name in self._named(g)]
         for p, name in named:
             if p.dtype not in _DTYPES:
