@@ -57,13 +57,13 @@ class Bucket:
         """float32 [W·N], zeros when first asked for; gradients come in, what is to be subtracted goes out."""
         if self._x is None:
             self._x = torch.zeros(self.layout.numel, device=self.device)
-            self._x_views = self.layout.views(self._x)
         return self._x
 
     @property
     def x_views(self) -> list[Tensor]:
         """x, by parameter."""
-        assert self.x is not None  # makes them
+        if not self._x_views:
+            self._x_views = self.layout.views(self.x)
         return self._x_views
 
     @property
