@@ -5,6 +5,11 @@
 Start reading at `onebit_adam.py` (one paper, one leaf), then `base.py` (what the family shares), then `comm/`.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from . import comm
 from .lamb import Lamb
 from .onebit_adam import OnebitAdam
@@ -13,3 +18,13 @@ from .replicas import ReplicaError
 from .zero_one_adam import ZeroOneAdam
 
 __all__ = ["Lamb", "OnebitAdam", "OnebitLamb", "ReplicaError", "ZeroOneAdam", "comm"]
+
+if TYPE_CHECKING:
+    from . import zero as zero
+else:
+
+    def __getattr__(name: str):
+        """`onebit.zero`, imported when first asked for: it takes seconds that a plain optimizer need not wait."""
+        if name == "zero":
+            return import_module(".zero", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,7 +23,7 @@ from .elastic import resize
 from .schedule import DenseSteps, variance_weight
 
 if TYPE_CHECKING:
-    from typing import Unpack
+    from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
 

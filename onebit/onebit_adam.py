@@ -14,7 +14,7 @@ from .comm import Codec
 from .frozen_variance import FrozenVarianceOptimizer
 
 if TYPE_CHECKING:
-    from typing import Unpack
+    from typing_extensions import Unpack
 
 
 class OnebitAdam(FrozenVarianceOptimizer):

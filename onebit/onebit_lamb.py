@@ -21,7 +21,7 @@ from .lamb import check_trust_options, norms, trust_ratio
 from .replicas import gather_tensors, sum_in_order
 
 if TYPE_CHECKING:
-    from typing import Unpack
+    from typing_extensions import Unpack
 
 
 class OnebitLamb(FrozenVarianceOptimizer):

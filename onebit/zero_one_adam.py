@@ -22,7 +22,7 @@ from .schedule import LocalSteps, VarianceUpdates, variance_weight
 from .shards import local
 
 if TYPE_CHECKING:
-    from typing import Unpack
+    from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
 

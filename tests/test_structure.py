@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,8 @@ def test_dependencies_point_one_way(layer: str) -> None:
     files = [p for p in (ROOT / layer).rglob("*.py") if not any(part.is_symlink() for part in p.parents)]
     assert files
     for path in files:
-        assert imported_layers(path, layer) <= MAY_IMPORT[layer], path
+        face = {"zero"} if path == ROOT / "onebit" / "__init__.py" else set()  # offers it, and imports it when asked
+        assert imported_layers(path, layer) <= MAY_IMPORT[layer] | face, path
 
 
 @pytest.mark.parametrize("name", ["comm", "zero"])
@@ -51,7 +53,22 @@ def test_importing_has_no_side_effects() -> None:
     code = (
         "import sys, threading; import onebit; "
         "assert threading.active_count() == 1; "
-        "assert not {'mpi4py', 'cupy', 'triton.language'} & set(sys.modules); "
+        "assert not {'mpi4py', 'cupy', 'triton.language', 'onebit.zero'} & set(sys.modules); "
         "import torch.distributed as d; assert not d.is_initialized(); assert 'comm' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_engine_comes_with_the_package_when_it_is_asked_for() -> None:
+    code = (
+        "import onebit; assert not hasattr(onebit, 'nothing'); "
+        "assert callable(onebit.zero.initialize) and onebit.zero.__name__ == 'onebit.zero'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_types_are_checked_against_the_oldest_python() -> None:
+    """mypy knows which names the standard library of a version lacks; ruff takes the version of requires-python."""
+    text = (ROOT / "pyproject.toml").read_text()
+    (oldest,) = re.findall(r'^requires-python = ">=(.*)"$', text, re.MULTILINE)
+    assert re.findall(r'^python_version = "(.*)"$', text, re.MULTILINE) == [oldest]

@@ -28,7 +28,7 @@ from .keys import ANYTHING, BOOL, FLOAT, INT, PAIR, STEPS, TEXT, Inert, check_bl
 from .reading import Reading, nearest, read_block, read_object, refuse_unknown, write_block
 
 if TYPE_CHECKING:
-    from typing import Unpack
+    from typing_extensions import Unpack
 
     from onebit.base import CommonOptions
 

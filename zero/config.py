@@ -32,7 +32,7 @@ from .reading import Reading, nearest, read_block, read_object, write_block
 from .schedules import SCHEDULERS, SchedulerChoice, build_scheduler
 
 if TYPE_CHECKING:
-    from typing import Unpack
+    from typing_extensions import Unpack
 
 __all__ = ["Config", "Fills", "batch_triangle", "build_optimizer", "build_scheduler", "read_config"]
 

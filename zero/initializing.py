@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Unpack, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -33,6 +33,9 @@ from .monitor import open_monitors
 from .schedules import build_scheduler
 from .tensor import Plan
 from .weights import check_can_export
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .shard_base import ShardedOnebitOptimizer, ShardedOptions
 
 if TYPE_CHECKING:
-    from typing import Unpack
+    from typing_extensions import Unpack
 
 
 class ShardedOnebitAdam(ShardedOnebitOptimizer):

@@ -21,7 +21,7 @@ from .shard_bucket import ShardedBucket
 from .shard_exchange import Arrived, send_down, send_up
 
 if TYPE_CHECKING:
-    from typing import Unpack
+    from typing_extensions import Unpack
 
 
 class ShardedOnebitLamb(ShardedOnebitOptimizer):

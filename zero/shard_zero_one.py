@@ -21,7 +21,7 @@ from .shard_bucket import ShardedBucket
 from .shard_exchange import Step, keep
 
 if TYPE_CHECKING:
-    from typing import Unpack
+    from typing_extensions import Unpack
 
 
 class ShardedZeroOneAdam(ShardedOnebitOptimizer):
