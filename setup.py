@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, LinkError, PlatformError
 
@@ -32,6 +34,18 @@ class BuildKernel(build_ext):
     def get_export_symbols(self, ext: Extension) -> list[str]:
         return []
 
+    def get_ext_filename(self, fullname: str) -> str:
+        """The same for every Python: no Python ever imports it."""
+        return os.path.join(*fullname.split(".")) + ".so"
+
+
+class BuildWheel(bdist_wheel):
+    """For any Python 3 on this platform; for any platform where the kernel was not built."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        has_kernel = any(Path(self.bdist_dir).rglob("_kernels.so"))
+        return "py3", "none", super().get_tag()[2] if has_kernel else "any"
+
 
 setup(
     ext_modules=[
@@ -43,5 +57,5 @@ setup(
             optional=True,
         )
     ],
-    cmdclass={"build_ext": BuildKernel},
+    cmdclass={"build_ext": BuildKernel, "bdist_wheel": BuildWheel},
 )

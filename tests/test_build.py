@@ -1,8 +1,12 @@
-"""Installing without a compiler succeeds, says so in one line and runs the reference; nothing lands at top level."""
+"""Installing without a compiler succeeds, says so in one line and runs the reference; nothing lands at top level.
+
+These tests also run from an unpacked source distribution, where onebit/comm and onebit/zero are folders, not links.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +16,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+FILES = ("LICENSE", "MANIFEST.in", "Makefile", "README.md", "pyproject.toml", "setup.py")
+FOLDERS = (".ci", "csrc", "docs", "onebit", "scripts", "tests")
+READ_FILES = (  # tests that read other files than their own
+    "test_codec.py::test_frames_are_golden",
+    "test_cuda_source.py::test_the_launches_fit_the_source",
+    "test_structure.py::test_dependencies_point_one_way",
+    "test_zero_plan.py::test_all_contenders_are_recorded",
+)
+NOT_SOURCE = shutil.ignore_patterns("*.so", "__pycache__")
 NOT_BUILT = "onebit: the C++ kernel was not built"
 WITHOUT_COMPILER = {"CC": "/bin/false", "CXX": "/bin/false"}
 
@@ -34,14 +47,14 @@ print("residual", float(x.abs().sum()))
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """The files that packaging reads, without anything built before."""
+    """The repository's files, without anything built before."""
     copy = tmp_path / "source"
     copy.mkdir()
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+    for name in FILES:
+        shutil.copy(ROOT / name, copy / name)
+    for name in ("comm", "zero", *FOLDERS):
         if (ROOT / name).exists():
-            shutil.copy(ROOT / name, copy / name)
-    for name in ("comm", "zero", "onebit", "csrc"):
-        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=NOT_SOURCE)
     return copy
 
 
@@ -63,6 +76,13 @@ def assert_holds_the_cuda_source(site: Path) -> None:
     assert not installed.is_symlink() and installed.read_bytes() == (ROOT / "csrc" / "frames.cu").read_bytes()
 
 
+def wheel_tag(site: Path) -> str:
+    """What the installed wheel was for: Python, ABI and platform."""
+    (about,) = site.glob("onebit-*.dist-info/WHEEL")
+    (tag,) = re.findall("^Tag: (.*)$", about.read_text(), re.MULTILINE)
+    return tag
+
+
 def built(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("_kernels*") if path.suffix != ".py")
 
@@ -70,7 +90,7 @@ def built(folder: Path) -> list[str]:
 def test_without_a_compiler_the_install_succeeds_and_the_reference_runs(source: Path, tmp_path: Path) -> None:
     output = install(source, tmp_path / "site", WITHOUT_COMPILER)
     assert output.count(NOT_BUILT) == 1, output
-    assert built(tmp_path / "site") == []
+    assert built(tmp_path / "site") == [] and wheel_tag(tmp_path / "site") == "py3-none-any"
     assert_holds_the_cuda_source(tmp_path / "site")
 
     said = run(sys.executable, "-c", ENCODE, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")})
@@ -91,7 +111,8 @@ def test_without_a_compiler_an_editable_install_succeeds(source: Path, tmp_path:
 def test_an_install_brings_the_kernel_and_no_top_level_comm(source: Path, tmp_path: Path) -> None:
     output = install(source, tmp_path / "site")
     assert NOT_BUILT not in output
-    assert len(built(tmp_path / "site")) == 1
+    assert built(tmp_path / "site") == ["_kernels.so"]
+    assert re.fullmatch(r"py3-none-(?!any).+", wheel_tag(tmp_path / "site")), "ctypes loads the kernel into any Python"
     top_level = {path.name for path in (tmp_path / "site").iterdir() if not path.name.endswith(".dist-info")}
     assert top_level - {"__pycache__"} == {"onebit"}
 
@@ -101,12 +122,21 @@ def test_an_install_brings_the_kernel_and_no_top_level_comm(source: Path, tmp_pa
     assert_holds_the_cuda_source(tmp_path / "site")
 
 
-def test_the_source_distribution_holds_the_kernel(source: Path, tmp_path: Path) -> None:
+def test_the_tests_run_from_a_source_distribution(source: Path, tmp_path: Path) -> None:
     code = f"from setuptools import build_meta; print(build_meta.build_sdist({str(tmp_path)!r}))"
     run(sys.executable, "-c", code, cwd=source)
     with tarfile.open(next(tmp_path.glob("onebit-*.tar.gz"))) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-        links = [member.name for member in archive.getmembers() if member.issym() or member.islnk()]
-    assert {f"csrc/{path.name}" for path in (ROOT / "csrc").iterdir()} <= names
-    assert "onebit/comm/kernels/cpu.py" in names and "comm/kernels/cpu.py" not in names
-    assert "onebit/comm/kernels/frames.cu" in names and not links
+        assert not [member.name for member in archive.getmembers() if member.issym() or member.islnk()]
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = (path for path in tmp_path.glob("onebit-*") if path.is_dir())
+    for folder in FOLDERS:
+        assert files_below(source / folder) <= files_below(unpacked / folder), folder
+    assert (unpacked / "onebit" / "comm" / "kernels" / "cpu.py").exists() and not (unpacked / "comm").exists()
+
+    tests = [f"tests/{name}" for name in READ_FILES]
+    said = run(sys.executable, "-m", "pytest", *tests, cwd=unpacked, env={"PYTHONPATH": str(unpacked)})
+    assert re.search(r"^\d+ passed in", said, re.MULTILINE), said
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}

@@ -102,7 +102,7 @@ def test_compiles_to_operations_that_round_once(tmp_path: Path) -> None:
 def test_the_launches_fit_the_source() -> None:
     source = cupy.SOURCE.read_text()
     assert re.findall(r"kThreads = (\d+);", source) == [str(cupy.THREADS)]
-    assert cupy.SOURCE.resolve() == ROOT / "csrc" / "frames.cu"
+    assert cupy.SOURCE.read_bytes() == (ROOT / "csrc" / "frames.cu").read_bytes()
     assert "#include" not in source, "there are no headers at run time"
 
 

@@ -10,14 +10,25 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+PACKAGE = Path(__file__).parent.parent / "onebit"
 MAY_IMPORT = {"comm": {"comm"}, "onebit": {"onebit", "comm"}, "zero": {"zero", "onebit", "comm"}}
 
 
-def imported_layers(path: Path, layer: str) -> set[str]:
+def files_of(layer: str) -> list[Path]:
+    """comm and zero are links in a checkout and folders in a source distribution: no files of the layer onebit."""
+    folder = PACKAGE if layer == "onebit" else PACKAGE / layer
+    files = [
+        path
+        for path in folder.rglob("*.py")
+        if layer != "onebit" or path.relative_to(folder).parts[0] not in MAY_IMPORT
+    ]
+    assert files
+    return files
+
+
+def imported_layers(path: Path) -> set[str]:
     """Which of comm, onebit, zero a file imports; relative imports are resolved by hand."""
-    package = ["onebit"] if layer == "onebit" else ["onebit", layer]
-    package += path.relative_to(ROOT / layer).parts[:-1]
+    package = ["onebit", *path.relative_to(PACKAGE).parts[:-1]]
     layers = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -36,16 +47,15 @@ def imported_layers(path: Path, layer: str) -> set[str]:
 
 @pytest.mark.parametrize("layer", MAY_IMPORT)
 def test_dependencies_point_one_way(layer: str) -> None:
-    files = [p for p in (ROOT / layer).rglob("*.py") if not any(part.is_symlink() for part in p.parents)]
-    assert files
-    for path in files:
-        face = {"zero"} if path == ROOT / "onebit" / "__init__.py" else set()  # offers it, and imports it when asked
-        assert imported_layers(path, layer) <= MAY_IMPORT[layer] | face, path
+    for path in files_of(layer):
+        face = {"zero"} if path == PACKAGE / "__init__.py" else set()  # offers it, and imports it when asked
+        assert imported_layers(path) <= MAY_IMPORT[layer] | face, path
 
 
 @pytest.mark.parametrize("name", ["comm", "zero"])
 def test_the_folders_refuse_to_be_imported_under_the_wrong_name(name: str) -> None:
-    run = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", f"import {name}"]
+    run = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, timeout=60)
     assert run.returncode != 0 and f"this package is onebit.{name}" in run.stderr
 
 
@@ -69,6 +79,6 @@ def test_the_engine_comes_with_the_package_when_it_is_asked_for() -> None:
 
 def test_types_are_checked_against_the_oldest_python() -> None:
     """mypy knows which names the standard library of a version lacks; ruff takes the version of requires-python."""
-    text = (ROOT / "pyproject.toml").read_text()
+    text = (PACKAGE.parent / "pyproject.toml").read_text()
     (oldest,) = re.findall(r'^requires-python = ">=(.*)"$', text, re.MULTILINE)
     assert re.findall(r'^python_version = "(.*)"$', text, re.MULTILINE) == [oldest]

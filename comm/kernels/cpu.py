@@ -1,6 +1,6 @@
 """Kernels: the frames in C++, for host tensors. The same bytes and the same floats as `reference.py`.
 
-The code is csrc/kernels.cpp, built by setup.py into `_kernels.*.so` beside this file and loaded with ctypes on
+The code is csrc/kernels.cpp, built by setup.py into `_kernels.so` beside this file and loaded with ctypes on
 first use; calls release the GIL. Arguments are checked in `edge.py`, once.
 
 Shape legend: K rows, N elements, J blocks, B bytes.
@@ -14,7 +14,6 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
@@ -33,7 +32,8 @@ _KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2}
 ELEMENTS_PER_THREAD = 32768
 
 _REINSTALL = (
-    "install a C++ compiler and reinstall onebit (pip install --force-reinstall --no-deps, or pip install -e .)"
+    "install a C++ compiler and reinstall onebit "
+    "(pip install --force-reinstall --no-deps --no-cache-dir, or pip install -e .)"
 )
 _log = logging.getLogger(__name__)
 _load_lock = threading.Lock()
@@ -345,16 +345,16 @@ def _load_once() -> _Load:
 
 
 def _open(folder: Path) -> _Load:
-    paths = [path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_kernels{suffix}").exists()]
-    if not paths:
+    path = folder / "_kernels.so"
+    if not path.exists():
         return _Load(None, f"the C++ kernel is not built; {_REINSTALL}")
     try:
-        library = ctypes.CDLL(str(paths[0]))  # torch is imported by now: the library shares its OpenMP threads
+        library = ctypes.CDLL(str(path))  # torch is imported by now: the library shares its OpenMP threads
         version = library.onebit_abi_version()
     except (OSError, AttributeError) as error:
-        return _Load(None, f"{paths[0].name} cannot be loaded ({error}); {_REINSTALL}")
+        return _Load(None, f"{path.name} cannot be loaded ({error}); {_REINSTALL}")
     if version != ABI_VERSION:
-        return _Load(None, f"{paths[0].name} has ABI {version} and this package needs {ABI_VERSION}; {_REINSTALL}")
+        return _Load(None, f"{path.name} has ABI {version} and this package needs {ABI_VERSION}; {_REINSTALL}")
     _declare(library)
     return _Load(library)
 
