@@ -11,13 +11,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from . import comm
+from .ballot import DesyncError
 from .lamb import Lamb
 from .onebit_adam import OnebitAdam
 from .onebit_lamb import OnebitLamb
 from .replicas import ReplicaError
+from .version import VERSION as __version__
 from .zero_one_adam import ZeroOneAdam
 
-__all__ = ["Lamb", "OnebitAdam", "OnebitLamb", "ReplicaError", "ZeroOneAdam", "comm"]
+__all__ = ["DesyncError", "Lamb", "OnebitAdam", "OnebitLamb", "ReplicaError", "ZeroOneAdam", "__version__", "comm"]
 
 if TYPE_CHECKING:
     from . import zero as zero

@@ -6,8 +6,9 @@ not wrapped. One step, top to bottom:
     backward    a bucket whose gradients are complete is encoded and sent (leg 1) while earlier layers still compute;
                 two buckets later the owners' averages follow (leg 2); over a link of two levels there are four legs,
                 the first and the last of them inside the node
-    step()      the remaining buckets are sent; ballot: which parameters have a gradient anywhere, the global norm;
-                all buckets land
+    step()      the remaining buckets are sent; ballot: whether all ranks are in the same step with the same options,
+                which parameters have a gradient anywhere, the global norm; all buckets land
+                where a gradient has changed since it was sent, on any rank, all buckets are sent once more
                 verdict: what is not finite on any rank shows in everybody's frames: all skip, nothing is written
                 commit: errors, momentum, variance, parameters
                 now and then a vote on the replicas' bits
@@ -31,7 +32,16 @@ import torch
 from torch import Tensor
 
 from . import comm, payoff, replicas
-from .ballot import Ballot, cast_ballots, present_anywhere
+from .ballot import (
+    Ballot,
+    DesyncError,
+    Header,
+    Summary,
+    cast_ballots,
+    check_headers,
+    gather_headers,
+    present_anywhere,
+)
 from .bucket import Bucket
 from .bucketed import BucketedOptimizer
 from .clip import GlobalNormClip, dot, exact_norm
@@ -55,6 +65,7 @@ from .comm import (
     Wire,
     sent_across,
 )
+from .join import Join
 from .payoff import Payoff, StopWatch
 from .replicas import ReplicaError
 from .shards import Shards, count_edits_apart_, local
@@ -64,13 +75,17 @@ log = logging.getLogger(__name__)
 # A bucket's next leg is launched with leg 1 of the bucket so many behind it: until then there are as many on the wire.
 NEXT_LEG_BEHIND = 2
 
+# After so many steps in a row that had to be sent twice nothing is sent during backward any more.
+RESENT_STEPS = 3
+
 
 @dataclass
 class Stats:
     """What the last step did. Times in milliseconds, bytes as payload this rank sent to others, without headers.
 
     sent_bytes_across: those to other nodes, which is what a slow network carries; bits_per_parameter is of these. The
-    same as sent_bytes where the link is flat.
+    same as sent_bytes where the link is flat. resent_steps: how many steps were sent twice, so far. shadow_steps: how
+    many steps of other ranks this one has taken part in without batches of its own (`join`).
     """
 
     phase: str = "warmup"
@@ -80,6 +95,8 @@ class Stats:
     comm_ms: float = 0.0
     skipped_steps: int = 0
     clip_factor: float = 1.0
+    resent_steps: int = 0
+    shadow_steps: int = 0
 
 
 class CommonOptions(TypedDict, total=False):
@@ -94,7 +111,8 @@ class CommonOptions(TypedDict, total=False):
     error_dtype: torch.bfloat16 halves the worker and server errors.
     compression: "auto" measures the network once, before the first one-bit step, and where one bit would gain nothing
     gradients travel in bfloat16 from there on, which rank 0 logs; "always" asks nothing.
-    overlap: send buckets during backward; gradients must then stay as they are until step(). bucket_cap_mb: float32
+    overlap: send buckets during backward. Where gradients change before step() all the same, they are sent once more,
+    and after three such steps in a row nothing is sent during backward any more. bucket_cap_mb: float32
     MiB per bucket. check_replicas_every: steps between votes on the replicas' bits (0: never).
     """
 
@@ -156,7 +174,9 @@ class CompressedOptimizer(BucketedOptimizer):
         self._launched = 0
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._passes_per_step = 0
+        self._resent_in_a_row = 0
         self._paused = False
+        self._join = Join()
         self._sent_before = (0, 0)
         self._waited_s = 0.0
         self._checked_step = 0
@@ -183,6 +203,10 @@ class CompressedOptimizer(BucketedOptimizer):
     @abstractmethod
     def _sends_gradients(self, bucket: Bucket) -> bool:
         """Whether it is the mean gradient that the bucket brings back, this step."""
+
+    @abstractmethod
+    def _round_name(self) -> str:
+        """What kind of step this is, for messages; the same on all ranks."""
 
     def _error_feedback(self, bucket: Bucket) -> ErrorFeedback | None:
         """What this step's payload is owed and will owe."""
@@ -211,6 +235,7 @@ class CompressedOptimizer(BucketedOptimizer):
         return True
 
     def _build_groups(self) -> None:
+        self._give_up_step()
         super()._build_groups()
         self._sent_before = self._sent()  # what construction sends belongs to no step
 
@@ -248,7 +273,8 @@ class CompressedOptimizer(BucketedOptimizer):
     def no_sync(self) -> Iterator[None]:
         """Backward passes in here only accumulate; the bucket leaves in the first pass outside. As in DDP.
 
-        Not needed where every step has the same number of passes: the first step counts them.
+        Not needed where every step has as many passes as the one before it: those are counted. Where the count is
+        wrong, gradients are sent twice.
         """
         self._paused, before = True, self._paused
         try:
@@ -258,21 +284,25 @@ class CompressedOptimizer(BucketedOptimizer):
 
     def _on_gradient(self, p: Tensor) -> None:
         count_edits_apart_(p.grad)
-        if self._paused:
+        if self._paused or p.grad is None:
             return
         slot = self._slots[p]
-        slot.passes += 1
-        if self._launches_in_backward and slot.passes == self._passes_per_step:
-            slot.bucket.complete += 1
+        slot.count_pass(p.grad)
+        slot.bucket.complete -= slot.is_complete
+        slot.is_complete = slot.passes == self._passes_per_step
+        slot.bucket.complete += slot.is_complete
+        if slot.is_complete and self._launches_in_backward:
             with torch.no_grad(), self._computing.paused():
                 while self._launched < len(self._buckets) and self._is_complete(self._buckets[self._launched]):
                     self._launch(self._buckets[self._launched])
 
     @property
     def _launches_in_backward(self) -> bool:
+        if not self._overlap or self._join.is_on or self._resent_in_a_row >= RESENT_STEPS:
+            return False
         # The first step learns how many passes there are.
         travels = all(self._codec(bucket) is not None for bucket in self._buckets)
-        return self._overlap and self._passes_per_step > 0 and travels and not self._clips_before_sending
+        return self._passes_per_step > 0 and travels and not self._clips_before_sending
 
     @staticmethod
     def _is_complete(bucket: Bucket) -> bool:
@@ -286,6 +316,8 @@ class CompressedOptimizer(BucketedOptimizer):
         """
         codec = self._codec(bucket)
         assert codec is not None and bucket.index == self._launched
+        if bucket.index == 0 and self._asks_before_sending:
+            self._call_roll(self._round_name())
         bucket.note_versions()
         bucket.wire = self._wire(bucket, codec)
         with self._beside(bucket.device):
@@ -346,15 +378,19 @@ class CompressedOptimizer(BucketedOptimizer):
             )
         return bucket.wires[codec]
 
-    def _check_unchanged(self) -> None:
-        """Raise if a gradient that has been sent is no longer what was sent."""
+    def _has_changed(self, grad_scale: float) -> bool:
+        """Whether a gradient that has been sent is no longer what was sent; a warning says so, once."""
         changed = [name for bucket in self._buckets[: self._launched] for name in bucket.changed()]
-        if changed:
-            raise RuntimeError(
-                f"rank {self.link.rank}: the gradient of {changed[0]} changed after backward had sent it. For clipping "
-                "use max_grad_norm=..., for more backward passes than in the step before use optimizer.no_sync(); for "
-                "GradScaler and anything else that edits gradients construct with overlap=False"
+        if changed and not self.stats.resent_steps:
+            log.warning(
+                "rank %d: the gradient of %s changed after backward had sent it, by clipping, by a backward pass more "
+                "than in the step before, or because a backward pass was given up: all buckets are sent once more. For "
+                "clipping use max_grad_norm=..., for passes that are not the last of their step optimizer.no_sync(), "
+                "for GradScaler and anything else that edits gradients overlap=False",
+                self.link.rank,
+                changed[0],
             )
+        return bool(changed) or (self._launched > 0 and grad_scale != 1.0)  # the scale is known too late
 
     # ---------------------------------------------------------------- step
 
@@ -362,9 +398,9 @@ class CompressedOptimizer(BucketedOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update from this rank's gradients; all ranks. See the module docstring for the sequence.
 
-        Under GradScaler (overlap=False) the loss scale is taken out here, and an overflow on one rank makes all skip.
-        Raises PeerError if a peer is lost, ReplicaError if the replicas are no longer identical, RuntimeError if a
-        gradient was edited after it had been sent.
+        Under GradScaler the loss scale is taken out here, and an overflow on one rank makes all skip. Raises PeerError
+        if a peer is lost, DesyncError if the ranks are not in the same step with the same options, ReplicaError if the
+        replicas are no longer identical.
         """
         self._computing.stop()
         loss = None
@@ -372,16 +408,15 @@ class CompressedOptimizer(BucketedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         if not self._buckets:
+            self._join.is_finished = False  # no rank has any
+            return loss
+        self._waited_s, self.stats.clip_factor = 0.0, 1.0
+        if self._join.is_on and not self._anybody_goes_on():
             return loss
         grad_scale = float(getattr(self, "grad_scale", None) or 1.0)
-        if self._launched and grad_scale != 1.0:
-            raise RuntimeError(
-                "with GradScaler construct the optimizer with overlap=False: its scale is known too late"
-            )
-        self._check_unchanged()
-        self._waited_s, self.stats.clip_factor = 0.0, 1.0
+        resends = self._has_changed(grad_scale)
         travels = any(self._codec(bucket) is not None for bucket in self._buckets)
-        ballots = self._exchange(1.0 / grad_scale) if travels else self._stay_at_home(1.0 / grad_scale)
+        ballots = self._exchange(1.0 / grad_scale, resends) if travels else self._stay_at_home(1.0 / grad_scale)
         if ballots is not None:
             self._finish(ballots)
         else:
@@ -391,34 +426,95 @@ class CompressedOptimizer(BucketedOptimizer):
         self._computing.start()
         return loss
 
-    def _exchange(self, scale: float) -> list[Ballot] | None:
+    def _exchange(self, scale: float, resends: bool) -> list[Ballot] | None:
         """Send what has not left yet and bring all of it home. None, on all ranks, where anything is not finite.
 
-        scale: what gradients are to be multiplied by. The ballot comes after the last launch, or before the first where
-        it clips: at the same place in every rank's sequence of operations.
+        scale: what gradients are to be multiplied by. resends: what this rank has sent is no longer true. The ballot
+        comes after the last launch, or before the first where it clips: at the same place in every rank's sequence of
+        operations.
         """
-        clips_first, ballots = self._clips_before_sending, None
-        if clips_first:
-            ballots = self._cast(scale)
+        ballots = None
+        if self._clips_before_sending:
+            ballots = self._cast(scale, resends)
             self.stats.clip_factor = self._clip.estimated_factor(ballots, self.link.world_size)
             if not math.isfinite(self.stats.clip_factor):
                 return None
-        for bucket in self._buckets[self._launched :]:
-            self._launch(bucket, scale * self.stats.clip_factor)
+        self._launch_rest(scale * self.stats.clip_factor)
         if ballots is None:
-            ballots = self._cast(scale)
+            ballots = self._cast(scale, resends)
         with self._waiting():
             self._land()
+        if any(ballot.summary.resends for ballot in ballots):
+            # Nothing has been written, so what came back can be forgotten.
+            self._launched = 0
+            self._launch_rest(scale * self.stats.clip_factor)
+            with self._waiting():
+                self._land()
+        self._count_resent(ballots)
         # One question to each device, however many buckets it has.
         verdicts: dict[torch.device, list[Tensor]] = {bucket.device: [] for bucket in self._buckets}
         for bucket in self._buckets:
             verdicts[bucket.device].append(self._is_finite(bucket))
-        is_good = self.shards.agree(all(bool(torch.stack(flags).all()) for flags in verdicts.values()))
-        return ballots if is_good else None
+        return (
+            ballots
+            if self._all_parts_agree(all(bool(torch.stack(flags).all()) for flags in verdicts.values()))
+            else None
+        )
 
-    def _cast(self, scale: float) -> list[Ballot]:
+    def _launch_rest(self, scale: float) -> None:
+        for bucket in self._buckets[self._launched :]:
+            self._launch(bucket, scale)
+
+    def _count_resent(self, ballots: Sequence[Ballot]) -> None:
+        """Where gradients change in every step, sending them during backward is given up; on all ranks at once."""
+        ranks = [rank for rank, ballot in enumerate(ballots) if ballot.summary.resends]
+        if ranks:
+            self.stats.resent_steps += 1
+            self._resent_in_a_row += 1
+            if self._resent_in_a_row == RESENT_STEPS and self.link.rank == 0:
+                log.warning(
+                    "gradients of rank %s changed after backward had sent them in %d steps in a row: from here on they "
+                    "are sent in step(), as with overlap=False",
+                    ranks,
+                    RESENT_STEPS,
+                )
+        elif self._resent_in_a_row < RESENT_STEPS:
+            self._resent_in_a_row = 0
+
+    def _all_parts_agree(self, is_good: bool) -> bool:
+        """Whether the step is good on all parts of the model. Raises DesyncError where they take another step."""
+        header = self._header(self._round_name())
+        said = self.shards.gather(float(is_good), float(header.step), header.numbers[0])
+        if len({numbers[1:] for numbers in said}) > 1:
+            steps = ", ".join(f"step {step:g} with lr {lr:g} on part {k}" for k, (_, step, lr) in enumerate(said))
+            raise DesyncError(
+                f"rank {self.link.rank}: the parts of the model are not in the same step: {steps}; every rank must "
+                "call step() equally often, with the same learning rate"
+            )
+        return all(good for good, *_ in said)
+
+    def _header(self, kind: str) -> Header:
+        """What this rank is about to do."""
+        kind, step = f"{type(self).__name__}, {kind}", int(self._steps[0]) + 1
+        return Header.of(self.param_groups, step, kind, is_finished=self._join.is_finished)
+
+    @property
+    def _asks_before_sending(self) -> bool:
+        """Whether ranks that disagree would send different numbers of bytes, which only a vote beforehand can name."""
+        return False
+
+    def _call_roll(self, kind: str) -> list[Header]:
+        """Every rank's header, before anything else of the step is sent. Raises DesyncError."""
         with self._waiting():
-            return cast_ballots(self.link, self._my_ballot(scale), self._buckets[0].device)
+            headers = gather_headers(self.link, self._header(kind), self._buckets[0].device)
+        check_headers(self.link.rank, headers)
+        return headers
+
+    def _cast(self, scale: float, resends: bool) -> list[Ballot]:
+        header = self._header(self._round_name())
+        mine = self._my_ballot(scale, header.summary(resends=resends))
+        with self._waiting():
+            return cast_ballots(self.link, header, mine, self._buckets[0].device)
 
     def _land(self) -> None:
         """Bring every exchange under way to its end."""
@@ -445,8 +541,11 @@ class CompressedOptimizer(BucketedOptimizer):
 
     def _stay_at_home(self, scale: float) -> list[Ballot]:
         """A step without traffic, not even a vote. What is not finite counts as zero, in this replica alone."""
+        summary = self._header(self._round_name()).summary()
         if self._clips_before_sending:
-            self.stats.clip_factor = self._clip.estimated_factor([self._my_ballot(scale)], self.link.world_size)
+            self.stats.clip_factor = self._clip.estimated_factor(
+                [self._my_ballot(scale, summary)], self.link.world_size
+            )
         is_finite = math.isfinite(self.stats.clip_factor)
         for bucket in self._buckets:
             bucket.gather(self._gradients(bucket), scale * self.stats.clip_factor)
@@ -455,7 +554,7 @@ class CompressedOptimizer(BucketedOptimizer):
             self.stats.clip_factor = 1.0
             for bucket in self._buckets:
                 bucket.x.zero_()
-        return [Ballot([p.grad is not None for p in self._slots])]
+        return [Ballot(summary, [p.grad is not None for p in self._slots])]
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -540,19 +639,50 @@ class CompressedOptimizer(BucketedOptimizer):
 
     def _start_over(self) -> None:
         """Forget this step's launches and passes."""
-        self._passes_per_step = max(self._passes_per_step, *(slot.passes for slot in self._slots.values()))
+        # None where every pass was in no_sync(), or none was.
+        self._passes_per_step = max(slot.passes for slot in self._slots.values()) or self._passes_per_step
         self._launched = 0
         for bucket in self._buckets:
             bucket.flight, bucket.wire, bucket.complete, bucket.sent_versions = None, None, 0, []
         for slot in self._slots.values():
-            slot.passes = 0
+            slot.passes, slot.is_complete = 0, False
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. Buckets already sent by a backward pass that no step followed are brought home and dropped."""
+    def _give_up_step(self) -> None:
+        """Drop what a backward pass has sent that no step will follow. All ranks, alike."""
         if self._launched:
+            self._launch_rest(1.0)
             self._land()
             self._start_over()
-        super().zero_grad(set_to_none)
+
+    # ---------------------------------------------------------------- ranks with different numbers of batches
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a loop over batches of which ranks may have different numbers. All ranks. As torch's Join.
+
+            with optimizer.join():
+                for x, y in loader:
+                    ...
+
+        A rank that is through takes part in the steps of the others, without gradients, until all are: the mean is over
+        all ranks, so that what it would have had counts as zero. Its parameters stay the others' bits, and it takes
+        over their learning rates, betas and weight decays; its scheduler knows nothing of these steps:
+        `stats.shadow_steps` says how many there were. Costs a header per step to each peer, and the overlap with
+        backward. Raises RuntimeError between a backward pass and its step; in the loop as `step`.
+        """
+        if self._launched:
+            raise RuntimeError(f"rank {self.link.rank}: join() between a backward pass and its step; call step() first")
+        with self._join.loop(self._shadow_step):
+            yield
+
+    def _shadow_step(self) -> None:
+        self.zero_grad()
+        self.step()
+
+    def _anybody_goes_on(self) -> bool:
+        goes_on = self._join.goes_on(self._call_roll("in join()"), self.param_groups)
+        self.stats.shadow_steps = self._join.shadow_steps
+        return goes_on
 
     # ---------------------------------------------------------------- clipping by the global norm
 
@@ -562,7 +692,7 @@ class CompressedOptimizer(BucketedOptimizer):
         # rank must be clipped before its error is added, by an estimate of the same norm.
         return self._clip.max_norm > 0 and not all(self._sends_gradients(bucket) for bucket in self._buckets)
 
-    def _my_ballot(self, scale: float) -> Ballot:
+    def _my_ballot(self, scale: float, summary: Summary) -> Ballot:
         norm_squared = product = 0.0
         if self._clips_before_sending:
             for bucket in self._buckets:
@@ -572,7 +702,7 @@ class CompressedOptimizer(BucketedOptimizer):
                         norm_squared += share * scale * scale * dot(g, g)
                         product += share * scale * dot(g, m)
             norm_squared, product = self.shards.total(norm_squared, product)
-        return Ballot([p.grad is not None for p in self._slots], norm_squared, product)
+        return Ballot(summary, [p.grad is not None for p in self._slots], norm_squared, product)
 
     def _clip_after_landing(self) -> None:
         if self._clip.max_norm > 0 and not self._clips_before_sending:
@@ -634,6 +764,7 @@ class CompressedOptimizer(BucketedOptimizer):
             self._compresses = record.get("compresses")
 
     def _restore(self, state: dict) -> None:
+        self._give_up_step()
         super()._restore(state)
         self._checked_step = int(self._steps[0]) if self._steps else 0
         if self._buckets:

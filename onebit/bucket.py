@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -47,7 +48,7 @@ class Bucket:
     wires: dict[Codec, Wire] = field(default_factory=dict)
     wire: Wire | None = None
     flight: Flight | None = None
-    sent_versions: list[tuple[int, int] | None] = field(default_factory=list)
+    sent_versions: list[tuple[weakref.ref[Tensor], int] | None] = field(default_factory=list)
     complete: int = 0
     _x: Tensor | None = None
     _x_views: list[Tensor] = field(default_factory=list)
@@ -113,7 +114,7 @@ class Bucket:
     def changed(self) -> list[str]:
         """The parameters whose gradients are no longer those that were sent."""
         triples = zip(self.params, self.names, self.sent_versions, strict=True)
-        return [name for p, name, version in triples if version != _version(p)]
+        return [name for p, name, sent in triples if not _is_same(p, sent)]
 
     def bad(self) -> list[str]:
         """The parameters whose gradients are not finite on this rank."""
@@ -161,5 +162,13 @@ class Bucket:
         return flat
 
 
-def _version(p: Tensor) -> tuple[int, int] | None:
-    return None if p.grad is None else (id(p.grad), local(p.grad)._version)
+def _version(p: Tensor) -> tuple[weakref.ref[Tensor], int] | None:
+    # By reference: where a gradient was dropped, the next one may lie at the same address.
+    return None if p.grad is None else (weakref.ref(p.grad), local(p.grad)._version)
+
+
+def _is_same(p: Tensor, sent: tuple[weakref.ref[Tensor], int] | None) -> bool:
+    if p.grad is None or sent is None:
+        return p.grad is None and sent is None
+    grad, version = sent
+    return grad() is p.grad and local(p.grad)._version == version

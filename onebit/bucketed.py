@@ -11,13 +11,14 @@ import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from . import comm, replicas
 from .adam import sums_of_live_blocks
+from .ballot import option_lines
 from .bucket import Bucket
 from .comm import Levels, SignCodec, Transport
 from .elastic import gather_states, reframe, resize
@@ -32,10 +33,18 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass
 class Slot:
-    """Where a parameter belongs, and how many backward passes have reached it since the last step."""
+    """Where a parameter belongs, and how many backward passes since the last step are in its gradient."""
 
     bucket: Bucket
     passes: int = 0
+    is_complete: bool = False
+    _grad: weakref.ref[Tensor] | None = field(default=None, repr=False)
+
+    def count_pass(self, grad: Tensor) -> None:
+        """A backward pass has added to this gradient. A new one drops what earlier passes had added to another."""
+        if self._grad is None or self._grad() is not grad:
+            self._grad, self.passes = weakref.ref(grad), 0
+        self.passes += 1
 
 
 class BucketedOptimizer(torch.optim.Optimizer, ABC):
@@ -106,9 +115,8 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         for link, held in ((self.link, local), (self.shards.link, lambda p: p)):
             seen = [(name, p, tuple(held(p).shape)) for _, p, name in params]
             lines = [f"{name}: {p.dtype} {shape} requires_grad={p.requires_grad}" for name, p, shape in seen]
-            check = functools.partial(
-                replicas.check_same_lines, link, "the parameters", [*lines, *self._options()], device
-            )
+            lines += [*self._options(), *option_lines(self.param_groups[g] for g in new)]
+            check = functools.partial(replicas.check_same_lines, link, "the parameters", lines, device)
             self.shards.together(ValueError, check)
         if self.shards.stages is not None:
             replicas.check_same_lines(self.shards.stages, "the stages' options", self._options(), device)

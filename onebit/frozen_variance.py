@@ -79,6 +79,9 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
     def _sends_gradients(self, bucket: Bucket) -> bool:
         return self._is_dense(bucket)
 
+    def _round_name(self) -> str:
+        return "compressed" if any(not self._is_dense(bucket) for bucket in self._buckets) else "dense"
+
     def _error_feedback(self, bucket: Bucket) -> ErrorFeedback | None:
         return None if self._is_dense(bucket) else bucket.ef
 

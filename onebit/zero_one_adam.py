@@ -136,6 +136,14 @@ class ZeroOneAdam(CompressedOptimizer):
     def _sends_gradients(self, bucket: Bucket) -> bool:
         return self._this_round() == _VARIANCE
 
+    def _round_name(self) -> str:
+        return "sync()" if self._is_forced else self._this_round()
+
+    @property
+    def _asks_before_sending(self) -> bool:
+        # Where rounds follow the learning rate, ranks whose rates differ would be in different ones.
+        return self.local_steps.longest > 1
+
     def _error_feedback(self, bucket: Bucket) -> ErrorFeedback | None:
         return None if self._this_round() == _VARIANCE else bucket.ef
 
@@ -334,6 +342,7 @@ class ZeroOneAdam(CompressedOptimizer):
         """
         if self._since_sync == 0:
             return
+        self._give_up_step()
         self._round, self._is_forced = _SYNC, True
         self._weights = [0.0] * len(self.param_groups)
         try:

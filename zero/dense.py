@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from ..ballot import Header, Summary, check_summaries
 from ..comm import Transport
 from ..lamb import Lamb, norms
 from ..replicas import gather_bytes
@@ -33,18 +34,23 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def prepare(
-    optimizer: torch.optim.Optimizer, link: Transport, shards: Shards, scale: float, max_norm: float
+    optimizer: torch.optim.Optimizer, link: Transport, shards: Shards, step: int, scale: float, max_norm: float
 ) -> float | None:
     """Take the loss scale out of the gradients and clip them by their global norm; the norm before clipping.
 
     None, on all ranks, where a gradient is not finite on any: then nothing has been changed. All ranks; link: between
-    all of them; shards: those that hold this replica. max_norm: 0: no clipping, and the norm is 0.
+    all of them; shards: those that hold this replica; step: which one this is. max_norm: 0: no clipping, and the norm
+    is 0. Raises DesyncError, on all ranks, where they are not in the same step with the same options.
     """
     with_grad = [p for p in parameters(optimizer) if p.grad is not None]
     grads = [local(cast(Tensor, p.grad)) for p in with_grad]
     largest = [torch.linalg.vector_norm(g, float("inf")).float() for g in grads if g.numel() > 0]
     mine = not largest or bool(torch.stack(largest).isfinite().all())
-    if any(said != b"\1" for said in gather_bytes(link, bytes([mine]))):
+    # Stages may have other groups, but the first one's options are everybody's.
+    header = Header.of(optimizer.param_groups[:1], step, f"{type(optimizer).__name__}, step()")
+    messages = gather_bytes(link, bytes([mine]) + header.summary().to_bytes())
+    check_summaries(link, header, [Summary.from_bytes(said[1:]) for said in messages])
+    if any(said[:1] != b"\1" for said in messages):
         if link.rank == 0:
             log.warning("a gradient is not finite; all ranks skip the step")
         return None

@@ -243,7 +243,9 @@ class Engine:
         assert self._averager is not None
         self.comm_ms = self._averager.finish()
         scale, max_norm = self.loss_scale.value, self.config.gradient_clipping
-        self.grad_norm = dense.prepare(self.optimizer, self.grid.world, self._shards, scale, max_norm)
+        self.grad_norm = dense.prepare(
+            self.optimizer, self.grid.world, self._shards, self.global_steps + 1, scale, max_norm
+        )
         if self.grad_norm is not None:
             self.optimizer.step()
         return self.grad_norm is None

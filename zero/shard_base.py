@@ -20,8 +20,9 @@ from torch import Tensor
 
 from onebit import comm
 from onebit.adam import check_adam_options
-from onebit.ballot import Ballot, present_anywhere
+from onebit.ballot import Ballot, Header, check_headers, gather_headers, present_anywhere
 from onebit.comm import Codec, Exchange, Flight, Int4Codec, Int8Codec, SignCodec, Transport, Work, sent_across
+from onebit.join import Join
 
 from . import shard_vote
 from .shard_bucket import ShardedBucket
@@ -40,8 +41,8 @@ class ShardStats:
     """What the last step did. Bytes: payload this rank sent to others, without headers; bits: of it, across nodes.
 
     phase: "warmup", "compressed", or "local" where a step sends nothing. is_skipped: whether any bucket was skipped;
-    below stage 2, all of them. skipped_steps: how often, so far. health, agreement, offset: see `shard_vote.Health`; of
-    the last step that sent something but one.
+    below stage 2, all of them. skipped_steps: how often, so far. shadow_steps: see `join`. health, agreement, offset:
+    see `shard_vote.Health`; of the last step that sent something but one.
     """
 
     phase: str = "warmup"
@@ -50,6 +51,7 @@ class ShardStats:
     bits_per_parameter: float = 0.0
     comm_ms: float = 0.0
     skipped_steps: int = 0
+    shadow_steps: int = 0
     is_skipped: bool = False
     clip_factor: float = 1.0
     health: float = 0.0
@@ -143,6 +145,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         self.check_replicas_every = check_replicas_every
         self.stats = ShardStats()
         self._is_paused = False
+        self._join = Join()
         self._launched, self._launched_scale = 0, 1.0
         self._waited_s = 0.0
         codec = SignCodec(block=block, scale="mean_abs")
@@ -177,16 +180,20 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update from this rank's gradients; all ranks. See the class for the sequence.
 
-        Raises PeerError if a peer is lost, and ReplicaError if the replicas are no longer identical; state and
-        parameters are then to be taken from a checkpoint.
+        Raises PeerError if a peer is lost, DesyncError if the ranks are not in the same step with the same options, and
+        ReplicaError if the replicas are no longer identical; state and parameters are then to be taken from a
+        checkpoint.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if not self._buckets:
+            self._join.is_finished = False  # no rank has any
             return loss
         self._waited_s, self.stats.clip_factor, self.stats.is_skipped = 0.0, 1.0, False
+        if self._join.is_on and not self._anybody_goes_on():
+            return loss
         before = self.steps_taken()
         self._check_masters()
         if self._recipe.stage == 2:
@@ -226,7 +233,9 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
     def _vote(self, buckets: Sequence[ShardedBucket], scale: float) -> Generator[Work, None, Verdict | None]:
         """Ask all ranks about the gradients of these buckets. None, on all ranks, where any is not finite."""
         ballot = self._ballot(buckets, scale)
-        ballots, tallies = yield from shard_vote.gather_votes(self.link, ballot, self._tally, buckets[0].device)
+        ballots, tallies = yield from shard_vote.gather_votes(
+            self.link, self._header(), ballot, self._tally, buckets[0].device
+        )
         if buckets[0].index == 0:
             self._health.observe(tallies, self.link.rank)
         if not shard_vote.is_finite(ballots):
@@ -248,7 +257,16 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
                 product += scale * self._product(bucket, grads)
         # The estimate takes the mean over ranks of products; here each rank has its chunks' part of one product.
         present = [self._present(p) for bucket in buckets for p in bucket.params]
-        return Ballot(present, norm_squared, self.link.world_size * product)
+        return Ballot(self._header().summary(), present, norm_squared, self.link.world_size * product)
+
+    def _header(self, kind: str = "step()") -> Header:
+        """What this rank is about to do."""
+        kind = f"{type(self).__name__}, {kind}"
+        return Header.of(self.param_groups, self._step_number(), kind, is_finished=self._join.is_finished)
+
+    def _step_number(self) -> int:
+        """Of the step under way, from 1."""
+        return self.steps_taken() + 1
 
     def _present(self, p: Tensor) -> bool:
         """Whether this rank has a gradient for p."""
@@ -331,15 +349,39 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         finally:
             self._is_paused = before
 
+    # ---------------------------------------------------------------- ranks with different numbers of batches
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a loop over batches of which ranks may have different numbers: as `onebit.OnebitAdam.join`.
+
+        At stage 2 gradients then leave in step(), not during backward.
+        """
+        self._check_at_rest()
+        with self._join.loop(self._shadow_step):
+            yield
+
+    def _shadow_step(self) -> None:
+        self.zero_grad()
+        self.step()
+
+    def _anybody_goes_on(self) -> bool:
+        headers = gather_headers(self.link, self._header("in join()"), self._buckets[0].device)
+        check_headers(self.link.rank, headers)
+        goes_on = self._join.goes_on(headers, self.param_groups)
+        self.stats.shadow_steps = self._join.shadow_steps
+        return goes_on
+
     @torch.no_grad()
     def _on_gradient(self, p: Tensor) -> None:
-        if self._is_paused:
+        if self._is_paused or self._join.is_on:
             return
         bucket = self._bucket_of[p]
         if p in bucket.ready:
             raise RuntimeError(
                 f"rank {self.link.rank}: a second backward pass before step(); at stage 2 gradients leave in the first "
-                "one: run all passes of a step but the last in optimizer.no_sync()"
+                "one: run all passes of a step but the last in optimizer.no_sync(), and those that no step follows "
+                "(another network's loss, a batch given up), or use stage=1"
             )
         bucket.ready.add(p)
         while self._launched < len(self._buckets) and self._is_complete(self._buckets[self._launched]):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from onebit import comm, replicas
+from onebit.ballot import option_lines
 from onebit.clip import GlobalNormClip
 from onebit.comm import Transport, sent_across
 from onebit.flat import lay_out, partition
@@ -96,7 +97,8 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
                 )
         device = named[0][0].device if named else torch.device("cpu")
         lines = [f"{name}: {p.dtype} {tuple(p.shape)} requires_grad={p.requires_grad}" for p, name in named]
-        replicas.check_same_lines(self.link, "the parameters", [*lines, *self._options()], device)
+        lines += [*self._options(), *option_lines(self.param_groups[g] for g in new)]
+        replicas.check_same_lines(self.link, "the parameters", lines, device)
         replicas.make_equal(self.link, [p for p, _ in named])
         for g in new:
             self._build_buckets(g)

@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from onebit.ballot import Ballot
+from onebit.ballot import Ballot, Header, check_summaries
 from onebit.comm import Transport, Work
 
 log = logging.getLogger(__name__)
@@ -37,15 +37,19 @@ class Tally:
 
 
 def gather_votes(
-    link: Transport, ballot: Ballot, tally: Tally, device: torch.device
+    link: Transport, header: Header, ballot: Ballot, tally: Tally, device: torch.device
 ) -> Generator[Work, None, tuple[list[Ballot], list[Tally]]]:
-    """Every rank's ballot and tally, in rank order. Yields one Work. Sends 48 bytes and a bit per parameter to each."""
+    """Every rank's ballot and tally, in rank order. Yields one Work. Sends 65 bytes and a bit per parameter to each.
+
+    Raises DesyncError, on all ranks, where they are not in the same step with the same options.
+    """
     mine = _TALLY.pack(*astuple(tally)) + ballot.to_bytes()
     row = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     rows = torch.empty(link.world_size, len(mine), dtype=torch.uint8, device=device)
     yield link.all_gather(rows, row)
     messages = [bytes(r.tolist()) for r in rows.cpu()]
     ballots = [Ballot.from_bytes(message[_TALLY.size :], len(ballot.present)) for message in messages]
+    check_summaries(link, header, [each.summary for each in ballots], device)
     return ballots, [Tally(*_TALLY.unpack_from(message)) for message in messages]
 
 

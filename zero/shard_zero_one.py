@@ -119,6 +119,9 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
         if self._is_skipping:
             self.stats.phase = "local"
 
+    def _step_number(self) -> int:
+        return self._steps + 1
+
     # ---------------------------------------------------------------- what is done in it
 
     def _step_whole(self) -> None:

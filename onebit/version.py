@@ -1,0 +1,3 @@
+"""What ranks compare at construction; pyproject.toml reads it too."""
+
+VERSION = "0.1.0"
