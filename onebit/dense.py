@@ -11,13 +11,13 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from .comm.transport import Transport, Work
-from .shards import local
+from .shards import count_edits_apart_, local
 
 _FIRST_BUCKET_MB = 1.0  # as in DDP: the wire has work soon after the backward pass begins
 
@@ -31,6 +31,7 @@ class _Bucket:
     views: Sequence[Tensor]
     work: Work | None = None
     complete: int = 0
+    sent: list[tuple[weakref.ref[Tensor], int] | None] = field(default_factory=list)
 
     def launch(self, link: Transport) -> None:
         """Send the gradients; one that is not there counts as zero."""
@@ -39,7 +40,12 @@ class _Bucket:
                 view.zero_()
             else:
                 view.copy_(local(parameter.grad))
+        self.sent = [_version(parameter) for parameter in self.params]
         self.work = link.all_reduce(self.flat)
+
+    def is_stale(self) -> bool:
+        """Whether a gradient is no longer what was sent."""
+        return any(not _is_still(p, sent) for p, sent in zip(self.params, self.sent, strict=True))
 
     def land(self, world_size: int) -> None:
         """Write the means into the gradients."""
@@ -49,6 +55,21 @@ class _Bucket:
                 parameter.grad = torch.empty_like(parameter)
             local(parameter.grad).copy_(view)
         self.work, self.complete = None, 0
+
+
+def _version(parameter: Tensor) -> tuple[weakref.ref[Tensor], int] | None:
+    """Which tensor the gradient is, and how often it was written. A reference, as another may take its address."""
+    if parameter.grad is None:
+        return None
+    grad = local(parameter.grad)
+    return weakref.ref(grad), grad._version
+
+
+def _is_still(parameter: Tensor, sent: tuple[weakref.ref[Tensor], int] | None) -> bool:
+    if parameter.grad is None or sent is None:
+        return parameter.grad is sent is None
+    (grad, version), now = sent, local(parameter.grad)
+    return grad() is now and version == now._version
 
 
 @torch.no_grad()
@@ -82,10 +103,14 @@ class DenseAverager:
     """Averages gradients over ranks during the backward pass; the gradients are the means once `finish` returns.
 
     1. Each parameter's gradient hook counts; a bucket whose gradients are all there leaves, in bucket order.
-    2. `finish` sends what is left (parameters that took no part), waits, and writes the means into the gradients.
+    2. `finish` sends what is left (parameters that took no part), and a flag for each bucket: whether its gradients
+       have changed here since it left, by another backward pass, by zero_grad(), by an edit in place (not of
+       `grad.data`, which torch does not count). All ranks send such a bucket again.
+    3. It waits, and writes the means into the gradients.
 
-    Buckets and bytes as in `average_gradients`. All ranks, same parameters in the same order, one finish() after each
-    backward pass outside `no_sync`; gradients must stay as they are in between.
+    Buckets and bytes as in `average_gradients`, and 4 bytes for each bucket; what leaves twice travels twice: of
+    several passes before one finish() run all but the last in `no_sync`. All ranks, same parameters in the same order,
+    as many calls of finish(); backward passes may differ.
     """
 
     def __init__(self, parameters: Iterable[Tensor], link: Transport, bucket_cap_mb: float = 25.0):
@@ -112,12 +137,26 @@ class DenseAverager:
         for bucket in self._buckets[self._launched :]:
             bucket.launch(self._link)
         self._launched = 0
-        return _land(self._buckets, self._link)
+        return self._send_stale_again() + _land(self._buckets, self._link)
+
+    def _send_stale_again(self) -> float:
+        if not self._buckets:
+            return 0.0
+        stale = torch.tensor(
+            [float(bucket.is_stale()) for bucket in self._buckets], device=self._buckets[0].flat.device
+        )
+        waited_ms = _wait(self._link.all_reduce(stale))
+        for bucket, ranks in zip(self._buckets, stale.tolist(), strict=True):
+            if ranks > 0:
+                waited_ms += _wait(bucket.work)
+                bucket.launch(self._link)
+        return waited_ms
 
     def _hook(self, parameter: Tensor, bucket: _Bucket) -> None:
         myself = weakref.ref(self)
 
-        def gradient_is_ready(_: Tensor) -> None:
+        def gradient_is_ready(p: Tensor) -> None:
+            count_edits_apart_(p.grad)
             averager = myself()
             if averager is not None and not averager._is_paused:
                 bucket.complete += 1
@@ -135,14 +174,18 @@ class DenseAverager:
 
 
 def _land(buckets: Sequence[_Bucket], link: Transport) -> float:
-    waited_s = 0.0
+    waited_ms = 0.0
     for bucket in buckets:
-        assert bucket.work is not None
-        start = time.perf_counter()
-        bucket.work.wait()
-        waited_s += time.perf_counter() - start
+        waited_ms += _wait(bucket.work)
         bucket.land(link.world_size)
-    return 1e3 * waited_s
+    return waited_ms
+
+
+def _wait(work: Work | None) -> float:
+    assert work is not None
+    began = time.perf_counter()
+    work.wait()
+    return 1e3 * (time.perf_counter() - began)
 
 
 def _make_buckets(parameters: Iterable[Tensor], bucket_cap_mb: float) -> list[_Bucket]:

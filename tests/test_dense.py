@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -122,3 +123,96 @@ def test_broadcast_gives_every_rank_the_source_values() -> None:
     expected = [p + 1 for p in build().parameters()] + [torch.full((6, 4), 1.0)]
     for values in ranks:
         assert all(map(torch.equal, values, expected))
+
+
+# -------------------------------------------------------------------------------- passes that no step follows
+
+
+def double(model: nn.Module, passes: list) -> list[Tensor]:
+    """What these passes add up to, in float64, without any of our code; a pass is (seed, which part of the model)."""
+    model = copy.deepcopy(model).double()
+    for seed, part in passes:
+        loss_of(model, seed, part).backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+
+
+def loss_of(model: nn.Module, seed: int, part: str) -> Tensor:
+    x = torch.randn(7, 5, generator=torch.Generator().manual_seed(seed)).to(model[0].weight.dtype)
+    return (model[:2] if part == "front" else model)(x).square().mean()
+
+
+# Per rank of two: what a step does. "drop" is zero_grad(), "zero" fills with zeros, "edit" doubles every gradient,
+# "hold" is a pass in no_sync().
+SCRIPTS = {
+    "two passes": [["all 1", "all 2"], ["all 3", "all 4"]],
+    "three on one rank, one on the other": [["all 1", "all 2", "all 5"], ["all 3"]],
+    "an abandoned pass, dropped": [["all 1", "drop", "all 2"], ["all 3", "drop", "all 4"]],
+    "an abandoned pass on one rank": [["all 1", "drop", "all 2"], ["all 3"]],
+    "an abandoned pass, zeroed": [["all 1", "zero", "all 2"], ["all 3"]],
+    "nothing left of a pass": [["all 1", "drop"], ["all 3"]],
+    "an abandoned window": [["hold 1", "all 2", "drop", "hold 4", "all 5"], ["hold 3", "all 7"]],
+    "an abandoned part": [["front 1", "drop", "all 2"], ["all 3"]],
+    "a part, then all": [["front 1", "all 2"], ["all 3", "front 4"]],
+    "a part each": [["front 1"], ["all 3"]],
+    "accumulated, then a pass too many": [["hold 1", "all 2", "all 4"], ["hold 3", "all 5"]],
+    "edited behind the pass": [["all 1", "edit"], ["all 3"]],
+}
+
+
+def play(model: nn.Module, averager: DenseAverager, script: list[str]) -> None:
+    for action in script:
+        part, _, seed = action.partition(" ")
+        if part == "drop":
+            model.zero_grad()
+        elif part == "zero":
+            model.zero_grad(set_to_none=False)
+        elif part == "edit":
+            for p in model.parameters():
+                p.grad.mul_(2.0)
+        else:
+            with averager.no_sync() if part == "hold" else nullcontext():
+                loss_of(model, int(seed), part).backward()
+
+
+def adds_up_to(script: list[str]) -> list[Tensor]:
+    """The oracle's gradients of one rank."""
+    factor, passes = 1, []
+    for action in script:
+        part, _, seed = action.partition(" ")
+        if part in ("drop", "zero"):
+            passes = []
+        elif part == "edit":
+            factor = 2
+        else:
+            passes.append((int(seed), part))
+    return [factor * g for g in double(ORIGINAL, passes)]
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [0.1, 25.0])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_whatever_the_passes_were_the_gradients_are_the_means_of_what_they_added_up_to(
+    name: str, bucket_cap_mb: float
+) -> None:
+    """And the step after them is an ordinary one again: nothing travels twice in it."""
+
+    def work(link: SimTransport) -> tuple[list[Tensor], list[Tensor], int]:
+        model = build()
+        averager = DenseAverager(model.parameters(), link, bucket_cap_mb)
+        play(model, averager, SCRIPTS[name][link.rank])
+        averager.finish()
+        odd = [g.clone() for g in gradients(model)]
+        model.zero_grad()
+        before = link.sent_bytes
+        play(model, averager, ["all 8"])
+        averager.finish()
+        return odd, gradients(model), link.sent_bytes - before
+
+    truths = [adds_up_to(script) for script in SCRIPTS[name]]
+    numel = sum(p.numel() for p in build().parameters())
+    for odd, ordinary, sent_bytes in run_ranks(2, work):
+        assert sent_bytes == pytest.approx(4 * numel, abs=64)
+        for ours, *theirs in zip(odd, *truths, strict=True):
+            mean = torch.stack(theirs).mean(0)
+            torch.testing.assert_close(ours.double(), mean, rtol=0, atol=1e-5 * max(float(mean.abs().max()), 1e-3))
+        for ours, mean in zip(ordinary, adds_up_to(["all 8"]), strict=True):
+            torch.testing.assert_close(ours.double(), mean, rtol=0, atol=1e-5 * float(mean.abs().max()))
