@@ -112,6 +112,65 @@ def one_big_batch() -> dict[str, list]:
     return facts
 
 
+# What is done in a window of two micro-batches: passes by number, step(), and zero_grad() of the one or the other.
+PASSES = {
+    "a pass too many": ["0", "1", "step", "2", "step"],
+    "too many at the end": ["0", "step", "1", "2", "step"],
+    **{
+        f"begun, dropped by the {x}": ["0", f"drop {x}", "1", "step", "2", "step"]
+        for x in ("engine", "optimizer", "model")
+    },
+    **{f"dropped by the {x}": ["0", "step", "1", f"drop {x}", "2", "step"] for x in ("engine", "optimizer", "model")},
+}
+
+
+def whole(engine: zero.Engine) -> list[torch.Tensor]:
+    engine.synchronise()
+    every = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in engine.module.parameters()]
+    return [p.detach().clone() for p in every]
+
+
+def passes() -> dict[str, float]:
+    """How far an update is from the mean gradient of what was not dropped, in float64, relative to its largest."""
+    tokens, targets = dataset().tensors
+    facts = {}
+    for stage, shards, bf16 in ((0, 1, False), (1, 2, False), (1, 2, True), (2, 2, False), (3, 2, False)):
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+            "zero_optimization": {"stage": stage},
+            "bf16": {"enabled": bf16},
+        }
+        engine, *_ = zero.initialize(
+            model=net(), config=config, optimizer=lambda params: torch.optim.SGD(params, lr=1.0), grid=GRIDS[shards]
+        )
+        drops, rank = {"engine": engine, "optimizer": engine.optimizer, "model": engine.module}, engine.grid.world.rank
+        for name, script in PASSES.items():
+            before = whole(engine)
+            for action in script:
+                if action.startswith("drop"):
+                    drops[action.split()[1]].zero_grad()
+                elif action == "step":
+                    engine.step()
+                else:
+                    mine = torch.arange(4) + 4 * (rank + 4 * int(action))
+                    engine.backward(nn.functional.cross_entropy(engine(tokens[mine]).float(), targets[mine]))
+            moved = [a - b for a, b in zip(before, whole(engine), strict=True)]
+            plain = net().double()
+            behind = 1 + max((at for at, action in enumerate(script) if "drop" in action), default=-1)
+            with torch.no_grad():
+                for p, value in zip(plain.parameters(), before, strict=True):
+                    p.copy_(value)
+            for k in [int(action) for action in script[behind:] if action.isdigit()]:
+                every = torch.arange(16) + 16 * k
+                (nn.functional.cross_entropy(plain(tokens[every]), targets[every]) / 2).backward()
+            pairs = [(m, p.grad) for m, p in zip(moved, plain.parameters(), strict=True)]
+            largest = max(float(g.abs().max()) for _, g in pairs)
+            gap = max(float((m - g).abs().max()) for m, g in pairs) / largest
+            facts[f"stage {stage}{', bf16' * bf16}, {name}"] = gap
+    return facts
+
+
 def offloads() -> dict[str, list]:
     """With shards, gradients and state in host memory, where they are already: the same bits."""
     facts = {}
@@ -215,6 +274,7 @@ def keys(folder: str) -> dict[str, object]:
         "groups": given_parameters(),
         "monitors": monitors(),
         "big batch": one_big_batch(),
+        "passes": passes(),
     }
     ends, phases = {}, {}
     for form in ("whole", "across", "inside"):

@@ -104,6 +104,15 @@ class Engine:
         if self.form != "dense":
             self.optimizer.grad_scale = torch.tensor(self.loss_scale.value)  # type: ignore[attr-defined]
 
+    def zero_grad(self) -> None:
+        """Drop the gradients that have added up, for example to `continue` behind a loss that makes no sense.
+
+        Also those that FSDP2 has not reduced yet. The step's next micro-batches go on alone: it has fewer.
+        """
+        self.module.zero_grad()
+        self.optimizer.zero_grad()
+        self._loss = torch.zeros(())
+
     def step(self) -> None:
         """Behind every backward. With the step's last micro-batch: average over ranks, update, drop the gradients.
 

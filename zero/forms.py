@@ -147,10 +147,27 @@ def build(
     params = groups(model)
     if form != "dense":
         options = config.optimizer_options() | {"max_grad_norm": config.gradient_clipping} | links
-        return Built(form, build_optimizer(_choice(config), params, **options), sharded, shards=held, ties=ties)
-    made = build_optimizer(_choice(config), params, **links) if optimizer is None else optimizer(params)
+        made = build_optimizer(_choice(config), params, **options)
+    else:
+        made = build_optimizer(_choice(config), params, **links) if optimizer is None else optimizer(params)
+    if sharded is not None:
+        _let_it_drop_all(made, model)
+    if form != "dense":
+        return Built(form, made, sharded, shards=held, ties=ties)
     averager = DenseAverager(dense.parameters(made), grid.link, config.onebit.bucket_cap_mb)
     return Built(form, made, sharded, averager, held, ties)
+
+
+def _let_it_drop_all(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """optimizer.zero_grad() drops what FSDP2 has not reduced as well: at stage 1 all but the last micro-batch."""
+    its_own = optimizer.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        its_own(set_to_none)
+        for part in parts_of(model):
+            fsdp.drop_unreduced(part)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 def parts_of(model: nn.Module) -> Sequence[nn.Module]:

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ def shard(
         fully_shard(block, reshard_after_forward=stage == 3, **options)
     # The root is never resharded after its forward pass: backward begins with it. At stage 3 that is FSDP2's default.
     fully_shard(model, reshard_after_forward=None if stage == 3 else False, **options)
+    model.zero_grad = partial(zero_grad, model)  # type: ignore[method-assign]
     return model
 
 
@@ -104,8 +106,8 @@ def begin_micro_batch(model: nn.Module, stage: int, *, is_last: bool) -> None:
 
     Stage 1: gradients add up unsharded, and are reduced with the last micro-batch. Stages 2 and 3: they are reduced
     each time. Stages 1 and 2 keep the gathered parameters until the last backward pass is over: until then
-    model.parameters() are these, not the optimizer's. At stage 1 what has been begun must be completed: zero_grad()
-    does not reach gradients that have not been reduced.
+    model.parameters() are these, not the optimizer's. At stage 1 an optimizer's zero_grad() does not reach what has
+    added up; the model's does.
     """
     root = _root(model)
     root.set_requires_gradient_sync(is_last or stage != 1)
@@ -134,6 +136,32 @@ def reshard(model: nn.Module) -> None:
         _root(model)
     for module in sharded:
         module.reshard()
+
+
+def zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
+    """Drop all gradients of a sharded model, those that have not been reduced too. `shard` makes it model.zero_grad.
+
+    torch's sees either the gathered parameters or the sharded ones, whichever are in the model now.
+    """
+    drop_unreduced(model)
+    for p in _parameters(model):
+        p.sharded_param.grad = None
+
+
+def drop_unreduced(model: nn.Module) -> None:
+    """Drop what micro-batches have left and FSDP2 has not reduced: what an optimizer's zero_grad() does not reach."""
+    for p in _parameters(model):
+        p.unsharded_accumulated_grad = None
+        if hasattr(p, "_unsharded_param"):
+            p.unsharded_param.grad = None
+
+
+def _parameters(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's own records of the parameters: it has no other name for gradients that are not reduced."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                yield from group.fsdp_params
 
 
 def _root(model: nn.Module) -> FSDPModule:
