@@ -93,23 +93,3 @@ def sums_of_live_blocks(
             total += float((sum_J * share_J).sum())
             elements += float(share_J[sum_J != 0].sum()) * block
     return total, elements
-
-
-def check_adam_options(
-    lr: float | Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    variance_floor: float,
-    amsgrad: bool,
-) -> None:
-    """Raise ValueError where an option of Adam's is out of its range."""
-    if not all(float(value) >= 0.0 for value in (lr, eps, weight_decay, variance_floor)):
-        raise ValueError(
-            "lr, eps, weight_decay and variance_floor must not be negative, got "
-            f"{lr}, {eps}, {weight_decay}, {variance_floor}"
-        )
-    if not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ValueError(f"betas must lie in [0, 1), got {betas}")
-    if amsgrad:
-        raise ValueError("the one-bit optimizers have no amsgrad form; leave amsgrad=False")

@@ -26,7 +26,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -65,10 +65,14 @@ from .comm import (
     Wire,
     sent_across,
 )
+from .contract import TorchOptions, check_arguments
 from .join import Join
 from .payoff import Payoff, StopWatch
 from .replicas import ReplicaError
 from .shards import Shards, count_edits_apart_, local
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +103,8 @@ class Stats:
     shadow_steps: int = 0
 
 
-class CommonOptions(TypedDict, total=False):
-    """Keyword arguments that every optimizer of the family takes.
+class CommonOptions(TorchOptions, total=False):
+    """Keyword arguments that every optimizer of the family takes, beside those of `TorchOptions`.
 
     max_grad_norm: clip by the norm of the mean gradient (0: off): exact while gradients travel, estimated from each
     rank's norm and its product with the momentum otherwise. It then costs the overlap with backward.
@@ -156,8 +160,10 @@ class CompressedOptimizer(BucketedOptimizer):
         overlap: bool = True,
         bucket_cap_mb: float = 16.0,
         check_replicas_every: int = 100,
+        **torchs: Unpack[TorchOptions],
     ):
-        if max_grad_norm < 0 or check_replicas_every < 0:
+        check_arguments(type(self).__name__, torchs)
+        if not (max_grad_norm >= 0 and check_replicas_every >= 0):
             raise ValueError(
                 "max_grad_norm and check_replicas_every must be at least 0 (0: off), got "
                 f"{max_grad_norm}, {check_replicas_every}"

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +23,14 @@ from .adam import sums_of_live_blocks
 from .ballot import option_lines
 from .bucket import Bucket
 from .comm import Levels, SignCodec, Transport
+from .contract import (
+    check_adam_entry,
+    check_group,
+    check_parameters,
+    check_saved_groups,
+    load_checked,
+    refuse_copy,
+)
 from .elastic import gather_states, reframe, resize
 from .flat import lay_out, partition
 from .shards import Shards, local, shards_of
@@ -28,7 +38,6 @@ from .shards import Shards, local, shards_of
 log = logging.getLogger(__name__)
 
 _CHECKPOINT_VERSION = 1
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -48,7 +57,13 @@ class Slot:
 
 
 class BucketedOptimizer(torch.optim.Optimizer, ABC):
-    """Parameters in buckets; all ranks construct, load and add groups together. Arguments: see `CommonOptions`."""
+    """Parameters in buckets; all ranks construct, load and add groups together. Arguments: see `CommonOptions`.
+
+    kind: what its states are called. adam_names: torch.optim's names for what is named otherwise here.
+    """
+
+    kind = ""
+    adam_names: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
@@ -63,8 +78,8 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
     ):
         if error_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"error_dtype must be torch.float32 or torch.bfloat16, got {error_dtype}")
-        if bucket_cap_mb <= 0:
-            raise ValueError(f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")
+        if not 0 < bucket_cap_mb < math.inf:
+            raise ValueError(f"bucket_cap_mb must be above 0 and finite, got {bucket_cap_mb}")
         self.link = comm.init() if link is None else link
         self.shards = shards_of(shards)
         self._levels = Levels.of(self.link)
@@ -95,20 +110,25 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
     # ---------------------------------------------------------------- construction
 
     def add_param_group(self, param_group: dict) -> None:
-        """Add a group; all ranks, at the same step. It warms up for as many steps as the first groups did."""
+        """Add a group; all ranks, at the same step. It warms up for as many steps as the first groups did.
+
+        Raises ValueError/TypeError as the constructor, and is then as it was.
+        """
         super().add_param_group(param_group)
-        if self._built_groups:
-            self._build_groups()
+        try:
+            check_group(f"rank {self.link.rank}: group {len(self.param_groups) - 1}", self.param_groups[-1])
+            if self._built_groups:
+                self._build_groups()
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
 
     def _build_groups(self) -> None:
         """Check, equalise and bucket the groups that have been added since the last call."""
         new = range(self._built_groups, len(self.param_groups))
         params = [(g, p, name) for g in new for p, name in self._named(g)]
+        check_parameters(self.link.rank, [(p, name) for _, p, name in params])
         for _, p, name in params:
-            if p.dtype not in _DTYPES:
-                raise TypeError(
-                    f"rank {self.link.rank}: {name} is {p.dtype}; onebit trains float32, bfloat16 and float16"
-                )
             self.shards.check_holds(p, name)
         device = params[0][1].device if params else torch.device("cpu")
         # Along the link first: what it does not show differs between the shards of every replica.
@@ -122,8 +142,9 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             replicas.check_same_lines(self.shards.stages, "the stages' options", self._options(), device)
         replicas.make_equal(self.link, [local(p) for _, p, _ in params if local(p).numel() > 0])
         for g in new:
-            self._steps.append(torch.tensor(0.0))
             self._read_masks(g)
+        for g in new:
+            self._steps.append(torch.tensor(0.0))
             self._build_buckets(g)
         self._built_groups = len(self.param_groups)
 
@@ -262,6 +283,9 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         of the node exchanges the element.
         """
         state = super().state_dict()
+        for key, entry in state["state"].items():
+            # One tensor counts for a whole group here; torch's optimizers take each parameter's for its own.
+            state["state"][key] = {**entry, "step": entry["step"].clone()}
         self._add_worker_errors(state)
         keys = self._keys()
         state["onebit"] = {
@@ -281,9 +305,10 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         }
         return state
 
-    def _identity(self) -> dict[str, int]:
+    def _identity(self) -> dict[str, object]:
         """What a state must say to be this rank's."""
         return {
+            "kind": self.kind,
             "version": _CHECKPOINT_VERSION,
             "rank": self.link.rank,
             "world_size": self.link.world_size,
@@ -307,6 +332,9 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 if p in errors:
                     state["state"][key] = {**state["state"][key], "worker_error": errors[p]}
 
+    def __getstate__(self) -> dict:
+        raise refuse_copy(self)
+
     def load_state_dicts(self, states: Sequence[dict]) -> None:
         """Continue from the states of all ranks of a world of any size, in rank order. All ranks, all the states.
 
@@ -318,6 +346,8 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         if len(states) == self.link.world_size and self._is_of_these_levels(mine := states[self.link.rank]):
             self.load_state_dict(mine)
             return
+        if states and (first := states[0].get("onebit")) is not None:
+            self._check_kind(first)
         world = gather_states(states)
         record = world.state["onebit"] | {
             "rank": self.link.rank,
@@ -357,18 +387,8 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         here. Raises ValueError, before anything is changed, where world size, rank, shapes, dtypes or options do not
         fit.
         """
-        checked: list[dict] = []
-
-        def check(_: torch.optim.Optimizer, state: dict) -> None:
-            self._check_loadable(state)
-            checked.append(state)
-
         masks = [group.get("exp_avg_mask") for group in self.param_groups]
-        last_hook = self.register_load_state_dict_pre_hook(check)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            last_hook.remove()
+        saved = load_checked(self, state_dict, self._check_loadable)
         for g, (group, mask) in enumerate(zip(self.param_groups, masks, strict=True)):
             if group.pop("exp_avg_mask", None) is not None and mask is None and self.link.rank == 0:
                 log.warning(
@@ -378,17 +398,24 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 )
             if mask is not None:
                 group["exp_avg_mask"] = mask
-        self._restore(checked[0])
+        self._restore(saved)
+
+    def _check_kind(self, record: dict) -> None:
+        of_old = "1-bit LAMB" if "layers" in record else "1-bit Adam" if "last_dense" in record else "0/1 Adam"
+        kind = record.get("kind", of_old)
+        if kind != self.kind:
+            raise ValueError(
+                f"rank {self.link.rank}: cannot load this optimizer state: it is that of {kind}, this is {self.kind}, "
+                "for which it has no meaning; to go on from the model's weights alone load no optimizer state"
+            )
 
     def _check_loadable(self, state: dict) -> None:
         where = f"rank {self.link.rank}: cannot load this optimizer state: "
-        saved_groups = [len(g["params"]) for g in state["param_groups"]]
-        groups = [len(g["params"]) for g in self.param_groups]
-        if saved_groups != groups:
-            raise ValueError(f"{where}it has groups of {saved_groups} parameters, this optimizer of {groups}")
+        check_saved_groups(where, state["param_groups"], self.param_groups)
         record = state.get("onebit")
         if record is not None:
-            record = {"local_size": 1, "shard": 0, "shards": 1} | record  # not in the first files
+            self._check_kind(record)
+            record = {"local_size": 1, "shard": 0, "shards": 1, "kind": self.kind} | record  # not in the first files
             for key, value in self._identity().items():
                 there = record[key]
                 if there != value:
@@ -400,6 +427,8 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             if [b["numel"] for b in record["buckets"]] != numels:
                 raise ValueError(f"{where}the buckets differ; construct with the same groups, shapes and bucket_cap_mb")
         for name, p, entry in self._saved_entries(state):
+            if record is None:
+                check_adam_entry(where, name, entry, local(p).shape)
             for key, value in entry.items():
                 if key == "step":
                     continue
@@ -432,8 +461,9 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             self._allocate(bucket, "warmup" if saved is None else saved["phase"])
             for name, flat in bucket.flat.items():
                 for p, view in zip(bucket.params, bucket.layout.views(flat), strict=True):
-                    if name in entries[p]:
-                        view.copy_(entries[p][name])
+                    found = entries[p].get(name, entries[p].get(self.adam_names.get(name, "")))
+                    if found is not None:
+                        view.copy_(found)
             if saved is not None and bucket.frames is not None:
                 bucket.frames.copy_(saved["frames"])
             if saved is not None and bucket.ef is not None:

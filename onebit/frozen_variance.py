@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .adam import adamw_update_, check_adam_options, denominator_
+from .adam import adamw_update_, denominator_
 from .ballot import Ballot
 from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
 from .comm import Bf16Codec, Codec, ErrorFeedback, Exchange, MomentumWeights
+from .contract import check_number
 from .elastic import resize
 from .schedule import DenseSteps, variance_weight
 
@@ -47,12 +48,9 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
         warmup_codec: Codec | None,
         bias_correction: bool,
         variance_floor: float,
-        amsgrad: bool,
         **common: Unpack[CommonOptions],
     ):
-        check_adam_options(
-            defaults["lr"], defaults["betas"], defaults["eps"], defaults["weight_decay"], variance_floor, amsgrad
-        )
+        check_number(type(self).__name__, "variance_floor", variance_floor)
         self.rule = DenseSteps(freeze_step)
         self.variance_floor = variance_floor
         self.bias_correction = bias_correction

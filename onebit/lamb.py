@@ -5,14 +5,27 @@ The dense optimizer, and the trust ratio that 1-bit LAMB (`onebit_lamb.py`) shar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .adam import check_adam_options
 from .comm import Transport
+from .contract import (
+    ADAM_STATE,
+    TorchOptions,
+    check_adam_entry,
+    check_arguments,
+    check_group,
+    check_parameters,
+    check_saved_groups,
+    load_checked,
+)
 from .shards import Shards, local, shards_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def trust_ratio(weight_norm: Tensor, update_norm: Tensor, *, min_coeff: float, max_coeff: float) -> Tensor:
@@ -54,18 +67,57 @@ class Lamb(torch.optim.Optimizer):
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
         bias_correction: bool = True,
-        amsgrad: bool = False,
         shards: Shards | Transport | None = None,
+        **torchs: Unpack[TorchOptions],
     ):
-        check_adam_options(lr, betas, eps, weight_decay, 0.0, amsgrad)
-        check_trust_options(min_coeff, max_coeff)
+        check_arguments(type(self).__name__, torchs)
         self.shards = shards_of(shards)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"max_coeff": max_coeff, "min_coeff": min_coeff, "bias_correction": bias_correction}
         super().__init__(params, defaults)  # type: ignore[arg-type]
+
+    def add_param_group(self, param_group: dict) -> None:
+        """As torch's. Raises ValueError/TypeError as the constructor, and is then as it was."""
+        super().add_param_group(param_group)
+        g, group = len(self.param_groups) - 1, self.param_groups[-1]
+        named = [(p, f"parameter {k} of group {g}") for k, p in enumerate(group["params"])]
+        try:
+            check_group(f"group {g}", group)
+            check_trust_options(group["min_coeff"], group["max_coeff"])
+            check_parameters(self.shards.whole.rank, named)
+            for p, name in named:
+                self.shards.check_holds(p, name)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def __getstate__(self) -> dict:
+        return super().__getstate__() | {"shards": self.shards}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """As torch's, but moments stay float32. Raises ValueError, before anything has changed, at a state of others.
+
+        That of torch.optim.Adam or AdamW will do, and that of `OnebitAdam` or `OnebitLamb` while warming up.
+        """
+        saved = load_checked(self, state_dict, self._check_loadable)
+        for p, entry in self._saved_entries(saved):
+            self.state[p] |= {name: entry[name].to(p.device, torch.float32, copy=True) for name in ADAM_STATE}
         for group in self.param_groups:
-            for k, p in enumerate(group["params"]):
-                self.shards.check_holds(p, f"parameter {k}")
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)  # Adam's state says nothing of trust ratios
+
+    def _check_loadable(self, state: dict) -> None:
+        where = "cannot load this optimizer state: "
+        check_saved_groups(where, state["param_groups"], self.param_groups)
+        for p, entry in self._saved_entries(state):
+            check_adam_entry(where, "a parameter", entry, local(p).shape)
+
+    def _saved_entries(self, state: dict) -> Iterator[tuple[Tensor, dict]]:
+        """(parameter, its saved state), of those that have one."""
+        for group, there in zip(self.param_groups, state["param_groups"], strict=True):
+            for p, key in zip(group["params"], there["params"], strict=True):
+                if state["state"].get(key):
+                    yield p, state["state"][key]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -49,6 +49,8 @@ class OnebitAdam(FrozenVarianceOptimizer):
     ranks (named).
     """
 
+    kind = "1-bit Adam"
+
     def __init__(
         self,
         params: object,
@@ -60,7 +62,6 @@ class OnebitAdam(FrozenVarianceOptimizer):
         freeze_step: int | str = "auto",
         warmup_codec: Codec | None = None,
         bias_correction: bool = True,
-        amsgrad: bool = False,
         variance_floor: float = 0.01,
         **common: Unpack[CommonOptions],
     ):
@@ -70,7 +71,6 @@ class OnebitAdam(FrozenVarianceOptimizer):
             freeze_step=freeze_step,
             warmup_codec=warmup_codec,
             bias_correction=bias_correction,
-            amsgrad=amsgrad,
             variance_floor=variance_floor,
             **common,
         )

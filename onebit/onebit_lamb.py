@@ -48,6 +48,8 @@ class OnebitLamb(FrozenVarianceOptimizer):
     freeze_step is a number. Layer l is measured by rank l mod W alone: the same bits on unlike machines.
     """
 
+    kind = "1-bit LAMB"
+
     def __init__(
         self,
         params: object,
@@ -65,7 +67,6 @@ class OnebitLamb(FrozenVarianceOptimizer):
         freeze_step: int | str = "auto",
         warmup_codec: Codec | None = None,
         bias_correction: bool = True,
-        amsgrad: bool = False,
         variance_floor: float = 0.01,
         **common: Unpack[CommonOptions],
     ):
@@ -86,7 +87,6 @@ class OnebitLamb(FrozenVarianceOptimizer):
             freeze_step=freeze_step,
             warmup_codec=warmup_codec,
             bias_correction=bias_correction,
-            amsgrad=amsgrad,
             variance_floor=variance_floor,
             **common,
         )

@@ -128,21 +128,33 @@ def check_replicas(link: Transport, tensors: Sequence[Tensor], names: Sequence[s
 
 
 def make_equal(link: Transport, tensors: Sequence[Tensor]) -> None:
-    """Give every rank rank 0's values, if they are not the same already. Sends nothing but the vote if they are."""
+    """Give every rank rank 0's values, if they are not the same already. Sends nothing but the vote if they are.
+
+    tensors: of any dtype; of a quantised one that consists of others, those.
+    """
+    tensors = [part for tensor in tensors for part in _parts(tensor)]
     if not differing(link, tensors):
         return
     if link.rank == 0:
         log.info("initial parameters differ between ranks; rank 0's are sent to all")
     for tensor in tensors:
         whole = tensor.detach().contiguous()
-        link.broadcast(whole, 0).wait()
+        link.broadcast(whole.view(-1).view(torch.uint8), 0).wait()  # as bytes: no transport knows every dtype
         if whole.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(whole)
 
 
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that hold the bits of this one."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in _parts(getattr(tensor, name))]
+
+
 def _fingerprint(tensor: Tensor) -> Tensor:
-    word = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    bits = tensor.detach().reshape(-1).contiguous().view(word)
+    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    bits = values.reshape(-1).contiguous().view(word)
     weights = torch.arange(min(len(bits), _CHUNK), device=bits.device) * 2 + 1
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for k, piece in enumerate(bits.split(_CHUNK)):

@@ -7,10 +7,11 @@ ranks that hold the parts of one replica. A model in one piece is one part, and 
 
 from __future__ import annotations
 
+import copy
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -73,6 +74,10 @@ class Shards:
     stages: Transport | None = None
     tensor: int = 1
     tied: Mapping[Tensor, int] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict) -> Shards:
+        """The same ranks, of a copy of the parameters."""
+        return replace(self, tied={copy.deepcopy(p, memo): stages for p, stages in self.tied.items()})
 
     @property
     def whole(self) -> Transport:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from .adam import check_adam_options, floor_of_blocks, normalised
+from .adam import floor_of_blocks, normalised
 from .ballot import Ballot
 from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
 from .comm import Bf16Codec, Codec, ErrorFeedback, Exchange, MomentumWeights, Variance
+from .contract import check_number
 from .schedule import LocalSteps, VarianceUpdates, variance_weight
 from .shards import local
 
@@ -64,6 +65,9 @@ class ZeroOneAdam(CompressedOptimizer):
     synchronisation, 2·(W-1)/W·(8 + 16/block) per variance step.
     """
 
+    kind = "0/1 Adam"
+    adam_names: ClassVar = {"exp_avg_update": "exp_avg"}  # m/D by a name of its own: torch's AdamW takes m for it
+
     def __init__(
         self,
         params: object,
@@ -78,11 +82,10 @@ class ZeroOneAdam(CompressedOptimizer):
         local_step_clipper: int | str = 1,
         variance_codec: Codec | None = None,
         bias_correction: bool = True,
-        amsgrad: bool = False,
         variance_floor: float = 0.01,
         **common: Unpack[CommonOptions],
     ):
-        check_adam_options(lr, betas, eps, weight_decay, variance_floor, amsgrad)
+        check_number(type(self).__name__, "variance_floor", variance_floor)
         self.updates = VarianceUpdates(var_update_scaler, var_freeze_step)
         self.local_steps = LocalSteps(local_step_scaler, local_step_clipper, var_freeze_step or 0)
         self.variance_codec = codec_of_gradients(variance_codec, common)
@@ -156,7 +159,7 @@ class ZeroOneAdam(CompressedOptimizer):
         n, device = bucket.layout.numel, bucket.device
         bucket.phase = phase
         bucket.ef = bucket.new_errors(self.error_dtype)
-        names = ["exp_avg", "exp_avg_sq"]
+        names = ["exp_avg_update", "exp_avg_sq"]
         if self.local_steps.longest > 1:
             names += ["accumulated", "anchor"]
         bucket.flat = {name: torch.zeros(n, device=device) for name in names}
@@ -170,15 +173,15 @@ class ZeroOneAdam(CompressedOptimizer):
     def momentum(self, bucket: Bucket) -> Tensor:
         g = bucket.group_index
         D = self._variance(bucket, self.param_groups[g]).denominator().view(-1)
-        return D.mul_(bucket.flat["exp_avg"]).div_(self._correction(g, int(self._steps[g])))
+        return D.mul_(bucket.flat["exp_avg_update"]).div_(self._correction(g, int(self._steps[g])))
 
     def _correction(self, g: int, step: int) -> float:
         """1 - β1^step."""
         return 1.0 - self.param_groups[g]["betas"][0] ** step if self.bias_correction and step > 0 else 1.0
 
     def _last_average(self, bucket: Bucket) -> Tensor:
-        g = bucket.group_index
-        return bucket.flat["exp_avg"] * (float(self.param_groups[g]["lr"]) / self._correction(g, int(self._steps[g])))
+        g, lr = bucket.group_index, float(self.param_groups[bucket.group_index]["lr"])
+        return bucket.flat["exp_avg_update"] * (lr / self._correction(g, int(self._steps[g])))
 
     # ---------------------------------------------------------------- what is sent
 
@@ -190,8 +193,8 @@ class ZeroOneAdam(CompressedOptimizer):
         beta1, weight = group["betas"][0], self._weights[bucket.group_index]
         own = self._weight_of_a_gradient(bucket, group) / self._levels.nodes
         weights = MomentumWeights(keep=weight * beta1, add=weight * (1.0 - beta1), own=own, unscale=scale)
-        grads, D_WN, m_WN = self._gradients(bucket), self._variance(bucket, group), self._rows(bucket.flat["exp_avg"])
-        yield from self._legs_of_momentum(bucket, grads, D_WN, m_WN, weights)
+        m_WN = self._rows(bucket.flat["exp_avg_update"])
+        yield from self._legs_of_momentum(bucket, self._gradients(bucket), self._variance(bucket, group), m_WN, weights)
 
     def _make_payload(self, bucket: Bucket, group: dict) -> None:
         """Variance step: the gradient. After local steps: u + γ·(β1·m + (1-β1)·g/D), or u where it is forced."""
@@ -203,7 +206,7 @@ class ZeroOneAdam(CompressedOptimizer):
             return
         beta1 = group["betas"][0]
         self._normalise(bucket, group)
-        bucket.x.mul_(1.0 - beta1).add_(bucket.flat["exp_avg"], alpha=beta1)
+        bucket.x.mul_(1.0 - beta1).add_(bucket.flat["exp_avg_update"], alpha=beta1)
         bucket.x.mul_(self._weights[bucket.group_index]).add_(u)
 
     # ---------------------------------------------------------------- what is done with it
@@ -214,7 +217,7 @@ class ZeroOneAdam(CompressedOptimizer):
         rounds[self._round](bucket, group, step)
 
     def _refresh(self, bucket: Bucket, group: dict, step: int) -> None:
-        m, v, g = bucket.flat["exp_avg"], bucket.flat["exp_avg_sq"], bucket.x
+        m, v, g = bucket.flat["exp_avg_update"], bucket.flat["exp_avg_sq"], bucket.x
         weight = self._weight_of_variance_step(bucket.group_index)
         v.mul_(1.0 - weight).addcmul_(g, g, value=weight)
         bucket.floor_J = None
@@ -237,7 +240,7 @@ class ZeroOneAdam(CompressedOptimizer):
         bucket.ef.commit()
         weight = self._accumulated_weight[g] + self._weights[g]
         if weight > 0.0:
-            self.codec.decode(frames_WB, self._rows(bucket.flat["exp_avg"]), weight=1.0 / weight)
+            self.codec.decode(frames_WB, self._rows(bucket.flat["exp_avg_update"]), weight=1.0 / weight)
         if not self._since_sync:
             if g in self._masks:
                 self.codec.decode(frames_WB, self._rows(bucket.x))
@@ -251,7 +254,7 @@ class ZeroOneAdam(CompressedOptimizer):
         bucket.flat["accumulated"].zero_()
 
     def _go_alone(self, bucket: Bucket, group: dict, step: int) -> None:
-        m, u, weight = bucket.flat["exp_avg"], bucket.flat["accumulated"], self._weights[bucket.group_index]
+        m, u, weight = bucket.flat["exp_avg_update"], bucket.flat["accumulated"], self._weights[bucket.group_index]
         if self._since_sync == 0:
             torch._foreach_copy_(bucket.layout.views(bucket.flat["anchor"]), bucket.held)
         self._normalise(bucket, group)
@@ -393,4 +396,4 @@ class ZeroOneAdam(CompressedOptimizer):
         for bucket in self._buckets:
             bucket.floor_J = None
             D = self._variance(bucket, self.param_groups[bucket.group_index]).denominator()
-            bucket.flat["exp_avg"].div_(D.view(-1))
+            bucket.flat["exp_avg_update"].div_(D.view(-1))

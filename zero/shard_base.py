@@ -13,21 +13,24 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from onebit import comm
-from onebit.adam import check_adam_options
 from onebit.ballot import Ballot, Header, check_headers, gather_headers, present_anywhere
 from onebit.comm import Codec, Exchange, Flight, Int4Codec, Int8Codec, SignCodec, Transport, Work, sent_across
+from onebit.contract import TorchOptions, check_arguments, check_number
 from onebit.join import Join
 
 from . import shard_vote
 from .shard_bucket import ShardedBucket
 from .shard_exchange import Recipe, Step, send_down, send_up
 from .shard_rest import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +70,8 @@ class Verdict:
     clip_factor: float
 
 
-class ShardedOptions(TypedDict, total=False):
-    """Keyword arguments that every optimizer of the sharded family takes.
+class ShardedOptions(TorchOptions, total=False):
+    """Keyword arguments that every optimizer of the sharded family takes, beside those of `TorchOptions`.
 
     stage: 1: masters and variance sharded. 2: also, gradients are freed during backward, bucket by bucket, as soon as
     they have gone into the momentum. Then the vote is one per bucket: a bucket in which a gradient is not finite is
@@ -121,11 +124,12 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         warmup_steps: int = WARMUP_STEPS,
         bucket_cap_mb: float = 16.0,
         check_replicas_every: int = 100,
+        **torchs: Unpack[TorchOptions],
     ):
-        lr, betas, eps, decay = (defaults[name] for name in ("lr", "betas", "eps", "weight_decay"))
-        check_adam_options(lr, betas, eps, decay, variance_floor, amsgrad=False)  # type: ignore[arg-type]
-        if eps <= 0 or update_limit <= 0:  # type: ignore[operator]
-            raise ValueError(f"eps and update_limit must be above 0, got {eps}, {update_limit}")
+        check_arguments(type(self).__name__, torchs)
+        check_number(type(self).__name__, "variance_floor", variance_floor)
+        if not update_limit > 0:
+            raise ValueError(f"update_limit must be above 0, got {update_limit}")
         if check_replicas_every < 0 or warmup_steps < 0:
             raise ValueError(
                 "check_replicas_every and warmup_steps must be at least 0 (0: off, none), got "

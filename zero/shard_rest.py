@@ -7,6 +7,7 @@ gradients. What happens in a step is in `shard_base.py`; the form of checkpoints
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from onebit import comm, replicas
 from onebit.ballot import option_lines
 from onebit.clip import GlobalNormClip
 from onebit.comm import Transport, sent_across
+from onebit.contract import check_group, check_parameters, check_saved_groups, load_checked, refuse_copy
 from onebit.flat import lay_out, partition
 
 from . import shard_state, shard_vote
@@ -25,8 +27,6 @@ from .shard_bucket import ShardedBucket
 from .shard_exchange import Recipe
 
 log = logging.getLogger(__name__)
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class ShardedOptimizer(torch.optim.Optimizer, ABC):
@@ -50,10 +50,10 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
     ):
         if momentum_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"momentum_dtype must be torch.float32 or torch.bfloat16, got {momentum_dtype}")
-        if bucket_cap_mb <= 0 or max_grad_norm < 0:
+        if not (0 < bucket_cap_mb < math.inf and max_grad_norm >= 0):
             raise ValueError(
-                f"bucket_cap_mb must be above 0 and max_grad_norm at least 0 (0: off), got {bucket_cap_mb}, "
-                f"{max_grad_norm}"
+                "bucket_cap_mb must be above 0 and finite, max_grad_norm at least 0 (0: off), got "
+                f"{bucket_cap_mb}, {max_grad_norm}"
             )
         self.link = comm.init() if link is None else link
         self._recipe, self.momentum_dtype = recipe, momentum_dtype
@@ -76,25 +76,36 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
     # ---------------------------------------------------------------- construction
 
     def add_param_group(self, param_group: dict) -> None:
-        """Add a group; all ranks, between the same two steps."""
+        """Add a group; all ranks, between the same two steps.
+
+        Raises ValueError/TypeError as the constructor, and is then as it was.
+        """
         super().add_param_group(param_group)
-        if self._built_groups:
-            self._build_groups()
+        try:
+            self._check_group(len(self.param_groups) - 1)
+            if self._built_groups:
+                self._build_groups()
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, g: int) -> None:
+        """Raise ValueError or TypeError where a group's options are not for this optimizer."""
+        where, group = f"rank {self.link.rank}: group {g}", self.param_groups[g]
+        check_group(where, group)
+        if not group["eps"] > 0:
+            raise ValueError(f"{where}: eps must be above 0, got {group['eps']}")
+        if group.get("exp_avg_mask") is not None:
+            raise ValueError(
+                f"{where} has an exp_avg_mask, which {type(self).__name__} does not have; leave it out, or shard "
+                "inside the node (onebit.sharding)"
+            )
 
     def _build_groups(self) -> None:
         """Check, equalise and bucket the groups that have been added since the last call."""
         new = range(self._built_groups, len(self.param_groups))
-        if masked := [g for g in new if self.param_groups[g].get("exp_avg_mask") is not None]:
-            raise ValueError(
-                f"rank {self.link.rank}: group {masked[0]} has an exp_avg_mask, which {type(self).__name__} does not "
-                f"have; leave it out, or shard inside the node (onebit.sharding)"
-            )
         named = [(p, name) for g in new for p, name in self._named(g)]
-        for p, name in named:
-            if p.dtype not in _DTYPES:
-                raise TypeError(
-                    f"rank {self.link.rank}: {name} is {p.dtype}; onebit trains float32, bfloat16 and float16"
-                )
+        check_parameters(self.link.rank, named)
         device = named[0][0].device if named else torch.device("cpu")
         lines = [f"{name}: {p.dtype} {tuple(p.shape)} requires_grad={p.requires_grad}" for p, name in named]
         lines += [*self._options(), *option_lines(self.param_groups[g] for g in new)]
@@ -223,24 +234,16 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         }
         return state
 
+    def __getstate__(self) -> dict:
+        raise refuse_copy(self)
+
     def load_state_dict(self, state_dict: dict) -> None:
         """Continue exactly where `state_dict` was taken, on the same rank of a world of the same size. All ranks.
 
         Load the model's parameters as well, before or after. Raises ValueError, before anything is changed, where
         world size, rank, shapes, dtypes or options do not fit.
         """
-        checked: list[dict] = []
-
-        def check(_: torch.optim.Optimizer, state: dict) -> None:
-            self._check_loadable(state)
-            checked.append(state)
-
-        last_hook = self.register_load_state_dict_pre_hook(check)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            last_hook.remove()
-        self._restore(checked[0])
+        self._restore(load_checked(self, state_dict, self._check_loadable))
 
     def load_state_dicts(self, states: Sequence[dict]) -> None:
         """Continue from the states of all ranks of a world of any size, in rank order. All ranks, all the states.
@@ -262,13 +265,8 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
             )
 
     def _check_loadable(self, state: dict) -> None:
-        saved_groups = [len(g["params"]) for g in state["param_groups"]]
-        groups = [len(g["params"]) for g in self.param_groups]
-        if saved_groups != groups:
-            raise ValueError(
-                f"rank {self.link.rank}: cannot load this optimizer state: it has groups of {saved_groups} parameters, "
-                f"this optimizer of {groups}"
-            )
+        where = f"rank {self.link.rank}: cannot load this optimizer state: "
+        check_saved_groups(where, state["param_groups"], self.param_groups)
         shard_state.check_record(state.get("onebit"), self._identity(), self._buckets, type(self).__name__)
         for name, p, entry in self._saved_entries(state):
             shard_state.check_entry(entry, p, name, self.momentum_dtype, self.link.rank)

@@ -84,11 +84,14 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
         super().__init__(params, defaults, **common)
 
     def add_param_group(self, param_group: dict) -> None:
-        """As `ShardedOptimizer.add_param_group`. Raises ValueError where skipped steps have no β2 to wait for."""
-        if self.local_steps.longest > 1 and param_group.get("betas", self.defaults["betas"])[1] <= 0.0:
-            raise ValueError("betas[1] must be above 0 where steps are skipped; set it, or local_step_clipper to 1")
+        """As `ShardedOptimizer.add_param_group`."""
         super().add_param_group(param_group)
         self._owed.append((0.0, 0.0))
+
+    def _check_group(self, g: int) -> None:
+        super()._check_group(g)
+        if self.local_steps.longest > 1 and self.param_groups[g]["betas"][1] <= 0.0:
+            raise ValueError("betas[1] must be above 0 where steps are skipped; set it, or local_step_clipper to 1")
 
     def _options(self) -> list[str]:
         return [*super()._options(), f"option local_steps = {self.local_steps}"]

@@ -1,0 +1,152 @@
+"""What torch.optim and its users expect of an optimizer, once for all of ours: arguments, groups, states, copies.
+
+Checks at the edge, each of one rank alone: no function here sends anything.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Adam's state of a parameter, as torch.optim names it.
+ADAM_STATE = ("exp_avg", "exp_avg_sq")
+# Arguments of torch.optim's that ask for other mathematics or circumstances, and why there is no such form.
+_NO_FORM = {
+    "amsgrad": "a running maximum of the variance has no one-bit form",
+    "maximize": "negate the loss instead",
+    "capturable": "a step decides on the host and waits for the network, which no CUDA graph records",
+    "differentiable": "what comes back from the network has no derivative",
+}
+# How torch runs the same mathematics: any value will do.
+_WITHOUT_EFFECT = ("foreach", "fused")
+
+
+class TorchOptions(TypedDict, total=False):
+    """torch.optim.AdamW's other arguments, so that a script's can stay as they are.
+
+    foreach, fused: how torch runs the same mathematics; without effect. amsgrad, maximize, capturable, differentiable:
+    no such form: False.
+    """
+
+    amsgrad: bool
+    maximize: bool
+    foreach: bool | None
+    capturable: bool
+    differentiable: bool
+    fused: bool | None
+
+
+# ---------------------------------------------------------------- arguments and groups
+
+
+def check_arguments(name: str, given: Mapping[str, object]) -> None:
+    """Raise TypeError at an argument that optimizer `name` does not have, ValueError at one that has no form here."""
+    for key in given:
+        if key not in _NO_FORM and key not in _WITHOUT_EFFECT:
+            raise TypeError(f"{name}() got an unexpected keyword argument {key!r}")
+    _check_forms(name, given)
+
+
+def check_group(where: str, group: Mapping[str, object]) -> None:
+    """Raise TypeError or ValueError where a parameter group's option is none of Adam's, or out of its range."""
+    _check_forms(where, group)
+    for key in ("lr", "eps", "weight_decay"):
+        check_number(where, key, group[key])
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"{where}: betas must be two numbers, got {betas!r}")
+    for beta in betas:
+        check_number(where, "betas", beta)
+        if float(beta) >= 1.0:
+            raise ValueError(f"{where}: betas must lie in [0, 1), got {betas}")
+
+
+def check_number(where: str, key: str, value: object) -> None:
+    """Raise TypeError unless value is a number, or a tensor that holds one; ValueError unless finite and at least 0."""
+    if not isinstance(value, numbers.Real) and not (isinstance(value, Tensor) and value.numel() == 1):
+        raise TypeError(f"{where}: {key} must be a number, got {value!r}")
+    if not 0.0 <= float(value) < math.inf:
+        raise ValueError(f"{where}: {key} must not be negative, infinite or nan, got {value}")
+
+
+def _check_forms(where: str, options: Mapping[str, object]) -> None:
+    for key, reason in _NO_FORM.items():
+        if options.get(key):
+            raise ValueError(f"{where}: {key}={options[key]!r} is not supported ({reason}); leave {key}=False")
+
+
+def check_parameters(rank: int, named: Iterable[tuple[Tensor, str]]) -> None:
+    """Raise ValueError at a parameter that comes twice, TypeError at one that is trained in a dtype we do not train.
+
+    One that is not trained may have any dtype: quantised weights under adapters (QLoRA) are uint8.
+    """
+    seen: dict[Tensor, str] = {}
+    for p, name in named:
+        if p in seen:
+            raise ValueError(f"rank {rank}: {name} is also {seen[p]}: the same tensor; pass each parameter once")
+        if p.requires_grad and p.dtype not in _DTYPES:
+            raise TypeError(f"rank {rank}: {name} is {p.dtype}; onebit trains float32, bfloat16 and float16")
+        seen[p] = name
+
+
+# ---------------------------------------------------------------- states and copies
+
+
+def load_checked(optimizer: torch.optim.Optimizer, state_dict: dict, check: Callable[[dict], None]) -> dict:
+    """As torch.optim.Optimizer.load_state_dict, which also casts; the state behind the user's hooks, not cast.
+
+    check: raises, before anything has changed, where that state does not fit.
+    """
+    checked: list[dict] = []
+
+    def check_last(_: torch.optim.Optimizer, state: dict) -> None:
+        check(state)
+        checked.append(state)
+
+    last_hook = optimizer.register_load_state_dict_pre_hook(check_last)
+    try:
+        torch.optim.Optimizer.load_state_dict(optimizer, state_dict)
+    finally:
+        last_hook.remove()
+    return checked[0]
+
+
+def check_saved_groups(where: str, saved: list[dict], groups: list[dict]) -> None:
+    """Raise ValueError where a state's groups are not these: other sizes, another optimizer's, other mathematics."""
+    sizes, expected = ([len(group["params"]) for group in one] for one in (saved, groups))
+    if sizes != expected:
+        raise ValueError(f"{where}it has groups of {sizes} parameters, this optimizer of {expected}")
+    for g, group in enumerate(saved):
+        if missing := [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]:
+            raise ValueError(f"{where}its group {g} has no {missing[0]}: it is not of Adam's family")
+        _check_forms(f"{where}its group {g}", group)
+        if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
+            raise ValueError(
+                f"{where}its group {g} has weight_decay={group['weight_decay']} as a term of the gradient; here it "
+                "would act beside it, as in AdamW. Set it to 0 there, or train with torch.optim.Adam"
+            )
+
+
+def check_adam_entry(where: str, name: str, entry: Mapping[str, Tensor], shape: torch.Size) -> None:
+    """Raise ValueError where a parameter's saved state is neither empty nor Adam's of a parameter of this shape."""
+    if entry and (missing := [key for key in ("step", *ADAM_STATE) if key not in entry]):
+        raise ValueError(f"{where}{name} has {', '.join(sorted(entry))} there and no {missing[0]}: it is not Adam's")
+    for key in ADAM_STATE if entry else ():
+        if entry[key].shape != shape:
+            raise ValueError(f"{where}{key} of {name} has shape {tuple(entry[key].shape)}, expected {tuple(shape)}")
+
+
+def refuse_copy(optimizer: torch.optim.Optimizer) -> TypeError:
+    """The error for copy.deepcopy and pickle: hooks on parameters and connections cannot be copied."""
+    name = type(optimizer).__name__
+    return TypeError(
+        f"{name} can be neither copied nor pickled: it holds connections to the other ranks and hooks on its "
+        "parameters. Save optimizer.state_dict(); for a twin construct another on the copied parameters, on all ranks, "
+        "and give that to its load_state_dict"
+    )

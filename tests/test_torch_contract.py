@@ -1,0 +1,270 @@
+"""Every optimizer takes what torch.optim.AdamW takes, or says by name why not: arguments, groups, states, copies."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import onebit
+from onebit import zero
+from onebit.comm import SimTransport, run_ranks
+
+ONE_BIT = {
+    "OnebitAdam": (onebit.OnebitAdam, {"freeze_step": 2}),
+    "OnebitLamb": (onebit.OnebitLamb, {"freeze_step": 2}),
+    "ZeroOneAdam": (onebit.ZeroOneAdam, {"var_update_scaler": 1, "var_freeze_step": 2}),
+    "ShardedOnebitAdam": (zero.ShardedOnebitAdam, {}),
+    "ShardedOnebitLamb": (zero.ShardedOnebitLamb, {}),
+    "ShardedZeroOneAdam": (zero.ShardedZeroOneAdam, {}),
+}
+ALL = ["Lamb", *ONE_BIT]
+
+
+def make(name: str, params: object, link: SimTransport | None = None, **options: object) -> torch.optim.Optimizer:
+    if name == "Lamb":
+        return onebit.Lamb(params, **options)
+    kind, defaults = ONE_BIT[name]
+    return kind(params, link=link or SimTransport(), **defaults | options)
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.linspace(-1.0, 1.0, n, dtype=dtype)) for n in (300, 40)]
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: range, rank: int = 0) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+
+
+# ---------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_torchs_other_arguments_are_taken_where_they_change_nothing(name: str) -> None:
+    plain, told = parameters(), parameters()
+    train(make(name, plain), plain, range(4))
+    names = ("foreach", "fused", "maximize", "capturable", "differentiable", "amsgrad")
+    for value in (False, None):
+        make(name, parameters(), **dict.fromkeys(names, value))
+    train(make(name, told, foreach=True, fused=True), told, range(4))
+    assert all(map(torch.equal, plain, told))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_has_no_form_is_refused_with_its_reason(name: str) -> None:
+    reasons = {"amsgrad": "maximum", "maximize": "loss", "capturable": "graph", "differentiable": "derivative"}
+    for key, reason in reasons.items():
+        with pytest.raises(ValueError, match=rf"{name}: {key}=True is not supported \(.*{reason}.*; leave {key}=False"):
+            make(name, parameters(), **{key: True})
+        with pytest.raises(ValueError, match=f"group 0: {key}=True is not supported"):
+            make(name, [{"params": parameters(), key: True}])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_unknown_argument_is_an_error_of_the_class_that_was_called(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument 'warmup'"):
+        make(name, parameters(), warmup=3)
+
+
+BAD = [
+    ({"lr": -1.0}, ValueError, "lr must not be negative, infinite or nan, got -1.0"),
+    ({"lr": float("inf")}, ValueError, "lr must not be negative, infinite or nan, got inf"),
+    ({"lr": float("nan")}, ValueError, "lr must not be negative, infinite or nan, got nan"),
+    ({"lr": "1e-3"}, TypeError, "lr must be a number, got '1e-3'"),
+    ({"lr": None}, TypeError, "lr must be a number, got None"),
+    ({"lr": torch.ones(2)}, TypeError, "lr must be a number, got tensor"),
+    ({"betas": (0.9,)}, ValueError, r"betas must be two numbers, got \(0.9,\)"),
+    ({"betas": 0.9}, ValueError, "betas must be two numbers, got 0.9"),
+    ({"betas": (0.9, 1.0)}, ValueError, r"betas must lie in \[0, 1\), got \(0.9, 1.0\)"),
+    ({"betas": (0.9, float("nan"))}, ValueError, "betas must not be negative, infinite or nan"),
+    ({"eps": -1e-8}, ValueError, "eps must not be negative"),
+    ({"weight_decay": -0.1}, ValueError, "weight_decay must not be negative"),
+    ({"weight_decay": float("nan")}, ValueError, "weight_decay must not be negative, infinite or nan"),
+]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_bad_options_are_refused_of_all_groups_of_one_and_of_one_added_later(name: str) -> None:
+    params, (later,) = parameters(), parameters()[:1]
+    optimizer = make(name, params)
+    for options, error, message in BAD:
+        with pytest.raises(error, match=f"group 0: {message}"):
+            make(name, parameters(), **options)
+        with pytest.raises(error, match=f"group 1: {message}"):
+            first, second = parameters()
+            make(name, [{"params": [first]}, {"params": [second], **options}])
+        with pytest.raises(error, match=f"group 1: {message}"):
+            optimizer.add_param_group({"params": [later], **options})
+        assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [later], "lr": torch.tensor(1e-3), "betas": [0.8, 0.9]})
+    before = later.detach().clone()
+    train(optimizer, [*params, later], range(2))
+    assert not torch.equal(later, before)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_that_comes_twice_is_named(name: str) -> None:
+    p, q = parameters()
+    with pytest.raises(ValueError, match="rank 0: parameter 2 of group 0 is also parameter 0 of group 0: the same"):
+        make(name, [p, q, p])
+
+
+# ---------------------------------------------------------------- frozen parameters
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.float64, torch.complex128])
+def test_a_frozen_parameter_may_have_any_dtype_and_is_made_equal(name: str, dtype: torch.dtype) -> None:
+    """Quantised weights under adapters, as in QLoRA. Those of rank 0 are sent to all, or the ranks told apart."""
+
+    def ours(link: SimTransport) -> list[Tensor]:
+        frozen = nn.Parameter((torch.arange(7) + 5 * link.rank).to(dtype), requires_grad=False)
+        scalar = nn.Parameter(torch.tensor(3 * link.rank + 1).to(dtype), requires_grad=False)
+        params = parameters()
+        train(make(name, [frozen, *params, scalar], link), params, range(3))
+        return [frozen.detach(), scalar.detach()]
+
+    first, second = run_ranks(2, ours)
+    assert torch.equal(first[0], torch.arange(7).to(dtype)) and first[0].dtype == dtype
+    assert name == "Lamb" or all(map(torch.equal, first, second))
+
+
+def test_a_frozen_parameter_that_consists_of_several_tensors_is_made_equal() -> None:
+    """As torchao's quantised weights do."""
+
+    def ours(link: SimTransport) -> tuple[Tensor, Tensor]:
+        codes, scales = torch.arange(6, dtype=torch.uint8), torch.ones(6, dtype=torch.uint8)
+        pair = TwoTensor(codes + link.rank, scales * 7 * link.rank)
+        make("OnebitAdam", [nn.Parameter(pair, requires_grad=False), *parameters()], link)
+        return pair.a, pair.b
+
+    for codes, scales in run_ranks(2, ours):
+        assert torch.equal(codes, torch.arange(6)) and not scales.any()
+
+
+def test_a_trained_dtype_that_is_none_of_ours_is_refused() -> None:
+    for name in ALL:
+        with pytest.raises(TypeError, match=r"rank 0: parameter 1 .* is torch.float64; onebit trains float32"):
+            make(name, [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.float64))])
+
+
+# ---------------------------------------------------------------- states
+
+
+def trained(name: str, steps: int, **options: object) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    params = parameters()
+    optimizer = make(name, params, **options)
+    train(optimizer, params, range(steps))
+    return params, optimizer
+
+
+@pytest.mark.parametrize("name", ONE_BIT)
+def test_torchs_adamw_never_steps_on_a_state_that_is_not_adams(name: str) -> None:
+    """0/1 Adam keeps m/D; under Adam's name for m, AdamW's first step on it was 107 learning rates long."""
+    params, optimizer = trained(name, 5)
+    adamw = torch.optim.AdamW(params, lr=1e-3)
+    with pytest.raises(KeyError, match="exp_avg"):
+        adamw.load_state_dict(optimizer.state_dict())
+        adamw.step()
+
+
+@pytest.mark.parametrize("name", ["OnebitAdam", "OnebitLamb"])
+def test_the_state_of_a_warm_up_is_adams(name: str) -> None:
+    """What AdamW and Lamb make of it in the next step is what they would have made themselves."""
+    for kind in (torch.optim.AdamW, onebit.Lamb):
+        exact, ours = parameters(), parameters()
+        reference = kind(exact, lr=0.0, weight_decay=0.0)
+        train(reference, exact, range(5))
+        warm = make(name, ours, lr=0.0, weight_decay=0.0, freeze_step=100, warmup_codec=onebit.comm.IdentityCodec())
+        train(warm, ours, range(5))
+        dense = kind(ours, lr=0.0)
+        dense.load_state_dict(warm.state_dict())
+        for optimizer, params in ((reference, exact), (dense, ours)):
+            optimizer.param_groups[0]["lr"] = 1e-2
+            train(optimizer, params, range(5, 6))
+        for a, b in zip(exact, ours, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_state_of_another_optimizer_is_refused_by_name(name: str) -> None:
+    for other in ONE_BIT:
+        if other != name:
+            _, optimizer = trained(name, 1)
+            before = copy.deepcopy(optimizer.state_dict())
+            with pytest.raises(ValueError, match="cannot load this optimizer state: "):
+                optimizer.load_state_dict(trained(other, 5)[1].state_dict())
+            assert str(optimizer.state_dict()) == str(before)
+    for stranger, options in ((torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {"weight_decay": 0.1})):
+        params = parameters()
+        optimizer = stranger(params, lr=0.1, **options)
+        train(optimizer, params, range(2))
+        with pytest.raises(ValueError, match="cannot load this optimizer state: "):
+            make(name, parameters()).load_state_dict(optimizer.state_dict())
+
+
+def test_a_state_of_0_1_adam_from_before_its_key_was_its_own_still_loads() -> None:
+    params, optimizer = trained("ZeroOneAdam", 5)
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["onebit"]["kind"]
+    for entry in state["state"].values():
+        entry["exp_avg"] = entry.pop("exp_avg_update")
+    again = [nn.Parameter(p.detach().clone()) for p in params]
+    resumed = make("ZeroOneAdam", again)
+    resumed.load_state_dict(state)
+    train(resumed, again, range(5, 8))
+    train(optimizer, params, range(5, 8))
+    assert all(map(torch.equal, params, again))
+    with pytest.raises(ValueError, match="it is that of 0/1 Adam, this is 1-bit Adam"):
+        make("OnebitAdam", parameters()).load_state_dict(state)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_lamb_resumes_in_low_precision_to_the_bit(dtype: torch.dtype) -> None:
+    params, again = parameters(dtype), parameters(dtype)
+    optimizer, resumed = onebit.Lamb(params), onebit.Lamb(again)
+    train(optimizer, params, range(3))
+    with torch.no_grad():
+        for p, q in zip(params, again, strict=True):
+            q.copy_(p)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert all(resumed.state[p]["exp_avg_sq"].dtype == torch.float32 for p in again)
+    train(optimizer, params, range(3, 6))
+    train(resumed, again, range(3, 6))
+    assert all(map(torch.equal, params, again))
+
+
+# ---------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize("name", ONE_BIT)
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps, lambda x: torch.save(x, io.BytesIO())])
+def test_a_copy_is_refused_and_its_remedy_works(name: str, duplicate: Callable) -> None:
+    params, optimizer = trained(name, 3)
+    with pytest.raises(TypeError, match=f"{name} can be neither copied nor pickled.*load_state_dict"):
+        duplicate(optimizer)
+    twins = copy.deepcopy(params)
+    twin = make(name, twins)
+    twin.load_state_dict(optimizer.state_dict())
+    train(optimizer, params, range(3, 6))
+    train(twin, twins, range(3, 6))
+    assert all(map(torch.equal, params, twins))
+
+
+def test_lamb_is_copied_as_torchs_optimizers_are() -> None:
+    params, optimizer = trained("Lamb", 3)
+    twins, twin = copy.deepcopy((params, optimizer))
+    train(twin, twins, range(3, 6))
+    train(optimizer, params, range(3, 6))
+    assert all(map(torch.equal, params, twins))
