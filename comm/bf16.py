@@ -25,19 +25,18 @@ class Bf16Codec:
         return -(-2 * n // 16) * 16
 
     def encode(self, x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None) -> None:
+        values = values_in(frames_KB, x_KN.shape, torch.bfloat16)
         if error_KN is not None:
             x_KN.add_(error_KN)
         if counts_KJ is not None:
             real = torch.arange(self.block, device=x_KN.device) < counts_KJ.unsqueeze(-1)
             x_KN.view(*counts_KJ.shape, self.block).masked_fill_(~real, 0.0)
-        n = x_KN.shape[1]
-        values = values_in(frames_KB, n, torch.bfloat16)
         values.copy_(x_KN)
-        frames_KB[:, 2 * n :].zero_()
+        frames_KB[:, 2 * x_KN.shape[1] :].zero_()
         x_KN.sub_(values)
 
     def decode(self, frames_KB: Tensor, out_KN: Tensor, *, weight: float = 1.0, keep: float = 0.0) -> None:
-        values = values_in(frames_KB, out_KN.shape[1], torch.bfloat16)
+        values = values_in(frames_KB, out_KN.shape, torch.bfloat16)
         if keep != 0.0:
             out_KN.mul_(keep).add_(values.float().mul_(weight))
         else:
@@ -46,10 +45,10 @@ class Bf16Codec:
                 out_KN.mul_(weight)
 
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
-        mean_into_(out_N, values_in(frames_KB, out_N.shape[0], torch.bfloat16))
+        mean_into_(out_N, values_in(frames_KB, (len(frames_KB), len(out_N)), torch.bfloat16))
 
     def encode_mean(self, received_WB: Tensor, out: Outgoing) -> None:
         average_then_encode(self, received_WB, out)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
-        return values_in(frames_KB, n, torch.bfloat16).isfinite().all()
+        return values_in(frames_KB, (len(frames_KB), n), torch.bfloat16).isfinite().all()

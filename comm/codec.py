@@ -8,12 +8,14 @@ Shape legend: K rows (one per receiver), N elements of a row, B bytes of its fra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from .kernels.edge import check_shape
 from .operands import Outgoing
 
 
@@ -66,16 +68,17 @@ class IdentityCodec:
         return -(-4 * n // 16) * 16
 
     def encode(self, x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None) -> None:
+        values = values_in(frames_KB, x_KN.shape, torch.float32)
         if error_KN is not None:
             x_KN.add_(error_KN)
         if frames_KB.data_ptr() == x_KN.data_ptr():
             return
         frames_KB[:, 4 * x_KN.shape[1] :].zero_()
-        values_in(frames_KB, x_KN.shape[1], torch.float32).copy_(x_KN)
+        values.copy_(x_KN)
         x_KN.zero_()
 
     def decode(self, frames_KB: Tensor, out_KN: Tensor, *, weight: float = 1.0, keep: float = 0.0) -> None:
-        values = values_in(frames_KB, out_KN.shape[1], torch.float32)
+        values = values_in(frames_KB, out_KN.shape, torch.float32)
         if keep != 0.0:
             out_KN.mul_(keep).add_(values * weight)
         elif weight != 1.0:
@@ -84,13 +87,14 @@ class IdentityCodec:
             out_KN.copy_(values)
 
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
-        mean_into_(out_N, values_in(frames_KB, out_N.shape[0], torch.float32))
+        mean_into_(out_N, values_in(frames_KB, (len(frames_KB), len(out_N)), torch.float32))
 
     def encode_mean(self, received_WB: Tensor, out: Outgoing) -> None:
         average_then_encode(self, received_WB, out)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
-        return torch.linalg.vector_norm(values_in(frames_KB, n, torch.float32), float("inf")).isfinite()
+        values = values_in(frames_KB, (len(frames_KB), n), torch.float32)
+        return torch.linalg.vector_norm(values, float("inf")).isfinite()
 
 
 def average_then_encode(codec: Codec, received_WB: Tensor, out: Outgoing) -> None:
@@ -106,9 +110,11 @@ def average_then_encode(codec: Codec, received_WB: Tensor, out: Outgoing) -> Non
 # Frames that are the numbers themselves, of one type.
 
 
-def values_in(frames_KB: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """The n numbers in the beginning of each frame [K, n]. A view."""
-    return frames_KB.view(dtype)[:, :n] if n else frames_KB.new_empty(len(frames_KB), 0, dtype=dtype)
+def values_in(frames_KB: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The numbers in the beginning of each frame, of shape [K, n]. A view. Raises ValueError for frames of another."""
+    rows, n = shape
+    check_shape(frames_KB, rows, n * dtype.itemsize)
+    return frames_KB.view(dtype)[:, :n] if n else frames_KB.new_empty(rows, 0, dtype=dtype)
 
 
 def mean_into_(out_N: Tensor, values_KN: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import kernels
 from .codec import _check_whole_blocks, average_then_encode
-from .kernels import cpu, int4_reference
+from .kernels import cpu, int4_reference, reference
 from .operands import Outgoing
 
 
@@ -53,7 +53,7 @@ class Int4Codec:
         average_then_encode(self, received_WB, out)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
-        return int4_reference.int4_scales(frames_KB, n, block=self.block).isfinite().all()
+        return reference.decodes_finite(int4_reference.int4_scales(frames_KB, n, block=self.block), 8.0).all()
 
     def _kernel(self, device: torch.device) -> ModuleType:
         is_cpu = self.kernel == "cpu" or (self.kernel == "auto" and device.type == "cpu" and cpu.is_built())

@@ -578,8 +578,8 @@ ONEBIT_KERNEL int8_encode(float* x, i64 x_stride, const void* error, i64 error_s
     }
   }
   bits = largest_bits(bits);
-  const bool is_bad = bits >= kInfinityBits;
   const u32 not_below = (__float_as_uint(__fdiv_rn(__uint_as_float(bits), 127.0f)) + 0xFFFFu) >> 16;
+  const bool is_bad = bits >= kInfinityBits || __float_as_uint(float_from_bf16(not_below) * 128.0f) >= kInfinityBits;
   const u32 scale = is_bad ? kNanBf16 : not_below;
   const float step = is_bad || scale == 0 ? 1.0f : float_from_bf16(scale);
   if (!at.inside) return;

@@ -12,7 +12,6 @@ struct Code {
   static constexpr int64_t bytes(int64_t elements) { return elements; }
   ONEBIT_TARGET static Lanes load(const uint8_t* from) { return Lanes::load_int8(from); }
   ONEBIT_TARGET static void store(Lanes q, uint8_t* to) { q.store_int8(to); }
-  static bool is_bad(uint32_t) { return false; }
 };
 #include "step_blocks.inl"
 }
@@ -46,10 +45,6 @@ struct Code {
 #else
     for (int b = 0; b < kLanes / 2; ++b) to[b] = static_cast<uint8_t>((wide[2 * b] & 0xF) | (wide[2 * b + 1] << 4));
 #endif
-  }
-  // largest: bits of max|c|, finite. Whether it would decode to an infinity.
-  static bool is_bad(uint32_t largest) {
-    return bits_of_float(float_from_bf16(bf16_not_below(float_from_bits(largest) / kSteps)) * kSteps) >= kInfinityBits;
   }
 };
 #include "step_blocks.inl"

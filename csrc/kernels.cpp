@@ -291,6 +291,7 @@ void run(void (*work)(const Job&, int64_t, int64_t), const Job& job, int64_t blo
 
 // Zeroes what lies behind the last scale of each row.
 void clear_tails(uint8_t* frames, int64_t frame_stride, int64_t K, int64_t frame_bytes, int64_t used_bytes) {
+  if (frame_bytes == used_bytes) return;  // frames of no blocks have no memory
   for (int64_t k = 0; k < K; ++k) std::memset(frames + k * frame_stride + used_bytes, 0, frame_bytes - used_bytes);
 }
 

@@ -1,5 +1,5 @@
 // The int8 frame of comm/kernels/reference.py and the int4 frame of comm/int4.py over `Lanes`: whole steps of a scale.
-// Included by frames.inl once per frame, with what sets them apart in `Code`: kSteps, bytes, load, store, is_bad.
+// Included by frames.inl once per frame, with what sets them apart in `Code`: kSteps, bytes, load, store.
 
 // The largest |c|, as its bits: at or above kInfinityBits where the block holds an infinity or a NaN.
 ONEBIT_TARGET inline uint32_t largest_bits(Lanes largest) {
@@ -24,13 +24,14 @@ ONEBIT_TARGET inline void encode_block(float* x, const void* error, int64_t erro
     largest = Lanes::larger_bits(largest, c.abs());
   }
   const uint32_t bits = largest_bits(largest);
-  if (bits >= kInfinityBits || Code::is_bad(bits)) {
+  const uint16_t scale_bf16 = bf16_not_below(float_from_bits(bits) / Code::kSteps);
+  const float farthest = float_from_bf16(scale_bf16) * (Code::kSteps + 1.0f);  // that any code decodes to
+  if (bits >= kInfinityBits || bits_of_float(farthest) >= kInfinityBits) {
     store_u16(scale, kNanBf16);
     std::memset(bytes, 0, Code::bytes(block));
     std::memset(x, 0, block * sizeof(float));
     return;
   }
-  const uint16_t scale_bf16 = bf16_not_below(float_from_bits(bits) / Code::kSteps);
   store_u16(scale, scale_bf16);
   const Lanes s = Lanes::splat(scale_bf16 == 0 ? 1.0f : float_from_bf16(scale_bf16));
 #pragma GCC unroll 4

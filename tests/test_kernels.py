@@ -1,14 +1,18 @@
 """The C++ kernel gives the reference's bytes and floats; the edge rejects what it cannot take; missing builds are said.
 
-Tolerance: none. Floats are compared as int32, so that the sign of a zero and the bits of a NaN count.
+Tolerance: none. Floats are compared as int32, so that the sign of a zero counts; a NaN is a NaN, whatever its bits.
 
 Shape legend: K rows, N elements, J blocks, B bytes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import itertools
 import logging
+import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -24,7 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from onebit.comm import Int4Codec, Int8Codec, SignCodec, kernels
+from onebit.comm import Int4Codec, Int8Codec, Outgoing, Segments, SignCodec, Update, kernels
 from onebit.comm.kernels import cpu, int4_reference, reference
 
 # The sign frame with its two scales, and the frames of whole steps.
@@ -35,6 +39,8 @@ BLOCKS = {
     "int8": (16, 48, 64, 256, 1024),
     "int4": (32, 64, 96, 256, 1024),
 }
+CSRC = Path(__file__).parents[1] / "csrc"
+COMPILER = shutil.which("c++")
 ERRORS = (None, torch.float32, torch.bfloat16)
 SPECIAL = (
     float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-40, 1e-38, 1e30, -1e30, 1e-30, 1e-23,
@@ -62,7 +68,7 @@ def restored_threads() -> Iterator[None]:
 
 
 def bits(t: Tensor) -> Tensor:
-    return t.contiguous().view(torch.int32) if t.dtype == torch.float32 else t
+    return torch.where(t.isnan(), torch.nan, t).view(torch.int32) if t.dtype == torch.float32 else t
 
 
 def assert_same(got: Tensor, expected: Tensor) -> None:
@@ -178,12 +184,14 @@ def test_decode_gives_the_floats_of_the_reference(isa: str, frame: str, block: i
 @needs_build
 @each_isa
 @pytest.mark.parametrize("frame", ("rms", "int8", "int4"))
-def test_decode_takes_any_bits_and_any_finite_or_infinite_scale(isa: str, frame: str) -> None:
-    block, J = 64, 300
-    frames = torch.randint(256, frames_for(3, J * block, block, frame=frame).shape, dtype=torch.uint8)
+def test_decode_takes_any_bits_and_any_scale(isa: str, frame: str) -> None:
+    """All 65,536 scales, denormal, infinite and NaN ones too, and means of any three of them."""
+    block, J = BLOCKS[frame][0], 21_846
+    g = torch.Generator().manual_seed(0)
+    frames = torch.randint(256, frames_for(3, J * block, block, frame=frame).shape, dtype=torch.uint8, generator=g)
     scales_at = J * block * {"int8": 8, "int4": 4}.get(frame, 1) // 8
-    scales = frames[:, scales_at:][:, : 2 * J].contiguous().view(torch.bfloat16)
-    frames[:, scales_at:][:, : 2 * J] = torch.where(scales.isnan(), 0.5, scales).view(torch.uint8)
+    scales = torch.randperm(3 * J, generator=g).to(torch.int16).view(3, J)
+    frames[:, scales_at:][:, : 2 * J] = scales.view(torch.uint8)
     for weight, keep in ((1.0, 0.0), (0.0, 0.0), (0.3, 0.7)):
         decode_both(frames, random(3, J * block), block=block, frame=frame, weight=weight, keep=keep, isa=isa)
     decode_mean_both(frames, J * block, block=block, frame=frame, isa=isa)
@@ -244,14 +252,14 @@ def test_int8_ties_sizes_and_odd_nans_encode_as_in_the_reference(isa: str) -> No
 @needs_build
 @each_isa
 def test_int4_ties_sizes_and_overflows_encode_as_in_the_reference(isa: str) -> None:
-    """Every half step (a largest of 7 makes the scale a power of two), from denormal to where 7·s is infinite."""
+    """Every half step (a largest of 7 makes the scale a power of two), from denormal to where 8·s is infinite."""
     block = 32
     halves = torch.arange(-16, 16).clamp(-14, 14) / 2
     x = halves * torch.ldexp(torch.ones(275), torch.arange(-149, 126)).unsqueeze(1)
     assert x.isfinite().all()
     for near in (x, x * 0.0, x * (1 - 2**-23), x[:-1] * (1 + 2**-23)):
         encode_both(near, None, None, block=block, frame="int4", isa=isa)
-    largest = torch.finfo(torch.float32).max * (1 - torch.arange(2000) * 1e-5)
+    largest = torch.finfo(torch.float32).max * (1 - torch.arange(2000) * 1e-4)
     huge = encode_both(largest.unsqueeze(1) * torch.ones(block), None, None, block=block, frame="int4", isa=isa)
     overflows = int4_reference.int4_scales(huge, block, block=block).isnan().sum()
     assert 0 < overflows < 2000
@@ -328,6 +336,34 @@ def test_reference_rounds_each_operation_once() -> None:
         lanes = lanes[:, :half] + lanes[:, half:]
     scale = torch.from_numpy(np.sqrt(lanes[:, 0] / np.float32(block))).to(torch.bfloat16)
     assert torch.equal(reference.scales(frames, J * block, block=block)[0], scale)
+
+
+@needs_build
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler named c++")
+def test_no_undefined_behaviour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Under the sanitizer, also with no blocks, whose tensors have no memory, and with bytes that no encoder sends."""
+    command = [str(COMPILER), "-O0", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-fsanitize=undefined"]
+    if subprocess.run([*command, CSRC / "kernels.cpp", "-o", tmp_path / "kernels.so"], timeout=60).returncode:
+        pytest.skip("needs the sanitizer of the compiler: libubsan")
+    library = ctypes.CDLL(str(tmp_path / "kernels.so"))
+    cpu._declare(library)
+    monkeypatch.setattr(cpu, "_library", lambda: library)
+    for isa, frame, J in itertools.product(_available, FRAMES, (0, 1, 3)):
+        block = BLOCKS[frame][0]
+        x, counts = random(2, J * block), random_counts(2, J, block)
+        for error in (None, random(2, J * block, seed=1), random(2, J * block, seed=1).bfloat16()):
+            frames = encode_both(x, error, counts, block=block, frame=frame, isa=isa)
+        for sent in (frames, torch.full_like(frames, 0x80), torch.full_like(frames, 0xFF)):
+            decode_both(sent, x, block=block, frame=frame, weight=0.1, keep=0.9, isa=isa)
+            decode_mean_both(sent, J * block, block=block, frame=frame, isa=isa)
+        if frame == "rms":
+            out = Outgoing(None, torch.empty_like(frames[:1]), counts[:1], torch.empty(1, J * block))
+            cpu.encode_mean(frames, out, block=block, scale=frame, isa=isa)
+            segments = Segments((), (), block)
+            cpu.apply(frames, J * block, Update([], segments, torch.empty(0), torch.empty(0)), block=block, isa=isa)
+    assert "runtime error" not in capfd.readouterr().err
 
 
 # Views, and what the edge rejects

@@ -10,8 +10,8 @@ Frame of a row of N = J·block elements:
 Rules, each operation in float32, rounded once; those of the int8 frame (`kernels/reference.py`) with 7 for 127:
 1. c = x + error; padding is +0.0. s = max|c| / 7, a division, rounded *up* to the next bfloat16.
 2. q = clamp(round(c / s), -7, 7), a division, ties to even; by 1 instead of s where s = 0. The nibble -8 is never sent.
-3. A block with a NaN or an infinity, or so large that 7·s is one, travels as scale 0x7FC0 and zero bytes, and leaves
-   residual 0.
+3. A block with a NaN or an infinity, or so large that 8·s is one, travels as scale 0x7FC0 and zero bytes, and leaves
+   residual 0. So a frame is finite where 8·s is finite for all its scales: no nibble decodes to more than that.
 4. The residual is c - q·s, where q keeps the sign of a zero: c = -0.0 leaves +0.0.
 5. A decoded value is q·s; means and sums as for the other frames.
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from . import reference
+from .edge import check_shape
 
 _NAN_BF16 = 0x7FC0
 
@@ -34,6 +35,7 @@ def int4_encode(
     """frames ← frame of c = x + error; x ← c - decode(frames). x float32, in place; error float32/bfloat16, read."""
     K, N = x_KN.shape
     J = N // block
+    check_shape(frames_KB, K, N // 2 + 2 * J)
     if error_KN is not None:
         x_KN.add_(error_KN)
     c_KJn = x_KN.view(K, J, block)
@@ -43,7 +45,7 @@ def int4_encode(
     largest_KJ = torch.linalg.vector_norm(c_KJn, float("inf"), dim=-1)
     # A tensor of its device: a Python divisor becomes a multiplication by its reciprocal on CUDA.
     s_KJ = reference._round_up_to_bfloat16(largest_KJ / x_KN.new_full((), 7.0))
-    bad_KJ = ~(s_KJ.to(torch.float32) * 7.0).isfinite()
+    bad_KJ = ~(largest_KJ.isfinite() & reference.decodes_finite(s_KJ, 8.0))
     c_KJn.masked_fill_(bad_KJ.unsqueeze(-1), 0.0)
     s_KJ1 = s_KJ.to(torch.float32).masked_fill(bad_KJ | (s_KJ == 0), 1.0).unsqueeze(-1)
     q_KJn = torch.div(c_KJn, s_KJ1).round_().clamp_(-7, 7)
@@ -71,10 +73,8 @@ def int4_scales(frames_KB: Tensor, n: int, *, block: int) -> Tensor:
 
 
 def _values(frames_KB: Tensor, n: int, block: int) -> Tensor:
-    K, J = frames_KB.shape[0], n // block
+    K, s_KJ = len(frames_KB), int4_scales(frames_KB, n, block=block)
     packed = frames_KB[:, : n // 2].view(torch.int8)
     # Shifts of int8 keep the sign: the low half goes up to the top first.
-    q_KN = torch.stack((packed << 4 >> 4, packed >> 4), dim=-1).view(K, J, block)
-    return (
-        q_KN.to(torch.float32).mul_(int4_scales(frames_KB, n, block=block).to(torch.float32).unsqueeze(-1)).view(K, n)
-    )
+    q_KN = torch.stack((packed << 4 >> 4, packed >> 4), dim=-1).view(*s_KJ.shape, block)
+    return q_KN.to(torch.float32).mul_(s_KJ.to(torch.float32).unsqueeze(-1)).view(K, n)

@@ -16,7 +16,9 @@ Rules that leave no freedom to an implementation:
    Squares overflow above 1.8e19 and vanish below 1e-23: the former counts as non-finite, the latter as zero.
 4. The residual is c - (±scale), one float32 subtraction with the *rounded* scale. Padding has zero bits and residual 0.
 5. A decoded value is the scale with the sign bit put in. A mean adds row after row and multiplies by float32(1/K).
-   `keep·out + weight·value` rounds each product and the sum.
+   `keep·out + weight·value` rounds each product and the sum. Values that cancel add up to +0.0, so a tie is a plus when
+   the mean is encoded; whether three or more cancel is decided by float32, in row order. The sign and the payload of a
+   NaN that comes out are left open: machines differ.
 
 Fused steps over sign frames. They say what c is, and where what comes back goes; the frame is as above:
 6. `encode_mean`: c = mean + error, the mean by rule 5. `encode_momentum`: c = (y·add + m·keep) + error, where
@@ -34,7 +36,8 @@ Int8 frame (`int8_encode`, `int8_decode`, `int8_decode_mean`) of a row of N = J�
 Its rules, each operation in float32, rounded once:
 1. c = x + error; padding is +0.0. s = max|c| / 127, a division, rounded *up* to the next bfloat16.
 2. q = clamp(round(c / s), -127, 127), a division, ties to even; by 1 instead of s where s = 0.
-3. A block with a NaN or an infinity travels as scale 0x7FC0 and zero bytes, and leaves residual 0.
+3. A block with a NaN or an infinity, or so large that 128·s is one, travels as scale 0x7FC0 and zero bytes, and leaves
+   residual 0. So a frame is finite where 128·s is finite for all its scales: no byte decodes to more than that.
 4. The residual is c - q·s, where q keeps the sign of a zero: c = -0.0 leaves +0.0.
 5. A decoded value is q·s; mean and `keep·out + weight·value` as above.
 
@@ -49,6 +52,7 @@ import torch
 from torch import Tensor
 
 from ..operands import Momentum, Outgoing, Update, Variance
+from .edge import check_shape
 
 LANES = 16
 _NAN_BF16 = 0x7FC0
@@ -60,6 +64,7 @@ def encode(
     """frames ← frame of c = x + error; x ← c - decode(frames). x float32, in place; error float32/bfloat16, read."""
     K, N = x_KN.shape
     J = N // block
+    check_shape(frames_KB, K, N // 8 + 2 * J)
     c = x_KN if error_KN is None else x_KN + error_KN
     c_KJn = c.reshape(K, J, block)
     real: Tensor | None = None
@@ -147,6 +152,7 @@ def int8_encode(
     """frames ← frame of c = x + error; x ← c - decode(frames). x float32, in place; error float32/bfloat16, read."""
     K, N = x_KN.shape
     J = N // block
+    check_shape(frames_KB, K, N + 2 * J)
     if error_KN is not None:
         x_KN.add_(error_KN)
     c_KJn = x_KN.view(K, J, block)
@@ -154,9 +160,9 @@ def int8_encode(
         padding = torch.arange(block, device=x_KN.device) >= counts_KJ.unsqueeze(-1)
         c_KJn.masked_fill_(padding, 0.0)
     largest_KJ = torch.linalg.vector_norm(c_KJn, float("inf"), dim=-1)
-    bad_KJ = ~largest_KJ.isfinite()
     # A tensor of its device: a Python divisor becomes a multiplication by its reciprocal on CUDA.
     s_KJ = _round_up_to_bfloat16(largest_KJ / x_KN.new_full((), 127.0))
+    bad_KJ = ~(largest_KJ.isfinite() & decodes_finite(s_KJ, 128.0))
     c_KJn.masked_fill_(bad_KJ.unsqueeze(-1), 0.0)
     s_KJ1 = s_KJ.to(torch.float32).masked_fill(bad_KJ | (s_KJ == 0), 1.0).unsqueeze(-1)
     q_KJn = torch.div(c_KJn, s_KJ1).round_().clamp_(-127, 127)
@@ -182,7 +188,14 @@ def int8_scales(frames_KB: Tensor, n: int, *, block: int) -> Tensor:
     return _scales_at(frames_KB, n, n // block)
 
 
+def decodes_finite(s: Tensor, steps: float) -> Tensor:
+    """Whether `steps` steps of each scale are finite."""
+    return (s.to(torch.float32) * steps).isfinite()
+
+
 def _weigh_into_(out_KN: Tensor, values_KN: Tensor, weight: float, keep: float) -> None:
+    if len(values_KN) != len(out_KN):
+        raise ValueError(f"{len(values_KN)} frames cannot be decoded into {len(out_KN)} rows")
     if weight != 1.0:
         values_KN.mul_(weight)
     if keep == 0.0:
@@ -199,14 +212,15 @@ def _mean_into_(out_N: Tensor, frames_KB: Tensor, values: Callable[[Tensor], Ten
 
 
 def _scales_at(frames_KB: Tensor, offset: int, J: int) -> Tensor:
+    check_shape(frames_KB, len(frames_KB), offset + 2 * J)
     scales_KB = frames_KB[:, offset : offset + 2 * J].clone(memory_format=torch.contiguous_format)
     return scales_KB.view(-1).view(torch.bfloat16).view(frames_KB.shape[0], J)
 
 
 def _int8_values(frames_KB: Tensor, n: int, block: int) -> Tensor:
-    K = frames_KB.shape[0]
+    K, s_KJ = len(frames_KB), int8_scales(frames_KB, n, block=block)
     q_KJn = frames_KB[:, :n].view(torch.int8).to(torch.float32).view(K, n // block, block)
-    return q_KJn.mul_(int8_scales(frames_KB, n, block=block).to(torch.float32).unsqueeze(-1)).view(K, n)
+    return q_KJn.mul_(s_KJ.to(torch.float32).unsqueeze(-1)).view(K, n)
 
 
 def _round_up_to_bfloat16(x: Tensor) -> Tensor:

@@ -76,9 +76,11 @@ def int8_encode_blocks(
 
     # 2. The scale, rounded up to bfloat16
     bits = tl.max(largest, axis=1)
-    bad = bits >= 0x7F800000
     exact = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full([P], 127.0, tl.float32))
-    scale = tl.where(bad, 0x7FC0, (exact.to(tl.int32, bitcast=True) + 0xFFFF) >> 16)
+    not_below = (exact.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+    farthest = from_bfloat16(not_below) * 128.0
+    bad = (bits >= 0x7F800000) | (farthest.to(tl.int32, bitcast=True) >= 0x7F800000)
+    scale = tl.where(bad, 0x7FC0, not_below)
     step = tl.where(bad | (scale == 0), 1.0, from_bfloat16(scale))
     tl.store(halves + k * halves_stride + J * (BLOCK // 2) + j, scale.to(tl.int16), mask=inside)
 
