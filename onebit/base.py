@@ -461,11 +461,8 @@ class CompressedOptimizer(BucketedOptimizer):
         verdicts: dict[torch.device, list[Tensor]] = {bucket.device: [] for bucket in self._buckets}
         for bucket in self._buckets:
             verdicts[bucket.device].append(self._is_finite(bucket))
-        return (
-            ballots
-            if self._all_parts_agree(all(bool(torch.stack(flags).all()) for flags in verdicts.values()))
-            else None
-        )
+        is_good = all(bool(torch.stack(flags).all()) for flags in verdicts.values())
+        return ballots if self._all_parts_agree(is_good) else None
 
     def _launch_rest(self, scale: float) -> None:
         for bucket in self._buckets[self._launched :]:
