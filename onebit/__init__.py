@@ -16,10 +16,14 @@ from .lamb import Lamb
 from .onebit_adam import OnebitAdam
 from .onebit_lamb import OnebitLamb
 from .replicas import ReplicaError
+from .skips import SkippedStepsError
 from .version import VERSION as __version__
 from .zero_one_adam import ZeroOneAdam
 
-__all__ = ["DesyncError", "Lamb", "OnebitAdam", "OnebitLamb", "ReplicaError", "ZeroOneAdam", "__version__", "comm"]
+__all__ = [
+    "DesyncError", "Lamb", "OnebitAdam", "OnebitLamb", "ReplicaError", "SkippedStepsError", "ZeroOneAdam",
+    "__version__", "comm",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from . import zero as zero

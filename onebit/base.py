@@ -70,6 +70,7 @@ from .join import Join
 from .payoff import Payoff, StopWatch
 from .replicas import ReplicaError
 from .shards import Shards, count_edits_apart_, local
+from .skips import MOST_SKIPS, SkipLimit
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -117,7 +118,9 @@ class CommonOptions(TorchOptions, total=False):
     gradients travel in bfloat16 from there on, which rank 0 logs; "always" asks nothing.
     overlap: send buckets during backward. Where gradients change before step() all the same, they are sent once more,
     and after three such steps in a row nothing is sent during backward any more. bucket_cap_mb: float32
-    MiB per bucket. check_replicas_every: steps between votes on the replicas' bits (0: never).
+    MiB per bucket. check_replicas_every: steps, taken or skipped, between votes on the bits of parameters and of the
+    state that replicas have in common (0: never). max_consecutive_skips: so many skipped steps in a row are an error
+    (0: never); see `skips.py`.
     """
 
     max_grad_norm: float
@@ -129,6 +132,7 @@ class CommonOptions(TorchOptions, total=False):
     overlap: bool
     bucket_cap_mb: float
     check_replicas_every: int
+    max_consecutive_skips: int
 
 
 def codec_of_gradients(given: Codec | None, common: CommonOptions) -> Codec:
@@ -160,6 +164,7 @@ class CompressedOptimizer(BucketedOptimizer):
         overlap: bool = True,
         bucket_cap_mb: float = 16.0,
         check_replicas_every: int = 100,
+        max_consecutive_skips: int = MOST_SKIPS,
         **torchs: Unpack[TorchOptions],
     ):
         check_arguments(type(self).__name__, torchs)
@@ -185,7 +190,8 @@ class CompressedOptimizer(BucketedOptimizer):
         self._join = Join()
         self._sent_before = (0, 0)
         self._waited_s = 0.0
-        self._checked_step = 0
+        self._attempts = self._voted = 0  # steps, taken or skipped: all, and up to the last vote on replicas
+        self._skips = SkipLimit(max_consecutive_skips)
         super().__init__(
             params,
             defaults,
@@ -406,7 +412,7 @@ class CompressedOptimizer(BucketedOptimizer):
 
         Under GradScaler the loss scale is taken out here, and an overflow on one rank makes all skip. Raises PeerError
         if a peer is lost, DesyncError if the ranks are not in the same step with the same options, ReplicaError if the
-        replicas are no longer identical.
+        replicas are no longer identical, SkippedStepsError if too many steps in a row were skipped.
         """
         self._computing.stop()
         loss = None
@@ -423,12 +429,15 @@ class CompressedOptimizer(BucketedOptimizer):
         resends = self._has_changed(grad_scale)
         travels = any(self._codec(bucket) is not None for bucket in self._buckets)
         ballots = self._exchange(1.0 / grad_scale, resends) if travels else self._stay_at_home(1.0 / grad_scale)
+        bad: list[str] = []
         if ballots is not None:
             self._finish(ballots)
         else:
-            self._skip()
+            bad = self._skip()
+        self._vote_where_due()
         self._count_traffic()
         self._start_over()
+        self._skips.observe(ballots is None, bad, self.link, self.shards.whole)
         self._computing.start()
         return loss
 
@@ -553,7 +562,7 @@ class CompressedOptimizer(BucketedOptimizer):
         for bucket in self._buckets:
             bucket.gather(self._gradients(bucket), scale * self.stats.clip_factor)
         if not self.shards.agree(is_finite and all(bool(bucket.x.isfinite().all()) for bucket in self._buckets)):
-            self._report_bad_gradient("it counts as zero")
+            self._report_bad_gradients("it counts as zero")
             self.stats.clip_factor = 1.0
             for bucket in self._buckets:
                 bucket.x.zero_()
@@ -587,12 +596,7 @@ class CompressedOptimizer(BucketedOptimizer):
         self._before_move()
         for bucket in self._buckets:
             self._move(bucket, seen)
-        step = int(self._steps[0])
-        self._after_step(ballots, step)
-        every = self.check_replicas_every
-        if every and step // every > self._checked_step // every and self._is_synchronised():
-            self._checked_step = step
-            self.check_replicas()
+        self._after_step(ballots, int(self._steps[0]))
 
     def _apply(
         self, bucket: Bucket, seen: Sequence[bool], frames_WB: Tensor | None, weight_K: Tensor, keep_K: Tensor
@@ -616,17 +620,19 @@ class CompressedOptimizer(BucketedOptimizer):
         params, views = zip(*moved, strict=True)
         torch._foreach_sub_(params, views)
 
-    def _skip(self) -> None:
-        if not self._report_bad_gradient("all ranks skip the step") and self.link.rank == 0:
+    def _skip(self) -> list[str]:
+        bad = self._report_bad_gradients("all ranks skip the step")
+        if not bad and self.link.rank == 0:
             log.warning("a gradient is not finite on another rank; all ranks skip the step")
+        return bad
 
-    def _report_bad_gradient(self, consequence: str) -> bool:
-        """Count it, and warn if it is one of this rank's; whether it is."""
+    def _report_bad_gradients(self, consequence: str) -> list[str]:
+        """Count them, and warn of those that are this rank's; the parameters they are of."""
         self.stats.skipped_steps += 1
         mine = [name for bucket in self._buckets for name in bucket.bad()]
         if mine:
             log.warning("rank %d: gradient not finite in %s; %s", self.link.rank, ", ".join(mine[:5]), consequence)
-        return bool(mine)
+        return mine
 
     def _count_traffic(self) -> None:
         sent, across = (now - before for now, before in zip(self._sent(), self._sent_before, strict=True))
@@ -717,17 +723,28 @@ class CompressedOptimizer(BucketedOptimizer):
 
     # ---------------------------------------------------------------- agreement and telemetry
 
-    def check_replicas(self) -> None:
-        """Vote on the bits of all parameters; ReplicaError on all ranks if they differ. Sends 16 bytes per peer.
+    def _vote_where_due(self) -> None:
+        self._attempts += 1
+        every = self.check_replicas_every
+        if every and self._attempts // every > self._voted // every and self._is_synchronised():
+            self._voted = self._attempts
+            self.check_replicas()
 
-        So do tensor ranks on what they hold alike: see `Shards.unlike`.
+    def check_replicas(self) -> None:
+        """Vote on the bits of all that replicas have in common; ReplicaError on all ranks where they differ.
+
+        That is the parameters, the moments or D, and the packed momentum. Sends 16 bytes per peer. So do tensor ranks
+        on what they hold alike: see `Shards.unlike`.
         """
         names = [name for bucket in self._buckets for name in bucket.names]
         step = int(self._steps[0])
         unlike = self.shards.unlike(list(self._slots), names)
+        state = [pair for bucket in self._buckets for pair in bucket.replicated()]
+        tensors = [local(p) for p in self._slots] + [tensor for _, tensor in state]
+        names = names + [name for name, _ in state]
 
         def check() -> None:
-            replicas.check_replicas(self.link, [local(p) for p in self._slots], names, step)
+            replicas.check_replicas(self.link, tensors, names, step)
             if unlike:
                 raise ReplicaError(f"rank {self.link.rank}: after step {step} {unlike}; resume from a checkpoint")
 
@@ -751,7 +768,8 @@ class CompressedOptimizer(BucketedOptimizer):
 
     def _options(self) -> list[str]:
         names = ("_clip", "check_replicas_every", "_overlap", "compression")
-        return [*super()._options(), *(f"option {name.lstrip('_')} = {getattr(self, name)}" for name in names)]
+        lines = [f"option {name.lstrip('_')} = {getattr(self, name)}" for name in names]
+        return [*super()._options(), *lines, f"option max_consecutive_skips = {self._skips.most}"]
 
     def _extra_state(self) -> dict:
         return {
@@ -769,6 +787,7 @@ class CompressedOptimizer(BucketedOptimizer):
     def _restore(self, state: dict) -> None:
         self._give_up_step()
         super()._restore(state)
-        self._checked_step = int(self._steps[0]) if self._steps else 0
+        self._attempts = self._voted = int(self._steps[0]) if self._steps else 0
+        self._skips.in_a_row = 0
         if self._buckets:
             self.stats.phase = self._buckets[0].phase

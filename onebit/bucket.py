@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -120,6 +120,12 @@ class Bucket:
         """The parameters whose gradients are not finite on this rank."""
         pairs = zip(self.params, self.names, strict=True)
         return [name for p, name in pairs if p.grad is not None and not bool(local(p.grad).isfinite().all())]
+
+    def replicated(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of the state that has the same bits on every replica, when these are synchronised."""
+        for name, tensor in (*self.flat.items(), ("packed momentum", self.frames)):
+            if tensor is not None:
+                yield f"{name} of the bucket that begins with {self.names[0]}", tensor
 
     def new_errors(self, dtype: torch.dtype) -> ErrorFeedback:
         """Nothing owed: worker error [H·N], for the own rows, and server error [N]."""

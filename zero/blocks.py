@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..skips import MOST_SKIPS
 from .inert import BF16, DATA_TYPES, FP16, OFFLOAD, OFFLOAD_PARAM, PIPELINE, ZERO
 from .keys import BOOL, FLOAT, INT, TEXT, Inert, block, check_block, key
 
@@ -179,8 +180,9 @@ class Onebit:
     replica axis between nodes; "across" nodes, by the sharded one-bit algorithm; "auto": inside where a node has
     several ranks, across where it has one. differences: what parameter differences travel in when it is across: "int4"
     (4.06 bits per parameter) or "sign" (1.02). ranks_per_node: null: as the launcher says.
-    compression, bucket_cap_mb, error_dtype, check_replicas_every: see `onebit.base.CommonOptions`. block: elements per
-    scale of the one-bit frames, a multiple of 64. variance_floor: see `onebit.adam.floor_of_blocks`.
+    compression, bucket_cap_mb, error_dtype, check_replicas_every, max_consecutive_skips: see
+    `onebit.base.CommonOptions`. block: elements per scale of the one-bit frames, a multiple of 64. variance_floor: see
+    `onebit.adam.floor_of_blocks`.
     tensor: how many ranks compute each layer together (`tensor.py`); null: one, or as many as the grid has that the
     engine is given.
     """
@@ -194,6 +196,7 @@ class Onebit:
     block: int = key(256, INT, least=64)
     variance_floor: float = key(0.01, FLOAT, least=0)
     check_replicas_every: int = key(100, INT, least=0)
+    max_consecutive_skips: int = key(MOST_SKIPS, INT, least=0)
     tensor: int | None = key(None, INT, null=True, least=1)
 
     def __post_init__(self) -> None:

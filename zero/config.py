@@ -143,6 +143,7 @@ class Config(_TopLevel):
             "overlap": self.zero_optimization.overlap_comm and not self.fp16.enabled,
             "bucket_cap_mb": self.onebit.bucket_cap_mb,
             "check_replicas_every": self.onebit.check_replicas_every,
+            "max_consecutive_skips": self.onebit.max_consecutive_skips,
         }
 
     def to_dict(self) -> dict:

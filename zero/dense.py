@@ -64,6 +64,12 @@ def prepare(
     return norm
 
 
+def bad_gradients(model: nn.Module) -> list[str]:
+    """The names of the parameters whose gradients are not finite on this rank."""
+    named = [(name, local(p.grad)) for name, p in model.named_parameters() if p.grad is not None]
+    return [name for name, grad in named if not bool(grad.isfinite().all())]
+
+
 def _norm(params: Sequence[Tensor], grads: list[Tensor], shards: Shards) -> float:
     """Of all gradients of the model, those of other ranks included. Not torch's clip_grad_norm_: that takes tensors of
     one mesh, and a tensor-parallel model has plain ones, or sharded over one axis, among those sharded over two.

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..replicas import gather_bytes
+from ..skips import SkipLimit
 from . import dense, fsdp, pipeline, resume
 from .checkpoint import Checkpoints
 from .config import Config
@@ -71,6 +72,7 @@ class Engine:
         self.loss_scale: LossScale = loss_scale(config.fp16)
         self.micro_steps = self.global_steps = self.skipped_steps = 0
         self.grad_norm: float | None = None
+        self._skips = SkipLimit(config.onebit.max_consecutive_skips)  # of a dense optimizer; others count their own
         self._monitors, self._loss = monitors, torch.zeros(())
         self._clock = WallClock(config.wall_clock_breakdown)
         self.comm_ms = 0.0
@@ -117,8 +119,8 @@ class Engine:
         """Behind every backward. With the step's last micro-batch: average over ranks, update, drop the gradients.
 
         Where a gradient is not finite on any rank, all skip: nothing changes but the loss scale, and the schedule stays
-        where it is. Raises OverflowError, on all ranks, where the loss scale cannot fall any further; PeerError and
-        ReplicaError as the optimizer.
+        where it is. Raises OverflowError, on all ranks, where the loss scale cannot fall any further; PeerError,
+        ReplicaError and SkippedStepsError as the optimizer.
         """
         self._refuse_in_pipeline("step()")
         is_boundary = self.is_gradient_accumulation_boundary()
@@ -255,9 +257,12 @@ class Engine:
         self.grad_norm = dense.prepare(
             self.optimizer, self.grid.world, self._shards, self.global_steps + 1, scale, max_norm
         )
-        if self.grad_norm is not None:
+        is_skipped = self.grad_norm is None
+        if not is_skipped:
             self.optimizer.step()
-        return self.grad_norm is None
+        bad = dense.bad_gradients(self.module) if is_skipped else []
+        self._skips.observe(is_skipped, bad, self.grid.world)
+        return is_skipped
 
     def _without_traffic(self) -> AbstractContextManager[None]:
         if self.is_gradient_accumulation_boundary():

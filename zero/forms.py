@@ -197,6 +197,7 @@ def _across(config: Config, grid: Grid, params: Iterable) -> ShardedOnebitOptimi
         "variance_floor": ours.variance_floor,
         "bucket_cap_mb": ours.bucket_cap_mb,
         "check_replicas_every": ours.check_replicas_every,
+        "max_consecutive_skips": ours.max_consecutive_skips,
     }
     warmup = getattr(p, "var_freeze_step" if isinstance(p, ZeroOneAdamParams) else "freeze_step", "auto")
     if isinstance(warmup, int):
@@ -223,12 +224,13 @@ def _choice(config: Config) -> OptimizerChoice:
 
 # Keys of the block "onebit" that choose grid and form, and those that each form acts on.
 _OF_THE_GRID = {"sharding", "ranks_per_node", "tensor"}
-_SIGNS = {"compression", "bucket_cap_mb", "error_dtype", "block", "variance_floor", "check_replicas_every"}
+_ALWAYS = {"bucket_cap_mb", "max_consecutive_skips"}
+_SIGNS = _ALWAYS | {"compression", "error_dtype", "block", "variance_floor", "check_replicas_every"}
 _OURS = {
     "whole": _SIGNS,
     "inside": _SIGNS,
     "across": _SIGNS - {"compression", "error_dtype"} | {"differences"},
-    "dense": {"bucket_cap_mb"},
+    "dense": _ALWAYS,
 }
 
 

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from onebit.ballot import Ballot, Header, check_headers, gather_headers, present
 from onebit.comm import Codec, Exchange, Flight, Int4Codec, Int8Codec, SignCodec, Transport, Work, sent_across
 from onebit.contract import TorchOptions, check_arguments, check_number
 from onebit.join import Join
+from onebit.skips import MOST_SKIPS, SkipLimit
 
 from . import shard_vote
 from .shard_bucket import ShardedBucket
@@ -83,7 +84,8 @@ class ShardedOptions(TorchOptions, total=False):
     variance_floor, update_limit: see D in `ShardedOnebitAdam`. warmup_steps: how many steps at the beginning send eight
     bits up; one bit then is too coarse for a variance that is still young, and some runs never make it up
     (scripts/records/sharded_2026-11.md). 0: none. bucket_cap_mb: float32 MiB of a bucket.
-    check_replicas_every: steps between votes on the replicas' bits (0: never).
+    check_replicas_every: steps, taken or skipped, between votes on the replicas' bits (0: never).
+    max_consecutive_skips: so many steps in a row of which anything was skipped are an error (0: never).
     """
 
     stage: int
@@ -97,6 +99,16 @@ class ShardedOptions(TorchOptions, total=False):
     warmup_steps: int
     bucket_cap_mb: float
     check_replicas_every: int
+    max_consecutive_skips: int
+
+
+@dataclass
+class LeftOut:
+    """What of the step under way was left out, as not finite: by all ranks, or by this one alone; names: of its own."""
+
+    names: list[str] = field(default_factory=list)
+    is_any: bool = False
+    by_all: bool = False
 
 
 class ShardedOnebitOptimizer(ShardedOptimizer):
@@ -124,6 +136,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         warmup_steps: int = WARMUP_STEPS,
         bucket_cap_mb: float = 16.0,
         check_replicas_every: int = 100,
+        max_consecutive_skips: int = MOST_SKIPS,
         **torchs: Unpack[TorchOptions],
     ):
         check_arguments(type(self).__name__, torchs)
@@ -148,6 +161,8 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
             )
         self.check_replicas_every = check_replicas_every
         self.stats = ShardStats()
+        self._left_out, self._skips = LeftOut(), SkipLimit(max_consecutive_skips)
+        self._attempts = self._voted = 0  # steps, taken or skipped: all, and up to the last vote on replicas
         self._is_paused = False
         self._join = Join()
         self._launched, self._launched_scale = 0, 1.0
@@ -176,7 +191,8 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         )
 
     def _options(self) -> list[str]:
-        return [*super()._options(), f"option check_replicas_every = {self.check_replicas_every}"]
+        limits = {"check_replicas_every": self.check_replicas_every, "max_consecutive_skips": self._skips.most}
+        return [*super()._options(), *(f"option {name} = {value}" for name, value in limits.items())]
 
     # ---------------------------------------------------------------- step
 
@@ -184,9 +200,9 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update from this rank's gradients; all ranks. See the class for the sequence.
 
-        Raises PeerError if a peer is lost, DesyncError if the ranks are not in the same step with the same options, and
-        ReplicaError if the replicas are no longer identical; state and parameters are then to be taken from a
-        checkpoint.
+        Raises PeerError if a peer is lost, DesyncError if the ranks are not in the same step with the same options,
+        SkippedStepsError if too many steps in a row were skipped, and ReplicaError if the replicas are no longer
+        identical; state and parameters are then to be taken from a checkpoint.
         """
         loss = None
         if closure is not None:
@@ -195,10 +211,9 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         if not self._buckets:
             self._join.is_finished = False  # no rank has any
             return loss
-        self._waited_s, self.stats.clip_factor, self.stats.is_skipped = 0.0, 1.0, False
+        self._waited_s, self.stats.clip_factor = 0.0, 1.0
         if self._join.is_on and not self._anybody_goes_on():
             return loss
-        before = self.steps_taken()
         self._check_masters()
         if self._recipe.stage == 2:
             self._finish_launched()
@@ -206,12 +221,21 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
             self._step_whole()
         self._after_step()
         self._versions = [p._version for p in self._bucket_of]
-        self._skipped_steps += self.stats.is_skipped
+        left_out, self._left_out = self._left_out, LeftOut()
+        self.stats.is_skipped = left_out.is_any
+        self._skipped_steps += left_out.is_any
         self._fill_stats()
-        step, every = self.steps_taken(), self.check_replicas_every
-        if every and step // every > before // every:
+        self._attempts += 1
+        every = self.check_replicas_every
+        if every and self._attempts // every > self._voted // every and self._is_sending():
+            self._voted = self._attempts
             self.check_replicas()
+        self._skips.observe(left_out.by_all, left_out.names, self.link)
         return loss
+
+    def _is_sending(self) -> bool:
+        """Whether the ranks hear of each other in this step."""
+        return True
 
     def _step_whole(self) -> None:
         """Stages 0 and 1: one vote on all gradients, then every bucket's exchange, a few on the wire at a time."""
@@ -245,6 +269,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         if not shard_vote.is_finite(ballots):
             what = "these parameters" if self._recipe.stage == 2 else "the step"
             self._report_skip(buckets, f"all ranks skip {what}")
+            self._left_out.by_all = True
             return None
         factor = self._clip.estimated_factor(ballots, self.link.world_size) if self._clip.max_norm > 0 else 1.0
         everywhere = iter(present_anywhere(ballots))
@@ -304,13 +329,14 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
 
     def _report_skip(self, buckets: Sequence[ShardedBucket], what_follows: str) -> None:
         """Count it, and say whose gradients are not finite: on that rank, or on rank 0 that it is another's."""
-        self.stats.is_skipped = True
         bad = [
             name
             for bucket in buckets
             for p, name in zip(bucket.params, bucket.names, strict=True)
             if p.grad is not None and not bool(torch.linalg.vector_norm(p.grad, dtype=torch.float32).isfinite())
         ]
+        self._left_out.is_any = True
+        self._left_out.names += bad
         if bad:
             log.warning("rank %d: gradient not finite in %s; %s", self.link.rank, ", ".join(bad[:5]), what_follows)
         elif self.link.rank == 0:
@@ -445,6 +471,8 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         """See `ShardedOptimizer.load_state_dict`. Raises RuntimeError as `state_dict`."""
         self._check_at_rest()
         super().load_state_dict(state_dict)
+        self._attempts = self._voted = self.steps_taken()
+        self._skips.in_a_row = 0
 
 
 class _TimedWork:

@@ -122,6 +122,9 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
         if self._is_skipping:
             self.stats.phase = "local"
 
+    def _is_sending(self) -> bool:
+        return not self._is_skipping
+
     def _step_number(self) -> int:
         return self._steps + 1
 
