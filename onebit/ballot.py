@@ -23,7 +23,7 @@ NUMBERS_OF_A_GROUP = ("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
 
 _KIND_BYTES = 32
 _HEADER = struct.Struct(f"<q{_KIND_BYTES}s?")
-_SUMMARY = struct.Struct("<q?8s")
+_SUMMARY = struct.Struct("<q??8s")
 _SUMS = struct.Struct("<2d")
 
 _REMEDIES = {
@@ -40,14 +40,18 @@ class DesyncError(RuntimeError):
 
 @dataclass(frozen=True)
 class Summary:
-    """A header as it travels in a ballot. resends: a gradient of this rank has changed since it was sent."""
+    """A header as it travels in a ballot.
+
+    resends: a gradient of this rank has changed since it was sent. repeats: its gradients are those of the last step.
+    """
 
     step: int
     resends: bool
+    repeats: bool
     digest: bytes
 
     def to_bytes(self) -> bytes:
-        return _SUMMARY.pack(self.step, self.resends, self.digest)
+        return _SUMMARY.pack(self.step, self.resends, self.repeats, self.digest)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Summary:
@@ -71,9 +75,9 @@ class Header:
         """The header of a step over these parameter groups."""
         return cls(step, kind, tuple(x for group in groups for x in numbers_of(group)), is_finished)
 
-    def summary(self, *, resends: bool = False) -> Summary:
+    def summary(self, *, resends: bool = False, repeats: bool = False) -> Summary:
         """What is sent as long as all agree."""
-        return Summary(self.step, resends, hashlib.blake2b(self.to_bytes(), digest_size=8).digest())
+        return Summary(self.step, resends, repeats, hashlib.blake2b(self.to_bytes(), digest_size=8).digest())
 
     def to_bytes(self) -> bytes:
         numbers = struct.pack(f"<{len(self.numbers)}d", *self.numbers)
@@ -191,13 +195,28 @@ class Ballot:
 
 
 def cast_ballots(link: Transport, header: Header, mine: Ballot, device: torch.device | str) -> list[Ballot]:
-    """Every rank's ballot, in rank order. All ranks. Sends 33 bytes and a bit per parameter to each peer.
+    """Every rank's ballot, in rank order. All ranks. Sends 34 bytes and a bit per parameter to each peer.
 
-    header: of which the ballot has the summary. Raises DesyncError; see `check_headers`.
+    header: of which the ballot has the summary. Raises DesyncError; see `check_headers` and `check_ballots`.
     """
     ballots = [Ballot.from_bytes(data, len(mine.present)) for data in gather_bytes(link, mine.to_bytes(), device)]
-    check_summaries(link, header, [ballot.summary for ballot in ballots], device)
+    check_ballots(link, header, ballots, device)
     return ballots
+
+
+def check_ballots(
+    link: Transport, header: Header, ballots: Sequence[Ballot], device: torch.device | str | None = None
+) -> None:
+    """Raise as `check_summaries`; DesyncError too where some ranks use a gradient again, and others have new ones."""
+    check_summaries(link, header, [ballot.summary for ballot in ballots], device)
+    again = [rank for rank, ballot in enumerate(ballots) if ballot.summary.repeats]
+    anew = [rank for rank, ballot in enumerate(ballots) if not ballot.summary.repeats and any(ballot.present)]
+    if again and anew:
+        raise DesyncError(
+            f"rank {link.rank}: rank {_listed(again)} calls step() with the gradients of its last step, rank "
+            f"{_listed(anew)} with new ones; every rank must call backward() and step() equally often, and zero_grad() "
+            "where it has no batch"
+        )
 
 
 def present_anywhere(ballots: Sequence[Ballot]) -> list[bool]:

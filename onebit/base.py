@@ -67,6 +67,7 @@ from .comm import (
 )
 from .contract import TorchOptions, check_arguments
 from .join import Join
+from .marks import GradientMark, are_used_again
 from .payoff import Payoff, StopWatch
 from .replicas import ReplicaError
 from .shards import Shards, count_edits_apart_, local
@@ -188,6 +189,7 @@ class CompressedOptimizer(BucketedOptimizer):
         self._resent_in_a_row = 0
         self._paused = False
         self._join = Join()
+        self._used: list[GradientMark] = []  # the gradients of the last step
         self._sent_before = (0, 0)
         self._waited_s = 0.0
         self._attempts = self._voted = 0  # steps, taken or skipped: all, and up to the last vote on replicas
@@ -330,7 +332,7 @@ class CompressedOptimizer(BucketedOptimizer):
         assert codec is not None and bucket.index == self._launched
         if bucket.index == 0 and self._asks_before_sending:
             self._call_roll(self._round_name())
-        bucket.note_versions()
+        bucket.mark_sent()
         bucket.wire = self._wire(bucket, codec)
         with self._beside(bucket.device):
             bucket.flight = Flight(self._legs(bucket, self.param_groups[bucket.group_index], codec, scale))
@@ -524,7 +526,8 @@ class CompressedOptimizer(BucketedOptimizer):
 
     def _cast(self, scale: float, resends: bool) -> list[Ballot]:
         header = self._header(self._round_name())
-        mine = self._my_ballot(scale, header.summary(resends=resends))
+        repeats = are_used_again(list(self._slots), self._used)
+        mine = self._my_ballot(scale, header.summary(resends=resends, repeats=repeats))
         with self._waiting():
             return cast_ballots(self.link, header, mine, self._buckets[0].device)
 
@@ -651,8 +654,9 @@ class CompressedOptimizer(BucketedOptimizer):
         # None where every pass was in no_sync(), or none was.
         self._passes_per_step = max(slot.passes for slot in self._slots.values()) or self._passes_per_step
         self._launched = 0
+        self._used = [GradientMark.of(p) for p in self._slots]
         for bucket in self._buckets:
-            bucket.flight, bucket.wire, bucket.complete, bucket.sent_versions = None, None, 0, []
+            bucket.flight, bucket.wire, bucket.complete, bucket.sent = None, None, 0, []
         for slot in self._slots.values():
             slot.passes, slot.is_complete = 0, False
 

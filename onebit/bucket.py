@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +12,7 @@ from torch import Tensor
 from .clip import dot
 from .comm import Codec, ErrorFeedback, Flight, Levels, Wire
 from .flat import Layout
+from .marks import GradientMark
 from .shards import local
 
 
@@ -48,7 +48,7 @@ class Bucket:
     wires: dict[Codec, Wire] = field(default_factory=dict)
     wire: Wire | None = None
     flight: Flight | None = None
-    sent_versions: list[tuple[weakref.ref[Tensor], int] | None] = field(default_factory=list)
+    sent: list[GradientMark] = field(default_factory=list)
     complete: int = 0
     _x: Tensor | None = None
     _x_views: list[Tensor] = field(default_factory=list)
@@ -107,14 +107,14 @@ class Bucket:
         if scale != 1.0:
             self.x.mul_(scale)
 
-    def note_versions(self) -> None:
+    def mark_sent(self) -> None:
         """The gradients are being sent as they are now."""
-        self.sent_versions = [_version(p) for p in self.params]
+        self.sent = [GradientMark.of(p) for p in self.params]
 
     def changed(self) -> list[str]:
         """The parameters whose gradients are no longer those that were sent."""
-        triples = zip(self.params, self.names, self.sent_versions, strict=True)
-        return [name for p, name, sent in triples if not _is_same(p, sent)]
+        triples = zip(self.params, self.names, self.sent, strict=True)
+        return [name for p, name, mark in triples if not mark.is_still(p)]
 
     def bad(self) -> list[str]:
         """The parameters whose gradients are not finite on this rank."""
@@ -166,15 +166,3 @@ class Bucket:
         rows = self.own_rows(flat)
         rows.copy_(own.view(rows.shape))
         return flat
-
-
-def _version(p: Tensor) -> tuple[weakref.ref[Tensor], int] | None:
-    # By reference: where a gradient was dropped, the next one may lie at the same address.
-    return None if p.grad is None else (weakref.ref(p.grad), local(p.grad)._version)
-
-
-def _is_same(p: Tensor, sent: tuple[weakref.ref[Tensor], int] | None) -> bool:
-    if p.grad is None or sent is None:
-        return p.grad is None and sent is None
-    grad, version = sent
-    return grad() is p.grad and local(p.grad)._version == version

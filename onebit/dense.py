@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .comm.transport import Transport, Work
+from .marks import GradientMark
 from .shards import count_edits_apart_, local
 
 _FIRST_BUCKET_MB = 1.0  # as in DDP: the wire has work soon after the backward pass begins
@@ -31,7 +32,7 @@ class _Bucket:
     views: Sequence[Tensor]
     work: Work | None = None
     complete: int = 0
-    sent: list[tuple[weakref.ref[Tensor], int] | None] = field(default_factory=list)
+    sent: list[GradientMark] = field(default_factory=list)
 
     def launch(self, link: Transport) -> None:
         """Send the gradients; one that is not there counts as zero."""
@@ -40,12 +41,12 @@ class _Bucket:
                 view.zero_()
             else:
                 view.copy_(local(parameter.grad))
-        self.sent = [_version(parameter) for parameter in self.params]
+        self.sent = [GradientMark.of(parameter) for parameter in self.params]
         self.work = link.all_reduce(self.flat)
 
     def is_stale(self) -> bool:
         """Whether a gradient is no longer what was sent."""
-        return any(not _is_still(p, sent) for p, sent in zip(self.params, self.sent, strict=True))
+        return any(not mark.is_still(p) for p, mark in zip(self.params, self.sent, strict=True))
 
     def land(self, world_size: int) -> None:
         """Write the means into the gradients."""
@@ -55,21 +56,6 @@ class _Bucket:
                 parameter.grad = torch.empty_like(parameter)
             local(parameter.grad).copy_(view)
         self.work, self.complete = None, 0
-
-
-def _version(parameter: Tensor) -> tuple[weakref.ref[Tensor], int] | None:
-    """Which tensor the gradient is, and how often it was written. A reference, as another may take its address."""
-    if parameter.grad is None:
-        return None
-    grad = local(parameter.grad)
-    return weakref.ref(grad), grad._version
-
-
-def _is_still(parameter: Tensor, sent: tuple[weakref.ref[Tensor], int] | None) -> bool:
-    if parameter.grad is None or sent is None:
-        return parameter.grad is sent is None
-    (grad, version), now = sent, local(parameter.grad)
-    return grad() is now and version == now._version
 
 
 @torch.no_grad()

@@ -312,7 +312,7 @@ def test_what_crosses_nodes_is_an_lth_of_what_a_flat_world_sends(H: int, L: int)
             out.append((stats.sent_bytes, stats.sent_bytes_across, stats.bits_per_parameter))
         return out
 
-    W, ballot = H * L, 17 + 17  # with the summary of a header
+    W, ballot = H * L, 17 + 18  # with the summary of a header
     B, int8 = SignCodec().frame_bytes(2048), Int8Codec().frame_bytes(2048)
     inside = (L - 1) * 4 * n // L
     for steps in run_nodes(H, L, ours):

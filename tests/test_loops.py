@@ -284,6 +284,42 @@ def test_a_rank_that_skips_a_step_uses_its_next_batch(name: str) -> None:
     assert said[0].startswith("PeerError: rank 0: rank [1] ended") and said[1] == ""
 
 
+@pytest.mark.parametrize("name", [*FAMILY, *SHARDED])
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_rank_that_repeats_a_step_is_named(name: str, drops: bool) -> None:
+    """Without zero_grad(), in a step of the others; with it, it counts as one without gradients, and ends first."""
+
+    def ours(link: SimTransport) -> None:
+        net = model()
+        optimizer = build(name, net, link)
+        for step in range(8):
+            optimizer.zero_grad()
+            loss_of(net, step, link.rank).backward()
+            optimizer.step()
+            if link.rank == 1 and step in (4, 5, 6):  # rounds of 0/1 Adam may be local
+                if drops:
+                    optimizer.zero_grad()
+                optimizer.step()
+
+    said = errors_of(2, ours)
+    if drops:
+        assert said[0] == "" and said[1].startswith("PeerError: rank 1: rank [0] ended")
+    else:
+        for rank, one in enumerate(said):
+            assert one.startswith(f"DesyncError: rank {rank}: rank 1 calls step() with the gradients of its last step")
+
+
+def test_all_ranks_may_use_a_gradient_again() -> None:
+    def ours(link: SimTransport) -> Tensor:
+        net, optimizer = fresh(link)
+        loss_of(net, 0, link.rank).backward()
+        for _ in range(7):
+            optimizer.step()
+        return flat(net)
+
+    assert torch.equal(*run_ranks(2, ours))
+
+
 # -------------------------------------------------------------------------------- uneven batches
 
 

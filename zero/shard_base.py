@@ -23,6 +23,7 @@ from onebit.ballot import Ballot, Header, check_headers, gather_headers, present
 from onebit.comm import Codec, Exchange, Flight, Int4Codec, Int8Codec, SignCodec, Transport, Work, sent_across
 from onebit.contract import TorchOptions, check_arguments, check_number
 from onebit.join import Join
+from onebit.marks import GradientMark, are_used_again
 from onebit.skips import MOST_SKIPS, SkipLimit
 
 from . import shard_vote
@@ -165,6 +166,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         self._attempts = self._voted = 0  # steps, taken or skipped: all, and up to the last vote on replicas
         self._is_paused = False
         self._join = Join()
+        self._used: list[GradientMark] = []  # the gradients of the last step
         self._launched, self._launched_scale = 0, 1.0
         self._waited_s = 0.0
         codec = SignCodec(block=block, scale="mean_abs")
@@ -221,6 +223,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
             self._step_whole()
         self._after_step()
         self._versions = [p._version for p in self._bucket_of]
+        self._used = [GradientMark.of(p) for p in self._bucket_of]
         left_out, self._left_out = self._left_out, LeftOut()
         self.stats.is_skipped = left_out.is_any
         self._skipped_steps += left_out.is_any
@@ -286,7 +289,8 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
                 product += scale * self._product(bucket, grads)
         # The estimate takes the mean over ranks of products; here each rank has its chunks' part of one product.
         present = [self._present(p) for bucket in buckets for p in bucket.params]
-        return Ballot(self._header().summary(), present, norm_squared, self.link.world_size * product)
+        repeats = are_used_again(list(self._bucket_of), self._used)
+        return Ballot(self._header().summary(repeats=repeats), present, norm_squared, self.link.world_size * product)
 
     def _header(self, kind: str = "step()") -> Header:
         """What this rank is about to do."""

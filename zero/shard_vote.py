@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from onebit.ballot import Ballot, Header, check_summaries
+from onebit.ballot import Ballot, Header, check_ballots
 from onebit.comm import Transport, Work
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Tally:
 def gather_votes(
     link: Transport, header: Header, ballot: Ballot, tally: Tally, device: torch.device
 ) -> Generator[Work, None, tuple[list[Ballot], list[Tally]]]:
-    """Every rank's ballot and tally, in rank order. Yields one Work. Sends 65 bytes and a bit per parameter to each.
+    """Every rank's ballot and tally, in rank order. Yields one Work. Sends 66 bytes and a bit per parameter to each.
 
     Raises DesyncError, on all ranks, where they are not in the same step with the same options.
     """
@@ -49,7 +49,7 @@ def gather_votes(
     yield link.all_gather(rows, row)
     messages = [bytes(r.tolist()) for r in rows.cpu()]
     ballots = [Ballot.from_bytes(message[_TALLY.size :], len(ballot.present)) for message in messages]
-    check_summaries(link, header, [each.summary for each in ballots], device)
+    check_ballots(link, header, ballots, device)
     return ballots, [Tally(*_TALLY.unpack_from(message)) for message in messages]
 
 

@@ -1,0 +1,37 @@
+"""Gradients as they once were: whether one has changed since it was sent, or is still that of the step before."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .shards import local
+
+
+class GradientMark(NamedTuple):
+    """Which tensor a parameter's gradient was, and how often it had been written. None: there was no gradient."""
+
+    # A reference: where a gradient was dropped, the next one may lie at the same address.
+    grad: weakref.ref[Tensor] | None
+    version: int = 0
+
+    @classmethod
+    def of(cls, p: Tensor) -> GradientMark:
+        """The gradient as it is now."""
+        return cls(None) if p.grad is None else cls(weakref.ref(p.grad), local(p.grad)._version)
+
+    def is_still(self, p: Tensor) -> bool:
+        """Whether p's gradient is what it was."""
+        if p.grad is None or self.grad is None:
+            return p.grad is None and self.grad is None
+        return self.grad() is p.grad and local(p.grad)._version == self.version
+
+
+def are_used_again(params: Sequence[Tensor], marks: Sequence[GradientMark]) -> bool:
+    """Whether there are gradients, and all of them are those of the step in which the marks were made."""
+    if len(params) != len(marks) or all(p.grad is None for p in params):
+        return False
+    return all(mark.is_still(p) for p, mark in zip(params, marks, strict=True))
