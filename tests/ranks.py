@@ -7,11 +7,14 @@ module-level function of a file in tests/ (its arguments and its return value go
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib
 import inspect
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -21,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 LAUNCHER_PREFIXES = ("OMPI_", "PMI", "PRTE_", "SLURM_", "MV2_", "MPI_LOCAL", "TORCHELASTIC_", "MASTER_")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -57,16 +61,14 @@ def run_torchrun(
 ) -> Ended:
     """n ranks with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun gives them.
 
-    They are forks of one process that has imported torch (2.5 s, once instead of n times) and the target's module.
-    agent: the real torchrun.
+    They are forks of a process that has imported all they need, see `_Fork`. agent: the real torchrun, without forks.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        if not agent:
+            return _run(_Fork, ["fork", str(n), folder, *_spell(target, args)], n, Path(folder), timeout_s, env)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
         call = [__file__, "rank", folder, *_spell(target, args)]
-        if agent:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", *call]
-        else:
-            command = [sys.executable, __file__, "fork", str(n), folder, *_spell(target, args)]
-        return _run(command, n, Path(folder), timeout_s, env)
+        return _run(_popen, [*torchrun, *call], n, Path(folder), timeout_s, env)
 
 
 def run_mpi(
@@ -85,7 +87,7 @@ def run_mpi(
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         flags = ["--allow-run-as-root", "--oversubscribe", *mpirun_args]
         call = [sys.executable, __file__, "rank", folder, *_spell(target, args)]
-        return _run([str(MPIRUN), "-np", str(n), *flags, *call], n, Path(folder), timeout_s, env)
+        return _run(_popen, [str(MPIRUN), "-np", str(n), *flags, *call], n, Path(folder), timeout_s, env)
 
 
 def why_no_mpi() -> str:
@@ -109,13 +111,18 @@ def _spell(target: Target, args: tuple[object, ...]) -> list[str]:
     return ["function", f"{inspect.getfile(target)}:{target.__name__}", json.dumps(args)]
 
 
-def _run(command: list[str], n: int, folder: Path, timeout_s: float, env: Mapping[str, str] | None) -> Ended:
+def _run(
+    start: Callable[[list[str], BinaryIO, dict[str, str]], _Fork | subprocess.Popen[bytes]],
+    command: list[str],
+    n: int,
+    folder: Path,
+    timeout_s: float,
+    env: Mapping[str, str] | None,
+) -> Ended:
+    """start(command, output, environment) gives a process in a session of its own."""
     started = time.monotonic()
     with (folder / "output").open("w+b") as output:
-        # In a session of its own: mpirun puts its ranks in other process groups, but they stay in the session.
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=_environment(env, folder), start_new_session=True
-        )
+        process = start(command, output, _environment() | {"ONEBIT_TEST_RESULTS": str(folder)} | dict(env or {}))
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -133,14 +140,79 @@ def _run(command: list[str], n: int, folder: Path, timeout_s: float, env: Mappin
     )
 
 
-def _environment(extra: Mapping[str, str] | None, folder: Path) -> dict[str, str]:
+def _popen(command: list[str], output: BinaryIO, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    # In a session of its own: mpirun puts its ranks in other process groups, but they stay in the session.
+    return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+
+
+class _Fork:
+    """A fork of the server, with what `_run` asks of a Popen. arguments: of this file.
+
+    The server imports torch, its compiler (which an optimizer's constructor imports) and onebit: 6 s of CPU, once for
+    all runs of a test session instead of once for each. It waits for one fork before it starts the next.
+    """
+
+    returncode: int | None = None
+
+    def __init__(self, arguments: list[str], output: BinaryIO, environment: dict[str, str]) -> None:
+        self._pipe = _fork_server()
+        request = {"arguments": arguments, "output": output.name, "environment": environment, "folder": os.getcwd()}
+        self._pipe.stdin.write(json.dumps(request).encode() + b"\n")  # type: ignore[union-attr]
+        self.pid = self._read()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Raises subprocess.TimeoutExpired where the fork has not ended by then."""
+        if self.returncode is None:
+            if not select.select([self._pipe.stdout], [], [], timeout_s)[0]:
+                raise subprocess.TimeoutExpired("fork", timeout_s or 0.0)
+            self.returncode = self._read()
+
+    def _read(self) -> int:
+        answer = self._pipe.stdout.readline()  # type: ignore[union-attr]
+        if not answer:
+            raise RuntimeError(f"the fork server ended with status {self._pipe.wait()}")
+        return int(answer)
+
+
+@functools.cache
+def _fork_server() -> subprocess.Popen[bytes]:
+    """It ends with this process, which holds the other end of its standard input."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+    return subprocess.Popen([sys.executable, __file__, "serve"], env=_environment(), start_new_session=True, **pipes)
+
+
+def _serve() -> list[str]:
+    """For each line that comes in, fork, and answer with the fork's id and then its status. Returns in forks only."""
+    import torch._dynamo  # noqa: F401
+
+    import onebit.zero  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # or each rank would read, and so copy, all of it
+    for line in iter(sys.stdin.readline, ""):
+        pid = os.fork()
+        if pid == 0:
+            request = json.loads(line)
+            os.setsid()
+            output = os.open(request["output"], os.O_WRONLY | os.O_APPEND)
+            for descriptor, ours in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
+                os.dup2(descriptor, ours)
+            os.chdir(request["folder"])
+            os.environ.clear()
+            os.environ.update(request["environment"])
+            return request["arguments"]  # type: ignore[no-any-return]
+        print(pid)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    sys.exit()
+
+
+def _environment() -> dict[str, str]:
     inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(LAUNCHER_PREFIXES) and name not in LAUNCHER_NAMES
     }
-    own = {"OMP_NUM_THREADS": "1", "ONEBIT_TEST_RESULTS": str(folder), "PYTHONUNBUFFERED": "1"}
-    return inherited | own | {"TORCH_CPP_LOG_LEVEL": "ERROR"} | dict(extra or {})
+    return inherited | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def _kill_session(session: int) -> None:
@@ -163,10 +235,6 @@ def _result(path: Path) -> object:
 
 def _fork_ranks(n: int, folder: Path) -> bool:
     """True in each of the n children, whose environment says which rank it is; False in the parent, after their end."""
-    import torch  # noqa: F401  the import that the children share
-
-    import onebit  # noqa: F401
-
     port = _free_port()
     children = []
     for rank in range(n):
@@ -205,7 +273,7 @@ def _function(target: str) -> Callable[..., object]:
 
 
 def main(argv: list[str]) -> None:
-    mode, *rest = argv
+    mode, *rest = _serve() if argv == ["serve"] else argv
     if mode == "fork":
         n, folder, *call = rest
         if call[0] == "function":
