@@ -91,7 +91,8 @@ class Stats:
 
     sent_bytes_across: those to other nodes, which is what a slow network carries; bits_per_parameter is of these. The
     same as sent_bytes where the link is flat. resent_steps: how many steps were sent twice, so far. shadow_steps: how
-    many steps of other ranks this one has taken part in without batches of its own (`join`).
+    many steps of other ranks this one has taken part in without batches of its own (`join`). grad_norm: of the mean
+    gradient, before clipping; exact or the estimate, as `clip.py` has it. None without max_grad_norm, and when skipped.
     """
 
     phase: str = "warmup"
@@ -101,6 +102,7 @@ class Stats:
     comm_ms: float = 0.0
     skipped_steps: int = 0
     clip_factor: float = 1.0
+    grad_norm: float | None = None
     resent_steps: int = 0
     shadow_steps: int = 0
 
@@ -424,7 +426,7 @@ class CompressedOptimizer(BucketedOptimizer):
         if not self._buckets:
             self._join.is_finished = False  # no rank has any
             return loss
-        self._waited_s, self.stats.clip_factor = 0.0, 1.0
+        self._waited_s, self.stats.clip_factor, self._clip.norm = 0.0, 1.0, None
         if self._join.is_on and not self._anybody_goes_on():
             return loss
         grad_scale = float(getattr(self, "grad_scale", None) or 1.0)
@@ -632,6 +634,7 @@ class CompressedOptimizer(BucketedOptimizer):
     def _report_bad_gradients(self, consequence: str) -> list[str]:
         """Count them, and warn of those that are this rank's; the parameters they are of."""
         self.stats.skipped_steps += 1
+        self._clip.norm = None
         mine = [name for bucket in self._buckets for name in bucket.bad()]
         if mine:
             log.warning("rank %d: gradient not finite in %s; %s", self.link.rank, ", ".join(mine[:5]), consequence)
@@ -643,7 +646,7 @@ class CompressedOptimizer(BucketedOptimizer):
         self._sent_before = self._sent()
         elements = sum(bucket.layout.parameter_numel for bucket in self._buckets)
         self.stats.bits_per_parameter = 8.0 * across / max(elements, 1)
-        self.stats.comm_ms = 1e3 * self._waited_s
+        self.stats.comm_ms, self.stats.grad_norm = 1e3 * self._waited_s, self._clip.norm
 
     def _sent(self) -> tuple[int, int]:
         """Bytes so far: to anybody, and to other nodes."""

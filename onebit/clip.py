@@ -24,14 +24,17 @@ from .shards import Shards
 class GlobalNormClip:
     """The rule of torch.nn.utils.clip_grad_norm_: factor = min(1, max_norm/norm); max_norm 0: off.
 
-    average: the momentum's moving average, of the factors instead of the gradients, and its weight.
+    average: the momentum's moving average, of the factors instead of the gradients, and its weight. norm: the last one
+    asked about; None where it was not finite.
     """
 
     max_norm: float
     average: tuple[float, float] = field(default=(0.0, 0.0), repr=False)
+    norm: float | None = field(default=None, repr=False)
 
     def factor(self, norm: float) -> float:
         """What to multiply gradients by; NaN where the norm is not finite."""
+        self.norm = norm if math.isfinite(norm) else None
         return min(1.0, self.max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
 
     def estimated_factor(self, ballots: Sequence[Ballot], world_size: int) -> float:

@@ -222,7 +222,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--size", choices=SIZES, default="small")
     add("--steps", type=_positive, default=200)
     add("--batch-size", type=_positive, default=8, help="sequences per rank, step and part")
-    add("--accumulate", type=_positive, default=1, metavar="K", help="parts per step, whose gradients add up")
+    add("--accumulate", type=_positive, metavar="K", help="parts per step, whose gradients add up; else --pipe's, or 1")
     add("--lr", type=float, default=1e-3)
     add("--warmup-lr-fraction", type=float, default=0.1, help="share of the steps in which the learning rate rises")
     add("--weight-decay", type=float, default=0.01)
@@ -269,6 +269,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--dtype, --ranks-per-node, --tensor and --pipe need --zero; --zero 0 shards nothing")
     if args.optimizer == SHARDED_ONLY and args.zero not in (1, 2):
         parser.error(f"--optimizer {SHARDED_ONLY} needs --zero 1 or --zero 2")
+    if args.accumulate is None:  # a pipeline's schedule needs a part for each stage
+        args.accumulate = args.pipe or 1
     return args
 
 

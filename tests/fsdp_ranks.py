@@ -286,7 +286,6 @@ def shards_that_do_not_fit_are_refused(here: Grid) -> dict[str, str]:
         "plain": message(ValueError, lambda: make("OnebitAdam", plain, here.link, shards=here.shards)),
         "another's": message(ValueError, lambda: states.load_state_dict(other)),
         "stage": message(ValueError, lambda: fsdp.shard(odd_net(), here, 0)),
-        "masters": message(ValueError, lambda: fsdp.shard(odd_net().bfloat16(), here, 1, dtype=torch.bfloat16)),
         "not sharded": message(TypeError, lambda: fsdp.begin_micro_batch(odd_net(), 1, is_last=True)),
     }
 
@@ -397,6 +396,8 @@ def low_precision_has_float32_masters(here: Grid) -> dict[str, object]:
         dtypes = {local(p).dtype for p in net.parameters()} | {p.grad.dtype for p in net.parameters()}
         out[f"dtypes {stage}"] = dtypes == {torch.float32}
         out[f"params {stage}"] = flat(net)
+    masters, rounded = sharded(here, aligned_net().bfloat16(), 3, dtype=torch.float16), aligned_net().bfloat16()
+    out["of another"] = torch.equal(flat(masters), flat(rounded).float())
     return out
 
 

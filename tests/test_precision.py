@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from typing import NamedTuple
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 import onebit
 from onebit.comm import SimTransport, run_ranks
 from onebit.zero.blocks import Fp16
-from onebit.zero.precision import LossScale, loss_scale
+from onebit.zero.precision import LossScale, cast_floats, loss_scale
 
 RULES = st.fixed_dictionaries(
     {
@@ -130,3 +133,19 @@ def test_an_overflow_on_one_rank_lowers_the_scale_of_all_and_touches_nothing() -
     assert scales == other_scales == [2.0**16] * 3 + [2.0**15] * 3
     assert torch.equal(states[2], states[3]) and not torch.equal(states[3], states[4])
     assert all(torch.equal(a, b) for a, b in zip(states, other_states, strict=True))
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    mask: torch.Tensor
+
+
+def test_inputs_are_cast_wherever_they_lie() -> None:
+    x, mask = torch.ones(2), torch.ones(2, dtype=torch.int64)
+    given = {"a": [x, mask, (x, None)], "b": OrderedDict(c={"d": x}), "e": Pair(x, mask), "f": "text", 3: 1.5}
+    cast = cast_floats(given, torch.bfloat16)
+    low = torch.bfloat16
+    assert [cast["a"][0].dtype, cast["a"][2][0].dtype, cast["b"]["c"]["d"].dtype, cast["e"].x.dtype] == [low] * 4
+    assert cast["a"][1] is mask and cast["e"].mask is mask and type(cast["e"]) is Pair
+    assert cast["a"][2][1] is None and cast["f"] == "text" and cast[3] == 1.5
+    assert given["a"][0] is x and x.dtype == torch.float32

@@ -452,7 +452,10 @@ def test_stages_and_slices_train_and_go_on_in_another_layout(tmp_path: Path, pic
     common = ["--zero", "0", "--accumulate", "2", "--freeze-step", "3", "--eval-every", "4"]
     wire = ["--activations", "int8", "--activation-gradients", "int8", "--recompute", "1"]
     first = flags(tmp_path, *common, *wire, "--pipe", "2", "--tensor", "2", "--stop-after", "8", steps=12)
-    run_torchrun(4, train_ranks.runs, pickled_corpus, [first], timeout_s=150).check()
+    # Stages of two ranks, and of one each, with no word of --accumulate.
+    sharded = [flags(tmp_path / pipe, "--zero", "1", "--pipe", pipe, "--batch-size", "1", steps=2) for pipe in "24"]
+    ended = run_torchrun(4, train_ranks.runs, pickled_corpus, [first, *sharded], timeout_s=150).check()
+    assert ended.results == ([0, 0, 0],) * 4
     rows = read_csv(tmp_path / "run.csv")
     assert [row["phase"] for row in rows[-4:]] == ["compressed"] * 4
     assert float(rows[-1]["loss"]) < float(rows[0]["loss"])

@@ -35,12 +35,12 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def prepare(
     optimizer: torch.optim.Optimizer, link: Transport, shards: Shards, step: int, scale: float, max_norm: float
-) -> float | None:
-    """Take the loss scale out of the gradients and clip them by their global norm; the norm before clipping.
+) -> tuple[bool, float | None]:
+    """Take the loss scale out of the gradients and clip them by their global norm: (is_finite, norm before clipping).
 
-    None, on all ranks, where a gradient is not finite on any: then nothing has been changed. All ranks; link: between
-    all of them; shards: those that hold this replica; step: which one this is. max_norm: 0: no clipping, and the norm
-    is 0. Raises DesyncError, on all ranks, where they are not in the same step with the same options.
+    is_finite: False, on all ranks, where a gradient is not finite on any: then nothing has been changed. All ranks;
+    link: between all of them; shards: those that hold this replica; step: which one this is. max_norm: 0: no clipping,
+    and no norm. Raises DesyncError, on all ranks, where they are not in the same step with the same options.
     """
     with_grad = [p for p in parameters(optimizer) if p.grad is not None]
     grads = [local(cast(Tensor, p.grad)) for p in with_grad]
@@ -53,15 +53,15 @@ def prepare(
     if any(said[:1] != b"\1" for said in messages):
         if link.rank == 0:
             log.warning("a gradient is not finite; all ranks skip the step")
-        return None
+        return False, None
     if scale != 1.0 and grads:
         torch._foreach_div_(grads, scale)
     if max_norm <= 0:
-        return 0.0
+        return True, None
     norm = _norm(with_grad, grads, shards)
     if grads:
         torch._foreach_mul_(grads, min(1.0, max_norm / (norm + 1e-6)))
-    return norm
+    return True, norm
 
 
 def bad_gradients(model: nn.Module) -> list[str]:

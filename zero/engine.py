@@ -34,7 +34,7 @@ from .forms import Built
 from .grid import Grid
 from .layers import Loss
 from .monitor import WallClock, Writer
-from .precision import LossScale, loss_scale
+from .precision import LossScale, cast_floats, loss_scale
 from .weights import export_weights
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Engine:
         self.shares_state = self.form == "dense" and dense.has_sharded_state(self.optimizer)
         self.loss_scale: LossScale = loss_scale(config.fp16)
         self.micro_steps = self.global_steps = self.skipped_steps = 0
-        self.grad_norm: float | None = None
+        self._grad_norm: float | None = None
         self._skips = SkipLimit(config.onebit.max_consecutive_skips)  # of a dense optimizer; others count their own
         self._monitors, self._loss = monitors, torch.zeros(())
         self._clock = WallClock(config.wall_clock_breakdown)
@@ -81,14 +81,13 @@ class Engine:
     # ---------------------------------------------------------------- a step
 
     def __call__(self, *inputs: object, **named: object) -> object:
-        """The model's output. Floating-point inputs are cast to the dtype that the configuration computes in."""
+        """The model's output. Floating-point inputs, also in lists and dicts, are cast to the dtype computed in."""
         self._refuse_in_pipeline("a forward pass")
         if self.stage is not None:
             is_last = self.is_gradient_accumulation_boundary() or not self.module.training
             fsdp.begin_micro_batch(self.module, self.stage, is_last=is_last)
         if self.config.dtype != torch.float32:
-            inputs = tuple(self._cast(x) for x in inputs)
-            named = {name: self._cast(x) for name, x in named.items()}
+            inputs, named = cast_floats((inputs, named), self.config.dtype)
         with self._clock.measure("forward") if self.module.training else nullcontext():
             return self.module(*inputs, **named)
 
@@ -254,15 +253,14 @@ class Engine:
         assert self._averager is not None
         self.comm_ms = self._averager.finish()
         scale, max_norm = self.loss_scale.value, self.config.gradient_clipping
-        self.grad_norm = dense.prepare(
+        is_finite, self._grad_norm = dense.prepare(
             self.optimizer, self.grid.world, self._shards, self.global_steps + 1, scale, max_norm
         )
-        is_skipped = self.grad_norm is None
-        if not is_skipped:
+        if is_finite:
             self.optimizer.step()
-        bad = dense.bad_gradients(self.module) if is_skipped else []
-        self._skips.observe(is_skipped, bad, self.grid.world)
-        return is_skipped
+        bad = [] if is_finite else dense.bad_gradients(self.module)
+        self._skips.observe(not is_finite, bad, self.grid.world)
+        return not is_finite
 
     def _without_traffic(self) -> AbstractContextManager[None]:
         if self.is_gradient_accumulation_boundary():
@@ -273,9 +271,6 @@ class Engine:
     def _sender(self) -> Any:
         """Who sends gradients between replicas."""
         return self.optimizer if self._averager is None else self._averager
-
-    def _cast(self, x: object) -> object:
-        return x.to(self.config.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     # ---------------------------------------------------------------- what DeepSpeed's users ask it
 
@@ -301,8 +296,13 @@ class Engine:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Of the last step's mean gradient before clipping; None where nobody holds that gradient."""
-        return self.grad_norm
+        """Of the last step's mean gradient, before clipping: of those forms that clip, so that they know it.
+
+        Exact with a dense optimizer and while gradients travel; where momentum does in their place, the estimate that
+        clips (`onebit/clip.py`), in a local step of 0/1 Adam each rank's own. None without gradient_clipping, at stage
+        2 across nodes, behind a step that was skipped, and before the first.
+        """
+        return self._grad_norm if self.form == "dense" else self.optimizer.stats.grad_norm  # type: ignore[attr-defined]
 
     def train_batch_size(self) -> int:
         """Samples of a step, of all ranks."""

@@ -25,7 +25,7 @@ from . import dense, fsdp, tensor
 from .blocks import Onebit
 from .choices import AdamParams, OnebitLambParams, OptimizerChoice, ZeroOneAdamParams, build_optimizer
 from .config import Config
-from .grid import Grid
+from .grid import Grid, GridShape
 from .groups import Groups
 from .layers import Stage, Stages
 from .pipeline import Ties
@@ -39,15 +39,18 @@ log = logging.getLogger(__name__)
 FORMS = ("whole", "inside", "across", "dense")
 
 
-def choose(config: Config, shards: int) -> str:
-    """One of `FORMS`, for a grid with so many ranks along its shard axis. Raises ValueError where there is none."""
+def choose(config: Config, shape: GridShape) -> str:
+    """One of `FORMS`, on this grid. Raises ValueError where there is none."""
     choice, stage, sharding = config.optimizer, config.zero_optimization.stage, config.onebit.sharding
     if choice is None or not choice.is_one_bit:
         return "dense"
     if stage == 0:
         return "whole" if config.dtype == torch.float32 else "inside"
-    if sharding == "inside" or (sharding == "auto" and shards > 1):
-        if shards == 1:
+    has_shards, is_alone = shape.size("shard") > 1, shape.size("shard") == shape.size("replica") == 1
+    # A stage's only rank has all that is to be shared out, and crosses no network for it.
+    is_inside_alone = is_alone and (stage == 3 or config.pipeline.ranks > 1)
+    if sharding == "inside" or (sharding == "auto" and (has_shards or is_inside_alone)):
+        if not (has_shards or is_alone):
             raise ValueError(
                 'onebit.sharding is "inside" and a node has one rank: there is nobody to shard with; leave it to '
                 '"auto", or say how many ranks share a node with onebit.ranks_per_node'
@@ -95,7 +98,7 @@ def build(
     groups: the parameters to train, or groups of them, of the sharded model. optimizer: makes a dense one of these, in
     place of the configuration's. tensor_plan: see `tensor.parallelize`; needed where the tensor axis has several ranks.
     """
-    form, stage, dtype = choose(config, grid.shape.size("shard")), config.zero_optimization.stage, config.dtype
+    form, stage, dtype = choose(config, grid.shape), config.zero_optimization.stage, config.dtype
     is_plain = stage == 0 and dtype == torch.float32
     if is_plain and (shards := grid.shape.size("shard")) > 1:
         raise ValueError(

@@ -53,22 +53,22 @@ def shard(
 ) -> nn.Module:
     """Shard a model over the grid's shard axis, in place, and return it. All ranks, before its optimizer is made.
 
-    stage: 1, 2 or 3; see the module docstring. dtype: compute in it (torch.bfloat16, torch.float16); the parameters,
-    float32, remain the masters, and gradients are reduced in float32. blocks: modules that are gathered one at a time
-    (default: `blocks_of`); what is in none of them is gathered with the root. offload: shards, their gradients and the
-    optimizer's state live in host memory, where the optimizer steps on them; the grid needs a backend for host tensors.
-    pin_memory: page-locked, where there is CUDA.
+    stage: 1, 2 or 3; see the module docstring. dtype: compute in it (torch.bfloat16, torch.float16); the parameters
+    are float32 masters, which those of another dtype become, and gradients are reduced in float32. blocks: modules
+    that are gathered one at a time (default: `blocks_of`); what is in none of them is gathered with the root.
+    offload: shards, their gradients and the optimizer's state live in host memory, where the optimizer steps on
+    them; the grid needs a backend for host tensors. pin_memory: page-locked, where there is CUDA.
 
     Parameters become DTensors: a rank holds the rows of its shard, or none where a parameter has fewer rows than there
-    are shards. Raises ValueError for another stage, and for masters that are not float32.
+    are shards. Raises ValueError for another stage.
     """
     if stage not in STAGES:
         raise ValueError(
             f"stage must be 1, 2 or 3, got {stage!r}; at stage 0 nothing is sharded: give the optimizer the plain model"
         )
-    low = [name for name, p in model.named_parameters() if dtype is not None and p.dtype != torch.float32]
-    if low:
-        raise ValueError(f"{low[0]} is not float32: parameters are the masters of a model in {dtype}; model.float() it")
+    for p in model.parameters() if dtype is not None else ():
+        if p.is_floating_point():
+            p.data = p.data.float()  # no optimizer knows them yet: FSDP2 replaces them in any case
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
     options: dict[str, Any] = {"mesh": grid.mesh["shard"], "mp_policy": policy}
     if offload:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, cast
@@ -60,14 +61,15 @@ def initialize(
 ) -> Initialized:
     """Engine, optimizer, data loader and scheduler, as DeepSpeed's users know them. All ranks, once per model.
 
-    model: float32, the same on every rank in shape (rank 0's values are taken); sharded in place; or a list of layers,
-    see `PipelineModule`. config: see `read_config`; None: args.deepspeed_config, as argparse leaves it.
-    model_parameters: what to train, of the model as it is passed, or a function that gives it of the sharded model:
-    parameters or groups of them; default: all that requires gradients. optimizer: makes one, dense, where the
-    configuration has none. lr_scheduler: makes one, in place of the configuration's. training_data, collate_fn: see
-    `ShardedLoader`; seed is its. grid: default: the launcher's ranks, sharded inside each node where the stage asks for
-    it. tensor_plan: how the ranks of the grid's tensor axis divide the layers, see `tensor.parallelize`; with one rank
-    there it changes nothing. fills: what "auto" stands for.
+    model: the same on every rank in shape (rank 0's values are taken); sharded in place; or a list of layers, see
+    `PipelineModule`. Where the configuration computes in bf16 or fp16, masters are float32, whatever its dtype is.
+    config: see `read_config`; None: args.deepspeed_config, as argparse leaves it. model_parameters: what to train,
+    of the model as it is passed, or a function that gives it of the sharded model: parameters or groups of them;
+    default: all that requires gradients. optimizer: makes one, dense, where the configuration has none.
+    lr_scheduler: makes one, in place of the configuration's. training_data, collate_fn: see `ShardedLoader`; seed
+    is its. grid: default: the launcher's ranks, sharded inside each node where the stage asks for it. tensor_plan:
+    how the ranks of the grid's tensor axis divide the layers, see `tensor.parallelize`; with one rank there it
+    changes nothing. fills: what "auto" stands for.
 
     Raises ValueError, TypeError, OSError and ImportError on bad configurations, before anything is sharded.
     """
@@ -147,7 +149,10 @@ def _named_config(config: ConfigLike | None, args: object) -> ConfigLike:
 
 
 def _shards(config: Config, launch: Launch) -> int:
-    """Ranks along the shard axis: those that the tensor axis leaves of a node; of a dense optimizer, of all."""
+    """Ranks along the shard axis: those of a node, or all of a dense optimizer, as far as a stage has them.
+
+    The tensor axis takes its own first.
+    """
     is_one_bit = config.optimizer is not None and config.optimizer.is_one_bit
     if config.zero_optimization.stage == 0 or (is_one_bit and config.onebit.sharding == "across"):
         return 1
@@ -157,4 +162,5 @@ def _shards(config: Config, launch: Launch) -> int:
     ranks = config.onebit.ranks_per_node or ranks
     if max(ranks, tensor) % min(ranks, tensor):
         raise ValueError(f"onebit.tensor: {tensor} ranks do not divide the {ranks} of a node; take a divisor of them")
-    return max(1, ranks // tensor)
+    shards, stages = max(1, ranks // tensor), config.pipeline.ranks
+    return shards if stages == 1 else math.gcd(shards, launch.world_size // (stages * tensor))

@@ -1,4 +1,4 @@
-"""The loss scale of float16 training: a number and the rule by which it moves.
+"""Computing in low precision: inputs, and the loss scale of float16 training, a number and the rule by which it moves.
 
     scale = loss_scale(config.fp16)
     (loss * scale.value).backward(); optimizer.grad_scale = torch.tensor(scale.value); optimizer.step()
@@ -13,10 +13,22 @@ optimizer the engine casts the vote.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from .blocks import Fp16
 
 _FACTOR = 2.0
+
+T = TypeVar("T")
+
+
+def cast_floats(tree: T, dtype: torch.dtype) -> T:
+    """The tree with its floating-point tensors in this dtype. What is no list, tuple, dict or tensor stays as it is."""
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
 
 
 @dataclass(frozen=True)

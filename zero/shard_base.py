@@ -45,9 +45,10 @@ T = TypeVar("T")
 class ShardStats:
     """What the last step did. Bytes: payload this rank sent to others, without headers; bits: of it, across nodes.
 
-    phase: "warmup", "compressed", or "local" where a step sends nothing. is_skipped: whether any bucket was skipped;
-    below stage 2, all of them. skipped_steps: how often, so far. shadow_steps: see `join`. health, agreement, offset:
-    see `shard_vote.Health`; of the last step that sent something but one.
+    phase: "warmup", "compressed", or "local" where a step sends nothing. is_skipped: whether any bucket was
+    skipped; below stage 2, all of them. grad_norm: see `onebit.base.Stats`. skipped_steps: how often, so far.
+    shadow_steps: see `join`. health, agreement, offset: see `shard_vote.Health`; of the last step that sent
+    something but one.
     """
 
     phase: str = "warmup"
@@ -59,6 +60,7 @@ class ShardStats:
     shadow_steps: int = 0
     is_skipped: bool = False
     clip_factor: float = 1.0
+    grad_norm: float | None = None
     health: float = 0.0
     agreement: float = 0.0
     offset: float = 0.0
@@ -213,7 +215,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         if not self._buckets:
             self._join.is_finished = False  # no rank has any
             return loss
-        self._waited_s, self.stats.clip_factor = 0.0, 1.0
+        self._waited_s, self.stats.clip_factor, self._clip.norm = 0.0, 1.0, None
         if self._join.is_on and not self._anybody_goes_on():
             return loss
         self._check_masters()
@@ -333,6 +335,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
 
     def _report_skip(self, buckets: Sequence[ShardedBucket], what_follows: str) -> None:
         """Count it, and say whose gradients are not finite: on that rank, or on rank 0 that it is another's."""
+        self._clip.norm = None
         bad = [
             name
             for bucket in buckets
@@ -358,6 +361,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
     def _fill_stats(self) -> None:
         now = self.link.sent_bytes, sent_across(self.link)
         stats, health = self.stats, self._health
+        stats.grad_norm = self._clip.norm
         stats.sent_bytes, stats.sent_bytes_across = (a - b for a, b in zip(now, self._sent_before, strict=True))
         self._sent_before = now
         stats.bits_per_parameter = 8.0 * stats.sent_bytes_across / sum(p.numel() for p in self._bucket_of)
