@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import onebit
 from onebit import comm
 from onebit.base import CompressedOptimizer
+from onebit.checkpointing import is_empty
 from onebit.dense import DenseAverager, broadcast_parameters
 
 _FINAL_LR_FRACTION = 0.1
@@ -170,7 +171,7 @@ class Dense(ByParts):
         return None
 
     def checkpoints(self, folder: Path) -> RunCheckpoints:
-        return ReplicaCheckpoints(folder, self._model, self, self._link)
+        return ReplicaCheckpoints(folder, self._model, self, self._link, self._args.keep_checkpoints)
 
     def close(self) -> None:
         """Nothing was opened."""
@@ -230,7 +231,7 @@ class Onebit(ByParts):
         return self._onebit.error_norm_ratio() if self._onebit.stats.phase == "compressed" else None
 
     def checkpoints(self, folder: Path) -> RunCheckpoints:
-        return ReplicaCheckpoints(folder, self._model, self, self._link)
+        return ReplicaCheckpoints(folder, self._model, self, self._link, self._args.keep_checkpoints)
 
     def close(self) -> None:
         """Nothing was opened."""
@@ -239,13 +240,16 @@ class Onebit(ByParts):
 class ReplicaCheckpoints:
     """Of a model that is whole on every rank, in `checkpoint.py`'s form."""
 
-    def __init__(self, folder: Path, model: GPT, method: Dense | Onebit, link: comm.Transport) -> None:
+    def __init__(
+        self, folder: Path, model: GPT, method: Dense | Onebit, link: comm.Transport, keep: int | None
+    ) -> None:
         self.folder = folder
-        self._model, self._method, self._rank = model, method, link.rank
-        self._files = CheckpointFolder(folder, link, next(model.parameters()).device)
+        self._model, self._method, self._link = model, method, link
+        self._device = next(model.parameters()).device
+        self._files = CheckpointFolder(folder, link, self._device, keep)
 
     def is_empty(self) -> bool:
-        return self._files.is_empty()
+        return is_empty(self.folder, self._link, self._device)
 
     def save(self, step: int, about: dict) -> None:
         shared = {"model": self._model.state_dict(), "schedule": self._method.schedule.state_dict(), **about}
@@ -257,11 +261,14 @@ class ReplicaCheckpoints:
             return None
         shared, owns = loaded
         check(shared)
+        self._files.together(self._take_over, shared, owns)
+        return int(shared["step"])
+
+    def _take_over(self, shared: dict, owns: Sequence[dict]) -> None:
         self._model.load_state_dict(shared["model"])
         self._method.load([own["optimizer"] for own in owns])
         self._method.schedule.load_state_dict(shared["schedule"])
-        torch.set_rng_state(owns[self._rank % len(owns)]["rng"])
-        return int(shared["step"])
+        torch.set_rng_state(owns[self._link.rank % len(owns)]["rng"])
 
 
 def lr_fraction(args: argparse.Namespace, step: int) -> float:

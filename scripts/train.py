@@ -204,8 +204,10 @@ def _fixed(args: argparse.Namespace) -> dict:
 
 def _check_same_run(args: argparse.Namespace, corpus: Corpus, shared: dict) -> None:
     """Raise CheckpointError where a resumed run would not be the interrupted one continued."""
+    if not (isinstance(shared.get("args"), dict) and isinstance(shared.get("corpus"), str)):
+        raise CheckpointError("the checkpoint does not say which run it is of: it is no checkpoint of train.py")
     for name, now in _fixed(args).items():
-        then = shared["args"][name]
+        then = shared["args"].get(name)
         if then != now:
             flag = "--" + name.replace("_", "-")
             raise CheckpointError(
@@ -256,6 +258,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--manifest", type=Path, metavar="FILE", help="refuse to train on another text than this one")
     add("--checkpoint", type=Path, metavar="DIR", help="save here at the end, on Ctrl-C and every --checkpoint-every")
     add("--checkpoint-every", type=_positive, default=100, metavar="STEPS")
+    add("--keep-checkpoints", type=_positive, metavar="N", help="keep this run's newest N checkpoints; else all")
     add("--resume", action="store_true", help="continue from --checkpoint where there is one")
     add("--stop-after", type=_positive, metavar="STEP", help="end after this step; --resume goes on from there")
     add("--csv", type=Path, metavar="FILE", help="one line per step")

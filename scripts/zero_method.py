@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from checkpoint import CheckpointError
 from layouts import tensor_plan
 from methods import SHARDED_ONLY, ByParts, Exchange, HasSent, RunCheckpoints, lr_fraction
 from model import GPT, SIZES, decay_groups, next_byte_loss
@@ -20,6 +19,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from onebit import comm, zero
 from onebit.base import CompressedOptimizer
+from onebit.checkpointing import is_empty
+from onebit.files import CheckpointError
 from onebit.replicas import raise_together
 from onebit.shards import local
 from onebit.zero.shard_base import ShardedOnebitOptimizer
@@ -46,7 +47,7 @@ def config_of(args: argparse.Namespace) -> dict:
     if (option := _OPTIONS.get(args.optimizer)) is not None:
         params[option] = getattr(args, option)
     ours: dict[str, object] = {"compression": args.compression, "ranks_per_node": args.ranks_per_node}
-    ours["tensor"] = args.tensor
+    ours |= {"tensor": args.tensor, "keep_checkpoints": args.keep_checkpoints}
     if args.optimizer == SHARDED_ONLY:
         ours["sharding"] = "across"
     config: dict[str, object] = {
@@ -138,23 +139,17 @@ class EngineCheckpoints:
         self.folder, self._engine = folder, engine
 
     def is_empty(self) -> bool:
-        return not (self.folder / "latest").exists()
+        return is_empty(self.folder, self._engine.grid.world)
 
     def save(self, step: int, about: dict) -> None:
-        try:
-            self._engine.save_checkpoint(self.folder, about)
-        except zero.CheckpointError as error:
-            raise CheckpointError(str(error)) from error
+        self._engine.save_checkpoint(self.folder, about)
 
     def load(self, check: Callable[[dict], None]) -> int | None:
         problem = None
         if next(self.folder.glob("step_*/shared.pt"), None) is not None:
             problem = f"{self.folder} holds a run without --zero: resume without it, or name another folder"
         raise_together(self._engine.grid.world, problem, CheckpointError)
-        try:
-            found, about = self._engine.load_checkpoint(self.folder)
-        except zero.CheckpointError as error:
-            raise CheckpointError(str(error)) from error
+        found, about = self._engine.load_checkpoint(self.folder)
         if found is None:
             return None
         check(cast(dict, about))

@@ -184,7 +184,7 @@ class Onebit:
     `onebit.base.CommonOptions`. block: elements per scale of the one-bit frames, a multiple of 64. variance_floor: see
     `onebit.adam.floor_of_blocks`.
     tensor: how many ranks compute each layer together (`tensor.py`); null: one, or as many as the grid has that the
-    engine is given.
+    engine is given. keep_checkpoints: how many checkpoints of this run stay in a folder, the newest; null: all.
     """
 
     sharding: str = key("auto", TEXT, choices=("auto", "inside", "across"))
@@ -198,6 +198,7 @@ class Onebit:
     check_replicas_every: int = key(100, INT, least=0)
     max_consecutive_skips: int = key(MOST_SKIPS, INT, least=0)
     tensor: int | None = key(None, INT, null=True, least=1)
+    keep_checkpoints: int | None = key(None, INT, null=True, least=1)
 
     def __post_init__(self) -> None:
         check_block(self)

@@ -1,61 +1,39 @@
 """Checkpoints on torch.distributed.checkpoint: one folder per step, whole or not there, `latest` names the newest.
 
     DIR/latest                        step_00000123
-    DIR/step_00000123/stamp.json      step, ranks, what the run says of itself, and the size of every other file
+    DIR/step_00000123/stamp.json      step, ranks, what the run says of itself, size and checksum of every other file
     DIR/step_00000123/.metadata, *    torch.distributed.checkpoint's: the model, and what is each rank's own
 
 DIR is one folder that all ranks see. The model is saved under its own names, once, however it is sharded, and loads
 into any other sharding; what is a rank's own (optimizer state, errors, random numbers) as tensors under its number and
-one JSON text (`tree.py`): no pickled objects but the table of contents of torch.distributed.checkpoint itself. A
-checkpoint is written beside its name, flushed, and renamed; then `latest` is.
+one JSON text (`tree.py`). Loading runs nothing that a file says (`storage.py`). Modes, atomicity and what is ever
+deleted: `onebit/files.py`.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import pickle
-import re
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import ClassVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
+from ..checkpointing import Checkpointing
 from ..comm import Transport
-from ..replicas import gather_texts, raise_together
+from ..files import CheckpointError, Sum, check_files, reason, remove
+from ..replicas import gather_texts
+from .storage import Reader, Writer, read_table
 from .tree import pack, select, unpack
-
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-_STEP = re.compile(r"step_(\d{8,})")
-_STAMP = "stamp.json"
-_UNREADABLE = (
-    OSError,
-    RuntimeError,
-    EOFError,
-    ValueError,
-    KeyError,
-    pickle.UnpicklingError,
-    dcp.api.CheckpointException,
-)
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read. Raised on all ranks together, with the same text."""
 
 
 @dataclass(frozen=True)
@@ -74,25 +52,20 @@ class Loaded:
         return int(cast(int, self.stamp["step"]))
 
 
-@dataclass
-class Checkpoints:
+class Checkpoints(Checkpointing):
     """The checkpoints of one run. Every method is called by all ranks.
 
-    keep: how many whole checkpoints stay, the newest. Construction makes the folder, and a process group of its own
-    where torch.distributed runs, so that writing in the background does not disturb training.
+    keep: how many whole checkpoints of this run stay, the newest; None: all. Construction makes a process group of its
+    own where torch.distributed runs, so that writing in the background does not disturb training.
     """
 
-    folder: Path
-    link: Transport
-    keep: int = 2
-    _group: dist.ProcessGroup | None = field(default=None, init=False)
-    _pending: Future | None = field(default=None, init=False)
+    _unreadable: ClassVar = (Exception, dcp.api.CheckpointException)
 
-    def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ValueError(f"keep must be at least 1, got {self.keep}")
-        self.folder = Path(self.folder)
-        self._together(lambda: self.folder.mkdir(parents=True, exist_ok=True))
+    def __init__(self, folder: Path, link: Transport, keep: int | None = None):
+        super().__init__(folder, link, keep)
+        self._group: dist.ProcessGroup | None = None
+        self._writing = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future | None = None
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
         elif self.link.world_size > 1:
@@ -114,32 +87,39 @@ class Checkpoints:
 
         model: a state dict; tensors under one name are the same on all ranks, or DTensors. own: see `tree.pack`.
         about: what else to know of the run, for JSON. in_background: return when the tensors have been copied to host
-        memory. Raises CheckpointError, on all ranks, where any could not write: `latest` is untouched then.
+        memory. Raises CheckpointError, on all ranks, where any could not write, or where the folder holds a checkpoint
+        of another run that is as new: `latest` and all checkpoints are untouched then, and nothing is left over.
         """
         self.wait()
-        target, partial = self.folder / _name(step), self.folder / f".{_name(step)}.partial"
-        self._together(lambda: shutil.rmtree(partial, ignore_errors=True) if self.link.rank == 0 else None)
-        text, tensors = pack(own)
-        state = {f"model/{name}": tensor for name, tensor in model.items()}
-        state |= _own_tensors(self.link.rank, text, tensors)
+        is_foreground = self._group is None or not in_background
+        state = self.together(_flat_state, self.link.rank, model, own)
+        if not is_foreground:
+            state = self.together(BlockingAsyncStager().stage, state)
+        partial, is_maker = self._begin(step, is_shared=True)
         stamp = dict(about or {}) | {"step": step, "world_size": self.link.world_size}
-        writer = dcp.FileSystemWriter(partial, sync_files=True, overwrite=True)
+        writer = Writer(partial)
 
-        def commit() -> None:
-            if self.link.rank == 0:
-                _finish(partial, target, stamp, self.keep)
+        def write() -> None:
+            try:
+                dcp.save(state, storage_writer=writer, process_group=self._group)
+                sums = self._sums_of_all(writer.sums)
+                if is_maker:
+                    self._files.commit(partial, stamp, sums, self.keep)
+            except BaseException:
+                if is_maker:
+                    remove(partial)
+                raise
 
-        if in_background and self._group is not None:
-            future = cast(Future, dcp.async_save(state, storage_writer=writer, process_group=self._group))
-            self._pending = _then(future, commit)
-            return
-        self._together(lambda: dcp.save(state, storage_writer=writer, process_group=self._group))
-        self._together(commit)
+        if is_foreground:
+            with _knowing_that_it_is_alone():
+                self.together(write)
+        else:
+            self._pending = self._writing.submit(write)
 
     def wait(self) -> None:
         """Until what is being written in the background is on disk. Raises CheckpointError, on all ranks, as `save`."""
         pending, self._pending = self._pending, None
-        self._together(lambda: None if pending is None else pending.result())
+        self.together(lambda: None if pending is None else pending.result())
 
     def load(
         self,
@@ -152,49 +132,50 @@ class Checkpoints:
 
         model: of one rank its part, where the ranks hold different layers; together they hold what the checkpoint does.
         check: looks at what is there, and raises CheckpointError where it is not of this run. None where there is no
-        checkpoint yet. Raises CheckpointError, on all ranks, before anything is changed, where it is damaged or holds
-        another model; the text names an older one that is whole.
+        checkpoint yet; where there are some and `latest` is lost, the newest that is whole. Each rank reads its share
+        of the files once more, to check them. Raises CheckpointError, on all ranks, before anything is changed, where
+        it is damaged or holds another model; the text names the newest other one that is whole.
         """
         self.wait()
-        self._together(lambda: _finish_renaming(self.folder) if self.link.rank == 0 else None)
-        name = self._together(lambda: tag or _read_latest(self.folder))
+        name = self._find(tag)
         if name is None:
             return None
-        target = self.folder / name
-        stamp, metadata = self._together(lambda: self._read(target), hint=lambda: self._whole_before(name))
-        loaded = Loaded(target, stamp, Own(target, metadata, cast(int, stamp["world_size"])))
+        stamp, target = self._whole(name), self.folder / name
+        metadata = self.together(read_table, target, hint=lambda: self._offer(name))
+        loaded = Loaded(target, stamp, Own(target, metadata, stamp["world_size"]))
         names = _names_of_all(self.link, model)
-        self._together(lambda: check(loaded))
-        self._together(lambda: _check_model(target, metadata, model, names))
+        self.together(check, loaded)
+        self.together(_check_model, target, metadata, model, names)
         state = {f"model/{key}": tensor for key, tensor in model.items()}
-        self._together(
-            lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(target), process_group=self._group),
-            hint=lambda: self._whole_before(name),
-        )
+        with _knowing_that_it_is_alone():
+            self.together(
+                lambda: dcp.load(state, storage_reader=Reader(target, metadata), process_group=self._group),
+                hint=lambda: self._offer(name),
+            )
         return loaded
 
-    def _read(self, target: Path) -> tuple[dict, Metadata]:
-        return _whole_stamp(target), dcp.FileSystemReader(target).read_metadata()
+    def _check(self, name: str) -> dict:
+        stamp = self._files.stamp(name)
+        check_files(self.folder / name, stamp, sorted(stamp["files"])[self.link.rank :: self.link.world_size])
+        return stamp
 
-    def _whole_before(self, name: str) -> str:
-        """Tell of the newest other checkpoint whose files are all there."""
-        for other in _whole(self.folder):
-            if other.name != name:
-                return f'; {other.name} is whole: load it with tag="{other.name}"'
-        return "; no other checkpoint is whole"
+    def _advice(self, name: str) -> str:
+        return f'load it with tag="{name}"'
 
-    def _together(self, work: Callable[[], T], hint: Callable[[], str] = lambda: "") -> T:
-        """work() on every rank; where it fails on one, CheckpointError on all."""
-        result, problem = None, None
-        try:
-            with _knowing_that_it_is_alone():
-                result = work()
-        except CheckpointError as error:
-            problem = str(error)
-        except _UNREADABLE as error:
-            problem = f"rank {self.link.rank}: {self.folder}: {_reason(error)}"
-        raise_together(self.link, problem, CheckpointError, hint=hint)
-        return cast(T, result)
+    def _sums_of_all(self, mine: dict[str, Sum]) -> dict[str, Sum]:
+        """In the thread that writes: through its own process group."""
+        every: list[dict[str, Sum]] = [mine]
+        if self._group is not None:
+            every = [{} for _ in range(self.link.world_size)]
+            dist.all_gather_object(every, mine, self._group)
+        return {name: one for sums in every for name, one in sums.items()}
+
+    def _problem(self, error: BaseException) -> str:
+        """Of a rank that failed in torch.distributed.checkpoint, in its words and not in those of a traceback."""
+        if isinstance(error, dcp.api.CheckpointException) and error.failures:
+            rank, (error, _) = min(error.failures.items())
+            return f"rank {rank}: {reason(error)}"
+        return super()._problem(error)
 
 
 @dataclass(frozen=True)
@@ -234,12 +215,12 @@ class Own(Sequence):
     def _load(self, keys: Sequence[str]) -> list[Tensor]:
         state = {key: self._empty(key, "cpu") for key in keys}
         with _knowing_that_it_is_alone():
-            dcp.load(state, storage_reader=dcp.FileSystemReader(self.folder), no_dist=True)
+            dcp.load(state, storage_reader=Reader(self.folder, self.metadata), no_dist=True)
         return [state[key] for key in keys]
 
     def _empty(self, key: str, device: str) -> Tensor:
         entry = self.metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata)
+        assert isinstance(entry, TensorStorageMetadata)  # `read_table` makes no others
         return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
 
 
@@ -260,7 +241,8 @@ def _check_model(target: Path, metadata: Metadata, model: Mapping[str, Tensor], 
         raise CheckpointError(f"{target} is of another model: {where} {missing[0]}")
     for name, tensor in model.items():
         entry = saved[name]
-        if isinstance(entry, TensorStorageMetadata) and entry.size != tensor.shape:
+        assert isinstance(entry, TensorStorageMetadata)
+        if entry.size != tensor.shape:
             shapes = f"shape {tuple(entry.size)} there and {tuple(tensor.shape)} here"
             raise CheckpointError(f"{target} is of another model: {name} has {shapes}")
 
@@ -278,106 +260,10 @@ def _own_tensors(rank: int, text: str, tensors: Sequence[Tensor]) -> dict[str, T
     return {f"own/{rank}/text": spelled} | {f"own/{rank}/{k}": tensor for k, tensor in enumerate(tensors)}
 
 
-def _then(future: Future, commit: Callable[[], None]) -> Future:
-    """Done when commit has run after the future; failed where either has."""
-    both: Future = Future()
-
-    def go_on(first: Future) -> None:
-        try:
-            first.result()
-            commit()
-        except BaseException as error:
-            both.set_exception(error)
-        else:
-            both.set_result(None)
-
-    future.add_done_callback(go_on)
-    return both
-
-
-def _finish(partial: Path, target: Path, stamp: dict, keep: int) -> None:
-    """Give a written checkpoint its name, then `latest`; remove the oldest."""
-    stamp["files"] = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-    _write(partial / _STAMP, json.dumps(stamp))
-    if target.exists():
-        shutil.rmtree(target)
-    partial.rename(target)
-    _sync(target.parent)
-    _write(target.parent / "latest", f"{target.name}\n")
-    for path in [path for path in _steps(target.parent) if path != target][keep - 1 :]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _finish_renaming(folder: Path) -> None:
-    """Where a kill came between removing a step's old folder and renaming the new one, which is whole: rename it."""
-    for partial in folder.glob(".step_*.partial"):
-        target = folder / partial.name.removeprefix(".").removesuffix(".partial")
-        if not target.exists() and (partial / _STAMP).exists():
-            partial.rename(target)
-            _sync(folder)
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    """Make the renames in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _read_latest(folder: Path) -> str | None:
-    latest = folder / "latest"
-    if not latest.exists():
-        return None
-    name = latest.read_text().strip()
-    if not _STEP.fullmatch(name):
-        raise CheckpointError(f"{latest} holds {name!r}; expected the name of a checkpoint, as step_00000123")
-    return name
-
-
-def _whole_stamp(target: Path) -> dict:
-    """A checkpoint's stamp. Raises CheckpointError unless every file is there in its full length."""
-    try:
-        stamp = json.loads((target / _STAMP).read_text())
-        sizes = {name: (target / name).stat().st_size for name in stamp["files"]}
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{target} is damaged or no checkpoint: {_reason(error)}") from error
-    for name, size in sizes.items():
-        if size != stamp["files"][name]:
-            raise CheckpointError(f"{target / name} is damaged: it has {size} bytes of {stamp['files'][name]}")
-    return stamp
-
-
-def _whole(folder: Path) -> Iterator[Path]:
-    for path in _steps(folder):
-        try:
-            _whole_stamp(path)
-        except CheckpointError:
-            continue
-        yield path
-
-
-def _steps(folder: Path) -> list[Path]:
-    """Checkpoints by name, the newest first."""
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
-
-
-def _name(step: int) -> str:
-    return f"step_{step:08d}"
-
-
-def _reason(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+def _flat_state(rank: int, model: Mapping[str, Tensor], own: object) -> dict[str, Tensor]:
+    """What torch.distributed.checkpoint is given to save."""
+    text, tensors = pack(own)
+    for name, x in model.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"a checkpoint holds tensors, {name} is a {type(x).__name__}")
+    return {f"model/{name}": x for name, x in model.items()} | _own_tensors(rank, text, tensors)

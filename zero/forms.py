@@ -225,8 +225,8 @@ def _choice(config: Config) -> OptimizerChoice:
     return config.optimizer
 
 
-# Keys of the block "onebit" that choose grid and form, and those that each form acts on.
-_OF_THE_GRID = {"sharding", "ranks_per_node", "tensor"}
+# Keys of the block "onebit" that every form acts on, and those that each form does.
+_OF_ALL = {"sharding", "ranks_per_node", "tensor", "keep_checkpoints"}
 _ALWAYS = {"bucket_cap_mb", "max_consecutive_skips"}
 _SIGNS = _ALWAYS | {"compression", "error_dtype", "block", "variance_floor", "check_replicas_every"}
 _OURS = {
@@ -240,7 +240,7 @@ _OURS = {
 def without_effect(config: Config, form: str) -> list[str]:
     """What a configuration asks for, other than the default, that this form does not do; one line each."""
     lines, ours = [], config.onebit
-    for name in (f.name for f in fields(ours) if f.name not in _OURS[form] | _OF_THE_GRID):
+    for name in (f.name for f in fields(ours) if f.name not in _OURS[form] | _OF_ALL):
         if getattr(ours, name) != getattr(Onebit(), name):
             lines.append(f"onebit.{name} has no effect in the form {form!r}")
     if config.communication_data_type is not None and form in ("across", "dense"):

@@ -22,8 +22,11 @@ def pack(value: object) -> tuple[str, list[Tensor]]:
 
 
 def unpack(text: str, tensors: Sequence[Tensor]) -> object:
-    """What `pack` was given."""
-    return _unpack(json.loads(text), tensors)
+    """What `pack` was given. Raises ValueError where the text is not from there."""
+    try:
+        return _unpack(json.loads(text), tensors)
+    except (TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"this is no packed value: {error}") from error
 
 
 def select(text: str, names: Collection[str]) -> tuple[str, list[int]]:
@@ -71,8 +74,10 @@ def _unpack(packed: object, tensors: Sequence[Tensor]) -> object:
     ((kind, inside),) = packed.items()
     if kind == "tensor":
         return tensors[inside]
-    if kind == "dtype":
-        return getattr(torch, inside)
+    if kind == "dtype" and isinstance(dtype := getattr(torch, inside), torch.dtype):
+        return dtype
     if kind == "tuple":
         return tuple(_unpack(v, tensors) for v in inside)
+    if kind != "dict":
+        raise ValueError(f"this is no packed value: {kind!r}")
     return {_unpack(k, tensors): _unpack(v, tensors) for k, v in inside}
