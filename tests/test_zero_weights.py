@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,40 @@ def test_another_model_or_a_damaged_file_changes_nothing(tmp_path: Path) -> None
     with pytest.raises(OSError, match="cannot be written"):
         export_weights(wide, file / "in a file", SimTransport())
     assert torch.equal(wide.weight, before)
+
+
+def test_no_flipped_bit_changes_a_weight(tmp_path: Path) -> None:
+    model, other, file = Tied(), Tied(), tmp_path / "model.safetensors"
+    export_weights(model, file, SimTransport())
+    content, refused = file.read_bytes(), 0
+    for place in range(0, len(content), 3):
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << place % 8
+        file.write_bytes(flipped)
+        before = other.embed.weight.clone()
+        try:
+            import_weights(other, file, SimTransport())
+        except ValueError as error:
+            assert "rank 0: " in str(error) or "of another model" in str(error)
+            assert torch.equal(other.embed.weight, before)
+            refused += 1
+        else:
+            assert torch.equal(other.embed.weight, model.embed.weight) and int(other.count) == 3
+    assert refused > 0.3 * len(content)
+
+
+def test_a_full_disk_leaves_the_older_file_alone_and_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, file = Tied(), tmp_path / "model.safetensors"
+    export_weights(model, file, SimTransport())
+    content = file.read_bytes()
+    assert file.stat().st_mode & 0o777 == 0o600
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=r"rank 0: .*model.safetensors cannot be written: No space left on device"):
+        export_weights(Tied(), file, SimTransport())
+    assert file.read_bytes() == content and [path.name for path in tmp_path.iterdir()] == [file.name]

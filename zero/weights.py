@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import secrets
+import zlib
 from pathlib import Path
 from types import ModuleType
 from typing import cast
@@ -14,8 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from ..comm import Transport
+from ..files import make_folder, reason, remove, sync_folder
 from ..replicas import gather_texts, raise_together
 from .grid import Grid
+
+_SUMS = "onebit.crc32"  # in the metadata of a file: the CRC-32 of each tensor, as JSON
 
 
 def export_weights(
@@ -30,8 +35,9 @@ def export_weights(
 
     dtype: of floating-point weights in the file; None: as they are. Tied weights are written once, under the first of
     their names. grid: where the model is one of several pipeline stages; rank 0 then takes the others' weights too.
-    Written beside the file, flushed and renamed. Raises ImportError without safetensors, and OSError, on all ranks,
-    where the file cannot be written.
+    Written in a hidden folder, flushed and renamed, with a CRC-32 of each tensor among its metadata and mode 0600
+    (chmod it to share it). Raises ImportError without safetensors, and OSError, on all ranks, where the file cannot be
+    written: an older one is as it was then.
     """
     torch_form = _safetensors()
     if grid is not None and grid.shape.size("pipe") > 1:
@@ -44,7 +50,7 @@ def export_weights(
         try:
             _write(torch_form, path, _once({name: _in(dtype, x) for name, x in whole.items()}))
         except (OSError, _error_of_safetensors()) as error:
-            problem = f"rank 0: {path} cannot be written: {error}"
+            problem = f"rank 0: {path} cannot be written: {reason(error)}"
     raise_together(link, problem, OSError)
 
 
@@ -80,13 +86,14 @@ def import_weights(model: nn.Module, file: str | os.PathLike, link: Transport, *
     """Read weights that `export_weights` wrote into a model, sharded or not, in place. All ranks; each reads the file.
 
     Dtypes are converted. grid: where the model is one of several pipeline stages; it takes what is its own. Raises
-    ValueError, on all ranks, before anything is changed, where names or shapes differ, and where the file is damaged or
-    not there.
+    ValueError, on all ranks, before anything is changed, where names or shapes differ, and where the file is damaged
+    (in a file of somebody else's, as far as safetensors sees it) or not there.
     """
     torch_form = _safetensors()
     path, problem, whole = Path(file), None, {}
     try:
         whole = torch_form.load_file(path)
+        _check_sums(torch_form, path, whole)
     except Exception as error:
         problem = f"rank {link.rank}: {path} cannot be read: {error}"
     state = model.state_dict()
@@ -135,17 +142,34 @@ def _tied(model: nn.Module) -> dict[str, str]:
 
 
 def _write(torch_form: ModuleType, path: Path, tensors: dict[str, Tensor]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    torch_form.save_file(tensors, temporary, metadata={"format": "pt"})
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    make_folder(path.parent)
+    hidden = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    os.mkdir(hidden, 0o700)  # safetensors makes the file itself
     try:
-        os.fsync(folder)
+        metadata = {"format": "pt", _SUMS: json.dumps({name: _crc32(x) for name, x in tensors.items()})}
+        torch_form.save_file(tensors, hidden / "new", metadata=metadata)
+        os.chmod(hidden / "new", 0o600)
+        with (hidden / "new").open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(hidden / "new", path)
+        sync_folder(path.parent)
     finally:
-        os.close(folder)
+        remove(hidden)
+
+
+def _check_sums(torch_form: ModuleType, path: Path, tensors: dict[str, Tensor]) -> None:
+    """Raise ValueError where a tensor is not what `export_weights` wrote. Files of others have no sums."""
+    with torch_form.safe_open(path, framework="pt") as file:
+        sums = json.loads((file.metadata() or {}).get(_SUMS, "{}"))
+    for name, crc32 in sums.items():
+        if name not in tensors or _crc32(tensors[name]) != crc32:
+            raise ValueError(f"its tensor {name} is damaged; write the file again, or take it from a copy")
+
+
+def _crc32(x: Tensor) -> int:
+    """Of a tensor's dtype, shape and values."""
+    values = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return zlib.crc32(values.numpy().data, zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode()))
 
 
 def _error_of_safetensors() -> type[Exception]:
