@@ -33,7 +33,7 @@ def start(form: str, model: nn.Module | None = None, *, micro: int = 4, sums: in
     """An engine in one of `FORMS` on a grid that suits it, made once."""
     stage, shards, name = FORMS[form]
     params = {"freeze_step": 8} if name == "OneBitAdam" else {}
-    config = config_of(name, params, onebit=ONE_BIT if name == "OneBitAdam" else {}, **blocks)
+    config = config_of(name, params, **{"onebit": ONE_BIT if name == "OneBitAdam" else {}, **blocks})
     config |= {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": sums}
     config["zero_optimization"] = stage | config.get("zero_optimization", {})
     shards = min(shards, int(os.environ["WORLD_SIZE"]))
@@ -171,6 +171,39 @@ def passes() -> dict[str, float]:
     return facts
 
 
+def within_a_step() -> dict[str, object]:
+    """Two micro-batches a step: saving is refused between them, and loading there is loading between steps."""
+    engine, refused = start("inside", onebit=ONE_BIT | {"keep_checkpoints": 1}), []
+    tokens, targets = (x[: 4 * 2] for x in dataset().tensors)
+
+    def try_to_save() -> None:
+        try:
+            engine.save_checkpoint("within")
+        except zero.CheckpointError as error:
+            refused.append(str(error))
+
+    def first_half() -> None:
+        engine.backward(nn.functional.cross_entropy(engine(tokens), targets))
+        try_to_save()
+        engine.step()
+
+    train(engine, 2)
+    first_half()
+    try_to_save()
+    engine.step()
+    for _ in range(2):
+        try_to_save()
+        train(engine, 1)
+    after = []
+    for is_within in (False, True):
+        if is_within:
+            first_half()
+        engine.load_checkpoint("within")
+        train(engine, 1)
+        after.append(bits(engine))
+    return {"refused": refused, "kept": sorted(os.listdir("within")), "loaded": after[0] == after[1]}
+
+
 def offloads() -> dict[str, list]:
     """With shards, gradients and state in host memory, where they are already: the same bits."""
     facts = {}
@@ -275,6 +308,7 @@ def keys(folder: str) -> dict[str, object]:
         "monitors": monitors(),
         "big batch": one_big_batch(),
         "passes": passes(),
+        "within a step": within_a_step(),
     }
     ends, phases = {}, {}
     for form in ("whole", "across", "inside"):

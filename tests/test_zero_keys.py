@@ -75,6 +75,16 @@ def test_the_update_is_the_mean_of_what_was_not_dropped(ranks: list[dict]) -> No
 
 
 @pytest.mark.dist
+def test_no_checkpoint_is_taken_within_a_step_and_loading_there_drops_it(ranks: list[dict]) -> None:
+    for facts in ranks:
+        refused = facts["within a step"].pop("refused")
+        asked = [text.partition("asked for ")[2].partition(";")[0] for text in refused]
+        assert asked == [f"{when} the step() of micro-batch 1 of 2" for when in ("before", "after", "before")]
+        assert all(text.startswith("rank 0: checkpoints hold no gradients") for text in refused)
+        assert facts["within a step"] == {"kept": ["latest", "step_00000004"], "loaded": True}
+
+
+@pytest.mark.dist
 def test_offload_changes_no_bit(ranks: list[dict]) -> None:
     assert all(
         facts["offload"] == {"inside": [True, "CPUOffloadPolicy"], "dense": [True, "CPUOffloadPolicy"]}

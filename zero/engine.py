@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 class Engine:
     """Drives one model. micro_steps, global_steps, skipped_steps: since the run began, resumed ones included.
 
+    has_gradients: whether a backward pass waits for its `step`.
     comm_ms: how long the last step waited for a dense optimizer's gradients; the others have it in their stats.
 
     A step has `config.gradient_accumulation_steps` micro-batches: call the engine, `backward`, and `step` for each; the
@@ -71,6 +72,7 @@ class Engine:
         self.shares_state = self.form == "dense" and dense.has_sharded_state(self.optimizer)
         self.loss_scale: LossScale = loss_scale(config.fp16)
         self.micro_steps = self.global_steps = self.skipped_steps = 0
+        self.has_gradients = False
         self._grad_norm: float | None = None
         self._skips = SkipLimit(config.onebit.max_consecutive_skips)  # of a dense optimizer; others count their own
         self._monitors, self._loss = monitors, torch.zeros(())
@@ -99,6 +101,7 @@ class Engine:
         self._set_grad_scale()
         with self._clock.measure("backward"), self._without_traffic():
             (loss.float() * (self.loss_scale.value / self.config.gradient_accumulation_steps)).backward()
+        self.has_gradients = True
 
     def _set_grad_scale(self) -> None:
         """The optimizers read it as GradScaler sets it; some gradients leave during the backward pass."""
@@ -112,7 +115,7 @@ class Engine:
         """
         self.module.zero_grad()
         self.optimizer.zero_grad()
-        self._loss = torch.zeros(())
+        self._loss, self.has_gradients = torch.zeros(()), False
 
     def step(self) -> None:
         """Behind every backward. With the step's last micro-batch: average over ranks, update, drop the gradients.
@@ -123,6 +126,7 @@ class Engine:
         """
         self._refuse_in_pipeline("step()")
         is_boundary = self.is_gradient_accumulation_boundary()
+        self.has_gradients = False
         self.micro_steps += 1
         if is_boundary:
             self._update()
@@ -330,10 +334,10 @@ class Engine:
 
         It begins with `synchronise`: between the local steps of 0/1 Adam, an exchange that a run without checkpoints
         does not make. client_state: the caller's own, of each rank; see `tree.pack`. Where the configuration asks for
-        gathered 16-bit weights, they are in save_dir/model.safetensors, those of the newest checkpoint. Raises
-        CheckpointError; see `Checkpoints.save`.
+        gathered 16-bit weights, they are in save_dir/model.safetensors, those of the newest checkpoint. The
+        configuration's onebit.keep_checkpoints says how many stay. Raises CheckpointError, on all ranks, between two
+        micro-batches of one step, whose gradients a checkpoint does not hold, and as `Checkpoints.save`.
         """
-        self.synchronise()
         resume.save(self, self._in(save_dir), client_state, in_background=in_background)
         if self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
             self.save_16bit_model(save_dir)
@@ -341,6 +345,9 @@ class Engine:
 
     def load_checkpoint(self, load_dir: str | os.PathLike, tag: str | None = None) -> tuple[str | None, object]:
         """Continue from load_dir/tag, or its latest: (the folder, this rank's client_state); (None, None) without one.
+
+        Where load_dir/latest is lost, the newest checkpoint that is whole is taken, and rank 0 warns. Gradients of
+        micro-batches under way are dropped.
 
         On the grid that wrote it, to the bit. On any other, and in the form "whole" what was "inside" or the other way
         round: moments to the bit, and of what was not yet sent every replica owes the mean, parameter by parameter
@@ -364,9 +371,9 @@ class Engine:
         export_weights(self.module, Path(save_dir) / name, self.grid.world, self.config.dtype, grid=self.grid)
 
     def _in(self, folder: str | os.PathLike) -> Checkpoints:
-        path = Path(folder)
+        path = Path(folder).resolve()  # one object for a folder, however it is spelled: they wait for each other
         if path not in self._checkpoints:
-            self._checkpoints[path] = Checkpoints(path, self.grid.world)
+            self._checkpoints[path] = Checkpoints(path, self.grid.world, self.config.onebit.keep_checkpoints)
         return self._checkpoints[path]
 
     def close(self) -> None:

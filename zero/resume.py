@@ -28,10 +28,13 @@ log = logging.getLogger(__name__)
 
 # Forms whose optimizers keep the same state, of other slices.
 _ALIKE = ("whole", "inside")
+_ENGINES_OWN = {"scheduler", "loader", "loss_scale", "counts", "rng", "cuda_rng", "client"}
 
 
 def save(engine: Engine, checkpoints: Checkpoints, client_state: object, *, in_background: bool) -> None:
-    """Write the engine's step, its ranks synchronised. All ranks."""
+    """Write the engine's step, its ranks synchronised first. All ranks. Raises CheckpointError within a step."""
+    _refuse_within_step(engine)
+    engine.synchronise()
     tensors, rest = _state(engine)
     own = {
         "optimizer": rest,
@@ -51,23 +54,52 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None) -> tuple[str
     """See `Engine.load_checkpoint`. All ranks."""
     tensors, _ = _state(engine)
     recutting: list[_Recutting] = []
+    own: dict = {}
 
     def check(found: Loaded) -> None:
         _check_stamp(engine, found.stamp)
+        own.update(found.own.read(engine.grid.world.rank % len(found.own), *_ENGINES_OWN))
+        if missing := sorted(_ENGINES_OWN - own.keys()):
+            raise CheckpointError(f"{found.folder} has no {missing[0]} of rank {engine.grid.world.rank}: it is damaged")
         if not (engine.shares_state or _is_same_cut(engine, found)):
             recutting.append(_Recutting.of(engine, found))
+
+    def take_over(loaded: Loaded) -> None:
+        if engine.shares_state:
+            dense.load_state(engine.module, engine.optimizer, *_shared_state(engine, loaded, tensors))
+        elif is_recut:
+            _load_recut(engine, loaded, recutting[0] if recutting else _Recutting.of(engine, loaded))
+        else:
+            _load_own(engine, loaded)
+        _load_rest(engine, own)
 
     loaded = checkpoints.load(tensors, tag, check=check)
     if loaded is None:
         return None, None
-    rank = engine.grid.world.rank % len(loaded.own)
-    if engine.shares_state:
-        dense.load_state(engine.module, engine.optimizer, *_shared_state(engine, loaded, tensors))
-    elif any(said != b"\0" for said in gather_bytes(engine.grid.world, bytes([bool(recutting)]))):
-        _load_recut(engine, loaded, recutting[0] if recutting else _Recutting.of(engine, loaded))
-    else:
-        _load_own(engine, loaded)
-    own = loaded.own.read(rank, "scheduler", "loader", "loss_scale", "counts", "rng", "cuda_rng", "client")
+    is_recut = any(said != b"\0" for said in gather_bytes(engine.grid.world, bytes([bool(recutting)])))
+    checkpoints.together(take_over, loaded)
+    engine.zero_grad()  # of other weights
+    return str(loaded.folder), own["client"]
+
+
+def _refuse_within_step(engine: Engine) -> None:
+    """Gradients are in no checkpoint: those of the micro-batches before it would be lost without a word."""
+    count = engine.gradient_accumulation_steps()
+    done, problem = engine.micro_steps % count, None
+    if done or engine.has_gradients:
+        when = (
+            f"{'before' if engine.has_gradients else 'after'} the step() of micro-batch {done + engine.has_gradients}"
+        )
+        problem = (
+            f"rank {engine.grid.world.rank}: checkpoints hold no gradients and are taken between steps; this one is "
+            f"asked for {when} of {count}; save when engine.micro_steps is a multiple of "
+            "engine.gradient_accumulation_steps()"
+        )
+    raise_together(engine.grid.world, problem, CheckpointError)
+
+
+def _load_rest(engine: Engine, own: dict) -> None:
+    """What a rank saved besides the optimizer's state."""
     if engine.scheduler is not None and own["scheduler"] is not None:
         engine.scheduler.load_state_dict(own["scheduler"])
     if engine.loader is not None and own["loader"] is not None:
@@ -78,7 +110,6 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None) -> tuple[str
     torch.set_rng_state(own["rng"])
     if own["cuda_rng"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(own["cuda_rng"])
-    return str(loaded.folder), own["client"]
 
 
 def _about(engine: Engine) -> dict:
@@ -199,7 +230,6 @@ class _Recutting:
 
 def _load_recut(engine: Engine, loaded: Loaded, recutting: _Recutting) -> None:
     """This rank's state, cut out of those of the old ranks."""
-    problem = None
     try:
         state = reshape.recut(
             engine.optimizer,
@@ -209,8 +239,7 @@ def _load_recut(engine: Engine, loaded: Loaded, recutting: _Recutting) -> None:
         )
         engine.optimizer.load_state_dict(state)
     except ValueError as error:
-        problem = f"{loaded.folder} cannot be loaded in this layout: {error}"
-    raise_together(engine.grid.world, problem, CheckpointError)
+        raise CheckpointError(f"{loaded.folder} cannot be loaded in this layout: {error}") from error
     if engine.grid.world.rank == 0:
         log.info(
             "optimizer state of a grid of %s taken over by one of %s: what was owed is kept, parameter by parameter",
