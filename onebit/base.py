@@ -67,7 +67,7 @@ from .comm import (
 )
 from .contract import TorchOptions, check_arguments
 from .join import Join
-from .marks import GradientMark, are_used_again
+from .marks import GradientMark, are_used_again, is_inspected
 from .payoff import Payoff, StopWatch
 from .replicas import ReplicaError
 from .shards import Shards, count_edits_apart_, local
@@ -194,6 +194,7 @@ class CompressedOptimizer(BucketedOptimizer):
         self._used: list[GradientMark] = []  # the gradients of the last step
         self._sent_before = (0, 0)
         self._waited_s = 0.0
+        self._steps_here = 0  # of this object, whatever was loaded
         self._attempts = self._voted = 0  # steps, taken or skipped: all, and up to the last vote on replicas
         self._skips = SkipLimit(max_consecutive_skips)
         super().__init__(
@@ -310,7 +311,7 @@ class CompressedOptimizer(BucketedOptimizer):
         if slot.is_complete and self._launches_in_backward:
             with torch.no_grad(), self._computing.paused():
                 while self._launched < len(self._buckets) and self._is_complete(self._buckets[self._launched]):
-                    self._launch(self._buckets[self._launched])
+                    self._launch(self._buckets[self._launched], in_backward=True)
 
     @property
     def _launches_in_backward(self) -> bool:
@@ -324,7 +325,7 @@ class CompressedOptimizer(BucketedOptimizer):
     def _is_complete(bucket: Bucket) -> bool:
         return bucket.complete == len(bucket.params)
 
-    def _launch(self, bucket: Bucket, scale: float = 1.0) -> None:
+    def _launch(self, bucket: Bucket, scale: float = 1.0, *, in_backward: bool = False) -> None:
         """Send a bucket's gradients, times scale, and what goes with them; and earlier buckets' next legs.
 
         In bucket order, whether in backward or in step(): every rank launches the same sequence, also where a gradient
@@ -334,7 +335,7 @@ class CompressedOptimizer(BucketedOptimizer):
         assert codec is not None and bucket.index == self._launched
         if bucket.index == 0 and self._asks_before_sending:
             self._call_roll(self._round_name())
-        bucket.mark_sent()
+        bucket.mark_sent(with_bits=in_backward and is_inspected(self._steps_here))
         bucket.wire = self._wire(bucket, codec)
         with self._beside(bucket.device):
             bucket.flight = Flight(self._legs(bucket, self.param_groups[bucket.group_index], codec, scale))
@@ -396,7 +397,9 @@ class CompressedOptimizer(BucketedOptimizer):
 
     def _has_changed(self, grad_scale: float) -> bool:
         """Whether a gradient that has been sent is no longer what was sent; a warning says so, once."""
-        changed = [name for bucket in self._buckets[: self._launched] for name in bucket.changed()]
+        early = self._buckets[: self._launched]
+        changed = [name for bucket in early for name in bucket.changed()]
+        is_edited_unseen = not changed and any(bucket.is_edited_unseen() for bucket in early)
         if changed and not self.stats.resent_steps:
             log.warning(
                 "rank %d: the gradient of %s changed after backward had sent it, by clipping, by a backward pass more "
@@ -406,7 +409,16 @@ class CompressedOptimizer(BucketedOptimizer):
                 self.link.rank,
                 changed[0],
             )
-        return bool(changed) or (self._launched > 0 and grad_scale != 1.0)  # the scale is known too late
+        if is_edited_unseen:
+            self._resent_in_a_row = RESENT_STEPS
+            log.warning(
+                "rank %d: gradients were edited through .data after backward had sent them, which torch does not count "
+                "and only some steps look for: all buckets are sent once more, and from here on in step(), as with "
+                "overlap=False. Edit the gradients themselves (p.grad.clamp_()), or construct with overlap=False",
+                self.link.rank,
+            )
+        is_scaled = bool(early) and grad_scale != 1.0  # the scale is known too late
+        return bool(changed) or is_edited_unseen or is_scaled
 
     # ---------------------------------------------------------------- step
 
@@ -657,6 +669,7 @@ class CompressedOptimizer(BucketedOptimizer):
         # None where every pass was in no_sync(), or none was.
         self._passes_per_step = max(slot.passes for slot in self._slots.values()) or self._passes_per_step
         self._launched = 0
+        self._steps_here += 1
         self._used = [GradientMark.of(p) for p in self._slots]
         for bucket in self._buckets:
             bucket.flight, bucket.wire, bucket.complete, bucket.sent = None, None, 0, []

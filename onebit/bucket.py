@@ -12,7 +12,7 @@ from torch import Tensor
 from .clip import dot
 from .comm import Codec, ErrorFeedback, Flight, Levels, Wire
 from .flat import Layout
-from .marks import GradientMark
+from .marks import GradientMark, gradient_bits
 from .shards import local
 
 
@@ -49,6 +49,7 @@ class Bucket:
     wire: Wire | None = None
     flight: Flight | None = None
     sent: list[GradientMark] = field(default_factory=list)
+    sent_bits: Tensor | None = None
     complete: int = 0
     _x: Tensor | None = None
     _x_views: list[Tensor] = field(default_factory=list)
@@ -107,14 +108,19 @@ class Bucket:
         if scale != 1.0:
             self.x.mul_(scale)
 
-    def mark_sent(self) -> None:
+    def mark_sent(self, *, with_bits: bool) -> None:
         """The gradients are being sent as they are now."""
         self.sent = [GradientMark.of(p) for p in self.params]
+        self.sent_bits = gradient_bits(self.gradients()) if with_bits else None
 
     def changed(self) -> list[str]:
         """The parameters whose gradients are no longer those that were sent."""
         triples = zip(self.params, self.names, self.sent, strict=True)
         return [name for p, name, mark in triples if not mark.is_still(p)]
+
+    def is_edited_unseen(self) -> bool:
+        """Whether gradients that have not changed as far as torch can tell have other bits. False if not marked."""
+        return self.sent_bits is not None and not torch.equal(self.sent_bits, gradient_bits(self.gradients()))
 
     def bad(self) -> list[str]:
         """The parameters whose gradients are not finite on this rank."""

@@ -7,6 +7,7 @@ same network. `DenseAverager` sends during the backward pass, in buckets, as Dis
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,8 +18,10 @@ import torch
 from torch import Tensor
 
 from .comm.transport import Transport, Work
-from .marks import GradientMark
+from .marks import GradientMark, gradient_bits, is_inspected
 from .shards import count_edits_apart_, local
+
+log = logging.getLogger(__name__)
 
 _FIRST_BUCKET_MB = 1.0  # as in DDP: the wire has work soon after the backward pass begins
 
@@ -33,20 +36,29 @@ class _Bucket:
     work: Work | None = None
     complete: int = 0
     sent: list[GradientMark] = field(default_factory=list)
+    sent_bits: Tensor | None = None
 
-    def launch(self, link: Transport) -> None:
-        """Send the gradients; one that is not there counts as zero."""
+    def launch(self, link: Transport, *, with_bits: bool = False) -> None:
+        """Send the gradients; one that is not there counts as zero. with_bits: see `is_edited_unseen`."""
         for parameter, view in zip(self.params, self.views, strict=True):
             if parameter.grad is None:
                 view.zero_()
             else:
                 view.copy_(local(parameter.grad))
         self.sent = [GradientMark.of(parameter) for parameter in self.params]
+        self.sent_bits = gradient_bits(self._gradients()) if with_bits else None
         self.work = link.all_reduce(self.flat)
 
     def is_stale(self) -> bool:
         """Whether a gradient is no longer what was sent."""
         return any(not mark.is_still(p) for p, mark in zip(self.params, self.sent, strict=True))
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [None if p.grad is None else local(p.grad) for p in self.params]
+
+    def is_edited_unseen(self) -> bool:
+        """Whether gradients have other bits than were sent, though torch has counted no edit."""
+        return self.sent_bits is not None and not torch.equal(self.sent_bits, gradient_bits(self._gradients()))
 
     def land(self, world_size: int) -> None:
         """Write the means into the gradients."""
@@ -90,8 +102,9 @@ class DenseAverager:
 
     1. Each parameter's gradient hook counts; a bucket whose gradients are all there leaves, in bucket order.
     2. `finish` sends what is left (parameters that took no part), and a flag for each bucket: whether its gradients
-       have changed here since it left, by another backward pass, by zero_grad(), by an edit in place (not of
-       `grad.data`, which torch does not count). All ranks send such a bucket again.
+       have changed here since it left, by another backward pass, by zero_grad(), by an edit in place. All ranks send
+       such a bucket again. Edits of `grad.data`, which torch does not count, are looked for in some steps; once found,
+       they keep this rank from sending before `finish`.
     3. It waits, and writes the means into the gradients.
 
     Buckets and bytes as in `average_gradients`, and 4 bytes for each bucket; what leaves twice travels twice: of
@@ -103,7 +116,8 @@ class DenseAverager:
         self._link = link
         self._buckets = _make_buckets(parameters, bucket_cap_mb)
         self._launched = 0
-        self._is_paused = False
+        self._is_paused = self._sends_late = False
+        self._steps = 0
         for bucket in self._buckets:
             for parameter in bucket.params:
                 self._hook(parameter, bucket)
@@ -120,17 +134,26 @@ class DenseAverager:
     @torch.no_grad()
     def finish(self) -> float:
         """Complete the averages; return the milliseconds spent waiting for the network."""
+        edited = [bucket.is_edited_unseen() for bucket in self._buckets[: self._launched]]
+        if any(edited):
+            self._sends_late = True
+            log.warning(
+                "rank %d: gradients were edited through .data after backward had sent them, which torch does not count "
+                "and only some steps look for: from here on they are sent behind the backward pass. Edit the gradients "
+                "themselves (p.grad.clamp_())",
+                self._link.rank,
+            )
         for bucket in self._buckets[self._launched :]:
             bucket.launch(self._link)
-        self._launched = 0
-        return self._send_stale_again() + _land(self._buckets, self._link)
+            edited.append(False)
+        self._launched, self._steps = 0, self._steps + 1
+        return self._send_stale_again(edited) + _land(self._buckets, self._link)
 
-    def _send_stale_again(self) -> float:
+    def _send_stale_again(self, edited: Sequence[bool]) -> float:
         if not self._buckets:
             return 0.0
-        stale = torch.tensor(
-            [float(bucket.is_stale()) for bucket in self._buckets], device=self._buckets[0].flat.device
-        )
+        flags = [float(bucket.is_stale() or is_edited) for bucket, is_edited in zip(self._buckets, edited, strict=True)]
+        stale = torch.tensor(flags, device=self._buckets[0].flat.device)
         waited_ms = _wait(self._link.all_reduce(stale))
         for bucket, ranks in zip(self._buckets, stale.tolist(), strict=True):
             if ranks > 0:
@@ -153,9 +176,9 @@ class DenseAverager:
     @torch.no_grad()
     def _launch_complete(self) -> None:
         for bucket in self._buckets[self._launched :]:
-            if bucket.complete < len(bucket.params):
+            if bucket.complete < len(bucket.params) or self._sends_late:
                 return
-            bucket.launch(self._link)
+            bucket.launch(self._link, with_bits=is_inspected(self._steps))
             self._launched += 1
 
 

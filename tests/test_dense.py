@@ -142,7 +142,7 @@ def loss_of(model: nn.Module, seed: int, part: str) -> Tensor:
 
 
 # Per rank of two: what a step does. "drop" is zero_grad(), "zero" fills with zeros, "edit" doubles every gradient,
-# "hold" is a pass in no_sync().
+# "behind" does so behind torch's back, "hold" is a pass in no_sync().
 SCRIPTS = {
     "two passes": [["all 1", "all 2"], ["all 3", "all 4"]],
     "three on one rank, one on the other": [["all 1", "all 2", "all 5"], ["all 3"]],
@@ -156,6 +156,7 @@ SCRIPTS = {
     "a part each": [["front 1"], ["all 3"]],
     "accumulated, then a pass too many": [["hold 1", "all 2", "all 4"], ["hold 3", "all 5"]],
     "edited behind the pass": [["all 1", "edit"], ["all 3"]],
+    "edited through .data": [["all 1", "behind"], ["all 3"]],
 }
 
 
@@ -166,9 +167,9 @@ def play(model: nn.Module, averager: DenseAverager, script: list[str]) -> None:
             model.zero_grad()
         elif part == "zero":
             model.zero_grad(set_to_none=False)
-        elif part == "edit":
+        elif part in ("edit", "behind"):
             for p in model.parameters():
-                p.grad.mul_(2.0)
+                (p.grad if part == "edit" else p.grad.data).mul_(2.0)
         else:
             with averager.no_sync() if part == "hold" else nullcontext():
                 loss_of(model, int(seed), part).backward()
@@ -181,7 +182,7 @@ def adds_up_to(script: list[str]) -> list[Tensor]:
         part, _, seed = action.partition(" ")
         if part in ("drop", "zero"):
             passes = []
-        elif part == "edit":
+        elif part in ("edit", "behind"):
             factor = 2
         else:
             passes.append((int(seed), part))

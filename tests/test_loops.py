@@ -143,6 +143,30 @@ def test_gradients_edited_late_are_sent_once_more_and_then_in_step(caplog: pytes
     assert "gradients of rank [1] changed" in caplog.text
 
 
+@pytest.mark.parametrize("name", FAMILY)
+def test_gradients_edited_behind_torchs_back_are_found(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """`p.grad.data.clamp_()`, as many scripts have it; from there on nothing of that rank leaves during backward."""
+
+    def ours(link: SimTransport, overlap: bool) -> tuple[Tensor, list[bool]]:
+        net, optimizer = fresh(link, name, bucket_cap_mb=0.004, overlap=overlap, compression="always")
+        early = []
+        for step in range(9):
+            optimizer.zero_grad()
+            loss_of(net, step, link.rank).backward()
+            early.append(optimizer._launched > 0)
+            if link.rank == 1:
+                for p in net.parameters():
+                    p.grad.data.clamp_(-1e-3, 1e-3)
+            optimizer.step()
+        return flat(net), early
+
+    found, plain = (run_ranks(2, lambda link, on=on: ours(link, on)) for on in (True, False))
+    for (weights, _), (expected, _) in zip(found, plain, strict=True):
+        assert torch.equal(weights, expected)
+    assert sum(found[1][1]) == 1 < sum(found[0][1])
+    assert caplog.text.count("rank 1: gradients were edited through .data") == 1
+
+
 def test_gradscaler_works_with_overlap() -> None:
     def ours(link: SimTransport, overlap: bool) -> Tensor:
         net, optimizer = fresh(link, overlap=overlap)

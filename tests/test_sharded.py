@@ -485,3 +485,13 @@ def test_parameters_edited_between_steps_are_noticed_and_can_be_adopted(caplog: 
         params[0].add_(1.0)
     take_steps(params, optimizer, range(4, 8))
     assert float(params[0].detach().mean()) < 2.1 and "adopt_parameters" in caplog.text
+
+
+def test_edits_of_parameters_behind_torchs_back_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    """`p.data.clamp_()` between steps, as a Wasserstein GAN's critic has it: the masters undo it."""
+    params, optimizer = new(SimTransport())
+    take_steps(params, optimizer, range(2))
+    assert not caplog.records
+    params[0].data.clamp_(-0.01, 0.01)
+    take_steps(params, optimizer, range(2, 3))
+    assert "adopt_parameters" in caplog.text

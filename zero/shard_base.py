@@ -224,7 +224,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         else:
             self._step_whole()
         self._after_step()
-        self._versions = [p._version for p in self._bucket_of]
+        self._remember_parameters()
         self._used = [GradientMark.of(p) for p in self._bucket_of]
         left_out, self._left_out = self._left_out, LeftOut()
         self.stats.is_skipped = left_out.is_any

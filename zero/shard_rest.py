@@ -21,6 +21,7 @@ from onebit.clip import GlobalNormClip
 from onebit.comm import Transport, sent_across
 from onebit.contract import check_group, check_parameters, check_saved_groups, load_checked, refuse_copy
 from onebit.flat import lay_out, partition
+from onebit.marks import is_inspected
 
 from . import shard_state, shard_vote
 from .shard_bucket import ShardedBucket
@@ -65,6 +66,8 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         self._built_groups = 0
         self._has_masters = self._is_warned_of_edits = False
         self._versions: list[int] | None = None
+        self._bits: Tensor | None = None
+        self._steps_here = 0  # of this object, whatever was loaded
         self._sent_before = (0, 0)
         super().__init__(params, defaults)  # type: ignore[arg-type]
         self._build_groups()
@@ -170,7 +173,10 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         """Take them from the parameters before the first step; say so if somebody has changed those since."""
         if not self._has_masters:
             self.adopt_parameters()
-        is_edited = self._versions is not None and self._versions != [p._version for p in self._bucket_of]
+        is_edited = self._versions is not None and (
+            self._versions != [p._version for p in self._bucket_of]
+            or (self._bits is not None and not torch.equal(self._bits, replicas.fingerprints(list(self._bucket_of))))
+        )
         if is_edited and self._recipe.stage > 0 and not self._is_warned_of_edits:
             self._is_warned_of_edits = True
             log.warning(
@@ -178,6 +184,14 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
                 "call adopt_parameters() on all ranks after such a change",
                 self.link.rank,
             )
+
+    def _remember_parameters(self) -> None:
+        """As they are now, which is as the masters have them; in some steps their bits, for edits through .data."""
+        self._versions = [p._version for p in self._bucket_of]
+        params, self._bits = list(self._bucket_of), None
+        if self._recipe.stage > 0 and not self._is_warned_of_edits and is_inspected(self._steps_here):
+            self._bits = replicas.fingerprints(params)
+        self._steps_here += 1
 
     def _hook(self, p: Tensor) -> None:
         myself = weakref.ref(self)
