@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from . import comm
 from .ballot import DesyncError
+from .buffers import sync_buffers
 from .lamb import Lamb
 from .onebit_adam import OnebitAdam
 from .onebit_lamb import OnebitLamb
@@ -22,7 +23,7 @@ from .zero_one_adam import ZeroOneAdam
 
 __all__ = [
     "DesyncError", "Lamb", "OnebitAdam", "OnebitLamb", "ReplicaError", "SkippedStepsError", "ZeroOneAdam",
-    "__version__", "comm",
+    "__version__", "comm", "sync_buffers",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

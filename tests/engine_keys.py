@@ -15,6 +15,7 @@ from torch import nn
 
 from onebit import zero
 from onebit.comm import init
+from onebit.replicas import gather_bytes
 from onebit.zero import grid as grids
 
 SAVED, MORE = 20, 20
@@ -204,6 +205,75 @@ def within_a_step() -> dict[str, object]:
     return {"refused": refused, "kept": sorted(os.listdir("within")), "loaded": after[0] == after[1]}
 
 
+class Normed(nn.Module):
+    """With BatchNorm, whose statistics each rank gathers of its own batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(20, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(tokens)))
+
+
+def normed() -> Normed:
+    torch.manual_seed(5)
+    return Normed()
+
+
+def staged() -> zero.PipelineModule:
+    return zero.PipelineModule(
+        [zero.LayerSpec(nn.Embedding, 20, 8), zero.LayerSpec(nn.BatchNorm1d, 8), zero.LayerSpec(nn.Linear, 8, 5)],
+        loss_fn=nn.functional.cross_entropy,
+    )
+
+
+def buffers() -> dict[str, list[bool]]:
+    """Of each form: whether statistics were unlike, become the mean of the ranks', and come back from a checkpoint."""
+    facts = {}
+    for form in (*FORMS, "stages"):
+        if form == "stages":
+            config = config_of("OneBitAdam", onebit=ONE_BIT) | {"pipeline": {"stages": 2}}
+            GRIDS[-2] = GRIDS.get(-2) or grids.start(pipe=2, shard=1)
+
+            def begin(config: dict = config) -> zero.Engine:
+                return zero.initialize(model=staged(), config=config, training_data=dataset(), grid=GRIDS[-2])[0]
+
+        else:
+
+            def begin(form: str = form) -> zero.Engine:
+                return start(form, normed())
+
+        engine = begin()
+        for _ in range(2):
+            engine.train_batch() if engine.pipeline else train(engine, 1)
+        alike = engine.grid.shape.across(("replica", "shard"), engine.grid.world.rank)
+
+        def rows(engine: zero.Engine = engine, alike: list[int] = alike) -> list[torch.Tensor]:
+            held = [b.double().reshape(-1) for b in engine.module.buffers()]
+            mine = torch.cat([*held, torch.zeros(40)])[:40].double()
+            every = gather_bytes(engine.grid.world, mine.numpy().tobytes())
+            return [torch.frombuffer(bytearray(every[rank]), dtype=torch.float64) for rank in alike]
+
+        own, has_any = rows(), any(True for _ in engine.module.buffers())  # one of two stages has
+        engine.eval()
+        synced = rows()
+        engine.train()
+        train(engine, 1) if engine.pipeline is None else engine.train_batch()
+        engine.save_checkpoint(f"buffers {form}")
+        saved, again = rows(), begin()
+        again.load_checkpoint(f"buffers {form}")
+        facts[form] = [
+            has_any or form == "stages",
+            not has_any or not torch.equal(own[0][:16], own[1][:16]),
+            all(torch.allclose(row[:16], torch.stack(own).mean(0)[:16], atol=1e-7) for row in synced),
+            all(torch.equal(row, synced[0]) for row in synced),
+            all(torch.equal(row, saved[0]) for row in (*saved, *rows(again))),
+            not has_any or not torch.equal(saved[0], synced[0]),
+        ]
+    return facts
+
+
 def offloads() -> dict[str, list]:
     """With shards, gradients and state in host memory, where they are already: the same bits."""
     facts = {}
@@ -309,6 +379,7 @@ def keys(folder: str) -> dict[str, object]:
         "big batch": one_big_batch(),
         "passes": passes(),
         "within a step": within_a_step(),
+        "buffers": buffers(),
     }
     ends, phases = {}, {}
     for form in ("whole", "across", "inside"):

@@ -85,6 +85,12 @@ def test_no_checkpoint_is_taken_within_a_step_and_loading_there_drops_it(ranks: 
 
 
 @pytest.mark.dist
+def test_statistics_are_the_mean_of_the_ranks_in_evaluation_and_checkpoints(ranks: list[dict]) -> None:
+    for facts in ranks:
+        assert facts["buffers"] == dict.fromkeys(("whole", "across", "inside", "dense", "stages"), [True] * 6)
+
+
+@pytest.mark.dist
 def test_offload_changes_no_bit(ranks: list[dict]) -> None:
     assert all(
         facts["offload"] == {"inside": [True, "CPUOffloadPolicy"], "dense": [True, "CPUOffloadPolicy"]}

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..buffers import persistent_buffers, sync_tensors
 from ..replicas import gather_bytes
 from ..skips import SkipLimit
 from . import dense, fsdp, pipeline, resume
@@ -284,16 +285,23 @@ class Engine:
         return self
 
     def eval(self) -> Engine:
-        """As the model's. Replicas that differ between synchronisations (0/1 Adam) are made the same first."""
+        """As the model's. Replicas that differ (local steps of 0/1 Adam, buffers) are made the same first."""
         self.synchronise()
         return self.train(False)
 
     def synchronise(self) -> None:
-        """Give every rank the same parameters, where local steps made them differ, and let go of gathered ones."""
+        """Give every rank the same parameters, where local steps made them differ, and let go of gathered ones.
+
+        Buffers as well: what each rank that reads data of its own has seen, on average; see `onebit.sync_buffers`.
+        """
         if self.stage is not None:
             fsdp.reshard(self.module)
         if hasattr(self.optimizer, "sync"):
             self.optimizer.sync()
+        buffers = list(persistent_buffers(self.module))
+        whole = [(name, buffer) for name, buffer in buffers if not hasattr(buffer, "placements")]
+        sync_tensors(whole, self.grid.links["shard"])
+        sync_tensors(buffers, self.grid.links["replica"])
 
     def get_lr(self) -> list[float]:
         """Of each group."""
