@@ -29,20 +29,22 @@ def gradient_bits(grads: Sequence[Tensor | None]) -> Tensor:
 class GradientMark(NamedTuple):
     """Which tensor a parameter's gradient was, and how often it had been written. None: there was no gradient."""
 
-    # A reference: where a gradient was dropped, the next one may lie at the same address.
+    # A reference: where a gradient was dropped, the next one may lie at the same address. To the local elements: a
+    # DTensor's begin to count anew with every backward pass (`count_edits_apart_`).
     grad: weakref.ref[Tensor] | None
     version: int = 0
 
     @classmethod
     def of(cls, p: Tensor) -> GradientMark:
         """The gradient as it is now."""
-        return cls(None) if p.grad is None else cls(weakref.ref(p.grad), local(p.grad)._version)
+        return cls(None) if p.grad is None else cls(weakref.ref(local(p.grad)), local(p.grad)._version)
 
     def is_still(self, p: Tensor) -> bool:
         """Whether p's gradient is what it was."""
         if p.grad is None or self.grad is None:
             return p.grad is None and self.grad is None
-        return self.grad() is p.grad and local(p.grad)._version == self.version
+        now = local(p.grad)
+        return self.grad() is now and now._version == self.version
 
 
 def are_used_again(params: Sequence[Tensor], marks: Sequence[GradientMark]) -> bool:
