@@ -240,6 +240,27 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             for p, view in zip(bucket.params, bucket.x_views, strict=True):
                 view.mul_(masks[p])
 
+    def _may_move(self, bucket: Bucket) -> Tensor | None:
+        """Flat, 1 where the masks of the bucket's group let an element move, else 0; None where it has no masks."""
+        masks = self._masks.get(bucket.group_index)
+        if masks is None:
+            return None
+        flat = torch.ones(bucket.layout.numel, device=bucket.device)
+        for p, view in zip(bucket.params, bucket.layout.views(flat), strict=True):
+            view.copy_(masks[p] != 0)
+        return flat
+
+    def _mask_state(self, bucket: Bucket) -> None:
+        """What may not move has no momentum, owes nothing, and is owed nothing."""
+        may_move = self._may_move(bucket)
+        if may_move is None:
+            return
+        for name in {"exp_avg", "exp_avg_update", "accumulated"} & bucket.flat.keys():
+            bucket.flat[name].mul_(may_move)
+        if bucket.ef is not None:
+            bucket.ef.worker.mul_(bucket.own_rows(may_move).reshape(-1))
+            bucket.ef.server.mul_(bucket.own_chunk(may_move))
+
     def _rows(self, flat: Tensor) -> Tensor:
         """A flat tensor of a bucket, one row for each owner."""
         return flat.view(self.link.world_size, -1)
@@ -481,6 +502,8 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             self._adopt_dense_state()
         for g in range(len(self.param_groups)):
             self._read_masks(g)
+        for bucket in self._buckets:
+            self._mask_state(bucket)
 
     def _restore_worker_error(self, bucket: Bucket, saved: Sequence[Tensor | None]) -> None:
         assert bucket.ef is not None

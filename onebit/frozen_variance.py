@@ -132,10 +132,23 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
         return self._last_average(bucket).mul_(bucket.flat["denominator"]).mul_(correction)
 
     def _last_average(self, bucket: Bucket) -> Tensor:
+        update, may_move = self._unpacked(bucket), self._may_move(bucket)
+        return update if may_move is None else update.mul_(may_move)
+
+    def _unpacked(self, bucket: Bucket) -> Tensor:
         assert bucket.frames is not None
         update = torch.empty(bucket.layout.numel, device=bucket.device)
         self.codec.decode(bucket.frames, self._rows(update))
         return update
+
+    def _mask_state(self, bucket: Bucket) -> None:
+        super()._mask_state(bucket)
+        may_move = self._may_move(bucket)
+        if may_move is not None and bucket.frames is not None and bucket.ef is not None:
+            # A frame of signs holds no zeros. Every rank owes what it says too much, so that β1·m + owed is 0 there.
+            too_much = self._unpacked(bucket).mul_(1.0 - may_move)
+            beta1 = self.param_groups[bucket.group_index]["betas"][0]
+            bucket.ef.worker.sub_(bucket.own_rows(too_much).reshape(-1), alpha=beta1)
 
     def _momentum_correction(self, bucket: Bucket, step: int) -> float:
         beta1 = self.param_groups[bucket.group_index]["betas"][0]
@@ -165,6 +178,7 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
             bucket.ef.commit()
             # What landed is the new momentum; the old one's memory receives the next.
             bucket.frames, wire.frames_WB = wire.frames_WB, bucket.frames
+            self._mask_state(bucket)
 
     def _weights_of_layers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """weight, decay: p ← (1 - decay)·p - weight·m̂/D for each parameter of the bucket. float32 [K]."""
@@ -232,6 +246,7 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
         assert bucket.frames is not None and bucket.ef is not None
         self.codec.encode(self._rows(m), None, bucket.frames, bucket.counts)
         bucket.ef.worker.add_(bucket.own_rows(m).view(-1), alpha=beta1)
+        self._mask_state(bucket)
 
     # ---------------------------------------------------------------- the freeze
 

@@ -241,6 +241,7 @@ class ZeroOneAdam(CompressedOptimizer):
         weight = self._accumulated_weight[g] + self._weights[g]
         if weight > 0.0:
             self.codec.decode(frames_WB, self._rows(bucket.flat["exp_avg_update"]), weight=1.0 / weight)
+        self._mask_state(bucket)
         if not self._since_sync:
             if g in self._masks:
                 self.codec.decode(frames_WB, self._rows(bucket.x))
