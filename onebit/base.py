@@ -731,7 +731,11 @@ class CompressedOptimizer(BucketedOptimizer):
                         norm_squared += share * scale * scale * dot(g, g)
                         product += share * scale * dot(g, m)
             norm_squared, product = self.shards.total(norm_squared, product)
-        return Ballot(summary, [p.grad is not None for p in self._slots], norm_squared, product)
+        return Ballot(summary, [self._present(p) for p in self._slots], norm_squared, product)
+
+    def _present(self, p: Tensor) -> bool:
+        """Whether this rank has a gradient for p."""
+        return p.grad is not None
 
     def _clip_after_landing(self) -> None:
         if self._clip.max_norm > 0 and not self._clips_before_sending:

@@ -56,6 +56,9 @@ def gather_states(states: Iterable[dict]) -> World:
         if world is None:
             size, local_size, shard = record["world_size"], record.get("local_size", 1), record.get("shard", 0)
             world = World(size, local_size, shard, _copy(state), [])
+        if "waiting" in record:  # on any rank; the mean has a part of it
+            waiting = world.state["onebit"]
+            waiting["waiting"] = [a or b for a, b in zip(waiting["waiting"], record["waiting"], strict=True)]
         _add(sums, _own_tensors(state))
         servers.append([bucket["server_error"] for bucket in record["buckets"]])
     if world is None or len(servers) != world.size:

@@ -21,7 +21,7 @@ from .flat import Layout, lay_out
 
 # Of a record: what says whose it is, and what is of single parameters. The rest is the same for all of them.
 _OF_A_RANK = ("version", "rank", "world_size", "local_size", "shard", "shards", "block")
-_OF_PARAMETERS = ("buckets", "live_blocks", "layers", "parameters")
+_OF_PARAMETERS = ("buckets", "live_blocks", "layers", "parameters", "waiting")
 # Of a group: what is not the same in every rank's.
 _OF_A_GROUP = ("params", "param_names", "exp_avg_mask")
 
@@ -76,7 +76,7 @@ def take_apart(state: dict, server_errors: Sequence[Tensor | None] = ()) -> tupl
         )
         for key, entry in state["state"].items()
     }
-    values = iter(record.get("parameters", ()))
+    values, waiting = iter(record.get("parameters", ())), iter(record.get("waiting", ()))
     for index, saved in enumerate(record.get("buckets", ())):
         if "params" not in saved:
             raise ValueError(
@@ -94,6 +94,8 @@ def take_apart(state: dict, server_errors: Sequence[Tensor | None] = ()) -> tupl
                 one.numbers |= {name: table_K[k] for name, table_K in record["layers"][index].items()}
             if (value := next(values, None)) is not None:
                 one.elements["value"] = value
+            if (waits := next(waiting, None)) is not None:
+                one.numbers["waits"] = torch.tensor(waits)
     options = [{key: x for key, x in group.items() if key not in _OF_A_GROUP} for group in state["param_groups"]]
     rest = {key: value for key, value in record.items() if key not in (*_OF_A_RANK, *_OF_PARAMETERS)}
     return found, Shared(options, rest)
@@ -161,7 +163,7 @@ def _record(
 ) -> dict:
     """What belongs under "onebit". Residuals of packing go into the worker errors of the states, in place."""
     record: dict = {**optimizer._identity(), **shared.record, "buckets": []}
-    keys, live, layers, values = optimizer._keys(), [], [], []
+    keys, live, layers, values, waiting = optimizer._keys(), [], [], [], []
     for bucket in optimizer._buckets:
         numbers = [keys[p] for p in bucket.params]
         if missing := [name for key, name in zip(numbers, bucket.names, strict=True) if key not in states]:
@@ -182,13 +184,14 @@ def _record(
         )
         is_live = _flat(bucket.layout, of_bucket, "is_live")
         live.append(None if is_live is None else is_live.view(-1, bucket.layout.block).any(1))
-        names = [name for name in of_bucket[0].numbers if name != "step"]
+        names = [name for name in of_bucket[0].numbers if name not in ("step", "waits")]
         layers.append({name: torch.stack([one.numbers[name] for one in of_bucket]) for name in names})
+        waiting += [bool(one.numbers["waits"]) for one in of_bucket if "waits" in one.numbers]
         values += [one.elements["value"] for one in of_bucket if "value" in one.elements]
         for one in of_bucket:
             if "worker_error" in one.elements:
                 one.elements["worker_error"] = one.elements["worker_error"].to(optimizer.error_dtype)
-    return record | {"live_blocks": live, "layers": layers, "parameters": values}
+    return record | {"live_blocks": live, "layers": layers, "parameters": values, "waiting": waiting}
 
 
 def _flat(layout: Layout, states: Sequence[ParameterState], name: str) -> Tensor | None:

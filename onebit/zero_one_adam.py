@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .adam import floor_of_blocks, normalised
-from .ballot import Ballot
+from .ballot import Ballot, cast_ballots, present_anywhere
 from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
 from .comm import Bf16Codec, Codec, ErrorFeedback, Exchange, MomentumWeights, Variance
@@ -99,6 +99,7 @@ class ZeroOneAdam(CompressedOptimizer):
         self._variance_total: list[float] = []  # the sum of the weights in v, per group
         self._fallback = 1.0
         self._since_sync = 0
+        self._seen_since_sync: set[Tensor] = set()  # parameters that this rank has had a gradient for since
         self._is_forced = False
         self._accumulated_weight: list[float] = []  # G, per group
         self._kept_share: list[float] = []  # what weight decay has left of the anchor, per group
@@ -303,9 +304,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _move(self, bucket: Bucket, seen: Sequence[bool]) -> None:
         if self._round != _SYNC or self._since_sync or bucket.group_index in self._masks:
-            # What ranks have accumulated since the anchor is due for every parameter, with a gradient now or not.
-            returns = self._round == _SYNC and self._since_sync > 0
-            super()._move(bucket, [True] * len(self._slots) if returns else seen)
+            super()._move(bucket, seen)
             return
         assert bucket.wire is not None
         kept = self._kept_this_step(self.param_groups[bucket.group_index])
@@ -326,13 +325,19 @@ class ZeroOneAdam(CompressedOptimizer):
                 self._compression_pays()
         if self._round == _LOCAL:
             self._since_sync += 1
+            self._seen_since_sync.update(p for p in self._slots if p.grad is not None)
             for g, group in enumerate(self.param_groups):
                 self._accumulated_weight[g] += self._weights[g]
                 self._kept_share[g] *= self._kept_this_step(group)
         elif self._since_sync:
             self._since_sync = 0
+            self._seen_since_sync.clear()
             self._accumulated_weight = [0.0] * len(self.param_groups)
             self._kept_share = [1.0] * len(self.param_groups)
+
+    def _present(self, p: Tensor) -> bool:
+        """Whether this rank has a gradient for p, or has had one since the last synchronisation."""
+        return p in self._seen_since_sync or (super()._present(p) and not self._is_forced)
 
     def _start_over(self) -> None:
         super()._start_over()
@@ -352,11 +357,14 @@ class ZeroOneAdam(CompressedOptimizer):
         try:
             for bucket in self._buckets:
                 self._launch(bucket)
+            header = self._header(self._round_name())
+            mine = Ballot(header.summary(), [self._present(p) for p in self._slots])
+            seen = present_anywhere(cast_ballots(self.link, header, mine, self._buckets[0].device))
             self._land()
             for bucket in self._buckets:
                 group = self.param_groups[bucket.group_index]
                 self._commit(bucket, group, int(self._steps[bucket.group_index]))
-                self._move(bucket, [])
+                self._move(bucket, seen)
             self._after_step([], int(self._steps[0]))
         finally:
             self._is_forced = False
@@ -374,6 +382,7 @@ class ZeroOneAdam(CompressedOptimizer):
             "accumulated_weight": list(self._accumulated_weight),
             "kept_share": list(self._kept_share),
             # Between synchronisations this rank's parameters are its own, and no other file holds them.
+            "waiting": [p in self._seen_since_sync for p in self._slots] if self._since_sync else [],
             "parameters": [local(p).detach().clone() for p in self._slots] if self._since_sync else [],
         }
 
@@ -386,6 +395,8 @@ class ZeroOneAdam(CompressedOptimizer):
         self._since_sync = record["since_sync"]
         self._accumulated_weight = list(record["accumulated_weight"])
         self._kept_share = list(record["kept_share"])
+        waiting = record.get("waiting") or [self._since_sync > 0] * len(self._slots)  # not in the first files
+        self._seen_since_sync = {p for p, waits in zip(self._slots, waiting, strict=True) if waits}
         with torch.no_grad():
             for p, saved in zip(self._slots, record["parameters"], strict=False):
                 local(p).copy_(saved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import random
 
@@ -196,6 +197,69 @@ def test_a_bad_gradient_costs_one_gradient(bad_step: int) -> None:
 
     results = run_ranks(2, work)
     assert torch.equal(results[0][0], results[1][0]) and results[0][0].isfinite().all() and results[1][1] == 1
+
+
+@pytest.mark.parametrize("ends", ["by itself", "by sync()", "behind a resume", "in another world"])
+def test_what_no_rank_has_a_gradient_for_stays_through_local_steps(ends: str) -> None:
+    """Its momentum would carry it on. What one rank alone has had a gradient for moves on all of them."""
+
+    def new(link: SimTransport) -> tuple[dict[str, Tensor], onebit.ZeroOneAdam]:
+        params = {name: nn.Parameter(torch.ones(300)) for name in ("all", "one", "none")}
+        policy = {"var_freeze_step": 2, "local_step_scaler": 1, "local_step_clipper": 4}
+        return params, onebit.ZeroOneAdam(params.items(), lr=0.01, weight_decay=0.1, link=link, **policy)
+
+    def gradients(params: dict[str, Tensor], rank: int, step: int, names: list[str]) -> None:
+        for k, (name, p) in enumerate(params.items()):
+            generator = torch.Generator().manual_seed(100 * step + 10 * k + rank)
+            p.grad = torch.randn(300, generator=generator) if name in names else None
+
+    def begins(link: SimTransport) -> dict:
+        params, optimizer = new(link)
+        while optimizer.stats.phase != "local":
+            gradients(params, link.rank, int(optimizer._steps[0]), ["all", "one", "none"])
+            optimizer.step()
+        optimizer.sync()
+        before = {name: p.detach().clone() for name, p in params.items()}
+        for step in range(50, 53):
+            # The one gradient that is not everybody's comes in the first step, and from rank 1.
+            gradients(params, link.rank, step, ["all", "one"] if step == 50 and link.rank == 1 else ["all"])
+            optimizer.step()
+            assert optimizer.stats.phase == "local" and torch.equal(params["none"], before["none"])
+        state = copy.deepcopy(optimizer.state_dict())
+        return {"params": params, "optimizer": optimizer, "before": before, "state": state}
+
+    def finishes(link: SimTransport, params: dict[str, Tensor], optimizer: onebit.ZeroOneAdam) -> dict[str, Tensor]:
+        if ends == "by sync()":
+            gradients(params, link.rank, 60, ["none"])  # of no step yet
+            optimizer.sync()
+        else:
+            gradients(params, link.rank, 60, ["all"])
+            optimizer.step()
+            assert optimizer.stats.phase == "compressed"
+        return {name: p.detach().clone() for name, p in params.items()}
+
+    def in_one_go(link: SimTransport) -> tuple[dict, dict]:
+        begun = begins(link)
+        params, optimizer = begun["params"], begun["optimizer"]
+        if ends == "behind a resume":
+            params, optimizer = new(link)
+            optimizer.load_state_dict(begun["state"])
+        return begun["before"], finishes(link, params, optimizer)
+
+    def in_another_world(link: SimTransport) -> tuple[dict, dict]:
+        params, optimizer = new(link)
+        optimizer.load_state_dicts([each["state"] for each in begun])
+        return begun[0]["before"], finishes(link, params, optimizer)
+
+    if ends == "in another world":
+        begun = run_ranks(2, begins)
+        results = run_ranks(3, in_another_world)
+    else:
+        results = run_ranks(2, in_one_go)
+    for before, after in results:
+        assert torch.equal(after["none"], before["none"])
+        assert all(not torch.equal(after[name], before[name]) for name in ("all", "one"))
+        assert all(torch.equal(after[name], results[0][1][name]) for name in after)
 
 
 def test_int8_variance_rounds_change_little() -> None:
