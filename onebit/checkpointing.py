@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+AS_BEFORE = "; the checkpoints before it are as they were"
+
 
 def is_empty(folder: Path, link: Transport, device: torch.device | None = None) -> bool:
     """Whether no rank finds a checkpoint in the folder, whole or not. All ranks."""
@@ -93,10 +95,10 @@ class Checkpointing(ABC):
         Where `latest` is lost or damaged it is the newest that is whole, and rank 0 says so. Raises CheckpointError
         where none is, and where some ranks have checkpoints and others do not.
         """
+        if tag:
+            return tag
         latest, problem = self._attempt(self._files.latest)
         rows = [json.loads(said) for said in self._gather(json.dumps([latest, problem, self._files.names()]))]
-        if tag is not None:
-            return tag
         names = {name for latest, _, names in rows for name in (*names, latest) if name}
         if not names and not any(problem for _, problem, _ in rows):
             return None

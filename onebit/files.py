@@ -226,7 +226,7 @@ class CheckpointFiles:
             return
 
     def hidden(self, name: str, token: str, suffix: str) -> Path:
-        """Where a checkpoint is being written ("new"), replaced ("old") or removed ("gone"). token: random."""
+        """Where something is being written ("new"), replaced ("old") or removed ("gone"). token: random."""
         return self.folder / f".{name}.{self.run}-{token}.{suffix}"
 
     def begin(self, partial: Path, *, is_known: bool) -> None:
@@ -301,7 +301,7 @@ class CheckpointFiles:
 
     def point_at(self, name: str) -> None:
         """Let `latest` name this checkpoint."""
-        hidden = self.folder / f".latest.{self.run}-{secrets.token_hex(8)}.new"
+        hidden = self.hidden("latest", secrets.token_hex(8), "new")
         try:
             with create(hidden) as file:
                 file.write(f"{name}\n".encode())
@@ -341,9 +341,10 @@ def read_stamp(target: Path) -> dict:
         found = stamp.pop("stamp_crc32", None)
         if ("crc32" in stamp or found is not None) and found != _crc32(stamp):
             raise ValueError("its CRC-32 is another")
-        if any(Path(name).name != name for name in stamp["files"]):
-            raise ValueError("it names files of other folders")
-        int(stamp["step"]), int(stamp["world_size"])
+        if any(Path(name).name != name for name in (*stamp["files"], stamp.get("run", "none"))):
+            raise ValueError("it names other folders")
+        if not (int(stamp["step"]) >= 0 and int(stamp["world_size"]) > 0):
+            raise ValueError("it is of no step or no rank")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: {target.name} is damaged, or no checkpoint at all") from error
     except Exception as error:

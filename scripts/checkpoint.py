@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from onebit.checkpointing import Checkpointing
+from onebit.checkpointing import AS_BEFORE, Checkpointing
 from onebit.comm import Transport
 from onebit.files import (
     STAMP,
@@ -60,14 +60,14 @@ class CheckpointFolder(Checkpointing):
             sync_folder(partial)
             return sums
 
-        def on_makers(work: Callable[..., None], *args: object) -> None:
-            self.together(work if is_maker else lambda *_: None, *args)
+        def on_makers(work: Callable[..., None], *args: object, said: str = "") -> None:
+            self.together(work if is_maker else lambda *_: None, *args, hint=lambda: said)
 
         try:
-            mine = self.together(write)
+            mine = self.together(write, hint=lambda: AS_BEFORE)
             spelled = self._gather(json.dumps({name: [one.size, one.crc32] for name, one in mine.items()}))
             sums = {name: Sum(*pair) for said in spelled for name, pair in json.loads(said).items()}
-            on_makers(self._files.seal, partial, about | {"save": partial.name}, sums | mine)
+            on_makers(self._files.seal, partial, about | {"save": partial.name}, sums | mine, said=AS_BEFORE)
             on_makers(self._files.publish, partial)
         except BaseException:
             if is_maker:
@@ -115,12 +115,14 @@ class CheckpointFolder(Checkpointing):
         """The names of this rank's own file, or of those of all ranks of another world."""
         if world_size == self.link.world_size:
             return [_own_file(self.link.rank)]
-        names = [_own_file(rank) for rank in range(world_size)]
-        if missing := [name for name in names if not (target / name).exists()]:
-            raise CheckpointError(
-                f"{target} was written by {world_size} ranks, and {missing[0]} is not here; resume with as many, or "
-                "copy all their files to where every rank sees them"
-            )
+        names = []
+        for rank in range(world_size):
+            names.append(_own_file(rank))
+            if not (target / names[-1]).exists():
+                raise CheckpointError(
+                    f"{target} was written by {world_size} ranks, and {names[-1]} is not here; resume with as many, or "
+                    "copy all their files to where every rank sees them"
+                )
         return names
 
     def _advice(self, name: str) -> str:

@@ -87,6 +87,7 @@ def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 Kind = type[Plain] | type[Zero]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected pickle protocol")
 both_kinds = pytest.mark.parametrize("kind", [Plain, Zero])
 
 
@@ -134,9 +135,9 @@ def listing(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def seal(target: Path) -> None:
+def seal(target: Path, **forged: object) -> None:
     """Make a stamp's checksums those of the files as they are, as somebody who forges a checkpoint would."""
-    stamp = json.loads((target / files.STAMP).read_text())
+    stamp = json.loads((target / files.STAMP).read_text()) | forged
     del stamp["stamp_crc32"]
     sums = {name: files.sum_of(target / name) for name in stamp["files"]}
     stamp |= {"files": {k: v.size for k, v in sums.items()}, "crc32": {k: v.crc32 for k, v in sums.items()}}
@@ -203,6 +204,16 @@ def test_damage_that_checksums_do_not_show_is_an_error_too(kind: Kind, tmp_path:
         path.write_bytes(whole)
     seal(path.parent)
     assert load(kind, tmp_path) == (1, 1.0)
+
+
+@both_kinds
+@pytest.mark.parametrize(
+    "forged", [{"run": "../../elsewhere"}, {"world_size": 10**15}, {"world_size": -1}, {"step": "two"}, {"run": 3}]
+)
+def test_a_forged_stamp_leads_nowhere(kind: Kind, forged: dict, tmp_path: Path) -> None:
+    save(kind, tmp_path, 1)
+    seal(tmp_path / "step_00000001", **forged)
+    assert str(load(kind, tmp_path)).startswith("rank 0: ")
 
 
 class Evil:

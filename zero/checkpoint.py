@@ -12,6 +12,7 @@ deleted: `onebit/files.py`.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +29,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from ..checkpointing import Checkpointing
+from ..checkpointing import AS_BEFORE, Checkpointing
 from ..comm import Transport
 from ..files import CheckpointError, Sum, check_files, reason, remove
 from ..replicas import gather_texts
@@ -112,14 +113,14 @@ class Checkpoints(Checkpointing):
 
         if is_foreground:
             with _knowing_that_it_is_alone():
-                self.together(write)
+                self.together(write, hint=lambda: AS_BEFORE)
         else:
             self._pending = self._writing.submit(write)
 
     def wait(self) -> None:
         """Until what is being written in the background is on disk. Raises CheckpointError, on all ranks, as `save`."""
         pending, self._pending = self._pending, None
-        self.together(lambda: None if pending is None else pending.result())
+        self.together(lambda: None if pending is None else pending.result(), hint=lambda: AS_BEFORE)
 
     def load(
         self,
@@ -141,7 +142,7 @@ class Checkpoints(Checkpointing):
         if name is None:
             return None
         stamp, target = self._whole(name), self.folder / name
-        metadata = self.together(read_table, target, hint=lambda: self._offer(name))
+        metadata = self.together(self._read_table, target, stamp, hint=lambda: self._offer(name))
         loaded = Loaded(target, stamp, Own(target, metadata, stamp["world_size"]))
         names = _names_of_all(self.link, model)
         self.together(check, loaded)
@@ -158,6 +159,13 @@ class Checkpoints(Checkpointing):
         stamp = self._files.stamp(name)
         check_files(self.folder / name, stamp, sorted(stamp["files"])[self.link.rank :: self.link.world_size])
         return stamp
+
+    def _read_table(self, target: Path, stamp: dict) -> Metadata:
+        table = read_table(target)
+        ranks = sum(1 for key in table.state_dict_metadata if re.fullmatch(r"own/\d+/text", key))
+        if ranks != stamp["world_size"]:
+            raise CheckpointError(f"{target} holds the states of {ranks} ranks, not of {stamp['world_size']}")
+        return table
 
     def _advice(self, name: str) -> str:
         return f'load it with tag="{name}"'

@@ -124,6 +124,8 @@ def _about(engine: Engine) -> dict:
 
 def _check_stamp(engine: Engine, stamp: Mapping[str, object]) -> None:
     mine = _about(engine)
+    if _shape(stamp).world_size != stamp["world_size"]:
+        raise CheckpointError(f"{_shape(stamp)} is no grid of {stamp['world_size']} ranks: the checkpoint is damaged")
     there, here = cast(str, stamp.get("form")), engine.form
     if there != here and not {there, here} <= set(_ALIKE):
         raise CheckpointError(
