@@ -102,9 +102,9 @@ class Lamb(torch.optim.Optimizer):
         saved = load_checked(self, state_dict, self._check_loadable)
         for p, entry in self._saved_entries(saved):
             self.state[p] |= {name: entry[name].to(p.device, torch.float32, copy=True) for name in ADAM_STATE}
-        for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)  # Adam's state says nothing of trust ratios
+        for group in self.param_groups:  # Adam's state says nothing of trust ratios
+            for name in ("max_coeff", "min_coeff", "bias_correction"):
+                group.setdefault(name, self.defaults[name])
 
     def _check_loadable(self, state: dict) -> None:
         where = "cannot load this optimizer state: "
