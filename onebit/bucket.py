@@ -161,7 +161,7 @@ class Bucket:
         chunk = self.own_chunk(self.x)
         if self.share_J is None:
             return dot(chunk, chunk)
-        squares_J = chunk.view(-1, self.layout.block).square().sum(1, dtype=torch.float64)
+        squares_J = chunk.view(-1, self.layout.block).double().square().sum(1)
         return float((squares_J * self.own_chunk(self.share_J)).sum())
 
     def spread(self, own: Tensor) -> Tensor:

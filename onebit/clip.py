@@ -72,5 +72,7 @@ def exact_norm(link: Transport, shards: Shards, own_squares: float, device: torc
 
 
 def dot(a: Tensor, b: Tensor) -> float:
-    """Sum of products of two tensors of equal shape."""
-    return float(torch.dot(a.reshape(-1).float(), b.reshape(-1).float()))
+    """Sum of products of two tensors of equal shape; finite wherever they are: beyond float32's range in float64."""
+    a, b = a.reshape(-1), b.reshape(-1)
+    product = float(torch.dot(a.float(), b.float()))
+    return product if math.isfinite(product) else float(torch.dot(a.double(), b.double()))

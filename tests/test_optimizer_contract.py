@@ -605,6 +605,23 @@ def test_a_bad_gradient_on_one_rank_makes_all_skip_and_leaves_no_trace(bad: floa
         assert run_ranks(2, lambda link, c=max_grad_norm: ours(link, c)) == [True, True]
 
 
+@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("at", [2, 12])
+def test_a_gradient_whose_squares_overflow_is_clipped_or_skipped(at: int, name: str) -> None:
+    """Finite, but its norm is not in float32: the factor was NaN, behind the verdict, and so were all parameters."""
+
+    def ours(link: SimTransport) -> None:
+        net, optimizer = fresh(link, name, max_grad_norm=1.0)
+        train(link, range(at), net, optimizer)
+        for p in net.parameters():
+            p.grad = torch.full_like(p, 1e30)
+        optimizer.step()
+        train(link, range(at + 1, at + 4), net, optimizer)
+        assert flat(net).isfinite().all() and optimizer.stats.skipped_steps <= 1
+
+    run_ranks(2, ours)
+
+
 def test_sparse_gradients_are_refused_by_name() -> None:
     table = nn.Embedding(4, 8, sparse=True)
     optimizer = onebit.OnebitAdam(table.named_parameters(), freeze_step=1, link=SimTransport())
