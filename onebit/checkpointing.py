@@ -125,7 +125,7 @@ class Checkpointing(ABC):
         return name
 
     def _whole(self, name: str) -> dict:
-        """The stamp of a checkpoint that all ranks have found whole; it is this run's from here on."""
+        """The stamp of a checkpoint that all ranks have found whole."""
         self.together(self._files.recover, name)
         stamp = self.together(self._check, name, hint=lambda: self._offer(name))
         if len(set(self._gather(str(stamp.get("save"))))) > 1:
@@ -134,9 +134,12 @@ class Checkpointing(ABC):
             )
         if "crc32" not in stamp and self.link.rank == 0:
             log.warning("%s has no checksums, as an earlier version wrote it: damage may show late", self.folder / name)
+        return stamp
+
+    def _go_on_from(self, stamp: dict) -> None:
+        """The run that wrote it is this one from here on: it has been loaded."""
         self._files.run = stamp.get("run", self._files.run)
         self._is_known = True
-        return stamp
 
     def _newest_whole(self, but: str | None = None) -> str | None:
         every = [set(json.loads(said)) for said in self._gather(json.dumps(self._files.names()))]

@@ -87,7 +87,9 @@ class CheckpointFolder(Checkpointing):
         if name is None:
             return None
         stamp = self._whole(name)
-        return self.together(self._read, name, stamp["world_size"], hint=lambda: self._offer(name))
+        contents = self.together(self._read, name, stamp["world_size"], hint=lambda: self._offer(name))
+        self._go_on_from(stamp)
+        return contents
 
     def _check(self, name: str) -> dict:
         target = self.folder / name

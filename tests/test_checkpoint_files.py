@@ -363,6 +363,18 @@ def test_nothing_of_another_run_is_ever_deleted(kind: Kind, tmp_path: Path) -> N
     assert listing(tmp_path) >= before and not (tmp_path / "step_00000007").exists()
 
 
+def test_a_load_that_failed_makes_no_checkpoint_this_runs_own(tmp_path: Path) -> None:
+    save(Zero, tmp_path, 5, 6)
+    before = listing(tmp_path)
+    checkpoints = Checkpoints(tmp_path, SimTransport(), keep=1)
+    with pytest.raises(CheckpointError, match="of another model"):
+        checkpoints.load({"x": torch.zeros(3)})
+    with pytest.raises(CheckpointError, match="which this run did not write"):
+        checkpoints.save(6, {"x": torch.zeros(3)}, {})
+    checkpoints.save(7, {"x": torch.zeros(3)}, {})
+    assert listing(tmp_path) > before
+
+
 @both_kinds
 def test_a_resumed_run_keeps_the_last_few_of_both_its_lives(kind: Kind, tmp_path: Path) -> None:
     save(kind, tmp_path, 1, 2, keep=2)

@@ -153,6 +153,7 @@ class Checkpoints(Checkpointing):
                 lambda: dcp.load(state, storage_reader=Reader(target, metadata), process_group=self._group),
                 hint=lambda: self._offer(name),
             )
+        self._go_on_from(stamp)
         return loaded
 
     def _check(self, name: str) -> dict:
