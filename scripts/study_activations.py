@@ -182,7 +182,7 @@ def measure_gradients(wires: Sequence[Wire], steps: int = 200, batches: int = 24
 def run_job(job: Job) -> dict[str, object]:
     """A record: the validation loss as trained, and of the same weights without cuts."""
     began = time.process_time()
-    is_dense = METHODS[job.optimizer].twin is None
+    is_dense = METHODS[job.optimizer].is_dense
     losses = train(job, None) if is_dense else run_ranks(2, lambda link: train(job, link), timeout_s=3600)[0]
     cost = {"seconds": round(time.process_time() - began, 1), "revision": revision()}
     return {"job": asdict(job), "loss": losses[0], "uncut": losses[1]} | cost

@@ -124,7 +124,7 @@ def _row(method: str, lr: float, chosen: dict[str, dict[int, Result]]) -> str:
         statistics.mean(getattr(run, name) for run in runs.values())
         for name in ("bits_per_step", "bits_in_full", "bytes_sent")
     ]
-    cells = [method, f"{lr:g}", str(len(runs)), _loss(_mean_loss(runs.values())), *_gap(runs, chosen.get(twin or ""))]
+    cells = [method, f"{lr:g}", str(len(runs)), _loss(_mean_loss(runs.values())), *_gap(runs, chosen.get(twin))]
     return "| " + " | ".join([*cells, *(f"{value:.4g}" for value in traffic)]) + " |"
 
 

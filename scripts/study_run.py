@@ -31,14 +31,36 @@ _POINTS = 20  # of a curve
 
 @dataclass(frozen=True)
 class Method:
-    """An optimizer under a name. twin: the dense method it is measured against; None: it is dense itself.
+    """An optimizer under a name. twin: the dense method it is measured against; "": none.
 
     make(param_groups, link, steps of the run): link is None for a dense method. A learning rate is set in every step.
+    other_batches: of as many further ranks, so that a method can be measured against itself.
     """
 
     name: str
-    twin: str | None
+    twin: str
     make: Callable[[list[dict], SimTransport | None, int], Optimizer]
+    is_dense: bool = False
+    other_batches: bool = False
+
+
+def _adamw(name: str, twin: str, beta2: float = 0.999, *, other_batches: bool = False) -> Method:
+    return Method(
+        name,
+        twin,
+        lambda groups, link, steps: torch.optim.AdamW(groups, betas=(0.9, beta2)),
+        is_dense=True,
+        other_batches=other_batches,
+    )
+
+
+def _with_beta2(name: str, kind: Callable[..., Optimizer], beta2: float) -> Method:
+    """Against AdamW with the same β2."""
+    return Method(
+        f"{name}, beta2 {beta2:g}",
+        f"adamw, beta2 {beta2:g}",
+        lambda groups, link, steps: kind(groups, betas=(0.9, beta2), link=link),
+    )
 
 
 def _frozen_early(groups: list[dict], link: SimTransport | None, steps: int) -> Optimizer:
@@ -121,10 +143,14 @@ def _sharded_lamb(name: str, **options: object) -> Method:
 METHODS = {
     method.name: method
     for method in (
-        Method("adamw", None, lambda groups, link, steps: torch.optim.AdamW(groups)),
+        _adamw("adamw", ""),
+        _adamw("adamw, other batches", "adamw", other_batches=True),
+        *(_adamw(f"adamw, beta2 {beta2:g}", "adamw", beta2) for beta2 in (0.95, 0.9)),
         Method("onebit-adam", "adamw", lambda groups, link, steps: onebit.OnebitAdam(groups, link=link)),
+        *(_with_beta2("onebit-adam", onebit.OnebitAdam, beta2) for beta2 in (0.95, 0.9)),
         Method("onebit-adam, frozen at 15 %", "adamw", _frozen_early),
         *(_zero_one_adam(clipper) for clipper in (1, 2, 4, 8, 16)),
+        _with_beta2("zero-one-adam", onebit.ZeroOneAdam, 0.95),
         *(_zero_one_adam_by_steps(clipper) for clipper in (2, 4, 8, 16)),
         Method("zero-one-adam, peer's schedule", "adamw", _with_peers_schedule),
         _sharded("int4 differences"),
@@ -137,7 +163,7 @@ METHODS = {
         _sharded("stage 0, sign updates", stage=0, updates="sign"),
         *(_sharded_zero_one_adam(clipper) for clipper in (2, 4, 8, 16)),
         *(_sharded_zero_one_adam_by_steps(clipper) for clipper in (2, 4, 8, 16)),
-        Method("lamb", None, lambda groups, link, steps: onebit.Lamb(groups)),
+        Method("lamb", "", lambda groups, link, steps: onebit.Lamb(groups), is_dense=True),
         Method("onebit-lamb", "lamb", lambda groups, link, steps: onebit.OnebitLamb(groups, link=link)),
         _sharded_lamb("int4 differences"),
         _sharded_lamb("sign differences", differences="sign"),
@@ -157,6 +183,7 @@ class Defaults:
 
 DEFAULTS = {
     "byte-lm": Defaults(steps=2000, batch_size=8, seeds=3, lrs=(2e-3, 4e-3, 8e-3, 1.6e-2)),
+    "demo-lm": Defaults(steps=200, batch_size=4, seeds=3, lrs=(1.4e-3,)),  # as in demo.py
     "masked-lm": Defaults(steps=2000, batch_size=4, seeds=3, lrs=(2e-3, 4e-3, 8e-3, 1.6e-2)),
     "digits": Defaults(steps=400, batch_size=16, seeds=20, lrs=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)),
 }
@@ -250,7 +277,7 @@ def run_job(job: Job) -> Result:
     torch.set_num_threads(1)
     began = time.perf_counter()
     task = load_task(job.task)
-    if METHODS[job.method].twin is None:
+    if METHODS[job.method].is_dense:
         curve = _train(job, task, None)
     else:
         curve = run_ranks(job.ranks, lambda link: _train(job, task, link), timeout_s=600)[0]
@@ -288,7 +315,8 @@ def _train(job: Job, task: Task, link: SimTransport | None) -> list[Point]:
 
 def _batch(job: Job, task: Task, step: int, link: SimTransport | None) -> Batch:
     ranks = range(job.ranks) if link is None else [link.rank]
-    batches = [task.batch(job.seed, step, rank, job.batch_size) for rank in ranks]
+    first = job.ranks if METHODS[job.method].other_batches else 0
+    batches = [task.batch(job.seed, step, first + rank, job.batch_size) for rank in ranks]
     return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 
 

@@ -1,7 +1,8 @@
 """The tasks of study.py: a model, its batches and its loss. Nothing is downloaded, nothing rests on a global generator.
 
-Three kinds of gradient: "byte-lm" reaches every parameter in every step; "masked-lm" never reaches three quarters of
-its position table; "digits" has inputs that are always zero, and labels of which a tenth are wrong.
+Three kinds of gradient: "byte-lm" reaches every parameter in every step, and so does "demo-lm", the demo's own;
+"masked-lm" never reaches three quarters of its position table; "digits" has inputs that are always zero, and labels of
+which a tenth are wrong.
 Shape legend: B rows of a batch, T bytes of each, D features, H heads.
 """
 
@@ -14,7 +15,7 @@ from typing import Protocol
 
 import torch
 from corpus import Corpus, read_corpus
-from model import VOCABULARY, Block, ModelSize, build_model
+from model import SIZES, VOCABULARY, Block, ModelSize, build_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from train import Windows
@@ -45,13 +46,14 @@ class ByteLM:
     """The next byte of Python source, by the tiny GPT of model.py. 0.12 M parameters, context 64."""
 
     name, unit = "byte-lm", "nats per byte"
+    size, validated = "tiny", 1024
 
     def __init__(self) -> None:
-        self._windows = Windows(corpus(), context=64)
-        self._validation = (self._windows.validation(0, 1, windows=1024),)
+        self._windows = Windows(corpus(), SIZES[self.size].context)
+        self._validation = (self._windows.validation(0, 1, windows=self.validated),)
 
     def build(self, seed: int) -> nn.Module:
-        return build_model("tiny", seed)
+        return build_model(self.size, seed)
 
     def batch(self, seed: int, step: int, rank: int, size: int) -> Batch:
         return (self._windows.training(size, seed, step, rank, 0),)
@@ -61,6 +63,13 @@ class ByteLM:
 
     def evaluate(self, model: nn.Module) -> float:
         return mean_loss(self, model, self._validation)
+
+
+class DemoLM(ByteLM):
+    """The same with the model, the batches and the validation text of the demo. 1.03 M parameters, context 128."""
+
+    name = "demo-lm"
+    size, validated = "small", 64
 
 
 class MaskedLM:
@@ -141,7 +150,7 @@ class Digits:
         return (model(pixels_B64).argmax(dim=1) == labels_B).float().mean().item()
 
 
-TASKS: dict[str, type[Task]] = {"byte-lm": ByteLM, "masked-lm": MaskedLM, "digits": Digits}
+TASKS: dict[str, type[Task]] = {"byte-lm": ByteLM, "demo-lm": DemoLM, "masked-lm": MaskedLM, "digits": Digits}
 
 
 @cache

@@ -113,6 +113,15 @@ def test_last_round_of_local_steps_is_counted_and_changes_nothing_before(monkeyp
     assert last.bits > local.bits == synced[-1].bits and last.loss != local.loss
 
 
+def test_a_method_against_itself_reads_the_batches_of_further_ranks() -> None:
+    job = replace(JOB, method="adamw, other batches")
+    task = load_task(job.task)
+    read = study_run._batch(job, task, 3, None)
+    expected = [task.batch(job.seed, 3, rank, job.batch_size) for rank in (2, 3)]
+    assert all(torch.equal(part, torch.cat(parts)) for part, *parts in zip(read, *expected, strict=True))
+    assert run_job(job).loss != run_job(replace(job, method="adamw")).loss
+
+
 def test_dense_traffic_is_that_of_a_ring() -> None:
     result = run_job(replace(JOB, method="adamw", ranks=4))
     assert (result.bits_per_step, result.bits_in_full, result.bytes_sent) == (48, 64, 48 * 6 / 8)
