@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 import transport_ranks
 from ranks import Ended, run_mpi, run_torchrun
-from test_transport import contract_run
 
 import onebit.comm
 from onebit.comm.launch import Launch, describe, detect, first_host
@@ -226,19 +225,3 @@ def test_levels_that_are_not_there_are_logged() -> None:
     for rank, result in enumerate(ended.check().results):
         assert "two levels" not in result["auto"]
         assert ("one level between 4 ranks: the launcher says 2" in result["log"]) == (rank == 0)
-
-
-@pytest.mark.dist
-def test_init_picks_gloo_from_plain_variables() -> None:
-    described = {result["description"] for result in contract_run("gloo").results}
-    assert described == {
-        "4 ranks by the environment (RANK, WORLD_SIZE), transport torch.distributed (gloo)",
-    }
-
-
-@pytest.mark.dist
-def test_init_picks_mpi_under_mpirun_and_bootstraps_gloo_on_request() -> None:
-    for result in contract_run("mpi").results:
-        assert result["description"] == "4 ranks by Open MPI, transport MPI (host memory)"
-        assert set(result["gloo"].values()) == {""}
-        assert result["gloo descriptions"] == ["4 ranks by Open MPI, transport torch.distributed (gloo)"] * 2

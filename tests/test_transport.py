@@ -64,6 +64,22 @@ def test_contract_of_mpi_in_pieces(check: str) -> None:
     assert [outcome[check] for outcome in outcomes("mpi", "pieces")] == [""] * 4
 
 
+@pytest.mark.dist
+def test_init_picks_gloo_from_plain_variables() -> None:
+    described = {result["description"] for result in contract_run("gloo").results}
+    assert described == {
+        "4 ranks by the environment (RANK, WORLD_SIZE), transport torch.distributed (gloo)",
+    }
+
+
+@pytest.mark.dist
+def test_init_picks_mpi_under_mpirun_and_bootstraps_gloo_on_request() -> None:
+    for result in contract_run("mpi").results:
+        assert result["description"] == "4 ranks by Open MPI, transport MPI (host memory)"
+        assert set(result["gloo"].values()) == {""}
+        assert result["gloo descriptions"] == ["4 ranks by Open MPI, transport torch.distributed (gloo)"] * 2
+
+
 @cache
 def outlived(backend: str, fate: str) -> Ended:
     if backend == "gloo":

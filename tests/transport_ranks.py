@@ -26,9 +26,8 @@ def contract_over_gloo(worlds: list[int]) -> dict[str, object]:
     base = onebit.comm.init(timeout_s=30.0)
     outcome = {}
     for W in worlds:
-        group = torch.distributed.new_group(list(range(W)))
-        if base.rank < W:
-            outcome[str(W)] = _all_of_it(_on_gloo(group))
+        if link := of_first(W):
+            outcome[str(W)] = _all_of_it(link)
     outcome["description"] = launch.describe(base)
     base.close()
     base.close()
@@ -42,9 +41,8 @@ def contract_over_mpi(worlds: list[int]) -> dict[str, object]:
     base = onebit.comm.init(timeout_s=30.0)
     outcome: dict[str, object] = {}
     for W in worlds:
-        comm = MPI.COMM_WORLD.Split(0 if base.rank < W else MPI.UNDEFINED)
-        if base.rank < W:
-            outcome[str(W)] = _all_of_it(_on_mpi(comm))
+        if link := of_first(W):
+            outcome[str(W)] = _all_of_it(link)
         base.all_reduce(torch.zeros(1)).wait()  # ranks that are done would spin in the next Split
     pieces = _on_mpi(MPI.COMM_WORLD, piece_bytes=64_000)
     outcome["pieces"] = contract.run_checks(pieces)
@@ -168,6 +166,17 @@ def _what_happens(operation: Callable[[Transport], Work], link: Transport) -> di
     except PeerError as error:
         return {"ranks": error.ranks, "message": str(error), "seconds": time.monotonic() - started}
     return {"ranks": [], "message": "no PeerError", "seconds": time.monotonic() - started}
+
+
+def of_first(W: int) -> Transport | None:
+    """The first W ranks on the transport that this process was started for; None on the others. All ranks."""
+    if torch.distributed.is_initialized():
+        group = torch.distributed.new_group(list(range(W)))
+        return _on_gloo(group) if torch.distributed.get_rank() < W else None
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Split(0 if MPI.COMM_WORLD.Get_rank() < W else MPI.UNDEFINED)
+    return None if comm == MPI.COMM_NULL else _on_mpi(comm)
 
 
 def _on_gloo(group: torch.distributed.ProcessGroup, timeout_s: float = 20.0) -> Transport:
