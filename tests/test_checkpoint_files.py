@@ -15,6 +15,7 @@ import random
 import resource
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -487,13 +488,12 @@ def test_a_file_that_the_system_cuts_is_named(kind: Kind, tmp_path: Path) -> Non
 
 
 @both_kinds
-def test_a_slow_rank_that_tidies_up_spoils_no_save_behind_it(
-    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import time
-
-    real = shutil.rmtree
-    monkeypatch.setattr(shutil, "rmtree", lambda *args, **named: (time.sleep(0.05), real(*args, **named)))
+def test_a_slow_rank_spoils_no_save_behind_its_own(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lingers where it names the latest and where it removes the oldest."""
+    for module, name in ((os, "replace"), (shutil, "rmtree")):
+        real = getattr(module, name)
+        slow = lambda *args, real=real, **named: (time.sleep(0.03), real(*args, **named))  # noqa: E731
+        monkeypatch.setattr(module, name, slow)
     assert save(kind, tmp_path, 1, 2, 3, 3, 4, keep=1) is None
     assert load(kind, tmp_path) == (4, 4.0)
 
