@@ -18,12 +18,13 @@ from torch import Tensor
 from .comm import Transport
 from .replicas import gather_bytes
 from .version import VERSION
+from .wrappers import NOT_COMPARED
 
 NUMBERS_OF_A_GROUP = ("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
 
 _KIND_BYTES = 32
 _HEADER = struct.Struct(f"<q{_KIND_BYTES}s?")
-_SUMMARY = struct.Struct("<q??8s")
+_SUMMARY = struct.Struct("<q??8s8s")
 _SUMS = struct.Struct("<2d")
 
 _REMEDIES = {
@@ -43,15 +44,17 @@ class Summary:
     """A header as it travels in a ballot.
 
     resends: a gradient of this rank has changed since it was sent. repeats: its gradients are those of the last step.
+    gradients: see `wrappers.gradient_digest`.
     """
 
     step: int
     resends: bool
     repeats: bool
+    gradients: bytes
     digest: bytes
 
     def to_bytes(self) -> bytes:
-        return _SUMMARY.pack(self.step, self.resends, self.repeats, self.digest)
+        return _SUMMARY.pack(self.step, self.resends, self.repeats, self.gradients, self.digest)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Summary:
@@ -75,9 +78,10 @@ class Header:
         """The header of a step over these parameter groups."""
         return cls(step, kind, tuple(x for group in groups for x in numbers_of(group)), is_finished)
 
-    def summary(self, *, resends: bool = False, repeats: bool = False) -> Summary:
+    def summary(self, *, resends: bool = False, repeats: bool = False, gradients: bytes = NOT_COMPARED) -> Summary:
         """What is sent as long as all agree."""
-        return Summary(self.step, resends, repeats, hashlib.blake2b(self.to_bytes(), digest_size=8).digest())
+        digest = hashlib.blake2b(self.to_bytes(), digest_size=8).digest()
+        return Summary(self.step, resends, repeats, gradients, digest)
 
     def to_bytes(self) -> bytes:
         numbers = struct.pack(f"<{len(self.numbers)}d", *self.numbers)
@@ -195,7 +199,7 @@ class Ballot:
 
 
 def cast_ballots(link: Transport, header: Header, mine: Ballot, device: torch.device | str) -> list[Ballot]:
-    """Every rank's ballot, in rank order. All ranks. Sends 34 bytes and a bit per parameter to each peer.
+    """Every rank's ballot, in rank order. All ranks. Sends 42 bytes and a bit per parameter to each peer.
 
     header: of which the ballot has the summary. Raises DesyncError; see `check_headers` and `check_ballots`.
     """

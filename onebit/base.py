@@ -72,6 +72,7 @@ from .payoff import Payoff, StopWatch
 from .replicas import ReplicaError
 from .shards import Shards, count_edits_apart_, local
 from .skips import MOST_SKIPS, SkipLimit
+from .wrappers import COMPARED_STEPS, NOT_COMPARED, are_alike, gradient_digest, refuse_wrapper, warn_of_averaging
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -195,6 +196,7 @@ class CompressedOptimizer(BucketedOptimizer):
         self._sent_before = (0, 0)
         self._waited_s = 0.0
         self._steps_here = 0  # of this object, whatever was loaded
+        self._is_warned_of_averaging = False
         self._attempts = self._voted = 0  # steps, taken or skipped: all, and up to the last vote on replicas
         self._skips = SkipLimit(max_consecutive_skips)
         super().__init__(
@@ -453,6 +455,7 @@ class CompressedOptimizer(BucketedOptimizer):
         self._vote_where_due()
         self._count_traffic()
         self._start_over()
+        self._steps_here += 1
         self._skips.observe(ballots is None, bad, self.link, self.shards.whole)
         self._computing.start()
         return loss
@@ -497,6 +500,8 @@ class CompressedOptimizer(BucketedOptimizer):
         """Where gradients change in every step, sending them during backward is given up; on all ranks at once."""
         ranks = [rank for rank, ballot in enumerate(ballots) if ballot.summary.resends]
         if ranks:
+            if self.stats.resent_steps == 0:
+                refuse_wrapper(self.link, self._slots)
             self.stats.resent_steps += 1
             self._resent_in_a_row += 1
             if self._resent_in_a_row == RESENT_STEPS and self.link.rank == 0:
@@ -541,9 +546,24 @@ class CompressedOptimizer(BucketedOptimizer):
     def _cast(self, scale: float, resends: bool) -> list[Ballot]:
         header = self._header(self._round_name())
         repeats = are_used_again(list(self._slots), self._used)
-        mine = self._my_ballot(scale, header.summary(resends=resends, repeats=repeats))
+        is_compared = self._steps_here < COMPARED_STEPS and self.link.world_size > 1
+        grads = (bucket.gradients() for bucket in self._buckets)
+        gradients = gradient_digest(grads) if is_compared else NOT_COMPARED
+        mine = self._my_ballot(scale, header.summary(resends=resends, repeats=repeats, gradients=gradients))
         with self._waiting():
-            return cast_ballots(self.link, header, mine, self._buckets[0].device)
+            ballots = cast_ballots(self.link, header, mine, self._buckets[0].device)
+        if is_compared:
+            self._look_for_averaging(ballots)
+        return ballots
+
+    def _look_for_averaging(self, ballots: Sequence[Ballot]) -> None:
+        """Refuse a wrapper that averages gradients as well, warn of what looks like one. All parts of the model."""
+        is_alike = are_alike([ballot.summary.gradients for ballot in ballots])
+        if any(flag for (flag,) in self.shards.gather(float(is_alike))):
+            self.shards.together(RuntimeError, lambda: refuse_wrapper(self.link, self._slots))
+            if is_alike and not self._is_warned_of_averaging:
+                self._is_warned_of_averaging = True
+                warn_of_averaging(self.link)
 
     def _land(self) -> None:
         """Bring every exchange under way to its end."""
@@ -669,7 +689,6 @@ class CompressedOptimizer(BucketedOptimizer):
         # None where every pass was in no_sync(), or none was.
         self._passes_per_step = max(slot.passes for slot in self._slots.values()) or self._passes_per_step
         self._launched = 0
-        self._steps_here += 1
         self._used = [GradientMark.of(p) for p in self._slots]
         for bucket in self._buckets:
             bucket.flight, bucket.wire, bucket.complete, bucket.sent = None, None, 0, []

@@ -82,14 +82,20 @@ def _check_forms(where: str, options: Mapping[str, object]) -> None:
 
 
 def check_parameters(rank: int, named: Iterable[tuple[Tensor, str]]) -> None:
-    """Raise ValueError at a parameter that comes twice, TypeError at one that is trained in a dtype we do not train.
+    """Raise TypeError at a parameter that is trained in a dtype we do not train, ValueError at others that do not do.
 
-    One that is not trained may have any dtype: quantised weights under adapters (QLoRA) are uint8.
+    These come twice, or are FSDP1's, which averages gradients itself and has other elements on every rank. One that is
+    not trained may have any dtype: quantised weights under adapters (QLoRA) are uint8.
     """
     seen: dict[Tensor, str] = {}
     for p, name in named:
         if p in seen:
             raise ValueError(f"rank {rank}: {name} is also {seen[p]}: the same tensor; pass each parameter once")
+        if getattr(p, "_fsdp_flattened", False):
+            raise ValueError(
+                f"rank {rank}: {name} belongs to FullyShardedDataParallel (FSDP1), which averages gradients itself; "
+                "shard the model with FSDP2 (onebit.zero.initialize, or onebit.zero.fsdp.shard with shards=)"
+            )
         if p.requires_grad and p.dtype not in _DTYPES:
             raise TypeError(f"rank {rank}: {name} is {p.dtype}; onebit trains float32, bfloat16 and float16")
         seen[p] = name

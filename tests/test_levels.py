@@ -306,13 +306,13 @@ def test_what_crosses_nodes_is_an_lth_of_what_a_flat_world_sends(H: int, L: int)
         optimizer = onebit.OnebitAdam([p], freeze_step=1, link=link, check_replicas_every=0)
         out = []
         for _ in range(3):
-            p.grad = torch.ones(n)
+            p.grad = torch.full((n,), 1.0 + link.rank)
             optimizer.step()
             stats = optimizer.stats
             out.append((stats.sent_bytes, stats.sent_bytes_across, stats.bits_per_parameter))
         return out
 
-    W, ballot = H * L, 17 + 18  # with the summary of a header
+    W, ballot = H * L, 17 + 26  # with the summary of a header
     B, int8 = SignCodec().frame_bytes(2048), Int8Codec().frame_bytes(2048)
     inside = (L - 1) * 4 * n // L
     for steps in run_nodes(H, L, ours):

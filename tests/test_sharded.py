@@ -313,7 +313,7 @@ def test_bytes_are_those_of_the_formula(form: str, most: float) -> None:
             assert step < 2 or optimizer.stats.bits_per_parameter <= most
         return sent
 
-    vote = 18 + 48 + 1  # the step and its digest, six doubles, a bit for each of three parameters
+    vote = 26 + 48 + 1  # the step and its digest, six doubles, a bit for each of three parameters
     steps = [(W - 1) * (warm + down + vote)] * 2 + [(W - 1) * (up + down + vote)] * 3
     assert run_ranks(W, work) == [steps] * W
 

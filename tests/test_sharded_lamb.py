@@ -116,7 +116,7 @@ def test_norms_cost_thirty_two_bytes_per_layer_and_peer() -> None:
     W, sizes = 4, (64 * 256, 128 * 256, 100)
     chunk = -(-(64 + 128 + 1) // W)
     up, down = (-(-(chunk * bytes_per_block) // 16) * 16 for bytes_per_block in (34, 130))
-    vote = 48 + 1
+    vote = 26 + 48 + 1  # the step and its digests, six doubles, a bit for each of three parameters
 
     def work(link: SimTransport) -> tuple[int, int]:
         params, optimizer = new(link, sizes=sizes, kind=ShardedOnebitLamb)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
@@ -79,6 +80,7 @@ def initialize(
                 f"expected a function that makes the {name} behind sharding, got {type(given).__name__}; pass for "
                 "example functools.partial(torch.optim.AdamW, lr=1e-3)"
             )
+    _refuse_wrapped(model)
     if isinstance(model, PipelineModule):
         if model.num_stages is not None:
             fills.setdefault("stages", model.num_stages)
@@ -134,6 +136,17 @@ def initialize(
     if grid.shape.size("pipe") > 1:
         engine.pipeline = pipeline.Pipeline(stages, read, grid, cast(Loss, loss_fn), built.stage)
     return engine, built.optimizer, loader, scheduler
+
+
+def _refuse_wrapped(model: nn.Module | PipelineModule) -> None:
+    """Raise TypeError where another library distributes the model, or a part of it."""
+    kinds = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
+    for part in model.modules() if isinstance(model, nn.Module) else ():
+        if isinstance(part, kinds):
+            raise TypeError(
+                f"the model is wrapped in {type(part).__name__}; the engine averages gradients and shards by itself: "
+                "pass the model without it (wrapped.module)"
+            )
 
 
 def _named_config(config: ConfigLike | None, args: object) -> ConfigLike:

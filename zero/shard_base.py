@@ -25,6 +25,7 @@ from onebit.contract import TorchOptions, check_arguments, check_number
 from onebit.join import Join
 from onebit.marks import GradientMark, are_used_again
 from onebit.skips import MOST_SKIPS, SkipLimit
+from onebit.wrappers import COMPARED_STEPS, NOT_COMPARED, are_alike, gradient_digest, refuse_wrapper, warn_of_averaging
 
 from . import shard_vote
 from .shard_bucket import ShardedBucket
@@ -164,6 +165,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
             )
         self.check_replicas_every = check_replicas_every
         self.stats = ShardStats()
+        self._is_alike = self._is_warned_of_averaging = False
         self._left_out, self._skips = LeftOut(), SkipLimit(max_consecutive_skips)
         self._attempts = self._voted = 0  # steps, taken or skipped: all, and up to the last vote on replicas
         self._is_paused = False
@@ -246,6 +248,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         """Stages 0 and 1: one vote on all gradients, then every bucket's exchange, a few on the wire at a time."""
         scale = self._unscale()
         verdict = _finish(self._timed(self._vote(self._buckets, scale)))
+        self._look_for_averaging()
         if verdict is None:
             self._tally = shard_vote.Tally()
             return
@@ -259,6 +262,19 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         )
         self._take_tally()
 
+    def _look_for_averaging(self) -> None:
+        """Refuse a wrapper that averages gradients as well, warn of what looks like one. All ranks, behind a vote.
+
+        At stage 2 gradients leave before a wrapper averages them, so that it is looked for in any case, in the first
+        step.
+        """
+        if self._is_alike or (self._recipe.stage == 2 and self._steps_here == 0 and self.link.world_size > 1):
+            refuse_wrapper(self.link, self._bucket_of)
+        if self._is_alike and not self._is_warned_of_averaging:
+            self._is_warned_of_averaging = True
+            warn_of_averaging(self.link)
+        self._is_alike = False
+
     def _unscale(self) -> float:
         """What gradients are to be multiplied by: GradScaler sets grad_scale."""
         return 1.0 / float(getattr(self, "grad_scale", None) or 1.0)
@@ -269,6 +285,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         ballots, tallies = yield from shard_vote.gather_votes(
             self.link, self._header(), ballot, self._tally, buckets[0].device
         )
+        self._is_alike |= are_alike([each.summary.gradients for each in ballots])
         if buckets[0].index == 0:
             self._health.observe(tallies, self.link.rank)
         if not shard_vote.is_finite(ballots):
@@ -292,7 +309,10 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         # The estimate takes the mean over ranks of products; here each rank has its chunks' part of one product.
         present = [self._present(p) for bucket in buckets for p in bucket.params]
         repeats = are_used_again(list(self._bucket_of), self._used)
-        return Ballot(self._header().summary(repeats=repeats), present, norm_squared, self.link.world_size * product)
+        is_compared = self._steps_here < COMPARED_STEPS and self.link.world_size > 1
+        gradients = gradient_digest(bucket.gradients() for bucket in buckets) if is_compared else NOT_COMPARED
+        summary = self._header().summary(repeats=repeats, gradients=gradients)
+        return Ballot(summary, present, norm_squared, self.link.world_size * product)
 
     def _header(self, kind: str = "step()") -> Header:
         """What this rank is about to do."""
@@ -457,6 +477,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         for bucket in self._buckets:
             bucket.flight = None
             bucket.ready.clear()
+        self._look_for_averaging()
         self._take_tally()
 
     def _check_at_rest(self) -> None:

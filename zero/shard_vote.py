@@ -39,7 +39,7 @@ class Tally:
 def gather_votes(
     link: Transport, header: Header, ballot: Ballot, tally: Tally, device: torch.device
 ) -> Generator[Work, None, tuple[list[Ballot], list[Tally]]]:
-    """Every rank's ballot and tally, in rank order. Yields one Work. Sends 66 bytes and a bit per parameter to each.
+    """Every rank's ballot and tally, in rank order. Yields one Work. Sends 74 bytes and a bit per parameter to each.
 
     Raises DesyncError, on all ranks, where they are not in the same step with the same options.
     """

@@ -1,0 +1,59 @@
+"""One owner of communication: whoever else averages gradients is found, named and refused, or warned of."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from ranks import run_torchrun
+from test_torch_contract import ONE_BIT, make
+from torch import nn
+from wrapper_ranks import CASES, errors
+
+from onebit.comm import SimTransport, run_ranks
+
+
+@pytest.mark.dist
+def test_a_wrapper_that_averages_is_refused_on_all_ranks_by_name() -> None:
+    results = run_torchrun(2, errors, timeout_s=100).check().results
+    assert results[0].keys() == CASES.keys()
+    for found in results:
+        for name, error in found.items():
+            if name.startswith("told"):
+                assert error == "", (name, error)
+            elif name.startswith("FSDP1"):
+                assert error.startswith("ValueError: rank ") and "FSDP2" in error, (name, error)
+            elif name == "initialize":
+                assert error.startswith("TypeError: ") and "DistributedDataParallel" in error, (name, error)
+            else:
+                wrapper = "Wrapped" if name == "ZeroOneAdam" else "DistributedDataParallel"
+                assert error.startswith(f"RuntimeError: rank 0: {wrapper} averages the gradients"), (name, error)
+
+
+@pytest.mark.parametrize("name", ONE_BIT)
+@pytest.mark.parametrize("averages", [True, False])
+def test_an_all_reduce_of_the_users_own_is_warned_of_once(
+    name: str, averages: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Behind backward, where no wrapper is to be seen. Zeros on all ranks, and a world of one, say nothing."""
+
+    def ours(link: SimTransport) -> None:
+        params = [nn.Parameter(torch.linspace(-1.0, 1.0, 300)) for _ in range(2)]
+        optimizer = make(name, params, link)
+        for step in range(4):
+            generator = torch.Generator().manual_seed(100 * step + link.rank)
+            for p in params:
+                p.grad = torch.randn(300, generator=generator)
+                if averages:
+                    link.all_reduce(p.grad).wait()
+            if step == 1 and not averages:
+                for p in params:
+                    p.grad.zero_()
+            optimizer.step()
+
+    with caplog.at_level(logging.WARNING):
+        run_ranks(3, ours)
+        run_ranks(1, ours)
+    said = [record.message for record in caplog.records]
+    assert len(said) == averages and all("all 3 ranks have the same gradients" in line for line in said)
