@@ -13,10 +13,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .notes import Conclusion, Operation
 from .transport import PeerError, Work
 
 ROLL_CALL_S = 2.0
 """How long a rank whose library collective failed waits for the others to answer before it names the silent ones."""
+
+NOTES_S = 2.0
+"""How long a rank that failed waits for the notes of those whom it misses."""
+
+DIAGNOSIS_S = 5.0
+"""How long after its timeout an operation that cannot complete may still take to find out who is missing."""
 
 
 class DoneWork:
@@ -131,12 +138,8 @@ def _host_copy(x: Tensor) -> Tensor:
     return _host_empty(x).copy_(x.detach())
 
 
-def peer_error(rank: int, operation: str, what: str, missing: Sequence[int], hint: str) -> PeerError:
-    """The PeerError every transport raises: who I am, which operation, what happened, who is missing, where to look."""
-    if len(missing) > 1:
-        whom = f"Missing: ranks {', '.join(map(str, missing))}; look at their logs and processes first"
-    elif missing:
-        whom = f"Missing: rank {missing[0]}; look at its log and process first"
-    else:
-        whom = "The backend does not say which rank is missing; look for the first rank that logged an error"
-    return PeerError(f"rank {rank}: {operation}: {what}. {whom}. {hint}", missing)
+def peer_error(rank: int, operation: Operation, what: str, conclusion: Conclusion, hint: str) -> PeerError:
+    """The PeerError every transport raises: who, in which operation, what happened, who is to blame, where to look."""
+    whom = conclusion.text or "The backend does not say which rank is missing; look for the first rank with an error"
+    advice = f". If it is alive, {hint}" if conclusion.is_silence else ""
+    return PeerError(f"rank {rank}: {operation}: {what}. {whom}{advice}", conclusion.ranks)

@@ -7,6 +7,7 @@ acts on it. The only module of onebit that reads environment variables.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import logging
 import os
@@ -22,7 +23,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .edge import DIAGNOSIS_S
 from .levels import Seen, TwoLevelTransport, decide, two_levels
+from .rendezvous import Arrival, Rendezvous
 from .sim_transport import SimTransport
 from .transport import PeerError, Transport
 
@@ -51,6 +54,8 @@ class Launch:
     local_size: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
+    has_agent_store: bool = False
+    """Whether the launcher itself hosts the store at the master's address."""
 
     @property
     def is_mpi(self) -> bool:
@@ -104,7 +109,7 @@ def _from_torch(env: Mapping[str, str]) -> Launch | None:
     if found is None:
         return None
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "the environment (RANK, WORLD_SIZE)"
-    return Launch(launcher, *found, *_master(env))
+    return Launch(launcher, *found, *_master(env), env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
 
 def _from_mpi(env: Mapping[str, str]) -> Launch | None:
@@ -286,9 +291,14 @@ def _default_backend(launch: Launch) -> str:
 def _start(launch: Launch, backend: str, timeout_s: float) -> MpiTransport | TorchTransport:
     if backend == "nccl" and not torch.cuda.is_available():
         raise ValueError('backend "nccl" needs CUDA, and torch.cuda.is_available() is False; use backend="gloo"')
-    if backend == "mpi":
-        return _on_mpi(launch, timeout_s)
-    return _on_new_group(launch, backend, timeout_s)
+    try:
+        return _on_mpi(launch, timeout_s) if backend == "mpi" else _on_new_group(launch, backend, timeout_s)
+    except PeerError:
+        if launch.is_mpi:
+            from .mpi_transport import abort
+
+            atexit.register(abort)  # MPI_Finalize would wait for those that have not come
+        raise
 
 
 def _on_existing_group(backend: str | None, timeout_s: float) -> TorchTransport:
@@ -321,49 +331,54 @@ def _check_same_world(launch: Launch, mpi_rank: int, mpi_world_size: int) -> Non
 
 
 def _on_new_group(launch: Launch, backend: str, timeout_s: float) -> TorchTransport:
-    from .torch_transport import GROUP_MARGIN_S, TorchTransport
+    from .torch_transport import TorchTransport, reason
 
     device = None
     if backend == "nccl":
         device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    if backend == "gloo":
-        timeout_s += GROUP_MARGIN_S
-    where = {"init_method": "env://"} if launch.launcher == "torchrun" else {"store": _store(launch, timeout_s)}
-    torch.distributed.init_process_group(
-        backend,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device,
-        **where,
-    )
+    rendezvous, store = _meet(launch, timeout_s)
+    try:
+        torch.distributed.init_process_group(
+            backend,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            # Others may use the group, too: Gloo closes all connections after their timeout, which must come second.
+            timeout=timedelta(seconds=timeout_s + DIAGNOSIS_S if backend == "gloo" else timeout_s),
+            device_id=device,
+            store=store,
+        )
+    except RuntimeError as error:
+        if rendezvous is None:
+            raise
+        raise rendezvous.explain(reason(error)) from error
     return TorchTransport(None, timeout_s, owns_group=True)
 
 
-def _store(launch: Launch, timeout_s: float) -> torch.distributed.Store:
-    """Where the ranks of a new group find each other."""
-    timeout = timedelta(seconds=timeout_s)
+def _meet(launch: Launch, timeout_s: float) -> tuple[Rendezvous | None, torch.distributed.Store]:
+    """Where the ranks of a new group find each other, once all of them have come."""
     if launch.world_size == 1:
-        return torch.distributed.HashStore()
+        return None, torch.distributed.HashStore()
     if launch.is_mpi:
-        return _store_found_by_mpi(launch, timeout)
+        return None, _store_found_by_mpi(launch, timeout_s)
     if launch.master_addr is None or launch.master_port is None:
         raise ValueError(
             f"{launch.world_size} ranks by {launch.launcher}, but no rendezvous: set MASTER_ADDR to the host of rank 0 "
             "and MASTER_PORT to a free port there"
         )
-    return torch.distributed.TCPStore(
-        launch.master_addr, launch.master_port, launch.world_size, launch.rank == 0, timeout
-    )
+    me, address = Arrival.here(launch.rank, launch.world_size), (launch.master_addr, launch.master_port)
+    rendezvous = Rendezvous(me, address, timeout_s, is_hosted=launch.has_agent_store)
+    return rendezvous, rendezvous.meet()
 
 
-def _store_found_by_mpi(launch: Launch, timeout: timedelta) -> torch.distributed.Store:
+def _store_found_by_mpi(launch: Launch, timeout_s: float) -> torch.distributed.Store:
     """Rank 0 opens a store on a free port of its own and tells the others over MPI."""
-    from .mpi_transport import import_mpi
+    from .mpi_transport import import_mpi, meet
 
     comm = import_mpi().COMM_WORLD
     _check_same_world(launch, comm.Get_rank(), comm.Get_size())
+    meet(comm, timeout_s)
+    timeout = timedelta(seconds=timeout_s)
     if launch.rank == 0:
         host = launch.master_addr or ("127.0.0.1" if launch.local_size == launch.world_size else socket.gethostname())
         store = torch.distributed.TCPStore(host, 0, launch.world_size, True, timeout, wait_for_workers=False)
@@ -379,6 +394,7 @@ def _tie_to_process(link: MpiTransport | TorchTransport | TwoLevelTransport, lau
 
     def end(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         report(kind, error, where)
+        _explain(link, error)
         sys.stderr.flush()
         _abandon(link, launch)
 
@@ -393,6 +409,18 @@ def _tie_to_process(link: MpiTransport | TorchTransport | TwoLevelTransport, lau
 
     sys.excepthook = end
     atexit.register(close)
+
+
+def _explain(link: MpiTransport | TorchTransport | TwoLevelTransport, error: BaseException) -> None:
+    """Where what torch itself sent over this group has failed, a barrier for one, log who is missing."""
+    try:
+        with getattr(link, "naming_peers", contextlib.nullcontext)("an operation of torch's own"):
+            raise error
+    except PeerError as explained:
+        if explained is not error:
+            _log.error("%s", explained)
+    except BaseException:
+        pass  # not of the network
 
 
 def _abandon(link: MpiTransport | TorchTransport | TwoLevelTransport, launch: Launch) -> None:

@@ -12,7 +12,9 @@ from __future__ import annotations
 import collections
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .edge import (
-    ROLL_CALL_S,
+    NOTES_S,
     HostStaged,
     as_bytes,
     check_all_gather,
@@ -30,6 +32,7 @@ from .edge import (
     check_split,
     peer_error,
 )
+from .notes import HISTORY, Note, Operation, conclude
 from .transport import PeerError, Work
 
 if TYPE_CHECKING:
@@ -45,10 +48,12 @@ _log = logging.getLogger(__name__)
 # and took 3.5 times the limit of a 100 Mbit/s link (16 MB, 4 hosts).
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 200e-6
 
-_HINT = (
-    "If it is alive, check the network that MPI chose (Open MPI: --mca btl_tcp_if_include) and that all ranks launch "
-    "the same operations in the same order"
-)
+_HINT = "check the network that MPI chose (Open MPI: --mca btl_tcp_if_include)"
+
+_NOTE_BYTES = 4096
+
+_LAST_WORDS_S = 1.0
+"""How long a rank that lost a peer waits before it falls silent or ends the job: the others have questions, too."""
 
 Posted = list[tuple["MPI.Request", "int | None"]]
 """Requests, each with the peer on whom its completion depends (None: any)."""
@@ -65,6 +70,8 @@ class MpiTransport:
     3. Tensors are sent from and received into where they lie, in pieces of at most `piece_bytes` (MPI counts are 32
        bits). Device tensors travel through host memory, or, where the library is CUDA-aware and `cuda_aware=True`
        says so, directly: the current stream is synchronised before the launch.
+    4. A rank whose operation fails calls the roll: an empty message to each peer. Whoever waits answers with a note of
+       where it stands, and gives up waiting as well, so that all ranks find out what happened at about the same time.
 
     Constructed by all ranks. After a PeerError the transport is of no more use, and MPI_Finalize may hang: end the
     process with `abandon()`; `onebit.comm.init()` arranges for that.
@@ -80,20 +87,28 @@ class MpiTransport:
         _part_of: MpiTransport | None = None,
     ):
         self._mpi = import_mpi()
-        self._comm = (self._mpi.COMM_WORLD if comm is None else comm).Dup()
+        comm = self._mpi.COMM_WORLD if comm is None else comm
+        if _part_of is None:
+            meet(comm, timeout_s)  # Dup would wait for ever
+        self._comm = comm.Dup()
         self.rank = self._comm.Get_rank()
         self.world_size = self._comm.Get_size()
         self.timeout_s = timeout_s
         self.cuda_aware = cuda_aware
         self.piece_bytes = piece_bytes
         self.sent_bytes = 0
-        self._tags = int(self._comm.Get_attr(self._mpi.TAG_UB) or 32767) // 2  # the upper half is for roll calls
-        self._operations = 0
-        self._failed: list[_Operation] = []  # held: the library may still write to their tensors
+        top_tag = int(self._comm.Get_attr(self._mpi.TAG_UB) or 32767)
+        self._tags, self._roll_call_tag, self._note_tag = top_tag - 1, top_tag - 1, top_tag
+        self._launched: collections.deque[Operation] = collections.deque(maxlen=HISTORY)
+        self._splits: collections.Counter[tuple[int, ...]] = collections.Counter()
+        self._failed: list[_Task] = []  # held: the library may still write to their tensors
+        self._sent_notes: list[tuple[MPI.Request, bytearray]] = []
         self._is_closed = False
         self._owns_progress = _part_of is None
         self._progress: _Progress = _Progress() if _part_of is None else _part_of._progress
         self._names: Sequence[int] = range(self.world_size)  # what ranks are called in messages
+        self._link_name = "world"
+        self._progress.links.append(self)
 
     @property
     def has_failed(self) -> bool:
@@ -126,16 +141,16 @@ class MpiTransport:
         chunks = self._chunks(x.detach().view(-1))
         received_WN = torch.empty(self.world_size, len(chunks[self.rank]), device=x.device)
 
-        def reduce_scatter(number: int) -> Posted:
-            return self._post_pairs(list(received_WN), chunks, self._tag(number))
+        def reduce_scatter(tag: int) -> Posted:
+            return self._post_pairs(list(received_WN), chunks, tag)
 
-        def all_gather(number: int) -> Posted:
+        def all_gather(tag: int) -> Posted:
             received_WN[self.rank].copy_(chunks[self.rank])
             torch.sum(received_WN, 0, out=chunks[self.rank])
-            return self._post_pairs(chunks, [chunks[self.rank]] * self.world_size, self._tag(number))
+            return self._post_pairs(chunks, [chunks[self.rank]] * self.world_size, tag)
 
         self.sent_bytes += 2 * x.nbytes * (self.world_size - 1) // self.world_size
-        return self._launch("all_reduce", [reduce_scatter, all_gather], (x, received_WN))
+        return self._launch(self._count("all_reduce", x.nbytes), [reduce_scatter, all_gather], (x, received_WN))
 
     def broadcast(self, x: Tensor, src: int) -> Work:
         check_contiguous(self.rank, "broadcast", x)
@@ -143,25 +158,33 @@ class MpiTransport:
             return HostStaged(self).broadcast(x, src)
         data = as_bytes(x)
 
-        def post(number: int) -> Posted:
+        def post(tag: int) -> Posted:
+            # Nothing comes back: or a source whose messages are small would never learn that others are elsewhere.
+            echo = next(self._pieces(data[:0]))
             if self.rank != src:
-                return [(self._comm.Irecv(p, source=src, tag=self._tag(number)), src) for p in self._pieces(data)]
+                received = [self._comm.Irecv(piece, source=src, tag=tag) for piece in self._pieces(data)]
+                return [(request, src) for request in [*received, self._comm.Isend(echo, dest=src, tag=tag)]]
             others = [rank for rank in range(self.world_size) if rank != src]
             pieces = [(piece, rank) for rank in others for piece in self._pieces(data)]
-            return [(self._comm.Isend(piece, dest=rank, tag=self._tag(number)), rank) for piece, rank in pieces]
+            sent = [(self._comm.Isend(piece, dest=rank, tag=tag), rank) for piece, rank in pieces]
+            return sent + [(self._comm.Irecv(echo, source=rank, tag=tag), rank) for rank in others]
 
         self.sent_bytes += x.nbytes * (self.world_size - 1) if self.rank == src else 0
-        return self._launch("broadcast", [post], (x,))
+        return self._launch(self._count(f"broadcast from rank {self._names[src]}", x.nbytes), [post], (x,))
 
     def split(self, ranks: Sequence[int]) -> MpiTransport:
         """See `Transport`. The progress thread is this one's: all MPI calls of both come from it."""
         check_split(self.rank, self.world_size, ranks)
+        self._splits[tuple(ranks)] += 1
+        names = [self._names[rank] for rank in ranks]
+        link_name = f"split {self._splits[tuple(ranks)]} into ranks {names}"
+        self._meet(Operation(link_name, 0), ranks)  # Create_group would wait for ever
         members = self._comm.Create_group(self._comm.Get_group().Incl(list(ranks)))
         part = MpiTransport(
             members, self.timeout_s, cuda_aware=self.cuda_aware, piece_bytes=self.piece_bytes, _part_of=self
         )
         members.Free()
-        part._names = [self._names[rank] for rank in ranks]
+        part._names, part._link_name = names, link_name
         part._failed = self._failed  # where one has failed, no other waits for a barrier
         return part
 
@@ -172,55 +195,71 @@ class MpiTransport:
         self._is_closed = True
         try:
             if not self._failed:
-                self._launch("the barrier of close()", [lambda number: [(self._comm.Ibarrier(), None)]], ()).wait()
+                self._meet(self._count("the barrier of close()", 0), range(self.world_size))
+        except PeerError:
+            time.sleep(_LAST_WORDS_S)  # others are about to ask where this rank is
+            raise
         finally:
             if self._owns_progress:
                 self._progress.stop()
+            self._progress.links.remove(self)
             if not self._failed and not self._mpi.Is_finalized():
                 self._comm.Free()
 
     def abandon(self) -> None:
         """End the whole MPI job with exit status 1, this process included: for a rank that ends on an error."""
         _log.error("rank %d of %d ends on an error and aborts the MPI job", self.rank, self.world_size)
+        if self._failed:
+            time.sleep(_LAST_WORDS_S)
         abort()
 
     def _is_staged(self, x: Tensor) -> bool:
         return x.device.type != "cpu" and not self.cuda_aware
 
+    def _count(self, name: str, nbytes: int) -> Operation:
+        operation = Operation(name, self._launched[-1].number + 1 if self._launched else 1, nbytes)
+        self._launched.append(operation)
+        return operation
+
     def _exchange(self, name: str, out_WB: Tensor, rows: Sequence[Tensor]) -> Work:
         self.sent_bytes += rows[0].nbytes * (self.world_size - 1)
         out_WB[self.rank].copy_(rows[self.rank])
-        pairs = [lambda number: self._post_pairs(list(out_WB), rows, self._tag(number))]
-        return self._launch(name, pairs, (out_WB, *rows))
+        pairs = [lambda tag: self._post_pairs(list(out_WB), rows, tag)]
+        return self._launch(self._count(name, rows[0].nbytes), pairs, (out_WB, *rows))
 
-    def _launch(self, name: str, legs: Sequence[Callable[[int], Posted]], tensors: tuple[Tensor, ...]) -> Work:
+    def _meet(self, operation: Operation, ranks: Sequence[int]) -> None:
+        """Wait until these ranks have launched the operation: no bytes, to and from each."""
+        nothing = list(torch.empty(self.world_size, 0, dtype=torch.uint8))
+        self._launch(operation, [lambda tag: self._post_pairs(nothing, nothing, tag, ranks)], tuple(nothing)).wait()
+
+    def _launch(
+        self, operation: Operation, legs: Sequence[Callable[[int], Posted]], tensors: tuple[Tensor, ...]
+    ) -> Work:
         """Queue an operation of one or more legs, each posted when the one before it is complete."""
         if self._failed:
-            raise PeerError(
-                f"rank {self._names[self.rank]}: {name}: the transport has failed before, in {self._failed[0].name}"
-            )
+            raise self.failed_before(operation)
         for device in {x.device for x in tensors if x.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        self._operations += 1
-        number = self._operations
-        operation = _Operation(f"{name} (operation {number})", number, [partial(leg, number) for leg in legs], tensors)
-        self._progress.submit(operation)
-        return _MpiWork(self, operation)
-
-    def _tag(self, number: int) -> int:
-        return number % self._tags
+        tag = operation.tag(self._tags)
+        task = _Task(self, operation, [partial(leg, tag) for leg in legs], tensors)
+        self._progress.submit(task)
+        return _MpiWork(self, task)
 
     def _chunks(self, x: Tensor) -> list[Tensor]:
         """One piece of a flat tensor per rank, of equal length but for the last ones."""
         step = -(-len(x) // self.world_size)
         return [x[min(k * step, len(x)) : min((k + 1) * step, len(x))] for k in range(self.world_size)]
 
-    def _post_pairs(self, outs: Sequence[Tensor], rows: Sequence[Tensor], tag: int) -> Posted:
+    def _post_pairs(
+        self, outs: Sequence[Tensor], rows: Sequence[Tensor], tag: int, ranks: Sequence[int] | None = None
+    ) -> Posted:
         posted: Posted = []
         for k in range(1, self.world_size):
             src, dst = (self.rank - k) % self.world_size, (self.rank + k) % self.world_size
-            posted += [(self._comm.Irecv(p, source=src, tag=tag), src) for p in self._pieces(as_bytes(outs[src]))]
-            posted += [(self._comm.Isend(p, dest=dst, tag=tag), dst) for p in self._pieces(as_bytes(rows[dst]))]
+            if ranks is None or src in ranks:
+                posted += [(self._comm.Irecv(p, source=src, tag=tag), src) for p in self._pieces(as_bytes(outs[src]))]
+            if ranks is None or dst in ranks:
+                posted += [(self._comm.Isend(p, dest=dst, tag=tag), dst) for p in self._pieces(as_bytes(rows[dst]))]
         return posted
 
     def _pieces(self, x: Tensor) -> Iterator[list[object]]:
@@ -230,29 +269,67 @@ class MpiTransport:
             memory = self._mpi.buffer.fromaddress(piece.data_ptr(), piece.numel())
             yield [memory, self._mpi.BYTE]
 
-    def _roll_call(self, failed: _Operation) -> tuple[int, ...]:
-        """Who does not answer. Every rank whose operation timed out calls it, each on its own: one byte to every peer.
+    def failed_before(self, operation: Operation) -> PeerError:
+        """The error of whatever comes after the first PeerError."""
+        first = self._failed[0].operation
+        return PeerError(f"rank {self._names[self.rank]}: {operation}: the transport has failed before, in {first}")
 
-        A rank that is merely late by more than `ROLL_CALL_S`, or has already completed its part, is named too.
-        """
-        presence_W1 = torch.zeros(self.world_size, 1, dtype=torch.uint8)
-        mine = [torch.zeros(1, dtype=torch.uint8)] * self.world_size
-        tag = self._tags + failed.number % self._tags
-        call = _Operation(
-            "roll call", failed.number, [lambda: self._post_pairs(list(presence_W1), mine, tag)], (presence_W1, *mine)
-        )
+    def note(self, task: _Task, suspects: Sequence[int]) -> Note:
+        """Where this rank stands that waits in this operation of mine."""
+        misses = tuple(self._names[rank] for rank in suspects)
+        return Note(self._link_name, task.operation, tuple(self._launched), misses, task.error is None)
+
+    def call_roll(self) -> dict[int, Note]:
+        """Ask every peer where it stands; the notes of those that wait and have answered within `NOTES_S`."""
+        notes_WB = torch.zeros(self.world_size, _NOTE_BYTES, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8)
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+
+        def ask() -> Posted:
+            buffers = {rank: next(self._pieces(notes_WB[rank])) for rank in peers}
+            posted: Posted = [
+                (self._comm.Irecv(buffers[rank], source=rank, tag=self._note_tag), rank) for rank in peers
+            ]
+            question = next(self._pieces(nothing))
+            return posted + [(self._comm.Isend(question, dest=rank, tag=self._roll_call_tag), None) for rank in peers]
+
+        call = _Task(self, Operation("roll call", 0), [ask], (notes_WB, nothing))
         self._failed.append(call)
         self._progress.submit(call)
-        call.ended.wait(ROLL_CALL_S)
-        return call.missing()
+        call.ended.wait(NOTES_S)
+        silent = set(call.missing())
+        answers = {rank: bytes(notes_WB[rank].tolist()).rstrip(b"\0") for rank in peers if rank not in silent}
+        return {self._names[rank]: Note.decode(answer) for rank, answer in answers.items() if answer}
+
+    def hear(self, task: _Task) -> None:
+        """Answer a peer that calls the roll, and give up what this rank waits in. From the progress thread."""
+        status = self._mpi.Status()
+        if not self._comm.Iprobe(self._mpi.ANY_SOURCE, self._roll_call_tag, status):
+            return
+        caller = status.Get_source()
+        self._comm.Recv([bytearray(0), self._mpi.BYTE], caller, self._roll_call_tag)
+        note = task.link.note(task, task.missing())
+        data = note.encode()
+        if len(data) > _NOTE_BYTES:
+            data = replace(note, launched=()).encode()
+        memory = bytearray(data.ljust(_NOTE_BYTES, b"\0"))
+        self._sent_notes.append((self._comm.Isend([memory, self._mpi.BYTE], caller, self._note_tag), memory))
+        if not task.ended.is_set():
+            task.fail(RuntimeError(f"rank {self._names[caller]} has given up"))
 
 
-class _Operation:
+class _Task:
     """What the caller and the progress thread share about one operation."""
 
-    def __init__(self, name: str, number: int, legs: Sequence[Callable[[], Posted]], tensors: tuple[Tensor, ...]):
-        self.name = name
-        self.number = number
+    def __init__(
+        self,
+        link: MpiTransport,
+        operation: Operation,
+        legs: Sequence[Callable[[], Posted]],
+        tensors: tuple[Tensor, ...],
+    ):
+        self.link = link
+        self.operation = operation
         self.ended = threading.Event()
         self.error: Exception | None = None
         self._legs = collections.deque(legs)
@@ -288,18 +365,23 @@ class _Operation:
 
 
 class _Progress:
-    """The thread that makes all MPI calls of one transport."""
+    """The thread that makes all MPI calls of one transport and of those split from it.
+
+    waits_in: what the caller waits for, or has failed in.
+    """
 
     def __init__(self) -> None:
-        self._queue: collections.deque[_Operation] = collections.deque()
+        self.links: list[MpiTransport] = []
+        self.waits_in: _Task | None = None
+        self._queue: collections.deque[_Task] = collections.deque()
         self._changed = threading.Condition()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="onebit-mpi-progress", daemon=True)
         self._thread.start()
 
-    def submit(self, operation: _Operation) -> None:
+    def submit(self, task: _Task) -> None:
         with self._changed:
-            self._queue.append(operation)
+            self._queue.append(task)
             self._changed.notify()
 
     def stop(self) -> None:
@@ -310,21 +392,24 @@ class _Progress:
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
-        in_flight: list[_Operation] = []
+        in_flight: list[_Task] = []
         pause_s = _FIRST_PAUSE_S
         while (fresh := self._take(in_flight, pause_s)) is not None:
-            for operation in fresh:
-                _guarded(operation, operation.post)
+            for task in fresh:
+                _guarded(task, task.post)
             in_flight += fresh
-            has_moved = any([_guarded(operation, operation.test) for operation in in_flight])
-            in_flight = [operation for operation in in_flight if not operation.ended.is_set()]
+            has_moved = any([_guarded(task, task.test) for task in in_flight])
+            in_flight = [task for task in in_flight if not task.ended.is_set()]
+            if pause_s == _LONGEST_PAUSE_S and (waits_in := self.waits_in) is not None:
+                for link in list(self.links):
+                    link.hear(waits_in)
             pause_s = _FIRST_PAUSE_S if has_moved or fresh else min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _take(self, in_flight: Sequence[_Operation], pause_s: float) -> list[_Operation] | None:
+    def _take(self, in_flight: Sequence[_Task], pause_s: float) -> list[_Task] | None:
         """New operations, after a pause where some are in flight, after as long as it takes where none is."""
         with self._changed:
             if not self._queue and not self._is_stopping:
-                self._changed.wait(pause_s if in_flight else None)
+                self._changed.wait(pause_s if in_flight or self.waits_in is not None else None)
             if self._is_stopping:
                 return None
             fresh = list(self._queue)
@@ -332,36 +417,58 @@ class _Progress:
             return fresh
 
 
-def _guarded(operation: _Operation, act: Callable[[], bool | None]) -> bool:
+def _guarded(task: _Task, act: Callable[[], bool | None]) -> bool:
     """Run one step of an operation; what it raises belongs to whoever waits for it."""
-    if operation.ended.is_set():
+    if task.ended.is_set():
         return False
     try:
         return bool(act())
     except Exception as error:
-        operation.fail(error)
+        task.fail(error)
         return True
 
 
 class _MpiWork:
-    def __init__(self, link: MpiTransport, operation: _Operation):
+    def __init__(self, link: MpiTransport, task: _Task):
         self._link = link
-        self._operation = operation
+        self._task = task
 
     def wait(self) -> None:
-        link, operation = self._link, self._operation
+        link, task = self._link, self._task
+        has_failed_before = link.has_failed
+        if not has_failed_before:
+            link._progress.waits_in = task
         # After a failure there is nothing to hope for: other operations in flight report at once.
-        has_ended = operation.ended.wait(0.0 if link._failed else link.timeout_s)
-        if has_ended and operation.error is None:
+        has_ended = task.ended.wait(0.0 if has_failed_before else link.timeout_s)
+        if has_ended and task.error is None:
+            if not has_failed_before:
+                link._progress.waits_in = None
             return
-        link._failed.append(operation)
-        missing = operation.missing()
-        what = f"not complete within {link.timeout_s:g} s" if operation.error is None else str(operation.error)
-        if not missing and link.world_size > 1:
-            missing = link._roll_call(operation)
-            what += f"; no answer to a roll call within {ROLL_CALL_S:g} s" if missing else ""
-        names = [link._names[rank] for rank in missing]
-        raise peer_error(link._names[link.rank], operation.name, what, names, _HINT) from operation.error
+        if has_failed_before:
+            raise link.failed_before(task.operation)
+        link._failed.append(task)  # and this is what the thread tells those that call the roll from now on
+        what = f"not complete within {link.timeout_s:g} s" if task.error is None else str(task.error)
+        suspects = task.missing() or tuple(rank for rank in range(link.world_size) if rank != link.rank)
+        mine, me = link.note(task, suspects), link._names[link.rank]
+        raise peer_error(me, task.operation, what, conclude(me, mine, link.call_roll()), _HINT) from task.error
+
+
+def meet(comm: MPI.Intracomm, timeout_s: float) -> None:
+    """Wait until all ranks of this communicator have come here. Raises PeerError, which names those that have not."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    peers, mpi = [peer for peer in range(size) if peer != rank], import_mpi()
+    tag, nothing = int(comm.Get_attr(mpi.TAG_UB) or 32767), [bytearray(0), mpi.BYTE]
+    arrivals = [comm.Irecv(nothing, peer, tag) for peer in peers]
+    sent = [comm.Isend(nothing, peer, tag) for peer in peers]
+    deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
+    while not mpi.Request.Testall(arrivals + sent):
+        if time.monotonic() > deadline:
+            absent = tuple(peer for peer, arrival in zip(peers, arrivals, strict=True) if not arrival.Test())
+            operation = Operation("start", 0)
+            conclusion = conclude(rank, Note("world", operation, (), absent, True), {})
+            raise peer_error(rank, operation, f"not all ranks have come within {timeout_s:g} s", conclusion, _HINT)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.01)
 
 
 def import_mpi() -> ModuleType:

@@ -14,6 +14,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from .edge import check_split
+from .notes import Operation
 from .transport import PeerError, Work
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ class SimNetwork:
     def __init__(self, world_size: int, timeout_s: float = 60.0):
         self.world_size = world_size
         self.timeout_s = timeout_s
-        self._slots: dict[int, dict[int, Tensor | None]] = {}
+        self._slots: dict[int, dict[int, tuple[Operation, Tensor | None]]] = {}
         self._readers: dict[int, int] = {}
         self._dead: set[int] = set()
         self._changed = threading.Condition()
@@ -39,29 +40,39 @@ class SimNetwork:
                 part.leave(ranks.index(rank))
             return part
 
-    def post(self, op: int, rank: int, data: Tensor | None) -> None:
+    def post(self, operation: Operation, rank: int, data: Tensor | None) -> None:
         with self._changed:
-            self._slots.setdefault(op, {})[rank] = None if data is None else data.clone()
+            posted = operation, None if data is None else data.clone()
+            self._slots.setdefault(operation.number, {})[rank] = posted
             self._changed.notify_all()
 
-    def collect(self, op: int, rank: int) -> list[Tensor | None]:
-        """What every rank posted for this operation, once all have."""
-        deadline = time.monotonic() + self.timeout_s
+    def collect(self, operation: Operation, rank: int) -> list[Tensor | None]:
+        """What every rank posted for this operation, once all have. Raises PeerError at once where one has another."""
+        deadline, number = time.monotonic() + self.timeout_s, operation.number
         with self._changed:
-            while len(slot := self._slots.setdefault(op, {})) < self.world_size:
+            while True:
+                slot = self._slots.setdefault(number, {})
+                others = {peer: theirs for peer, (theirs, _) in sorted(slot.items()) if theirs != operation}
+                if others:
+                    said = "; ".join(f"rank {peer} {theirs}" for peer, theirs in others.items())
+                    raise PeerError(
+                        f"rank {rank}: {operation}: the ranks launched different operations: {said}", list(others)
+                    )
                 missing = sorted(set(range(self.world_size)) - set(slot))
+                if not missing:
+                    break
                 dead = [peer for peer in missing if peer in self._dead]
                 left = deadline - time.monotonic()
                 if dead:
-                    raise PeerError(f"rank {rank}: rank {dead} ended before operation {op}", dead)
+                    raise PeerError(f"rank {rank}: rank {dead} ended before {operation}", dead)
                 if left <= 0 or not self._changed.wait(left):
                     raise PeerError(
-                        f"rank {rank}: nothing from rank {missing} for {self.timeout_s} s in operation {op}", missing
+                        f"rank {rank}: nothing from rank {missing} for {self.timeout_s} s in {operation}", missing
                     )
-            posted = [slot[peer] for peer in range(self.world_size)]
-            self._readers[op] = self._readers.get(op, 0) + 1
-            if self._readers[op] == self.world_size:
-                del self._slots[op], self._readers[op]
+            posted = [slot[peer][1] for peer in range(self.world_size)]
+            self._readers[number] = self._readers.get(number, 0) + 1
+            if self._readers[number] == self.world_size:
+                del self._slots[number], self._readers[number]
             return posted
 
     def leave(self, rank: int) -> None:
@@ -92,7 +103,7 @@ class SimTransport:
         self.world_size = self.network.world_size
         self.timeout_s = self.network.timeout_s
         self.sent_bytes = 0
-        self._op = 0
+        self._operations = 0
         self._splits: dict[tuple[int, ...], int] = {}
 
     def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
@@ -100,14 +111,14 @@ class SimTransport:
             for peer, rows in enumerate(posted):
                 out_WB[peer].copy_(rows[self.rank])
 
-        return self._launch(in_WB, finish, in_WB[0].nbytes * (self.world_size - 1))
+        return self._launch("all_to_all", in_WB[0].nbytes, in_WB, finish, in_WB[0].nbytes * (self.world_size - 1))
 
     def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work:
         def finish(posted: list[Tensor]) -> None:
             for peer, row in enumerate(posted):
                 out_WB[peer].copy_(row)
 
-        return self._launch(in_B, finish, in_B.nbytes * (self.world_size - 1))
+        return self._launch("all_gather", in_B.nbytes, in_B, finish, in_B.nbytes * (self.world_size - 1))
 
     def all_reduce(self, x: Tensor) -> Work:
         def finish(posted: list[Tensor]) -> None:
@@ -115,14 +126,16 @@ class SimTransport:
             for other in posted[1:]:
                 x.add_(other)
 
-        return self._launch(x, finish, 2 * x.nbytes * (self.world_size - 1) // self.world_size)
+        sent_bytes = 2 * x.nbytes * (self.world_size - 1) // self.world_size
+        return self._launch("all_reduce", x.nbytes, x, finish, sent_bytes)
 
     def broadcast(self, x: Tensor, src: int) -> Work:
         def finish(posted: list[Tensor]) -> None:
             x.detach().copy_(posted[src])
 
         is_source = self.rank == src
-        return self._launch(x if is_source else None, finish, x.nbytes * (self.world_size - 1) if is_source else 0)
+        sent_bytes = x.nbytes * (self.world_size - 1) if is_source else 0
+        return self._launch(f"broadcast from rank {src}", x.nbytes, x if is_source else None, finish, sent_bytes)
 
     def split(self, ranks: Sequence[int]) -> SimTransport:
         check_split(self.rank, self.world_size, ranks)
@@ -133,11 +146,14 @@ class SimTransport:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _launch(self, data: Tensor | None, finish: Callable[[list], None], sent_bytes: int) -> Work:
-        op, self._op = self._op, self._op + 1
+    def _launch(
+        self, name: str, nbytes: int, data: Tensor | None, finish: Callable[[list], None], sent_bytes: int
+    ) -> Work:
+        self._operations += 1
+        operation = Operation(name, self._operations, nbytes)
         self.sent_bytes += sent_bytes
-        self.network.post(op, self.rank, data)
-        return _SimWork(lambda: finish(self.network.collect(op, self.rank)))
+        self.network.post(operation, self.rank, data)
+        return _SimWork(lambda: finish(self.network.collect(operation, self.rank)))
 
 
 def run_ranks(world_size: int, work: Callable[[SimTransport], T], timeout_s: float = 60.0) -> list[T]:

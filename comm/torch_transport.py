@@ -1,8 +1,8 @@
 """The transport over torch.distributed: any process group, Gloo and NCCL from the same class.
 
 On Gloo both exchanges are posted isend/irecv pairs: half the wire bytes of its all-to-all, and each pair has a peer
-to name when it fails. Elsewhere they are the library's collectives. Rests on `transport.py` (the contract) and
-`edge.py`; `launch.py` makes the process group.
+to name when it fails. Elsewhere they are the library's collectives. Rests on `transport.py` (the contract), `edge.py`
+and `notes.py`; `launch.py` makes the process group.
 
 Shape legend: W ranks, B bytes of one frame.
 """
@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import collections
 import logging
+import re
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .edge import (
+    DIAGNOSIS_S,
+    NOTES_S,
     ROLL_CALL_S,
     HostStaged,
     as_bytes,
@@ -33,47 +36,35 @@ from .edge import (
     check_split,
     peer_error,
 )
+from .notes import HISTORY, Conclusion, Note, Operation, conclude
 from .transport import PeerError, Work
 
 _log = logging.getLogger(__name__)
 
-# Above the tags that people give their own isend/irecv on the same group; one tag per operation in flight.
-_TAG = 1 << 30
-_ROLL_CALL_TAG = _TAG + (1 << 29)
-_TAGS = 1 << 29
+# Above the tags that people give their own isend/irecv on the same group.
+_TAG = _TAGS = 1 << 30
+_ROLL_CALL_TAG, _BREAK_OFF_TAG = _TAG - 1, _TAG - 2
 
-_BOARD_S = 0.5
-_HINT = (
-    "If it is alive, check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) and that all ranks launch "
-    "the same operations in the same order"
-)
+_POLL_S, _LINGER_S = 0.02, 0.5
 
-
-GROUP_MARGIN_S = 60.0
-"""A Gloo group's own timeout closes all its connections; it must come later than the transport's, which asks around."""
-
+_HINT = "check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
 
 _failures: weakref.WeakKeyDictionary[dist.ProcessGroup, list[object]] = weakref.WeakKeyDictionary()
-
-
-class _Operation(NamedTuple):
-    """One operation of a transport: the n-th launched, the same n on every rank."""
-
-    name: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.name} (operation {self.number})"
 
 
 class TorchTransport:
     """Ranks of a torch.distributed process group (None: the default one). See `Transport` for the contract.
 
     1. Host tensors on a Gloo group: all_to_all and all_gather post an irecv and an isend per peer, all in flight, peers
-       r-k and r+k for k = 1…W-1, one tag per operation. all_reduce and broadcast are Gloo's.
+       r-k and r+k for k = 1…W-1. The tag is a digest of the operation's name, number and size: Gloo aborts the process
+       at a message longer than expected, and takes a shorter one for whole. all_reduce and broadcast are Gloo's, whose
+       tags are not ours: ranks meet first, in pairs without bytes.
     2. Tensors on a device which the group serves natively (NCCL): the library's collectives. `wait()` orders the
        current stream behind them and returns; a missing peer is found by NCCL's watchdog after the *group's* timeout.
     3. Device tensors on a Gloo group: through host memory.
+
+    4. A rank whose operation fails closes its connections, at which all that wait for it fail too, and leaves a note in
+       the group's store. Notes say who is missing and who is out of step.
 
     After a PeerError the transport is of no more use. owns_group: `close()` destroys the group.
     """
@@ -92,7 +83,8 @@ class TorchTransport:
         self._backends = _backends_by_device(self.group)
         self._board = _Board(group, self.rank)
         self._names: Sequence[int] = range(self.world_size)  # what ranks are called in messages
-        self._operations = 0
+        self._splits: collections.Counter[tuple[int, ...]] = collections.Counter()
+        self._launched: collections.deque[Operation] = collections.deque(maxlen=HISTORY)
         # What a failed operation may still write to must outlive it. A group fails for all its transports.
         self._failed: list[object] = _failures.setdefault(self.group, [])
         self._is_closed = False
@@ -120,7 +112,7 @@ class TorchTransport:
         check_all_to_all(self.rank, self.world_size, out_WB, in_WB)
         if self._is_staged(in_WB):
             return HostStaged(self).all_to_all(out_WB, in_WB)
-        operation = self._count("all_to_all", in_WB[0].nbytes * (self.world_size - 1))
+        operation = self._count("all_to_all", in_WB[0].nbytes, in_WB[0].nbytes * (self.world_size - 1))
         if self._is_gloo(in_WB):
             return self._exchange(operation, out_WB, list(in_WB))
         return self._collective(
@@ -131,7 +123,7 @@ class TorchTransport:
         check_all_gather(self.rank, self.world_size, out_WB, in_B)
         if self._is_staged(in_B):
             return HostStaged(self).all_gather(out_WB, in_B)
-        operation = self._count("all_gather", in_B.nbytes * (self.world_size - 1))
+        operation = self._count("all_gather", in_B.nbytes, in_B.nbytes * (self.world_size - 1))
         if self._is_gloo(in_B):
             return self._exchange(operation, out_WB, [in_B] * self.world_size)
         return self._collective(
@@ -142,14 +134,15 @@ class TorchTransport:
         check_contiguous(self.rank, "all_reduce", x)
         if self._is_staged(x):
             return HostStaged(self).all_reduce(x)
-        operation = self._count("all_reduce", 2 * x.nbytes * (self.world_size - 1) // self.world_size)
+        operation = self._count("all_reduce", x.nbytes, 2 * x.nbytes * (self.world_size - 1) // self.world_size)
         return self._collective(operation, (x,), lambda: dist.all_reduce(x.detach(), group=self.group, async_op=True))
 
     def broadcast(self, x: Tensor, src: int) -> Work:
         check_contiguous(self.rank, "broadcast", x)
         if self._is_staged(x):
             return HostStaged(self).broadcast(x, src)
-        operation = self._count("broadcast", x.nbytes * (self.world_size - 1) if self.rank == src else 0)
+        sent_bytes = x.nbytes * (self.world_size - 1) if self.rank == src else 0
+        operation = self._count(f"broadcast from rank {self._names[src]}", x.nbytes, sent_bytes)
         return self._collective(
             operation, (x,), lambda: dist.broadcast(as_bytes(x), group_src=src, group=self.group, async_op=True)
         )
@@ -160,7 +153,7 @@ class TorchTransport:
 
         All ranks of the group, in the same order as its operations. Errors of any other kind pass as they are.
         """
-        operation = self._count(what, 0)
+        operation = self._count(what, 0, 0)
         try:
             yield
         except PeerError:
@@ -173,13 +166,21 @@ class TorchTransport:
 
     def split(self, ranks: Sequence[int]) -> TorchTransport:
         check_split(self.rank, self.world_size, ranks)
+        members = tuple(ranks)
+        self._splits[members] += 1
+        operation = Operation(f"split {self._splits[members]} into ranks {[self._names[rank] for rank in members]}", 0)
+        if self._backends.get("cpu") == "gloo":
+            self._meet(operation, members)
         everywhere = dist.get_process_group_ranks(self.group)
-        group = dist.new_group(
-            [everywhere[rank] for rank in ranks],
-            timeout=timedelta(seconds=self.timeout_s + GROUP_MARGIN_S),
-            backend=dist.get_backend(self.group),
-            use_local_synchronization=True,  # others of the default group need not call
-        )
+        try:
+            group = dist.new_group(
+                [everywhere[rank] for rank in members],
+                timeout=timedelta(seconds=self.timeout_s + DIAGNOSIS_S),
+                backend=dist.get_backend(self.group),
+                use_local_synchronization=True,  # others of the default group need not call
+            )
+        except RuntimeError as error:
+            raise self._collective_error(operation, (), error) from error
         part = TorchTransport(group, self.timeout_s)
         part._names, part._board = [self._names[rank] for rank in ranks], self._board
         part._failed = self._failed  # where one has failed, no other waits for a barrier
@@ -211,8 +212,11 @@ class TorchTransport:
             del self.group, self._board
 
     def _barrier(self) -> None:
-        operation = self._count("the barrier of close()", 0)
-        self._collective(operation, (), lambda: dist.barrier(group=self.group, async_op=True)).wait()
+        operation = self._count("the barrier of close()", 0, 0)
+        if self._backends.get("cpu") == "gloo":
+            self._meet(operation)
+        else:
+            self._collective(operation, (), lambda: dist.barrier(group=self.group, async_op=True)).wait()
 
     def _is_staged(self, x: Tensor) -> bool:
         backend = self._backends.get(x.device.type)
@@ -221,112 +225,149 @@ class TorchTransport:
     def _is_gloo(self, x: Tensor) -> bool:
         return self._backends.get(x.device.type) == "gloo"
 
-    def _count(self, name: str, sent_bytes: int) -> _Operation:
+    def _count(self, name: str, nbytes: int, sent_bytes: int) -> Operation:
         self.sent_bytes += sent_bytes
-        self._operations += 1
-        return _Operation(name, self._operations)
+        operation = Operation(name, self._launched[-1].number + 1 if self._launched else 1, nbytes)
+        self._launched.append(operation)
+        return operation
 
-    def _exchange(self, operation: _Operation, out_WB: Tensor, rows: Sequence[Tensor]) -> Work:
-        work = _PairsWork(self, operation, out_WB, rows, tag=_TAG + operation.number % _TAGS, timeout_s=self.timeout_s)
+    def _exchange(self, operation: Operation, out_WB: Tensor, rows: Sequence[Tensor]) -> Work:
+        work = _PairsWork(self, operation, out_WB, rows, _TAG + operation.tag(_TAGS), self.timeout_s)
         out_WB[self.rank].copy_(rows[self.rank])
         return work
 
-    def _collective(self, operation: _Operation, tensors: tuple[Tensor, ...], launch: Callable[[], dist.Work]) -> Work:
+    def _meet(self, operation: Operation, ranks: Sequence[int] | None = None) -> None:
+        """Wait until all ranks, or these, have launched the operation: no bytes, to and from each."""
+        nothing = torch.empty(self.world_size, 0, dtype=torch.uint8)
+        tag = _TAG + operation.tag(_TAGS)
+        _PairsWork(self, operation, nothing, list(nothing), tag, self.timeout_s, ranks).wait()
+
+    def _collective(self, operation: Operation, tensors: tuple[Tensor, ...], launch: Callable[[], dist.Work]) -> Work:
+        if any(self._is_gloo(x) for x in tensors):
+            self._meet(operation)
         try:
             return _CollectiveWork(self, operation, tensors, launch())
         except RuntimeError as error:
             raise self._collective_error(operation, tensors, error) from error
 
-    def _collective_error(self, operation: _Operation, held: object, error: RuntimeError) -> PeerError:
+    def _collective_error(self, operation: Operation, held: object, error: RuntimeError) -> PeerError:
+        what = f"{reason(error)} (timeout_s={self.timeout_s:g})"
+        if self._backends.get("cpu") != "gloo":
+            self._failed.append(held)
+            return peer_error(self._names[self.rank], operation, what, Conclusion(), _HINT)
+        return self._fail(operation, held, what, self._roll_call(operation), gave_up=_is_timeout(error))
+
+    def _fail(self, operation: Operation, held: object, what: str, suspects: set[int], *, gave_up: bool) -> PeerError:
+        """Break off, compare notes with the others, say who is to blame. suspects: as numbered here."""
         self._failed.append(held)
-        what = f"{_first_line(error)} (timeout_s={self.timeout_s:g})"
-        missing: tuple[int, ...] = ()
-        if self._backends.get("cpu") == "gloo" and (suspects := self._roll_call(operation)):
-            missing = self._trace(suspects)
-            what += f"; no answer to a roll call within {ROLL_CALL_S:g} s"
-        return self._peer_error(operation, what, missing)
+        self._break_off()
+        misses = tuple(sorted(self._names[rank] for rank in suspects))
+        mine = Note(self.group.group_name, operation, tuple(self._launched), misses, gave_up)
+        me = self._names[self.rank]
+        return peer_error(me, operation, what, conclude(me, mine, self._board.compare(mine)), _HINT)
 
-    def _peer_error(self, operation: _Operation, what: str, missing: Sequence[int]) -> PeerError:
-        return peer_error(self._names[self.rank], str(operation), what, missing, _HINT)
+    def _roll_call(self, failed: Operation) -> set[int]:
+        """Who does not answer; all, where that tells nothing. A rank that failed calls it: one byte to every peer.
 
-    def _trace(self, suspects: set[int]) -> tuple[int, ...]:
-        """The names of those who were missing first."""
-        return self._board.trace({self._names[rank] for rank in suspects})
-
-    def _roll_call(self, failed: _Operation) -> set[int]:
-        """Who does not answer. Every rank whose collective failed calls it, each on its own: one byte to every peer.
-
-        A rank that is merely late by more than `ROLL_CALL_S`, or has already completed its part, is named too.
+        A rank that is merely late by more than `ROLL_CALL_S` is suspected, too.
         """
         presence_W1 = torch.zeros(self.world_size, 1, dtype=torch.uint8)
         mine = [torch.zeros(1, dtype=torch.uint8)] * self.world_size
-        tag = _ROLL_CALL_TAG + failed.number % _TAGS
-        call = _PairsWork(self, failed, presence_W1, mine, tag=tag, timeout_s=ROLL_CALL_S)
+        call = _PairsWork(self, failed, presence_W1, mine, _ROLL_CALL_TAG, ROLL_CALL_S)
         self._failed.append(call)
-        return call.suspects()
+        return call.suspects() or set(range(self.world_size)) - {self.rank}
+
+    def _break_off(self) -> None:
+        """Close all connections, so that whoever waits for this rank learns at once that it has failed.
+
+        Gloo does that where a wait times out.
+        """
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                try:
+                    work = dist.irecv(torch.empty(1), group=self.group, group_src=peer, tag=_BREAK_OFF_TAG)
+                    assert work is not None
+                    work.wait(timedelta(milliseconds=1))
+                except RuntimeError as error:
+                    if _is_timeout(error):
+                        return
 
 
 class _Board:
-    """Where a rank that fails notes whom it misses: a key of its own in the group's store.
-
-    A rank whose wait timed out loses all its Gloo connections, and a failed rank exits; its peers then see *its*
-    connections break. The notes lead them back to the rank that was missing first.
-    """
+    """Where ranks that fail leave notes and read those of others: the group's store, a key for each rank."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int):
         self._group = group
         self._rank = rank
 
-    def trace(self, suspects: set[int]) -> tuple[int, ...]:
-        """Note my suspects; return them, those who have noted suspects of their own replaced by these.
+    def compare(self, mine: Note) -> dict[int, Note]:
+        """Leave my note; return those of the ranks that I miss, and that these miss, as far as they come in `NOTES_S`.
 
-        Takes `_BOARD_S`, so that who broke off first has the time to write. Where the store is down with the rank that
-        hosted it, the suspects stand: the missing rank is among them, and perhaps ranks that failed because of it.
+        Whoever waits for a rank that has failed fails at once, as its connections are closed, and leaves a note.
+        None comes where the store has died with the rank that hosted it, or hangs in it.
         """
-        roots: set[int] = set()
+        notes: dict[int, Note] = {}
         # In a thread: the store may live in the very process that hangs.
-        thread = threading.Thread(target=self._trace, args=(suspects, roots), daemon=True)
+        thread = threading.Thread(target=self._compare, args=(mine, notes), daemon=True)
         thread.start()
-        thread.join(_BOARD_S + ROLL_CALL_S)
-        return tuple(sorted(roots or suspects))
+        thread.join(NOTES_S + ROLL_CALL_S)
+        return dict(notes)
 
-    def _trace(self, suspects: set[int], roots: set[int]) -> None:
+    def _compare(self, mine: Note, notes: dict[int, Note]) -> None:
+        deadline = time.monotonic() + NOTES_S
         try:
-            store = self._group.get_group_store()
-            store.set(_board_key(self._rank), ",".join(map(str, sorted(suspects))))
-            time.sleep(_BOARD_S)
-            seen, to_visit = {self._rank}, sorted(suspects)
-            without_note: set[int] = set()
-            while to_visit:
-                peer = to_visit.pop()
-                if peer in seen:
-                    continue
-                seen.add(peer)
-                if store.check([_board_key(peer)]):
-                    to_visit += [int(rank) for rank in store.get(_board_key(peer)).decode().split(",")]
-                else:
-                    without_note.add(peer)
-            roots |= without_note
-        except (RuntimeError, AttributeError) as error:
-            _log.warning("rank %d: cannot ask the store who else failed: %s", self._rank, error)
+            store = _connect_to_store(self._group)
+            store.set(_key_of(self._rank), mine.encode().decode())
+            wanted = set(mine.misses)
+            while (missing := wanted - notes.keys() - {self._rank}) and time.monotonic() < deadline:
+                for peer in missing:
+                    if store.check([_key_of(peer)]):
+                        notes[peer] = Note.decode(store.get(_key_of(peer)))
+                        wanted |= set(notes[peer].misses)
+                time.sleep(_POLL_S)
+            if self._rank == 0:
+                time.sleep(_LINGER_S)  # the store may end with this rank, and others have just begun to read
+        except (RuntimeError, OSError) as error:
+            _log.info("rank %d: cannot ask the others what they know: %s", self._rank, reason(error))
 
 
-def _board_key(rank: int) -> str:
-    return f"onebit/misses/{rank}"
+def _key_of(rank: int) -> str:
+    return f"onebit/notes/{rank}"
+
+
+def _connect_to_store(group: dist.ProcessGroup) -> dist.Store:
+    """The group's store over a connection of one's own. Raises OSError where its host is gone.
+
+    The group's own connection would print a C++ stack where it is broken, and is locked while another thread waits.
+    """
+    store = innermost = group.get_group_store()
+    while isinstance(innermost, dist.PrefixStore):
+        innermost = innermost.underlying_store
+    if isinstance(innermost, dist.TCPStore):
+        try:
+            socket.create_connection((innermost.host, innermost.port), ROLL_CALL_S).close()
+        except OSError as error:
+            raise OSError(
+                f"nobody answers at {innermost.host}:{innermost.port}, where the store was: {error}"
+            ) from error
+    return store.clone()  # type: ignore[attr-defined]
 
 
 class _PairsWork:
-    """A send and a receive per peer: out[j] ← what rank j sends me; rows[j] goes to rank j. My own row stays here."""
+    """A send and a receive per peer: out[j] ← what rank j sends me; rows[j] goes to rank j. My own row stays here.
+
+    ranks: with these peers alone.
+    """
 
     def __init__(
         self,
         link: TorchTransport,
-        operation: _Operation,
+        operation: Operation,
         out_WB: Tensor,
         rows: Sequence[Tensor],
-        *,
         tag: int,
         timeout_s: float,
+        ranks: Sequence[int] | None = None,
     ):
         self._link = link
         self._operation = operation
@@ -338,8 +379,10 @@ class _PairsWork:
         rank, W, group = link.rank, link.world_size, link.group
         for k in range(1, W):
             src, dst = (rank - k) % W, (rank + k) % W
-            self._post(src, dist.irecv, out_WB[src], group=group, group_src=src, tag=tag)
-            self._post(dst, dist.isend, rows[dst], group=group, group_dst=dst, tag=tag)
+            if ranks is None or src in ranks:
+                self._post(src, dist.irecv, out_WB[src], group=group, group_src=src, tag=tag)
+            if ranks is None or dst in ranks:
+                self._post(dst, dist.isend, rows[dst], group=group, group_dst=dst, tag=tag)
 
     def _post(self, peer: int, launch: Callable[..., dist.Work | None], row: Tensor, **where: object) -> None:
         try:
@@ -347,14 +390,13 @@ class _PairsWork:
             assert work is not None  # None: this rank is outside of the group
             self._posted.append((peer, work))
         except RuntimeError as error:  # the connection is known to be broken; told by wait(), with the others
-            self._broken[peer] = _first_line(error)
+            self._broken[peer] = reason(error)
 
     def wait(self) -> None:
         suspects = self.suspects()
         if suspects:
-            self._link._failed.append(self)
             what = next(iter(self._broken.values()), f"not complete within {self._timeout_s:g} s")
-            raise self._link._peer_error(self._operation, what, self._link._trace(suspects))
+            raise self._link._fail(self._operation, self, what, suspects, gave_up=not self._broken)
 
     def suspects(self) -> set[int]:
         """Wait; then the peers whose connection is broken, or else those from whom something is missing in time.
@@ -367,22 +409,19 @@ class _PairsWork:
             try:
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
             except RuntimeError as error:
-                self._note(peer, error)
+                # After the first timeout all connections are closed. What had arrived by then still counts as arrived.
+                if _is_timeout(error):
+                    self._silent.add(peer)
+                else:
+                    self._broken[peer] = reason(error)
             self._posted.popleft()
         return set(self._broken) or self._silent
-
-    def _note(self, peer: int, error: RuntimeError) -> None:
-        # After the first timeout all connections are closed. What had arrived by then still counts as arrived.
-        if "Timed out" in str(error) or "Application timeout" in str(error):
-            self._silent.add(peer)
-        else:
-            self._broken[peer] = _first_line(error)
 
 
 class _CollectiveWork:
     """A collective of the library; it holds the tensors until it is complete."""
 
-    def __init__(self, link: TorchTransport, operation: _Operation, tensors: tuple[Tensor, ...], work: dist.Work):
+    def __init__(self, link: TorchTransport, operation: Operation, tensors: tuple[Tensor, ...], work: dist.Work):
         self._link = link
         self._operation = operation
         self._tensors = tensors
@@ -424,5 +463,11 @@ def _network_error(error: BaseException | None) -> RuntimeError | None:
     return None
 
 
-def _first_line(error: RuntimeError) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+def _is_timeout(error: RuntimeError) -> bool:
+    return any(text in str(error) for text in ("Timed out", "timed out", "Application timeout"))
+
+
+def reason(error: BaseException) -> str:
+    """What torch says in its first line, without the place in its source and advice for all cases."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return re.sub(r"^(\[[^\]]*/[^\]]*\] *)+|\. This is typically.*|\.$", "", lines[0])

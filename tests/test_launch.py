@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import transport_ranks
 from ranks import Ended, run_mpi, run_torchrun
 
 import onebit.comm
+from onebit.comm.edge import DIAGNOSIS_S
 from onebit.comm.launch import Launch, describe, detect, first_host
 
 TORCHRUN = {
@@ -225,3 +230,42 @@ def test_levels_that_are_not_there_are_logged() -> None:
     for rank, result in enumerate(ended.check().results):
         assert "two levels" not in result["auto"]
         assert ("one level between 4 ranks: the launcher says 2" in result["log"]) == (rank == 0)
+
+
+@functools.cache
+def gathered_in_vain() -> tuple[dict[str, Any], ...]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(7)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        ports = [probe.getsockname()[1] for probe in probes]
+    return run_torchrun(3, transport_ranks.gather_in_vain, ports, timeout_s=60).check().results  # type: ignore[return-value]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("name", "error", "said", "ranks"),
+    [
+        ("missing", "PeerError", r"rank {} of 3: 2 of 3 ranks came in 1 s: {came}\. Missing: rank 2;", [2]),
+        ("host missing", "PeerError", r"rank {} of 3: nobody answers at 127.0.0.1:\d+ within 1 s .* Missing: rank 0,",
+         [0]),
+        ("twice", "ValueError", r"rank .* of 3: process \d+ on \S+ and process \d+ on \S+ are both rank 1; start", []),
+        ("host twice", "ValueError", r"rank .* of 3: process \d+ on \S+ and process \d+ on \S+ are both rank 0; ", []),
+        ("size", "ValueError", r"rank {} of .: WORLD_SIZE differs: 3 for rank 0.* 4 for rank 1 on .*; start all ", []),
+        ("dies", "PeerError", r"rank {} of 3: not all ranks connect to each other .* Missing: rank 2;", [2]),
+    ],
+)  # fmt: skip
+def test_init_tells_who_has_come_from_where_and_who_is_missing(
+    name: str, error: str, said: str, ranks: list[int]
+) -> None:
+    """In time, and on every rank that has come."""
+    results = gathered_in_vain()
+    pids = [result["pid"] for result in results]
+    came = rf"rank 0 1 on \S+ \(process {pids[0]} {pids[1]}\)"
+    for rank, result in enumerate(results):
+        seen = result[name]
+        if rank not in ranks:
+            assert seen["error"] == error, seen
+            assert re.match(said.format(rank, came=came), seen["message"]), seen
+            assert seen["ranks"] == ranks
+        assert seen["seconds"] < transport_ranks.TIMEOUT_S + DIAGNOSIS_S, seen

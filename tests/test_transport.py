@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ import transport_ranks
 from ranks import Ended, run_mpi, run_torchrun
 from transport_contract import CHECKS, digest_of_compressed_rounds
 
-from onebit.comm import run_ranks
-from onebit.comm.edge import check_all_gather, check_all_to_all, check_contiguous
+from onebit import OnebitAdam, dense, zero
+from onebit.comm import SignCodec, allreduce_mean, run_ranks, two_levels
+from onebit.comm.edge import DIAGNOSIS_S, check_all_gather, check_all_to_all, check_contiguous
 from onebit.comm.mpi_transport import check_thread_level
 
 WORLDS = [1, 2, 3, 4]
@@ -83,8 +85,8 @@ def test_init_picks_mpi_under_mpirun_and_bootstraps_gloo_on_request() -> None:
 @cache
 def outlived(backend: str, fate: str) -> Ended:
     if backend == "gloo":
-        return run_torchrun(4, transport_ranks.outlive_a_peer_on_gloo, fate, timeout_s=45)
-    return run_mpi(3, transport_ranks.outlive_a_peer_on_mpi, fate, timeout_s=60)
+        return run_torchrun(4, transport_ranks.outlive_a_peer_on_gloo, fate, timeout_s=90)
+    return run_mpi(3, transport_ranks.outlive_a_peer_on_mpi, fate, timeout_s=90)
 
 
 @pytest.mark.dist
@@ -104,6 +106,56 @@ def test_survivors_name_the_peer(backend: str, fate: str, operation: str) -> Non
         assert f"rank {rank}: {operation}" in seen["message"]
         assert f"Missing: rank {transport_ranks.VICTIM}" in seen["message"]
         assert seen["seconds"] < transport_ranks.TIMEOUT_S + 4, seen
+
+
+def check_disagreement(name: str, rank: int, seen: dict[str, Any]) -> None:
+    """Every rank says where it is and where the others are, in time; nobody has been served with the wrong bytes."""
+    odd = transport_ranks.ODD
+    assert seen["ranks"], seen
+    assert set(seen["ranks"]) == {odd} if rank != odd else odd not in seen["ranks"], seen
+    usual, other = {
+        "kinds": ("all_to_all (operation 1, 1000000 bytes)", "all_gather (operation 1, 1000000 bytes)"),
+        "larger": ("all_to_all (operation 1, 1000000 bytes)", "all_to_all (operation 1, 1000001 bytes)"),
+        "smaller": ("all_gather (operation 1, 1000000 bytes)", "all_gather (operation 1, 999999 bytes)"),
+        "larger sum": ("all_reduce (operation 1, 36 bytes)", "all_reduce (operation 1, 360 bytes)"),
+        "sources": ("broadcast from rank 0 (operation 1, 36 bytes)", "broadcast from rank 1 (operation 1, 36 bytes)"),
+        "larger news": (
+            "broadcast from rank 0 (operation 1, 36 bytes)",
+            "broadcast from rank 0 (operation 1, 32 bytes)",
+        ),
+        "closing": ("all_to_all (operation 1, 1000000 bytes)", "the barrier of close() (operation 1)"),
+    }[name]
+    mine, theirs = (other, usual) if rank == odd else (usual, other)
+    assert seen["message"].startswith(f"rank {rank}: {mine}: "), seen
+    assert "launched different operations: rank " in seen["message"] and theirs in seen["message"], seen
+    assert seen["seconds"] < transport_ranks.TIMEOUT_S + DIAGNOSIS_S, seen
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", [name for name in transport_ranks.DISAGREEMENTS if name != "late"])
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_ranks_that_launch_different_operations_are_told(backend: str, name: str) -> None:
+    """Not SIGABRT, not a wrong result: Gloo takes a short message for a whole one, and aborts at a long one."""
+    ended = outlived(backend, "stopped")
+    for rank, result in enumerate(ended.results):
+        if rank != transport_ranks.VICTIM:
+            assert result, ended.output
+            check_disagreement(name, rank, result[name])
+
+
+@pytest.mark.parametrize("name", [name for name in transport_ranks.DISAGREEMENTS if name not in ("late", "closing")])
+def test_simulated_ranks_that_launch_different_operations_are_told(name: str) -> None:
+    for rank, seen in enumerate(run_ranks(3, lambda link: transport_ranks.disagree(link, name))):
+        check_disagreement(name, rank, seen)
+
+
+@pytest.mark.dist
+def test_who_comes_too_late_is_told_so() -> None:
+    """The others name it; it learns that they have given up, not that they are missing. MPI has kept what they sent."""
+    results = outlived("gloo", "stopped").results
+    odd = transport_ranks.ODD
+    assert f"Missing: rank {odd}" in results[0]["late"]["message"]
+    assert "This rank came too late: rank" in results[odd]["late"]["message"]
 
 
 @pytest.mark.dist
@@ -143,3 +195,19 @@ def test_mpi_without_threads_is_refused() -> None:
     check_thread_level(2, 2)
     with pytest.raises(RuntimeError, match="MPI_Init_thread"):
         check_thread_level(1, 2)
+
+
+@pytest.mark.parametrize("link", ["gloo", None, 4])
+def test_what_is_no_transport_is_refused_by_name(link: Any) -> None:
+    params = [torch.nn.Parameter(torch.ones(4))]
+    makers: list[Callable[[], object]] = [
+        lambda: two_levels(link, 2),
+        lambda: allreduce_mean(torch.zeros(64), None, SignCodec(block=64), link),
+    ]
+    if link is not None:
+        makers += [lambda: dense.DenseAverager(params, link), lambda: dense.broadcast_parameters(params, link)]
+        makers += [lambda: OnebitAdam(params, link=link), lambda: zero.ShardedOnebitAdam(params, link=link)]
+    for make in makers:
+        said = rf"link must be a transport, got {link!r}; make one with onebit\.comm\.init\("
+        with pytest.raises(TypeError, match=said + ("backend='gloo'" if link == "gloo" else "")):
+            make()

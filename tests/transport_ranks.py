@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import logging
 import os
@@ -70,8 +71,9 @@ def _all_of_it(link: Transport) -> dict[str, str]:
 def outlive_a_peer_on_gloo(fate: str) -> dict[str, object]:
     """Every operation, each on a group of its own, while rank VICTIM is killed or stopped: what the others see."""
     base = onebit.comm.init(timeout_s=30.0)
+    disagreed = _disagree(base, lambda: _on_gloo(torch.distributed.new_group(), TIMEOUT_S)) if fate == "stopped" else {}
     links = {name: _on_gloo(torch.distributed.new_group(), TIMEOUT_S) for name in OPERATIONS}
-    seen = _meet(fate, base, links)
+    seen = disagreed | _meet(fate, base, links)
     if base.rank == 0 and fate == "stopped":
         os.kill(seen["victim"], signal.SIGKILL)  # who started the ranks waits for all of them
     base.abandon()
@@ -81,8 +83,9 @@ def outlive_a_peer_on_gloo(fate: str) -> dict[str, object]:
 def outlive_a_peer_on_mpi(fate: str) -> None:
     """As on Gloo; then this rank ends on the PeerError, which must end the whole job though one rank hangs."""
     base = onebit.comm.init(timeout_s=30.0)
+    disagreed = _disagree(base, lambda: _on_mpi(None, TIMEOUT_S)) if fate == "stopped" else {}
     links = {name: _on_mpi(None, TIMEOUT_S) for name in ("all_to_all", "all_reduce")}
-    report(_meet(fate, base, links))
+    report(disagreed | _meet(fate, base, links))
     base.timeout_s = TIMEOUT_S
     OPERATIONS["all_to_all"](base).wait()
 
@@ -117,7 +120,7 @@ def miss_a_peer_in_two_levels() -> None:
     link = onebit.comm.init(timeout_s=TIMEOUT_S, levels=2)
     assert isinstance(link, TwoLevelTransport)
     if link.rank == 3:
-        time.sleep(4 * TIMEOUT_S)
+        time.sleep(8 * TIMEOUT_S)
     else:
         with_3 = {1: link.across, 2: link.inside}.get(link.rank)
         seen = {} if with_3 is None else _what_happens(_all_to_all, with_3)
@@ -125,8 +128,48 @@ def miss_a_peer_in_two_levels() -> None:
         if with_3 is not None:
             link.close()
         report(seen | {"closing": time.monotonic() - began})
-        time.sleep(2 * TIMEOUT_S)
+        time.sleep(0.0 if with_3 is not None else 8 * TIMEOUT_S)
     os._exit(0)
+
+
+def gather_in_vain(ports: list[int]) -> dict[str, dict[str, object]]:
+    """init() of three ranks, of which one does not come, or comes as somebody else: what each is told."""
+    rank = int(os.environ["RANK"])
+    own = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    wrong: dict[str, tuple[int, dict[str, str]]] = {
+        "missing": (2, {}),
+        "host missing": (0, {}),
+        "twice": (2, {"RANK": "1"}),
+        "host twice": (2, {"RANK": "0"}),
+        "size": (1, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}),
+        "dies": (2, {}),
+    }
+    seen = {}
+    together = torch.distributed.TCPStore("127.0.0.1", ports[-1], 3, rank == 0)
+    for (name, (odd, environment)), port in zip(wrong.items(), ports[:-1], strict=True):
+        together.barrier(name, 3, datetime.timedelta(seconds=30))
+        os.environ.update(own | {"MASTER_PORT": str(port)} | (environment if rank == odd else {}))
+        comes = rank != odd or environment
+        started = time.monotonic()
+        try:
+            if name == "dies":
+                _connect_without(odd)
+            elif comes:
+                onebit.comm.init(timeout_s=TIMEOUT_S)
+            seen[name] = {"error": "none"}
+        except (PeerError, ValueError) as error:
+            seen[name] = {"error": type(error).__name__, "message": str(error), "ranks": getattr(error, "ranks", ())}
+        seen[name]["seconds"] = time.monotonic() - started
+    return seen | {"pid": os.getpid()}
+
+
+def _connect_without(rank: int) -> None:
+    """This rank comes to the rendezvous, and connects to nobody."""
+    with unittest.mock.patch("onebit.comm.launch.DIAGNOSIS_S", 0.0):
+        if int(os.environ["RANK"]) == rank:
+            with unittest.mock.patch("torch.distributed.init_process_group", side_effect=ValueError("dies")):
+                onebit.comm.init(timeout_s=TIMEOUT_S)
+        onebit.comm.init(timeout_s=TIMEOUT_S)
 
 
 def exit_without_close() -> str:
@@ -137,9 +180,48 @@ def exit_without_close() -> str:
     return launch.describe(link)
 
 
-def _all_to_all(link: Transport) -> Work:
-    rows_WB = torch.zeros(link.world_size, 1_000_000, dtype=torch.uint8)
+def _all_to_all(link: Transport, size: int = 1_000_000) -> Work:
+    rows_WB = torch.zeros(link.world_size, size, dtype=torch.uint8)
     return link.all_to_all(torch.empty_like(rows_WB), rows_WB)
+
+
+def _all_gather(link: Transport, size: int = 1_000_000) -> Work:
+    rows_WB = torch.zeros(link.world_size, size, dtype=torch.uint8)
+    return link.all_gather(torch.empty_like(rows_WB), rows_WB[0])
+
+
+def _come_late(link: Transport) -> Work:
+    time.sleep(TIMEOUT_S + 0.5)
+    return _all_to_all(link)
+
+
+ODD = 1
+DISAGREEMENTS: dict[str, tuple[Callable[[Transport], Work | None], Callable[[Transport], Work | None]]] = {
+    "kinds": (_all_to_all, _all_gather),
+    "larger": (_all_to_all, lambda link: _all_to_all(link, 1_000_001)),
+    "smaller": (_all_gather, lambda link: _all_gather(link, 999_999)),
+    "larger sum": (lambda link: link.all_reduce(torch.ones(9)), lambda link: link.all_reduce(torch.ones(90))),
+    "sources": (lambda link: link.broadcast(torch.ones(9), 0), lambda link: link.broadcast(torch.ones(9), ODD)),
+    "larger news": (lambda link: link.broadcast(torch.ones(9), 0), lambda link: link.broadcast(torch.ones(8), 0)),
+    "closing": (_all_to_all, lambda link: link.close()),
+    "late": (_all_to_all, _come_late),
+}
+"""What all ranks but ODD launch, and what ODD launches in its place."""
+
+
+def disagree(link: Transport, name: str) -> dict[str, object]:
+    """Launch, one rank another operation than the others; what comes of it here."""
+    usual, odd = DISAGREEMENTS[name]
+    return _what_happens(odd if link.rank == ODD else usual, link)
+
+
+def _disagree(base: Transport, new_link: Callable[[], Transport]) -> dict[str, dict[str, object]]:
+    seen = {}
+    for name in DISAGREEMENTS:
+        link = new_link()
+        seen[name] = disagree(link, name)
+        base.all_reduce(torch.zeros(1)).wait()
+    return seen
 
 
 OPERATIONS: dict[str, Callable[[Transport], Work]] = {
@@ -159,10 +241,12 @@ def _meet(fate: str, base: Transport, links: Mapping[str, Transport]) -> dict[st
     return seen | {"victim": int(pids[VICTIM].view(torch.int64))}
 
 
-def _what_happens(operation: Callable[[Transport], Work], link: Transport) -> dict[str, object]:
+def _what_happens(operation: Callable[[Transport], Work | None], link: Transport) -> dict[str, object]:
     started = time.monotonic()
     try:
-        operation(link).wait()
+        work = operation(link)
+        if work is not None:
+            work.wait()
     except PeerError as error:
         return {"ranks": error.ranks, "message": str(error), "seconds": time.monotonic() - started}
     return {"ranks": [], "message": "no PeerError", "seconds": time.monotonic() - started}

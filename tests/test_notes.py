@@ -1,0 +1,108 @@
+"""What ranks conclude from each other's notes, and from who has come: pure functions, as tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from onebit.comm.notes import Note, Operation, conclude
+from onebit.comm.rendezvous import Arrival, contradiction, from_where
+
+OURS = Operation("all_to_all", 7, 4096)
+OTHER = Operation("all_gather", 7, 4096)
+
+
+def waiting(*misses: int, operation: Operation = OURS, link: str = "world", gave_up: bool = False) -> Note:
+    before = tuple(Operation("all_to_all", number, 64) for number in range(3, operation.number))
+    return Note(link, operation, (*before, operation), misses, gave_up)
+
+
+def test_a_note_travels() -> None:
+    note = waiting(1, 2, gave_up=True)
+    assert Note.decode(note.encode()) == note
+
+
+@pytest.mark.parametrize(
+    ("notes", "ranks", "said"),
+    [
+        pytest.param({}, (1, 2), "Missing: ranks 1, 2; look at their logs", id="nobody has a note"),
+        pytest.param({1: waiting(2)}, (2,), "Missing: rank 2; look at its log", id="1 waits for 2"),
+        pytest.param({1: waiting(2), 2: waiting(3)}, (3,), "Missing: rank 3;", id="1 waits for 2, 2 for 3"),
+        pytest.param({1: waiting(2), 2: waiting(3), 3: waiting(1)}, (1, 2), "in the same operation", id="a circle"),
+        pytest.param(
+            {1: waiting(0, 2), 2: waiting(0, 1, operation=OTHER)},
+            (2,),
+            "launched different operations: rank 2 all_gather (operation 7, 4096 bytes)",
+            id="2 launched something else",
+        ),
+        pytest.param(
+            {1: waiting(2), 2: waiting(4, operation=Operation("all_to_all", 9, 8), link="across")},
+            (4,),
+            "Missing: rank 4;",
+            id="2 waits elsewhere, for 4",
+        ),
+        pytest.param(
+            {1: waiting(2), 2: waiting(0, operation=Operation("all_to_all", 9, 8), link="across")},
+            (2,),
+            "Waiting elsewhere: rank 2 all_to_all (operation 9, 8 bytes)",
+            id="2 waits elsewhere, for me",
+        ),
+        pytest.param(
+            {1: waiting(3, operation=Operation("all_to_all", 6, 64)), 2: waiting(1), 3: waiting(1)},
+            (1,),
+            "Waiting elsewhere: rank 1 all_to_all (operation 6, 64 bytes)",
+            id="1 is behind",
+        ),
+        pytest.param(
+            {1: waiting(0, gave_up=True), 2: waiting(1)},
+            (1, 2),
+            "This rank came too late: rank 1 had given up waiting for it",
+            id="I am late",
+        ),
+    ],
+)
+def test_conclusions_lead_to_the_root(notes: dict[int, Note], ranks: tuple[int, ...], said: str) -> None:
+    """Rank 0 misses 1 and 2."""
+    concluded = conclude(0, waiting(1, 2), notes)
+    assert concluded.ranks == ranks and said in concluded.text
+
+
+def test_who_launched_my_operation_is_not_out_of_step_for_waiting_in_a_later_one() -> None:
+    later = Operation("all_gather", 9, 8)
+    ahead = Note("world", later, (OURS, Operation("all_gather", 8, 8), later), (3,))
+    assert conclude(0, waiting(1), {1: ahead}).ranks == (3,)
+
+
+def test_operations_differ_in_their_tags() -> None:
+    """By name, number and bytes; below any bound."""
+    operations = [
+        Operation(name, n, size) for name in ("all_to_all", "all_gather") for n in range(99) for size in (0, 1, 64)
+    ]
+    assert len({operation.tag(1 << 30) for operation in operations}) == len(operations)
+    assert all(operation.tag(32765) < 32765 for operation in operations)
+
+
+def arrivals(*ranks: int, size: int = 3, host: str = "a") -> list[Arrival]:
+    return [Arrival(rank, size, host, 100 + 10 * len(host) + k) for k, rank in enumerate(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("came", "said"),
+    [
+        (arrivals(), ""),
+        (arrivals(0, 2, 1), ""),
+        (arrivals(0, 1) * 2, ""),
+        (arrivals(0, 1, 1), "process 111 on a and process 112 on a are both rank 1; start each process with a RANK"),
+        (arrivals(0) + arrivals(0, host="bb"), "process 110 on a and process 120 on bb are both rank 0"),
+        (
+            arrivals(0) + arrivals(1, 2, size=4, host="bb"),
+            "WORLD_SIZE differs: 3 for rank 0 on a (process 110), 4 for rank 1 2 on bb (process 120 121); start all",
+        ),
+    ],
+)
+def test_contradictions_name_processes_and_hosts(came: list[Arrival], said: str) -> None:
+    assert contradiction(came)[: len(said)] == said and bool(contradiction(came)) == bool(said)
+
+
+def test_where_ranks_come_from_is_told_host_by_host() -> None:
+    came = arrivals(0, 2) + arrivals(1, host="bb")
+    assert from_where(came) == "rank 0 2 on a (process 110 111), rank 1 on bb (process 120)"
