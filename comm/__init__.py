@@ -27,7 +27,7 @@ from .levels import Levels, TwoLevelTransport, sent_across, two_levels
 from .operands import Momentum, MomentumWeights, Outgoing, Segments, Update, Variance
 from .sign import SignCodec
 from .sim_transport import SimNetwork, SimTransport, run_ranks
-from .transport import PeerError, Transport, Work
+from .transport import PeerError, Transport, Work, check_transport
 
 __all__ = [
     "Bf16Codec",
@@ -54,6 +54,7 @@ __all__ = [
     "Wire",
     "Work",
     "allreduce_mean",
+    "check_transport",
     "compressed_allreduce",
     "exchange",
     "init",

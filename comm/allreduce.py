@@ -26,7 +26,7 @@ from torch import Tensor
 from .codec import Codec
 from .levels import Levels
 from .operands import Outgoing
-from .transport import Transport, Work
+from .transport import Transport, Work, check_transport
 
 Exchange = Generator[Work, None, None]
 
@@ -217,6 +217,7 @@ def allreduce_mean(
     and leaves ef untouched and x undefined. All ranks. Sends 2·(W-1)·codec.frame_bytes(n/W) bytes per rank; in two
     levels, see `exchange`.
     """
+    check_transport(link)
     W = link.world_size
     if x.dtype != torch.float32 or x.dim() != 1 or x.numel() % (W * codec.block):
         raise ValueError(

@@ -12,13 +12,14 @@ Shape legend: W = L·H ranks, L on each of H nodes.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .transport import Transport, Work
+from .transport import Transport, Work, check_transport
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Levels:
     @classmethod
     def of(cls, link: Transport) -> Levels:
         """What an exchange over this link has; a link that is not of two levels crosses from every rank to every."""
+        check_transport(link)
         return cls(link.inside, link.across) if isinstance(link, TwoLevelTransport) else cls(None, link)
 
     @property
@@ -146,9 +148,10 @@ class TwoLevelTransport:
         return self.world.split(ranks)
 
     def close(self) -> None:
-        """Barriers, then release all three links. All ranks; idempotent."""
-        for link in (self.inside, self.across, self.world):
-            link.close()
+        """Barriers, then release all three links, also where a barrier fails. All ranks; idempotent."""
+        with ExitStack() as closing:
+            for link in (self.world, self.across, self.inside):
+                closing.callback(link.close)
 
     def abandon(self) -> None:
         """Release without the others: for a rank that ends on an error of its own. Idempotent."""
@@ -169,6 +172,7 @@ def two_levels(link: Transport, local_size: int) -> Transport:
 
     All ranks. Raises ValueError where that does not divide their number.
     """
+    check_transport(link)
     W, L = link.world_size, local_size
     if L < 1 or W % L:
         raise ValueError(f"rank {link.rank}: {W} ranks cannot be {L} on each node; give a divisor of {W}")

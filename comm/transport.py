@@ -32,8 +32,16 @@ class Work(Protocol):
     def wait(self) -> None:
         """Return once the outputs may be read on the current stream and the inputs may be overwritten.
 
-        Raises `PeerError`, naming the ranks that are missing, after the transport's timeout or a broken connection.
+        Raises `PeerError`, naming the ranks that are missing or out of step, within timeout_s and `edge.DIAGNOSIS_S`
+        seconds more, and sooner where a connection breaks.
         """
+
+
+def check_transport(link: object) -> None:
+    """Raise TypeError unless this is a transport."""
+    if not all(hasattr(link, name) for name in ("rank", "world_size", "all_to_all", "all_gather")):
+        example = f"backend={link!r}" if isinstance(link, str) else ""
+        raise TypeError(f"link must be a transport, got {link!r}; make one with onebit.comm.init({example})")
 
 
 class Transport(Protocol):
@@ -42,6 +50,13 @@ class Transport(Protocol):
     Every method is called by all ranks, in the same order, with equal shapes and dtypes. Tensors are contiguous and
     must not be touched between the launch and the return of `wait()`. Several operations may be in flight; they may
     be waited for in any order. A world of one rank is an ordinary world.
+
+    Ranks that launch different operations (another kind, number or size, or another source of a broadcast) never get
+    each other's bytes. They end with a `PeerError` that says which rank launched what: after the timeout, or at once on
+    the simulated network. NCCL cannot tell: its watchdog ends the process after the timeout.
+
+    A launch may raise `PeerError` as well. Over Gloo all_reduce and broadcast wait at their launch until all ranks have
+    launched them, so ranks with several transports must launch such operations in one order over all of them.
     """
 
     rank: int

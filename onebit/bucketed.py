@@ -81,6 +81,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         if not 0 < bucket_cap_mb < math.inf:
             raise ValueError(f"bucket_cap_mb must be above 0 and finite, got {bucket_cap_mb}")
         self.link = comm.init() if link is None else link
+        comm.check_transport(self.link)
         self.shards = shards_of(shards)
         self._levels = Levels.of(self.link)
         self.codec = codec or SignCodec()

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from .comm import Transport
+from .comm import Transport, check_transport
 from .replicas import check_same_lines, differing, gather_tensors, sum_in_order
 from .shards import local
 
@@ -44,6 +44,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def sync_tensors(named: Sequence[tuple[str, Tensor]], link: Transport) -> None:
     """`sync_buffers`, of these."""
+    check_transport(link)
     device = getattr(link, "device", "cpu")  # what lies in other memory (a cached mask under NCCL) travels in a copy
     held = [local(buffer).detach() for _, buffer in named]
     lines = [f"{name}: {x.dtype} {tuple(x.shape)}" for (name, _), x in zip(named, held, strict=True)]

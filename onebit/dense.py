@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .comm.transport import Transport, Work
+from .comm.transport import Transport, Work, check_transport
 from .marks import GradientMark, gradient_bits, is_inspected
 from .shards import count_edits_apart_, local
 
@@ -79,6 +79,7 @@ def average_gradients(parameters: Iterable[Tensor], link: Transport, bucket_cap_
     A gradient that is not there counts as zero and is made. All ranks, same parameters in the same order, after the
     backward pass. Sends about 2·(W-1)/W·4 bytes per element and rank.
     """
+    check_transport(link)
     buckets = _make_buckets(parameters, bucket_cap_mb)
     for bucket in buckets:
         bucket.launch(link)
@@ -88,6 +89,7 @@ def average_gradients(parameters: Iterable[Tensor], link: Transport, bucket_cap_
 @torch.no_grad()
 def broadcast_parameters(parameters: Iterable[Tensor], link: Transport, src: int = 0) -> None:
     """Give every rank the values that rank `src` has. All ranks, same parameters in the same order."""
+    check_transport(link)
     held = [local(parameter).detach() for parameter in parameters]
     pairs = [(tensor, tensor.contiguous()) for tensor in held if tensor.numel() > 0]
     for work in [link.broadcast(whole, src) for _, whole in pairs]:
@@ -113,6 +115,7 @@ class DenseAverager:
     """
 
     def __init__(self, parameters: Iterable[Tensor], link: Transport, bucket_cap_mb: float = 25.0):
+        check_transport(link)
         self._link = link
         self._buckets = _make_buckets(parameters, bucket_cap_mb)
         self._launched = 0

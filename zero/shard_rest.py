@@ -57,6 +57,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
                 f"{bucket_cap_mb}, {max_grad_norm}"
             )
         self.link = comm.init() if link is None else link
+        comm.check_transport(self.link)
         self._recipe, self.momentum_dtype = recipe, momentum_dtype
         self._clip = GlobalNormClip(max_grad_norm)
         self._tally, self._health, self._skipped_steps = shard_vote.Tally(), shard_vote.Health(), 0
