@@ -71,7 +71,8 @@ def test_every_method_steps_and_sends_what_it_says(tmp_path: Path) -> None:
     # 2.125 bits, and what padding and votes cost a model of only 120,000 parameters.
     for name in ("onebit-adam", "onebit-lamb", "zero-one-adam"):
         assert 2.125 / 16 < sent[name] < 1.1 * 2.125 / 16
-    assert sent["zero-one-adam, H = 8"] == sent["zero-one-adam"] / 8
+    # One step of eight, which asks before it sends whether all ranks are in the same round.
+    assert sent["zero-one-adam"] / 8 < sent["zero-one-adam, H = 8"] < 1.01 * sent["zero-one-adam"] / 8
 
 
 # ---------------------------------------------------------------- the suite

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 import onebit
 from onebit.comm import SimTransport, run_ranks
 
-ORIGINAL = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4), nn.BatchNorm1d(4))
+with torch.random.fork_rng():
+    torch.manual_seed(0)
+    ORIGINAL = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4), nn.BatchNorm1d(4))
 
 
 def trained(rank: int) -> nn.Module:
@@ -65,7 +67,7 @@ def test_an_evaluation_is_the_same_on_all_ranks() -> None:
         return before, model(x).detach()
 
     (before, after), (before_1, after_1) = run_ranks(2, work)
-    assert float((before - before_1).abs().max()) > 0.1
+    assert float((before - before_1).abs().max()) > 0.01
     assert torch.equal(after, after_1)
 
 
