@@ -44,7 +44,7 @@ from .ballot import (
 )
 from .bucket import Bucket
 from .bucketed import BucketedOptimizer
-from .clip import GlobalNormClip, dot, exact_norm
+from .clip import GlobalNormClip, dot, exact_norm, has_squares
 from .comm import (
     Bf16Codec,
     Codec,
@@ -612,16 +612,18 @@ class CompressedOptimizer(BucketedOptimizer):
         self._waited_s += time.perf_counter() - began
 
     def _is_finite(self, bucket: Bucket) -> Tensor:
+        """Of a mean gradient, which is left in bucket.x: also whether a variance can hold it. Clipping sees to that."""
         codec = self._codec(bucket)
         assert bucket.wire is not None and codec is not None
-        return codec.is_finite(bucket.wire.frames_WB, bucket.layout.chunk)
+        is_finite = codec.is_finite(bucket.wire.frames_WB, bucket.layout.chunk)
+        if self._sends_gradients(bucket):
+            codec.decode(bucket.wire.frames_WB, self._rows(bucket.x))
+            if self._clip.max_norm == 0:
+                is_finite = is_finite & has_squares(bucket.x)
+        return is_finite
 
     def _finish(self, ballots: Sequence[Ballot]) -> None:
         """Commit every bucket, move the parameters, then let the leaf change phase."""
-        for bucket in self._buckets:
-            codec = self._codec(bucket)
-            if codec is not None and bucket.wire is not None and self._sends_gradients(bucket):
-                codec.decode(bucket.wire.frames_WB, self._rows(bucket.x))
         self._clip_after_landing()
         self._clip.remember(self.stats.clip_factor, self.param_groups[0]["betas"][0])
         for count in self._steps:

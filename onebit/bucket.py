@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .clip import dot
+from .clip import dot, has_squares
 from .comm import Codec, ErrorFeedback, Flight, Levels, Wire
 from .flat import Layout
 from .marks import GradientMark, gradient_bits
@@ -123,9 +123,9 @@ class Bucket:
         return self.sent_bits is not None and not torch.equal(self.sent_bits, gradient_bits(self.gradients()))
 
     def bad(self) -> list[str]:
-        """The parameters whose gradients are not finite on this rank."""
+        """The parameters whose gradients on this rank are not finite, or too large for a variance."""
         pairs = zip(self.params, self.names, strict=True)
-        return [name for p, name in pairs if p.grad is not None and not bool(local(p.grad).isfinite().all())]
+        return [name for p, name in pairs if p.grad is not None and not bool(has_squares(local(p.grad)))]
 
     def replicated(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of the state that has the same bits on every replica, when these are synchronised."""

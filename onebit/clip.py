@@ -71,6 +71,17 @@ def exact_norm(link: Transport, shards: Shards, own_squares: float, device: torc
     return total**0.5
 
 
+LARGEST_GRADIENT = 2.0**59
+"""Up to here a variance can take a gradient in: its square, and a block's sum of them, are finite in float32."""
+
+
+def has_squares(x: Tensor) -> Tensor:
+    """Whether all of x is finite and at most `LARGEST_GRADIENT`. A bool tensor of no dimensions, same device."""
+    if x.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=x.device)
+    return torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32) <= LARGEST_GRADIENT
+
+
 def dot(a: Tensor, b: Tensor) -> float:
     """Sum of products of two tensors of equal shape; finite wherever they are: beyond float32's range in float64."""
     a, b = a.reshape(-1), b.reshape(-1)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from onebit.comm import SimTransport, run_ranks
 from onebit.dense import DenseAverager, average_gradients, broadcast_parameters
+from onebit.shards import Shards
+from onebit.zero import dense
 
 ORIGINAL = nn.Sequential(nn.Linear(5, 400), nn.ReLU(), nn.Linear(400, 900), nn.ReLU(), nn.Linear(900, 1))
 
@@ -217,3 +219,21 @@ def test_whatever_the_passes_were_the_gradients_are_the_means_of_what_they_added
             torch.testing.assert_close(ours.double(), mean, rtol=0, atol=1e-5 * max(float(mean.abs().max()), 1e-3))
         for ours, mean in zip(ordinary, adds_up_to(["all 8"]), strict=True):
             torch.testing.assert_close(ours.double(), mean, rtol=0, atol=1e-5 * float(mean.abs().max()))
+
+
+@pytest.mark.parametrize(("value", "max_norm"), [(9e19, 0.0), (9e19, 1.0), (1e17, 0.0), (float("nan"), 1.0)])
+def test_the_engine_skips_what_no_variance_can_hold_unless_it_is_clipped(value: float, max_norm: float) -> None:
+    """Its square would be infinite, and with it the variance: nothing would move any more, and nobody be told."""
+
+    def work(link: SimTransport) -> tuple[bool, float]:
+        p = nn.Parameter(torch.zeros(6))
+        p.grad = torch.full((6,), value if link.rank else 1.0)
+        optimizer = torch.optim.AdamW([p])
+        is_good, _ = dense.prepare(optimizer, link, Shards(SimTransport()), 1, 1.0, max_norm)
+        optimizer.step()
+        return is_good, float(optimizer.state[p]["exp_avg_sq"].max())
+
+    found = run_ranks(2, work)
+    is_good = (value < 1e18 or max_norm > 0) and value == value
+    assert [good for good, _ in found] == [is_good] * 2
+    assert not is_good or all(v < 1e38 for _, v in found)

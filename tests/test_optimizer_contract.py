@@ -606,6 +606,25 @@ def test_a_bad_gradient_on_one_rank_makes_all_skip_and_leaves_no_trace(bad: floa
 
 
 @pytest.mark.parametrize("name", FAMILY)
+def test_a_gradient_that_no_variance_can_hold_is_skipped_without_a_trace(name: str) -> None:
+    """Finite, but its square is not: the variance was infinite from there on, and nothing moved any more."""
+
+    def ours(link: SimTransport) -> bool:
+        net, optimizer = fresh(link, name)
+        clean_net, clean = fresh(link, name)
+        train(link, range(2), net, optimizer)
+        for p in net.parameters():
+            p.grad = torch.full_like(p, 9e19 if link.rank else 1.0)
+        optimizer.step()
+        assert optimizer.stats.skipped_steps == 1
+        train(link, range(2, 12), net, optimizer)
+        train(link, range(12), clean_net, clean)
+        return torch.equal(flat(net), flat(clean_net))
+
+    assert run_ranks(2, ours) == [True, True]
+
+
+@pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize("at", [2, 12])
 def test_a_gradient_whose_squares_overflow_is_clipped_or_skipped(at: int, name: str) -> None:
     """Finite, but its norm is not in float32: the factor was NaN, behind the verdict, and so were all parameters."""

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ..ballot import Header, Summary, check_summaries
+from ..clip import LARGEST_GRADIENT, has_squares
 from ..comm import Transport
 from ..lamb import Lamb, norms
 from ..replicas import gather_bytes
@@ -38,14 +39,16 @@ def prepare(
 ) -> tuple[bool, float | None]:
     """Take the loss scale out of the gradients and clip them by their global norm: (is_finite, norm before clipping).
 
-    is_finite: False, on all ranks, where a gradient is not finite on any: then nothing has been changed. All ranks;
-    link: between all of them; shards: those that hold this replica; step: which one this is. max_norm: 0: no clipping,
-    and no norm. Raises DesyncError, on all ranks, where they are not in the same step with the same options.
+    is_finite: False, on all ranks, where a gradient is not finite on any, or, unless it is clipped, too large for a
+    variance: then nothing has been changed. All ranks; link: between all of them; shards: those that hold this
+    replica; step: which one this is. max_norm: 0: no clipping, and no norm. Raises DesyncError, on all ranks, where
+    they are not in the same step with the same options.
     """
     with_grad = [p for p in parameters(optimizer) if p.grad is not None]
     grads = [local(cast(Tensor, p.grad)) for p in with_grad]
     largest = [torch.linalg.vector_norm(g, float("inf")).float() for g in grads if g.numel() > 0]
-    mine = not largest or bool(torch.stack(largest).isfinite().all())
+    limit = LARGEST_GRADIENT * scale if max_norm <= 0 else torch.finfo(torch.float32).max
+    mine = not largest or bool((torch.stack(largest) <= limit).all())
     # Stages may have other groups, but the first one's options are everybody's.
     header = Header.of(optimizer.param_groups[:1], step, f"{type(optimizer).__name__}, step()")
     messages = gather_bytes(link, bytes([mine]) + header.summary().to_bytes())
@@ -65,9 +68,9 @@ def prepare(
 
 
 def bad_gradients(model: nn.Module) -> list[str]:
-    """The names of the parameters whose gradients are not finite on this rank."""
+    """The names of the parameters whose gradients on this rank are not finite, or too large for a variance."""
     named = [(name, local(p.grad)) for name, p in model.named_parameters() if p.grad is not None]
-    return [name for name, grad in named if not bool(grad.isfinite().all())]
+    return [name for name, grad in named if not bool(has_squares(grad))]
 
 
 def _norm(params: Sequence[Tensor], grads: list[Tensor], shards: Shards) -> float:
