@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import grid_cases
@@ -24,8 +24,10 @@ from fsdp_cases import (
 )
 from grid_cases import Case
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import onebit
+from onebit.ballot import DesyncError
 from onebit.base import CompressedOptimizer
 from onebit.comm import IdentityCodec
 from onebit.dense import DenseAverager, average_gradients
@@ -296,6 +298,132 @@ def message(kind: type[Exception], action: Callable[[], object]) -> str:
     except kind as error:
         return str(error)
     return "nothing was raised"
+
+
+# -------------------------------------------------------------------------------- ranks that use different parts
+
+
+class Choosing(nn.Module):
+    """Four experts between a trunk and two heads; which of them run, and how often, is the caller's."""
+
+    def __init__(self, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.checkpoints = checkpoints
+        self.trunk = nn.Linear(6, 8)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+        self.heads = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
+
+    def forward(self, x: Tensor, plan: list[int], head: int) -> Tensor:
+        h = self.run(torch.tanh(self.trunk(x)), plan)
+        return [head_(h) for head_ in self.heads][head]
+
+    def run(self, h: Tensor, plan: list[int]) -> Tensor:
+        for k in plan:
+            h = h + (checkpoint(self.layers[k], h, use_reentrant=False) if self.checkpoints else self.layers[k](h))
+        return h
+
+
+class Nest(Choosing):
+    """The experts lie in one block."""
+
+    def __init__(self, checkpoints: bool = False) -> None:
+        super().__init__(checkpoints)
+        self.layers = nn.ModuleList([Experts(self.layers)])
+
+    def run(self, h: Tensor, plan: list[int]) -> Tensor:
+        block = self.layers[0]
+        return checkpoint(block, h, plan, use_reentrant=False) if self.checkpoints else block(h, plan)
+
+
+class Experts(nn.Module):
+    def __init__(self, experts: nn.ModuleList) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, h: Tensor, plan: list[int]) -> Tensor:
+        for k in plan:
+            h = h + self.experts[k](h)
+        return h
+
+
+# By rank of four: the step's backward passes, each of forward passes, each the experts that it runs, and its head.
+Passes = list[list[tuple[list[int], int]]]
+USES: dict[str, Callable[[int], Passes]] = {
+    "its own": lambda rank: [[([rank], 0)]],
+    "one runs none": lambda rank: [[([rank] if rank < 3 else [], 0)]],
+    "all skip one": lambda rank: [[([0, 3], 0)]],
+    "layers dropped": lambda rank: [[([k for k in range(4) if (k + rank) % 3], 0)]],
+    "in another order": lambda rank: [[([3, 1, 0, 2][rank:], 0)]],
+    "again and again": lambda rank: [[([rank] * (rank + 1), 0)]],
+    "another head": lambda rank: [[([0, 1], rank % 2)]],
+    "two forward passes": lambda rank: [[([rank], 0), ([3 - rank, 1], 1)]],
+    "a window": lambda rank: [[([rank], 0)], [([(rank + 1) % 3], 0)]],
+}
+
+
+def choosing_loss(net: nn.Module, step: int, rank: int, passes: list[tuple[list[int], int]]) -> Tensor:
+    losses = []
+    for k, (plan, head) in enumerate(passes):
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1000 * step + 10 * rank + k))
+        dtype = next(net.parameters()).dtype
+        losses.append(net(x.to(dtype if dtype == torch.float64 else torch.float32), plan, head).float().square().mean())
+    return torch.stack(losses).sum()
+
+
+def uses_of(here: Grid, stage: int, make_net: Callable[[], nn.Module], names: Sequence[str], **options: object) -> dict:
+    """How far three steps of SGD, with decay, lead from where they lead in float64 on one rank; by what ranks use."""
+    out, rank, world_size = {}, here.world.rank, here.world.world_size
+    for name in names:
+        torch.manual_seed(3)
+        net = sharded(here, make_net(), stage, **options)
+        torch.manual_seed(3)
+        plain = make_net().double()
+        ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1) for m in (net, plain))
+        first = flat(plain)
+        for step in range(3):
+            windows = [USES[name](source) for source in range(world_size)]
+            for k, passes in enumerate(windows[rank]):
+                fsdp.begin_micro_batch(net, stage, is_last=k == len(windows[rank]) - 1)
+                choosing_loss(net, step, rank, passes).backward()
+            for source, window in enumerate(windows):
+                for passes in window:
+                    (choosing_loss(plain, step, source, passes) / world_size).backward()
+            held = [(p.grad is None, q.grad is None) for p, q in zip(net.parameters(), plain.parameters(), strict=True)]
+            assert all(a == b for a, b in held), (name, held)
+            assert all(hasattr(p, "full_tensor") for p in net.parameters()), f"{name}: not let go of"
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        moved = float((flat(plain) - first).abs().max())
+        out[name] = float((flat(net).double() - flat(plain)).abs().max()) / moved
+    return out
+
+
+@case
+def ranks_use_other_parts(here: Grid) -> dict[str, dict]:
+    low = {"dtype": torch.bfloat16}
+    few = ["its own", "a window", "layers dropped"]
+    return {
+        "1": uses_of(here, 1, Choosing, ["a window"]),
+        "1, bf16": uses_of(here, 1, Choosing, ["a window"], **low),
+        "2": uses_of(here, 2, Choosing, list(USES)),
+        "2, checkpointed": uses_of(here, 2, lambda: Choosing(True), few),
+        "2, nested": uses_of(here, 2, Nest, ["its own"]),
+        "3, nested": uses_of(here, 3, Nest, [name for name in USES if name != "another head"]),
+        "3, nested, checkpointed": uses_of(here, 3, lambda: Nest(True), ["its own"]),
+        "3, nested, bf16": uses_of(here, 3, Nest, ["a window"], **low),
+        "3, all the same": uses_of(here, 3, Choosing, ["all skip one"]),
+    }
+
+
+@case
+def blocks_of_other_ranks_at_stage_3(here: Grid) -> dict[str, str]:
+    """The last case of its grid: nobody knows what has been gathered."""
+    net = sharded(here, Choosing(), 3)
+    rank = here.world.rank
+    return {
+        "runs": message(DesyncError, lambda: choosing_loss(net, 0, rank, [([0, 1] if rank else [0, 2], 0)]).backward())
+    }
 
 
 # -------------------------------------------------------------------------------- state, masks, precision

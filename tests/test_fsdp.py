@@ -17,13 +17,15 @@ pytestmark = pytest.mark.dist
 
 # (ranks, shards): which cases run there. One start for each number of ranks.
 TWINS = [name for name in fsdp_ranks.CASES if "_" in name and name.split("_")[0] in FAMILY]
-WHOLE = [name for name in fsdp_ranks.CASES if name not in TWINS]
+APART = ["ranks_use_other_parts", "blocks_of_other_ranks_at_stage_3"]
+WHOLE = [name for name in fsdp_ranks.CASES if name not in [*TWINS, *APART]]
 FEW = ["OnebitAdam_2_1", "OnebitLamb_3_1", "ZeroOneAdam_1_1"]
 WORLDS: dict[tuple[int, int], list[str]] = {
     (4, 2): TWINS + WHOLE,
     (4, 1): [*FEW, "clipping_is_torchs", "one_bad_shard_makes_all_skip"],
     (2, 2): [*FEW, "clipping_is_torchs", "lamb_measures_whole_layers", "one_bad_shard_makes_all_skip"],
     (2, 1): FEW,
+    (4, 4): APART,
 }
 STARTS = Starts(fsdp_ranks.run_cases, WORLDS)
 
@@ -174,6 +176,19 @@ def test_groups_may_share_a_module_and_edits_are_noticed() -> None:
     for found in STARTS.results(4, 2, "groups_may_share_a_module"):
         assert found["early"] == [0, 2, 2]
         assert found["resent"] == 1
+
+
+def test_what_a_rank_does_not_use_has_a_zero_gradient_there() -> None:
+    """Three steps against float64; what no rank uses does not even decay. bfloat16 on the way: one percent."""
+    for found in STARTS.results(4, 4, "ranks_use_other_parts"):
+        for form, gaps in found.items():
+            assert len(gaps) > 0 and max(gaps.values()) < (0.05 if "bf16" in form else 2e-6), (form, gaps)
+
+
+def test_blocks_that_one_rank_runs_alone_at_stage_3_are_named() -> None:
+    for rank, found in enumerate(STARTS.results(4, 4, "blocks_of_other_ranks_at_stage_3")):
+        assert f"rank {rank} of the shards gathers layers.{1 if rank else 2}.0.weight" in found["runs"]
+        assert "use stage 2" in found["runs"]
 
 
 def test_masked_elements_stay() -> None:

@@ -20,6 +20,8 @@ step of k micro-batches:
     2      P           1/S                  1/S              once         k times
     3      P/S         1/S                  1/S              2k times     k times
 
+Ranks may use different parts of the model: what one leaves out counts as a zero gradient there (`turns.py`).
+
 At k = 1 stages 1 and 2 are one and the same. What the replicas send to each other is the same at every stage: one
 exchange per step. To save stage 2 and 3 the reductions, call `begin_micro_batch` with stage=1: gradients then add up
 unsharded, in float32 where dtype was given.
@@ -37,6 +39,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from .grid import Grid
+from .turns import forget_uses, groups_of, take_turns
 
 STAGES = (1, 2, 3)
 
@@ -73,10 +76,13 @@ def shard(
     options: dict[str, Any] = {"mesh": grid.mesh["shard"], "mp_policy": policy}
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory and torch.cuda.is_available())
-    for block in blocks_of(model) if blocks is None else blocks:
+    modules = [model, *(blocks_of(model) if blocks is None else blocks)]
+    for block in modules[1:]:
         fully_shard(block, reshard_after_forward=stage == 3, **options)
     # The root is never resharded after its forward pass: backward begins with it. At stage 3 that is FSDP2's default.
     fully_shard(model, reshard_after_forward=None if stage == 3 else False, **options)
+    if grid.shape.size("shard") > 1:
+        take_turns(model, modules, grid.links["shard"], stage)
     model.zero_grad = partial(zero_grad, model)  # type: ignore[method-assign]
     return model
 
@@ -150,6 +156,7 @@ def zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
 
 def drop_unreduced(model: nn.Module) -> None:
     """Drop what micro-batches have left and FSDP2 has not reduced: what an optimizer's zero_grad() does not reach."""
+    forget_uses(model)
     for p in _parameters(model):
         p.unsharded_accumulated_grad = None
         if hasattr(p, "_unsharded_param"):
@@ -159,9 +166,8 @@ def drop_unreduced(model: nn.Module) -> None:
 def _parameters(model: nn.Module) -> Iterator[Any]:
     """FSDP2's own records of the parameters: it has no other name for gradients that are not reduced."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                yield from group.fsdp_params
+        for group in groups_of(module):
+            yield from group.fsdp_params
 
 
 def _root(model: nn.Module) -> FSDPModule:
