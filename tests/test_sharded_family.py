@@ -166,3 +166,31 @@ def test_one_leaf_does_not_load_the_state_of_another() -> None:
     other = ShardedOnebitLamb(initial(), link=SimTransport())
     with pytest.raises(ValueError, match="not that of a ShardedOnebitAdam"):
         ShardedOnebitAdam(initial(), link=SimTransport()).load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("kind", [ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam])
+@pytest.mark.parametrize("differences", ["int4", "sign"])
+def test_at_lr_0_masters_stand_still_and_replicas_go_to_them(kind: type, differences: str) -> None:
+    """What the differences owe is delivered; where there was no step before, nothing is owed, and nothing moves."""
+
+    def work(link: SimTransport, steps: int) -> list[float]:
+        p = torch.nn.Parameter(torch.randn(1024, generator=torch.Generator().manual_seed(0)))
+        optimizer = kind([p], lr=1e-3 if steps else 0.0, link=link, differences=differences)
+        data = torch.Generator().manual_seed(link.rank)
+        gaps, masters = [], None
+        for step in range(steps + 40):
+            if step == steps:
+                optimizer.param_groups[0]["lr"] = 0.0
+            p.grad = torch.randn(1024, generator=data)
+            optimizer.step()
+            bucket = optimizer._buckets[0]
+            if step >= steps:
+                assert masters is None or torch.equal(bucket.owned, masters)
+                masters = bucket.owned.clone()
+                gaps.append(float((bucket.gather_replica() - masters).abs().max()))
+        return [gaps[0], gaps[-1]]
+
+    for first, last in run_ranks(2, lambda link: work(link, 10)):
+        assert 0 < first < 1e-2 and last < (0.5 if differences == "sign" else 1e-4) * first
+    for first, last in run_ranks(2, lambda link: work(link, 0)):
+        assert first == last == 0.0
