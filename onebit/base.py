@@ -66,6 +66,7 @@ from .comm import (
     sent_across,
 )
 from .contract import TorchOptions, check_arguments
+from .frozen import gradient_of, refuse_unfrozen
 from .join import Join
 from .marks import GradientMark, are_used_again, is_inspected
 from .payoff import Payoff, StopWatch
@@ -439,6 +440,8 @@ class CompressedOptimizer(BucketedOptimizer):
                 loss = closure()
         if not self._buckets:
             self._join.is_finished = False  # no rank has any
+            present = [[gradient_of(p) is not None for p in self._frozen]]
+            refuse_unfrozen(self.link.rank, list(self._frozen.values()), present)
             return loss
         self._waited_s, self.stats.clip_factor, self._clip.norm = 0.0, 1.0, None
         if self._join.is_on and not self._anybody_goes_on():
@@ -490,7 +493,7 @@ class CompressedOptimizer(BucketedOptimizer):
         for bucket in self._buckets:
             verdicts[bucket.device].append(self._is_finite(bucket))
         is_good = all(bool(torch.stack(flags).all()) for flags in verdicts.values())
-        return ballots if self._all_parts_agree(is_good) else None
+        return ballots if self._all_parts_agree(is_good, ballots) else None
 
     def _launch_rest(self, scale: float) -> None:
         for bucket in self._buckets[self._launched :]:
@@ -514,12 +517,19 @@ class CompressedOptimizer(BucketedOptimizer):
         elif self._resent_in_a_row < RESENT_STEPS:
             self._resent_in_a_row = 0
 
-    def _all_parts_agree(self, is_good: bool) -> bool:
-        """Whether the step is good on all parts of the model. Raises DesyncError where they take another step."""
+    def _all_parts_agree(self, is_good: bool, ballots: Sequence[Ballot]) -> bool:
+        """Whether the step is good on all parts of the model.
+
+        Raises DesyncError where they take another step, RuntimeError where any trains what it has no state of.
+        """
         header = self._header(self._round_name())
-        said = self.shards.gather(float(is_good), float(header.step), header.numbers[0])
-        if len({numbers[1:] for numbers in said}) > 1:
-            steps = ", ".join(f"step {step:g} with lr {lr:g} on part {k}" for k, (_, step, lr) in enumerate(said))
+        unfrozen = [ballot.present[len(self._slots) :] for ballot in ballots]
+        said = self.shards.gather(float(is_good), float(any(map(any, unfrozen))), float(header.step), header.numbers[0])
+        if any(is_unfrozen for _, is_unfrozen, *_ in said):
+            names = list(self._frozen.values())
+            self.shards.together(RuntimeError, lambda: refuse_unfrozen(self.link.rank, names, unfrozen))
+        if len({numbers[2:] for numbers in said}) > 1:
+            steps = ", ".join(f"step {step:g} with lr {lr:g} on part {k}" for k, (_, _, step, lr) in enumerate(said))
             raise DesyncError(
                 f"rank {self.link.rank}: the parts of the model are not in the same step: {steps}; every rank must "
                 "call step() equally often, with the same learning rate"
@@ -603,7 +613,7 @@ class CompressedOptimizer(BucketedOptimizer):
             self.stats.clip_factor = 1.0
             for bucket in self._buckets:
                 bucket.x.zero_()
-        return [Ballot(summary, [p.grad is not None for p in self._slots])]
+        return [Ballot(summary, [gradient_of(p) is not None for p in self._slots])]
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -643,7 +653,7 @@ class CompressedOptimizer(BucketedOptimizer):
         """p ← keep·p + weight·value for every parameter that some rank had a gradient for, in one pass."""
         assert frames_WB is not None
         moving = zip(bucket.params, seen[bucket.first :][: len(bucket.params)], strict=True)
-        params = [local(p) if p.requires_grad and is_seen else None for p, is_seen in moving]
+        params = [local(p) if is_seen else None for p, is_seen in moving]
         self.codec.apply(frames_WB, bucket.layout.chunk, Update(params, bucket.layout.segments, weight_K, keep_K))
 
     def _move(self, bucket: Bucket, seen: Sequence[bool]) -> None:
@@ -652,7 +662,7 @@ class CompressedOptimizer(BucketedOptimizer):
         moved = [
             (local(p), view)
             for k, (p, view) in enumerate(zip(bucket.params, bucket.x_views, strict=True), bucket.first)
-            if p.requires_grad and seen[k]
+            if seen[k]
         ]
         if not moved:
             return
@@ -752,11 +762,12 @@ class CompressedOptimizer(BucketedOptimizer):
                         norm_squared += share * scale * scale * dot(g, g)
                         product += share * scale * dot(g, m)
             norm_squared, product = self.shards.total(norm_squared, product)
-        return Ballot(summary, [self._present(p) for p in self._slots], norm_squared, product)
+        present = [self._present(p) for p in self._slots] + [gradient_of(p) is not None for p in self._frozen]
+        return Ballot(summary, present, norm_squared, product)
 
     def _present(self, p: Tensor) -> bool:
         """Whether this rank has a gradient for p."""
-        return p.grad is not None
+        return gradient_of(p) is not None
 
     def _clip_after_landing(self) -> None:
         if self._clip.max_norm > 0 and not self._clips_before_sending:

@@ -12,6 +12,7 @@ from torch import Tensor
 from .clip import dot, has_squares
 from .comm import Codec, ErrorFeedback, Flight, Levels, Wire
 from .flat import Layout
+from .frozen import gradient_of
 from .marks import GradientMark, gradient_bits
 from .shards import local
 
@@ -83,7 +84,10 @@ class Bucket:
         self._x, self._x_views = None, []
 
     def gradients(self) -> list[Tensor | None]:
-        """The gradients where they lie, of what this rank holds. Raises RuntimeError on sparse and partial ones."""
+        """The gradients where they lie, of what this rank holds; None for what is frozen now.
+
+        Raises RuntimeError on sparse and partial ones.
+        """
         for p, name in zip(self.params, self.names, strict=True):
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise RuntimeError(
@@ -94,7 +98,8 @@ class Bucket:
                     f"the gradient of {name} is placed as {getattr(p.grad, 'placements', 'a plain tensor')}, the "
                     f"parameter as {getattr(p, 'placements', 'a plain tensor')}; redistribute it in a hook"
                 )
-        return [None if p.grad is None else local(p.grad) for p in self.params]
+        grads = map(gradient_of, self.params)
+        return [None if grad is None else local(grad) for grad in grads]
 
     def gather(self, grads: Sequence[Tensor | None], scale: float = 1.0) -> None:
         """x ← scale · the gradients; zeros where there is none."""
@@ -124,8 +129,8 @@ class Bucket:
 
     def bad(self) -> list[str]:
         """The parameters whose gradients on this rank are not finite, or too large for a variance."""
-        pairs = zip(self.params, self.names, strict=True)
-        return [name for p, name in pairs if p.grad is not None and not bool(has_squares(local(p.grad)))]
+        pairs = zip(map(gradient_of, self.params), self.names, strict=True)
+        return [name for grad, name in pairs if grad is not None and not bool(has_squares(local(grad)))]
 
     def replicated(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of the state that has the same bits on every replica, when these are synchronised."""

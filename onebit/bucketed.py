@@ -33,6 +33,7 @@ from .contract import (
 )
 from .elastic import gather_states, reframe, resize
 from .flat import lay_out, partition
+from .frozen import check_place
 from .shards import Shards, local, shards_of
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         self._bucket_elements = max(1, int(bucket_cap_mb * 2**20 / 4))
         self._buckets: list[Bucket] = []
         self._slots: dict[Tensor, Slot] = {}
+        self._frozen: dict[Tensor, str] = {}  # without state, by name
         self._steps: list[Tensor] = []
         self._masks: dict[int, dict[Tensor, Tensor]] = {}
         self._built_groups = 0
@@ -187,6 +189,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
 
     def _build_buckets(self, g: int) -> None:
         trained = [(p, name) for p, name in self._named(g) if p.requires_grad]
+        self._frozen |= {p: name for p, name in self._named(g) if not p.requires_grad}
         for device in dict.fromkeys(p.device for p, _ in trained):
             here = [(p, name) for p, name in trained if p.device == device]
             # By whole sizes: all shards have the same parameters in the same buckets, some of them with no elements.
@@ -228,7 +231,12 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         p.register_post_accumulate_grad_hook(gradient_is_ready)
 
     def _gradients(self, bucket: Bucket) -> list[Tensor | None]:
-        """The bucket's gradients where they lie, or in new tensors where a mask is on them."""
+        """The bucket's gradients where they lie, or in new tensors where a mask is on them.
+
+        Raises RuntimeError as `Bucket.gradients`, and where a parameter was moved or resized.
+        """
+        for p, name, shape in zip(bucket.params, bucket.names, bucket.layout.shapes, strict=True):
+            check_place(self.link.rank, p, name, shape, bucket.device)
         grads, masks = bucket.gradients(), self._masks.get(bucket.group_index)
         if masks is None:
             return grads

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .comm.transport import Transport, Work, check_transport
+from .frozen import check_place, gradient_of
 from .marks import GradientMark, gradient_bits, is_inspected
 from .shards import count_edits_apart_, local
 
@@ -41,10 +42,12 @@ class _Bucket:
     def launch(self, link: Transport, *, with_bits: bool = False) -> None:
         """Send the gradients; one that is not there counts as zero. with_bits: see `is_edited_unseen`."""
         for parameter, view in zip(self.params, self.views, strict=True):
-            if parameter.grad is None:
+            grad = gradient_of(parameter)
+            if grad is None:
                 view.zero_()
             else:
-                view.copy_(local(parameter.grad))
+                check_place(link.rank, parameter, "a parameter", view.shape, view.device)
+                view.copy_(local(grad))
         self.sent = [GradientMark.of(parameter) for parameter in self.params]
         self.sent_bits = gradient_bits(self._gradients()) if with_bits else None
         self.work = link.all_reduce(self.flat)
@@ -54,16 +57,19 @@ class _Bucket:
         return any(not mark.is_still(p) for p, mark in zip(self.params, self.sent, strict=True))
 
     def _gradients(self) -> list[Tensor | None]:
-        return [None if p.grad is None else local(p.grad) for p in self.params]
+        grads = map(gradient_of, self.params)
+        return [None if grad is None else local(grad) for grad in grads]
 
     def is_edited_unseen(self) -> bool:
         """Whether gradients have other bits than were sent, though torch has counted no edit."""
         return self.sent_bits is not None and not torch.equal(self.sent_bits, gradient_bits(self._gradients()))
 
     def land(self, world_size: int) -> None:
-        """Write the means into the gradients."""
+        """Write the means into the gradients, but of what is frozen now."""
         self.flat.div_(world_size)
         for parameter, view in zip(self.params, self.views, strict=True):
+            if not parameter.requires_grad:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             local(parameter.grad).copy_(view)
@@ -80,7 +86,7 @@ def average_gradients(parameters: Iterable[Tensor], link: Transport, bucket_cap_
     backward pass. Sends about 2·(W-1)/W·4 bytes per element and rank.
     """
     check_transport(link)
-    buckets = _make_buckets(parameters, bucket_cap_mb)
+    buckets = _make_buckets((p for p in parameters if p.requires_grad), bucket_cap_mb)
     for bucket in buckets:
         bucket.launch(link)
     return _land(buckets, link)
@@ -109,21 +115,31 @@ class DenseAverager:
        they keep this rank from sending before `finish`.
     3. It waits, and writes the means into the gradients.
 
-    Buckets and bytes as in `average_gradients`, and 4 bytes for each bucket; what leaves twice travels twice: of
-    several passes before one finish() run all but the last in `no_sync`. All ranks, same parameters in the same order,
-    as many calls of finish(); backward passes may differ.
+    Parameters that are frozen at construction are taken in with their first gradient on any rank; those frozen later
+    are left alone. Raises RuntimeError where a parameter was moved or resized.
+
+    Buckets and bytes as in `average_gradients`, and 4 bytes for each bucket and frozen parameter; what leaves twice
+    travels twice: of several passes before one finish() run all but the last in `no_sync`. All ranks, same parameters
+    in the same order, as many calls of finish(); backward passes may differ.
     """
 
     def __init__(self, parameters: Iterable[Tensor], link: Transport, bucket_cap_mb: float = 25.0):
         check_transport(link)
-        self._link = link
-        self._buckets = _make_buckets(parameters, bucket_cap_mb)
+        self._link, self._bucket_cap_mb = link, bucket_cap_mb
+        given = list(parameters)
+        self._frozen = [p for p in given if not p.requires_grad and local(p).numel() > 0]
+        self._buckets: list[_Bucket] = []
         self._launched = 0
         self._is_paused = self._sends_late = False
         self._steps = 0
-        for bucket in self._buckets:
+        self._add([p for p in given if p.requires_grad])
+
+    def _add(self, params: Sequence[Tensor]) -> None:
+        for bucket in _make_buckets(params, self._bucket_cap_mb):
+            self._buckets.append(bucket)
             for parameter in bucket.params:
-                self._hook(parameter, bucket)
+                if parameter.requires_grad:
+                    self._hook(parameter, bucket)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -153,14 +169,25 @@ class DenseAverager:
         return self._send_stale_again(edited) + _land(self._buckets, self._link)
 
     def _send_stale_again(self, edited: Sequence[bool]) -> float:
-        if not self._buckets:
+        everything = [bucket.flat for bucket in self._buckets] + self._frozen
+        if not everything:
             return 0.0
         flags = [float(bucket.is_stale() or is_edited) for bucket, is_edited in zip(self._buckets, edited, strict=True)]
-        stale = torch.tensor(flags, device=self._buckets[0].flat.device)
+        flags += [float(gradient_of(p) is not None) for p in self._frozen]
+        stale = torch.tensor(flags, device=everything[0].device)
         waited_ms = _wait(self._link.all_reduce(stale))
-        for bucket, ranks in zip(self._buckets, stale.tolist(), strict=True):
+        ranks_by_flag = stale.tolist()
+        known = len(self._buckets)
+        for bucket, ranks in zip(self._buckets, ranks_by_flag[:known], strict=True):
             if ranks > 0:
                 waited_ms += _wait(bucket.work)
+                bucket.launch(self._link)
+        unfrozen = [p for p, ranks in zip(self._frozen, ranks_by_flag[known:], strict=True) if ranks > 0]
+        if unfrozen:
+            taken = set(unfrozen)
+            self._frozen = [p for p in self._frozen if p not in taken]
+            self._add(unfrozen)
+            for bucket in self._buckets[known:]:
                 bucket.launch(self._link)
         return waited_ms
 
@@ -201,8 +228,8 @@ def _wait(work: Work | None) -> float:
 
 
 def _make_buckets(parameters: Iterable[Tensor], bucket_cap_mb: float) -> list[_Bucket]:
-    """The trainable parameters, last first, in buckets of one device each that do not exceed the cap."""
-    trainable = [p for p in parameters if p.requires_grad and local(p).numel() > 0]
+    """The parameters, last first, in buckets of one device each that do not exceed the cap."""
+    trainable = [p for p in parameters if local(p).numel() > 0]
     groups: list[list[Tensor]] = []
     room = 0
     for parameter in reversed(trainable):

@@ -19,6 +19,7 @@ from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
 from .comm import Bf16Codec, Codec, ErrorFeedback, Exchange, MomentumWeights, Variance
 from .contract import check_number
+from .frozen import gradient_of
 from .schedule import LocalSteps, VarianceUpdates, variance_weight
 from .shards import local
 
@@ -325,7 +326,7 @@ class ZeroOneAdam(CompressedOptimizer):
                 self._compression_pays()
         if self._round == _LOCAL:
             self._since_sync += 1
-            self._seen_since_sync.update(p for p in self._slots if p.grad is not None)
+            self._seen_since_sync.update(p for p in self._slots if gradient_of(p) is not None)
             for g, group in enumerate(self.param_groups):
                 self._accumulated_weight[g] += self._weights[g]
                 self._kept_share[g] *= self._kept_this_step(group)

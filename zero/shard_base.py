@@ -22,6 +22,7 @@ from onebit import comm
 from onebit.ballot import Ballot, Header, check_headers, gather_headers, present_anywhere
 from onebit.comm import Codec, Exchange, Flight, Int4Codec, Int8Codec, SignCodec, Transport, Work, sent_across
 from onebit.contract import TorchOptions, check_arguments, check_number
+from onebit.frozen import gradient_of, refuse_unfrozen
 from onebit.join import Join
 from onebit.marks import GradientMark, are_used_again
 from onebit.skips import MOST_SKIPS, SkipLimit
@@ -216,6 +217,8 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
                 loss = closure()
         if not self._buckets:
             self._join.is_finished = False  # no rank has any
+            present = [[gradient_of(p) is not None for p in self._frozen]]
+            refuse_unfrozen(self.link.rank, list(self._frozen.values()), present)
             return loss
         self._waited_s, self.stats.clip_factor, self._clip.norm = 0.0, 1.0, None
         if self._join.is_on and not self._anybody_goes_on():
@@ -285,6 +288,10 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         ballots, tallies = yield from shard_vote.gather_votes(
             self.link, self._header(), ballot, self._tally, buckets[0].device
         )
+        trained = sum(len(bucket.params) for bucket in buckets)
+        if buckets[-1] is self._buckets[-1]:
+            unfrozen = [each.present[trained:] for each in ballots]
+            refuse_unfrozen(self.link.rank, list(self._frozen.values()), unfrozen)
         self._is_alike |= are_alike([each.summary.gradients for each in ballots])
         if buckets[0].index == 0:
             self._health.observe(tallies, self.link.rank)
@@ -308,6 +315,8 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
                 product += scale * self._product(bucket, grads)
         # The estimate takes the mean over ranks of products; here each rank has its chunks' part of one product.
         present = [self._present(p) for bucket in buckets for p in bucket.params]
+        if buckets[-1] is self._buckets[-1]:
+            present += [gradient_of(p) is not None for p in self._frozen]
         repeats = are_used_again(list(self._bucket_of), self._used)
         is_compared = self._steps_here < COMPARED_STEPS and self.link.world_size > 1
         gradients = gradient_digest(bucket.gradients() for bucket in buckets) if is_compared else NOT_COMPARED
@@ -325,7 +334,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
 
     def _present(self, p: Tensor) -> bool:
         """Whether this rank has a gradient for p."""
-        return p.grad is not None
+        return gradient_of(p) is not None
 
     def _product(self, bucket: ShardedBucket, grads: Sequence[Tensor | None]) -> float:
         """<g, m̂> on the own chunk, with m̂ as the last step left it."""
@@ -359,8 +368,8 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         bad = [
             name
             for bucket in buckets
-            for p, name in zip(bucket.params, bucket.names, strict=True)
-            if p.grad is not None and not bool(torch.linalg.vector_norm(p.grad, dtype=torch.float32).isfinite())
+            for grad, name in zip(bucket.gradients(), bucket.names, strict=True)
+            if grad is not None and not bool(torch.linalg.vector_norm(grad, dtype=torch.float32).isfinite())
         ]
         self._left_out.is_any = True
         self._left_out.names += bad
@@ -443,6 +452,8 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
             )
         bucket.ready.add(p)
         while self._launched < len(self._buckets) and self._is_complete(self._buckets[self._launched]):
+            if self._launched == len(self._buckets) - 1 and any(q.requires_grad for q in self._frozen):
+                return  # the last vote is on these too, whose gradients may be still to come
             self._launch(self._buckets[self._launched])
 
     @staticmethod

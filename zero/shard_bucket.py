@@ -19,6 +19,7 @@ from torch import Tensor
 
 from onebit.comm import Flight, SignCodec
 from onebit.flat import Layout
+from onebit.frozen import check_place, gradient_of
 
 
 class Piece(NamedTuple):
@@ -136,14 +137,18 @@ class ShardedBucket:
         return self.counts[self.rank]
 
     def gradients(self) -> list[Tensor | None]:
-        """The gradients where they lie. Raises RuntimeError on sparse ones."""
-        for p, name in zip(self.params, self.names, strict=True):
+        """The gradients where they lie; None for what is frozen now.
+
+        Raises RuntimeError on sparse ones, and where a parameter was moved or resized.
+        """
+        for p, name, shape in zip(self.params, self.names, self.layout.shapes, strict=True):
+            check_place(self.rank, p, name, shape, self.device)
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise RuntimeError(
                     f"rank {self.rank}: {name} has a {p.grad.layout} gradient; onebit needs dense ones "
                     "(nn.Embedding(..., sparse=False))"
                 )
-        return [p.grad for p in self.params]
+        return list(map(gradient_of, self.params))
 
     def gather_gradients(self, scale: float) -> Tensor:
         """scale · the gradients, float32 [W·N]; zeros where there is none, and in the padding."""

@@ -64,6 +64,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         self._bucket_elements = max(1, int(bucket_cap_mb * 2**20 / 4))
         self._buckets: list[ShardedBucket] = []
         self._bucket_of: dict[Tensor, ShardedBucket] = {}
+        self._frozen: dict[Tensor, str] = {}  # without state, by name
         self._built_groups = 0
         self._has_masters = self._is_warned_of_edits = False
         self._versions: list[int] | None = None
@@ -132,6 +133,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
 
     def _build_buckets(self, g: int) -> None:
         trained = [(p, name) for p, name in self._named(g) if p.requires_grad]
+        self._frozen |= {p: name for p, name in self._named(g) if not p.requires_grad}
         for device in dict.fromkeys(p.device for p, _ in trained):
             here = [(p, name) for p, name in trained if p.device == device]
             for indices in partition([p.numel() for p, _ in here], self._bucket_elements):

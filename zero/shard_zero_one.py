@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from onebit.comm import Exchange
+from onebit.frozen import gradient_of
 from onebit.schedule import LocalSteps
 
 from . import shard_vote
@@ -162,7 +163,7 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
             if self._clip.max_norm > 0:
                 self.stats.clip_factor = self._clip.estimated_factor([ballot], self.link.world_size)
             for bucket in buckets:
-                self._waiting.update(p for p in bucket.params if p.grad is not None)
+                self._waiting.update(p for p in bucket.params if gradient_of(p) is not None)
                 keep(bucket, self._step_of(bucket), self.link.world_size, scale * self.stats.clip_factor)
         if self._recipe.stage == 2:
             for p in (p for bucket in buckets for p in bucket.params):
