@@ -742,7 +742,7 @@ def test_buckets_leave_during_backward_and_change_nothing() -> None:
         assert recorder.events.index("first layer's backward") >= 1
         optimizer.step()
         plain_net, plain = fresh(link, bucket_cap_mb=0.004, overlap=False)
-        link._op = recorder._op
+        link._operations = recorder._operations
         train(link, range(10), plain_net, plain)
         return torch.equal(flat(net), flat(plain_net))
 
