@@ -7,6 +7,7 @@ Shape legend: W ranks, B bytes of one frame.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -136,6 +137,12 @@ def _host_empty(x: Tensor) -> Tensor:
 
 def _host_copy(x: Tensor) -> Tensor:
     return _host_empty(x).copy_(x.detach())
+
+
+def reason(error: BaseException) -> str:
+    """What torch says in its first line, without the place in its source and advice for all cases."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return re.sub(r"^(\[[^\]]*/[^\]]*\] *)+|\. This is typically.*|\.$", "", lines[0])
 
 
 def peer_error(rank: int, operation: Operation, what: str, conclusion: Conclusion, hint: str) -> PeerError:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .edge import DIAGNOSIS_S
+from .edge import DIAGNOSIS_S, reason
 from .levels import Seen, TwoLevelTransport, decide, two_levels
 from .rendezvous import Arrival, Rendezvous
 from .sim_transport import SimTransport
@@ -331,7 +331,7 @@ def _check_same_world(launch: Launch, mpi_rank: int, mpi_world_size: int) -> Non
 
 
 def _on_new_group(launch: Launch, backend: str, timeout_s: float) -> TorchTransport:
-    from .torch_transport import TorchTransport, reason
+    from .torch_transport import TorchTransport
 
     device = None
     if backend == "nccl":

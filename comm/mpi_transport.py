@@ -108,7 +108,7 @@ class MpiTransport:
         self._progress: _Progress = _Progress() if _part_of is None else _part_of._progress
         self._names: Sequence[int] = range(self.world_size)  # what ranks are called in messages
         self._link_name = "world"
-        self._progress.links.append(self)
+        self._progress.serve(self)
 
     @property
     def has_failed(self) -> bool:
@@ -202,7 +202,7 @@ class MpiTransport:
         finally:
             if self._owns_progress:
                 self._progress.stop()
-            self._progress.links.remove(self)
+            self._progress.forget(self)
             if not self._failed and not self._mpi.Is_finalized():
                 self._comm.Free()
 
@@ -375,9 +375,19 @@ class _Progress:
         self.waits_in: _Task | None = None
         self._queue: collections.deque[_Task] = collections.deque()
         self._changed = threading.Condition()
+        self._hearing = threading.Lock()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="onebit-mpi-progress", daemon=True)
         self._thread.start()
+
+    def serve(self, link: MpiTransport) -> None:
+        with self._hearing:
+            self.links.append(link)
+
+    def forget(self, link: MpiTransport) -> None:
+        """From when this returns, the thread makes no call on the link's communicator but for what is in flight."""
+        with self._hearing:
+            self.links.remove(link)
 
     def submit(self, task: _Task) -> None:
         with self._changed:
@@ -401,9 +411,16 @@ class _Progress:
             has_moved = any([_guarded(task, task.test) for task in in_flight])
             in_flight = [task for task in in_flight if not task.ended.is_set()]
             if pause_s == _LONGEST_PAUSE_S and (waits_in := self.waits_in) is not None:
-                for link in list(self.links):
-                    link.hear(waits_in)
+                self._hear(waits_in)
             pause_s = _FIRST_PAUSE_S if has_moved or fresh else min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _hear(self, waits_in: _Task) -> None:
+        with self._hearing:
+            for link in self.links:
+                try:
+                    link.hear(waits_in)
+                except Exception as error:  # of MPI: this thread must go on
+                    _log.info("cannot answer a roll call: %s", error)
 
     def _take(self, in_flight: Sequence[_Task], pause_s: float) -> list[_Task] | None:
         """New operations, after a pause where some are in flight, after as long as it takes where none is."""
@@ -435,16 +452,14 @@ class _MpiWork:
 
     def wait(self) -> None:
         link, task = self._link, self._task
-        has_failed_before = link.has_failed
-        if not has_failed_before:
+        if not link.has_failed:
             link._progress.waits_in = task
-        # After a failure there is nothing to hope for: other operations in flight report at once.
-        has_ended = task.ended.wait(0.0 if has_failed_before else link.timeout_s)
-        if has_ended and task.error is None:
-            if not has_failed_before:
+            task.ended.wait(link.timeout_s)
+        if task.ended.is_set() and task.error is None:
+            if not link.has_failed:
                 link._progress.waits_in = None
             return
-        if has_failed_before:
+        if link.has_failed:  # before: there is nothing to hope for
             raise link.failed_before(task.operation)
         link._failed.append(task)  # and this is what the thread tells those that call the roll from now on
         what = f"not complete within {link.timeout_s:g} s" if task.error is None else str(task.error)

@@ -37,7 +37,7 @@ class Operation(NamedTuple):
         Where two operations in flight share a tag by chance, they match in the order of their launch, the same
         everywhere.
         """
-        return zlib.crc32(str(self).encode()) % tags
+        return zlib.crc32(f"{self.name}/{self.number}/{self.nbytes}".encode()) % tags
 
 
 @dataclass(frozen=True)

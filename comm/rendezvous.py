@@ -11,14 +11,17 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from .edge import NOTES_S
+from .edge import NOTES_S, reason
 from .transport import PeerError
+
+T = TypeVar("T")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.2
 _LINGER_S = 1.0
@@ -99,14 +102,15 @@ class Rendezvous:
         self._join(list_key)
         pause_s = _FIRST_PAUSE_S
         while True:
-            is_over = self._read(list_key, over_key) or time.monotonic() > self._deadline
+            is_over = time.monotonic() > self._deadline or self._ask(lambda: self.store.check([over_key]))
+            self._read(list_key)
             if problem := contradiction(self.arrivals):
                 self._linger()
                 raise ValueError(f"{self._who()}: {problem}")
             if len(self.arrivals) >= me.world_size:
                 return self.store
             if is_over:
-                self.store.set(over_key, "")
+                self._ask(lambda: self.store.set(over_key, ""))
                 self._linger()
                 raise self._missing(f"{len(self.arrivals)} of {me.world_size} ranks came in {self._timeout_s:g} s")
             time.sleep(pause_s)
@@ -117,23 +121,26 @@ class Rendezvous:
         came, self.arrivals = self.arrivals, []
         self._join("onebit/failed")
         time.sleep(NOTES_S)
-        self._read("onebit/failed", "")
+        self._read("onebit/failed")
         self._linger()
         return self._missing(f"not all ranks connect to each other ({why}); all came, {from_where(came)}; still here")
 
     def _join(self, list_key: str) -> None:
-        self.store.append(list_key, json.dumps(astuple(self._me)) + "\n")  # type: ignore[attr-defined]
+        line = json.dumps(astuple(self._me)) + "\n"
+        self._ask(lambda: self.store.append(list_key, line))  # type: ignore[attr-defined]
 
-    def _read(self, list_key: str, over_key: str) -> bool:
-        """Read the list of arrivals; whether any rank has given up. Raises PeerError where the store has ended."""
-        why = _why_no_answer(self._address)  # a store that has ended would print a C++ stack
+    def _read(self, list_key: str) -> None:
+        lines = self._ask(lambda: self.store.get(list_key)).decode().splitlines()
+        self.arrivals = [Arrival(*json.loads(line)) for line in lines]
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """What the store answers. Raises PeerError where it has ended."""
+        why = _why_no_answer(self._address)  # torch would print a C++ stack
         try:
             if not why:
-                lines = self.store.get(list_key).decode().splitlines()
-                self.arrivals = [Arrival(*json.loads(line)) for line in lines]
-                return self.store.check([over_key])
+                return question()
         except RuntimeError as error:
-            why = _first_line(error)
+            why = reason(error)
         raise PeerError(
             f"{self._who()}: the rendezvous at {self._place()} has ended ({why}). Missing: {self._host}, which hosted "
             "it; look at its log first",
@@ -152,7 +159,7 @@ class Rendezvous:
         try:
             return self._store(is_host=True, timeout_s=self._timeout_s)
         except RuntimeError as error:
-            why = _first_line(error)
+            why = reason(error)
         try:
             self.store = self._store(is_host=False, timeout_s=min(self._timeout_s, 5.0))
             if self.store.check(["onebit/arrivals/1"]):
@@ -180,7 +187,7 @@ class Rendezvous:
             return self._store(is_host=False, timeout_s=self._timeout_s)
         except RuntimeError as error:
             raise PeerError(
-                f"{self._who()}: no rendezvous answers at {self._place()}: {_first_line(error)}. Another program is "
+                f"{self._who()}: no rendezvous answers at {self._place()}: {reason(error)}. Another program is "
                 f"there, or {self._host} has ended; look at its log first, then set MASTER_PORT to a free port, on all "
                 "ranks",
                 self._host_ranks,
@@ -208,7 +215,3 @@ def _why_no_answer(address: tuple[str, int]) -> str:
     except OSError as error:
         return str(error)
     return ""
-
-
-def _first_line(error: RuntimeError) -> str:
-    return str(error).partition("\n")[0]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import re
 import socket
 import threading
 import time
@@ -35,6 +34,7 @@ from .edge import (
     check_contiguous,
     check_split,
     peer_error,
+    reason,
 )
 from .notes import HISTORY, Conclusion, Note, Operation, conclude
 from .transport import PeerError, Work
@@ -465,9 +465,3 @@ def _network_error(error: BaseException | None) -> RuntimeError | None:
 
 def _is_timeout(error: RuntimeError) -> bool:
     return any(text in str(error) for text in ("Timed out", "timed out", "Application timeout"))
-
-
-def reason(error: BaseException) -> str:
-    """What torch says in its first line, without the place in its source and advice for all cases."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return re.sub(r"^(\[[^\]]*/[^\]]*\] *)+|\. This is typically.*|\.$", "", lines[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -124,16 +125,21 @@ def check_disagreement(name: str, rank: int, seen: dict[str, Any]) -> None:
             "broadcast from rank 0 (operation 1, 32 bytes)",
         ),
         "closing": ("all_to_all (operation 1, 1000000 bytes)", "the barrier of close() (operation 1)"),
+        "splitting": ("split 1 into ranks [", "all_to_all (operation 1, 1000000 bytes)"),
     }[name]
     mine, theirs = (other, usual) if rank == odd else (usual, other)
-    assert seen["message"].startswith(f"rank {rank}: {mine}: "), seen
-    assert "launched different operations: rank " in seen["message"] and theirs in seen["message"], seen
+    assert seen["message"].startswith(f"rank {rank}: {mine}"), seen
+    how = "Waiting elsewhere: rank " if name == "splitting" else "launched different operations: rank "
+    assert how in seen["message"] and theirs in seen["message"], seen
     assert seen["seconds"] < transport_ranks.TIMEOUT_S + DIAGNOSIS_S, seen
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", [name for name in transport_ranks.DISAGREEMENTS if name != "late"])
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [("gloo", name) for name in transport_ranks.DISAGREEMENTS if name != "late"]
+    + [("mpi", name) for name in transport_ranks.DISAGREEMENTS_OVER_MPI],
+)
 def test_ranks_that_launch_different_operations_are_told(backend: str, name: str) -> None:
     """Not SIGABRT, not a wrong result: Gloo takes a short message for a whole one, and aborts at a long one."""
     ended = outlived(backend, "stopped")
@@ -143,10 +149,34 @@ def test_ranks_that_launch_different_operations_are_told(backend: str, name: str
             check_disagreement(name, rank, result[name])
 
 
-@pytest.mark.parametrize("name", [name for name in transport_ranks.DISAGREEMENTS if name not in ("late", "closing")])
+@pytest.mark.parametrize(
+    "name", [name for name in transport_ranks.DISAGREEMENTS if name not in ("late", "closing", "splitting")]
+)
 def test_simulated_ranks_that_launch_different_operations_are_told(name: str) -> None:
     for rank, seen in enumerate(run_ranks(3, lambda link: transport_ranks.disagree(link, name))):
         check_disagreement(name, rank, seen)
+
+
+@pytest.mark.dist
+def test_a_rank_in_a_barrier_of_torch_and_one_in_an_exchange_name_each_other() -> None:
+    """Not after a minute: torch's operation ends with ours, and a line behind its traceback says who is where."""
+    ended = run_torchrun(2, transport_ranks.end_unlike_the_others, "waits", timeout_s=30)
+    assert ended.returncodes == (1, 1)
+    torchs, ours = "an operation of torch's own (operation 2)", "all_to_all (operation 2, 1000000 bytes)"
+    assert re.search(rf"^rank 0: {re.escape(torchs)}: .* rank 1 {re.escape(ours)}", ended.output, re.M), ended.output
+    assert re.search(rf"PeerError: rank 1: {re.escape(ours)}: .* rank 0 {re.escape(torchs)}", ended.output), (
+        ended.output
+    )
+
+
+@pytest.mark.dist
+def test_survivors_of_rank_0_print_no_stack_of_cplusplus() -> None:
+    """The store dies with it, of which torch would tell in twenty lines before the one that helps."""
+    env = {"TORCH_CPP_LOG_LEVEL": "WARNING"}
+    ended = run_torchrun(3, transport_ranks.end_unlike_the_others, "dies", timeout_s=30, env=env)
+    assert ended.returncodes == (17, 1, 1)
+    assert ended.output.count("Missing: rank 0; look at its log") == 2, ended.output
+    assert "frame #" not in ended.output and "Exception raised from" not in ended.output, ended.output
 
 
 @pytest.mark.dist

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 import unittest.mock
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import transport_contract as contract
@@ -71,7 +71,8 @@ def _all_of_it(link: Transport) -> dict[str, str]:
 def outlive_a_peer_on_gloo(fate: str) -> dict[str, object]:
     """Every operation, each on a group of its own, while rank VICTIM is killed or stopped: what the others see."""
     base = onebit.comm.init(timeout_s=30.0)
-    disagreed = _disagree(base, lambda: _on_gloo(torch.distributed.new_group(), TIMEOUT_S)) if fate == "stopped" else {}
+    names = DISAGREEMENTS if fate == "stopped" else ()
+    disagreed = _disagree(base, lambda: _on_gloo(torch.distributed.new_group(), TIMEOUT_S), names)
     links = {name: _on_gloo(torch.distributed.new_group(), TIMEOUT_S) for name in OPERATIONS}
     seen = disagreed | _meet(fate, base, links)
     if base.rank == 0 and fate == "stopped":
@@ -83,7 +84,7 @@ def outlive_a_peer_on_gloo(fate: str) -> dict[str, object]:
 def outlive_a_peer_on_mpi(fate: str) -> None:
     """As on Gloo; then this rank ends on the PeerError, which must end the whole job though one rank hangs."""
     base = onebit.comm.init(timeout_s=30.0)
-    disagreed = _disagree(base, lambda: _on_mpi(None, TIMEOUT_S)) if fate == "stopped" else {}
+    disagreed = _disagree(base, lambda: _on_mpi(None, TIMEOUT_S), DISAGREEMENTS_OVER_MPI if fate == "stopped" else ())
     links = {name: _on_mpi(None, TIMEOUT_S) for name in ("all_to_all", "all_reduce")}
     report(disagreed | _meet(fate, base, links))
     base.timeout_s = TIMEOUT_S
@@ -130,6 +131,17 @@ def miss_a_peer_in_two_levels() -> None:
         report(seen | {"closing": time.monotonic() - began})
         time.sleep(0.0 if with_3 is not None else 8 * TIMEOUT_S)
     os._exit(0)
+
+
+def end_unlike_the_others(ends: str) -> None:
+    """Rank 0 dies, or waits in torch's own barrier, while the others exchange. Nobody catches what comes of it."""
+    link = onebit.comm.init(timeout_s=TIMEOUT_S)
+    logging.basicConfig(format="%(message)s")
+    if link.rank == 0 and ends == "dies":
+        os._exit(17)
+    if link.rank == 0:
+        torch.distributed.barrier()
+    _all_to_all(link).wait()
 
 
 def gather_in_vain(ports: list[int]) -> dict[str, dict[str, object]]:
@@ -195,6 +207,10 @@ def _come_late(link: Transport) -> Work:
     return _all_to_all(link)
 
 
+def _split(link: Transport) -> None:
+    link.split(range(link.world_size))
+
+
 ODD = 1
 DISAGREEMENTS: dict[str, tuple[Callable[[Transport], Work | None], Callable[[Transport], Work | None]]] = {
     "kinds": (_all_to_all, _all_gather),
@@ -204,9 +220,11 @@ DISAGREEMENTS: dict[str, tuple[Callable[[Transport], Work | None], Callable[[Tra
     "sources": (lambda link: link.broadcast(torch.ones(9), 0), lambda link: link.broadcast(torch.ones(9), ODD)),
     "larger news": (lambda link: link.broadcast(torch.ones(9), 0), lambda link: link.broadcast(torch.ones(8), 0)),
     "closing": (_all_to_all, lambda link: link.close()),
+    "splitting": (_split, _all_to_all),
     "late": (_all_to_all, _come_late),
 }
 """What all ranks but ODD launch, and what ODD launches in its place."""
+DISAGREEMENTS_OVER_MPI = ("kinds", "larger", "larger sum", "sources", "closing", "splitting")
 
 
 def disagree(link: Transport, name: str) -> dict[str, object]:
@@ -215,9 +233,9 @@ def disagree(link: Transport, name: str) -> dict[str, object]:
     return _what_happens(odd if link.rank == ODD else usual, link)
 
 
-def _disagree(base: Transport, new_link: Callable[[], Transport]) -> dict[str, dict[str, object]]:
+def _disagree(base: Transport, new_link: Callable[[], Transport], names: Iterable[str]) -> dict[str, dict[str, object]]:
     seen = {}
-    for name in DISAGREEMENTS:
+    for name in names:
         link = new_link()
         seen[name] = disagree(link, name)
         base.all_reduce(torch.zeros(1)).wait()
