@@ -27,8 +27,9 @@ RANKS = 3
 class Start:
     """How three ranks start. comes: which of them at all. env: what some of them find in their environment instead.
 
-    before: what some do before `comm.init`. levels: what they give it. names: the ranks that every error must name.
-    exempt: ranks that are not asked. is_harmless: all is well. kill_s: kill rank 1 so long after the start.
+    before: what some do before `comm.init`. levels: what they give it. names: the ranks that every error must name;
+    says: a pattern of what it says. exempt: ranks that are not asked. is_harmless: all is well. is_killed: rank 1 is,
+    at a random moment.
     """
 
     names: frozenset[int] = frozenset()
@@ -38,7 +39,8 @@ class Start:
     levels: Mapping[int, int] = field(default_factory=dict)
     exempt: frozenset[int] = frozenset()
     is_harmless: bool = False
-    kill_s: float | None = None
+    is_killed: bool = False
+    says: str = "Error: "
 
 
 def _raise() -> None:
@@ -49,10 +51,12 @@ def _of(*ranks: int) -> frozenset[int]:
     return frozenset(ranks)
 
 
-def _occupy() -> None:
+_listeners: list[socket.socket] = []
+
+
+def _occupy(address: str) -> None:
     """Listen at the master's port, and never answer."""
-    listener = socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"])))
-    globals()["_listener"] = listener
+    _listeners.append(socket.create_server((address, int(os.environ["MASTER_PORT"]))))
 
 
 STARTS: dict[str, Start] = {
@@ -62,21 +66,28 @@ STARTS: dict[str, Start] = {
     "rank 1 raises before it comes": Start(_of(1), before={1: _raise}, exempt=_of(1)),
     "rank 0 raises before it comes": Start(_of(0), before={0: _raise}, exempt=_of(0)),
     "rank 2 exits before it comes": Start(_of(2), before={2: lambda: os._exit(0)}, exempt=_of(2)),
-    "rank 1 comes as a second rank 2": Start(_of(1), env={1: {"RANK": "2", "LOCAL_RANK": "2"}}),
-    "rank 2 comes as a second rank 0": Start(_of(2), env={2: {"RANK": "0", "LOCAL_RANK": "0"}}),
+    "rank 1 comes as a second rank 2": Start(
+        env={1: {"RANK": "2", "LOCAL_RANK": "2"}}, says=r"\bboth rank 2\b|\brank \[?1\b"
+    ),
+    "rank 2 comes as a second rank 0": Start(
+        env={2: {"RANK": "0", "LOCAL_RANK": "0"}}, says=r"\bboth rank 0\b|\brank \[?2\b"
+    ),
     "rank 1 believes in 2 ranks": Start(_of(1), env={1: {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}}),
     "rank 1 believes in 4 ranks": Start(_of(1), env={1: {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}}),
     "rank 0 believes in 2 ranks": Start(_of(0), env={0: {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}}),
-    "rank 1 has a number beyond the ranks": Start(_of(1), env={1: {"RANK": "5"}}),
+    "rank 1 has a number beyond the ranks": Start(env={1: {"RANK": "5"}}, says=r"RANK=5|\brank \[?1\b"),
     "rank 1 has another port": Start(_of(1), env={1: {"MASTER_PORT": "1"}}),
     "rank 2 has a host that is not there": Start(_of(2), env={2: {"MASTER_ADDR": "no-such-host.invalid"}}),
-    "rank 1 gives other levels": Start(_of(1), levels={1: 3}),
+    "rank 1 gives other levels": Start(levels={1: 3}, says=r"\(1, 3, 1\)"),
     "rank 2 late by half the timeout": Start(before={2: lambda: time.sleep(TIMEOUT_S / 2)}, is_harmless=True),
     "rank 1 late by more than the timeout": Start(
         _of(1), before={1: lambda: time.sleep(TIMEOUT_S + MARGIN_S)}, exempt=_of(1)
     ),
-    "somebody else holds the port": Start(before={0: _occupy}, names=_of(0)),
-    "rank 1 is killed as it comes": Start(_of(1), kill_s=0.0, exempt=_of(1)),
+    "somebody else holds the port of rank 0": Start(before={0: lambda: _occupy("")}, says=r"MASTER_PORT|\brank \[?0\b"),
+    "somebody who never answers is reached at the port of rank 0": Start(
+        before={0: lambda: _occupy("127.0.0.1")}, says=r"MASTER_PORT|\brank \[?0\b"
+    ),
+    "rank 1 is killed as it comes": Start(_of(1), is_killed=True, exempt=_of(1)),
 }
 
 
@@ -96,12 +107,12 @@ def work(start: Start, number: int, rank: Rank) -> float:
 def _run(names: list[str], tools: Tools) -> Iterator[Outcome]:
     for name in tools.some(names, 1):
         start = STARTS[name]
-        delays = [None] if start.kill_s is None else [tools.random.uniform(0.0, 0.4) for _ in range(5)]
-        for delay in delays:
-            yield _try(name if delay is None else f"{name}, {delay:.2f} s after its start", start, delay)
+        for kill_s in [tools.random.uniform(0.0, 0.3) for _ in range(6)] if start.is_killed else [None]:
+            fault = name if kill_s is None else f"{name}, {kill_s:.2f} s after its start"
+            yield from _try(fault, start, kill_s)
 
 
-def _try(fault: str, start: Start, kill_s: float | None) -> Outcome:
+def _try(fault: str, start: Start, kill_s: float | None) -> Iterator[Outcome]:
     def kill(pids: Mapping[int, int]) -> None:
         if kill_s is not None:
             time.sleep(kill_s)
@@ -116,11 +127,13 @@ def _try(fault: str, start: Start, kill_s: float | None) -> Outcome:
         env={"TORCH_CPP_LOG_LEVEL": "ERROR"},
         meanwhile=kill,
     )
-    promise = Promise() if start.is_harmless else Promise(
-        "Error: ", start.names, frozenset(range(RANKS)), TIMEOUT_S + MARGIN_S
-    )  # fmt: skip
     by_rank = {number: ends[place] for place, number in enumerate(start.comes)}
-    return judge(fault, by_rank, promise, victims=start.exempt, is_right=lambda rank, value: value == RANKS)
+    if start.is_killed and any(end.value == RANKS for end in by_rank.values()):
+        return  # all had met by then
+    everybody = frozenset(range(RANKS))
+    promise = Promise(start.says, start.names, everybody, TIMEOUT_S + MARGIN_S)
+    promise = Promise() if start.is_harmless else promise
+    yield judge(fault, by_rank, promise, victims=start.exempt, is_right=lambda rank, value: value == RANKS)
 
 
 def cases() -> Iterator[Case]:

@@ -185,7 +185,7 @@ def _judge(fault: str, ends: dict[int, End], storm: Storm, recovers: bool) -> Ou
         wrong = "parameters moved at learning rate 0"
     elif first["moved"] < 0.5:
         wrong = f"only {first['moved']:.0%} of the parameters move any more"
-    elif recovers and not first["loss"] < max(0.5 * first["loss_before"], 0.3):
+    elif recovers and not first["loss"] < max(0.8 * first["loss_before"], 0.3):
         wrong = "training does not recover"
     return Outcome(fault, SILENT, f"{wrong}; {text}") if wrong else Outcome(fault, AS_PROMISED, text)
 
