@@ -227,6 +227,13 @@ def visible_state() -> tuple[set[str], set[str], set[str]]:
     )
 
 
+def _hear_all_signals() -> None:
+    """nohup ignores SIGHUP, a shell's & SIGINT, for all descendants."""
+    for ending in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(ending, signal.SIG_DFL)
+
+
+
 @pytest.mark.net
 @pytest.mark.parametrize("ending", [None, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_is_left(can_emulate: None, ending: signal.Signals | None) -> None:
@@ -237,7 +244,7 @@ def test_nothing_is_left(can_emulate: None, ending: signal.Signals | None) -> No
         command,
         stdin=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it, for all descendants
+        preexec_fn=_hear_all_signals,
     )
     assert eventually(lambda: len(processes_with(f"sleep {marker}")) == 3)  # the script and both hosts'
     (directory,) = {path for path in processes_of_keeper(script.pid)}
