@@ -233,7 +233,6 @@ def _hear_all_signals() -> None:
         signal.signal(ending, signal.SIG_DFL)
 
 
-
 @pytest.mark.net
 @pytest.mark.parametrize("ending", [None, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_is_left(can_emulate: None, ending: signal.Signals | None) -> None:
