@@ -352,7 +352,7 @@ def _on_new_group(launch: Launch, backend: str, timeout_s: float) -> TorchTransp
         if rendezvous is None:
             raise
         raise rendezvous.explain(reason(error)) from error
-    return TorchTransport(None, timeout_s, owns_group=True)
+    return TorchTransport(None, timeout_s, owns_group=True, store_host=None if launch.has_agent_store else 0)
 
 
 def _meet(launch: Launch, timeout_s: float) -> tuple[Rendezvous | None, torch.distributed.Store]:

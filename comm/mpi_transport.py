@@ -315,7 +315,7 @@ class MpiTransport:
         memory = bytearray(data.ljust(_NOTE_BYTES, b"\0"))
         self._sent_notes.append((self._comm.Isend([memory, self._mpi.BYTE], caller, self._note_tag), memory))
         if not task.ended.is_set():
-            task.fail(RuntimeError(f"rank {self._names[caller]} has given up"))
+            task.fail(RuntimeError("another rank has given up"))
 
 
 class _Task:

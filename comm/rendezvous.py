@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
@@ -47,7 +49,7 @@ def contradiction(arrivals: Sequence[Arrival]) -> str:
     """What is wrong with these processes as a whole, and what to do; "" where nothing is."""
     sizes = sorted({arrival.world_size for arrival in arrivals})
     if len(sizes) > 1:
-        said = (f"{size} for {from_where([a for a in arrivals if a.world_size == size])}" for size in sizes)
+        said = (f"{size} for rank {from_where([a for a in arrivals if a.world_size == size])}" for size in sizes)
         return f"WORLD_SIZE differs: {', '.join(said)}; start all processes with the same"
     for rank in sorted({arrival.rank for arrival in arrivals}):
         same = sorted({arrival for arrival in arrivals if arrival.rank == rank})
@@ -58,12 +60,12 @@ def contradiction(arrivals: Sequence[Arrival]) -> str:
 
 
 def from_where(arrivals: Sequence[Arrival]) -> str:
-    """The ranks and processes, host by host."""
+    """The numbers of ranks and processes, host by host: "0 2 on a (process 110 111), 1 on b (process 120)"."""
     by_host: dict[str, list[Arrival]] = {}
     for arrival in sorted(arrivals):
         by_host.setdefault(arrival.host, []).append(arrival)
     return ", ".join(
-        f"rank {_listed(each.rank for each in here)} on {host} (process {_listed(each.pid for each in here)})"
+        f"{_listed(each.rank for each in here)} on {host} (process {_listed(each.pid for each in here)})"
         for host, here in by_host.items()
     )
 
@@ -161,7 +163,7 @@ class Rendezvous:
         except RuntimeError as error:
             why = reason(error)
         try:
-            self.store = self._store(is_host=False, timeout_s=min(self._timeout_s, 5.0))
+            self.store = self._store(is_host=False, timeout_s=max(min(self._deadline - time.monotonic(), 5.0), 0.1))
             if self.store.check(["onebit/arrivals/1"]):
                 self.meet()  # as a second rank 0
         except RuntimeError:
@@ -184,7 +186,7 @@ class Rendezvous:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         try:
-            return self._store(is_host=False, timeout_s=self._timeout_s)
+            return self._store(is_host=False, timeout_s=max(self._deadline - time.monotonic(), 0.1))
         except RuntimeError as error:
             raise PeerError(
                 f"{self._who()}: no rendezvous answers at {self._place()}: {reason(error)}. Another program is "
@@ -194,9 +196,24 @@ class Rendezvous:
             ) from None
 
     def _store(self, *, is_host: bool, timeout_s: float) -> dist.Store:
-        host, port = self._address
-        timeout = timedelta(seconds=timeout_s)
-        return dist.TCPStore(host, port, self._me.world_size, is_host, timeout, wait_for_workers=False)
+        """Raises RuntimeError. In a thread: where somebody listens but says nothing, torch would wait for ever."""
+        (host, port), timeout = self._address, timedelta(seconds=timeout_s)
+        answers: queue.SimpleQueue[dist.Store | RuntimeError] = queue.SimpleQueue()
+
+        def connect() -> None:
+            try:
+                answers.put(dist.TCPStore(host, port, self._me.world_size, is_host, timeout, wait_for_workers=False))
+            except RuntimeError as error:
+                answers.put(error)
+
+        threading.Thread(target=connect, daemon=True).start()
+        try:
+            answer = answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise RuntimeError(f"who listens there has not answered for {timeout_s:g} s") from None
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
 
     def _who(self) -> str:
         return f"rank {self._me.rank} of {self._me.world_size}"

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -66,10 +67,18 @@ class TorchTransport:
     4. A rank whose operation fails closes its connections, at which all that wait for it fail too, and leaves a note in
        the group's store. Notes say who is missing and who is out of step.
 
-    After a PeerError the transport is of no more use. owns_group: `close()` destroys the group.
+    After a PeerError the transport is of no more use. owns_group: `close()` destroys the group. store_host: the rank
+    in whose process the group's store lives; None: in none, or it is not known.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 300.0, *, owns_group: bool = False):
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float = 300.0,
+        *,
+        owns_group: bool = False,
+        store_host: int | None = None,
+    ):
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         if group is None:
@@ -80,6 +89,7 @@ class TorchTransport:
         self.timeout_s = timeout_s
         self.sent_bytes = 0
         self._owns_group = owns_group
+        self._store_host = None if store_host == self.rank else store_host
         self._backends = _backends_by_device(self.group)
         self._board = _Board(group, self.rank)
         self._names: Sequence[int] = range(self.world_size)  # what ranks are called in messages
@@ -148,12 +158,13 @@ class TorchTransport:
         )
 
     @contextmanager
-    def naming_peers(self, what: str) -> Iterator[None]:
+    def naming_peers(self, what: str, *, is_counted: bool = True) -> Iterator[None]:
         """Where others communicate over this group (pipelining, FSDP2): their errors of the network become PeerErrors.
 
-        All ranks of the group, in the same order as its operations. Errors of any other kind pass as they are.
+        All ranks of the group, in the same order as its operations; not is_counted: as they like, and they learn less
+        of who is out of step. Errors of any other kind pass as they are.
         """
-        operation = self._count(what, 0, 0)
+        operation = self._count(what, 0, 0) if is_counted else Operation(what, 0)
         try:
             yield
         except PeerError:
@@ -183,6 +194,7 @@ class TorchTransport:
             raise self._collective_error(operation, (), error) from error
         part = TorchTransport(group, self.timeout_s)
         part._names, part._board = [self._names[rank] for rank in ranks], self._board
+        part._store_host = self._store_host
         part._failed = self._failed  # where one has failed, no other waits for a barrier
         return part
 
@@ -264,7 +276,10 @@ class TorchTransport:
         misses = tuple(sorted(self._names[rank] for rank in suspects))
         mine = Note(self.group.group_name, operation, tuple(self._launched), misses, gave_up)
         me = self._names[self.rank]
-        return peer_error(me, operation, what, conclude(me, mine, self._board.compare(mine)), _HINT)
+        notes = self._board.compare(mine)
+        if notes is None and self._store_host is not None:  # it is gone or hangs, and nobody else could leave a note
+            mine = replace(mine, misses=(self._store_host,))
+        return peer_error(me, operation, what, conclude(me, mine, notes or {}), _HINT)
 
     def _roll_call(self, failed: Operation) -> set[int]:
         """Who does not answer; all, where that tells nothing. A rank that failed calls it: one byte to every peer.
@@ -299,19 +314,21 @@ class _Board:
     def __init__(self, group: dist.ProcessGroup, rank: int):
         self._group = group
         self._rank = rank
+        self._is_alive = False
 
-    def compare(self, mine: Note) -> dict[int, Note]:
+    def compare(self, mine: Note) -> dict[int, Note] | None:
         """Leave my note; return those of the ranks that I miss, and that these miss, as far as they come in `NOTES_S`.
 
         Whoever waits for a rank that has failed fails at once, as its connections are closed, and leaves a note.
-        None comes where the store has died with the rank that hosted it, or hangs in it.
+        None where the store has died with the rank that hosted it, or hangs in it.
         """
         notes: dict[int, Note] = {}
+        self._is_alive = False
         # In a thread: the store may live in the very process that hangs.
         thread = threading.Thread(target=self._compare, args=(mine, notes), daemon=True)
         thread.start()
         thread.join(NOTES_S + ROLL_CALL_S)
-        return dict(notes)
+        return dict(notes) if self._is_alive else None
 
     def _compare(self, mine: Note, notes: dict[int, Note]) -> None:
         deadline = time.monotonic() + NOTES_S
@@ -325,6 +342,7 @@ class _Board:
                         notes[peer] = Note.decode(store.get(_key_of(peer)))
                         wanted |= set(notes[peer].misses)
                 time.sleep(_POLL_S)
+            self._is_alive = True
             if self._rank == 0:
                 time.sleep(_LINGER_S)  # the store may end with this rank, and others have just begun to read
         except (RuntimeError, OSError) as error:

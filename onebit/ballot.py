@@ -164,7 +164,7 @@ def _check_same(rank: int, what: str, values: Mapping[int, object], remedy: str)
     for k, value in values.items():
         ranks_of.setdefault(value, []).append(k)
     if len(ranks_of) > 1:
-        found = ", ".join(f"{value} on rank {_listed(ranks)}" for value, ranks in ranks_of.items())
+        found = "; ".join(f"{value} on rank {_listed(ranks)}" for value, ranks in ranks_of.items())
         raise DesyncError(f"rank {rank}: the ranks {what}: {found}; {_REMEDIES[remedy]}")
 
 

@@ -93,7 +93,10 @@ def measure(
 
 def _exchange_s(link: Transport, codec: Codec, numels: Sequence[int], device: torch.device) -> float:
     sample = list(numels[:SAMPLE])
-    xs = [torch.randn(n, device=device) for n in sample]
+    generator = torch.Generator(device).manual_seed(
+        0
+    )  # the global one belongs to the training, which is resumed exactly
+    xs = [torch.randn(n, device=device, generator=generator) for n in sample]
     W, levels = link.world_size, Levels.of(link)
     wires = [Wire.empty(codec, n, W, levels=levels, device=device) for n in sample]
     times = []

@@ -32,7 +32,8 @@ class Odd:
 
     options: given to its optimizer. build: edits its parameters before that. edit: its training, before step `at` and
     (unless `once`) all later ones. steps: how often it takes step `at`. last: it has no batches from there on.
-    harmless: the result is promised to be as ever. only: the optimizers that it concerns.
+    harmless: the result is promised to be as ever; like: as if the rank did this instead. only: the optimizers that it
+    concerns.
     """
 
     options: dict[str, object] = field(default_factory=dict)
@@ -42,6 +43,7 @@ class Odd:
     steps: int = 1
     at: int = 3
     harmless: bool = False
+    like: Odd | None = None
     only: tuple[str, ...] = ()
     last: int = STEPS
 
@@ -78,9 +80,18 @@ def _state(*names: str) -> Callable[[Training, int], None]:
     return edit
 
 
+_FROZEN = 1
+
+
 def _freeze(training: Training, step: int) -> None:
-    training.params[1].requires_grad_(False)
-    training.params[1].grad = None
+    training.params[_FROZEN].requires_grad_(False)
+    training.params[_FROZEN].grad = None
+
+
+def _leave_gradient_out(training: Training, step: int) -> None:
+    """Of the parameter that `_freeze` freezes."""
+    gradients = training.gradients
+    training.gradients = lambda number: [None if k == _FROZEN else g for k, g in enumerate(gradients(number))]
 
 
 def _add_group(training: Training, step: int) -> None:
@@ -123,7 +134,7 @@ DURING: dict[str, Odd] = {
     "lr that is NaN": Odd(edit=_set("lr", float("nan")), at=10),
     "one number of a parameter": Odd(edit=_move_one, at=10),
     "the variance": Odd(edit=_state("denominator", "exp_avg_sq", "variance"), at=13, only=_REPLICATED),
-    "a parameter frozen": Odd(edit=_freeze, at=10),
+    "a parameter frozen": Odd(edit=_freeze, at=10, like=Odd(edit=_leave_gradient_out, at=10)),
     "a group added": Odd(edit=_add_group, at=10),
     "a step left out, in the warm-up": Odd(steps=0, at=3),
     "a step left out, behind it": Odd(steps=0, at=14),
@@ -170,13 +181,17 @@ def _run(name: str, table: dict[str, Odd], tools: Tools) -> Iterator[Outcome]:
     for what in tools.some(mine, 5):
         for victim in tools.some([0, RANKS - 1], 1):
             odd = table[what]
-            ends = sim_ranks(
-                RANKS, lambda link, rank, odd=odd, v=victim: train(name, odd, v, link, rank), timeout_s=_TIMEOUT_S
-            )
-            yield _judge(f"{what} on rank {victim}", ends, odd, victim, expected)
+
+            def ends_of(odd: Odd, victim: int = victim) -> dict[int, End]:
+                return sim_ranks(RANKS, lambda link, rank: train(name, odd, victim, link, rank), timeout_s=_TIMEOUT_S)
+
+            promised = expected if odd.like is None else ends_of(odd.like)[0].value
+            yield _judge(f"{what} on rank {victim}", ends_of(odd), odd, victim, promised)
 
 
 def _judge(fault: str, ends: dict[int, End], odd: Odd, victim: int, expected: object) -> Outcome:
+    if odd.like is not None:
+        return judge(fault, ends, Promise(), is_right=lambda rank, value: value == expected)
     if odd.harmless:  # rank 0's values count
         return judge(fault, ends, Promise(), is_right=lambda rank, value: value == expected or victim == 0)
     if all(end.what == "returned" for end in ends.values()):

@@ -121,19 +121,19 @@ class Stormy(Protocol):
 def _weather(training: Stormy, storm: Storm, begin: int, here: int, rank: Rank) -> dict:
     """Train through it; what became of the parameters. here: this rank."""
     end, lr = begin + storm.steps, training.optimizer.param_groups[0]["lr"]
-    before, loss, is_still = _copies(training), math.nan, True
+    before, masters, loss, is_still = _copies(training), _masters(training), math.nan, True
     for step in range(end + _AFTER):
         is_storm = begin <= step < end
         if step == begin:
             loss = training.loss()
-            before = _copies(training)
+            before, masters = _copies(training), _masters(training)
             rank.note_fault()
         if storm.lr is not None:
             for group in training.optimizer.param_groups:
                 group["lr"] = storm.lr if is_storm else lr
         training.step(step, lambda step, gradients, s=is_storm: s and storm.spoil(step - begin, here, gradients))
         if is_storm and storm.lr == 0.0:
-            is_still = is_still and _moved(training, before) == 0
+            is_still = is_still and all(map(torch.equal, masters, _masters(training)))
         if step == end + _AFTER // 2:
             before = _copies(training)
     bits = training.fingerprint()
@@ -147,6 +147,12 @@ def _weather(training: Stormy, storm: Storm, begin: int, here: int, rank: Rank) 
 def _copies(training: Stormy) -> list[Tensor]:
     training.settle()
     return [p.detach().clone() for p in training.params]
+
+
+def _masters(training: Stormy) -> list[Tensor]:
+    """What a learning rate of 0 leaves alone: of sharded optimizers the owners' values, which replicas approach."""
+    owned = [bucket.owned.clone() for bucket in getattr(training.optimizer, "_buckets", ()) if hasattr(bucket, "owned")]
+    return owned or [p.detach().clone() for p in training.params]
 
 
 def _moved(training: Stormy, before: list[Tensor]) -> float:

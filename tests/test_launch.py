@@ -261,7 +261,7 @@ def test_init_tells_who_has_come_from_where_and_who_is_missing(
     """In time, and on every rank that has come."""
     results = gathered_in_vain()
     pids = [result["pid"] for result in results]
-    came = rf"rank 0 1 on \S+ \(process {pids[0]} {pids[1]}\)"
+    came = rf"0 1 on \S+ \(process {pids[0]} {pids[1]}\)"
     for rank, result in enumerate(results):
         seen = result[name]
         if rank not in ranks:

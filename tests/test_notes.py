@@ -105,4 +105,4 @@ def test_contradictions_name_processes_and_hosts(came: list[Arrival], said: str)
 
 def test_where_ranks_come_from_is_told_host_by_host() -> None:
     came = arrivals(0, 2) + arrivals(1, host="bb")
-    assert from_where(came) == "rank 0 2 on a (process 110 111), rank 1 on bb (process 120)"
+    assert from_where(came) == "0 2 on a (process 110 111), 1 on bb (process 120)"

@@ -33,7 +33,7 @@ from ..checkpointing import AS_BEFORE, Checkpointing
 from ..comm import Transport
 from ..files import CheckpointError, Sum, check_files, reason, remove
 from ..replicas import gather_texts
-from .storage import Reader, Writer, read_table
+from .storage import TABLE, Reader, Writer, read_table
 from .tree import pack, select, unpack
 
 
@@ -162,7 +162,10 @@ class Checkpoints(Checkpointing):
         return stamp
 
     def _read_table(self, target: Path, stamp: dict) -> Metadata:
-        table = read_table(target)
+        try:
+            table = read_table(target)
+        except Exception as error:  # whatever a spoilt pickle makes pickle raise
+            raise CheckpointError(f"{target / TABLE}: no table of contents: {reason(error)}") from error
         ranks = sum(1 for key in table.state_dict_metadata if re.fullmatch(r"own/\d+/text", key))
         if ranks != stamp["world_size"]:
             raise CheckpointError(f"{target} holds the states of {ranks} ranks, not of {stamp['world_size']}")

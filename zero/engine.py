@@ -91,7 +91,7 @@ class Engine:
             fsdp.begin_micro_batch(self.module, self.stage, is_last=is_last)
         if self.config.dtype != torch.float32:
             inputs, named = cast_floats((inputs, named), self.config.dtype)
-        with self._clock.measure("forward") if self.module.training else nullcontext():
+        with self._clock.measure("forward") if self.module.training else nullcontext(), self._naming_peers():
             return self.module(*inputs, **named)
 
     def backward(self, loss: Tensor) -> None:
@@ -100,9 +100,13 @@ class Engine:
         if self._monitors:
             self._loss = self._loss.to(loss.device) + loss.detach().float() / self.config.gradient_accumulation_steps
         self._set_grad_scale()
-        with self._clock.measure("backward"), self._without_traffic():
+        with self._clock.measure("backward"), self._without_traffic(), self._naming_peers():
             (loss.float() * (self.loss_scale.value / self.config.gradient_accumulation_steps)).backward()
         self.has_gradients = True
+
+    def _naming_peers(self) -> AbstractContextManager[None]:
+        """What FSDP2 sends inside a node fails with the error that an optimizer's exchange fails with."""
+        return self.grid.links["shard"].naming_peers("FSDP2's exchange", is_counted=False)
 
     def _set_grad_scale(self) -> None:
         """The optimizers read it as GradScaler sets it; some gradients leave during the backward pass."""

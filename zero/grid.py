@@ -131,7 +131,7 @@ class Grid:
     shape: GridShape
     mesh: DeviceMesh
     world: Transport
-    links: Mapping[str, Transport]
+    links: Mapping[str, TorchTransport]
     shards: Shards
 
     @property

@@ -63,6 +63,10 @@ class Step:
         return cls(lr, lr * group["weight_decay"], group["betas"], group["eps"])
 
 
+class NotFiniteError(RuntimeError):
+    """What an owner has made of its chunk is not finite. Raised by all ranks; no parameter has moved, but state has."""
+
+
 class Arrived(NamedTuple):
     """What an owner has of its chunk. update: m̂/D, float32 [N]. D: float32 [J, n]. g: its own gradient, float32 [N]."""
 
@@ -133,6 +137,11 @@ def send_down(
     frame_B = _own(bucket, step, recipe, update, bucket.own_blocks_of(seen))
     down_WB = torch.empty(link.world_size, len(frame_B), dtype=torch.uint8, device=bucket.device)
     yield link.all_gather(down_WB, frame_B)
+    if not bool(recipe.codec_down.is_finite(down_WB, bucket.layout.chunk)):
+        raise NotFiniteError(
+            f"rank {link.rank}: the update of {bucket.names[0]} and its bucket is not finite: a frame was spoilt on "
+            "the way, or a gradient was too large for a variance; resume from a checkpoint"
+        )
     _apply(bucket, step, recipe, down_WB, seen)
 
 

@@ -25,10 +25,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.futures import Future
 
-from ..files import Sum, create, open_regular
+from ..files import Sum, create, open_regular, reason
 
-_TABLE = ".metadata"
+TABLE = ".metadata"
 
 
 class Writer(dcp.FileSystemWriter):
@@ -76,16 +77,23 @@ class Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: object, **named: object) -> Metadata:
         return self._table
 
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        try:
+            return super().read_data(plan, planner)
+        except Exception as error:  # whatever a spoilt file makes torch raise
+            files = sorted({self._table.storage_data[item.storage_index].relative_path for item in plan.items})
+            raise ValueError(f"{self.path}: {', '.join(files)} cannot be read: {reason(error)}") from error
+
 
 def read_table(folder: Path) -> Metadata:
     """The table of contents of a checkpoint: tensors alone, in files of this folder. Runs nothing that it finds.
 
     Raises ValueError where it says anything else, and what a damaged pickle makes pickle raise.
     """
-    with open_regular(folder / _TABLE) as file:
+    with open_regular(folder / TABLE) as file:
         said = _Unpickler(io.BytesIO(file.readall())).load()
     if not isinstance(said, _Record):
-        raise ValueError(f"{folder / _TABLE} holds a {type(said).__name__}, not a table of contents")
+        raise ValueError(f"{folder / TABLE} holds a {type(said).__name__}, not a table of contents")
     files = {path.name for path in folder.iterdir()}
     return Metadata(
         {_str(name): _tensor(entry) for name, entry in said["state_dict_metadata"].items()},
