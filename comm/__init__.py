@@ -18,16 +18,16 @@ from .allreduce import (
     interleave,
     land,
 )
-from .bf16 import Bf16Codec
-from .codec import Codec, IdentityCodec
-from .int4 import Int4Codec
-from .int8 import Int8Codec
+from .codecs.base import Codec, IdentityCodec
+from .codecs.bf16 import Bf16Codec
+from .codecs.int4 import Int4Codec
+from .codecs.int8 import Int8Codec
+from .codecs.sign import SignCodec
+from .hierarchy import Levels, TwoLevelTransport, sent_across, two_levels
+from .kernels.operands import Momentum, MomentumWeights, Outgoing, Segments, Update, Variance
 from .launch import init
-from .levels import Levels, TwoLevelTransport, sent_across, two_levels
-from .operands import Momentum, MomentumWeights, Outgoing, Segments, Update, Variance
-from .sign import SignCodec
-from .sim_transport import SimNetwork, SimTransport, run_ranks
-from .transport import PeerError, Transport, Work, check_transport
+from .transports.base import PeerError, Transport, Work, check_transport
+from .transports.simulated import SimNetwork, SimTransport, run_ranks
 
 __all__ = [
     "Bf16Codec",

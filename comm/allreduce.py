@@ -4,8 +4,8 @@ Two legs. Each rank owns one of W equal chunks. Leg 1 (all_to_all): everybody se
 Leg 2 (all_gather): the owner averages, compresses the average and sends it to everybody. What a compression leaves out
 is added to the input of the next one: the worker error for leg 1, the server error for leg 2.
 
-Where the link has two levels (`levels.py`), these are the legs between nodes, on the rows of this rank's share; before
-them the ranks of a node add up that share in full precision, after them they give each other the frames.
+Where the link has two levels (`hierarchy.py`), these are the legs between nodes, on the rows of this rank's share;
+before them the ranks of a node add up that share in full precision, after them they give each other the frames.
 
 `compressed_allreduce` is a generator that yields each launched Work, so that several buckets share the wire
 (`interleave`); `exchange` is what follows its first encoding, `allreduce_mean` the plain call. Sources: 1-bit Adam
@@ -23,10 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .codec import Codec
-from .levels import Levels
-from .operands import Outgoing
-from .transport import Transport, Work, check_transport
+from .codecs.base import Codec
+from .hierarchy import Levels
+from .kernels.operands import Outgoing
+from .transports.base import Transport, Work, check_transport
 
 Exchange = Generator[Work, None, None]
 

@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .edge import DIAGNOSIS_S, reason
-from .levels import Seen, TwoLevelTransport, decide, two_levels
-from .rendezvous import Arrival, Rendezvous
-from .sim_transport import SimTransport
-from .transport import PeerError, Transport
+from .hierarchy import Seen, TwoLevelTransport, decide, two_levels
+from .transports.base import PeerError, Transport
+from .transports.edge import DIAGNOSIS_S, reason
+from .transports.rendezvous import Arrival, Rendezvous
+from .transports.simulated import SimTransport
 
 if TYPE_CHECKING:
-    from .mpi_transport import MpiTransport
-    from .torch_transport import TorchTransport
+    from .transports.mpi import MpiTransport
+    from .transports.torch_distributed import TorchTransport
 
 _log = logging.getLogger(__name__)
 
@@ -295,14 +295,14 @@ def _start(launch: Launch, backend: str, timeout_s: float) -> MpiTransport | Tor
         return _on_mpi(launch, timeout_s) if backend == "mpi" else _on_new_group(launch, backend, timeout_s)
     except PeerError:
         if launch.is_mpi:
-            from .mpi_transport import abort
+            from .transports.mpi import abort
 
             atexit.register(abort)  # MPI_Finalize would wait for those that have not come
         raise
 
 
 def _on_existing_group(backend: str | None, timeout_s: float) -> TorchTransport:
-    from .torch_transport import TorchTransport
+    from .transports.torch_distributed import TorchTransport
 
     present = torch.distributed.get_backend_config()
     if backend is not None and f":{backend}" not in present:
@@ -314,7 +314,7 @@ def _on_existing_group(backend: str | None, timeout_s: float) -> TorchTransport:
 
 
 def _on_mpi(launch: Launch, timeout_s: float) -> MpiTransport:
-    from .mpi_transport import MpiTransport
+    from .transports.mpi import MpiTransport
 
     link = MpiTransport(None, timeout_s)
     _check_same_world(launch, link.rank, link.world_size)
@@ -331,7 +331,7 @@ def _check_same_world(launch: Launch, mpi_rank: int, mpi_world_size: int) -> Non
 
 
 def _on_new_group(launch: Launch, backend: str, timeout_s: float) -> TorchTransport:
-    from .torch_transport import TorchTransport
+    from .transports.torch_distributed import TorchTransport
 
     device = None
     if backend == "nccl":
@@ -373,7 +373,7 @@ def _meet(launch: Launch, timeout_s: float) -> tuple[Rendezvous | None, torch.di
 
 def _store_found_by_mpi(launch: Launch, timeout_s: float) -> torch.distributed.Store:
     """Rank 0 opens a store on a free port of its own and tells the others over MPI."""
-    from .mpi_transport import import_mpi, meet
+    from .transports.mpi import import_mpi, meet
 
     comm = import_mpi().COMM_WORLD
     _check_same_world(launch, comm.Get_rank(), comm.Get_size())
@@ -427,6 +427,6 @@ def _abandon(link: MpiTransport | TorchTransport | TwoLevelTransport, launch: La
     """Release what this rank holds; under mpirun end the job, because MPI_Finalize would wait for the missing rank."""
     link.abandon()
     if launch.is_mpi:
-        from .mpi_transport import abort
+        from .transports.mpi import abort
 
         abort()

@@ -382,7 +382,7 @@ struct MomentumSource {
 
 #define ONEBIT_KERNEL extern "C" __global__ void __launch_bounds__(kThreads)
 
-// Pointers, sizes, and strides in elements are checked in comm/kernels/edge.py. The number of blocks is K·J < 2^31.
+// Pointers, sizes, and strides in elements are checked in comm/kernels/arguments.py. The number of blocks is K·J < 2^31.
 // Kinds are those of `Kind`. counts may be null, and so may what is of kind 0.
 
 #if ONEBIT_BLOCK % 64 == 0

@@ -11,13 +11,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from . import comm
-from .ballot import DesyncError
+from .agreement.ballot import DesyncError
+from .agreement.replicas import ReplicaError
+from .agreement.skips import SkippedStepsError
 from .buffers import sync_buffers
 from .lamb import Lamb
 from .onebit_adam import OnebitAdam
 from .onebit_lamb import OnebitLamb
-from .replicas import ReplicaError
-from .skips import SkippedStepsError
 from .version import VERSION as __version__
 from .zero_one_adam import ZeroOneAdam
 

@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import comm, payoff, replicas
-from .ballot import (
+from . import comm, payoff
+from .agreement import replicas
+from .agreement.ballot import (
     Ballot,
     DesyncError,
     Header,
@@ -41,6 +42,17 @@ from .ballot import (
     check_headers,
     gather_headers,
     present_anywhere,
+)
+from .agreement.join import Join
+from .agreement.replicas import ReplicaError
+from .agreement.skips import MOST_SKIPS, SkipLimit
+from .agreement.wrappers import (
+    COMPARED_STEPS,
+    NOT_COMPARED,
+    are_alike,
+    gradient_digest,
+    refuse_wrapper,
+    warn_of_averaging,
 )
 from .bucket import Bucket
 from .bucketed import BucketedOptimizer
@@ -67,13 +79,9 @@ from .comm import (
 )
 from .contract import TorchOptions, check_arguments
 from .frozen import gradient_of, refuse_unfrozen
-from .join import Join
 from .marks import GradientMark, are_used_again, is_inspected
 from .payoff import Payoff, StopWatch
-from .replicas import ReplicaError
 from .shards import Shards, count_edits_apart_, local
-from .skips import MOST_SKIPS, SkipLimit
-from .wrappers import COMPARED_STEPS, NOT_COMPARED, are_alike, gradient_digest, refuse_wrapper, warn_of_averaging
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -125,7 +133,7 @@ class CommonOptions(TorchOptions, total=False):
     and after three such steps in a row nothing is sent during backward any more. bucket_cap_mb: float32
     MiB per bucket. check_replicas_every: steps, taken or skipped, between votes on the bits of parameters and of the
     state that replicas have in common (0: never). max_consecutive_skips: so many skipped steps in a row are an error
-    (0: never); see `skips.py`.
+    (0: never); see `agreement/skips.py`.
     """
 
     max_grad_norm: float

@@ -18,10 +18,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from . import comm, replicas
+from . import comm
 from .adam import sums_of_live_blocks
-from .ballot import option_lines
+from .agreement import replicas
+from .agreement.ballot import option_lines
 from .bucket import Bucket
+from .checkpoint.change_world_size import gather_states, reframe, resize
 from .comm import Levels, SignCodec, Transport
 from .contract import (
     check_adam_entry,
@@ -31,7 +33,6 @@ from .contract import (
     load_checked,
     refuse_copy,
 )
-from .elastic import gather_states, reframe, resize
 from .flat import lay_out, partition
 from .frozen import check_place
 from .shards import Shards, local, shards_of

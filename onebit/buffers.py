@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from .agreement.replicas import check_same_lines, differing, gather_tensors, sum_in_order
 from .comm import Transport, check_transport
-from .replicas import check_same_lines, differing, gather_tensors, sum_in_order
 from .shards import local
 
 

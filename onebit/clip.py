@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .ballot import Ballot
+from .agreement.ballot import Ballot
+from .agreement.replicas import gather_bytes
 from .comm import Transport
-from .replicas import gather_bytes
 from .shards import Shards
 
 

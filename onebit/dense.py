@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .comm.transport import Transport, Work, check_transport
+from .comm.transports.base import Transport, Work, check_transport
 from .frozen import check_place, gradient_of
 from .marks import GradientMark, gradient_bits, is_inspected
 from .shards import count_edits_apart_, local

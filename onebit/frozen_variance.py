@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from .adam import adamw_update_, denominator_
-from .ballot import Ballot
+from .agreement.ballot import Ballot
 from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
+from .checkpoint.change_world_size import resize
 from .comm import Bf16Codec, Codec, ErrorFeedback, Exchange, MomentumWeights
 from .contract import check_number
-from .elastic import resize
 from .schedule import DenseSteps, variance_weight
 
 if TYPE_CHECKING:

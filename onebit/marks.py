@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .replicas import fingerprints
+from .agreement.replicas import fingerprints
 from .shards import local
 
 # torch counts how often a tensor is written, but not through its `.data`. So in these steps of a run, which are its

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from .adam import normalised
+from .agreement.replicas import gather_tensors, sum_in_order
 from .base import CommonOptions
 from .bucket import Bucket
 from .comm import Codec
 from .frozen_variance import FrozenVarianceOptimizer
 from .lamb import check_trust_options, norms, trust_ratio
-from .replicas import gather_tensors, sum_in_order
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .adam import floor_of_blocks, normalised
-from .ballot import Ballot, cast_ballots, present_anywhere
+from .agreement.ballot import Ballot, cast_ballots, present_anywhere
 from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
 from .comm import Bf16Codec, Codec, ErrorFeedback, Exchange, MomentumWeights, Variance

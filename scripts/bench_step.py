@@ -35,10 +35,11 @@ import onebit
 from onebit import comm
 from onebit.base import CompressedOptimizer
 from onebit.comm import Transport
-from onebit.comm.torch_transport import TorchTransport
+from onebit.comm.transports.torch_distributed import TorchTransport
 from onebit.frozen_variance import FrozenVarianceOptimizer
 from onebit.schedule import DenseSteps, VarianceUpdates
-from onebit.zero import ShardedOnebitAdam, fsdp
+from onebit.zero import ShardedOnebitAdam
+from onebit.zero.parallel import fsdp
 
 LR = 1e-4
 WEIGHT_DECAY = 0.01

@@ -7,7 +7,7 @@
 
 DIR may be one folder on a shared file system or a folder of the same name on each host's own disk: every rank reads and
 writes in the DIR that it sees, and one rank of each DIR writes the common file. On separate disks a rank has to be
-resumed on the host that it ran on. Modes, atomicity and what is ever deleted: see `onebit/files.py`.
+resumed on the host that it ran on. Modes, atomicity and what is ever deleted: see `onebit/checkpoint/files.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from pathlib import Path
 
 import torch
 
-from onebit.checkpointing import AS_BEFORE, Checkpointing
-from onebit.comm import Transport
-from onebit.files import (
+from onebit.checkpoint.files import (
     STAMP,
     CheckpointError,
     Sum,
@@ -32,6 +30,8 @@ from onebit.files import (
     remove,
     sync_folder,
 )
+from onebit.checkpoint.folder import AS_BEFORE, Checkpointing
+from onebit.comm import Transport
 
 __all__ = ["CheckpointError", "CheckpointFolder"]
 

@@ -41,7 +41,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from onebit.comm import Int8Codec, SignCodec, SimTransport, kernels, run_ranks
 from onebit.comm.kernels import reference
-from onebit.comm.operands import Momentum, MomentumWeights, Outgoing, Segments, Update, Variance
+from onebit.comm.kernels.operands import Momentum, MomentumWeights, Outgoing, Segments, Update, Variance
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import fused_cases

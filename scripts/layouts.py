@@ -6,7 +6,7 @@ from model import ModelSize
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
-from onebit.zero.tensor import join_sequence, split_sequence
+from onebit.zero.parallel.tensor import join_sequence, split_sequence
 
 
 def tensor_plan(heads: int, ranks: int) -> dict[str, ParallelStyle]:

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import onebit
 from onebit import comm
 from onebit.base import CompressedOptimizer
-from onebit.checkpointing import is_empty
+from onebit.checkpoint.folder import is_empty
 from onebit.dense import DenseAverager, broadcast_parameters
 
 _FINAL_LR_FRACTION = 0.1

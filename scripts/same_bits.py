@@ -123,7 +123,7 @@ def _train_all(start: Start, link) -> dict[str, Ended]:  # type: ignore[no-untyp
     import torch
     import train
 
-    from onebit.replicas import gather_texts
+    from onebit.agreement.replicas import gather_texts
 
     torch.set_num_threads(1)
     ended = {}
@@ -246,8 +246,8 @@ def report(base: str, found: Mapping[str, Mapping[str, tuple[Ended, Ended]]]) ->
     lines = [
         "# Same bits: whole trainings by two revisions",
         "",
-        f"Base {_hash(base)}, this tree {_hash('HEAD')}. {len(runs)} runs, {len(unlike)} with any difference in losses, "
-        "parameters, state or bytes sent.",
+        f"Base {_hash(base)}, this tree {_hash('HEAD')}. {len(runs)} runs, {len(unlike)} of them with a difference in "
+        "losses, parameters, state or bytes sent.",
         "",
         "Step: median seconds of a step of this tree over the base's, median over the runs. Memory: peak, likewise.",
         "",

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from train import Windows
 
 from onebit.comm import Bf16Codec, Codec, Int4Codec, Int8Codec, SimTransport, run_ranks
-from onebit.zero.activations import quantised_boundary
+from onebit.zero.pipeline.wire import quantised_boundary
 
 PLACES = {("tiny", 2): (1,), ("tiny", 4): (0, 1, 2), ("small", 4): (1, 2, 4)}  # blocks before each cut
 SEEDS = 3

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from onebit import comm, zero
+from onebit.agreement.replicas import raise_together
 from onebit.base import CompressedOptimizer
-from onebit.checkpointing import is_empty
-from onebit.files import CheckpointError
-from onebit.replicas import raise_together
+from onebit.checkpoint.files import CheckpointError
+from onebit.checkpoint.folder import is_empty
 from onebit.shards import local
-from onebit.zero.shard_base import ShardedOnebitOptimizer
+from onebit.zero.sharded.optimizer import ShardedOnebitOptimizer
 
 _NAMES = {
     "adamw": "AdamW",

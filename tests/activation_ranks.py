@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn import functional as F
 
 from onebit.comm import Codec
-from onebit.zero.activations import WIRES, CompressedStage, quantised_boundary
+from onebit.zero.pipeline.wire import WIRES, CompressedStage, quantised_boundary
 
 WIDTH = 24
 Loss = Callable[[Tensor, Tensor], Tensor]

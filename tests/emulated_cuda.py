@@ -13,7 +13,7 @@ import numpy
 import pytest
 
 from onebit.comm.kernels import cupy
-from onebit.comm.kernels.edge import Edge
+from onebit.comm.kernels.arguments import Edge
 
 SOURCE = Path(__file__).with_name("emulated_cuda.cpp")
 COMPILER = shutil.which("c++")

@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import onebit
-from onebit.ballot import DesyncError
+from onebit.agreement.ballot import DesyncError
+from onebit.agreement.replicas import ReplicaError
 from onebit.base import CompressedOptimizer
 from onebit.comm import IdentityCodec
 from onebit.dense import DenseAverager, average_gradients
-from onebit.replicas import ReplicaError
 from onebit.shards import local
-from onebit.zero import fsdp
 from onebit.zero.grid import Grid
+from onebit.zero.parallel import fsdp
 
 CASES: dict[str, Case] = {}
 

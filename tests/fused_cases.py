@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onebit.comm import SignCodec
 from onebit.comm.kernels import reference
-from onebit.comm.operands import Momentum, MomentumWeights, Outgoing, Segments, Update, Variance
+from onebit.comm.kernels.operands import Momentum, MomentumWeights, Outgoing, Segments, Update, Variance
 
 DTYPES = (torch.float32, torch.bfloat16)
 WEIGHTS = MomentumWeights(keep=0.9, add=0.1, own=0.25, unscale=0.5)

@@ -31,7 +31,7 @@ from write_golden import PATH, frames_of
 
 from onebit.comm import ErrorFeedback, Int8Codec, SignCodec, SimTransport, allreduce_mean, run_ranks
 from onebit.comm.kernels import reference
-from onebit.comm.operands import Outgoing
+from onebit.comm.kernels.operands import Outgoing
 
 FRAMES = ("rms", "mean_abs", "int8")  # of which there are kernels for GPUs; int4 runs in the reference there
 WEIGHTS = ((1.0, 0.0), (0.1, 0.0), (1.0, 1.0), (0.1, 0.9), (-1.0, 1.0), (0.0, 0.5), (1.0, 1e-60))

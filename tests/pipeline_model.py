@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 from onebit.zero import LayerSpec, PipelineModule, TiedLayerSpec
-from onebit.zero.tensor import join_sequence, split_sequence
+from onebit.zero.parallel.tensor import join_sequence, split_sequence
 
 VOCABULARY, WIDTH, HEADS, CONTEXT, BLOCKS = 24, 16, 2, 8, 2
 

@@ -16,7 +16,7 @@ from onebit.base import CompressedOptimizer
 from onebit.bucketed import BucketedOptimizer
 from onebit.comm import SignCodec, SimTransport
 from onebit.shards import Shards
-from onebit.zero.reshape import Piece
+from onebit.zero.checkpoint.reshard import Piece
 
 BLOCK = 64
 SHAPES = {"embed": (21, 8), "up": (40, 24), "norm": (24,), "down": (10, 40), "one": (1, 5)}

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from onebit.comm import SimTransport
 from onebit.zero import ShardedOnebitAdam
-from onebit.zero.shard_base import ShardedOnebitOptimizer
-from onebit.zero.shard_bucket import Piece, ShardedBucket
+from onebit.zero.sharded.bucket import Piece, ShardedBucket
+from onebit.zero.sharded.optimizer import ShardedOnebitOptimizer
 
 SIZES = (300, 7, 513, 256)
 WARMUP = 4

@@ -15,7 +15,7 @@ from onebit import zero
 from onebit.base import CompressedOptimizer
 from onebit.comm import Transport
 from onebit.dense import average_gradients
-from onebit.zero.choices import build_optimizer
+from onebit.zero.config.optimizers import build_optimizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 

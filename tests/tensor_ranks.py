@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import TensorDataset
 
 from onebit import zero
-from onebit.replicas import ReplicaError
+from onebit.agreement.replicas import ReplicaError
 from onebit.shards import local
-from onebit.zero import tensor
 from onebit.zero.grid import Grid
+from onebit.zero.parallel import tensor
 
 from layouts import tensor_plan  # isort: skip  (scripts/ is on the path since tensor_cases)
 

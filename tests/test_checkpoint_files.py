@@ -26,12 +26,12 @@ from checkpoint import CheckpointFolder
 from filesystem_faults import Died, Faults
 from torch.distributed import checkpoint as dcp
 
-from onebit import files
+from onebit.checkpoint import files
+from onebit.checkpoint.files import CheckpointError
 from onebit.comm import SimTransport, run_ranks
-from onebit.comm.transport import PeerError
-from onebit.files import CheckpointError
+from onebit.comm.transports.base import PeerError
 from onebit.zero import Checkpoints
-from onebit.zero.tree import unpack
+from onebit.zero.checkpoint.tree import unpack
 
 Content = tuple[int, float]
 CPU = torch.device("cpu")

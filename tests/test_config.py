@@ -16,12 +16,20 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from onebit.zero.blocks import Bf16, Fp16, Monitor, OffloadOptimizer, OffloadParam, Onebit, ZeroOptimization
-from onebit.zero.choices import OPTIMIZERS, OnebitAdamParams, OnebitLambParams, ZeroOneAdamParams
-from onebit.zero.config import Config, Fills, _TopLevel, batch_triangle, read_config
-from onebit.zero.keys import blocks_of, keys_of
-from onebit.zero.rates import Cycle, Warmup, WarmupCosine, WarmupDecay
-from onebit.zero.schedules import SCHEDULERS
+from onebit.zero.config.lr_schedules import Cycle, Warmup, WarmupCosine, WarmupDecay
+from onebit.zero.config.optimizers import OPTIMIZERS, OnebitAdamParams, OnebitLambParams, ZeroOneAdamParams
+from onebit.zero.config.schema import blocks_of, keys_of
+from onebit.zero.config.sections import (
+    Bf16,
+    Fp16,
+    Monitor,
+    OffloadOptimizer,
+    OffloadParam,
+    Onebit,
+    ZeroOptimization,
+)
+from onebit.zero.config.whole import Config, Fills, _TopLevel, batch_triangle, read_config
+from onebit.zero.lr_schedulers import SCHEDULERS
 
 FILES = sorted((Path(__file__).parent / "deepspeed_configs").glob("*.json"))
 # What a trainer would know. Only the files written for Hugging Face's trainer leave these to it.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from onebit.comm import SimTransport, run_ranks
 from onebit.dense import DenseAverager, average_gradients, broadcast_parameters
 from onebit.shards import Shards
-from onebit.zero import dense
+from onebit.zero.parallel import dense
 
 ORIGINAL = nn.Sequential(nn.Linear(5, 400), nn.ReLU(), nn.Linear(400, 900), nn.ReLU(), nn.Linear(900, 1))
 

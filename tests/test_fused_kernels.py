@@ -13,7 +13,7 @@ from test_kernels import each_isa, needs_build
 
 from onebit.comm import SignCodec
 from onebit.comm.kernels import cpu, reference
-from onebit.comm.operands import Momentum, MomentumWeights, Outgoing, Segments, Variance
+from onebit.comm.kernels.operands import Momentum, MomentumWeights, Outgoing, Segments, Variance
 
 each_case = pytest.mark.parametrize("case", cases.CASES, ids=str)
 ERRORS = (None, torch.float32, torch.bfloat16)

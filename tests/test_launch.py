@@ -16,8 +16,8 @@ import transport_ranks
 from ranks import Ended, run_mpi, run_torchrun
 
 import onebit.comm
-from onebit.comm.edge import DIAGNOSIS_S
 from onebit.comm.launch import Launch, describe, detect, first_host
+from onebit.comm.transports.edge import DIAGNOSIS_S
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -171,7 +171,7 @@ def test_importing_starts_neither_mpi_nor_hooks() -> None:
     code = """
 import sys
 hook = sys.excepthook
-import onebit.comm, onebit.comm.mpi_transport, onebit.comm.torch_transport
+import onebit.comm, onebit.comm.transports.mpi, onebit.comm.transports.torch_distributed
 assert "mpi4py" not in sys.modules
 assert sys.excepthook is hook
 """

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from onebit import zero
-from onebit.zero import LayerSpec, PipelineModule, TiedLayerSpec, pipeline
-from onebit.zero.blocks import Pipelining
-from onebit.zero.layers import Stages, balance
+from onebit.zero import LayerSpec, PipelineModule, TiedLayerSpec
+from onebit.zero.config.sections import Pipelining
+from onebit.zero.pipeline import run as pipeline
+from onebit.zero.pipeline.layers import Stages, balance
 
 
 def whole(model: PipelineModule) -> nn.Module:

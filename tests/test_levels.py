@@ -30,7 +30,7 @@ from onebit.comm import (
     run_ranks,
     two_levels,
 )
-from onebit.comm.levels import Seen, decide
+from onebit.comm.hierarchy import Seen, decide
 
 T = TypeVar("T")
 

@@ -288,7 +288,7 @@ def test_options_and_versions_are_compared_at_construction(name: str, monkeypatc
 
     for said in errors_of(2, ours):
         assert "differ between ranks" in said and "lr = 0.01" in said and "lr = 0.02" in said
-    assert any(line.startswith("version of onebit = ") for line in onebit.ballot.option_lines([]))
+    assert any(line.startswith("version of onebit = ") for line in onebit.agreement.ballot.option_lines([]))
 
 
 @pytest.mark.parametrize("name", [*FAMILY, *SHARDED])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from onebit.comm.notes import Note, Operation, conclude
-from onebit.comm.rendezvous import Arrival, contradiction, from_where
+from onebit.comm.transports.notes import Note, Operation, conclude
+from onebit.comm.transports.rendezvous import Arrival, contradiction, from_where
 
 OURS = Operation("all_to_all", 7, 4096)
 OTHER = Operation("all_gather", 7, 4096)

@@ -12,9 +12,9 @@ from test_config import FILES, optimizer, read, small
 import onebit
 import onebit.dense
 from onebit.comm import Bf16Codec, IdentityCodec, Int8Codec, SignCodec, SimTransport, run_ranks
-from onebit.zero.choices import build_optimizer
-from onebit.zero.config import Config
-from onebit.zero.schedules import build_scheduler
+from onebit.zero.config.optimizers import build_optimizer
+from onebit.zero.config.whole import Config
+from onebit.zero.lr_schedulers import build_scheduler
 
 PEER_ADAM = {"lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
 

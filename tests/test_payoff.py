@@ -13,9 +13,9 @@ from torch import Tensor
 
 import onebit
 from onebit import payoff
+from onebit.agreement.replicas import gather_bytes
 from onebit.comm import IdentityCodec, SimTransport, run_ranks
 from onebit.payoff import Payoff, StopWatch
-from onebit.replicas import gather_bytes
 
 
 @pytest.mark.parametrize(

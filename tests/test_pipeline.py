@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import onebit
 from onebit.comm import SignCodec, SimTransport
-from onebit.comm.sim_transport import run_ranks
+from onebit.comm.transports.simulated import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]  # one start of ranks runs many layouts
 

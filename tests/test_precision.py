@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import onebit
 from onebit.comm import SimTransport, run_ranks
-from onebit.zero.blocks import Fp16
+from onebit.zero.config.sections import Fp16
 from onebit.zero.precision import LossScale, cast_floats, loss_scale
 
 RULES = st.fixed_dictionaries(

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import onebit
 from onebit.comm import SimTransport, run_ranks
+from onebit.zero.checkpoint.reshard import Piece, packed_pieces, parts_of, pieces_of, plan, recut, saved_pieces
 from onebit.zero.grid import GridShape
-from onebit.zero.reshape import Piece, packed_pieces, parts_of, pieces_of, plan, recut, saved_pieces
 
 STEPS = {"warm-up": 2, "one bit": 9}
 BETA1 = 0.9

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import onebit
 from onebit.comm import IdentityCodec, SimTransport
-from onebit.zero.rates import Cycle
-from onebit.zero.schedules import (
+from onebit.zero.config.lr_schedules import Cycle
+from onebit.zero.lr_schedulers import (
     LRRangeTest,
     OneCycle,
     ScheduleLR,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from onebit.comm import SimTransport, run_ranks
 from onebit.zero import ShardedOnebitAdam
-from onebit.zero.shard_base import WARMUP_STEPS
+from onebit.zero.sharded.optimizer import WARMUP_STEPS
 
 STEPS = 12
 FORMS = {

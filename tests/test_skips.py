@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import onebit
 from onebit import SkippedStepsError, zero
+from onebit.agreement.skips import MOST_SKIPS, SkipLimit
 from onebit.comm import SimTransport, run_ranks
-from onebit.skips import MOST_SKIPS, SkipLimit
 
 FAMILY: dict[str, tuple[type, dict]] = {
     "OnebitAdam": (onebit.OnebitAdam, {"freeze_step": 2}),

@@ -16,7 +16,7 @@ from onebit.comm import run_ranks
 from onebit.comm.launch import Launch
 from onebit.zero import read_config
 from onebit.zero.initializing import _shards
-from onebit.zero.tensor import resolve
+from onebit.zero.parallel.tensor import resolve
 
 from layouts import tensor_plan  # isort: skip  (scripts/ is on the path since tensor_cases)
 

@@ -15,8 +15,8 @@ from transport_contract import CHECKS, digest_of_compressed_rounds
 
 from onebit import OnebitAdam, dense, zero
 from onebit.comm import SignCodec, allreduce_mean, run_ranks, two_levels
-from onebit.comm.edge import DIAGNOSIS_S, check_all_gather, check_all_to_all, check_contiguous
-from onebit.comm.mpi_transport import check_thread_level
+from onebit.comm.transports.edge import DIAGNOSIS_S, check_all_gather, check_all_to_all, check_contiguous
+from onebit.comm.transports.mpi import check_thread_level
 
 WORLDS = [1, 2, 3, 4]
 BACKENDS = [pytest.param(name, marks=pytest.mark.dist) for name in ("gloo", "mpi")]

@@ -140,7 +140,12 @@ def ptx_of(name: str, capability: int) -> str:
     from triton.compiler import ASTSource
 
     from onebit.comm.kernels import triton as kernel
-    from onebit.comm.kernels import triton_apply, triton_decode, triton_int8, triton_lanes, triton_mean, triton_momentum
+    from onebit.comm.kernels.triton import apply as triton_apply
+    from onebit.comm.kernels.triton import decode as triton_decode
+    from onebit.comm.kernels.triton import int8 as triton_int8
+    from onebit.comm.kernels.triton import lanes as triton_lanes
+    from onebit.comm.kernels.triton import mean as triton_mean
+    from onebit.comm.kernels.triton import momentum as triton_momentum
 
     function, types, constants = COMPILED[name]
     if capability != 90 and constants["BLOCK"] == 256:

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from onebit.comm import SimTransport, init, run_ranks
-from onebit.zero.checkpoint import CheckpointError, Checkpoints, _check_model, _names_of_all
-from onebit.zero.tree import pack, select, unpack
+from onebit.zero.checkpoint.files import CheckpointError, Checkpoints, _check_model, _names_of_all
+from onebit.zero.checkpoint.tree import pack, select, unpack
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 

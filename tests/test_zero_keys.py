@@ -15,15 +15,15 @@ from ranks import run_torchrun
 
 import onebit
 from onebit import zero
+from onebit.agreement.replicas import gather_bytes
 from onebit.comm import SimTransport, run_ranks
 from onebit.comm.launch import Launch
-from onebit.replicas import gather_bytes
-from onebit.zero.blocks import Monitor
+from onebit.zero.config.sections import Monitor
 from onebit.zero.forms import FORMS, choose, without_effect
 from onebit.zero.grid import GridShape
-from onebit.zero.groups import remembered
 from onebit.zero.initializing import _shards
 from onebit.zero.monitor import open_monitors
+from onebit.zero.parallel.groups import remembered
 
 
 @pytest.fixture(scope="module")

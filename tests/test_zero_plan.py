@@ -14,7 +14,7 @@ from torch import nn
 import onebit
 from onebit.comm import SimTransport, run_ranks
 from onebit.zero.plan import DTYPE_BYTES, OPTIMIZERS, Run, main, plan, plans, table
-from onebit.zero.shard import ShardedOnebitAdam
+from onebit.zero.sharded.adam import ShardedOnebitAdam
 
 N = 1 << 20
 KINDS = {"OneBitAdam": onebit.OnebitAdam, "ZeroOneAdam": onebit.ZeroOneAdam, "OneBitLamb": onebit.OnebitLamb}

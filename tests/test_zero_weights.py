@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from onebit.comm import SimTransport
-from onebit.zero.weights import export_weights, import_weights
+from onebit.zero.checkpoint.weights import export_weights, import_weights
 
 
 class Tied(nn.Module):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from onebit.comm import ErrorFeedback, SignCodec, Transport, Wire, compressed_allreduce, interleave
-from onebit.comm.edge import HostStaged
+from onebit.comm.transports.edge import HostStaged
 
 SIZES = (0, 1, 7, 4096, 100_003)
 

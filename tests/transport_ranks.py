@@ -282,12 +282,12 @@ def of_first(W: int) -> Transport | None:
 
 
 def _on_gloo(group: torch.distributed.ProcessGroup, timeout_s: float = 20.0) -> Transport:
-    from onebit.comm.torch_transport import TorchTransport
+    from onebit.comm.transports.torch_distributed import TorchTransport
 
     return TorchTransport(group, timeout_s)
 
 
 def _on_mpi(comm: object, timeout_s: float = 20.0, **options: int) -> Transport:
-    from onebit.comm.mpi_transport import MpiTransport
+    from onebit.comm.transports.mpi import MpiTransport
 
     return MpiTransport(comm, timeout_s, **options)

@@ -24,19 +24,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..agreement.replicas import gather_bytes
+from ..agreement.skips import SkipLimit
 from ..buffers import persistent_buffers, sync_tensors
-from ..replicas import gather_bytes
-from ..skips import SkipLimit
-from . import dense, fsdp, pipeline, resume
-from .checkpoint import Checkpoints
-from .config import Config
+from .checkpoint import engine_state as resume
+from .checkpoint.files import Checkpoints
+from .checkpoint.weights import export_weights
+from .config.whole import Config
 from .data import ShardedLoader, forever
 from .forms import Built
 from .grid import Grid
-from .layers import Loss
 from .monitor import WallClock, Writer
+from .parallel import dense, fsdp
+from .pipeline import run as pipeline
+from .pipeline.layers import Loss
 from .precision import LossScale, cast_floats, loss_scale
-from .weights import export_weights
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class Engine:
 
     A step has `config.gradient_accumulation_steps` micro-batches: call the engine, `backward`, and `step` for each; the
     last one's `step` updates. What is accumulated: the mean over the micro-batches. Gradients travel once per step,
-    except inside the node at stages 2 and 3 (`fsdp.py`).
+    except inside the node at stages 2 and 3 (`parallel/fsdp.py`).
     """
 
     def __init__(
@@ -363,9 +365,9 @@ class Engine:
 
         On the grid that wrote it, to the bit. On any other, and in the form "whole" what was "inside" or the other way
         round: moments to the bit, and of what was not yet sent every replica owes the mean, parameter by parameter
-        (`reshape.py`); the form "across" takes other numbers of replicas alone. Leave the samples of a step as they
-        were: then the loader goes on with the same steps. Raises CheckpointError, on all ranks, where it is damaged, or
-        of another model, form or optimizer.
+        (`checkpoint/reshard.py`); the form "across" takes other numbers of replicas alone. Leave the samples of a step
+        as they were: then the loader goes on with the same steps. Raises CheckpointError, on all ranks, where it is
+        damaged, or of another model, form or optimizer.
         """
         if self.stage is not None:
             fsdp.reshard(self.module)

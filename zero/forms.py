@@ -1,9 +1,9 @@
 """Which form a configuration takes on this grid, and the model and optimizer that it makes.
 
     whole    stage 0, float32         the model as it is; a one-bit optimizer sends buckets during backward
-    inside   stages 1 to 3, and any   FSDP2 over the ranks of a node (`fsdp.py`); a one-bit optimizer on the local
-             stage in bf16 and fp16   shards, between nodes. Masters are float32, computing is in dtype
-    across   stages 1 and 2           `shard*.py`: sharding itself crosses the slow network, in one bit and four
+    inside   stages 1 to 3, and any   FSDP2 over the ranks of a node (`parallel/fsdp.py`); a one-bit optimizer on the
+             stage in bf16 and fp16   local shards, between nodes. Masters are float32, computing is in dtype
+    across   stages 1 and 2           `sharded/`: sharding itself crosses the slow network, in one bit and four
     dense    Adam, AdamW, Lamb        the same with gradients averaged between replicas in float32; stage 0: whole
 
 `choose` is pure; `build` acts on it, on all ranks.
@@ -21,18 +21,18 @@ from torch import nn
 
 from ..dense import DenseAverager, broadcast_parameters
 from ..shards import Shards, shards_of
-from . import dense, fsdp, tensor
-from .blocks import Onebit
-from .choices import AdamParams, OnebitLambParams, OptimizerChoice, ZeroOneAdamParams, build_optimizer
-from .config import Config
+from .config.optimizers import AdamParams, OnebitLambParams, OptimizerChoice, ZeroOneAdamParams, build_optimizer
+from .config.sections import Onebit
+from .config.whole import Config
 from .grid import Grid, GridShape
-from .groups import Groups
-from .layers import Stage, Stages
-from .pipeline import Ties
-from .shard import ShardedOnebitAdam
-from .shard_base import WARMUP_STEPS, ShardedOnebitOptimizer
-from .shard_lamb import ShardedOnebitLamb
-from .shard_zero_one import ShardedZeroOneAdam
+from .parallel import dense, fsdp, tensor
+from .parallel.groups import Groups
+from .pipeline.layers import Stage, Stages
+from .pipeline.run import Ties
+from .sharded.adam import ShardedOnebitAdam
+from .sharded.lamb import ShardedOnebitLamb
+from .sharded.optimizer import WARMUP_STEPS, ShardedOnebitOptimizer
+from .sharded.zero_one_adam import ShardedZeroOneAdam
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The grid of ranks: which place each has on every axis, and the groups and links along them, from one device mesh.
 
 `shape_of` is pure and refuses what does not fit before any process group is made; `start` acts on it. Rests on
-`comm/launch.py` (who started this process) and `comm/transport.py`; `fsdp.py` shards a model over it.
+`comm/launch.py` (who started this process) and `comm/transports/base.py`; `parallel/fsdp.py` shards a model over it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import Transport, init
 from ..comm.launch import detect
-from ..comm.torch_transport import TorchTransport
+from ..comm.transports.torch_distributed import TorchTransport
 from ..shards import Shards
 
 _log = logging.getLogger(__name__)

@@ -23,18 +23,18 @@ from torch.utils.data import Dataset
 
 from ..comm.launch import Launch, detect
 from . import grid as grids
-from . import pipeline
-from .config import Config, Fills, read_config
+from .checkpoint.weights import check_can_export
+from .config.whole import Config, Fills, read_config
 from .data import ShardedLoader
 from .engine import Engine
 from .forms import build
 from .grid import Grid
-from .groups import Groups, remembered, trained
-from .layers import Loss, PipelineModule, Stages
+from .lr_schedulers import build_scheduler
 from .monitor import open_monitors
-from .schedules import build_scheduler
-from .tensor import Plan
-from .weights import check_can_export
+from .parallel.groups import Groups, remembered, trained
+from .parallel.tensor import Plan
+from .pipeline import run as pipeline
+from .pipeline.layers import Loss, PipelineModule, Stages
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from .blocks import Monitor
-from .config import Config
+from .config.sections import Monitor
+from .config.whole import Config
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from .blocks import Fp16
+from .config.sections import Fp16
 
 _FACTOR = 2.0
 

@@ -1,8 +1,8 @@
 """Kernels: the same few functions in several implementations, the same bytes from each.
 
 `reference.py` is the specification; `cpu.py` the C++ one (built by setup.py from csrc/); `cupy.py` the one for CUDA
-tensors, compiled at run time; `triton.py` another for those, imported where Triton is installed. `select` picks one per
-device, `describe` tells what runs, so that nobody has to guess. A kernel is a module with `encode`, `decode`,
+tensors, compiled at run time; `triton/` another for those, imported where Triton is installed. `select` picks one
+per device, `describe` tells what runs, so that nobody has to guess. A kernel is a module with `encode`, `decode`,
 `decode_mean` for sign frames, the same with `int8_` in front for int8 frames, and the fused steps over sign frames:
 `encode_momentum`, `encode_mean`, `apply`.
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..operands import Momentum, Outgoing, Segments, Update
-from .edge import INT4, INT8, SIGN, Edge, Frame, check_scale
+from .arguments import INT4, INT8, SIGN, Edge, Frame, check_scale
+from .operands import Momentum, Outgoing, Segments, Update
 
 ABI_VERSION = 4
 EDGE = Edge("cpu")

@@ -23,9 +23,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..operands import Momentum, Outgoing, Update
-from .edge import INT8, SIGN, Edge, Frame, check_scale
+from .arguments import INT8, SIGN, Edge, Frame, check_scale
 from .gpu_tables import Table, address, kind, readable, write_back
+from .operands import Momentum, Outgoing, Update
 
 EDGE = Edge("cuda", frame_alignment=8)
 SOURCE = Path(__file__).with_name("frames.cu")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..operands import Segments
+from .operands import Segments
 
 KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 """As in csrc/frames.cu; 0 where there is no tensor."""

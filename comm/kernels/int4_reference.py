@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .edge import check_shape
+from .arguments import check_shape
 
 _NAN_BF16 = 0x7FC0
 

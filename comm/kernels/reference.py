@@ -51,8 +51,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..operands import Momentum, Outgoing, Update, Variance
-from .edge import check_shape
+from .arguments import check_shape
+from .operands import Momentum, Outgoing, Update, Variance
 
 LANES = 16
 _NAN_BF16 = 0x7FC0

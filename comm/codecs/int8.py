@@ -1,0 +1,54 @@
+"""The eight-bit codec: a signed byte per element and a scale per block. For what one bit is too coarse for.
+
+Warm-up gradients and variance rounds travel in it: a quarter of float32's bytes, an error of at most half a step of
+1/127 of the block's largest value, which error feedback can return. Byte layout and rules: `kernels/reference.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .. import kernels
+from ..kernels import reference
+from ..kernels.operands import Outgoing
+from .base import _check_whole_blocks, average_then_encode
+
+
+@dataclass(frozen=True)
+class Int8Codec:
+    """8 + 16/block bits per element.
+
+    block: elements per scale, a multiple of 16.
+    kernel: as in `SignCodec`.
+    """
+
+    block: int = 256
+    kernel: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.block <= 0 or self.block % 16:
+            raise ValueError(f"block must be a positive multiple of 16, got {self.block}")
+        kernels.check_name(self.kernel)
+
+    def frame_bytes(self, n: int) -> int:
+        _check_whole_blocks(n, self.block)
+        return -(-(n + 2 * (n // self.block)) // 16) * 16
+
+    def encode(self, x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None) -> None:
+        kernel = kernels.select(self.kernel, x_KN.device)
+        kernel.int8_encode(x_KN, error_KN, frames_KB, counts_KJ, block=self.block)
+
+    def decode(self, frames_KB: Tensor, out_KN: Tensor, *, weight: float = 1.0, keep: float = 0.0) -> None:
+        kernel = kernels.select(self.kernel, out_KN.device)
+        kernel.int8_decode(frames_KB, out_KN, block=self.block, weight=weight, keep=keep)
+
+    def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
+        kernels.select(self.kernel, out_N.device).int8_decode_mean(frames_KB, out_N, block=self.block)
+
+    def encode_mean(self, received_WB: Tensor, out: Outgoing) -> None:
+        average_then_encode(self, received_WB, out)
+
+    def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
+        return reference.decodes_finite(reference.int8_scales(frames_KB, n, block=self.block), 128.0).all()

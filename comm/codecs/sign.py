@@ -1,0 +1,68 @@
+"""The one-bit codec: a sign per element and a scale per block, in one frame. Byte layout: `kernels/reference.py`.
+
+Source: the compression operator of 1-bit Adam (Tang et al., arXiv 2102.02888, section 3), with a scale per block of
+`block` elements instead of one for the whole tensor; README, "Differences", says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .. import kernels
+from ..kernels import reference
+from ..kernels.operands import Momentum, Outgoing, Update
+from .base import _check_whole_blocks
+
+
+@dataclass(frozen=True)
+class SignCodec:
+    """C(c) = s·sgn(c) per block, 1 + 16/block bits per element.
+
+    block: elements per scale, a multiple of 64. scale: "rms" (s² = mean c²) or "mean_abs" (s = mean |c|).
+    kernel: "auto" (C++ for host tensors where it was built; for CUDA tensors CuPy where it is installed, else Triton;
+    else the reference), "reference", "cpu", "cupy", or "triton".
+    """
+
+    block: int = 256
+    scale: str = "rms"
+    kernel: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.block <= 0 or self.block % 64:
+            raise ValueError(f"block must be a positive multiple of 64, got {self.block}")
+        if self.scale not in ("rms", "mean_abs"):
+            raise ValueError(f'scale must be "rms" or "mean_abs", got {self.scale!r}')
+        kernels.check_name(self.kernel)
+
+    def frame_bytes(self, n: int) -> int:
+        _check_whole_blocks(n, self.block)
+        return -(-(n // 8 + 2 * (n // self.block)) // 16) * 16
+
+    def encode(self, x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None) -> None:
+        kernel = kernels.select(self.kernel, x_KN.device)
+        kernel.encode(x_KN, error_KN, frames_KB, counts_KJ, block=self.block, scale=self.scale)
+
+    def decode(self, frames_KB: Tensor, out_KN: Tensor, *, weight: float = 1.0, keep: float = 0.0) -> None:
+        kernel = kernels.select(self.kernel, out_KN.device)
+        kernel.decode(frames_KB, out_KN, block=self.block, weight=weight, keep=keep)
+
+    def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
+        kernels.select(self.kernel, out_N.device).decode_mean(frames_KB, out_N, block=self.block)
+
+    def encode_mean(self, received_WB: Tensor, out: Outgoing) -> None:
+        kernel = kernels.select(self.kernel, out.residual_KN.device)
+        kernel.encode_mean(received_WB, out, block=self.block, scale=self.scale)
+
+    def encode_momentum(self, momentum: Momentum, out: Outgoing) -> None:
+        """frames ← frames of c = add·g/√(D² + own·g²) + keep·m + error; residual ← c - decode(frames)."""
+        kernel = kernels.select(self.kernel, out.residual_KN.device)
+        kernel.encode_momentum(momentum, out, block=self.block, scale=self.scale)
+
+    def apply(self, frames_KB: Tensor, n: int, update: Update) -> None:
+        """p ← keep·p + weight·value, the values those of frames of rows of n elements."""
+        kernels.select(self.kernel, frames_KB.device).apply(frames_KB, n, update, block=self.block)
+
+    def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
+        return reference.scales(frames_KB, n, block=self.block).isfinite().all()

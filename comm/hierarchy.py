@@ -1,0 +1,220 @@
+"""Two levels: full precision between the ranks of a node, compressed between nodes, on a share of the data each.
+
+`two_levels` makes a `TwoLevelTransport` of a flat one; `allreduce.py` asks `Levels.of` what its link has. Whether the
+nodes are there is `decide`'s to say, from what every rank sees; `launch.py` asks it. Rests on `transports/base.py`.
+
+A bucket keeps its W chunks, one per rank, as rows. Those with local rank l exchange rows l·H to l·H + H - 1, of which
+the one on node h owns row l·H + h. In a flat world every rank is a node of its own: L = 1.
+
+Shape legend: W = L·H ranks, L on each of H nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .transports.base import Transport, Work, check_transport
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The links of one rank. inside: to the ranks of its node, None where it is alone. across: to one rank per node."""
+
+    inside: Transport | None
+    across: Transport
+
+    @classmethod
+    def of(cls, link: Transport) -> Levels:
+        """What an exchange over this link has; a link that is not of two levels crosses from every rank to every."""
+        check_transport(link)
+        return cls(link.inside, link.across) if isinstance(link, TwoLevelTransport) else cls(None, link)
+
+    @property
+    def local_size(self) -> int:
+        """L."""
+        return 1 if self.inside is None else self.inside.world_size
+
+    @property
+    def nodes(self) -> int:
+        """H."""
+        return self.across.world_size
+
+    @property
+    def own(self) -> slice:
+        """The rows of a bucket that this rank exchanges across nodes."""
+        local_rank = 0 if self.inside is None else self.inside.rank
+        return slice(local_rank * self.nodes, (local_rank + 1) * self.nodes)
+
+    @property
+    def owner(self) -> int:
+        """The row which this rank averages."""
+        return self.own.start + self.across.rank
+
+    @property
+    def legs(self) -> int:
+        """How many operations an exchange takes, one after the other."""
+        return 2 if self.inside is None else 4
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The own rows of a flat tensor, [H, N]. A view."""
+        return x.view(self.local_size * self.nodes, -1)[self.own]
+
+    def sum_inside(self, x: Tensor) -> Generator[Work, None, None]:
+        """Own rows of x ← their sum over the ranks of this node, in rank order: the same bits over every transport.
+
+        x: float32 [W·N]; its other rows stay as they are. Yields one Work, none in a flat world. Sends (L-1)/L·4 bytes
+        per element: half of what Gloo's own reduce-scatter does.
+        """
+        if self.inside is None:
+            return
+        sent = x.view(self.local_size, -1).view(torch.uint8)
+        received = torch.empty_like(sent)  # not kept: few buckets are in this leg at a time
+        yield self.inside.all_to_all(received, sent)
+        first, *others = received.view(torch.float32)
+        own = self.rows(x).view(-1)
+        own.copy_(first)
+        for share in others:
+            own.add_(share)
+
+
+class TwoLevelTransport:
+    """A transport over all ranks that knows which of them share a node. See `Transport` for the contract.
+
+    Operations are those of `world`. inside: the L ranks of this node; across: the H ranks with this local rank, one per
+    node, in order of nodes. Ranks are numbered node by node. An optimizer, or `compressed_allreduce`, exchanges over
+    `inside` and `across` instead.
+    """
+
+    def __init__(self, world: Transport, inside: Transport, across: Transport):
+        L, H = inside.world_size, across.world_size
+        if world.world_size != L * H or world.rank != across.rank * L + inside.rank:
+            raise ValueError(
+                f"rank {world.rank} of {world.world_size} cannot be rank {inside.rank} of {L} on node {across.rank} of "
+                f"{H}: expected rank = node·{L} + local rank"
+            )
+        self.world, self.inside, self.across = world, inside, across
+        self.rank, self.world_size = world.rank, world.world_size
+        self._sent_across = 0
+
+    @property
+    def timeout_s(self) -> float:
+        """Of all three links."""
+        return self.world.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        for link in (self.world, self.inside, self.across):
+            link.timeout_s = timeout_s
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload bytes this rank has handed to any other rank."""
+        return self.world.sent_bytes + self.inside.sent_bytes + self.across.sent_bytes
+
+    @property
+    def sent_bytes_across(self) -> int:
+        """Those of them that went to other nodes: what the slow wire carries."""
+        return self._sent_across + self.across.sent_bytes
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a PeerError was raised."""
+        return any(getattr(link, "has_failed", False) for link in (self.world, self.inside, self.across))
+
+    def describe(self) -> str:
+        """What moves the bytes, for a log line."""
+        means = getattr(self.world, "describe", lambda: "none (in this process)")()
+        return f"{means}, two levels: {self.across.world_size} nodes of {self.inside.world_size} ranks"
+
+    def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
+        return self._counted(lambda: self.world.all_to_all(out_WB, in_WB))
+
+    def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work:
+        return self._counted(lambda: self.world.all_gather(out_WB, in_B))
+
+    def all_reduce(self, x: Tensor) -> Work:
+        return self._counted(lambda: self.world.all_reduce(x))
+
+    def broadcast(self, x: Tensor, src: int) -> Work:
+        return self._counted(lambda: self.world.broadcast(x, src))
+
+    def split(self, ranks: Sequence[int]) -> Transport:
+        return self.world.split(ranks)
+
+    def close(self) -> None:
+        """Barriers, then release all three links, also where a barrier fails. All ranks; idempotent."""
+        with ExitStack() as closing:
+            for link in (self.world, self.across, self.inside):
+                closing.callback(link.close)
+
+    def abandon(self) -> None:
+        """Release without the others: for a rank that ends on an error of its own. Idempotent."""
+        for link in (self.inside, self.across, self.world):
+            getattr(link, "abandon", lambda: None)()
+
+    def _counted(self, launch: Callable[[], Work]) -> Work:
+        """Of what an operation sends, every peer is taken to get the same share."""
+        before = self.world.sent_bytes
+        work = launch()
+        others, peers = self.world_size - self.inside.world_size, max(self.world_size - 1, 1)
+        self._sent_across += (self.world.sent_bytes - before) * others // peers
+        return work
+
+
+def two_levels(link: Transport, local_size: int) -> Transport:
+    """The same ranks in two levels, `local_size` on each node, numbered node by node. 1: the link itself.
+
+    All ranks. Raises ValueError where that does not divide their number.
+    """
+    check_transport(link)
+    W, L = link.world_size, local_size
+    if L < 1 or W % L:
+        raise ValueError(f"rank {link.rank}: {W} ranks cannot be {L} on each node; give a divisor of {W}")
+    if L == 1:
+        return link
+    node, local_rank = divmod(link.rank, L)
+    inside = link.split(range(node * L, (node + 1) * L))
+    return TwoLevelTransport(link, inside, link.split(range(local_rank, W, L)))
+
+
+def sent_across(link: Transport) -> int:
+    """The payload bytes this rank has sent to other nodes; where nodes are not known, every rank is one."""
+    return link.sent_bytes_across if isinstance(link, TwoLevelTransport) else link.sent_bytes
+
+
+class Seen(NamedTuple):
+    """What one rank sees of its node. local_size: how many ranks the launcher says it has; None: it does not say."""
+
+    host: str
+    local_size: int | None
+
+
+def decide(seen: Sequence[Seen]) -> tuple[int, str]:
+    """(L, why not more) from what all ranks see, in rank order. L = 1: flat, where "" is the reason if none is needed.
+
+    Two levels take a launcher that says how many ranks share a node, and host names that agree: the same number on
+    every node, ranks numbered node by node, more than one node. Where all share one there is no slow wire.
+    """
+    W, sizes, hosts = len(seen), {rank.local_size for rank in seen}, [rank.host for rank in seen]
+    if len(set(hosts)) in (1, W) and sizes <= {None, 1, W}:
+        return 1, ""
+    if None in sizes:
+        return 1, "the launcher does not say how many ranks share a node"
+    if len(sizes) > 1:
+        return 1, f"nodes have unlike numbers of ranks: {', '.join(map(str, sorted(s for s in sizes if s)))}"
+    L = seen[0].local_size
+    assert L is not None
+    nodes = [hosts[start : start + L] for start in range(0, W, L)]
+    if W % L or any(len(set(node)) > 1 for node in nodes) or len({node[0] for node in nodes}) < len(nodes):
+        per_host = [hosts.count(host) for host in dict.fromkeys(hosts)]
+        return 1, (
+            f"the launcher says {L} ranks share a node, but by their host names "
+            f"{', '.join(map(str, per_host))} do, or they are not numbered node by node"
+        )
+    return L, ""

@@ -1,0 +1,217 @@
+"""Kernels: the arguments of their functions, checked once; past this edge there are only pointers.
+
+Rests on torch alone. Each compiled kernel has one `Edge`, which says what memory it takes.
+
+Shape legend: K rows, N elements, J blocks, B bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .operands import Momentum, Outgoing, Segments, Update, Variance, check_tensors
+
+SCALES = ("rms", "mean_abs")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What the edge must know of a frame. element_bits: without the scale."""
+
+    name: str
+    element_bits: int
+    block_multiple: int
+
+    def whole_blocks(self, n: int, block: int) -> int:
+        """Blocks in a row of n elements."""
+        if block <= 0 or block % self.block_multiple:
+            raise ValueError(f"block must be a positive multiple of {self.block_multiple}, got {block}")
+        if n % block:
+            raise ValueError(f"a row of {n} elements is not a whole number of blocks of {block}; pad it")
+        return n // block
+
+    def bytes(self, n: int, blocks: int) -> int:
+        return -(-(n * self.element_bits // 8 + 2 * blocks) // 16) * 16
+
+
+SIGN = Frame("sign", element_bits=1, block_multiple=64)
+INT8 = Frame("int8", element_bits=8, block_multiple=16)
+INT4 = Frame("int4", element_bits=4, block_multiple=32)
+
+
+def check_shape(frames_KB: Tensor, rows: int, used_bytes: int) -> None:
+    """Raise ValueError unless these are so many frames, each of so many bytes and zeros up to a multiple of 16."""
+    expected = rows, -(-used_bytes // 16) * 16
+    if tuple(frames_KB.shape) != expected:
+        raise ValueError(f"frames must have shape {expected}, got shape {tuple(frames_KB.shape)}")
+
+
+def check_scale(scale: str) -> None:
+    """Raise ValueError unless `scale` is one of a sign frame's."""
+    if scale not in SCALES:
+        raise ValueError(f'scale must be "rms" or "mean_abs", got {scale!r}')
+
+
+@dataclass(frozen=True)
+class Edge:
+    """device: the type of the devices the kernel works on. frame_alignment: of the rows of frames, in bytes."""
+
+    device: str
+    frame_alignment: int = 1
+
+    def check_encode(
+        self,
+        frame: Frame,
+        x_KN: Tensor,
+        error_KN: Tensor | None,
+        frames_KB: Tensor,
+        counts_KJ: Tensor | None,
+        *,
+        block: int,
+    ) -> tuple[int, int]:
+        """(K, J). Raises ValueError or TypeError, as the others do."""
+        self._check_rows("x", x_KN, (torch.float32,), written=True)
+        K, N = x_KN.shape
+        J = frame.whole_blocks(N, block)
+        self._check_frames(frames_KB, K, frame.bytes(N, J), written=True)
+        if error_KN is not None:
+            self._check_rows("error", error_KN, (torch.float32, torch.bfloat16), shape=(K, N))
+        if counts_KJ is not None:
+            self._check_rows("counts", counts_KJ, (torch.int32,), shape=(K, J))
+        self._check_one_device(x_KN, error_KN, frames_KB, counts_KJ)
+        return K, J
+
+    def check_decode(self, frame: Frame, frames_KB: Tensor, out_KN: Tensor, *, block: int) -> tuple[int, int]:
+        """(K, J)."""
+        self._check_rows("out", out_KN, (torch.float32,), written=True)
+        K, N = out_KN.shape
+        J = frame.whole_blocks(N, block)
+        self._check_frames(frames_KB, K, frame.bytes(N, J))
+        self._check_one_device(frames_KB, out_KN)
+        return K, J
+
+    def check_decode_mean(self, frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int) -> tuple[int, int]:
+        """(K, J)."""
+        if out_N.dim() != 1:
+            raise ValueError(f"out must have one dimension [N], got {tuple(out_N.shape)}")
+        self._check_rows("out", out_N.unsqueeze(0), (torch.float32,), written=True)
+        K, N = frames_KB.shape[0], out_N.shape[0]
+        J = frame.whole_blocks(N, block)
+        if K == 0:
+            raise ValueError("frames has no rows: a mean needs at least one")
+        self._check_frames(frames_KB, K, frame.bytes(N, J))
+        self._check_one_device(frames_KB, out_N)
+        return K, J
+
+    def check_encode_mean(self, frame: Frame, received_WB: Tensor, out: Outgoing, *, block: int) -> tuple[int, int]:
+        """(W, J)."""
+        rows, J = self._check_outgoing(frame, out, block=block)
+        W = received_WB.shape[0]
+        if W == 0 or rows != 1:
+            raise ValueError(f"a mean needs at least one frame and has one row, got {W} frames and {rows} rows")
+        self._check_frames(received_WB, W, frame.bytes(J * block, J))
+        self._check_one_device(received_WB, out.residual_KN)
+        return W, J
+
+    def check_encode_momentum(self, frame: Frame, momentum: Momentum, out: Outgoing, *, block: int) -> tuple[int, int]:
+        """(K, J)."""
+        K, J = self._check_outgoing(frame, out, block=block)
+        N, D = J * block, momentum.D_KN
+        self._check_segments("grads", momentum.grads, momentum.segments, K * J, block)
+        if isinstance(D, Variance):
+            self._check_flat("variance", D.v_KN, (torch.float32,), (K, N))
+            self._check_flat("floor", D.floor_KJ, (torch.float32,), (K, J))
+        else:
+            self._check_flat("D", D, (torch.float32,), (K, N))
+        if momentum.is_packed:
+            self._check_frames(momentum.old, K, frame.bytes(N, J))
+        else:
+            self._check_flat("momentum", momentum.old, (torch.float32,), (K, N))
+        self._check_one_device(momentum.old, out.residual_KN, *momentum.grads)
+        return K, J
+
+    def check_apply(self, frame: Frame, frames_KB: Tensor, n: int, update: Update, *, block: int) -> tuple[int, int]:
+        """(K, J)."""
+        K, J = frames_KB.shape[0], frame.whole_blocks(n, block)
+        self._check_frames(frames_KB, K, frame.bytes(n, J))
+        self._check_segments("params", update.params, update.segments, K * J, block)
+        for name, x in (("weight", update.weight_S), ("keep", update.keep_S)):
+            self._check_flat(name, x.unsqueeze(0), (torch.float32,), (1, len(update.segments)))
+        self._check_one_device(frames_KB, update.weight_S, update.keep_S, *update.params)
+        return K, J
+
+    def _check_outgoing(self, frame: Frame, out: Outgoing, *, block: int) -> tuple[int, int]:
+        """(K, J)."""
+        floats = (torch.float32, torch.bfloat16)
+        self._check_flat("residual", out.residual_KN, floats, None)
+        K, N = out.residual_KN.shape
+        J = frame.whole_blocks(N, block)
+        self._check_frames(out.frames_KB, K, frame.bytes(N, J), written=True)
+        if out.error_KN is not None:
+            self._check_flat("error", out.error_KN, floats, (K, N))
+        if out.counts_KJ is not None:
+            self._check_rows("counts", out.counts_KJ, (torch.int32,), shape=(K, J))
+        self._check_one_device(out.residual_KN, out.error_KN, out.frames_KB, out.counts_KJ)
+        return K, J
+
+    def _check_flat(self, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, int] | None) -> None:
+        self._check_rows(name, x, dtypes, shape=shape)
+        if not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {x.stride()}; copy it first")
+
+    @staticmethod
+    def _check_segments(
+        name: str, tensors: Sequence[Tensor | None], segments: Segments, blocks: int, block: int
+    ) -> None:
+        check_tensors(name, tensors, segments)
+        if segments.block != block or segments.blocks > blocks:
+            raise ValueError(
+                f"segments are {segments.blocks} blocks of {segments.block}, the rows {blocks} blocks of {block}"
+            )
+
+    def _check_frames(self, frames_KB: Tensor, K: int, frame_bytes: int, *, written: bool = False) -> None:
+        self._check_rows("frames", frames_KB, (torch.uint8,), shape=(K, frame_bytes), written=written)
+        aligned = self.frame_alignment
+        if frames_KB.numel() and (frames_KB.data_ptr() % aligned or (K > 1 and frames_KB.stride(0) % aligned)):
+            raise ValueError(
+                f"the rows of frames must start at multiples of {aligned} bytes, this one starts at "
+                f"{frames_KB.data_ptr() % aligned} with strides {frames_KB.stride()}; copy it first"
+            )
+
+    def _check_rows(
+        self,
+        name: str,
+        rows: Tensor,
+        dtypes: tuple[torch.dtype, ...],
+        *,
+        shape: tuple[int, int] | None = None,
+        written: bool = False,
+    ) -> None:
+        if rows.dtype not in dtypes:
+            raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {rows.dtype}")
+        if rows.device.type != self.device:
+            where = "on the host" if self.device == "cpu" else f"on a {self.device} device"
+            raise ValueError(f"{name} must be {where}, got {rows.device}; use the reference kernel there")
+        if rows.dim() != 2 or (shape is not None and tuple(rows.shape) != shape):
+            expected = "two dimensions (rows first)" if shape is None else f"shape {shape}"
+            raise ValueError(f"{name} must have {expected}, got shape {tuple(rows.shape)}")
+        if rows.shape[1] > 1 and rows.stride(1) != 1:
+            raise ValueError(
+                f"the elements of a row of {name} must be contiguous, got strides {rows.stride()}; copy it first"
+            )
+        if written and rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]:
+            raise ValueError(
+                f"the rows of {name} are written and must not overlap, got strides {rows.stride()}; copy it first"
+            )
+        if rows.data_ptr() % rows.element_size():
+            raise ValueError(f"{name} must start at a multiple of {rows.element_size()} bytes; copy it first")
+
+    @staticmethod
+    def _check_one_device(*tensors: Tensor | None) -> None:
+        devices = {tensor.device for tensor in tensors if tensor is not None}
+        if len(devices) > 1:
+            raise ValueError(f"all tensors must be on one device, got {', '.join(sorted(map(str, devices)))}")

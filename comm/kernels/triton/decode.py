@@ -1,0 +1,159 @@
+"""Kernels: decoding in Triton. The two frames differ in how a code becomes a value, and in nothing else here.
+
+Rests on `lanes.py`; `__init__.py` and `int8.py` offer these functions for their frames.
+
+Shape legend: K rows, N elements, J blocks, B bytes. In the kernels: U units per program, words of 64 sign bits or 16
+bytes of int8.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..arguments import SIGN, Frame
+from .lanes import EDGE, OPTIONS, codes_of, from_bfloat16, launching_on
+
+UNITS = {"sign": 16, "int8": 64}
+"""U."""
+
+_ELEMENTS = {"sign": 64, "int8": 16}
+"""Of a unit."""
+
+
+def decode(frame: Frame, frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None:
+    """out ← keep·out + weight·values; out float32 [K, N]. With keep = 0 the old content of out is not read."""
+    K, J = EDGE.check_decode(frame, frames_KB, out_KN, block=block)
+    if K * J == 0:
+        return
+    codes, halves, U = codes_of(frame, frames_KB), frames_KB.view(torch.int16), UNITS[frame.name]
+    units_per_row = J * block // _ELEMENTS[frame.name]
+    with launching_on(out_KN.device):
+        decode_units[(triton.cdiv(K * units_per_row, U),)](
+            codes,
+            codes.stride(0),
+            halves,
+            halves.stride(0),
+            out_KN,
+            out_KN.stride(0),
+            K,
+            units_per_row,
+            float(weight),
+            float(keep),
+            BLOCK=block,
+            U=U,
+            IS_SIGN=frame == SIGN,
+            WEIGHTED=weight != 1.0,
+            READS_OUT=keep != 0.0,
+            **OPTIONS,
+        )
+
+
+def decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
+    """out ← mean over the K frames; out float32 [N], written once."""
+    K, J = EDGE.check_decode_mean(frame, frames_KB, out_N, block=block)
+    if J == 0:
+        return
+    codes, halves, U = codes_of(frame, frames_KB), frames_KB.view(torch.int16), UNITS[frame.name]
+    units_per_row = J * block // _ELEMENTS[frame.name]
+    with launching_on(out_N.device):
+        decode_mean_units[(triton.cdiv(units_per_row, U),)](
+            codes,
+            codes.stride(0),
+            halves,
+            halves.stride(0),
+            out_N,
+            K,
+            units_per_row,
+            1.0 / K,
+            BLOCK=block,
+            U=U,
+            IS_SIGN=frame == SIGN,
+            **OPTIONS,
+        )
+
+
+@triton.jit
+def values_at(codes_at: tl.tensor, scale_at: tl.tensor, inside: tl.tensor, IS_SIGN: tl.constexpr) -> tl.tensor:
+    """The values [U, 64] of words of sign bits, or [U, 16] of bytes, each times the scale of its block."""
+    scale = tl.load(scale_at, mask=inside, other=0)
+    if IS_SIGN:
+        word = tl.load(codes_at, mask=inside, other=0)
+        minus = ((word[:, None] >> tl.arange(0, 64)[None, :].to(tl.int64)) & 1).to(tl.int32)
+        values = ((scale.to(tl.int32) << 16)[:, None] ^ (minus << 31)).to(tl.float32, bitcast=True)
+    else:
+        lane = tl.arange(0, 16)[None, :]
+        code = tl.load(codes_at[:, None] + lane, mask=inside[:, None] & (lane < 16), other=0)
+        values = code.to(tl.float32) * from_bfloat16(scale)[:, None]
+    return values
+
+
+@triton.jit(do_not_specialize=["K", "units_per_row"])
+def decode_units(
+    codes: tl.tensor,
+    codes_stride: tl.tensor,
+    halves: tl.tensor,
+    halves_stride: tl.tensor,
+    out: tl.tensor,
+    out_stride: tl.tensor,
+    K: tl.tensor,
+    units_per_row: tl.tensor,
+    weight: tl.tensor,
+    keep: tl.tensor,
+    BLOCK: tl.constexpr,
+    U: tl.constexpr,
+    IS_SIGN: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    READS_OUT: tl.constexpr,
+) -> None:
+    """U units. codes: int64 words, or int8. halves: the frames as int16, in which the scales lie behind the codes."""
+    UNIT: tl.constexpr = 64 if IS_SIGN else 16
+    CODES: tl.constexpr = 1 if IS_SIGN else 16
+    HALVES: tl.constexpr = 4 if IS_SIGN else 8
+    g = tl.program_id(0) * U + tl.arange(0, U)
+    inside = g < K * units_per_row
+    k = (g // units_per_row).to(tl.int64)
+    u = (g % units_per_row).to(tl.int64)
+    scale_at = halves + k * halves_stride + units_per_row * HALVES + u // (BLOCK // UNIT)
+    values = values_at(codes + k * codes_stride + u * CODES, scale_at, inside, IS_SIGN)
+    if WEIGHTED:
+        values = values * weight
+    element = tl.arange(0, UNIT)[None, :]
+    out_at = out + (k * out_stride + u * UNIT)[:, None] + element
+    mask = inside[:, None] & (element < UNIT)
+    if READS_OUT:
+        values = tl.load(out_at, mask=mask, other=0.0) * keep + values
+    tl.store(out_at, values, mask=mask)
+
+
+@triton.jit(do_not_specialize=["K", "units_per_row"])
+def decode_mean_units(
+    codes: tl.tensor,
+    codes_stride: tl.tensor,
+    halves: tl.tensor,
+    halves_stride: tl.tensor,
+    out: tl.tensor,
+    K: tl.tensor,
+    units_per_row: tl.tensor,
+    share: tl.tensor,
+    BLOCK: tl.constexpr,
+    U: tl.constexpr,
+    IS_SIGN: tl.constexpr,
+) -> None:
+    """U units, as in `decode_units`, their sum over the K rows in registers."""
+    UNIT: tl.constexpr = 64 if IS_SIGN else 16
+    CODES: tl.constexpr = 1 if IS_SIGN else 16
+    HALVES: tl.constexpr = 4 if IS_SIGN else 8
+    u = (tl.program_id(0) * U + tl.arange(0, U)).to(tl.int64)
+    inside = u < units_per_row
+    codes_at = codes + u * CODES
+    scale_at = halves + units_per_row.to(tl.int64) * HALVES + u // (BLOCK // UNIT)
+    total = values_at(codes_at, scale_at, inside, IS_SIGN)
+    for _ in range(1, K):
+        codes_at += codes_stride
+        scale_at += halves_stride
+        total += values_at(codes_at, scale_at, inside, IS_SIGN)
+    element = tl.arange(0, UNIT)[None, :]
+    tl.store(out + (u * UNIT)[:, None] + element, total * share, mask=inside[:, None] & (element < UNIT))

@@ -1,0 +1,93 @@
+"""The transport: what moves bytes between ranks, and nothing else.
+
+A transport knows ranks and tensors; it does not know codecs, optimizers or the meaning of the bytes. One file each:
+`torch_distributed.py` (process groups: Gloo, NCCL), `mpi.py` (mpi4py), `simulated.py` (threads of one
+process). `launch.py` picks one from the environment.
+
+Shape legend: W ranks, B bytes of one frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class PeerError(RuntimeError):
+    """A peer died, fell silent or broke off: the collective cannot be completed.
+
+    `ranks` holds the peers from which something was still missing when the wait ended (empty: not known).
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()):
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class Work(Protocol):
+    """A launched operation."""
+
+    def wait(self) -> None:
+        """Return once the outputs may be read on the current stream and the inputs may be overwritten.
+
+        Raises `PeerError`, naming the ranks that are missing or out of step, within timeout_s and `edge.DIAGNOSIS_S`
+        seconds more, and sooner where a connection breaks.
+        """
+
+
+def check_transport(link: object) -> None:
+    """Raise TypeError unless this is a transport."""
+    if not all(hasattr(link, name) for name in ("rank", "world_size", "all_to_all", "all_gather")):
+        example = f"backend={link!r}" if isinstance(link, str) else ""
+        raise TypeError(f"link must be a transport, got {link!r}; make one with onebit.comm.init({example})")
+
+
+class Transport(Protocol):
+    """Moves tensors between `world_size` ranks.
+
+    Every method is called by all ranks, in the same order, with equal shapes and dtypes. Tensors are contiguous and
+    must not be touched between the launch and the return of `wait()`. Several operations may be in flight; they may
+    be waited for in any order. A world of one rank is an ordinary world.
+
+    Ranks that launch different operations (another kind, number or size, or another source of a broadcast) never get
+    each other's bytes. They end with a `PeerError` that says which rank launched what: after the timeout, or at once on
+    the simulated network. NCCL cannot tell: its watchdog ends the process after the timeout.
+
+    A launch may raise `PeerError` as well. Over Gloo all_reduce and broadcast wait at their launch until all ranks have
+    launched them, so ranks with several transports must launch such operations in one order over all of them.
+    """
+
+    rank: int
+    world_size: int
+    timeout_s: float
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload bytes this rank has handed to the network for other ranks since construction (no headers)."""
+
+    def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
+        """out[j] on rank i ← in[i] of rank j. uint8 [W, B] both. Sends (W-1)·B bytes per rank."""
+
+    def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work:
+        """out[j] ← in of rank j. uint8 [W, B] and [B]. Sends (W-1)·B bytes per rank."""
+
+    def all_reduce(self, x: Tensor) -> Work:
+        """x ← sum over ranks of x, in place, in the transport's own order of summation (the library's native one).
+
+        float32, any shape. Sends about 2·(W-1)/W·4 bytes per element and rank. The dense baseline's collective.
+        """
+
+    def broadcast(self, x: Tensor, src: int) -> Work:
+        """x ← x of rank src, in place. Any dtype and shape; sent_bytes counts (W-1)·x.nbytes at src."""
+
+    def split(self, ranks: Sequence[int]) -> Transport:
+        """A transport between these ranks of mine, ascending, this one among them. Called by them all, alike.
+
+        It counts its own `sent_bytes`; a `PeerError` of its operations names ranks as they are numbered here. Close it
+        before this one.
+        """
+
+    def close(self) -> None:
+        """Barrier, then release everything. All ranks; idempotent."""

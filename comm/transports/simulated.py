@@ -1,0 +1,183 @@
+"""A simulated network: N ranks as threads of one process. For tests, teaching and convergence studies.
+
+`run_ranks(n, f)` calls `f(link)` in n threads and returns their results in rank order. A rank that raises ends the
+others with a `PeerError` that names it; a rank that is late ends them after the timeout.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from .base import PeerError, Work
+from .edge import check_split
+from .notes import Operation
+
+T = TypeVar("T")
+
+
+class SimNetwork:
+    """The medium that the ranks share: operation k of every rank meets in slot k."""
+
+    def __init__(self, world_size: int, timeout_s: float = 60.0):
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self._slots: dict[int, dict[int, tuple[Operation, Tensor | None]]] = {}
+        self._readers: dict[int, int] = {}
+        self._dead: set[int] = set()
+        self._changed = threading.Condition()
+        self._parts: dict[tuple[tuple[int, ...], int], SimNetwork] = {}
+
+    def part(self, ranks: tuple[int, ...], number: int) -> SimNetwork:
+        """The network that these ranks share apart from the others, the same object for each of them."""
+        with self._changed:
+            part = self._parts.setdefault((ranks, number), SimNetwork(len(ranks), self.timeout_s))
+            for rank in self._dead.intersection(ranks):
+                part.leave(ranks.index(rank))
+            return part
+
+    def post(self, operation: Operation, rank: int, data: Tensor | None) -> None:
+        with self._changed:
+            posted = operation, None if data is None else data.clone()
+            self._slots.setdefault(operation.number, {})[rank] = posted
+            self._changed.notify_all()
+
+    def collect(self, operation: Operation, rank: int) -> list[Tensor | None]:
+        """What every rank posted for this operation, once all have. Raises PeerError at once where one has another."""
+        deadline, number = time.monotonic() + self.timeout_s, operation.number
+        with self._changed:
+            while True:
+                slot = self._slots.setdefault(number, {})
+                others = {peer: theirs for peer, (theirs, _) in sorted(slot.items()) if theirs != operation}
+                if others:
+                    said = "; ".join(f"rank {peer} {theirs}" for peer, theirs in others.items())
+                    raise PeerError(
+                        f"rank {rank}: {operation}: the ranks launched different operations: {said}", list(others)
+                    )
+                missing = sorted(set(range(self.world_size)) - set(slot))
+                if not missing:
+                    break
+                dead = [peer for peer in missing if peer in self._dead]
+                left = deadline - time.monotonic()
+                if dead:
+                    raise PeerError(f"rank {rank}: rank {dead} ended before {operation}", dead)
+                if left <= 0 or not self._changed.wait(left):
+                    raise PeerError(
+                        f"rank {rank}: nothing from rank {missing} for {self.timeout_s} s in {operation}", missing
+                    )
+            posted = [slot[peer][1] for peer in range(self.world_size)]
+            self._readers[number] = self._readers.get(number, 0) + 1
+            if self._readers[number] == self.world_size:
+                del self._slots[number], self._readers[number]
+            return posted
+
+    def leave(self, rank: int) -> None:
+        with self._changed:
+            self._dead.add(rank)
+            self._changed.notify_all()
+            parts = [(ranks.index(rank), part) for (ranks, _), part in self._parts.items() if rank in ranks]
+        for local_rank, part in parts:
+            part.leave(local_rank)
+
+
+class _SimWork:
+    def __init__(self, finish: Callable[[], None]):
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+
+class SimTransport:
+    """One rank of a `SimNetwork`. Same contract, bytes and order of summation as the real transports."""
+
+    def __init__(self, network: SimNetwork | None = None, rank: int = 0):
+        self.network = SimNetwork(1) if network is None else network
+        self.rank = rank
+        self.world_size = self.network.world_size
+        self.timeout_s = self.network.timeout_s
+        self.sent_bytes = 0
+        self._operations = 0
+        self._splits: dict[tuple[int, ...], int] = {}
+
+    def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
+        def finish(posted: list[Tensor]) -> None:
+            for peer, rows in enumerate(posted):
+                out_WB[peer].copy_(rows[self.rank])
+
+        return self._launch("all_to_all", in_WB[0].nbytes, in_WB, finish, in_WB[0].nbytes * (self.world_size - 1))
+
+    def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work:
+        def finish(posted: list[Tensor]) -> None:
+            for peer, row in enumerate(posted):
+                out_WB[peer].copy_(row)
+
+        return self._launch("all_gather", in_B.nbytes, in_B, finish, in_B.nbytes * (self.world_size - 1))
+
+    def all_reduce(self, x: Tensor) -> Work:
+        def finish(posted: list[Tensor]) -> None:
+            x.copy_(posted[0])
+            for other in posted[1:]:
+                x.add_(other)
+
+        sent_bytes = 2 * x.nbytes * (self.world_size - 1) // self.world_size
+        return self._launch("all_reduce", x.nbytes, x, finish, sent_bytes)
+
+    def broadcast(self, x: Tensor, src: int) -> Work:
+        def finish(posted: list[Tensor]) -> None:
+            x.detach().copy_(posted[src])
+
+        is_source = self.rank == src
+        sent_bytes = x.nbytes * (self.world_size - 1) if is_source else 0
+        return self._launch(f"broadcast from rank {src}", x.nbytes, x if is_source else None, finish, sent_bytes)
+
+    def split(self, ranks: Sequence[int]) -> SimTransport:
+        check_split(self.rank, self.world_size, ranks)
+        members = tuple(ranks)
+        number = self._splits[members] = self._splits.get(members, 0) + 1
+        return SimTransport(self.network.part(members, number), members.index(self.rank))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _launch(
+        self, name: str, nbytes: int, data: Tensor | None, finish: Callable[[list], None], sent_bytes: int
+    ) -> Work:
+        self._operations += 1
+        operation = Operation(name, self._operations, nbytes)
+        self.sent_bytes += sent_bytes
+        self.network.post(operation, self.rank, data)
+        return _SimWork(lambda: finish(self.network.collect(operation, self.rank)))
+
+
+def run_ranks(world_size: int, work: Callable[[SimTransport], T], timeout_s: float = 60.0) -> list[T]:
+    """Call work(link) in one thread per rank; the results in rank order.
+
+    Raises the exception of the lowest rank that raised something of its own; a PeerError only where nothing else was.
+    """
+    network = SimNetwork(world_size, timeout_s)
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(SimTransport(network, rank))
+        except BaseException as error:
+            errors[rank] = error
+        finally:
+            network.leave(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise min(errors.items(), key=lambda item: (isinstance(item[1], PeerError), item[0]))[1]
+    return [results[rank] for rank in range(world_size)]

@@ -1,0 +1,485 @@
+"""The transport over torch.distributed: any process group, Gloo and NCCL from the same class.
+
+On Gloo both exchanges are posted isend/irecv pairs: half the wire bytes of its all-to-all, and each pair has a peer
+to name when it fails. Elsewhere they are the library's collectives. Rests on `base.py` (the contract), `edge.py`
+and `notes.py`; `launch.py` makes the process group.
+
+Shape legend: W ranks, B bytes of one frame.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .base import PeerError, Work
+from .edge import (
+    DIAGNOSIS_S,
+    NOTES_S,
+    ROLL_CALL_S,
+    HostStaged,
+    as_bytes,
+    check_all_gather,
+    check_all_to_all,
+    check_contiguous,
+    check_split,
+    peer_error,
+    reason,
+)
+from .notes import HISTORY, Conclusion, Note, Operation, conclude
+
+_log = logging.getLogger(__name__)
+
+# Above the tags that people give their own isend/irecv on the same group.
+_TAG = _TAGS = 1 << 30
+_ROLL_CALL_TAG, _BREAK_OFF_TAG = _TAG - 1, _TAG - 2
+
+_POLL_S, _LINGER_S = 0.02, 0.5
+
+_HINT = "check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+
+_failures: weakref.WeakKeyDictionary[dist.ProcessGroup, list[object]] = weakref.WeakKeyDictionary()
+
+
+class TorchTransport:
+    """Ranks of a torch.distributed process group (None: the default one). See `Transport` for the contract.
+
+    1. Host tensors on a Gloo group: all_to_all and all_gather post an irecv and an isend per peer, all in flight, peers
+       r-k and r+k for k = 1…W-1. The tag is a digest of the operation's name, number and size: Gloo aborts the process
+       at a message longer than expected, and takes a shorter one for whole. all_reduce and broadcast are Gloo's, whose
+       tags are not ours: ranks meet first, in pairs without bytes.
+    2. Tensors on a device which the group serves natively (NCCL): the library's collectives. `wait()` orders the
+       current stream behind them and returns; a missing peer is found by NCCL's watchdog after the *group's* timeout.
+    3. Device tensors on a Gloo group: through host memory.
+
+    4. A rank whose operation fails closes its connections, at which all that wait for it fail too, and leaves a note in
+       the group's store. Notes say who is missing and who is out of step.
+
+    After a PeerError the transport is of no more use. owns_group: `close()` destroys the group. store_host: the rank
+    in whose process the group's store lives; None: in none, or it is not known.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float = 300.0,
+        *,
+        owns_group: bool = False,
+        store_host: int | None = None,
+    ):
+        if group is None and dist.is_initialized():
+            group = dist.group.WORLD
+        if group is None:
+            raise ValueError("torch.distributed has no default process group; call onebit.comm.init() instead")
+        self.group: dist.ProcessGroup = group
+        self.rank = dist.get_rank(self.group)
+        self.world_size = dist.get_world_size(self.group)
+        self.timeout_s = timeout_s
+        self.sent_bytes = 0
+        self._owns_group = owns_group
+        self._store_host = None if store_host == self.rank else store_host
+        self._backends = _backends_by_device(self.group)
+        self._board = _Board(group, self.rank)
+        self._names: Sequence[int] = range(self.world_size)  # what ranks are called in messages
+        self._splits: collections.Counter[tuple[int, ...]] = collections.Counter()
+        self._launched: collections.deque[Operation] = collections.deque(maxlen=HISTORY)
+        # What a failed operation may still write to must outlive it. A group fails for all its transports.
+        self._failed: list[object] = _failures.setdefault(self.group, [])
+        self._is_closed = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a PeerError was raised."""
+        return bool(self._failed)
+
+    @property
+    def device(self) -> torch.device:
+        """Whose memory small messages may lie in: the host's, where the group serves it."""
+        if "cpu" in self._backends:
+            return torch.device("cpu")
+        bound = getattr(self.group, "bound_device_id", None)
+        return bound or torch.device("cuda", torch.cuda.current_device())
+
+    def describe(self) -> str:
+        """What serves which memory, for a log line."""
+        if len(set(self._backends.values())) == 1:
+            return f"torch.distributed ({next(iter(self._backends.values()))})"
+        return f"torch.distributed ({', '.join(f'{d}: {b}' for d, b in sorted(self._backends.items()))})"
+
+    def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
+        check_all_to_all(self.rank, self.world_size, out_WB, in_WB)
+        if self._is_staged(in_WB):
+            return HostStaged(self).all_to_all(out_WB, in_WB)
+        operation = self._count("all_to_all", in_WB[0].nbytes, in_WB[0].nbytes * (self.world_size - 1))
+        if self._is_gloo(in_WB):
+            return self._exchange(operation, out_WB, list(in_WB))
+        return self._collective(
+            operation, (out_WB, in_WB), lambda: dist.all_to_all_single(out_WB, in_WB, group=self.group, async_op=True)
+        )
+
+    def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work:
+        check_all_gather(self.rank, self.world_size, out_WB, in_B)
+        if self._is_staged(in_B):
+            return HostStaged(self).all_gather(out_WB, in_B)
+        operation = self._count("all_gather", in_B.nbytes, in_B.nbytes * (self.world_size - 1))
+        if self._is_gloo(in_B):
+            return self._exchange(operation, out_WB, [in_B] * self.world_size)
+        return self._collective(
+            operation, (out_WB, in_B), lambda: _all_gather_single(out_WB.view(-1), in_B, self.group)
+        )
+
+    def all_reduce(self, x: Tensor) -> Work:
+        check_contiguous(self.rank, "all_reduce", x)
+        if self._is_staged(x):
+            return HostStaged(self).all_reduce(x)
+        operation = self._count("all_reduce", x.nbytes, 2 * x.nbytes * (self.world_size - 1) // self.world_size)
+        return self._collective(operation, (x,), lambda: dist.all_reduce(x.detach(), group=self.group, async_op=True))
+
+    def broadcast(self, x: Tensor, src: int) -> Work:
+        check_contiguous(self.rank, "broadcast", x)
+        if self._is_staged(x):
+            return HostStaged(self).broadcast(x, src)
+        sent_bytes = x.nbytes * (self.world_size - 1) if self.rank == src else 0
+        operation = self._count(f"broadcast from rank {self._names[src]}", x.nbytes, sent_bytes)
+        return self._collective(
+            operation, (x,), lambda: dist.broadcast(as_bytes(x), group_src=src, group=self.group, async_op=True)
+        )
+
+    @contextmanager
+    def naming_peers(self, what: str, *, is_counted: bool = True) -> Iterator[None]:
+        """Where others communicate over this group (pipelining, FSDP2): their errors of the network become PeerErrors.
+
+        All ranks of the group, in the same order as its operations; not is_counted: as they like, and they learn less
+        of who is out of step. Errors of any other kind pass as they are.
+        """
+        operation = self._count(what, 0, 0) if is_counted else Operation(what, 0)
+        try:
+            yield
+        except PeerError:
+            raise
+        except RuntimeError as error:
+            cause = _network_error(error)
+            if cause is None:
+                raise
+            raise self._collective_error(operation, (), cause) from error
+
+    def split(self, ranks: Sequence[int]) -> TorchTransport:
+        check_split(self.rank, self.world_size, ranks)
+        members = tuple(ranks)
+        self._splits[members] += 1
+        operation = Operation(f"split {self._splits[members]} into ranks {[self._names[rank] for rank in members]}", 0)
+        if self._backends.get("cpu") == "gloo":
+            self._meet(operation, members)
+        everywhere = dist.get_process_group_ranks(self.group)
+        try:
+            group = dist.new_group(
+                [everywhere[rank] for rank in members],
+                timeout=timedelta(seconds=self.timeout_s + DIAGNOSIS_S),
+                backend=dist.get_backend(self.group),
+                use_local_synchronization=True,  # others of the default group need not call
+            )
+        except RuntimeError as error:
+            raise self._collective_error(operation, (), error) from error
+        part = TorchTransport(group, self.timeout_s)
+        part._names, part._board = [self._names[rank] for rank in ranks], self._board
+        part._store_host = self._store_host
+        part._failed = self._failed  # where one has failed, no other waits for a barrier
+        return part
+
+    def close(self) -> None:
+        """Barrier; then, where this object owns the group, destroy it. After a PeerError: no barrier. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if not self._failed:
+                self._barrier()
+        finally:
+            self._release()
+
+    def abandon(self) -> None:
+        """Release without the others: for a rank that ends on an error of its own. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._release()
+
+    def _release(self) -> None:
+        # Destroying without a barrier, or not at all, ended in SIGABRT in 3 of 14 and 2 of 5 runs (Gloo, torch 2.13).
+        # A broken NCCL communicator may block in destroy; the process ends without it.
+        if self._owns_group and dist.is_initialized() and (not self._failed or "gloo" in self._backends.values()):
+            dist.destroy_process_group(self.group)
+            # A Gloo group that only this object still holds lives on with its threads, which abort the exit of Python.
+            del self.group, self._board
+
+    def _barrier(self) -> None:
+        operation = self._count("the barrier of close()", 0, 0)
+        if self._backends.get("cpu") == "gloo":
+            self._meet(operation)
+        else:
+            self._collective(operation, (), lambda: dist.barrier(group=self.group, async_op=True)).wait()
+
+    def _is_staged(self, x: Tensor) -> bool:
+        backend = self._backends.get(x.device.type)
+        return x.device.type != "cpu" and backend in (None, "gloo")
+
+    def _is_gloo(self, x: Tensor) -> bool:
+        return self._backends.get(x.device.type) == "gloo"
+
+    def _count(self, name: str, nbytes: int, sent_bytes: int) -> Operation:
+        self.sent_bytes += sent_bytes
+        operation = Operation(name, self._launched[-1].number + 1 if self._launched else 1, nbytes)
+        self._launched.append(operation)
+        return operation
+
+    def _exchange(self, operation: Operation, out_WB: Tensor, rows: Sequence[Tensor]) -> Work:
+        work = _PairsWork(self, operation, out_WB, rows, _TAG + operation.tag(_TAGS), self.timeout_s)
+        out_WB[self.rank].copy_(rows[self.rank])
+        return work
+
+    def _meet(self, operation: Operation, ranks: Sequence[int] | None = None) -> None:
+        """Wait until all ranks, or these, have launched the operation: no bytes, to and from each."""
+        nothing = torch.empty(self.world_size, 0, dtype=torch.uint8)
+        tag = _TAG + operation.tag(_TAGS)
+        _PairsWork(self, operation, nothing, list(nothing), tag, self.timeout_s, ranks).wait()
+
+    def _collective(self, operation: Operation, tensors: tuple[Tensor, ...], launch: Callable[[], dist.Work]) -> Work:
+        if any(self._is_gloo(x) for x in tensors):
+            self._meet(operation)
+        try:
+            return _CollectiveWork(self, operation, tensors, launch())
+        except RuntimeError as error:
+            raise self._collective_error(operation, tensors, error) from error
+
+    def _collective_error(self, operation: Operation, held: object, error: RuntimeError) -> PeerError:
+        what = f"{reason(error)} (timeout_s={self.timeout_s:g})"
+        if self._backends.get("cpu") != "gloo":
+            self._failed.append(held)
+            return peer_error(self._names[self.rank], operation, what, Conclusion(), _HINT)
+        return self._fail(operation, held, what, self._roll_call(operation), gave_up=_is_timeout(error))
+
+    def _fail(self, operation: Operation, held: object, what: str, suspects: set[int], *, gave_up: bool) -> PeerError:
+        """Break off, compare notes with the others, say who is to blame. suspects: as numbered here."""
+        self._failed.append(held)
+        self._break_off()
+        misses = tuple(sorted(self._names[rank] for rank in suspects))
+        mine = Note(self.group.group_name, operation, tuple(self._launched), misses, gave_up)
+        me = self._names[self.rank]
+        notes = self._board.compare(mine)
+        if notes is None and self._store_host is not None:  # it is gone or hangs, and nobody else could leave a note
+            mine = replace(mine, misses=(self._store_host,))
+        return peer_error(me, operation, what, conclude(me, mine, notes or {}), _HINT)
+
+    def _roll_call(self, failed: Operation) -> set[int]:
+        """Who does not answer; all, where that tells nothing. A rank that failed calls it: one byte to every peer.
+
+        A rank that is merely late by more than `ROLL_CALL_S` is suspected, too.
+        """
+        presence_W1 = torch.zeros(self.world_size, 1, dtype=torch.uint8)
+        mine = [torch.zeros(1, dtype=torch.uint8)] * self.world_size
+        call = _PairsWork(self, failed, presence_W1, mine, _ROLL_CALL_TAG, ROLL_CALL_S)
+        self._failed.append(call)
+        return call.suspects() or set(range(self.world_size)) - {self.rank}
+
+    def _break_off(self) -> None:
+        """Close all connections, so that whoever waits for this rank learns at once that it has failed.
+
+        Gloo does that where a wait times out.
+        """
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                try:
+                    work = dist.irecv(torch.empty(1), group=self.group, group_src=peer, tag=_BREAK_OFF_TAG)
+                    assert work is not None
+                    work.wait(timedelta(milliseconds=1))
+                except RuntimeError as error:
+                    if _is_timeout(error):
+                        return
+
+
+class _Board:
+    """Where ranks that fail leave notes and read those of others: the group's store, a key for each rank."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int):
+        self._group = group
+        self._rank = rank
+        self._is_alive = False
+
+    def compare(self, mine: Note) -> dict[int, Note] | None:
+        """Leave my note; return those of the ranks that I miss, and that these miss, as far as they come in `NOTES_S`.
+
+        Whoever waits for a rank that has failed fails at once, as its connections are closed, and leaves a note.
+        None where the store has died with the rank that hosted it, or hangs in it.
+        """
+        notes: dict[int, Note] = {}
+        self._is_alive = False
+        # In a thread: the store may live in the very process that hangs.
+        thread = threading.Thread(target=self._compare, args=(mine, notes), daemon=True)
+        thread.start()
+        thread.join(NOTES_S + ROLL_CALL_S)
+        return dict(notes) if self._is_alive else None
+
+    def _compare(self, mine: Note, notes: dict[int, Note]) -> None:
+        deadline = time.monotonic() + NOTES_S
+        try:
+            store = _connect_to_store(self._group)
+            store.set(_key_of(self._rank), mine.encode().decode())
+            wanted = set(mine.misses)
+            while (missing := wanted - notes.keys() - {self._rank}) and time.monotonic() < deadline:
+                for peer in missing:
+                    if store.check([_key_of(peer)]):
+                        notes[peer] = Note.decode(store.get(_key_of(peer)))
+                        wanted |= set(notes[peer].misses)
+                time.sleep(_POLL_S)
+            self._is_alive = True
+            if self._rank == 0:
+                time.sleep(_LINGER_S)  # the store may end with this rank, and others have just begun to read
+        except (RuntimeError, OSError) as error:
+            _log.info("rank %d: cannot ask the others what they know: %s", self._rank, reason(error))
+
+
+def _key_of(rank: int) -> str:
+    return f"onebit/notes/{rank}"
+
+
+def _connect_to_store(group: dist.ProcessGroup) -> dist.Store:
+    """The group's store over a connection of one's own. Raises OSError where its host is gone.
+
+    The group's own connection would print a C++ stack where it is broken, and is locked while another thread waits.
+    """
+    store = innermost = group.get_group_store()
+    while isinstance(innermost, dist.PrefixStore):
+        innermost = innermost.underlying_store
+    if isinstance(innermost, dist.TCPStore):
+        try:
+            socket.create_connection((innermost.host, innermost.port), ROLL_CALL_S).close()
+        except OSError as error:
+            raise OSError(
+                f"nobody answers at {innermost.host}:{innermost.port}, where the store was: {error}"
+            ) from error
+    return store.clone()  # type: ignore[attr-defined]
+
+
+class _PairsWork:
+    """A send and a receive per peer: out[j] ← what rank j sends me; rows[j] goes to rank j. My own row stays here.
+
+    ranks: with these peers alone.
+    """
+
+    def __init__(
+        self,
+        link: TorchTransport,
+        operation: Operation,
+        out_WB: Tensor,
+        rows: Sequence[Tensor],
+        tag: int,
+        timeout_s: float,
+        ranks: Sequence[int] | None = None,
+    ):
+        self._link = link
+        self._operation = operation
+        self._timeout_s = timeout_s
+        self._tensors = (out_WB, rows)  # held: staged ones have no other owner
+        self._posted: collections.deque[tuple[int, dist.Work]] = collections.deque()
+        self._broken: dict[int, str] = {}
+        self._silent: set[int] = set()
+        rank, W, group = link.rank, link.world_size, link.group
+        for k in range(1, W):
+            src, dst = (rank - k) % W, (rank + k) % W
+            if ranks is None or src in ranks:
+                self._post(src, dist.irecv, out_WB[src], group=group, group_src=src, tag=tag)
+            if ranks is None or dst in ranks:
+                self._post(dst, dist.isend, rows[dst], group=group, group_dst=dst, tag=tag)
+
+    def _post(self, peer: int, launch: Callable[..., dist.Work | None], row: Tensor, **where: object) -> None:
+        try:
+            work = launch(row, **where)
+            assert work is not None  # None: this rank is outside of the group
+            self._posted.append((peer, work))
+        except RuntimeError as error:  # the connection is known to be broken; told by wait(), with the others
+            self._broken[peer] = reason(error)
+
+    def wait(self) -> None:
+        suspects = self.suspects()
+        if suspects:
+            what = next(iter(self._broken.values()), f"not complete within {self._timeout_s:g} s")
+            raise self._link._fail(self._operation, self, what, suspects, gave_up=not self._broken)
+
+    def suspects(self) -> set[int]:
+        """Wait; then the peers whose connection is broken, or else those from whom something is missing in time.
+
+        Where a connection is broken, the others are not waited for: a wait that times out makes Gloo close all of them.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while self._posted and not self._broken:
+            peer, work = self._posted[0]
+            try:
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except RuntimeError as error:
+                # After the first timeout all connections are closed. What had arrived by then still counts as arrived.
+                if _is_timeout(error):
+                    self._silent.add(peer)
+                else:
+                    self._broken[peer] = reason(error)
+            self._posted.popleft()
+        return set(self._broken) or self._silent
+
+
+class _CollectiveWork:
+    """A collective of the library; it holds the tensors until it is complete."""
+
+    def __init__(self, link: TorchTransport, operation: Operation, tensors: tuple[Tensor, ...], work: dist.Work):
+        self._link = link
+        self._operation = operation
+        self._tensors = tensors
+        self._work: dist.Work | None = work
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        try:
+            if self._link._backends.get("cpu") == "gloo" and all(not x.is_cuda for x in self._tensors):
+                self._work.wait(timedelta(seconds=self._link.timeout_s))
+            else:
+                self._work.wait()  # with a timeout, NCCL's wait blocks the host until the operation is complete
+        except RuntimeError as error:
+            raise self._link._collective_error(self._operation, self, error) from error
+        self._work, self._tensors = None, ()
+
+
+def _backends_by_device(group: dist.ProcessGroup) -> dict[str, str]:
+    """{"cpu": "gloo", "cuda": "nccl"} and the like."""
+    return dict(pair.split(":", 1) for pair in dist.get_backend_config(group).split(","))
+
+
+def _all_gather_single(out: Tensor, in_: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    # torch 2.13 renamed all_gather_into_tensor and warns at every call of the old name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(out, in_, group=group, async_op=True)
+
+
+def _network_error(error: BaseException | None) -> RuntimeError | None:
+    """The error of Gloo or NCCL that is this one or its cause, if any is."""
+    while error is not None:
+        text = str(error)
+        # Not by type alone: Gloo raises plain RuntimeErrors, and pipelining wraps what happens in a stage.
+        is_of_network = isinstance(error, dist.DistError) or "gloo/transport" in text or "Timed out waiting" in text
+        if isinstance(error, RuntimeError) and is_of_network and error.__cause__ is None:
+            return error
+        error = error.__cause__
+    return None
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    return any(text in str(error) for text in ("Timed out", "timed out", "Application timeout"))

@@ -1,0 +1,228 @@
+"""One small message per rank and step: what all must know before anything is decided.
+
+A ballot begins with the summary of a header: which step the rank is taking, and with which numbers. Ranks that are not
+in the same step, or not with the same numbers, end with a `DesyncError` that names them, before anything is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..comm import Transport
+from ..version import VERSION
+from .replicas import gather_bytes
+from .wrappers import NOT_COMPARED
+
+NUMBERS_OF_A_GROUP = ("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
+
+_KIND_BYTES = 32
+_HEADER = struct.Struct(f"<q{_KIND_BYTES}s?")
+_SUMMARY = struct.Struct("<q??8s8s")
+_SUMS = struct.Struct("<2d")
+
+_REMEDIES = {
+    "step": "every rank must call step() equally often; where ranks have different numbers of batches, put the loop "
+    "into `with optimizer.join():`",
+    "kind": "every rank must call the same methods of the same optimizer in the same order",
+    "number": "a schedule must give the same on all ranks: give ReduceLROnPlateau and the like the mean over ranks",
+}
+
+
+class DesyncError(RuntimeError):
+    """The ranks are not in the same step, or take it with different options. Nothing of the step was written."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A header as it travels in a ballot.
+
+    resends: a gradient of this rank has changed since it was sent. repeats: its gradients are those of the last step.
+    gradients: see `wrappers.gradient_digest`.
+    """
+
+    step: int
+    resends: bool
+    repeats: bool
+    gradients: bytes
+    digest: bytes
+
+    def to_bytes(self) -> bytes:
+        return _SUMMARY.pack(self.step, self.resends, self.repeats, self.gradients, self.digest)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Summary:
+        return cls(*_SUMMARY.unpack(data))
+
+
+@dataclass(frozen=True)
+class Header:
+    """Which step a rank is taking. numbers: `NUMBERS_OF_A_GROUP` of each group.
+
+    kind: the optimizer and its round. is_finished: this rank has no batches left; it takes part in the others' steps.
+    """
+
+    step: int
+    kind: str
+    numbers: tuple[float, ...]
+    is_finished: bool = False
+
+    @classmethod
+    def of(cls, groups: Sequence[Mapping], step: int, kind: str, *, is_finished: bool = False) -> Header:
+        """The header of a step over these parameter groups."""
+        return cls(step, kind, tuple(x for group in groups for x in numbers_of(group)), is_finished)
+
+    def summary(self, *, resends: bool = False, repeats: bool = False, gradients: bytes = NOT_COMPARED) -> Summary:
+        """What is sent as long as all agree."""
+        digest = hashlib.blake2b(self.to_bytes(), digest_size=8).digest()
+        return Summary(self.step, resends, repeats, gradients, digest)
+
+    def to_bytes(self) -> bytes:
+        numbers = struct.pack(f"<{len(self.numbers)}d", *self.numbers)
+        return _HEADER.pack(self.step, self.kind.encode()[:_KIND_BYTES], self.is_finished) + numbers
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Header:
+        step, kind, is_finished = _HEADER.unpack_from(data)
+        numbers = struct.unpack(f"<{(len(data) - _HEADER.size) // 8}d", data[_HEADER.size :])
+        return cls(step, kind.rstrip(b"\0").decode(errors="replace"), numbers, is_finished)
+
+
+def numbers_of(group: Mapping) -> tuple[float, ...]:
+    """`NUMBERS_OF_A_GROUP` of a parameter group; 0 where it has no such option."""
+    betas = group.get("betas", (0.0, 0.0))
+    return float(group["lr"]), *map(float, betas), float(group.get("eps", 0.0)), float(group.get("weight_decay", 0.0))
+
+
+def option_lines(groups: Iterable[Mapping]) -> list[str]:
+    """The version of this package and the numbers of these groups, as text: what ranks compare at construction."""
+    pairs = [zip(NUMBERS_OF_A_GROUP, numbers_of(group), strict=True) for group in groups]
+    options = [", ".join(f"{name} = {number}" for name, number in each) for each in pairs]
+    return [f"version of onebit = {VERSION}", *(f"options of a group: {line}" for line in options)]
+
+
+def adopt_numbers(groups: Sequence[dict], numbers: Sequence[float]) -> None:
+    """Give the groups another rank's numbers; a learning rate that is a tensor stays one."""
+    width = len(NUMBERS_OF_A_GROUP)
+    for g, group in enumerate(groups):
+        lr, beta1, beta2, eps, decay = numbers[g * width : (g + 1) * width]
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+        theirs = {"betas": (beta1, beta2), "eps": eps, "weight_decay": decay}
+        group.update({name: value for name, value in theirs.items() if name in group})
+
+
+def gather_headers(link: Transport, mine: Header, device: torch.device | str | None = None) -> list[Header]:
+    """Every rank's header, in rank order. All ranks. Sends 41 bytes and 40 for each group to each peer."""
+    return [Header.from_bytes(data) for data in gather_bytes(link, mine.to_bytes(), device)]
+
+
+def check_summaries(
+    link: Transport, mine: Header, every: Sequence[Summary], device: torch.device | str | None = None
+) -> None:
+    """Raise as `check_headers` unless all are alike; only then does it send anything. All ranks, the same summaries."""
+    are_alike = len({(one.step, one.digest) for one in every}) == 1
+    if not are_alike or not all(map(math.isfinite, mine.numbers)):
+        check_headers(link.rank, gather_headers(link, mine, device))
+
+
+def check_headers(rank: int, headers: Sequence[Header]) -> None:
+    """Raise DesyncError, on all ranks, unless all are in the same step, of one kind, with the same numbers.
+
+    ValueError, on all ranks, where these are not finite. rank: this one's, for the message. A rank that has finished
+    need not have the numbers.
+    """
+    first = headers[0]
+    bad = [index for index, number in enumerate(first.numbers) if not math.isfinite(number)]
+    if bad:
+        group, number = divmod(bad[0], len(NUMBERS_OF_A_GROUP))
+        raise ValueError(
+            f"rank {rank}: {NUMBERS_OF_A_GROUP[number]} of parameter group {group} is {first.numbers[bad[0]]} on rank "
+            "0, a finite number is expected; look at the schedule that sets it"
+        )
+    if all((other.step, other.kind, other.numbers) == (first.step, first.kind, first.numbers) for other in headers):
+        return
+    _check_same(rank, "are not in the same step", {k: header.step for k, header in enumerate(headers)}, "step")
+    _check_same(rank, "do different things", {k: header.kind for k, header in enumerate(headers)}, "kind")
+    active = {k: header.numbers for k, header in enumerate(headers) if not header.is_finished}
+    for index in range(len(first.numbers)):
+        group, number = divmod(index, len(NUMBERS_OF_A_GROUP))
+        what = f"have different values of {NUMBERS_OF_A_GROUP[number]} in parameter group {group}"
+        _check_same(rank, what, {k: numbers[index] for k, numbers in active.items()}, "number")
+
+
+def _check_same(rank: int, what: str, values: Mapping[int, object], remedy: str) -> None:
+    ranks_of: dict[object, list[int]] = {}
+    for k, value in values.items():
+        ranks_of.setdefault(value, []).append(k)
+    if len(ranks_of) > 1:
+        found = "; ".join(f"{value} on rank {_listed(ranks)}" for value, ranks in ranks_of.items())
+        raise DesyncError(f"rank {rank}: the ranks {what}: {found}; {_REMEDIES[remedy]}")
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """One rank's contribution. present: which parameters have a gradient here. The rest is its replica's share of sums.
+
+    norm_squared: ‖g_i‖². product: <g_i, m̂>. Both of all the replica's shards together.
+    """
+
+    summary: Summary
+    present: Sequence[bool]
+    norm_squared: float = 0.0
+    product: float = 0.0
+
+    def to_bytes(self) -> bytes:
+        bits = sum(1 << k for k, is_present in enumerate(self.present) if is_present)
+        presence = bits.to_bytes(-(-len(self.present) // 8), "little")
+        return self.summary.to_bytes() + _SUMS.pack(self.norm_squared, self.product) + presence
+
+    @classmethod
+    def from_bytes(cls, data: bytes, parameters: int) -> Ballot:
+        start = _SUMMARY.size
+        bits = int.from_bytes(data[start + _SUMS.size :], "little")
+        present = [bool(bits >> k & 1) for k in range(parameters)]
+        return cls(Summary.from_bytes(data[:start]), present, *_SUMS.unpack_from(data, start))
+
+
+def cast_ballots(link: Transport, header: Header, mine: Ballot, device: torch.device | str) -> list[Ballot]:
+    """Every rank's ballot, in rank order. All ranks. Sends 42 bytes and a bit per parameter to each peer.
+
+    header: of which the ballot has the summary. Raises DesyncError; see `check_headers` and `check_ballots`.
+    """
+    ballots = [Ballot.from_bytes(data, len(mine.present)) for data in gather_bytes(link, mine.to_bytes(), device)]
+    check_ballots(link, header, ballots, device)
+    return ballots
+
+
+def check_ballots(
+    link: Transport, header: Header, ballots: Sequence[Ballot], device: torch.device | str | None = None
+) -> None:
+    """Raise as `check_summaries`; DesyncError too where some ranks use a gradient again, and others have new ones."""
+    check_summaries(link, header, [ballot.summary for ballot in ballots], device)
+    again = [rank for rank, ballot in enumerate(ballots) if ballot.summary.repeats]
+    anew = [rank for rank, ballot in enumerate(ballots) if not ballot.summary.repeats and any(ballot.present)]
+    if again and anew:
+        raise DesyncError(
+            f"rank {link.rank}: rank {_listed(again)} calls step() with the gradients of its last step, rank "
+            f"{_listed(anew)} with new ones; every rank must call backward() and step() equally often, and zero_grad() "
+            "where it has no batch"
+        )
+
+
+def present_anywhere(ballots: Sequence[Ballot]) -> list[bool]:
+    """Per parameter: whether any rank has a gradient for it."""
+    return [any(column) for column in zip(*(ballot.present for ballot in ballots), strict=True)]

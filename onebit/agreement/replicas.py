@@ -1,0 +1,162 @@
+"""What the ranks must agree on: the same parameters, in the same order, with the same bits, forever.
+
+Checked at construction (descriptions, then values) and by a vote every so many steps. All functions are called by all
+ranks and end the same way on all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..comm import Transport
+
+log = logging.getLogger(__name__)
+
+_CHUNK = 1 << 20
+
+
+class ReplicaError(RuntimeError):
+    """The replicas of a parameter are no longer bit-identical."""
+
+
+def gather_bytes(link: Transport, mine: bytes, device: torch.device | str | None = None) -> list[bytes]:
+    """Every rank's bytes, of one common length. Sends (W-1)·len bytes per rank.
+
+    device: whose memory they travel in; None: the link's own choice (`TorchTransport.device`), else the host's.
+    """
+    device = getattr(link, "device", "cpu") if device is None else device
+    row = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    rows = torch.empty(link.world_size, len(mine), dtype=torch.uint8, device=device)
+    link.all_gather(rows, row).wait()
+    return [bytes(r.tolist()) for r in rows.cpu()]
+
+
+def gather_tensors(link: Transport, mine: Tensor) -> Tensor:
+    """Every rank's tensor of one common shape: [W, *shape], on its device. Sends (W-1)·nbytes per rank."""
+    rows = torch.empty(link.world_size, mine.nbytes, dtype=torch.uint8, device=mine.device)
+    link.all_gather(rows, mine.contiguous().view(-1).view(torch.uint8)).wait()
+    return rows.view(mine.dtype).view(link.world_size, *mine.shape)
+
+
+def sum_in_order(rows: Tensor) -> Tensor:
+    """The sum over the first dimension, in rank order: the same bits on every device."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+def gather_texts(link: Transport, mine: str, device: torch.device | str | None = None) -> list[str]:
+    """Every rank's text, of any length."""
+    data = mine.encode()
+    lengths = [int.from_bytes(b, "little") for b in gather_bytes(link, len(data).to_bytes(16, "little"), device)]
+    padded = data.ljust(max(max(lengths), 1), b"\0")
+    return [b[:n].decode() for b, n in zip(gather_bytes(link, padded, device), lengths, strict=True)]
+
+
+def raise_together(
+    link: Transport,
+    problem: str | None,
+    error: type[Exception],
+    device: torch.device | str | None = None,
+    hint: Callable[[], str] = lambda: "",
+) -> None:
+    """Raise on all ranks where any of them has a problem: the lowest such rank's text, followed by `hint()`."""
+    problems = [text for text in gather_texts(link, problem or "", device) if text]
+    if problems:
+        raise error(problems[0] + hint())
+
+
+def check_same_lines(
+    link: Transport, what: str, lines: Sequence[str], device: torch.device | str | None = None
+) -> None:
+    """Raise ValueError, the same on all ranks, at the first line in which two ranks differ. Sends 32 bytes if none."""
+    text = "\n".join(lines)
+    if len(set(gather_bytes(link, hashlib.sha256(text.encode()).digest(), device))) == 1:
+        return
+    texts = [t.split("\n") for t in gather_texts(link, text, device)]
+    for rank, other in enumerate(texts):
+        for k in range(max(len(texts[0]), len(other))):
+            a, b = (t[k] if k < len(t) else "nothing" for t in (texts[0], other))
+            if a != b:
+                raise ValueError(
+                    f"rank {link.rank}: {what} differ between ranks: entry {k} is {a} on rank 0 and {b} on rank "
+                    f"{rank}; build the same model and the same parameter groups, in the same order, on all ranks"
+                )
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
+    """int64 [len(tensors)]: a hash of the bits of each, sensitive to position; in integers: the same anywhere."""
+    return torch.stack([_fingerprint(t) for t in tensors]) if tensors else torch.zeros(0, dtype=torch.int64)
+
+
+def differing(link: Transport, tensors: Sequence[Tensor]) -> dict[int, list[int]]:
+    """Rank -> indices of the tensors in which it differs from rank 0; empty if all replicas are bit-identical.
+
+    Sends 16 bytes per peer, and 8 more per tensor if they differ. One pass over the tensors.
+    """
+    mine = fingerprints(tensors).cpu()
+    weights = torch.arange(1, len(mine) + 1)
+    total = int((mine * (2 * weights + 1)).sum()) & (2**64 - 1)
+    device = tensors[0].device if tensors else "cpu"
+    if len(set(gather_bytes(link, total.to_bytes(16, "little"), device))) == 1:
+        return {}
+    rows = [b for b in gather_bytes(link, mine.numpy().tobytes(), device)]
+    all_WP = [torch.frombuffer(bytearray(b), dtype=torch.int64) for b in rows]
+    return {
+        rank: torch.nonzero(row != all_WP[0]).flatten().tolist()
+        for rank, row in enumerate(all_WP)
+        if not torch.equal(row, all_WP[0])
+    }
+
+
+def check_replicas(link: Transport, tensors: Sequence[Tensor], names: Sequence[str], step: int) -> None:
+    """Raise ReplicaError on all ranks, naming ranks and parameter, unless every replica has the same bits."""
+    ranks = differing(link, tensors)
+    if ranks:
+        drifted = sorted({index for indices in ranks.values() for index in indices})
+        where = f"{names[drifted[0]]} (and {len(drifted) - 1} more)"
+        raise ReplicaError(
+            f"rank {link.rank}: after step {step} rank {sorted(ranks)} holds other values than rank 0 in {where}: "
+            "something changed a parameter on one rank only, or the ranks compute differently; resume from a checkpoint"
+        )
+
+
+def make_equal(link: Transport, tensors: Sequence[Tensor]) -> None:
+    """Give every rank rank 0's values, if they are not the same already. Sends nothing but the vote if they are.
+
+    tensors: of any dtype; of a quantised one that consists of others, those.
+    """
+    tensors = [part for tensor in tensors for part in _parts(tensor)]
+    if not differing(link, tensors):
+        return
+    if link.rank == 0:
+        log.info("initial parameters differ between ranks; rank 0's are sent to all")
+    for tensor in tensors:
+        whole = tensor.detach().contiguous()
+        link.broadcast(whole.view(-1).view(torch.uint8), 0).wait()  # as bytes: no transport knows every dtype
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(whole)
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that hold the bits of this one."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in _parts(getattr(tensor, name))]
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    bits = values.reshape(-1).contiguous().view(word)
+    weights = torch.arange(min(len(bits), _CHUNK), device=bits.device) * 2 + 1
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for k, piece in enumerate(bits.split(_CHUNK)):
+        total = total + (k * 2 + 1) * (piece.to(torch.int64) * weights[: len(piece)]).sum()
+    return total

@@ -1,0 +1,128 @@
+"""From a world of one size to a world of another: one optimizer state made of the states of all ranks.
+
+What is the same on all ranks stays as it is; of what is each rank's own (worker errors, and between synchronisations
+momentum, accumulated moves and parameters) every new rank takes the mean. A mean over ranks is all that an exchange
+makes of them, so the sum of what has not been sent yet is kept, to rounding. In two levels each rank's worker error is
+that of its node, on one L-th of the elements: it weighs L times as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..comm import Codec
+from ..flat import Layout
+
+
+@dataclass
+class World:
+    """The states of all ranks of a world, taken together. server_errors: per bucket, the owners' chunks in order.
+
+    Where a model is sharded: of all replicas of one shard, which are the ranks of its link.
+    """
+
+    size: int
+    local_size: int
+    shard: int
+    state: dict
+    server_errors: list[Tensor | None]
+
+    def has(self, record: dict) -> bool:
+        """Whether this is the record of one of its ranks."""
+        found = (record["world_size"], record.get("local_size", 1), record.get("shard", 0))
+        return found == (self.size, self.local_size, self.shard)
+
+    def ranks_by_row(self) -> list[int]:
+        """The rank that owns each row of a bucket; see `comm/hierarchy.py`."""
+        return [rank for local_rank in range(self.local_size) for rank in range(local_rank, self.size, self.local_size)]
+
+
+def gather_states(states: Iterable[dict]) -> World:
+    """Read the states of a whole world, in rank order, one at a time. Raises ValueError where they do not make one."""
+    world: World | None = None
+    sums: dict = {}
+    servers: list[list[Tensor | None]] = []
+    for rank, state in enumerate(states):
+        record = state.get("onebit")
+        if record is None or record["rank"] != rank or (world is not None and not world.has(record)):
+            raise ValueError(
+                "expected the states of ranks 0, 1, 2, ... of one world, each saved by its rank; number "
+                f"{rank} is " + ("no state of such an optimizer" if record is None else _whose(record))
+            )
+        if world is None:
+            size, local_size, shard = record["world_size"], record.get("local_size", 1), record.get("shard", 0)
+            world = World(size, local_size, shard, _copy(state), [])
+        if "waiting" in record:  # on any rank; the mean has a part of it
+            waiting = world.state["onebit"]
+            waiting["waiting"] = [a or b for a, b in zip(waiting["waiting"], record["waiting"], strict=True)]
+        _add(sums, _own_tensors(state))
+        servers.append([bucket["server_error"] for bucket in record["buckets"]])
+    if world is None or len(servers) != world.size:
+        raise ValueError(f"expected the states of all {world.size if world else ''} ranks, got {len(servers)}")
+    by_row = [servers[rank] for rank in world.ranks_by_row()]
+    world.server_errors = [None if chunks[0] is None else torch.cat(chunks) for chunks in zip(*by_row, strict=True)]
+    _put_means(world, sums)
+    return world
+
+
+def _copy(state: dict) -> dict:
+    """The same tensors in dicts and lists of our own."""
+    record = dict(state["onebit"])
+    if "parameters" in record:
+        record["parameters"] = list(record["parameters"])
+    return {**state, "state": {key: dict(entry) for key, entry in state["state"].items()}, "onebit": record}
+
+
+def _whose(record: dict) -> str:
+    shard = f", shard {record['shard']} of {record['shards']}" if record.get("shards", 1) > 1 else ""
+    return f"that of rank {record['rank']} of {record['world_size']}{shard}"
+
+
+def _own_tensors(state: dict) -> dict:
+    """Every floating-point tensor that may differ between ranks, by where it is."""
+    found = {
+        ("state", key, name): value
+        for key, entry in state["state"].items()
+        for name, value in entry.items()
+        if isinstance(value, Tensor)
+    }
+    return found | {("parameters", k): p for k, p in enumerate(state["onebit"].get("parameters", ()))}
+
+
+def _add(sums: dict, tensors: dict) -> None:
+    for where, tensor in tensors.items():
+        sums[where] = sums[where].add_(tensor) if where in sums else tensor.to(torch.float64, copy=True)
+
+
+def _put_means(world: World, sums: dict) -> None:
+    """Equal values stay what they are: n of them add up exactly in float64."""
+    state, n = world.state, world.size
+    for where, total in sums.items():
+        if where[0] == "state":
+            entry, name = state["state"][where[1]], where[2]
+            owing = n // world.local_size if name == "worker_error" else n
+            entry[name] = total.div_(owing).to(entry[name].dtype)
+        else:
+            parameters = state["onebit"]["parameters"]
+            parameters[where[1]] = total.div_(n).to(parameters[where[1]].dtype)
+
+
+def resize(flat: Tensor, numel: int) -> Tensor:
+    """Padding at the end added or cut away, so that flat has numel elements."""
+    return torch.nn.functional.pad(flat, (0, numel - flat.numel()))
+
+
+def reframe(frames_WB: Tensor, codec: Codec, old_numel: int, layout: Layout) -> Tensor:
+    """The same blocks in frames for another number of ranks. Lossless: a block of ±s compresses to itself."""
+    old_W = len(frames_WB)
+    values = torch.empty(old_W, old_numel // old_W, device=frames_WB.device)
+    codec.decode(frames_WB, values)
+    rows = resize(values.view(-1), layout.numel).view(layout.world_size, -1)
+    out = torch.empty(layout.world_size, codec.frame_bytes(layout.chunk), dtype=torch.uint8, device=frames_WB.device)
+    codec.encode(rows, None, out, layout.counts(frames_WB.device))
+    assert not rows.any()
+    return out

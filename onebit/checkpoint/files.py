@@ -1,0 +1,389 @@
+"""Checkpoints as files: whole or not there, checked by CRC-32, private to their owner. No communication.
+
+    DIR/latest                    the name of the checkpoint that was saved last: step_00000123
+    DIR/step_00000123/stamp.json  step, run, ...; size and CRC-32 of every other file, and its own CRC-32
+    DIR/step_00000123/*           what was saved
+    DIR/.step_00000123.*          a checkpoint that is being written, replaced or removed; or was, when a run was killed
+
+A checkpoint is written in a hidden folder, flushed, and renamed; then `latest` is. Hidden names are random. A run marks
+what it writes with its number, and removes nothing else. Files have mode 0600 and folders 0700, whatever the umask: to
+share a checkpoint, chmod it. CRC-32 finds accidents (any flipped bit, any burst of 32); it is no signature.
+`folder.py` is the same for all ranks of a run; `scripts/checkpoint.py` and `zero/checkpoint/files.py` use it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+log = logging.getLogger(__name__)
+
+STAMP = "stamp.json"
+_NAME = re.compile(r"step_(\d{8,})")
+# new: being written; old: being replaced; gone: being removed; partial: being written, before runs had numbers.
+_HIDDEN = re.compile(r"\.(step_\d{8,}|latest)\.(?:(\w+)-\w+\.)?(new|old|gone|partial)")
+_PIECE = 1 << 20
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read. Raised on all ranks together, with the same text."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The length of a file in bytes and the CRC-32 of its content. crc32: None where it was not recorded."""
+
+    size: int
+    crc32: int | None
+
+
+# ---------------------------------------------------------------- single files
+
+
+class SummedFile(io.RawIOBase):
+    """A new file that is written from its beginning to its end, and its sum. Raises FileExistsError, for a link too.
+
+    It is on disk when it has been closed. failure: the first error of the system, which libraries bury under their own.
+    """
+
+    def __init__(self, path: Path):
+        self.failure: OSError | None = None
+        self._size, self._crc32 = 0, 0
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    @property
+    def sum(self) -> Sum:
+        """Of what has been written."""
+        return Sum(self._size, self._crc32)
+
+    def write(self, data: object) -> int:
+        view = memoryview(data)  # type: ignore[arg-type]
+        with self._remembering_failure():
+            count = os.write(self._descriptor, view)
+        self._crc32 = zlib.crc32(view[:count], self._crc32)
+        self._size += count
+        return count
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return False
+
+    def tell(self) -> int:
+        return self._size
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
+        try:
+            with self._remembering_failure():
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+    @contextmanager
+    def _remembering_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+
+
+@contextmanager
+def create(path: Path) -> Iterator[io.BufferedWriter[SummedFile]]:
+    """A new file to write to, on disk at the end; its `.raw.sum` then. Raises OSError, whoever writes."""
+    raw = SummedFile(path)
+    try:
+        with io.BufferedWriter(raw, _PIECE) as file:
+            yield file
+    except Exception as error:
+        if raw.failure is None:
+            raise
+        raise OSError(raw.failure.errno, raw.failure.strerror, str(path)) from error
+
+
+def sum_of(path: Path) -> Sum:
+    """Of a file as it is on disk. Reads all of it, through 1 MiB of memory. Raises OSError."""
+    with open_regular(path) as file:
+        size, crc32, piece = 0, 0, memoryview(bytearray(_PIECE))
+        while count := file.readinto(piece):
+            crc32 = zlib.crc32(piece[:count], crc32)
+            size += count
+    return Sum(size, crc32)
+
+
+def open_regular(path: Path) -> io.FileIO:
+    """To read; OSError for what is no file of its own (a pipe would wait for ever)."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{path} is not a regular file")
+    return path.open("rb", buffering=0)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make what was made and renamed in a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """A folder and those above it, as far as they are not there."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+
+
+# ---------------------------------------------------------------- the checkpoints of a folder
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def step_of(name: str) -> int:
+    return int(name.removeprefix("step_"))
+
+
+@dataclass
+class CheckpointFiles:
+    """The checkpoints in one folder. All but reading is for one rank, or one on each host where DIR is its own disk.
+
+    run: the number of the run that is going on; it removes what bears it, and nothing else.
+    """
+
+    folder: Path
+    run: str
+    _has_warned: bool = field(default=False, init=False)
+
+    def names(self) -> list[str]:
+        """Of all checkpoints, whole or not, the newest first."""
+        if not self.folder.is_dir():
+            return []
+        return sorted((p.name for p in self.folder.iterdir() if _NAME.fullmatch(p.name)), key=step_of, reverse=True)
+
+    def latest(self) -> str | None:
+        """The name in `latest`; None without that file. Raises CheckpointError where it holds no name."""
+        try:
+            with open_regular(self.folder / "latest") as file:
+                name = file.readall().decode().strip()
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.folder / 'latest'} cannot be read: {error}") from error
+        if not _NAME.fullmatch(name):
+            raise CheckpointError(f"{self.folder / 'latest'} holds {name[:99]!r}, not a name as step_00000123")
+        return name
+
+    def stamp(self, name: str) -> dict:
+        """A checkpoint's stamp. Raises CheckpointError where there is none, or it is damaged."""
+        return read_stamp(self.folder / name)
+
+    def is_own(self, name: str) -> bool:
+        """Whether this run wrote it."""
+        try:
+            return self.stamp(name).get("run") == self.run
+        except CheckpointError:
+            return False
+
+    def recover(self, name: str) -> None:
+        """Where a kill came between the two renames that replace a checkpoint, finish it. Any rank, all at once too."""
+        target = self.folder / name
+        if target.exists() or not self.folder.is_dir():
+            return
+        for hidden in sorted(self.folder.glob(f".{name}.*")):  # ".new" before ".old"
+            if not (match := _HIDDEN.fullmatch(hidden.name)) or match[3] == "gone":
+                continue
+            try:
+                read_stamp(hidden)
+                os.rename(hidden, target)
+            except CheckpointError:
+                continue
+            except OSError:
+                if not target.exists():  # where it does, another rank was faster
+                    raise
+            sync_folder(self.folder)
+            return
+
+    def hidden(self, name: str, token: str, suffix: str) -> Path:
+        """Where something is being written ("new"), replaced ("old") or removed ("gone"). token: random."""
+        return self.folder / f".{name}.{self.run}-{token}.{suffix}"
+
+    def begin(self, partial: Path, *, is_known: bool) -> None:
+        """Make the hidden folder of a new checkpoint, and remove what this run left of one when it was killed.
+
+        is_known: this run has saved or loaded here. Otherwise raises CheckpointError where another run's checkpoints
+        are as new as this one.
+        """
+        make_folder(self.folder)
+        self._clear()
+        step = step_of(_name_of_hidden(partial))
+        others = [name for name in self.names() if step_of(name) >= step]
+        if others and not is_known:
+            raise CheckpointError(
+                f"{self.folder} holds {others[0]}, which this run did not write and which is not older than its step "
+                f"{step}; load it to go on from it, or save to another folder"
+            )
+        os.mkdir(partial, 0o700)
+
+    def _clear(self) -> None:
+        strange = []
+        for path in sorted(self.folder.glob(".*")):  # ".new" before ".old"
+            if not (match := _HIDDEN.fullmatch(path.name)):
+                continue
+            if match[2] == self.run:
+                self.recover(match[1])
+                remove(path)
+            else:
+                strange.append(path.name)
+        if strange and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%s holds %s, which another run was writing; remove %s if no other run is at work here",
+                self.folder,
+                ", ".join(strange[:5]) + (" ..." if len(strange) > 5 else ""),
+                "it" if len(strange) == 1 else "them",
+            )
+
+    def commit(self, partial: Path, stamp: Mapping[str, object], sums: Mapping[str, Sum], keep: int | None) -> None:
+        """All that follows when everything in a hidden folder has been written, where one rank writes for all."""
+        name = _name_of_hidden(partial)
+        self.seal(partial, stamp, sums)
+        self.publish(partial)
+        self.point_at(name)
+        self.prune(name, keep)
+
+    def seal(self, partial: Path, stamp: Mapping[str, object], sums: Mapping[str, Sum]) -> None:
+        """Write the stamp of a hidden folder, in which everything else has been written."""
+        content = dict(stamp) | {
+            "run": self.run,
+            "files": {name: one.size for name, one in sums.items()},
+            "crc32": {name: one.crc32 for name, one in sums.items()},
+        }
+        content = json.loads(json.dumps(content))
+        with create(partial / STAMP) as file:
+            file.write(json.dumps(content | {"stamp_crc32": _crc32(content)}).encode())
+        sync_folder(partial)
+
+    def publish(self, partial: Path) -> None:
+        """Give a sealed folder its name. What has that name is replaced, or where it is not this run's moved aside."""
+        name = _name_of_hidden(partial)
+        target, old = self.folder / name, partial.with_suffix(".old")
+        if os.path.lexists(target):
+            if not self.is_own(name):
+                old = self.folder / f"{name}.aside-{secrets.token_hex(8)}"
+                log.warning("%s was not written by this run: it is moved to %s", target, old.name)
+            os.rename(target, old)
+        os.rename(partial, target)
+        sync_folder(self.folder)
+        if old == partial.with_suffix(".old"):
+            remove(old)
+
+    def point_at(self, name: str) -> None:
+        """Let `latest` name this checkpoint."""
+        hidden = self.hidden("latest", secrets.token_hex(8), "new")
+        try:
+            with create(hidden) as file:
+                file.write(f"{name}\n".encode())
+            os.replace(hidden, self.folder / "latest")
+        except Exception:
+            remove(hidden)
+            raise
+        sync_folder(self.folder)
+
+    def prune(self, name: str, keep: int | None) -> None:
+        """Of the checkpoints of this run up to that one, leave the newest `keep`; None: all."""
+        if keep is None:
+            return
+        own = [other for other in self.names() if step_of(other) <= step_of(name) and self.is_own(other)]
+        for other in own[keep:]:
+            hidden = self.hidden(other, secrets.token_hex(8), "gone")
+            with suppress(OSError):  # the next save tries again
+                os.rename(self.folder / other, hidden)
+                remove(hidden)
+
+
+def remove(path: Path) -> None:
+    """A hidden file, or folder with what is in it, as far as possible; the next save tries again. A link: itself."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            os.unlink(path)
+
+
+def read_stamp(target: Path) -> dict:
+    """Raises CheckpointError where there is none, or where it is damaged. Says nothing of the other files."""
+    path = target / STAMP
+    try:
+        with open_regular(path) as file:
+            stamp = json.loads(file.readall())
+        found = stamp.pop("stamp_crc32", None)
+        if ("crc32" in stamp or found is not None) and found != _crc32(stamp):
+            raise ValueError("its CRC-32 is another")
+        if any(Path(name).name != name for name in (*stamp["files"], stamp.get("run", "none"))):
+            raise ValueError("it names other folders")
+        if not (int(stamp["step"]) >= 0 and int(stamp["world_size"]) > 0):
+            raise ValueError("it is of no step or no rank")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing: {target.name} is damaged, or no checkpoint at all") from error
+    except Exception as error:
+        raise CheckpointError(f"{path} is damaged: {reason(error)}") from error
+    return cast(dict, stamp)
+
+
+def check_files(target: Path, stamp: Mapping, names: Iterable[str]) -> None:
+    """Raise CheckpointError unless these files of a checkpoint are as they were written.
+
+    Reads them, but those of a stamp that has no sums, as in the first checkpoints: their sizes are compared.
+    """
+    sums = stamp.get("crc32", {})
+    for name in names:
+        path = target / name
+        try:
+            size, crc32 = stamp["files"][name], sums.get(name)
+            found = Sum(path.stat().st_size, None)
+            if found.size == size and crc32 is not None:
+                found = sum_of(path)
+        except (OSError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is missing or cannot be read: {reason(error)}") from error
+        if found.size != size:
+            raise CheckpointError(f"{path} is damaged: it has {found.size} bytes, {size} were written")
+        if found.crc32 != crc32:
+            raise CheckpointError(f"{path} is damaged: its CRC-32 is {found.crc32:08x}, {crc32:08x} was written")
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+
+
+def _name_of_hidden(path: Path) -> str:
+    return cast(re.Match, _HIDDEN.fullmatch(path.name))[1]
+
+
+def _crc32(content: object) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

@@ -1,0 +1,188 @@
+"""Checkpointing: what all ranks of a run do together with the checkpoints of one folder.
+
+They agree before any of them goes on: on the folder that is written, on the checkpoint that is loaded, on what went
+wrong. How one rank handles files is in `files.py`; what is in them, in
+`scripts/checkpoint.py` and `zero/checkpoint/files.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar, TypeVar, cast
+
+import torch
+
+from ..agreement.replicas import gather_texts, raise_together
+from ..comm import PeerError, Transport
+from .files import CheckpointError, CheckpointFiles, name_of, reason, remove, step_of
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+AS_BEFORE = "; the checkpoints before it are as they were"
+
+
+def is_empty(folder: Path, link: Transport, device: torch.device | None = None) -> bool:
+    """Whether no rank finds a checkpoint in the folder, whole or not. All ranks."""
+    found = bool(CheckpointFiles(folder, "").names()) or (folder / "latest").exists()
+    return "found" not in gather_texts(link, "found" if found else "nothing", device)
+
+
+class Checkpointing(ABC):
+    """The checkpoints of one run in one folder. Every method is called by all ranks, and ends the same on all of them.
+
+    keep: how many checkpoints of this run stay, the newest; None: all. What another run wrote always stays. device:
+    whose memory small messages travel in.
+    """
+
+    _unreadable: ClassVar[tuple[type[BaseException], ...]] = (Exception,)
+
+    def __init__(self, folder: Path, link: Transport, keep: int | None, device: torch.device | None = None):
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep must be at least 1, or None for all, got {keep}")
+        self.folder, self.link, self.keep, self._device = Path(folder), link, keep, device
+        self._files = CheckpointFiles(self.folder, self._token())
+        self._is_known = False
+
+    @abstractmethod
+    def _check(self, name: str) -> dict:
+        """A checkpoint's stamp. Raises CheckpointError unless this rank's share of its files is whole."""
+
+    @abstractmethod
+    def _advice(self, name: str) -> str:
+        """How a user takes this checkpoint in place of the latest."""
+
+    # ---------------------------------------------------------------- saving
+
+    def _begin(self, step: int, *, is_shared: bool = False) -> tuple[Path, bool]:
+        """Make the hidden folder in which a checkpoint is written: (it, whether this rank made it).
+
+        Where the ranks see different folders, one of each makes it; is_shared: that is an error. Raises
+        CheckpointError.
+        """
+        partial, is_maker = self._files.hidden(name_of(step), self._token(), "new"), False
+        try:
+            while blind := self._ranks_where(not partial.is_dir()):
+                if is_shared and 0 not in blind:
+                    raise CheckpointError(
+                        f"rank {blind[0]} does not see what rank 0 makes in {self.folder}: it must be one folder that "
+                        "all ranks see"
+                    )
+                is_next = blind[0] == self.link.rank
+                is_maker = is_maker or is_next
+                self.together(self._make if is_next else lambda _: None, partial)
+        except BaseException:
+            if is_maker:
+                remove(partial)
+            raise
+        self._is_known = True
+        return partial, is_maker
+
+    def _make(self, partial: Path) -> None:
+        self._files.begin(partial, is_known=self._is_known)
+
+    # ---------------------------------------------------------------- loading
+
+    def _find(self, tag: str | None = None) -> str | None:
+        """The name of the checkpoint to load: the tag, else the latest; None where no rank has any.
+
+        Where `latest` is lost or damaged it is the newest that is whole, and rank 0 says so. Raises CheckpointError
+        where none is, and where some ranks have checkpoints and others do not.
+        """
+        if tag:
+            return tag
+        latest, problem = self._attempt(self._files.latest)
+        rows = [json.loads(said) for said in self._gather(json.dumps([latest, problem, self._files.names()]))]
+        names = {name for latest, _, names in rows for name in (*names, latest) if name}
+        if not names and not any(problem for _, problem, _ in rows):
+            return None
+        if without := [rank for rank, row in enumerate(rows) if not any(row)]:
+            raise CheckpointError(
+                f"rank {without} find no checkpoint in {self.folder}, the others have {max(names, key=step_of)}; "
+                "start the ranks on the hosts they ran on, or copy the folder there"
+            )
+        newest = max(names, key=step_of, default=None)
+        if all(latest for latest, _, _ in rows):
+            name = min((latest for latest, _, _ in rows), key=step_of)
+            if newest != name and self.link.rank == 0:
+                log.warning("%s names %s, but there is a newer %s", self.folder / "latest", name, newest)
+            return cast(str, name)
+        lost = next((problem for _, problem, _ in rows if problem), f"{self.folder / 'latest'} is missing")
+        name = self._newest_whole()
+        if name is None:
+            raise CheckpointError(
+                f"{lost}, and no checkpoint in {self.folder} is whole; restore one from a copy, or start in another "
+                "folder"
+            )
+        if self.link.rank == 0:
+            log.warning("%s; taking %s, the newest checkpoint that is whole", lost, name)
+        return name
+
+    def _whole(self, name: str) -> dict:
+        """The stamp of a checkpoint that all ranks have found whole."""
+        self.together(self._files.recover, name)
+        stamp = self.together(self._check, name, hint=lambda: self._offer(name))
+        if len(set(self._gather(str(stamp.get("save"))))) > 1:
+            raise CheckpointError(
+                f"{self.folder / name} was written twice, and some ranks have the first of them{self._offer(name)}"
+            )
+        if "crc32" not in stamp and self.link.rank == 0:
+            log.warning("%s has no checksums, as an earlier version wrote it: damage may show late", self.folder / name)
+        return stamp
+
+    def _go_on_from(self, stamp: dict) -> None:
+        """The run that wrote it is this one from here on: it has been loaded."""
+        self._files.run = stamp.get("run", self._files.run)
+        self._is_known = True
+
+    def _newest_whole(self, but: str | None = None) -> str | None:
+        every = [set(json.loads(said)) for said in self._gather(json.dumps(self._files.names()))]
+        for name in sorted(set.intersection(*every) - {but}, key=step_of, reverse=True):
+            stamp, _ = self._attempt(self._check, name)
+            writings = set(self._gather("damaged" if stamp is None else str(stamp.get("save"))))
+            if len(writings) == 1 and writings != {"damaged"}:
+                return name
+        return None
+
+    def _offer(self, damaged: str) -> str:
+        name = self._newest_whole(but=damaged)
+        if name is None:
+            return "; no other checkpoint here is whole: restore the file from a copy, or start in another folder"
+        return f"; {name} is whole: {self._advice(name)}"
+
+    # ---------------------------------------------------------------- together
+
+    def together(self, work: Callable[..., T], *args: object, hint: Callable[[], str] = lambda: "") -> T:
+        """work(*args) on every rank; where it fails on one, CheckpointError on all."""
+        result, problem = self._attempt(work, *args)
+        raise_together(self.link, problem, CheckpointError, self._device, hint)
+        return cast(T, result)
+
+    def _attempt(self, work: Callable[..., T], *args: object) -> tuple[T | None, str | None]:
+        """(what work returned, what went wrong): the other is None."""
+        try:
+            return work(*args), None
+        except PeerError:
+            raise
+        except self._unreadable as error:
+            log.debug("rank %d: %s", self.link.rank, error, exc_info=True)
+            return None, self._problem(error)
+
+    def _problem(self, error: BaseException) -> str:
+        return f"rank {self.link.rank}: {error if isinstance(error, CheckpointError) else reason(error)}"
+
+    def _ranks_where(self, fact: bool) -> list[int]:
+        return [rank for rank, said in enumerate(self._gather(str(int(fact)))) if said == "1"]
+
+    def _token(self) -> str:
+        """Random, the same on all ranks."""
+        return self._gather(secrets.token_hex(8))[0]
+
+    def _gather(self, text: str) -> list[str]:
+        return gather_texts(self.link, text, self._device)

@@ -1,0 +1,268 @@
+"""What of an engine goes into a checkpoint, and what becomes of it in a run of the same or of another layout.
+
+`checkpoint.py` writes and reads it; here is what it holds: the model's weights (and a dense optimizer's moments) once,
+under their names, and of each rank its optimizer's own state, which slices of the parameters that is of, schedule, data
+position, loss scale and random numbers. `reshard.py` makes the states of one layout those of another.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from ...agreement.replicas import gather_bytes, raise_together
+from ..grid import AXES, GridShape
+from ..parallel import dense
+from . import reshard as reshape
+from .files import CheckpointError, Checkpoints, Loaded
+from .reshard import Cut, Piece
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+log = logging.getLogger(__name__)
+
+# Forms whose optimizers keep the same state, of other slices.
+_ALIKE = ("whole", "inside")
+_ENGINES_OWN = {"scheduler", "loader", "loss_scale", "counts", "rng", "cuda_rng", "client"}
+
+
+def save(engine: Engine, checkpoints: Checkpoints, client_state: object, *, in_background: bool) -> None:
+    """Write the engine's step, its ranks synchronised first. All ranks. Raises CheckpointError within a step."""
+    _refuse_within_step(engine)
+    engine.synchronise()
+    tensors, rest = _state(engine)
+    own = {
+        "optimizer": rest,
+        "pieces": reshape.packed_pieces(reshape.pieces_of(engine.module, engine.optimizer)),
+        "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
+        "loader": None if engine.loader is None else engine.loader.state_dict(),
+        "loss_scale": engine.loss_scale.state_dict(),
+        "counts": [engine.micro_steps, engine.global_steps, engine.skipped_steps],
+        "rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "client": client_state,
+    }
+    checkpoints.save(engine.global_steps, tensors, own, _about(engine), in_background=in_background)
+
+
+def load(engine: Engine, checkpoints: Checkpoints, tag: str | None) -> tuple[str | None, object]:
+    """See `Engine.load_checkpoint`. All ranks."""
+    tensors, _ = _state(engine)
+    recutting: list[_Recutting] = []
+    own: dict = {}
+
+    def check(found: Loaded) -> None:
+        _check_stamp(engine, found.stamp)
+        own.update(found.own.read(engine.grid.world.rank % len(found.own), *_ENGINES_OWN))
+        if missing := sorted(_ENGINES_OWN - own.keys()):
+            raise CheckpointError(f"{found.folder} has no {missing[0]} of rank {engine.grid.world.rank}: it is damaged")
+        if not (engine.shares_state or _is_same_cut(engine, found)):
+            recutting.append(_Recutting.of(engine, found))
+
+    def take_over(loaded: Loaded) -> None:
+        if engine.shares_state:
+            dense.load_state(engine.module, engine.optimizer, *_shared_state(engine, loaded, tensors))
+        elif is_recut:
+            _load_recut(engine, loaded, recutting[0] if recutting else _Recutting.of(engine, loaded))
+        else:
+            _load_own(engine, loaded)
+        _load_rest(engine, own)
+
+    loaded = checkpoints.load(tensors, tag, check=check)
+    if loaded is None:
+        return None, None
+    is_recut = any(said != b"\0" for said in gather_bytes(engine.grid.world, bytes([bool(recutting)])))
+    checkpoints.together(take_over, loaded)
+    engine.zero_grad()  # of other weights
+    return str(loaded.folder), own["client"]
+
+
+def _refuse_within_step(engine: Engine) -> None:
+    """Gradients are in no checkpoint: those of the micro-batches before it would be lost without a word."""
+    count = engine.gradient_accumulation_steps()
+    done, problem = engine.micro_steps % count, None
+    if done or engine.has_gradients:
+        when = (
+            f"{'before' if engine.has_gradients else 'after'} the step() of micro-batch {done + engine.has_gradients}"
+        )
+        problem = (
+            f"rank {engine.grid.world.rank}: checkpoints hold no gradients and are taken between steps; this one is "
+            f"asked for {when} of {count}; save when engine.micro_steps is a multiple of "
+            "engine.gradient_accumulation_steps()"
+        )
+    raise_together(engine.grid.world, problem, CheckpointError)
+
+
+def _load_rest(engine: Engine, own: dict) -> None:
+    """What a rank saved besides the optimizer's state."""
+    if engine.scheduler is not None and own["scheduler"] is not None:
+        engine.scheduler.load_state_dict(own["scheduler"])
+    if engine.loader is not None and own["loader"] is not None:
+        engine.loader.load_state_dict(own["loader"])
+    engine.loss_scale = engine.loss_scale.with_state(own["loss_scale"])
+    _, engine.global_steps, engine.skipped_steps = own["counts"]
+    engine.micro_steps = engine.global_steps * engine.config.gradient_accumulation_steps
+    torch.set_rng_state(own["rng"])
+    if own["cuda_rng"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(own["cuda_rng"])
+
+
+def _about(engine: Engine) -> dict:
+    return {
+        "form": engine.form,
+        "optimizer": type(engine.optimizer).__name__,
+        "sizes": dict(zip(AXES, engine.grid.shape.sizes, strict=True)),
+        "stage": engine.config.zero_optimization.stage,
+        "train_batch_size": engine.config.train_batch_size,
+    }
+
+
+def _check_stamp(engine: Engine, stamp: Mapping[str, object]) -> None:
+    mine = _about(engine)
+    if _shape(stamp).world_size != stamp["world_size"]:
+        raise CheckpointError(f"{_shape(stamp)} is no grid of {stamp['world_size']} ranks: the checkpoint is damaged")
+    there, here = cast(str, stamp.get("form")), engine.form
+    if there != here and not {there, here} <= set(_ALIKE):
+        raise CheckpointError(
+            f"the checkpoint's form is {there}, this run's is {here}, whose state is another; start it with the same "
+            "stage and onebit.sharding, or take over the weights alone (save_16bit_model, import_weights)"
+        )
+    if stamp.get("optimizer") != mine["optimizer"]:
+        raise CheckpointError(f"the checkpoint's optimizer is {stamp.get('optimizer')}, not {mine['optimizer']}")
+    if here == "across" and not _differs_in_replicas_alone(engine, stamp):
+        raise CheckpointError(
+            f"the checkpoint is of a grid of {_shape(stamp)}, this run's is {engine.grid.shape}; sharding across nodes "
+            "takes over the state of another number of replicas alone: start it with the other sizes as they were, or "
+            "take over the weights alone (save_16bit_model, import_weights)"
+        )
+    batch, then = engine.config.train_batch_size, stamp.get("train_batch_size", engine.config.train_batch_size)
+    if batch != then and engine.grid.world.rank == 0:
+        log.warning("a step has %s samples, that of the checkpoint had %s: it goes on as another run", batch, then)
+
+
+def _shape(stamp: Mapping[str, object]) -> GridShape:
+    sizes = cast(dict, stamp["sizes"])
+    return GridShape(tuple(sizes.get(axis, 1) for axis in AXES))
+
+
+def _differs_in_replicas_alone(engine: Engine, stamp: Mapping[str, object]) -> bool:
+    there, here = _shape(stamp), engine.grid.shape
+    return all(there.size(axis) == here.size(axis) for axis in AXES if axis != "replica")
+
+
+def _is_same_cut(engine: Engine, found: Loaded) -> bool:
+    """Whether this rank holds what the rank with its place, or another replica of it, held."""
+    if not _differs_in_replicas_alone(engine, found.stamp):
+        return False
+    there = _shape(found.stamp)
+    outline = cast(dict, found.own.outline(there.rank(engine.grid.coordinates | {"replica": 0})))
+    if "pieces" not in outline:  # the first files: of one form, with the shards of their grid
+        return found.stamp["form"] == engine.form
+    return reshape.saved_pieces(outline["pieces"]) == reshape.pieces_of(engine.module, engine.optimizer)
+
+
+def _state(engine: Engine) -> tuple[dict[str, Tensor], dict]:
+    """(what all ranks hold together, by name; the rest of the optimizer's state, each rank's own)."""
+    model = {f"model.{name}": x for name, x in engine.module.state_dict().items()}
+    if not engine.shares_state:
+        return model, engine.optimizer.state_dict()
+    tensors, rest = dense.state_of(engine.module, engine.optimizer)
+    return model | {f"optimizer.{name}": x for name, x in tensors.items()}, rest
+
+
+def _load_own(engine: Engine, loaded: Loaded) -> None:
+    """This rank's own state, or, of another number of replicas, those of all ranks with its part of the model."""
+    place, there = engine.grid.coordinates, _shape(loaded.stamp)
+    ranks = there.along("replica", there.rank(place | {"replica": 0}))
+    states = _States(loaded, ranks)
+    if len(states) == engine.grid.shape.size("replica"):
+        engine.optimizer.load_state_dict(states[place["replica"]])
+    elif engine.form == "dense":
+        engine.optimizer.load_state_dict(states[0])  # the same in all replicas
+    else:
+        engine.optimizer.load_state_dicts(states)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class _States(Sequence):
+    """The optimizer states of some ranks, each read when it is asked for."""
+
+    loaded: Loaded
+    ranks: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __getitem__(self, index: int) -> dict:  # type: ignore[override]
+        return cast(dict, self.loaded.own.read(self.ranks[index], "optimizer")["optimizer"])
+
+
+# ---------------------------------------------------------------- of another layout
+
+
+@dataclass(frozen=True)
+class _Recutting:
+    """What this rank takes of which ranks of the old layout. parts: the old ranks, by the part that they held."""
+
+    here: list[Piece]
+    parts: list[list[int]]
+    cuts: list[list[Cut]]
+
+    @classmethod
+    def of(cls, engine: Engine, found: Loaded) -> _Recutting:
+        """Reads the old ranks' outlines. Raises CheckpointError where they do not hold what this rank needs."""
+        here, parts = reshape.pieces_of(engine.module, engine.optimizer), reshape.parts_of(_shape(found.stamp))
+        outlines = [cast(dict, found.own.outline(ranks[0])) for ranks in parts]
+        if any("pieces" not in outline for outline in outlines):
+            raise CheckpointError(
+                f"{found.folder} does not say which slices its ranks held, as the first checkpoints did not; load it "
+                f"on a grid of {_shape(found.stamp)} and save it again"
+            )
+        try:
+            cuts = reshape.plan([reshape.saved_pieces(outline["pieces"]) for outline in outlines], here)
+        except ValueError as error:
+            raise CheckpointError(f"{found.folder} cannot be cut for this layout: {error}") from error
+        return cls(here, parts, cuts)
+
+
+def _load_recut(engine: Engine, loaded: Loaded, recutting: _Recutting) -> None:
+    """This rank's state, cut out of those of the old ranks."""
+    try:
+        state = reshape.recut(
+            engine.optimizer,
+            recutting.here,
+            recutting.cuts,
+            lambda part: _States(loaded, recutting.parts[part]),
+        )
+        engine.optimizer.load_state_dict(state)
+    except ValueError as error:
+        raise CheckpointError(f"{loaded.folder} cannot be loaded in this layout: {error}") from error
+    if engine.grid.world.rank == 0:
+        log.info(
+            "optimizer state of a grid of %s taken over by one of %s: what was owed is kept, parameter by parameter",
+            _shape(loaded.stamp),
+            engine.grid.shape,
+        )
+
+
+def _shared_state(
+    engine: Engine, loaded: Loaded, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """A dense optimizer's state as the checkpoint has it: (tensors by name, the rest of all layers' ranks)."""
+    named = {k.removeprefix("optimizer."): x for k, x in tensors.items() if k.startswith("optimizer.")}
+    rest: dict[str, object] = {}
+    for rank in _stages(_shape(loaded.stamp)):
+        rest |= cast(dict, loaded.own.read(rank, "optimizer")["optimizer"])
+    return named, rest
+
+
+def _stages(shape: GridShape) -> Iterator[int]:
+    """One rank of each pipeline stage."""
+    for stage in range(shape.size("pipe")):
+        yield shape.rank({axis: 0 for axis in AXES} | {"pipe": stage})

@@ -1,0 +1,281 @@
+"""Checkpoints on torch.distributed.checkpoint: one folder per step, whole or not there, `latest` names the newest.
+
+    DIR/latest                        step_00000123
+    DIR/step_00000123/stamp.json      step, ranks, what the run says of itself, size and checksum of every other file
+    DIR/step_00000123/.metadata, *    torch.distributed.checkpoint's: the model, and what is each rank's own
+
+DIR is one folder that all ranks see. The model is saved under its own names, once, however it is sharded, and loads
+into any other sharding; what is a rank's own (optimizer state, errors, random numbers) as tensors under its number and
+one JSON text (`tree.py`). Loading runs nothing that a file says (`storage.py`). Modes, atomicity and what is ever
+deleted: `onebit/checkpoint/files.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+from ...agreement.replicas import gather_texts
+from ...checkpoint.files import CheckpointError, Sum, check_files, reason, remove
+from ...checkpoint.folder import AS_BEFORE, Checkpointing
+from ...comm import Transport
+from .storage import TABLE, Reader, Writer, read_table
+from .tree import pack, select, unpack
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that is being read. stamp: what `save` was given as `about`, and "step" and "world_size".
+
+    own: what each rank of that world saved as its own.
+    """
+
+    folder: Path
+    stamp: Mapping[str, object]
+    own: Own
+
+    @property
+    def step(self) -> int:
+        return int(cast(int, self.stamp["step"]))
+
+
+class Checkpoints(Checkpointing):
+    """The checkpoints of one run. Every method is called by all ranks.
+
+    keep: how many whole checkpoints of this run stay, the newest; None: all. Construction makes a process group of its
+    own where torch.distributed runs, so that writing in the background does not disturb training.
+    """
+
+    _unreadable: ClassVar = (Exception, dcp.api.CheckpointException)
+
+    def __init__(self, folder: Path, link: Transport, keep: int | None = None):
+        super().__init__(folder, link, keep)
+        self._group: dist.ProcessGroup | None = None
+        self._writing = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future | None = None
+        if dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
+        elif self.link.world_size > 1:
+            raise ValueError(
+                f"{self.link.world_size} ranks without torch.distributed: checkpoints are written through it; start "
+                "the run with a grid (onebit.zero.grid.start) or torch.distributed.init_process_group"
+            )
+
+    def save(
+        self,
+        step: int,
+        model: Mapping[str, Tensor],
+        own: object,
+        about: Mapping[str, object] | None = None,
+        *,
+        in_background: bool = False,
+    ) -> None:
+        """Write a checkpoint; on return, or after `wait`, it is on disk for all ranks.
+
+        model: a state dict; tensors under one name are the same on all ranks, or DTensors. own: see `tree.pack`.
+        about: what else to know of the run, for JSON. in_background: return when the tensors have been copied to host
+        memory. Raises CheckpointError, on all ranks, where any could not write, or where the folder holds a checkpoint
+        of another run that is as new: `latest` and all checkpoints are untouched then, and nothing is left over.
+        """
+        self.wait()
+        is_foreground = self._group is None or not in_background
+        state = self.together(_flat_state, self.link.rank, model, own)
+        if not is_foreground:
+            state = self.together(BlockingAsyncStager().stage, state)
+        partial, is_maker = self._begin(step, is_shared=True)
+        stamp = dict(about or {}) | {"step": step, "world_size": self.link.world_size}
+        writer = Writer(partial)
+
+        def write() -> None:
+            try:
+                dcp.save(state, storage_writer=writer, process_group=self._group)
+                sums = self._sums_of_all(writer.sums)
+                if is_maker:
+                    self._files.commit(partial, stamp, sums, self.keep)
+            except BaseException:
+                if is_maker:
+                    remove(partial)
+                raise
+
+        if is_foreground:
+            with _knowing_that_it_is_alone():
+                self.together(write, hint=lambda: AS_BEFORE)
+        else:
+            self._pending = self._writing.submit(write)
+
+    def wait(self) -> None:
+        """Until what is being written in the background is on disk. Raises CheckpointError, on all ranks, as `save`."""
+        pending, self._pending = self._pending, None
+        self.together(lambda: None if pending is None else pending.result(), hint=lambda: AS_BEFORE)
+
+    def load(
+        self,
+        model: Mapping[str, Tensor],
+        tag: str | None = None,
+        *,
+        check: Callable[[Loaded], None] = lambda loaded: None,
+    ) -> Loaded | None:
+        """Read a checkpoint (tag: its folder's name; None: `latest`) into the tensors of a state dict, in place.
+
+        model: of one rank its part, where the ranks hold different layers; together they hold what the checkpoint does.
+        check: looks at what is there, and raises CheckpointError where it is not of this run. None where there is no
+        checkpoint yet; where there are some and `latest` is lost, the newest that is whole. Each rank reads its share
+        of the files once more, to check them. Raises CheckpointError, on all ranks, before anything is changed, where
+        it is damaged or holds another model; the text names the newest other one that is whole.
+        """
+        self.wait()
+        name = self._find(tag)
+        if name is None:
+            return None
+        stamp, target = self._whole(name), self.folder / name
+        metadata = self.together(self._read_table, target, stamp, hint=lambda: self._offer(name))
+        loaded = Loaded(target, stamp, Own(target, metadata, stamp["world_size"]))
+        names = _names_of_all(self.link, model)
+        self.together(check, loaded)
+        self.together(_check_model, target, metadata, model, names)
+        state = {f"model/{key}": tensor for key, tensor in model.items()}
+        with _knowing_that_it_is_alone():
+            self.together(
+                lambda: dcp.load(state, storage_reader=Reader(target, metadata), process_group=self._group),
+                hint=lambda: self._offer(name),
+            )
+        self._go_on_from(stamp)
+        return loaded
+
+    def _check(self, name: str) -> dict:
+        stamp = self._files.stamp(name)
+        check_files(self.folder / name, stamp, sorted(stamp["files"])[self.link.rank :: self.link.world_size])
+        return stamp
+
+    def _read_table(self, target: Path, stamp: dict) -> Metadata:
+        try:
+            table = read_table(target)
+        except Exception as error:  # whatever a spoilt pickle makes pickle raise
+            raise CheckpointError(f"{target / TABLE}: no table of contents: {reason(error)}") from error
+        ranks = sum(1 for key in table.state_dict_metadata if re.fullmatch(r"own/\d+/text", key))
+        if ranks != stamp["world_size"]:
+            raise CheckpointError(f"{target} holds the states of {ranks} ranks, not of {stamp['world_size']}")
+        return table
+
+    def _advice(self, name: str) -> str:
+        return f'load it with tag="{name}"'
+
+    def _sums_of_all(self, mine: dict[str, Sum]) -> dict[str, Sum]:
+        """In the thread that writes: through its own process group."""
+        every: list[dict[str, Sum]] = [mine]
+        if self._group is not None:
+            every = [{} for _ in range(self.link.world_size)]
+            dist.all_gather_object(every, mine, self._group)
+        return {name: one for sums in every for name, one in sums.items()}
+
+    def _problem(self, error: BaseException) -> str:
+        """Of a rank that failed in torch.distributed.checkpoint, in its words and not in those of a traceback."""
+        if isinstance(error, dcp.api.CheckpointException) and error.failures:
+            rank, (error, _) = min(error.failures.items())
+            return f"rank {rank}: {reason(error)}"
+        return super()._problem(error)
+
+
+@dataclass(frozen=True)
+class Own(Sequence):
+    """What each rank saved as its own, in rank order, read from disk when it is asked for. No communication."""
+
+    folder: Path
+    metadata: Metadata
+    world_size: int
+
+    def __len__(self) -> int:
+        return self.world_size
+
+    def __getitem__(self, rank: int) -> object:  # type: ignore[override]
+        text = self._text(rank)
+        return unpack(text, self._load(self._tensors(rank)))
+
+    def read(self, rank: int, *names: str) -> dict:
+        """Some entries of the dict that a rank saved; the tensors of the others stay on disk."""
+        text, numbers = select(self._text(rank), names)
+        return cast(dict, unpack(text, self._load([f"own/{rank}/{k}" for k in numbers])))
+
+    def outline(self, rank: int) -> object:
+        """What a rank saved, with tensors that have no values (device "meta")."""
+        return unpack(self._text(rank), [self._empty(key, "meta") for key in self._tensors(rank)])
+
+    def _text(self, rank: int) -> str:
+        if not 0 <= rank < self.world_size:
+            raise IndexError(rank)
+        return bytes(self._load([f"own/{rank}/text"])[0].tolist()).decode()
+
+    def _tensors(self, rank: int) -> list[str]:
+        entries = self.metadata.state_dict_metadata
+        keys = (f"own/{rank}/{k}" for k in range(len(entries)))
+        return list(takewhile(lambda key: key in entries, keys))
+
+    def _load(self, keys: Sequence[str]) -> list[Tensor]:
+        state = {key: self._empty(key, "cpu") for key in keys}
+        with _knowing_that_it_is_alone():
+            dcp.load(state, storage_reader=Reader(self.folder, self.metadata), no_dist=True)
+        return [state[key] for key in keys]
+
+    def _empty(self, key: str, device: str) -> Tensor:
+        entry = self.metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)  # `read_table` makes no others
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+
+
+def _names_of_all(link: Transport, model: Mapping[str, Tensor]) -> set[str]:
+    """What the ranks hold between them. All ranks; sends the names to every other."""
+    return {name for text in gather_texts(link, "\n".join(model)) for name in text.splitlines()}
+
+
+def _check_model(target: Path, metadata: Metadata, model: Mapping[str, Tensor], names: Set[str]) -> None:
+    """Raise CheckpointError unless names and shapes are the same. names: those of all ranks' parts of the model."""
+    saved = {
+        key.removeprefix("model/"): entry
+        for key, entry in metadata.state_dict_metadata.items()
+        if key.startswith("model/")
+    }
+    if missing := sorted(names ^ saved.keys()):
+        where = "the checkpoint has no" if missing[0] in names else "the model has no"
+        raise CheckpointError(f"{target} is of another model: {where} {missing[0]}")
+    for name, tensor in model.items():
+        entry = saved[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        if entry.size != tensor.shape:
+            shapes = f"shape {tuple(entry.size)} there and {tuple(tensor.shape)} here"
+            raise CheckpointError(f"{target} is of another model: {name} has {shapes}")
+
+
+@contextmanager
+def _knowing_that_it_is_alone() -> Iterator[None]:
+    """Without torch's warning that one process saves or loads alone, which is what was asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+def _own_tensors(rank: int, text: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    spelled = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return {f"own/{rank}/text": spelled} | {f"own/{rank}/{k}": tensor for k, tensor in enumerate(tensors)}
+
+
+def _flat_state(rank: int, model: Mapping[str, Tensor], own: object) -> dict[str, Tensor]:
+    """What torch.distributed.checkpoint is given to save."""
+    text, tensors = pack(own)
+    for name, x in model.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"a checkpoint holds tensors, {name} is a {type(x).__name__}")
+    return {f"model/{name}": x for name, x in model.items()} | _own_tensors(rank, text, tensors)

@@ -1,0 +1,155 @@
+"""torch.distributed.checkpoint's files, written with checksums and read without trust.
+
+torch pickles its table of contents (`.metadata`), and unpickling runs what the file says. Here it is read into
+classes that can do nothing, checked, and made anew; of the files themselves torch reads tensors alone.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.futures import Future
+
+from ...checkpoint.files import Sum, create, open_regular, reason
+
+TABLE = ".metadata"
+
+
+class Writer(dcp.FileSystemWriter):
+    """Into a folder that is there and empty. sums: of the files that this process has written."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, sync_files=False, overwrite=False)  # `create` flushes them
+        self.fs = self._files = _NewFiles()
+
+    @property
+    def sums(self) -> dict[str, Sum]:
+        return self._files.sums
+
+    def storage_meta(self) -> StorageMeta:
+        """Without the hidden path that the files are written under."""
+        return StorageMeta(save_id=self.save_id)
+
+
+class _NewFiles(FileSystem):
+    def __init__(self) -> None:
+        self.sums: dict[str, Sum] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
+        assert mode == "wb"
+        with create(Path(path)) as file:
+            yield cast(io.IOBase, file)
+        self.sums[Path(path).name] = file.raw.sum
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        os.rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+    def mkdir(self, path: str | os.PathLike) -> None:
+        """It is there."""
+
+
+class Reader(dcp.FileSystemReader):
+    """Of a checkpoint whose table of contents has been read; see `read_table`."""
+
+    def __init__(self, folder: Path, table: Metadata):
+        super().__init__(folder)
+        self._table = table
+
+    def read_metadata(self, *args: object, **named: object) -> Metadata:
+        return self._table
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        try:
+            return super().read_data(plan, planner)
+        except Exception as error:  # whatever a spoilt file makes torch raise
+            files = sorted({self._table.storage_data[item.storage_index].relative_path for item in plan.items})
+            raise ValueError(f"{self.path}: {', '.join(files)} cannot be read: {reason(error)}") from error
+
+
+def read_table(folder: Path) -> Metadata:
+    """The table of contents of a checkpoint: tensors alone, in files of this folder. Runs nothing that it finds.
+
+    Raises ValueError where it says anything else, and what a damaged pickle makes pickle raise.
+    """
+    with open_regular(folder / TABLE) as file:
+        said = _Unpickler(io.BytesIO(file.readall())).load()
+    if not isinstance(said, _Record):
+        raise ValueError(f"{folder / TABLE} holds a {type(said).__name__}, not a table of contents")
+    files = {path.name for path in folder.iterdir()}
+    return Metadata(
+        {_str(name): _tensor(entry) for name, entry in said["state_dict_metadata"].items()},
+        storage_data={
+            MetadataIndex(_str(at["fqn"]), _ints(at["offset"])): _place(place, files)
+            for at, place in said["storage_data"].items()
+        },
+    )
+
+
+def _tensor(said: _Record) -> TensorStorageMetadata:
+    dtype = said["properties"].state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"expected a dtype, got a {type(dtype).__name__}")
+    chunks = [ChunkStorageMetadata(_ints(one["offsets"]), _ints(one["sizes"])) for one in said["chunks"]]
+    return TensorStorageMetadata(TensorProperties(dtype), _ints(said["size"]), chunks)
+
+
+def _place(said: _Record, files: set[str]) -> _StorageInfo:
+    name, (start, length) = _str(said["relative_path"]), _ints((said["offset"], said["length"]))
+    if name not in files or "transform_descriptors" in said.state:
+        raise ValueError(f"expected a plain file of this checkpoint, got {name[:99]!r}")
+    return _StorageInfo(name, start, length)
+
+
+def _ints(said: object) -> torch.Size:
+    if isinstance(said, tuple) and all(type(x) is int and x >= 0 for x in said):
+        return torch.Size(said)
+    raise ValueError(f"expected whole numbers, got a {type(said).__name__} of others")
+
+
+def _str(said: object) -> str:
+    if isinstance(said, str):
+        return said
+    raise ValueError(f"expected a name, got a {type(said).__name__}")
+
+
+class _Record:
+    """An object of any class: its state, as its pickle describes it."""
+
+    state: Any = {}  # noqa: RUF012  (where a pickle gives none)
+
+    def __init__(self, *_: object):
+        """Whatever it was made with."""
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+    def __getitem__(self, name: str) -> Any:
+        return self.state[name]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes tuples, dtypes and `_Record`s, and calls nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        return tuple if (module, name) == ("torch", "Size") else _Record

@@ -1,0 +1,188 @@
+"""A model's weights as one safetensors file, whole, and back into a model however it is sharded."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import secrets
+import zlib
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+from ...agreement.replicas import gather_texts, raise_together
+from ...checkpoint.files import make_folder, reason, remove, sync_folder
+from ...comm import Transport
+from ..grid import Grid
+
+_SUMS = "onebit.crc32"  # in the metadata of a file: the CRC-32 of each tensor, as JSON
+
+
+def export_weights(
+    model: nn.Module,
+    file: str | os.PathLike,
+    link: Transport,
+    dtype: torch.dtype | None = None,
+    *,
+    grid: Grid | None = None,
+) -> None:
+    """Write the weights under their names in the model, gathered from all shards. All ranks; rank 0 writes.
+
+    dtype: of floating-point weights in the file; None: as they are. Tied weights are written once, under the first of
+    their names. grid: where the model is one of several pipeline stages; rank 0 then takes the others' weights too.
+    Written in a hidden folder, flushed and renamed, with a CRC-32 of each tensor among its metadata and mode 0600
+    (chmod it to share it). Raises ImportError without safetensors, and OSError, on all ranks, where the file cannot be
+    written: an older one is as it was then.
+    """
+    torch_form = _safetensors()
+    if grid is not None and grid.shape.size("pipe") > 1:
+        whole = _of_all_stages(model, grid)
+    else:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole = cast(dict[str, Tensor], get_model_state_dict(model, options=options))
+    path, problem = Path(file), None
+    if link.rank == 0:
+        try:
+            _write(torch_form, path, _once({name: _in(dtype, x) for name, x in whole.items()}))
+        except (OSError, _error_of_safetensors()) as error:
+            problem = f"rank 0: {path} cannot be written: {reason(error)}"
+    raise_together(link, problem, OSError)
+
+
+@torch.no_grad()
+def _of_all_stages(model: nn.Module, grid: Grid) -> dict[str, Tensor]:
+    """On rank 0 every stage's weights, in host memory; elsewhere nothing that lasts. A stage sends its weights once."""
+    here, pipe, whole = grid.coordinates, grid.links["pipe"], {}
+    is_first = not any(place for axis, place in here.items() if axis != "pipe")
+    for name, x in model.state_dict().items():
+        gathered = x.full_tensor() if hasattr(x, "full_tensor") else x
+        if is_first:  # of its stage
+            whole[name] = gathered.cpu()
+    if not is_first:
+        return {}
+    held = {name: (list(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in whole.items()}
+    every = [json.loads(text) for text in gather_texts(pipe, json.dumps(held))]
+    known = dict(every[0])
+    for stage, names in enumerate(every):
+        for name, (shape, dtype) in names.items():
+            if name in known and stage > 0:
+                continue
+            known[name] = (shape, dtype)
+            if stage > 0:
+                x = whole[name] if pipe.rank == stage else torch.empty(shape, dtype=getattr(torch, dtype))
+                x = x.to(grid.device).contiguous()
+                pipe.broadcast(x, stage).wait()
+                if pipe.rank == 0:
+                    whole[name] = x.cpu()
+    return whole if pipe.rank == 0 else {}
+
+
+def import_weights(model: nn.Module, file: str | os.PathLike, link: Transport, *, grid: Grid | None = None) -> None:
+    """Read weights that `export_weights` wrote into a model, sharded or not, in place. All ranks; each reads the file.
+
+    Dtypes are converted. grid: where the model is one of several pipeline stages; it takes what is its own. Raises
+    ValueError, on all ranks, before anything is changed, where names or shapes differ, and where the file is damaged
+    (in a file of somebody else's, as far as safetensors sees it) or not there.
+    """
+    torch_form = _safetensors()
+    path, problem, whole = Path(file), None, {}
+    try:
+        whole = torch_form.load_file(path)
+        _check_sums(torch_form, path, whole)
+    except Exception as error:
+        problem = f"rank {link.rank}: {path} cannot be read: {error}"
+    state = model.state_dict()
+    if problem is None:
+        whole |= {name: whole[first] for name, first in _tied(model).items() if first in whole and name not in whole}
+        if grid is not None and grid.shape.size("pipe") > 1:
+            whole = {name: x for name, x in whole.items() if name in state}
+        problem = _difference(path, whole, state)
+    raise_together(link, problem, ValueError)
+    whole = {name: x.to(state[name].dtype) for name, x in whole.items()}
+    set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))
+
+
+def _difference(path: Path, whole: dict[str, Tensor], state: dict[str, Tensor]) -> str | None:
+    if names := sorted(whole.keys() ^ state.keys()):
+        where = "the model has no" if names[0] in whole else "the file has no"
+        return f"{path} is of another model: {where} {names[0]}"
+    for name, x in state.items():
+        if whole[name].shape != x.shape:
+            shapes = f"shape {tuple(whole[name].shape)} there and {tuple(x.shape)} here"
+            return f"{path} is of another model: {name} has {shapes}"
+    return None
+
+
+def _in(dtype: torch.dtype | None, x: Tensor) -> Tensor:
+    return x if dtype is None or not x.is_floating_point() else x.to(dtype)
+
+
+def _once(whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the later names of tensors that are the same memory, which safetensors refuses to write twice."""
+    first: dict[tuple, str] = {}
+    for name, x in whole.items():
+        first.setdefault((x.data_ptr(), x.shape, x.numel() and x.stride()), name)
+    kept = set(first.values())
+    return {name: x.contiguous() for name, x in whole.items() if name in kept or x.numel() == 0}
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Names of parameters that have another, earlier name: later -> first."""
+    first: dict[int, str] = {}
+    names = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if (earlier := first.setdefault(id(p), name)) != name:
+            names[name] = earlier
+    return names
+
+
+def _write(torch_form: ModuleType, path: Path, tensors: dict[str, Tensor]) -> None:
+    make_folder(path.parent)
+    hidden = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    os.mkdir(hidden, 0o700)  # safetensors makes the file itself
+    try:
+        metadata = {"format": "pt", _SUMS: json.dumps({name: _crc32(x) for name, x in tensors.items()})}
+        torch_form.save_file(tensors, hidden / "new", metadata=metadata)
+        os.chmod(hidden / "new", 0o600)
+        with (hidden / "new").open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(hidden / "new", path)
+        sync_folder(path.parent)
+    finally:
+        remove(hidden)
+
+
+def _check_sums(torch_form: ModuleType, path: Path, tensors: dict[str, Tensor]) -> None:
+    """Raise ValueError where a tensor is not what `export_weights` wrote. Files of others have no sums."""
+    with torch_form.safe_open(path, framework="pt") as file:
+        sums = json.loads((file.metadata() or {}).get(_SUMS, "{}"))
+    for name, crc32 in sums.items():
+        if name not in tensors or _crc32(tensors[name]) != crc32:
+            raise ValueError(f"its tensor {name} is damaged; write the file again, or take it from a copy")
+
+
+def _crc32(x: Tensor) -> int:
+    """Of a tensor's dtype, shape and values."""
+    values = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return zlib.crc32(values.numpy().data, zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode()))
+
+
+def _error_of_safetensors() -> type[Exception]:
+    return importlib.import_module("safetensors").SafetensorError  # type: ignore[no-any-return]
+
+
+def check_can_export() -> None:
+    """Raise ImportError where safetensors is missing."""
+    _safetensors()
+
+
+def _safetensors() -> ModuleType:
+    try:
+        return importlib.import_module("safetensors.torch")
+    except ImportError as error:
+        raise ImportError("weights are exported with safetensors; pip install 'onebit[zero]'") from error

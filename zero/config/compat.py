@@ -1,0 +1,98 @@
+"""A DeepSpeed JSON file as it stands: parsed, its duplicates noted, its old names replaced by today's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from .reader import Reading, read_object
+from .schema import AUTO, BOOL, INT, Key
+
+_SWITCH, _RANKS = Key(BOOL), Key(INT, least=0)
+
+# Old names of blocks and keys: the block they are in, what they are now.
+_OLD_NAMES = {
+    ("", "bfloat16"): "bf16",
+    ("zero_optimization", "stage3_gather_fp16_weights_on_model_save"): "stage3_gather_16bit_weights_on_model_save",
+}
+_OLD_SWITCHES = {
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_params": "offload_param",
+    "cpu_offload_param": "offload_param",
+}
+
+
+def modernised(data: dict[str, object], reading: Reading) -> dict[str, object]:
+    """With names of today where old ones stand; each is warned about."""
+    zero = data.get("zero_optimization")
+    if isinstance(zero, bool):
+        reading.warnings.append(f'{reading.at("zero_optimization")} is an old form: write {{"stage": {int(zero)}}}')
+        zero = {"stage": int(zero)}
+    if isinstance(zero, Mapping):
+        zero = read_object(zero, "zero_optimization", reading)
+        for old, new in _OLD_SWITCHES.items():
+            if old in zero:
+                reading.warnings.append(
+                    f'{reading.at("zero_optimization", old)} is an old name: write "{new}": {{"device": "cpu"}}'
+                )
+                if _SWITCH.read(zero.pop(old), reading.at("zero_optimization", old)):
+                    zero.setdefault(new, {"device": "cpu"})
+        data["zero_optimization"] = zero
+    _take_tensor_ranks(data, reading)
+    for (where, old), new in _OLD_NAMES.items():
+        inside = data.get(where, {}) if where else data
+        if isinstance(inside, dict) and old in inside:
+            if new in inside:
+                raise ValueError(f'{reading.at(where, old)} is an old name of "{new}", which stands there too; drop it')
+            reading.warnings.append(f'{reading.at(where, old)} is an old name: write "{new}"')
+            inside[new] = inside.pop(old)
+    return data
+
+
+def _take_tensor_ranks(data: dict[str, object], reading: Reading) -> None:
+    """DeepSpeed's tensor_parallel.autotp_size is onebit.tensor here."""
+    theirs = data.get("tensor_parallel")
+    if not isinstance(theirs, Mapping) or theirs.get("autotp_size") in (None, AUTO):
+        return
+    theirs, ours = dict(theirs), data.get("onebit")
+    size = _RANKS.read(theirs.pop("autotp_size"), reading.at("tensor_parallel", "autotp_size"))
+    ours = read_object({} if ours is None else ours, "onebit", reading)
+    if ours.get("tensor") not in (None, size):
+        raise ValueError(
+            f"{reading.at('tensor_parallel', 'autotp_size')} is {size}, but onebit.tensor is {ours['tensor']}; keep one"
+        )
+    data["tensor_parallel"] = theirs
+    if size != 0:  # 0: off, DeepSpeed's default
+        data["onebit"] = ours | {"tensor": size}
+
+
+class _Object(dict):
+    """A JSON object that remembers which keys stood in it twice."""
+
+    def __init__(self, pairs: list[tuple[str, object]]):
+        super().__init__(pairs)
+        names = [name for name, _ in pairs]
+        self.twice = [name for name in self if names.count(name) > 1]
+
+
+def load(path: Path) -> dict[str, object]:
+    """The content of a JSON file. Raises ValueError where it is not JSON, or a key stands in one object twice."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_Object)
+    except json.JSONDecodeError as wrong:
+        raise ValueError(f"{path.name}: not JSON: {wrong.msg}, at line {wrong.lineno} column {wrong.colno}") from wrong
+    for place in _twice(content, ""):
+        raise ValueError(f"{path.name}: {place} stands there twice; keep one of them")
+    return content
+
+
+def _twice(content: object, where: str) -> Iterator[str]:
+    """The places of keys that stand twice."""
+    if isinstance(content, _Object):
+        yield from (where + name for name in content.twice)
+        for name, item in content.items():
+            yield from _twice(item, f"{where}{name}.")
+    elif isinstance(content, list):
+        for item in content:
+            yield from _twice(item, where)

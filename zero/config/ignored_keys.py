@@ -1,0 +1,316 @@
+"""Keys that DeepSpeed documents and that have no effect here, each with the reason a warning gives.
+
+Some are refused instead, where going on would train another model, or average something else, than the file says.
+Source: DeepSpeed's "Configuration JSON" page, and the constants of its 0.19 releases for what the page leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .schema import ANYTHING, BOOL, FLOAT, INT, LIST, OBJECT, TEXT, Inert
+
+_BUCKETS = 'buckets are of one size, "onebit": {"bucket_cap_mb": ...}'
+_FSDP = "FSDP2 gathers and frees parameters module by module, and prefetches the next one"
+_DISK = "there is no offload to disk, only to host memory"
+_MEAN = "gradients are summed in float32, which neither overflows nor needs a factor"
+_FREE = "train it without, or with the package it comes from"
+
+FP16 = {
+    "auto_cast": Inert(BOOL, "floating-point inputs are always cast to the type computed in", fine=(True,)),
+    "fp16_master_weights_and_grads": Inert(BOOL, "master weights are float32", fine=(False,)),
+    "fused_mode": Inert(BOOL, "there is one form of the step"),
+    "fp16_opt_level": Inert(TEXT, "there is one form of mixed precision"),
+}
+
+BF16 = {
+    "immediate_grad_update": Inert(BOOL, "gradients are summed where autograd leaves them"),
+    "bf16_master_weights_and_grads": Inert(BOOL, "master weights are float32", fine=(False,)),
+    "bf16_optimizer_states": Inert(
+        BOOL, 'moments are float32; "onebit": {"error_dtype": "bf16"} halves the errors', fine=(False,)
+    ),
+    "check_overflow": Inert(BOOL, "gradients that are not finite are always noticed, and the step skipped", (True,)),
+}
+
+PIPELINE = {
+    "seed_layers": Inert(BOOL, "a layer's initial values depend on its place alone", fine=(True,)),
+    "pipe_partitioned": Inert(BOOL, "activations travel whole", fine=(False,)),
+    "grad_partitioned": Inert(BOOL, "activation gradients travel whole", fine=(False,)),
+    "use_reentrant": Inert(BOOL, "activation checkpoints are non-reentrant", fine=(False,)),
+}
+
+DATA_TYPES = {
+    "grad_type": Inert(TEXT, "gradients are float32, and where sharding is across nodes of the type computed in")
+}
+
+_OFFLOAD = {
+    "nvme_path": Inert(TEXT, _DISK),
+    "buffer_count": Inert(INT, _DISK),
+}
+OFFLOAD = _OFFLOAD | {
+    "fast_init": Inert(BOOL, _DISK, fine=(False,)),
+    "pipeline": Inert(BOOL, _DISK, fine=(False,)),
+    "pipeline_read": Inert(BOOL, _DISK, fine=(False,)),
+    "pipeline_write": Inert(BOOL, _DISK, fine=(False,)),
+    "ratio": Inert(FLOAT, "all of the optimizer state is offloaded, or none", fine=(1.0,)),
+    "super_offload": Inert(BOOL, "there is one form of offload", fine=(False,)),
+    "convert_grad_on_cpu": Inert(BOOL, "gradients arrive as float32"),
+    "cpuadam_cores_perc": Inert(FLOAT, "threads are torch's: torch.set_num_threads"),
+}
+OFFLOAD_PARAM = _OFFLOAD | {
+    "buffer_size": Inert(INT, _DISK),
+    "max_in_cpu": Inert(INT, _DISK),
+}
+
+ZERO = {
+    "reduce_bucket_size": Inert(INT, _BUCKETS),
+    "allgather_bucket_size": Inert(INT, _BUCKETS),
+    "allgather_partitions": Inert(BOOL, "partitions are always gathered", fine=(True,)),
+    "reduce_scatter": Inert(BOOL, "each rank always reduces its own chunk", fine=(True,)),
+    "contiguous_gradients": Inert(BOOL, "what is sent lies in flat buckets, gradients stay where they are"),
+    "round_robin_gradients": Inert(BOOL, "how shards are cut is fixed", fine=(False,)),
+    "use_multi_rank_bucket_allreduce": Inert(BOOL, _BUCKETS),
+    "compute_grad_norm": Inert(BOOL, "the norm is computed where gradient_clipping needs it"),
+    "parameter_alignment": Inert(BOOL, "each parameter is padded to whole blocks", fine=(True,)),
+    "ignore_unused_parameters": Inert(BOOL, "a parameter without a gradient is left alone", fine=(True,)),
+    "load_from_fp32_weights": Inert(BOOL, "master weights are in the checkpoint", fine=(True,)),
+    "elastic_checkpoint": Inert(BOOL, "every checkpoint loads into any number of replicas", fine=(True,)),
+    "legacy_stage1": Inert(BOOL, "there is one stage 1", fine=(False,)),
+    "pipeline_loading_checkpoint": Inert(BOOL, "checkpoints are read shard by shard", fine=(False,)),
+    "sub_group_size": Inert(INT, "the step is taken whole; " + _BUCKETS),
+    "stage3_max_live_parameters": Inert(INT, _FSDP),
+    "stage3_max_reuse_distance": Inert(INT, _FSDP),
+    "stage3_prefetch_bucket_size": Inert(INT, _FSDP),
+    "stage3_param_persistence_threshold": Inert(INT, _FSDP),
+    "stage3_model_persistence_threshold": Inert(INT, _FSDP),
+    "stage3_module_granularity_threshold": Inert(INT, _FSDP),
+    "stage3_use_all_reduce_for_fetch_params": Inert(BOOL, _FSDP, fine=(False,)),
+    "stage3_allgather_sequential": Inert(BOOL, _FSDP, fine=(False,)),
+    "stage3_partition_stream_chunk_size": Inert(INT, _FSDP, fine=(0,)),
+    "mics_hierarchical_params_gather": Inert(BOOL, _FSDP, fine=(False,)),
+    "memory_efficient_linear": Inert(BOOL, _FSDP),
+    "override_module_apply": Inert(BOOL, "modules are built before they are sharded"),
+    "leaf_module": Inert(OBJECT, _FSDP),
+    "zero_quantized_weights": Inert(BOOL, "parameters are gathered in the type computed in", fine=(False,)),
+    "zero_quantized_nontrainable_weights": Inert(
+        BOOL, "frozen parameters are gathered as the others are", fine=(False,)
+    ),
+    "zero_quantized_gradients": Inert(BOOL, "choose a one-bit optimizer, which sends less", fine=(False,)),
+    "zeropp_loco_param": Inert({"err_beta": FLOAT, "reset_T": INT}, "choose a one-bit optimizer, which sends less"),
+    "zenflow": Inert(OBJECT, "there is one form of offload"),
+    "log_trace_cache_warnings": Inert(BOOL, "there is no trace cache", fine=(False,)),
+    "enable_sanity_checks": Inert(BOOL, '"onebit": {"check_replicas_every": ...} compares the replicas', (False,)),
+    "save_muon_momentum_buffer_in_memory": Inert(BOOL, "there is no Muon", fine=(False,)),
+    "cpu_offload_use_pin_memory": Inert(BOOL, 'write it as "pin_memory" of offload_optimizer'),
+}
+
+
+def _is_tensor_parallel(given: object) -> bool:
+    """Whether a "tensor_parallel" block divides the model by itself; `compat.py` has taken its autotp_size out."""
+    size = given.get("tp_size") if isinstance(given, Mapping) else None
+    return isinstance(size, int) and size > 1
+
+
+_SWITCH: dict[str, object] = {"enabled": BOOL}
+_RANDOM_LTD = _SWITCH | {
+    "total_layer_num": INT,
+    "random_ltd_layer_num": INT,
+    "random_ltd_layer_id": LIST,
+    "model_mask_name": TEXT,
+    "model_type": TEXT,
+    "hidden_state_order": TEXT,
+    "random_ltd_schedule": OBJECT,
+    "layer_token_lr_schedule": OBJECT,
+    "micro_batch_size": INT,
+    "global_batch_size": INT,
+}
+_CURRICULUM = _SWITCH | {
+    "data_cluster_path": TEXT,
+    "curriculum_metrics": OBJECT,
+    "curriculum_type": TEXT,
+    "min_difficulty": INT,
+    "max_difficulty": INT,
+    "schedule_type": TEXT,
+    "schedule_config": OBJECT,
+}
+_DATA_EFFICIENCY = _SWITCH | {
+    "seed": INT,
+    "data_routing": _SWITCH | {"random_ltd": _RANDOM_LTD},
+    "data_sampling": _SWITCH
+    | {"num_epochs": INT, "num_workers": INT, "pin_memory": BOOL, "curriculum_learning": _CURRICULUM},
+}
+_AUTOTUNING = _SWITCH | {
+    "results_dir": TEXT,
+    "exps_dir": TEXT,
+    "overwrite": BOOL,
+    "metric": TEXT,
+    "start_profile_step": INT,
+    "start_step": INT,
+    "end_profile_step": INT,
+    "end_step": INT,
+    "fast": BOOL,
+    "max_train_batch_size": INT,
+    "min_train_batch_size": INT,
+    "max_train_micro_batch_size_per_gpu": INT,
+    "min_train_micro_batch_size_per_gpu": INT,
+    "mp_size": INT,
+    "num_tuning_micro_batch_sizes": INT,
+    "tuner_type": TEXT,
+    "tuner_early_stopping": INT,
+    "tuner_num_trials": INT,
+    "arg_mappings": OBJECT,
+    "model_info": OBJECT,
+}
+_AIO = {
+    "block_size": INT,
+    "queue_depth": INT,
+    "thread_count": INT,
+    "intra_op_parallelism": INT,
+    "single_submit": BOOL,
+    "overlap_events": BOOL,
+    "use_gds": BOOL,
+}
+_ACTIVATIONS = {
+    "partition_activations": BOOL,
+    "cpu_checkpointing": BOOL,
+    "contiguous_memory_optimization": BOOL,
+    "number_checkpoints": INT,
+    "synchronize_checkpoint_boundary": BOOL,
+    "profile": BOOL,
+}
+_FLOPS = _SWITCH | {
+    "recompute_fwd_factor": FLOAT,
+    "profile_step": INT,
+    "module_depth": INT,
+    "top_modules": INT,
+    "detailed": BOOL,
+    "output_file": TEXT,
+}
+_TENSOR_PARALLEL = {
+    "autotp_size": INT,
+    "tp_size": INT,
+    "tp_grain_size": INT,
+    "preset_model": TEXT,
+    "tp_overlap_comm": BOOL,
+    "vocab_parallel_lm_head": BOOL,
+    "partition_config": OBJECT,
+}
+_HYBRID = _SWITCH | {
+    "max_out_tokens": INT,
+    "inference_tp_size": INT,
+    "release_inference_cache": BOOL,
+    "pin_parameters": BOOL,
+    "tp_gather_partition_size": INT,
+    "enable_cuda_graph": BOOL,
+}
+_ELASTICITY = _SWITCH | {
+    "max_train_batch_size": INT,
+    "micro_batch_sizes": LIST,
+    "min_gpus": INT,
+    "max_gpus": INT,
+    "min_time": INT,
+    "version": FLOAT,
+    "ignore_non_elastic_batch_info": BOOL,
+    "prefer_larger_batch": BOOL,
+    "num_gpus_per_node": INT,
+    "model_parallel_size": INT,
+}
+_EIGENVALUE = _SWITCH | {
+    "verbose": BOOL,
+    "max_iter": INT,
+    "tol": FLOAT,
+    "stability": FLOAT,
+    "gas_boundary_resolution": INT,
+    "layer_name": TEXT,
+    "layer_num": INT,
+}
+_COMMS_LOGGER = _SWITCH | {"verbose": BOOL, "prof_all": BOOL, "debug": BOOL, "prof_ops": LIST}
+_WANDB = _SWITCH | {"group": TEXT, "team": TEXT, "project": TEXT}
+_COMET = _SWITCH | {
+    "workspace": TEXT,
+    "project": TEXT,
+    "samples_log_interval": INT,
+    "experiment_name": TEXT,
+    "api_key": TEXT,
+    "experiment_key": TEXT,
+    "online": BOOL,
+    "mode": TEXT,
+}
+_CHECKPOINT = {
+    "tag_validation": TEXT,
+    "load_universal": BOOL,
+    "use_node_local_storage": BOOL,
+    "parallel_write": {"pipeline_stage": BOOL},
+    "writer": OBJECT,
+}
+_COMPILE = {
+    "deepcompile": BOOL,
+    "passes": LIST,
+    "offload_activation": BOOL,
+    "offload_activation_pin_memory": BOOL,
+    "free_activation": BOOL,
+    "offload_opt_states": BOOL,
+    "double_buffer": BOOL,
+    "symmetric_memory": BOOL,
+    "debug_log": BOOL,
+    "sync_before_reduce": BOOL,
+    "sync_after_reduce": BOOL,
+    "sync_before_allgather": BOOL,
+    "sync_after_allgather": BOOL,
+    "keep_int_input_tensors": BOOL,
+    "keep_all_input_tensors": BOOL,
+}
+_MONITOR = "monitors here: tensorboard and csv_monitor"
+
+TOP_LEVEL = {
+    "prescale_gradients": Inert(BOOL, _MEAN, fine=(False,)),
+    "gradient_predivide_factor": Inert(FLOAT, _MEAN, fine=(1.0,)),
+    "gradient_allreduce_op": Inert(TEXT, "gradients are averaged", fine=("mean",), refused=True),
+    "seq_parallel_communication_data_type": Inert(TEXT, "there is no sequence parallelism"),
+    "seq_parallel_comm_data_type": Inert(TEXT, "there is no sequence parallelism"),
+    "sequence_parallel_size": Inert(INT, "there is no sequence parallelism", fine=(1,), refused=True),
+    "managed_gradient_accumulation": Inert(BOOL, "engine.step() counts the micro-batches", fine=(True,), refused=True),
+    "zero_allow_untested_optimizer": Inert(BOOL, "any optimizer is taken", fine=(True, False)),
+    "zero_force_ds_cpu_optimizer": Inert(BOOL, "offloaded state is stepped by one optimizer", fine=(True, False)),
+    "activation_checkpointing": Inert(_ACTIVATIONS, "wrap modules with torch.utils.checkpoint before initialize()"),
+    "flops_profiler": Inert(_FLOPS, "use torch.utils.flop_counter or torch.profiler"),
+    "autotuning": Inert(_AUTOTUNING, "see `python -m onebit.zero.plan`"),
+    "aio": Inert(_AIO, _DISK),
+    "wandb": Inert(_WANDB, _MONITOR),
+    "comet": Inert(_COMET, _MONITOR),
+    "trackio": Inert(_SWITCH | {"project": TEXT}, _MONITOR),
+    "comms_logger": Inert(_COMMS_LOGGER, "bytes and waits of each step are in the one-bit optimizers' stats"),
+    "checkpoint": Inert(
+        _CHECKPOINT, "checkpoints are named by their step, sharded, and load into any number of replicas"
+    ),
+    "nebula": Inert(OBJECT, "checkpoints are written by torch.distributed.checkpoint"),
+    "compile": Inert(_COMPILE, "compile the model with torch.compile before initialize()"),
+    "memory_breakdown": Inert(BOOL, "see `python -m onebit.zero.plan`", fine=(False,)),
+    "disable_allgather": Inert(BOOL, "partitions are always gathered", fine=(False,)),
+    "sparse_gradients": Inert(BOOL, "use dense gradients: nn.Embedding(..., sparse=False)", (False,), refused=True),
+    "graph_harvesting": Inert(BOOL, "there are no captured graphs", fine=(False,)),
+    "disable_python_gc": Inert(BOOL, "call gc.disable() in the script", fine=(False,)),
+    "vocabulary_size": Inert(INT, "nothing here depends on it"),
+    "use_data_before_expert_parallelism": Inert(BOOL, "there is no expert parallelism", fine=(False,)),
+    "timers": Inert(OBJECT, "see wall_clock_breakdown"),
+    "elasticity": Inert(_ELASTICITY, "the batch sizes are those of the file: leave the block out", refused=True),
+    "amp": Inert(_SWITCH | {"opt_level": TEXT, "loss_scale": ANYTHING}, 'write "fp16" or "bf16"', refused=True),
+    "torch_autocast": Inert(
+        _SWITCH | {"dtype": TEXT, "lower_precision_safe_modules": LIST}, 'write "fp16" or "bf16"', refused=True
+    ),
+    "tensor_parallel": Inert(
+        _TENSOR_PARALLEL,
+        'write "autotp_size", or "onebit": {"tensor": ...}, and pass initialize(tensor_plan=...)',
+        refused=True,
+        asks=_is_tensor_parallel,
+    ),
+    "expert_parallel": Inert(OBJECT, "there is no expert parallelism", refused=True),
+    "hybrid_engine": Inert(_HYBRID, "there is no inference engine", refused=True),
+    "data_efficiency": Inert(_DATA_EFFICIENCY, _FREE, refused=True),
+    "curriculum_learning": Inert(_CURRICULUM, _FREE, refused=True),
+    "compression_training": Inert(OBJECT, _FREE, refused=True),
+    "progressive_layer_drop": Inert(_SWITCH | {"theta": FLOAT, "gamma": FLOAT}, _FREE, refused=True),
+    "eigenvalue": Inert(_EIGENVALUE, _FREE, refused=True),
+    "quantize_training": Inert(OBJECT, _FREE, refused=True),
+    "sparse_attention": Inert(OBJECT, _FREE, refused=True),
+}

@@ -1,0 +1,190 @@
+"""From the parsed JSON of a block to its dataclass and back; the errors and warnings on the way.
+
+What is known of each key is in `schema.py`. Every message names the file and the place in it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+from .schema import AUTO, MISSING, OBJECT, Inert, Key, Kind, as_json, blocks_of, folded, keys_of
+
+T = TypeVar("T")
+
+
+@dataclass
+class Reading:
+    """One reading of a configuration: where it comes from, what the caller fills in, what is to be said about it."""
+
+    source: str
+    fills: Mapping[str, object] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def at(self, where: str, name: str = "") -> str:
+        """The place in the file, in words."""
+        return f"{self.source}: " + (".".join(part for part in (where, name) if part) or "top level")
+
+
+def read_block(cls: type[T], given: object, where: str, reading: Reading) -> T:
+    """The block `given`, at `where` in the file, as a `cls`.
+
+    Raises ValueError on an unknown key (with the nearest known one), a value out of range, one that contradicts an
+    argument, an "auto" that nothing fills; TypeError on a wrong type.
+    """
+    data = read_object(given, where, reading)
+    inert: Mapping[str, Inert] = getattr(cls, "inert", {})
+    keys, blocks = keys_of(cls), blocks_of(cls)
+    refuse_unknown(data, [*keys, *blocks, *inert], where, reading, cls)
+    values: dict[str, object] = {}
+    for name, rule in keys.items():
+        value = _read_key(data, name, rule, where, reading)
+        if value is not MISSING:
+            values[name] = value
+    for name, inner in blocks.items():
+        if data.get(name) is not None:
+            values[name] = read_block(inner, data[name], _join(where, name), reading)
+        elif any(rule.fill in reading.fills for rule in keys_of(inner).values() if rule.fill):
+            values[name] = read_block(inner, {}, _join(where, name), reading)
+    for name in data.keys() & inert.keys():
+        _read_inert(data[name], name, inert[name], where, reading)
+    try:
+        return cls(**values)
+    except (TypeError, ValueError) as wrong:
+        raise type(wrong)(f"{reading.at(where)}: {wrong}") from wrong
+
+
+def write_block(made: object) -> dict:
+    """The block as it would stand in a file; `read_block` of it is equal."""
+    data: dict[str, object] = {}
+    for name in keys_of(type(made)):
+        value = getattr(made, name)
+        data[name] = list(value) if isinstance(value, tuple) else value
+    return data | {name: write_block(getattr(made, name)) for name in blocks_of(type(made))}
+
+
+def read_object(given: object, where: str, reading: Reading) -> dict[str, object]:
+    """A copy of an object of the file. Raises TypeError where it is something else."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{reading.at(where)}: expected an object, got {as_json(given)}")
+    for name in given:
+        if not isinstance(name, str):
+            raise TypeError(f"{reading.at(where)}: expected keys that are strings, got {name!r}")
+    return dict(given)
+
+
+def refuse_unknown(
+    given: Iterable[str], known: Iterable[str], where: str, reading: Reading, cls: type | None = None
+) -> None:
+    """Raise ValueError on the first key that is not known, naming the nearest one that is."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{reading.at(where)}: unknown key {as_json(name)}{_advice(name, known, where, cls)}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name most like this one, letter case aside."""
+    names = {k.lower(): k for k in known}
+    found = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
+    return names[found[0]] if found else None
+
+
+def _advice(name: str, known: list[str], where: str, cls: type | None) -> str:
+    for inner, path in _paths(cls, where) if cls else ():
+        if name in keys_of(inner) or name in getattr(inner, "inert", {}):
+            return f"; it belongs in {as_json(path)}"
+    found = nearest(name, known)
+    return f"; did you mean {as_json(found)}?" if found else f"; known here: {', '.join(sorted(known))}"
+
+
+def _paths(cls: type, path: str) -> Iterator[tuple[type, str]]:
+    for name, inner in blocks_of(cls).items():
+        yield inner, _join(path, name)
+        yield from _paths(inner, _join(path, name))
+
+
+def _read_key(data: dict, name: str, rule: Key, where: str, reading: Reading) -> object:
+    place = reading.at(where, name)
+    filled = reading.fills.get(rule.fill, MISSING) if rule.fill else MISSING
+    if filled is not MISSING:
+        filled = rule.read(filled, f"argument {rule.fill}")
+    stands = data.get(name, MISSING)
+    if stands is None and rule.null:
+        stands = MISSING  # null: as if it were not there
+    if stands is not MISSING and (stands != AUTO or (rule.takes_auto and filled is MISSING)):
+        value = rule.read(stands, place)
+        if filled is not MISSING and filled != value:
+            raise ValueError(
+                f"{place} is {as_json(stands)}, but the argument {rule.fill} is {as_json(filled)}; drop one"
+            )
+        return value
+    if filled is not MISSING:
+        return filled
+    if (stands == AUTO and rule.asks) or rule.required:
+        state = '"auto"' if stands == AUTO else "missing"
+        argument = f", or call read_config(..., {rule.fill}=...)" if rule.fill else ""
+        raise ValueError(f"{place} is {state}: expected {rule.expected()}; write it there{argument}")
+    if stands == AUTO and not rule.null:
+        reading.notes.append(f'{place} is "auto" and nothing was given for it: the default is taken')
+    return MISSING
+
+
+def _read_inert(value: object, name: str, rule: Inert, where: str, reading: Reading) -> None:
+    place = reading.at(where, name)
+    if value is None:
+        return
+    if isinstance(rule.kind, Mapping):
+        if not isinstance(value, bool):
+            _check_names(value, rule.kind, _join(where, name), reading)
+        asked = (rule.asks or _asks)(value)
+    else:
+        taken = (
+            value if value == AUTO or (rule.kind is OBJECT and value is False) else Key(rule.kind).read(value, place)
+        )
+        fine = [folded(item) for item in (*rule.fine, AUTO)]
+        asked = _asks(taken) if rule.kind is OBJECT else folded(taken) not in fine
+    if asked and rule.refused:
+        raise ValueError(f"{place} = {as_json(value)} is not supported: {rule.why}")
+    if asked:
+        reading.warnings.append(f"{place} has no effect: {rule.why}")
+
+
+def _check_names(value: object, kinds: Mapping[str, object], where: str, reading: Reading) -> None:
+    data = read_object(value, where, reading)
+    refuse_unknown(data, kinds, where, reading)
+    for name, item in data.items():
+        kind = kinds[name]
+        if isinstance(kind, Mapping):
+            _check_names(item, kind, _join(where, name), reading)
+        elif item is not None and item != AUTO:
+            Key(cast(Kind, kind)).read(item, reading.at(where, name))
+
+
+def _asks(value: object) -> bool:
+    """Whether a block switches something on: "enabled" is true in it, or it has no such key and says anything."""
+    switches = list(_switches(value))
+    return any(switches) if switches else any(_leaves(value))
+
+
+def _switches(value: object) -> Iterator[bool]:
+    if isinstance(value, Mapping):
+        if "enabled" in value:
+            yield value["enabled"] is True
+        for item in value.values():
+            yield from _switches(item)
+
+
+def _leaves(value: object) -> Iterator[object]:
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name

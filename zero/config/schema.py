@@ -1,0 +1,220 @@
+"""What a key of a DeepSpeed JSON may hold, and which keys there are.
+
+A block is a frozen dataclass whose fields are made by `key` (a value) and `block` (a block in it): the dataclass is the
+list of known keys, its defaults are the file's. Keys that DeepSpeed knows and this package does not need are `Inert`s,
+in the mapping `inert` of the class. `reader.py` turns parsed JSON into such a dataclass and back; the blocks
+themselves are in `sections.py`, `optimizers.py`, `lr_schedules.py` and `whole.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
+
+AUTO = "auto"
+_KEY, _BLOCK = "key", "block"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A type of value. read: the value as it is kept; raises TypeError on anything else."""
+
+    name: str
+    read: Callable[[object], object]
+
+
+def _boolean(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise TypeError
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise TypeError
+    return float(value)
+
+
+def _integer(value: object) -> int:
+    if _number(value) != int(_number(value)):
+        raise TypeError
+    return int(cast(float, value))
+
+
+def _steps(value: object) -> int | str:
+    return AUTO if value == AUTO else _integer(value)
+
+
+def _period(value: object) -> int | None:
+    return None if value in (None, math.inf) else _integer(value)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise TypeError
+
+
+def _list(value: object) -> list:
+    if isinstance(value, list | tuple):
+        return list(value)
+    raise TypeError
+
+
+def _pair(value: object) -> tuple[float, float]:
+    first, second = _several(value)
+    return first, second
+
+
+def _several(value: object) -> tuple[float, ...]:
+    return tuple(_number(item) for item in _list(value))
+
+
+def _rates(value: object) -> float | tuple[float, ...]:
+    return _several(value) if isinstance(value, list | tuple) else _number(value)
+
+
+def _object(value: object) -> dict:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError
+
+
+BOOL = Kind("true or false", _boolean)
+INT = Kind("an integer", _integer)
+FLOAT = Kind("a number", _number)
+TEXT = Kind("a string", _text)
+PAIR = Kind("a list of two numbers", _pair)
+RATES = Kind("a number, or a list with one for each parameter group,", _rates)
+STEPS = Kind('a number of steps or "auto"', _steps)
+PERIOD = Kind("an integer, or null for never", _period)
+LIST = Kind("a list", _list)
+OBJECT = Kind("an object", _object)
+ANYTHING = Kind("anything", lambda value: value)
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a key may hold. least, most: bounds; above, below: the same, excluded. None: unbounded.
+
+    fill: the argument of `read_config` that stands in for "auto" or an absent key. asks: "auto" without that argument
+    is an error instead of the default. required: so is an absent key. null: null is the default, None.
+    """
+
+    kind: Kind
+    fill: str | None = None
+    asks: bool = False
+    required: bool = False
+    null: bool = False
+    choices: tuple = ()
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    @property
+    def takes_auto(self) -> bool:
+        """Whether "auto" is a value of its own, and not for the caller to fill."""
+        return self.kind is STEPS or AUTO in self.choices
+
+    def expected(self) -> str:
+        """In words."""
+        if self.choices:
+            return "one of " + ", ".join(as_json(choice) for choice in self.choices)
+        bounds = [("at least", self.least), ("above", self.above), ("at most", self.most), ("below", self.below)]
+        limits = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+        return f"{self.kind.name} {limits}".strip() + (" or null" if self.null else "")
+
+    def read(self, value: object, where: str) -> object:
+        """The value as it is kept. Raises TypeError (type) and ValueError (range), with what was expected and came."""
+        if value is None and self.null:
+            return None
+        try:
+            taken = self.kind.read(value)
+        except (TypeError, ValueError) as wrong:
+            raise TypeError(f"{where}: expected {self.expected()}, got {as_json(value)}") from wrong
+        if self.choices:
+            taken = next((c for c in self.choices if folded(c) == folded(taken)), MISSING)
+        if taken is MISSING or not all(self._is_within(number) for number in _numbers(taken)):
+            raise ValueError(f"{where}: expected {self.expected()}, got {as_json(value)}")
+        return taken
+
+    def _is_within(self, number: float) -> bool:
+        return (
+            (self.least is None or number >= self.least)
+            and (self.most is None or number <= self.most)
+            and (self.above is None or number > self.above)
+            and (self.below is None or number < self.below)
+        )
+
+
+MISSING = object()
+
+
+@dataclass(frozen=True)
+class Inert:
+    """A key that DeepSpeed knows and that has no effect here. why: said in the warning, or in the refusal.
+
+    kind: its type, or the keys of its block. fine: values that ask for what happens anyway. asks: whether a block
+    switches something on. refused: an error instead of a warning, as another model or another sum would be trained.
+    """
+
+    kind: Kind | Mapping[str, object]
+    why: str
+    fine: tuple = ()
+    refused: bool = False
+    asks: Callable[[object], bool] | None = None
+
+
+def key(default: T, kind: Kind, **rules: object) -> T:
+    """A field of a block; rules: see `Key`."""
+    return cast(T, field(default=default, metadata={_KEY: Key(kind, **rules)}))  # type: ignore[arg-type]
+
+
+def required_key(kind: Kind, **rules: object) -> Any:
+    """A field of a block that has no default."""
+    return field(metadata={_KEY: Key(kind, required=True, **rules)})  # type: ignore[arg-type]
+
+
+def block(cls: type[T]) -> T:
+    """A field that is a block; absent: its defaults."""
+    return cast(T, field(default_factory=cls, metadata={_BLOCK: cls}))
+
+
+def keys_of(cls: type) -> dict[str, Key]:
+    """The values of a block class, by name."""
+    return {f.name: f.metadata[_KEY] for f in dataclasses.fields(cls) if _KEY in f.metadata}
+
+
+def blocks_of(cls: type) -> dict[str, type]:
+    """The blocks in a block class, by name."""
+    return {f.name: f.metadata[_BLOCK] for f in dataclasses.fields(cls) if _BLOCK in f.metadata}
+
+
+def check_block(made: object) -> None:
+    """Hold a block made in Python to the rules of one that is read; lists become tuples. For __post_init__."""
+    for name, rule in keys_of(type(made)).items():
+        object.__setattr__(made, name, rule.read(getattr(made, name), f"{type(made).__name__}.{name}"))
+
+
+def folded(value: object) -> object:
+    return value.lower() if isinstance(value, str) else (type(value) is bool, value)
+
+
+def _numbers(value: object) -> Iterator[float]:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
+    elif isinstance(value, tuple):
+        yield from value
+
+
+def as_json(value: object) -> str:
+    """As it stands in a file, short."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,207 @@
+# ruff: noqa: RUF009  (`key` and `block` are dataclasses.field)
+"""The blocks of a DeepSpeed JSON that mean something here, and the one that is this package's own, "onebit".
+
+Names and defaults are the file's, from DeepSpeed's "Configuration JSON" page; each class is the list of its keys (see
+`schema.py`). Optimizers and schedulers are in `optimizers.py` and `lr_schedules.py`, keys outside all blocks in
+`whole.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...agreement.skips import MOST_SKIPS
+from .ignored_keys import BF16, DATA_TYPES, FP16, OFFLOAD, OFFLOAD_PARAM, PIPELINE, ZERO
+from .schema import BOOL, FLOAT, INT, TEXT, Inert, block, check_block, key
+
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Fp16:
+    """Training in float16 under a loss scale. loss_scale: 0: dynamic, by the rule of `precision.py`."""
+
+    inert: ClassVar[Mapping[str, Inert]] = FP16
+
+    enabled: bool = key(False, BOOL, fill="fp16")
+    loss_scale: float = key(0.0, FLOAT, least=0)
+    initial_scale_power: int = key(16, INT, least=0, most=127)
+    loss_scale_window: int = key(1000, INT, least=1)
+    hysteresis: int = key(2, INT, least=1)
+    consecutive_hysteresis: bool = key(False, BOOL)
+    min_loss_scale: float = key(1.0, FLOAT, above=0)
+
+    def __post_init__(self) -> None:
+        check_block(self)
+        if self.loss_scale == 0 and self.min_loss_scale > 2.0**self.initial_scale_power:
+            raise ValueError(
+                f"expected min_loss_scale at most 2^initial_scale_power = {2.0**self.initial_scale_power:g}, "
+                f"got {self.min_loss_scale:g}"
+            )
+
+
+@dataclass(frozen=True)
+class Bf16:
+    """Training in bfloat16; no loss scale."""
+
+    inert: ClassVar[Mapping[str, Inert]] = BF16
+
+    enabled: bool = key(False, BOOL, fill="bf16")
+
+    def __post_init__(self) -> None:
+        check_block(self)
+
+
+@dataclass(frozen=True)
+class OffloadOptimizer:
+    """Where optimizer state and master weights live. device: "none": with the parameters; "cpu": in host memory.
+
+    The step is taken there; pin_memory: in page-locked memory, where there is CUDA.
+    """
+
+    inert: ClassVar[Mapping[str, Inert]] = OFFLOAD
+
+    device: str = key("none", TEXT, required=True, choices=("none", "cpu"))
+    pin_memory: bool = key(True, BOOL)
+
+    def __post_init__(self) -> None:
+        check_block(self)
+
+
+@dataclass(frozen=True)
+class OffloadParam(OffloadOptimizer):
+    """Where the parameters' shards live, at stage 3. They are the masters: offloading one is offloading the other."""
+
+    inert: ClassVar[Mapping[str, Inert]] = OFFLOAD_PARAM
+
+
+@dataclass(frozen=True)
+class ZeroOptimization:
+    """What is sharded: stage 1 optimizer state, 2 gradients too, 3 parameters too; 0 nothing.
+
+    overlap_comm: send buckets during the backward pass; DeepSpeed's default is false below stage 3, here it is true.
+    mics_shard_size, zero_hpz_partition_size: ranks that shard among themselves and are replicated beyond, see
+    `ranks_per_shard_group`. gather_16bit...: the engine writes whole weights with each checkpoint, in the type that
+    is computed in.
+    """
+
+    inert: ClassVar[Mapping[str, Inert]] = ZERO
+
+    stage: int = key(0, INT, choices=(0, 1, 2, 3))
+    overlap_comm: bool = key(True, BOOL)
+    mics_shard_size: int = key(-1, INT, least=-1)
+    zero_hpz_partition_size: int = key(1, INT, least=0)
+    stage3_gather_16bit_weights_on_model_save: bool = key(False, BOOL)
+    offload_optimizer: OffloadOptimizer = block(OffloadOptimizer)
+    offload_param: OffloadParam = block(OffloadParam)
+
+    def __post_init__(self) -> None:
+        check_block(self)
+        if self.offload_param.device != "none" and self.stage != 3:
+            raise ValueError(f"offload_param: parameters are offloaded at stage 3, got stage {self.stage}")
+        if self.offload_optimizer.device != "none" and self.stage == 0:
+            raise ValueError("offload_optimizer: optimizer state is offloaded at stages 1, 2 and 3, got stage 0")
+        sizes = {size for size in (self.mics_shard_size, self.zero_hpz_partition_size) if size > 1}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"mics_shard_size {self.mics_shard_size} and zero_hpz_partition_size {self.zero_hpz_partition_size} "
+                "both say how many ranks shard among themselves; keep one"
+            )
+
+    @property
+    def ranks_per_shard_group(self) -> int | None:
+        """Ranks that shard among themselves, as the file says it in DeepSpeed's words; None: it does not."""
+        sizes = [size for size in (self.mics_shard_size, self.zero_hpz_partition_size) if size > 1]
+        return sizes[0] if sizes else None
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """Scalars of every step, written by rank 0 to output_path/job_name; "": under the working directory."""
+
+    enabled: bool = key(False, BOOL)
+    output_path: str = key("", TEXT)
+    job_name: str = key("DeepSpeedJobName", TEXT)
+
+    def __post_init__(self) -> None:
+        check_block(self)
+
+
+@dataclass(frozen=True)
+class DataTypes:
+    """grad_accum_dtype: in which gradients are summed over micro-batches. Not a choice: `forms.py` says where it lies.
+
+    None: float32, and where sharding is across nodes the type computed in.
+    """
+
+    inert: ClassVar[Mapping[str, Inert]] = DATA_TYPES
+
+    grad_accum_dtype: str | None = key(None, TEXT, null=True, choices=DTYPES)
+
+    def __post_init__(self) -> None:
+        check_block(self)
+
+
+@dataclass(frozen=True)
+class Pipelining:
+    """Pipeline stages: DeepSpeed's block "pipeline", and how they are run, which is this package's own.
+
+    stages: ranks of a pipeline; null: one, or as the PipelineModule says. partition, activation_checkpoint_interval: in
+    place of the PipelineModule's own, see there. schedule: "gpipe", "1f1b", "interleaved" (1F1B with several stages on
+    each rank), "zero-bubble", "zbv". chunks: stages on each rank; null: what the schedule is made for. activations,
+    activation_gradients: what travels from stage to stage: as it is computed (null), or in "bf16", "int8" or "int4".
+    """
+
+    inert: ClassVar[Mapping[str, Inert]] = PIPELINE
+
+    stages: int | None = key(None, INT, fill="stages", null=True, least=1)
+    partition: str | None = key(None, TEXT, null=True)
+    activation_checkpoint_interval: int | None = key(None, INT, null=True, least=0)
+    schedule: str = key("1f1b", TEXT, choices=("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"))
+    chunks: int | None = key(None, INT, null=True, least=1)
+    activations: str | None = key(None, TEXT, null=True, choices=("bf16", "int8", "int4"))
+    activation_gradients: str | None = key(None, TEXT, null=True, choices=("bf16", "int8", "int4"))
+
+    def __post_init__(self) -> None:
+        check_block(self)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a pipeline."""
+        return self.stages or 1
+
+
+@dataclass(frozen=True)
+class Onebit:
+    """What DeepSpeed has no key for: the block "onebit" of the file. Every key may be left out.
+
+    sharding: where the state of stages 1 and 2 is divided: "inside" the node, with the optimizers as they are on the
+    replica axis between nodes; "across" nodes, by the sharded one-bit algorithm; "auto": inside where a node has
+    several ranks, across where it has one. differences: what parameter differences travel in when it is across: "int4"
+    (4.06 bits per parameter) or "sign" (1.02). ranks_per_node: null: as the launcher says.
+    compression, bucket_cap_mb, error_dtype, check_replicas_every, max_consecutive_skips: see
+    `onebit.base.CommonOptions`. block: elements per scale of the one-bit frames, a multiple of 64. variance_floor: see
+    `onebit.adam.floor_of_blocks`.
+    tensor: how many ranks compute each layer together (`parallel/tensor.py`); null: one, or as many as the given grid
+    has. keep_checkpoints: how many checkpoints of this run stay in a folder, the newest; null: all.
+    """
+
+    sharding: str = key("auto", TEXT, choices=("auto", "inside", "across"))
+    differences: str = key("int4", TEXT, choices=("int4", "sign"))
+    ranks_per_node: int | None = key(None, INT, null=True, least=1)
+    compression: str = key("auto", TEXT, choices=("auto", "always"))
+    bucket_cap_mb: float = key(16.0, FLOAT, above=0)
+    error_dtype: str = key("fp32", TEXT, choices=("fp32", "bf16"))
+    block: int = key(256, INT, least=64)
+    variance_floor: float = key(0.01, FLOAT, least=0)
+    check_replicas_every: int = key(100, INT, least=0)
+    max_consecutive_skips: int = key(MOST_SKIPS, INT, least=0)
+    tensor: int | None = key(None, INT, null=True, least=1)
+    keep_checkpoints: int | None = key(None, INT, null=True, least=1)
+
+    def __post_init__(self) -> None:
+        check_block(self)
+        if self.block % 64:
+            raise ValueError(f"expected block to be a multiple of 64, got {self.block}")

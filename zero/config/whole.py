@@ -1,0 +1,281 @@
+# ruff: noqa: RUF009  (`key` and `block` are dataclasses.field)
+"""A DeepSpeed configuration, file or dict, as frozen dataclasses.
+
+    config = read_config("ds_config.json", world_size=link.world_size, rank=link.rank, lr=3e-4, total_num_steps=10_000)
+    optimizer = build_optimizer(config.optimizer, model.parameters(), link=link, **config.optimizer_options())
+    scheduler = build_scheduler(config.scheduler, optimizer)
+
+Keys that act here become fields; a known key that has no effect is warned about; an unknown one is refused with the
+nearest known name. `sections.py`, `optimizers.py` and `lr_schedules.py` hold the keys of the blocks, `ignored_keys.py`
+those without effect, `schema.py` and `reader.py` how they are read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+
+import torch
+
+from onebit.comm import Bf16Codec, Codec, IdentityCodec, SignCodec
+
+from ..lr_schedulers import SCHEDULERS, SchedulerChoice, build_scheduler
+from .compat import load, modernised
+from .ignored_keys import TOP_LEVEL
+from .optimizers import OptimizerChoice, build_optimizer, read_choice, read_optimizer, write_choice
+from .reader import Reading, nearest, read_block, read_object, write_block
+from .schema import AUTO, BOOL, FLOAT, INT, PERIOD, TEXT, Inert, block, blocks_of, check_block, key, keys_of
+from .sections import DTYPES, Bf16, DataTypes, Fp16, Monitor, Onebit, Pipelining, ZeroOptimization
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Config", "Fills", "batch_triangle", "build_optimizer", "build_scheduler", "read_config"]
+
+log = logging.getLogger(__name__)
+
+
+class Fills(TypedDict, total=False):
+    """Arguments of `read_config` that stand in where the file says "auto" or nothing.
+
+    Each is named like its key; fp16 and bf16 are the "enabled" of their blocks. One that contradicts the file is an
+    error; one whose block the file does not have is not needed.
+    """
+
+    train_batch_size: int
+    train_micro_batch_size_per_gpu: int
+    gradient_accumulation_steps: int
+    gradient_clipping: float
+    fp16: bool
+    bf16: bool
+    lr: float
+    betas: Sequence[float]
+    eps: float
+    weight_decay: float
+    freeze_step: int
+    var_freeze_step: int
+    total_num_steps: int
+    warmup_num_steps: int
+    warmup_min_lr: float
+    warmup_max_lr: float
+    cycle_min_lr: float
+    cycle_max_lr: float
+    cycle_first_step_size: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class _TopLevel:
+    """What stands in no block of its own, as it stands in the file."""
+
+    inert: ClassVar[Mapping[str, Inert]] = TOP_LEVEL
+
+    train_batch_size: int | None = key(None, INT, fill="train_batch_size", null=True, least=1)
+    train_micro_batch_size_per_gpu: int | None = key(
+        None, INT, fill="train_micro_batch_size_per_gpu", null=True, least=1
+    )
+    gradient_accumulation_steps: int | None = key(None, INT, fill="gradient_accumulation_steps", null=True, least=1)
+    gradient_clipping: float = key(0.0, FLOAT, fill="gradient_clipping", least=0)
+    communication_data_type: str | None = key(None, TEXT, null=True, choices=DTYPES)
+    steps_per_print: int | None = key(10, PERIOD, least=1)
+    wall_clock_breakdown: bool = key(False, BOOL)
+    dump_state: bool = key(False, BOOL)
+    dataloader_drop_last: bool = key(False, BOOL)
+    fp16: Fp16 = block(Fp16)
+    bf16: Bf16 = block(Bf16)
+    zero_optimization: ZeroOptimization = block(ZeroOptimization)
+    data_types: DataTypes = block(DataTypes)
+    tensorboard: Monitor = block(Monitor)
+    csv_monitor: Monitor = block(Monitor)
+    pipeline: Pipelining = block(Pipelining)
+    onebit: Onebit = block(Onebit)
+
+    def __post_init__(self) -> None:
+        check_block(self)
+        if self.fp16.enabled and self.bf16.enabled:
+            raise ValueError("fp16 and bf16 are both enabled; enable one of them")
+
+
+@dataclass(frozen=True)
+class Config(_TopLevel):
+    """Everything the engine acts on. The three batch sizes are numbers here, and multiply up.
+
+    world_size: ranks that hold different data. optimizer, scheduler: None where the file has none.
+    communication_data_type: what whole gradients travel in; None: eight bits from one-bit optimizers, float32 from the
+    others; "fp16" counts as "bf16", which has the same bytes and does not overflow.
+    """
+
+    train_batch_size: int = key(1, INT, least=1)
+    train_micro_batch_size_per_gpu: int = key(1, INT, least=1)
+    gradient_accumulation_steps: int = key(1, INT, least=1)
+    world_size: int = 1
+    optimizer: OptimizerChoice | None = None
+    scheduler: SchedulerChoice | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+        batch_triangle(*sizes, self.world_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and activations."""
+        return torch.float16 if self.fp16.enabled else torch.bfloat16 if self.bf16.enabled else torch.float32
+
+    @property
+    def ranks_per_shard_group(self) -> int | None:
+        """Ranks that shard among themselves, as the file says; None: as the launcher says."""
+        return self.onebit.ranks_per_node or self.zero_optimization.ranks_per_shard_group
+
+    def optimizer_options(self) -> dict[str, Any]:
+        """Keyword arguments of `build_optimizer`, but for the link. Under fp16 without overlap: see `precision.py`."""
+        return {
+            "gradient_codec": self._gradient_codec(),
+            "variance_floor": self.onebit.variance_floor,
+            "max_grad_norm": self.gradient_clipping,
+            "codec": SignCodec(self.onebit.block),
+            "error_dtype": torch.bfloat16 if self.onebit.error_dtype == "bf16" else torch.float32,
+            "compression": self.onebit.compression,
+            "overlap": self.zero_optimization.overlap_comm and not self.fp16.enabled,
+            "bucket_cap_mb": self.onebit.bucket_cap_mb,
+            "check_replicas_every": self.onebit.check_replicas_every,
+            "max_consecutive_skips": self.onebit.max_consecutive_skips,
+        }
+
+    def to_dict(self) -> dict:
+        """As it would stand in a file, with nothing left to "auto": `read_config` of it is equal."""
+        data = write_block(self)
+        if self.optimizer is not None:
+            data["optimizer"] = write_choice(self.optimizer)
+        if self.scheduler is not None:
+            data["scheduler"] = write_choice(self.scheduler)
+        return data
+
+    def _gradient_codec(self) -> Codec | None:
+        if self.communication_data_type is None:
+            return None
+        block = self.onebit.block
+        return IdentityCodec(block) if self.communication_data_type == "fp32" else Bf16Codec(block)
+
+
+def read_config(
+    config: Mapping[str, object] | str | os.PathLike,
+    *,
+    world_size: int,
+    rank: int = 0,
+    ranks_per_batch: int | None = None,
+    **fills: Unpack[Fills],
+) -> Config:
+    """Read a DeepSpeed configuration: a JSON file, or its content as a dict.
+
+    world_size: all ranks. ranks_per_batch: how many of them read the same batch, where there is a grid that says so;
+    None: as the file's pipeline stages and onebit.tensor. rank: the one that warns is rank 0. fills: see `Fills`; they
+    answer "auto". Without one, "auto" is the key's default, except where there is no sound one: the batch sizes, lr,
+    warmup_num_steps and total_num_steps ask for the argument; warmup_max_lr is the optimizer's lr; gradient_clipping is
+    1.0, as in DeepSpeed's documentation and Hugging Face's trainer. freeze_step and the local_step keys pass "auto" on.
+
+    Raises ValueError on an unknown key or argument, a key that stands twice, a value out of range, batch sizes that
+    contradict each other, what is known but not supported; TypeError on a wrong type; OSError where there is no file.
+    """
+    if world_size < 1:
+        raise ValueError(f"expected world_size of at least 1, got {world_size}")
+    for name in fills:
+        if name not in Fills.__annotations__:
+            advice = nearest(name, Fills.__annotations__)
+            raise ValueError(f"unknown argument {name!r}; " + (f"did you mean {advice!r}?" if advice else "see Fills"))
+    if isinstance(config, str) and config.lstrip().startswith("{"):
+        raise ValueError("expected the name of a file or a dict, got JSON text; pass json.loads(text)")
+    if isinstance(config, Mapping):
+        data, reading = config, Reading("config", dict(fills))
+    else:
+        data, reading = load(Path(config)), Reading(Path(config).name, dict(fills))
+    made = _make(data, world_size, ranks_per_batch, reading)
+    if rank == 0:
+        for warning in dict.fromkeys(reading.warnings):
+            log.warning("%s", warning)
+        for note in reading.notes:
+            log.info("%s", note)
+    return made
+
+
+def batch_triangle(train: int | None, micro: int | None, steps: int | None, world_size: int) -> tuple[int, int, int]:
+    """All three batch sizes from those that are given: train = micro · steps · world_size; steps is 1 by default.
+
+    Raises ValueError where they contradict each other, do not divide, or do not suffice.
+    """
+    numbers = (
+        f"train_batch_size = {_or_unset(train)}, train_micro_batch_size_per_gpu = {_or_unset(micro)}, "
+        f"gradient_accumulation_steps = {_or_unset(steps)}, data-parallel ranks = {world_size}"
+    )
+    if train is None and micro is None:
+        raise ValueError(
+            f"the batch size is not known: {numbers}; write train_batch_size or train_micro_batch_size_per_gpu, or "
+            "call read_config(..., train_micro_batch_size_per_gpu=...)"
+        )
+    if train is None:
+        assert micro is not None
+        steps = steps or 1
+        return micro * steps * world_size, micro, steps
+    if micro is None:
+        steps = steps or 1
+        micro = train // (steps * world_size)
+    elif steps is None:
+        steps = train // (micro * world_size)
+    if micro * steps * world_size != train:
+        raise ValueError(
+            "expected train_batch_size = train_micro_batch_size_per_gpu · gradient_accumulation_steps · data-parallel "
+            f"ranks, got {numbers}; change one of them"
+        )
+    return train, micro, steps
+
+
+def _or_unset(number: int | None) -> str:
+    return "not given" if number is None else str(number)
+
+
+def _make(config: Mapping[str, object], world_size: int, ranks_per_batch: int | None, reading: Reading) -> Config:
+    data = modernised(read_object(config, "", reading), reading)
+    if data.get("gradient_clipping") == AUTO and "gradient_clipping" not in reading.fills:
+        reading.notes.append(f'{reading.at("gradient_clipping")} is "auto": 1.0')
+        data["gradient_clipping"] = 1.0
+    if "stages" in reading.fills:
+        data.setdefault("pipeline", {})  # which a list of layers need not have written
+    optimizer = scheduler = None
+    optimizer_data, scheduler_data = data.pop("optimizer", None), data.pop("scheduler", None)
+    if optimizer_data is not None:
+        optimizer = read_optimizer(optimizer_data, reading)
+    if scheduler_data is not None:
+        scheduler = _read_scheduler(scheduler_data, optimizer, reading)
+    top = read_block(_TopLevel, data, "", reading)
+    if top.communication_data_type == "fp16":
+        reading.warnings.append(f"{reading.at('communication_data_type')} fp16 is taken as bf16: as many bytes")
+    alike = (top.onebit.tensor or 1) * top.pipeline.ranks if ranks_per_batch is None else ranks_per_batch
+    if world_size % alike:
+        raise ValueError(
+            f"{reading.source}: {world_size} ranks cannot be divided by the {alike} that read each batch together; "
+            f"start a multiple of {alike}, or change pipeline.stages or onebit.tensor"
+        )
+    world_size //= alike
+    sizes = top.train_batch_size, top.train_micro_batch_size_per_gpu, top.gradient_accumulation_steps
+    try:
+        train, micro, steps = batch_triangle(*sizes, world_size)
+    except ValueError as wrong:
+        raise ValueError(f"{reading.source}: {wrong}") from wrong
+    values = {name: getattr(top, name) for name in [*keys_of(_TopLevel), *blocks_of(_TopLevel)]}
+    values |= {"train_batch_size": train, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+    return Config(**values, world_size=world_size, optimizer=optimizer, scheduler=scheduler)
+
+
+def _read_scheduler(given: object, optimizer: OptimizerChoice | None, reading: Reading) -> SchedulerChoice:
+    """The block "scheduler"; a warmup_max_lr left to "auto" is the optimizer's lr."""
+    data = read_object(given, "scheduler", reading)
+    if isinstance(data.get("params"), Mapping) and data["params"].get("warmup_max_lr") == AUTO:  # type: ignore
+        rate = reading.fills.get("lr") if optimizer is None else optimizer.params.lr
+        if rate is not None and "warmup_max_lr" not in reading.fills:
+            reading = replace(reading, fills={**reading.fills, "warmup_max_lr": rate})
+    kinds = {name: cls.kind for name, cls in SCHEDULERS.items()}
+    return SchedulerChoice(*read_choice(data, "scheduler", kinds, reading))

@@ -1,0 +1,102 @@
+"""What the engine does around a dense optimizer (Adam, AdamW, Lamb): the vote on overflow, clipping, its state.
+
+Its gradients come averaged, inside the node by FSDP2 and between nodes by `onebit.dense`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ...agreement.ballot import Header, Summary, check_summaries
+from ...agreement.replicas import gather_bytes
+from ...clip import LARGEST_GRADIENT, has_squares
+from ...comm import Transport
+from ...lamb import Lamb, norms
+from ...shards import Shards, local
+
+log = logging.getLogger(__name__)
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Of all groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def prepare(
+    optimizer: torch.optim.Optimizer, link: Transport, shards: Shards, step: int, scale: float, max_norm: float
+) -> tuple[bool, float | None]:
+    """Take the loss scale out of the gradients and clip them by their global norm: (is_finite, norm before clipping).
+
+    is_finite: False, on all ranks, where a gradient is not finite on any, or, unless it is clipped, too large for a
+    variance: then nothing has been changed. All ranks; link: between all of them; shards: those that hold this
+    replica; step: which one this is. max_norm: 0: no clipping, and no norm. Raises DesyncError, on all ranks, where
+    they are not in the same step with the same options.
+    """
+    with_grad = [p for p in parameters(optimizer) if p.grad is not None]
+    grads = [local(cast(Tensor, p.grad)) for p in with_grad]
+    largest = [torch.linalg.vector_norm(g, float("inf")).float() for g in grads if g.numel() > 0]
+    limit = LARGEST_GRADIENT * scale if max_norm <= 0 else torch.finfo(torch.float32).max
+    mine = not largest or bool((torch.stack(largest) <= limit).all())
+    # Stages may have other groups, but the first one's options are everybody's.
+    header = Header.of(optimizer.param_groups[:1], step, f"{type(optimizer).__name__}, step()")
+    messages = gather_bytes(link, bytes([mine]) + header.summary().to_bytes())
+    check_summaries(link, header, [Summary.from_bytes(said[1:]) for said in messages])
+    if any(said[:1] != b"\1" for said in messages):
+        if link.rank == 0:
+            log.warning("a gradient is not finite; all ranks skip the step")
+        return False, None
+    if scale != 1.0 and grads:
+        torch._foreach_div_(grads, scale)
+    if max_norm <= 0:
+        return True, None
+    norm = _norm(with_grad, grads, shards)
+    if grads:
+        torch._foreach_mul_(grads, min(1.0, max_norm / (norm + 1e-6)))
+    return True, norm
+
+
+def bad_gradients(model: nn.Module) -> list[str]:
+    """The names of the parameters whose gradients on this rank are not finite, or too large for a variance."""
+    named = [(name, local(p.grad)) for name, p in model.named_parameters() if p.grad is not None]
+    return [name for name, grad in named if not bool(has_squares(grad))]
+
+
+def _norm(params: Sequence[Tensor], grads: list[Tensor], shards: Shards) -> float:
+    """Of all gradients of the model, those of other ranks included. Not torch's clip_grad_norm_: that takes tensors of
+    one mesh, and a tensor-parallel model has plain ones, or sharded over one axis, among those sharded over two.
+    """
+    squares = norms(grads).double().square().tolist() if grads else []
+    (total,) = shards.total(sum(square / shards.copies(p) for square, p in zip(squares, params, strict=True)))
+    return float(total**0.5)
+
+
+def has_sharded_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its moments are DTensors as its parameters are. Our Lamb keeps the local elements, plain."""
+    return not isinstance(optimizer, Lamb)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict]:
+    """(tensors by name, sharded as the parameters are; everything else). Loads into any other sharding."""
+    flat: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
+    tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor)}
+    return tensors, {name: x for name, x in flat.items() if name not in tensors}
+
+
+def load_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], rest: Mapping[str, object]
+) -> None:
+    """Take back what `state_of` gave, and a checkpoint has filled."""
+    flat: dict[str, Any] = {**rest, **tensors}
+    set_optimizer_state_dict(model, optimizer, flat, options=_FLAT)

@@ -1,0 +1,224 @@
+"""Tensor parallelism: the ranks of the tensor axis compute each layer together. Plain functions on a plain model.
+
+    grid = onebit.zero.grid.start(tensor=2)
+    tensor.parallelize(model, grid, {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})
+    fsdp.shard(model, grid, stage=2)    # for stages 1 to 3
+    optimizer = onebit.OnebitAdam(model.parameters(), link=grid.link, shards=grid.shards)
+
+A plan says by name what becomes of which modules; the styles are those of torch.distributed.tensor.parallel, with
+`split_sequence` and `join_sequence` for the two ends of a stretch whose norms are sequence-parallel. Parameters that a
+style takes become DTensors over the tensor axis, cut or held alike; all others stay plain, held alike. The ranks of one
+tensor group read the same batches, and step with the same bits, each over its own replica link (`onebit.shards`).
+
+Traffic is torch's, in the dtype computed in: for a column-wise and a row-wise layer one all-gather and one
+reduce-scatter of the activations in forward, and the same in backward.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from ...agreement.replicas import make_equal
+from ...dense import broadcast_parameters
+from ..grid import Grid
+
+# Patterns of module names to styles. "layers.*.up": part by part, as fnmatch has it, so that * is one part.
+Plan: TypeAlias = Mapping[str, ParallelStyle]
+
+_WHOLE, _ALIKE = "leave it as it is", "hold it alike"
+
+
+def parallelize(model: nn.Module, grid: Grid, plan: Plan, *, is_stage: bool = False) -> nn.Module:
+    """Divide a model's layers among the ranks of the grid's tensor axis, in place, and return it. All ranks.
+
+    Before `fsdp.shard` and before the optimizer is made. The values of the axis's first rank are taken by all. Modules
+    that share a parameter share it still. With one rank on the axis the plan is checked, and the model stays as it is.
+    is_stage: the model is a pipeline stage: patterns may speak of modules that other stages hold.
+
+    Raises ValueError, before anything is changed, where a pattern matches no module, a style cannot be had of a module,
+    a dimension does not divide by the ranks, two styles would place the parameters of one module, modules that share a
+    parameter would place it differently, or a parameter is a DTensor already.
+    """
+    ranks = grid.shape.size("tensor")
+    found = resolve(model, plan, ranks, is_stage=is_stage)
+    if ranks == 1:
+        return model
+    mesh, link = grid.mesh["tensor"], grid.links["tensor"]
+    tensors = [*model.parameters(), *model.buffers()]
+    make_equal(link, [x for x in tensors if x.is_floating_point() and x.element_size() in (2, 4)])
+    broadcast_parameters([x for x in tensors if not (x.is_floating_point() and x.element_size() in (2, 4))], link)
+    ties = [places for places in _holders(model).values() if len(places) > 1]
+    trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+    for _, module, style in found:
+        # None: the values are the same on all ranks, and nothing needs to be sent.
+        parallelize_module(module, mesh, style, src_data_rank=None)
+    for (_, first, its_name), *others in ties:
+        for _, module, name in others:
+            module.register_parameter(name, first._parameters[its_name])
+    for name, p in model.named_parameters(remove_duplicate=False):
+        p.requires_grad_(trained[name])  # SequenceParallel makes new ones
+    for p in model.parameters():
+        if isinstance(p, DTensor) and p.requires_grad:
+            _place_gradients(p)
+    return model
+
+
+def resolve(
+    model: nn.Module, plan: Plan, ranks: int, *, is_stage: bool = False
+) -> list[tuple[str, nn.Module, ParallelStyle]]:
+    """The modules that a plan speaks of, with their names and styles, in the plan's order; changes nothing.
+
+    Raises ValueError as `parallelize` does, which see.
+    """
+    modules = list(model.named_modules())
+    found = []
+    for pattern, style in plan.items():
+        matched = [(name, module, style) for name, module in modules if _matches(name, pattern)]
+        if not matched and not is_stage:
+            raise ValueError(
+                f"the tensor plan's {pattern!r} matches no module; the parts of a name are matched one by one, as in "
+                f"{next((name for name, _ in modules if '.' in name), 'layers.*.up')!r}"
+            )
+        found += matched
+    if placed := next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None):
+        raise ValueError(f"{placed} is a DTensor already; parallelize the plain model, once, and shard it then")
+    placements: dict[tuple[nn.Module, str], str] = {}
+    for name, module, style in found:
+        for holder, p_name, placement in _placements(name, module, style, ranks):
+            if (holder, p_name) in placements:
+                raise ValueError(f"two patterns of the tensor plan place the parameters of {name!r}; leave one of them")
+            placements[holder, p_name] = placement
+    for places in _holders(model).values():
+        said = [(name, placements.get((module, p_name), _WHOLE)) for name, module, p_name in places]
+        if len({placement for _, placement in said}) > 1:
+            (first, its), (other, others) = said[0], next(one for one in said if one[1] != said[0][1])
+            raise ValueError(
+                f"{first} and {other} are one parameter: the tensor plan would {its} in the one and {others} in the "
+                "other; give both modules the same style, or neither"
+            )
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+def _holders(model: nn.Module) -> dict[Tensor, list[tuple[str, nn.Module, str]]]:
+    """Each parameter's places: (full name, module, name in the module)."""
+    holders: dict[Tensor, list[tuple[str, nn.Module, str]]] = {}
+    for prefix, module in model.named_modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                holders.setdefault(p, []).append((f"{prefix}.{name}" if prefix else name, module, name))
+    return holders
+
+
+def _placements(name: str, module: nn.Module, style: ParallelStyle, ranks: int) -> Iterator[tuple[nn.Module, str, str]]:
+    """(module, parameter, what the style does with it), for all that it takes. Raises ValueError where it cannot."""
+    if isinstance(style, _LEAVES_PARAMETERS):
+        return
+    if isinstance(style, ColwiseParallel | RowwiseParallel):
+        dims = _dims(module, style)
+        if dims is None:
+            raise ValueError(
+                f"the tensor plan gives {name!r} {type(style).__name__}, which is for Linear and Embedding; it is a "
+                f"{type(module).__name__}"
+            )
+        for p_name, dim in dims.items():
+            p = module._parameters.get(p_name)
+            if p is None:
+                continue
+            if dim is not None and p.shape[dim] % ranks:
+                raise ValueError(
+                    f"{name}.{p_name}: dimension {dim} has {p.shape[dim]} elements, which {ranks} tensor ranks cannot "
+                    "divide; use a number of ranks that divides it, or leave the module out of the plan"
+                )
+            yield module, p_name, _ALIKE if dim is None else f"cut it along dimension {dim}"
+        return
+    what = _ALIKE if isinstance(style, SequenceParallel) else f"place it by {type(style).__name__}"
+    for holder in module.modules():
+        for p_name in holder._parameters:
+            yield holder, p_name, what
+
+
+def _dims(module: nn.Module, style: ParallelStyle) -> dict[str, int | None] | None:
+    """Along which dimension each parameter is cut (None: held alike); None where the style does not know the module."""
+    by_column = isinstance(style, ColwiseParallel)
+    if isinstance(module, nn.Linear):
+        return {"weight": 0, "bias": 0} if by_column else {"weight": 1, "bias": None}
+    if isinstance(module, nn.Embedding):
+        return {"weight": 1 if by_column else 0}
+    return None
+
+
+def _place_gradients(p: DTensor) -> None:
+    """Give each gradient of p the placements of p before it is added up.
+
+    What ranks hold alike and use on parts of a sequence (norms, a row-wise bias) gets a Partial gradient: one
+    all-reduce of it over the tensor axis per backward pass. FSDP2 does the same itself, and has parameters of its own.
+    """
+    placements = p.placements
+    p.register_hook(lambda g: g if g.placements == placements else g.redistribute(placements=placements))
+
+
+# -------------------------------------------------------------------------------- where a cut sequence begins and ends
+
+
+def split_sequence(dim: int = 1) -> ParallelStyle:
+    """The module's first input is whole and alike on all tensor ranks; it gets this rank's part of it along dim.
+
+    A forward pass raises ValueError where the ranks do not divide the dimension: torch would not notice. Backward
+    gathers the gradient: what comes before gets the same bits on all ranks.
+    """
+    return _Rearranged(Replicate(), Shard(dim))
+
+
+def join_sequence(dim: int = 1) -> ParallelStyle:
+    """The module's first input is this rank's part along dim; it gets the whole, alike on all tensor ranks.
+
+    From here on the ranks do the same work; backward takes from it, on each rank, the part that it gave.
+    """
+    return _Rearranged(Shard(dim), Replicate())
+
+
+class _Rearranged(ParallelStyle):
+    """Torch's PrepareModuleInput for the first of any number of inputs, which comes and goes as a plain tensor."""
+
+    def __init__(self, given: Shard | Replicate, wanted: Shard | Replicate):
+        self._given, self._wanted = given, wanted
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(lambda _, inputs: (self._rearrange(inputs[0], device_mesh), *inputs[1:]))
+        return module
+
+    def _rearrange(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ranks = mesh.size()
+        if isinstance(self._wanted, Shard) and x.shape[self._wanted.dim] % ranks:
+            raise ValueError(
+                f"rank {torch.distributed.get_rank()}: an input of shape {tuple(x.shape)} cannot be divided along "
+                f"dimension {self._wanted.dim} among {ranks} tensor ranks; pad it to a multiple of {ranks}"
+            )
+        given = DTensor.from_local(x, mesh, (self._given,), run_check=False)
+        return given.redistribute(placements=(self._wanted,)).to_local()
+
+
+# Styles that leave a module's parameters as they are.
+_LEAVES_PARAMETERS = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput, _Rearranged)

@@ -1,0 +1,204 @@
+"""FSDP2 where ranks use different parts of a model: its collectives in one order, and zeros for what a rank left out.
+
+FSDP2 gathers a module's parameters when it runs, and reduces those gradients that are there. Where one rank runs
+another expert than the next, each meets the other's collective: parameters and gradients of different modules are mixed
+without a word if their sizes agree. `take_turns` makes a parameter without a gradient on this rank count as a zero one:
+
+1. Stages 1 and 2: gathers go through the modules in one order. Who needs the fifth gathers the first four as well;
+   behind the model's forward pass the rest. Everything stays gathered until backward, as it would have.
+2. A module's gradients are reduced once in a backward pass, behind its last use; in the same order backwards, those of
+   modules that this rank did not run at the end.
+3. Before each reduction the ranks tell which gradients they have: a bit for each parameter, sent with no waiting. Who
+   misses one waits for the answer, and makes zeros of what others have. What nobody has stays without a gradient.
+4. Stage 3 gathers module by module and keeps none: there all ranks must run the same modules in the same order (their
+   experts, inside, may differ). They compare before each collective; DesyncError, on all ranks, says who runs what.
+
+Rests on `unshard`, `pre_forward`, `post_backward`, `_backward_prefetch` and the final callback of FSDP2, which are not
+public: as torch 2.13 has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ...agreement.ballot import DesyncError
+from ...comm import Transport, Work
+
+_GATHER, _REDUCE = 0, 1
+_HEADER_BYTES = 3
+
+
+def groups_of(module: nn.Module) -> list[Any]:
+    """FSDP2's records of the parameters that it gathers with this module; none for any other module."""
+    if not isinstance(module, FSDPModule):
+        return []
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
+
+
+def take_turns(model: nn.Module, modules: Sequence[nn.Module], link: Transport, stage: int) -> None:
+    """Let FSDP2's collectives of a sharded model wait for their turns. All ranks of the link, the shards; once.
+
+    modules: those that went through fully_shard, the root first, in the order in which they run, best. Sends a bit for
+    each parameter and 3 bytes for each module to each peer in a backward pass that reduces; at stage 3 as much with
+    every gather, and waits for it, but not where the link serves CUDA alone.
+    """
+    model._onebit_turns = _Turns(model, modules, link, stage)  # type: ignore[assignment]
+
+
+def forget_uses(model: nn.Module) -> None:
+    """Forward passes that no backward pass has followed will have none."""
+    turns = getattr(model, "_onebit_turns", None)
+    if turns is not None:
+        turns.uses = [0] * len(turns.groups)
+
+
+class _Turns:
+    """uses: forward passes of each group whose backward pass is still to come. A group's number is its turn."""
+
+    def __init__(self, model: nn.Module, modules: Sequence[nn.Module], link: Transport, stage: int):
+        self.groups = [group for module in modules for group in groups_of(module)]
+        self.uses = [0] * len(self.groups)
+        self._link, self._stage = link, stage
+        self._device = getattr(link, "device", torch.device("cpu"))
+        self._ready = [False] * len(self.groups)
+        self._next = len(self.groups) - 1
+        self._votes: list[Work] = []
+        self._row_bytes = _HEADER_BYTES + -(-max(len(group.fsdp_params) for group in self.groups) // 8)
+        self._own = [(group.unshard, group.pre_forward, group.post_backward) for group in self.groups]
+        for k, group in enumerate(self.groups):
+            group.unshard = partial(self._unshard, k)
+            group.pre_forward = partial(self._pre_forward, k)
+            group.post_backward = partial(self._post_backward, k)
+            if stage < 3:  # all are gathered; and behind several forward passes FSDP2 prefetches what has had its turn
+                group._backward_prefetch = lambda: None
+        for module in modules:
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            state._root_post_backward_final_callback = partial(
+                self._end_backward, state._root_post_backward_final_callback
+            )
+        if stage < 3:
+            model.register_forward_hook(lambda *_: self._gather_all())
+
+    # ---------------------------------------------------------------- forward
+
+    def _pre_forward(self, k: int, *args: object) -> object:
+        self.uses[k] += torch.is_grad_enabled()
+        return self._own[k][1](*args)
+
+    def _unshard(self, k: int, async_op: bool = False) -> None:
+        if not _is_gathered(self.groups[k]):
+            if self._stage < 3:
+                for earlier in range(k):
+                    self._gather(earlier)
+            elif self._device.type == "cpu":
+                self._ask(_GATHER, k, [])
+        self._own[k][0](async_op)
+
+    def _gather(self, k: int) -> None:
+        group = self.groups[k]
+        if not _is_gathered(group):
+            self._own[k][0](False)
+            group.wait_for_unshard()
+
+    def _gather_all(self) -> None:
+        for k in range(len(self.groups)):
+            self._gather(k)
+
+    # ---------------------------------------------------------------- backward
+
+    def _post_backward(self, k: int, *_: object) -> None:
+        self.uses[k] -= self.uses[k] > 0
+        if not self.groups[k].reduce_grads:
+            self._own[k][2]()
+        elif self._stage == 3:
+            self._reduce(k)
+        elif self.uses[k] == 0:
+            self._ready[k] = True
+            self._reduce_ready()
+
+    def _end_backward(self, own: Any) -> None:
+        """What has not had its turn has it now."""
+        if self._stage < 3:
+            self._ready = [bool(group.reduce_grads) for group in self.groups]
+            self._reduce_ready()
+            self._ready, self._next = [False] * len(self.groups), len(self.groups) - 1
+        own()
+        for vote in self._votes:
+            vote.wait()
+        self._votes.clear()
+
+    def _reduce_ready(self) -> None:
+        while self._next >= 0 and self._ready[self._next]:
+            if self._next == len(self.groups) - 1:
+                self._gather_all()  # those that no forward pass of this rank has
+            self._reduce(self._next)
+            self._next -= 1
+
+    def _reduce(self, k: int) -> None:
+        trained = [p for p in self.groups[k].fsdp_params if p.sharded_param.requires_grad]
+        present = [_has_gradient(p) for p in trained]
+        if trained:
+            anywhere = self._ask(_REDUCE, k, present)
+            for p, is_here, is_anywhere in zip(trained, present, anywhere, strict=True):
+                if is_anywhere and not is_here:
+                    p.unsharded_param.grad = torch.zeros_like(p.unsharded_param)
+            if any(p.unsharded_accumulated_grad is not None for p in trained):
+                for p in trained:  # of one dtype
+                    if _has_gradient(p) and p.unsharded_accumulated_grad is None:
+                        p.to_accumulated_grad_if_needed()
+        self._own[k][2]()
+
+    # ---------------------------------------------------------------- what ranks tell each other
+
+    def _ask(self, kind: int, k: int, present: Sequence[bool]) -> Sequence[bool]:
+        """Which of these gradients any rank has. Waits only where it is not plain, and at stage 3."""
+        bits = sum(1 << j for j, is_here in enumerate(present) if is_here)
+        row = bytes([kind]) + k.to_bytes(2, "little") + bits.to_bytes(self._row_bytes - _HEADER_BYTES, "little")
+        row_B = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(self._device)
+        rows_WB = torch.empty(self._link.world_size, len(row), dtype=torch.uint8, device=self._device)
+        vote = self._link.all_gather(rows_WB, row_B)
+        compares = self._stage == 3 and self._device.type == "cpu"
+        if all(present) and not compares:
+            self._votes.append(vote)
+            return present
+        vote.wait()
+        return self._anywhere(row, rows_WB, len(present))
+
+    def _anywhere(self, mine: bytes, rows_WB: Tensor, count: int) -> list[bool]:
+        rows = [bytes(row.tolist()) for row in rows_WB.cpu()]
+        unlike = [rank for rank, row in enumerate(rows) if row[:_HEADER_BYTES] != mine[:_HEADER_BYTES]]
+        if unlike:
+            here, there = (self._describe(row) for row in (mine, rows[unlike[0]]))
+            raise DesyncError(
+                f"rank {self._link.rank} of the shards {here}, rank {unlike[0]} {there}: at stage {self._stage} all "
+                "ranks of a node must run the same blocks of the model in the same order; use stage 2, where they need "
+                "not, or make what they choose between part of one block"
+            )
+        bits = 0
+        for row in rows:
+            bits |= int.from_bytes(row[_HEADER_BYTES:], "little")
+        return [bool(bits >> j & 1) for j in range(count)]
+
+    def _describe(self, row: bytes) -> str:
+        group = self.groups[int.from_bytes(row[1:_HEADER_BYTES], "little")]
+        what = "gathers" if row[0] == _GATHER else "reduces the gradients of"
+        return f"{what} {group.fsdp_params[0]._param_fqn} and its block"
+
+
+def _is_gathered(group: Any) -> bool:
+    return group.is_unsharded or group._all_gather_result is not None
+
+
+def _has_gradient(p: Any) -> bool:
+    if p.unsharded_accumulated_grad is not None:
+        return True
+    return hasattr(p, "_unsharded_param") and p.unsharded_param.grad is not None

@@ -1,0 +1,306 @@
+"""A model as a list of layers, which a pipeline cuts into stages: what DeepSpeed's users write.
+
+    net = PipelineModule(
+        [TiedLayerSpec("bytes", nn.Embedding, 256, 512),
+         *(LayerSpec(Block, size) for _ in range(8)),
+         LayerSpec(nn.LayerNorm, 512),
+         TiedLayerSpec("bytes", nn.Embedding, 256, 512, forward_fn=lambda table, x: F.linear(x, table.weight))],
+        loss_fn=next_byte_loss,
+    )
+
+A rank builds the layers of its own stages and no others. Parameters are named after the place of their layer in the
+list ("layers.3.weight") or the key they are tied by ("tied.bytes.weight"), and start with values that depend on that
+place alone: neither depends on how many stages there are. `run.py` runs the stages.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Loss = Callable[[object, object], Tensor]
+
+
+class LayerSpec:
+    """A layer that is built where it is needed. typename: its class, or a function that makes it."""
+
+    def __init__(self, typename: Callable[..., nn.Module], *module_args: object, **module_kwargs: object):
+        if not callable(typename) or isinstance(typename, nn.Module):
+            raise TypeError(f"LayerSpec takes a class and the arguments to build it with, got {typename!r}")
+        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+
+    def build(self) -> nn.Module:
+        """A new layer."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+    @property
+    def kind(self) -> str:
+        """The name of its class."""
+        return getattr(self.typename, "__name__", type(self.typename).__name__)
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that appears more than once: all with one key are one module, on however many stages.
+
+    forward_fn: called with the module and its input in the module's place. tied_weight_attr: DeepSpeed's word for the
+    weights that are tied; here all of the module's are.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: Callable[..., nn.Module],
+        *module_args: object,
+        forward_fn: Callable | None = None,
+        tied_weight_attr: str | Sequence[str] | None = None,
+        **module_kwargs: object,
+    ):
+        super().__init__(typename, *module_args, **module_kwargs)
+        if "." in key:
+            raise ValueError(f"a key becomes a part of parameters' names and must not hold a dot, got {key!r}")
+        self.key, self.forward_fn = key, forward_fn
+
+
+Layer = LayerSpec | nn.Module | Callable
+
+
+class Stage(nn.Module):
+    """Some layers, one after the other. calls: these, in order, each a module of the two dicts or a function.
+
+    interval: activations of so many calls at a time are computed again in the backward pass; 0: all are kept.
+    """
+
+    def __init__(self, layers: nn.ModuleDict, tied: nn.ModuleDict, calls: Sequence[Callable], interval: int):
+        super().__init__()
+        self.layers, self.tied = layers, tied
+        self._calls, self._interval = list(calls), interval
+
+    def forward(self, *inputs: object) -> object:
+        """What the last of the layers makes of them; a tuple is passed on as several arguments."""
+        interval = self._interval if self.training and torch.is_grad_enabled() else 0
+        if interval == 0:
+            return _run(self._calls, *inputs)
+        value: object = inputs
+        for k in range(0, len(self._calls), interval):
+            calls, several = self._calls[k : k + interval], value if isinstance(value, tuple) else (value,)
+            value = checkpoint(_run, calls, *several, use_reentrant=False)
+        return value
+
+    def blocks(self) -> list[nn.Module]:
+        """The layers that have parameters and are tied to nothing: what may be gathered one at a time."""
+        return [layer for layer in self.layers.values() if any(True for _ in layer.parameters())]
+
+
+class Stages(nn.Module):
+    """Several stages that one rank holds; its parameters have the names that they have in each."""
+
+    def __init__(self, stages: Sequence[Stage]):
+        super().__init__()
+        self.layers, self.tied = nn.ModuleDict(), nn.ModuleDict()
+        for stage in stages:
+            self.layers.update(dict(stage.layers.items()))
+            self.tied.update(dict(stage.tied.items()))
+        self.parts = tuple(stages)  # a tuple of modules is not registered: no second name for a parameter
+
+    def train(self, mode: bool = True) -> Stages:
+        for stage in self.parts:
+            stage.train(mode)
+        return super().train(mode)
+
+
+def _run(calls: Sequence[Callable], *inputs: object) -> object:
+    value: object = inputs
+    for call in calls:
+        value = call(*value) if isinstance(value, tuple) else call(value)
+    return value
+
+
+class PipelineModule:
+    """A list of layers and a loss: what `onebit.zero.initialize` takes as model, for any number of stages.
+
+    layers: LayerSpecs; modules, already built, on every rank; functions without parameters. The first gets a
+    micro-batch's inputs, the last one's output goes into loss_fn(output, target), which gives the mean over the
+    micro-batch. num_stages: of the pipeline; None: as the configuration says. partition_method: how the layers are
+    shared out among the stages, in order: "parameters": as many parameters each; "uniform": as many layers;
+    "type:REGEX": as many layers whose class is so named; "time": as long, as measured on rank 0 with `example`, a
+    micro-batch's inputs. activation_checkpoint_interval: layers whose activations are computed again in the backward
+    pass instead of being kept; 0: none. base_seed: of the initial values.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        *,
+        loss_fn: Loss,
+        num_stages: int | None = None,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        base_seed: int = 1234,
+        example: object = None,
+    ):
+        if not layers:
+            raise ValueError("a pipeline needs at least one layer")
+        for k, layer in enumerate(layers):
+            if not callable(layer) and not isinstance(layer, LayerSpec):
+                raise TypeError(f"layer {k}: expected a LayerSpec, a module or a function, got {type(layer).__name__}")
+        modules = [id(layer) for layer in layers if isinstance(layer, nn.Module)]
+        if len(set(modules)) < len(modules):
+            raise ValueError("a module stands in the list of layers twice; tie it with TiedLayerSpec")
+        if activation_checkpoint_interval < 0:
+            raise ValueError(f"activation_checkpoint_interval must be at least 0, got {activation_checkpoint_interval}")
+        self.layers, self.loss_fn, self.num_stages = list(layers), loss_fn, num_stages
+        self.partition_method = partition_method
+        self.activation_checkpoint_interval, self.base_seed = activation_checkpoint_interval, base_seed
+        self.example = example
+        self._check_timing(partition_method)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def stages(self, parts: Sequence[range]) -> list[Stage]:
+        """Build these parts of the model; what is tied between them is built once."""
+        tied: dict[str, nn.Module] = {}
+        return [self._stage(part, tied) for part in parts]
+
+    def _stage(self, layers: range, built: dict[str, nn.Module]) -> Stage:
+        named, tied, calls = nn.ModuleDict(), nn.ModuleDict(), []
+        for k in layers:
+            layer = self.layers[k]
+            if isinstance(layer, TiedLayerSpec):
+                if layer.key not in built:
+                    built[layer.key] = self._build(self._first_of(layer.key))
+                tied[layer.key] = built[layer.key]
+                calls.append(_tied_call(layer, tied[layer.key]))
+            elif isinstance(layer, LayerSpec | nn.Module):
+                named[str(k)] = self._build(k)
+                calls.append(named[str(k)])
+            else:
+                calls.append(layer)
+        return Stage(named, tied, calls, self.activation_checkpoint_interval)
+
+    def cut(self, stages: int, method: str | None = None) -> list[range]:
+        """The layers of each stage. Raises ValueError as `check_cut`."""
+        method = method or self.partition_method
+        self._check_timing(method)
+        return balance(self._weights(method), stages)
+
+    def check_cut(self, stages: int, method: str | None = None) -> None:
+        """Raise ValueError where they cannot be cut so: fewer layers than stages, a bad method. Runs no layer."""
+        method = method or self.partition_method
+        self._check_timing(method)
+        balance([1.0] * len(self.layers) if method == "time" else self._weights(method), stages)
+
+    def _check_timing(self, method: str) -> None:
+        if method == "time" and self.example is None:
+            raise ValueError(
+                'the partition "time" runs the layers: pass example=, the inputs of a micro-batch, to PipelineModule'
+            )
+
+    def _weights(self, method: str) -> list[float]:
+        if method == "uniform":
+            return [1.0] * len(self.layers)
+        if method in ("parameters", "best"):
+            return [float(self._numel(k)) for k in range(len(self.layers))]
+        if method == "time":
+            return self.seconds()
+        if method.startswith("type:"):
+            pattern = re.compile(method.removeprefix("type:"), re.IGNORECASE)
+            found = [float(pattern.search(_kind(layer)) is not None) for layer in self.layers]
+            if not any(found):
+                raise ValueError(f"partition_method {method!r} fits none of the layers: {_kinds(self.layers)}")
+            return found
+        raise ValueError(f'partition_method must be "parameters", "uniform", "time" or "type:REGEX", got {method!r}')
+
+    def _numel(self, k: int) -> int:
+        layer = self.layers[k]
+        if isinstance(layer, LayerSpec):
+            with torch.device("meta"):
+                layer = layer.build()
+        return sum(p.numel() for p in layer.parameters()) if isinstance(layer, nn.Module) else 0
+
+    def seconds(self, repeats: int = 3) -> list[float]:
+        """How long each layer takes, forward and backward: the shortest of several times. On the CPU, one at a time."""
+        value, found = self.example, []
+        for k in range(len(self.layers)):
+            (stage,), best = self.stages([range(k, k + 1)]), float("inf")
+            inputs = [_leaf(x) for x in (value if isinstance(value, tuple) else (value,))]
+            for _ in range(repeats):
+                began = time.perf_counter()
+                value = stage(*inputs)
+                outputs = [x for x in (value if isinstance(value, tuple) else (value,)) if _has_gradient(x)]
+                if outputs:
+                    torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+                best = min(best, time.perf_counter() - began)
+            found.append(best)
+        return found
+
+    def _build(self, k: int) -> nn.Module:
+        """Layer k; what is drawn at random depends on k alone. The process's generators stay where they are."""
+        layer = self.layers[k]
+        if isinstance(layer, nn.Module):
+            return layer
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.base_seed + k)
+            return cast(LayerSpec, layer).build()
+
+    def _first_of(self, key: str) -> int:
+        return next(k for k, layer in enumerate(self.layers) if isinstance(layer, TiedLayerSpec) and layer.key == key)
+
+
+def balance(weights: Sequence[float], parts: int) -> list[range]:
+    """Consecutive ranges, none of them empty, of which the heaviest is as light as can be; of those, by least squares.
+
+    Stages run at the pace of the slowest. O(parts · len(weights)²).
+    """
+    n = len(weights)
+    if not 1 <= parts <= n:
+        raise ValueError(f"{n} layers cannot be shared out among {parts} stages")
+    ends = [0.0]
+    for weight in weights:
+        ends.append(ends[-1] + weight)
+    # best[k][j]: (heaviest, sum of squares, start of the last) of the first j in k parts
+    best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
+    for k in range(1, parts + 1):
+        row = {}
+        for j in range(k, n - (parts - k) + 1):
+            row[j] = min(
+                (max(heavy, load), squares + load * load, i)
+                for i, (heavy, squares, _) in best[-1].items()
+                if i < j
+                for load in [ends[j] - ends[i]]
+            )
+        best.append(row)
+    found, j = [], n
+    for k in range(parts, 0, -1):
+        i = best[k][j][2]
+        found.append(range(i, j))
+        j = i
+    return found[::-1]
+
+
+def _tied_call(layer: TiedLayerSpec, module: nn.Module) -> Callable:
+    if layer.forward_fn is None:
+        return module
+    return lambda *inputs: layer.forward_fn(module, *inputs)  # type: ignore[misc]
+
+
+def _kind(layer: Layer) -> str:
+    return layer.kind if isinstance(layer, LayerSpec) else type(layer).__name__
+
+
+def _kinds(layers: Sequence[Layer]) -> str:
+    return ", ".join(dict.fromkeys(_kind(layer) for layer in layers))
+
+
+def _leaf(x: object) -> object:
+    return x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x
+
+
+def _has_gradient(x: object) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad

@@ -1,0 +1,391 @@
+"""Pipeline stages on torch.distributed.pipelining: who holds which, how a step runs through them, what ties them.
+
+`stages_of` and `check` are pure; `Pipeline` runs a step's micro-batches through this rank's stages in the order of a
+schedule, and `Ties` adds up the gradients of parameters that several stages hold. `layers.py` describes the model.
+Called by all ranks of a pipeline, in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from ...agreement.replicas import gather_bytes, gather_texts, raise_together
+from ...comm import Transport, Work
+from ...comm.transports.torch_distributed import TorchTransport
+from ...shards import local
+from ..config.sections import Pipelining
+from ..config.whole import Config
+from ..grid import Grid
+from ..parallel import fsdp
+from .layers import Loss, PipelineModule, Stage, TiedLayerSpec, balance
+from .wire import WIRES, CompressedStage
+
+log = logging.getLogger(__name__)
+
+SCHEDULES: Mapping[str, type] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+# Stages per rank where the configuration does not say: what the schedule is made for.
+_CHUNKS = {"interleaved": 2, "zbv": 2}
+# Those that run several stages of a rank; the others run one.
+_MULTI = ("interleaved", "zero-bubble", "zbv")
+# Those whose backward pass comes in two parts, without the hooks that FSDP2 reduces gradients in.
+SPLIT_BACKWARD = ("zero-bubble", "zbv")
+
+Batch = tuple[object, object]
+
+
+def chunks_of(settings: Pipelining) -> int:
+    """Stages per rank; one where a single rank holds the whole model, whatever the schedule."""
+    if settings.ranks == 1:
+        return 1
+    return settings.chunks or _CHUNKS.get(settings.schedule, 1)
+
+
+def stages_of(settings: Pipelining, place: int) -> list[int]:
+    """The stages of the rank at this place of a pipeline: in a loop, or down and up again (zbv)."""
+    ranks, chunks = settings.ranks, chunks_of(settings)
+    if settings.schedule == "zbv" and ranks > 1:
+        return [place, 2 * ranks - 1 - place]
+    return [place + k * ranks for k in range(chunks)]
+
+
+def check(config: Config, model: object) -> None:
+    """Raise ValueError or TypeError where this model cannot run so. No communication."""
+    settings, micro_batches = config.pipeline, config.gradient_accumulation_steps
+    ranks, chunks, schedule = settings.ranks, chunks_of(settings), settings.schedule
+    if ranks == 1:
+        return
+    if not isinstance(model, PipelineModule):
+        raise TypeError(
+            f"{ranks} pipeline stages, but the model is a {type(model).__name__}: a pipeline takes a list of layers, "
+            "onebit.zero.PipelineModule, or one that onebit.zero.pipeline.split makes of a module"
+        )
+    if (schedule not in _MULTI and chunks != 1) or (schedule == "zbv" and chunks != 2):
+        fits = "has two stages on each rank" if schedule == "zbv" else "has one stage on each rank"
+        raise ValueError(f"pipeline.chunks is {chunks}, but the schedule {schedule!r} {fits}")
+    model.check_cut(ranks * chunks, settings.partition)
+    needs = f"gradient_accumulation_steps is {micro_batches}, the micro-batches of a step; the schedule {schedule!r} "
+    if schedule == "1f1b" and micro_batches < ranks:
+        raise ValueError(f"{needs}needs at least as many as there are stages, {ranks}")
+    rounds = max(1, micro_batches // ranks)
+    if schedule in ("interleaved", "zero-bubble") and micro_batches % rounds:
+        raise ValueError(f"{needs}needs a multiple of {rounds} for {ranks} ranks; a multiple of {ranks} always fits")
+    if schedule in SPLIT_BACKWARD and config.zero_optimization.stage == 3:
+        raise ValueError(
+            f"the schedule {schedule!r} comes back to a layer's weights behind its backward pass, when stage 3 has let "
+            "go of them; use stage 2, or another schedule"
+        )
+    if schedule == "zbv" and config.zero_optimization.stage > 0 and _ties_ends(model):
+        raise ValueError(
+            "the first and the last stage are tied and, with the schedule 'zbv', on one rank, where FSDP2 cannot shard "
+            "what both hold; use another schedule, or stage 0"
+        )
+
+
+def without_effect(settings: Pipelining, model: object) -> list[str]:
+    """What the block "pipeline" asks for that a run without stages does not do; one line each."""
+    if settings.ranks > 1:
+        return []
+    takes_interval = isinstance(model, PipelineModule)
+    names = [f.name for f in fields(settings) if f.name != "activation_checkpoint_interval" or not takes_interval]
+    said = [name for name in names if name != "stages" and getattr(settings, name) != getattr(Pipelining(), name)]
+    return [f"pipeline.{name} has no effect: there is one stage, and the model is not cut" for name in said]
+
+
+def build_stages(model: PipelineModule, settings: Pipelining, grid: Grid) -> dict[int, Stage]:
+    """This rank's stages, by number, on its device. All ranks.
+
+    Raises ValueError, on all ranks, where one of them would have nothing to train.
+    """
+    if settings.activation_checkpoint_interval is not None:
+        model.activation_checkpoint_interval = settings.activation_checkpoint_interval
+    method, count = settings.partition or model.partition_method, settings.ranks * chunks_of(settings)
+    if count == 1:
+        parts = [range(len(model))]
+    else:
+        parts = balance(_seconds(model, grid.world), count) if method == "time" else model.cut(count, method)
+    if grid.world.rank == 0 and count > 1:
+        log.info("layers of the stages: %s", ", ".join(f"{part.start} to {part.stop - 1}" for part in parts))
+    numbers = stages_of(settings, grid.coordinates["pipe"])
+    stages = dict(zip(numbers, model.stages([parts[number] for number in numbers]), strict=True))
+    idle = [number for number, stage in stages.items() if not any(p.requires_grad for p in stage.parameters())]
+    problem = f"pipeline stage {idle[0]} has nothing to train; use fewer stages or another partition" if idle else None
+    raise_together(grid.world, problem, ValueError)
+    return {number: stage.to(grid.device) for number, stage in stages.items()}
+
+
+def _seconds(model: PipelineModule, world: Transport) -> list[float]:
+    """What rank 0 measures, on all ranks. Raises RuntimeError, on all ranks, where a layer fails on rank 0."""
+    seconds, problem = [], None
+    if world.rank == 0:
+        try:
+            seconds = model.seconds()
+        except Exception as error:
+            log.exception("rank 0: a layer fails with the example")
+            problem = f"rank 0 cannot time the layers with the example of the PipelineModule: {error!r}"
+    raise_together(world, problem, RuntimeError)
+    return json.loads(gather_texts(world, json.dumps(seconds))[0])
+
+
+def _ties_ends(model: PipelineModule) -> bool:
+    return any(isinstance(layer, TiedLayerSpec) for layer in model.layers)
+
+
+# -------------------------------------------------------------------------------- a step
+
+
+class Pipeline:
+    """This rank's stages, and how a step's micro-batches run through them.
+
+    stages: by number. zero_stage: what FSDP2 shards, or None. At ZeRO stages 2 and 3 gradients are reduced with every
+    micro-batch, so that whole ones never lie around; at stage 1, and with a schedule whose backward pass comes in two
+    parts, they add up unsharded and are reduced once.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        config: Config,
+        grid: Grid,
+        loss_fn: Loss,
+        zero_stage: int | None = None,
+    ):
+        self.stages, self.settings = stages, config.pipeline
+        self.micro_batches = config.gradient_accumulation_steps
+        self._zero_stage = zero_stage
+        self._link = grid.links["pipe"]
+        self._loss_fn, self._device = loss_fn, grid.device
+        self._scale = 1.0
+        self._schedules: dict[tuple, object] = {}
+        self._driven: list[CompressedStage] = []
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload that this rank has sent to other stages: activations and their gradients."""
+        return sum(stage.sent_bytes for stage in self._driven)
+
+    @property
+    def is_first(self) -> bool:
+        return 0 in self.stages
+
+    @property
+    def is_last(self) -> bool:
+        return self._count - 1 in self.stages
+
+    @property
+    def _count(self) -> int:
+        return self.settings.ranks * chunks_of(self.settings)
+
+    def run(self, batches: Sequence[Batch], scale: float = 1.0) -> Tensor | None:
+        """Forward and backward of all micro-batches; gradients add up, those of the mean loss times scale.
+
+        The micro-batches' mean loss, on the ranks that hold the last stage. Every rank passes the same batches. Raises
+        ValueError, on all ranks alike, where they differ in shape, and PeerError if a peer is lost.
+        """
+        self._scale = scale / self.micro_batches
+        return self._drive(batches, trains=True)
+
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor | None:
+        """The micro-batches' mean loss, forward only; as `run`. RuntimeError with the schedule "zbv"."""
+        if self.settings.schedule == "zbv":
+            raise RuntimeError(
+                "torch.distributed.pipelining has no forward-only form of the schedule 'zbv' (torch 2.13); evaluate in "
+                "a run with another schedule, from a checkpoint of this one"
+            )
+        self._scale = 1.0 / self.micro_batches
+        with torch.no_grad():
+            return self._drive(batches, trains=False)
+
+    def _drive(self, batches: Sequence[Batch], *, trains: bool) -> Tensor | None:
+        inputs, targets = _columns(batches)
+        key = (trains, *(_shape(x) for x in (*inputs, targets)))
+        if key not in self._schedules:
+            self._schedules[key] = self._schedule(trains)
+        losses: list[Tensor] = []
+        schedule = self._schedules[key]
+        given = {"target": targets, "losses": losses} if self.is_last else {}
+        drive = schedule.step if trains else schedule.eval  # type: ignore[attr-defined]
+        with self._naming_peers():
+            drive(*(inputs if self.is_first else ()), **given)
+        if self._zero_stage is not None:
+            for module in self.stages.values():
+                fsdp.reshard(module)
+        if not losses:
+            return None
+        return torch.stack([loss.detach().float() for loss in losses]).sum() / (self._scale * len(losses))
+
+    def _schedule(self, trains: bool) -> object:
+        """A schedule for micro-batches of one shape: torch's stages keep the buffers of the first they see."""
+        settings, group = self.settings, self._link.group  # type: ignore[attr-defined]
+        reduces_each = (self._zero_stage or 0) >= 2 and settings.schedule not in SPLIT_BACKWARD
+        if reduces_each:
+            for module in self.stages.values():
+                fsdp.reduce_each(module, cast(int, self._zero_stage))
+        stages = [
+            CompressedStage(
+                _Reducing(module) if reduces_each else module,
+                number,
+                self._count,
+                self._device,
+                group=group,
+                forward_codec=WIRES[settings.activations or "fp32"],
+                backward_codec=WIRES[settings.activation_gradients or "fp32"],
+            )
+            for number, module in sorted(self.stages.items())
+        ]
+        self._driven += stages
+        kind = SCHEDULES[settings.schedule]
+        given = stages if settings.schedule in _MULTI else stages[0]
+        return kind(given, self.micro_batches, loss_fn=self._loss, scale_grads=False)
+
+    def _loss(self, output: object, target: object) -> Tensor:
+        return self._loss_fn(output, target).float() * self._scale
+
+    @contextmanager
+    def _naming_peers(self) -> Iterator[None]:
+        if isinstance(self._link, TorchTransport):
+            with self._link.naming_peers("a pipeline step"):
+                yield
+        else:
+            yield
+
+
+class _Reducing(nn.Module):
+    """A stage that torch's pipelining does not know to be FSDP2's: that would put off reducing to the end of a step."""
+
+    def __init__(self, stage: nn.Module):
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, *inputs: object) -> object:
+        return self.stage(*inputs)
+
+
+def _columns(batches: Sequence[Batch]) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The inputs and the targets of all micro-batches, one behind the other. Raises ValueError where they differ."""
+    rows = [(_tensors(inputs), target) for inputs, target in batches]
+    shapes = {(*map(_shape, inputs), _shape(target)) for inputs, target in rows}
+    if len(shapes) > 1:
+        found = ", ".join(map(str, sorted(shapes)))
+        raise ValueError(
+            f"the micro-batches of a step must have one shape in a pipeline, got {found}; "
+            "drop the last, incomplete batch (dataloader_drop_last), or pad it"
+        )
+    inputs = tuple(torch.cat(column) for column in zip(*(inputs for inputs, _ in rows), strict=True))
+    return inputs, torch.cat([target for _, target in rows])  # type: ignore[misc]
+
+
+def _tensors(inputs: object) -> tuple[Tensor, ...]:
+    several = inputs if isinstance(inputs, tuple | list) else (inputs,)
+    if not all(isinstance(x, Tensor) and x.dim() > 0 for x in several):
+        found = ", ".join(type(x).__name__ for x in several)
+        raise TypeError(f"a pipeline takes tensors with a batch dimension as inputs, got {found}")
+    return tuple(several)  # type: ignore[arg-type]
+
+
+def _shape(x: object) -> tuple:
+    return (*x.shape, str(x.dtype)) if isinstance(x, Tensor) else (type(x).__name__,)
+
+
+# -------------------------------------------------------------------------------- what several stages hold
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Parameters, by name, that the stages of this link's ranks hold."""
+
+    link: Transport
+    names: tuple[str, ...]
+
+
+class Ties:
+    """What this rank's stages share with others'. Found by name; the values are made the same at construction."""
+
+    def __init__(self, module: nn.Module, grid: Grid):
+        self._module = module
+        self.ties = [Tie(link, names) for link, names in _find(module, grid)]
+
+    def holders(self) -> dict[Tensor, int]:
+        """How many stages hold each tied parameter; see `Shards.tied`."""
+        return {p: tie.link.world_size for tie, p in self._pairs()}
+
+    @torch.no_grad()
+    def equalise(self) -> None:
+        """Give all holders of a parameter the values of the first. Before anything is sharded, or after."""
+        sent = []
+        for tie, p in self._pairs():
+            held = local(p).detach()
+            whole = held.contiguous()
+            if whole.numel() > 0:
+                sent.append((tie.link.broadcast(whole, 0), held, whole))
+        _land(sent)
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Each tied gradient ← the sum over its holders: the same bits on all. Behind the last backward pass.
+
+        Sends 4 bytes per element, as the gradients are; a parameter without a gradient anywhere has none.
+        """
+        named = dict(self._module.named_parameters())
+        for tie in self.ties:
+            params = [named[name] for name in tie.names]
+            rows = gather_bytes(tie.link, bytes(p.grad is not None for p in params))
+            waiting = []
+            for k, p in enumerate(params):
+                if not any(row[k] for row in rows):
+                    continue
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                held = local(p.grad)
+                whole = held.contiguous()
+                if whole.numel() > 0:
+                    waiting.append((tie.link.all_reduce(whole), held, whole))
+            _land(waiting)
+
+    def _pairs(self) -> Iterator[tuple[Tie, Tensor]]:
+        named = dict(self._module.named_parameters())
+        return ((tie, named[name]) for tie in self.ties for name in tie.names)
+
+
+def _land(sent: Sequence[tuple[Work, Tensor, Tensor]]) -> None:
+    """Wait for each, and put what came where it belongs, if it does not lie there already."""
+    for work, held, whole in sent:
+        work.wait()
+        if whole.data_ptr() != held.data_ptr():
+            held.copy_(whole)
+
+
+def _find(module: nn.Module, grid: Grid) -> Iterator[tuple[Transport, tuple[str, ...]]]:
+    """A link for each set of stages that share parameters, and the names of these, in the same order on all ranks."""
+    pipe, here = grid.links["pipe"], grid.coordinates
+    texts = gather_texts(pipe, "\n".join(name for name, _ in module.named_parameters()))
+    held = [dict.fromkeys(text.split("\n")) for text in texts]
+    shared: dict[tuple[int, ...], list[str]] = {}
+    for name in sorted({name for names in held for name in names if name}):
+        holders = tuple(place for place, names in enumerate(held) if name in names)
+        if len(holders) > 1:
+            shared.setdefault(holders, []).append(name)
+    for holders, names in sorted(shared.items()):
+        if here["pipe"] in holders:
+            ranks = [grid.shape.rank(here | {"pipe": place}) for place in holders]
+            yield (pipe if len(holders) == pipe.world_size else grid.world.split(ranks)), tuple(names)

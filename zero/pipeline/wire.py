@@ -1,0 +1,199 @@
+"""What pipeline stages send each other, activations down and their gradients up, in frames of 8 or 4 bits per element.
+
+`CompressedStage` is torch.distributed.pipelining's PipelineStage with another wire; every schedule takes it.
+`quantised_boundary` does to a tensor in one process what the wire between two stages does. The codecs are those of the
+collectives (`onebit/comm/`); a pipeline is built in `run.py`. The measurements behind the defaults:
+`scripts/records/activations_2026-11.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import P2POp
+from torch.distributed.pipelining import PipelineStage
+
+from ...comm import Bf16Codec, Codec, Int4Codec, Int8Codec
+
+# By name. "fp32": tensors go as they are, in whatever type a stage computes. Blocks of 64: with 256, int4 activations
+# leave twice the error in the gradients of weights, for 5 % fewer bytes. What to choose: the record.
+WIRES: dict[str, Codec | None] = {
+    "fp32": None,
+    "bf16": Bf16Codec(),
+    "int8": Int8Codec(block=64),
+    "int4": Int4Codec(block=64),
+}
+
+
+def frame_bytes(codec: Codec, numel: int) -> int:
+    """What a tensor of so many elements is on the wire, padded to whole blocks."""
+    return codec.frame_bytes(_padded(codec, numel))
+
+
+@torch.no_grad()
+def encode(codec: Codec, x: Tensor, error: Tensor | None = None) -> Tensor:
+    """x + error as a frame: uint8 [frame_bytes]. x: any shape, any floating type; blocks run over it flattened.
+
+    error: float32, x's elements padded to whole blocks [1, N]; what the frame does not say is left in it.
+    A block with a NaN or an infinity is decoded as NaN.
+    """
+    row_1N = x.new_zeros(1, _padded(codec, x.numel()), dtype=torch.float32)
+    row_1N[0, : x.numel()].copy_(x.reshape(-1))
+    frames_1B = x.new_empty(1, codec.frame_bytes(row_1N.shape[1]), dtype=torch.uint8)
+    codec.encode(row_1N, error, frames_1B, None)
+    if error is not None:
+        error.copy_(row_1N)
+    return frames_1B[0]
+
+
+@torch.no_grad()
+def decode_(codec: Codec, frame: Tensor, out: Tensor) -> None:
+    """out ← the values of the frame, rounded to its type. out: the shape that was encoded, any floating type."""
+    row_1N = out.new_empty(1, _padded(codec, out.numel()), dtype=torch.float32)
+    codec.decode(frame.unsqueeze(0), row_1N)
+    out.copy_(row_1N[0, : out.numel()].view(out.shape))
+
+
+class CompressedStage(PipelineStage):
+    """A PipelineStage whose tensors travel to other stages as frames of a codec.
+
+    torch's stage says what is to be sent and received, and to whom; this class puts frames in place of the tensors:
+    1. get_fwd_send_ops, get_bwd_send_ops: floating tensors are encoded; the others go as they are.
+    2. get_fwd_recv_ops, get_bwd_recv_ops: a frame is received next to the buffer that torch's stage has allotted.
+    3. forward_one_chunk, backward_one_chunk: the schedule has waited for the frames; they are decoded to that buffer.
+    Neighbours on one rank (V schedules) hand each other tensors: nothing is sent, and nothing rounded.
+
+    forward_codec: of activations; backward_codec: of their gradients; None: as they are. The same on all stages.
+    error_feedback: what the frame of a gradient left out is added to the gradient of the same micro-batch in the next
+    step. It holds one float32 per element that this rank sends up, it steps even where the optimizer skips a step, and
+    it is worth little: see the record. Of activations it would be harmful, and is not offered.
+    Of values that are not finite a receiver gets NaN for the block, so that a vote on overflow sees them. What has
+    rounded up beyond float16 arrives as infinite.
+
+    sent_bytes: payload sent to other ranks since the stage was made, activations and gradients.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        forward_codec: Codec | None = None,
+        backward_codec: Codec | None = None,
+        error_feedback: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """args, kwargs: those of PipelineStage."""
+        super().__init__(*args, **kwargs)
+        if error_feedback and not isinstance(backward_codec, Int8Codec | Int4Codec):
+            raise ValueError(
+                f"error_feedback returns what 8 or 4 bits leave out of gradients, and backward_codec is "
+                f"{backward_codec}; give an Int8Codec or an Int4Codec, or leave error_feedback out"
+            )
+        self.forward_codec, self.backward_codec = forward_codec, backward_codec
+        self.error_feedback = error_feedback
+        self.sent_bytes = 0
+        self._errors: dict[str, Tensor] = {}  # of gradients, by micro-batch and place in the tuple: "3.0"
+        self._arriving: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}  # frames and where they belong
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """What this stage on this rank still owes: float32 [1, N] each; empty without error feedback."""
+        return {"errors": dict(self._errors)}
+
+    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Continue from a `state_dict` of the same stage with as many micro-batches; copies."""
+        self._errors = {key: error.to(self.device, copy=True) for key, error in state.get("errors", {}).items()}
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        return self._sending(super().get_fwd_send_ops(fwd_chunk_id), self.forward_codec)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2POp]:
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        errors = [self._error(f"{bwd_chunk_id}.{k}", op.tensor) for k, op in enumerate(ops)] if ops else []
+        return self._sending(ops, self.backward_codec, errors)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        return self._receiving(super().get_fwd_recv_ops(fwd_chunk_id), self.forward_codec, ("forward", fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
+        return self._receiving(super().get_bwd_recv_ops(bwd_chunk_id), self.backward_codec, ("backward", bwd_chunk_id))
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._unpack(self.forward_codec, ("forward", fwd_chunk_id))
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self._unpack(self.backward_codec, ("backward", bwd_chunk_id))
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def clear_runtime_states(self) -> None:
+        super().clear_runtime_states()
+        self._arriving.clear()
+
+    def _sending(self, ops: list[P2POp], codec: Codec | None, errors: Sequence[Tensor | None] = ()) -> list[P2POp]:
+        for op, error in zip_longest(ops, errors):
+            if codec is not None and op.tensor.is_floating_point():
+                op.tensor = encode(codec, op.tensor, error)
+            self.sent_bytes += op.tensor.nbytes
+        return ops
+
+    def _error(self, key: str, x: Tensor) -> Tensor | None:
+        if not self.error_feedback or not x.is_floating_point():
+            return None
+        assert self.backward_codec is not None
+        shape = (1, _padded(self.backward_codec, x.numel()))
+        if key not in self._errors:
+            self._errors[key] = x.new_zeros(shape, dtype=torch.float32)
+        if self._errors[key].shape != shape:
+            raise ValueError(
+                f"stage {self.stage_index}: the error of gradient {key} is of shape {list(self._errors[key].shape)}, "
+                f"its gradient needs {list(shape)}; keep the size of a micro-batch, or load_state_dict({{}}) to forget"
+            )
+        return self._errors[key]
+
+    def _receiving(self, ops: list[P2POp], codec: Codec | None, what: tuple[str, int]) -> list[P2POp]:
+        for op in ops:
+            if codec is not None and op.tensor.is_floating_point():
+                frame = op.tensor.new_empty(frame_bytes(codec, op.tensor.numel()), dtype=torch.uint8)
+                self._arriving.setdefault(what, []).append((frame, op.tensor))
+                op.tensor = frame
+        return ops
+
+    def _unpack(self, codec: Codec | None, what: tuple[str, int]) -> None:
+        for frame, buffer in self._arriving.pop(what, []):
+            assert codec is not None
+            decode_(codec, frame, buffer)
+
+
+def quantised_boundary(x: Tensor, forward_codec: Codec | None, backward_codec: Codec | None) -> Tensor:
+    """x as the next stage would receive it; its gradient is what this stage would receive.
+
+    For a model in one process that is to compute what a pipeline computes: a reference, or an evaluation of weights
+    that were trained over a wire of few bits. None: nothing is changed.
+    """
+    return _Boundary.apply(x, forward_codec, backward_codec)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Boundary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_codec: Codec | None, backward_codec: Codec | None) -> Tensor:
+        ctx.backward_codec = backward_codec
+        return _sent(forward_codec, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _sent(ctx.backward_codec, grads[0]), None, None
+
+
+def _sent(codec: Codec | None, x: Tensor) -> Tensor:
+    if codec is None:
+        return x.view_as(x)
+    out = torch.empty_like(x)
+    decode_(codec, encode(codec, x), out)
+    return out
+
+
+def _padded(codec: Codec, numel: int) -> int:
+    return -(-numel // codec.block) * codec.block

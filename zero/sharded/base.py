@@ -1,0 +1,317 @@
+"""ShardedOptimizer: a sharded optimizer at rest. Its parameters in buckets, its state, its checkpoints.
+
+Parameters stay where they are; what belongs to them lies flat in buckets, in the order in which backward produces
+gradients. What happens in a step is in `optimizer.py`; the form of checkpoints in `state.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from onebit import comm
+from onebit.agreement import replicas
+from onebit.agreement.ballot import option_lines
+from onebit.clip import GlobalNormClip
+from onebit.comm import Transport, sent_across
+from onebit.contract import check_group, check_parameters, check_saved_groups, load_checked, refuse_copy
+from onebit.flat import lay_out, partition
+from onebit.marks import is_inspected
+
+from . import state as shard_state
+from . import vote as shard_vote
+from .bucket import ShardedBucket
+from .exchange import Recipe
+
+log = logging.getLogger(__name__)
+
+
+class ShardedOptimizer(torch.optim.Optimizer, ABC):
+    """Parameters in buckets whose chunks the ranks own. Arguments: see `ShardedOptions`.
+
+    All ranks construct, load and add groups together. kind: what its states are called.
+    """
+
+    kind = "sharded"
+
+    def __init__(
+        self,
+        params: object,
+        defaults: dict[str, object],
+        *,
+        recipe: Recipe,
+        max_grad_norm: float,
+        link: Transport | None,
+        momentum_dtype: torch.dtype,
+        bucket_cap_mb: float,
+    ):
+        if momentum_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"momentum_dtype must be torch.float32 or torch.bfloat16, got {momentum_dtype}")
+        if not (0 < bucket_cap_mb < math.inf and max_grad_norm >= 0):
+            raise ValueError(
+                "bucket_cap_mb must be above 0 and finite, max_grad_norm at least 0 (0: off), got "
+                f"{bucket_cap_mb}, {max_grad_norm}"
+            )
+        self.link = comm.init() if link is None else link
+        comm.check_transport(self.link)
+        self._recipe, self.momentum_dtype = recipe, momentum_dtype
+        self._clip = GlobalNormClip(max_grad_norm)
+        self._tally, self._health, self._skipped_steps = shard_vote.Tally(), shard_vote.Health(), 0
+        self._bucket_elements = max(1, int(bucket_cap_mb * 2**20 / 4))
+        self._buckets: list[ShardedBucket] = []
+        self._bucket_of: dict[Tensor, ShardedBucket] = {}
+        self._frozen: dict[Tensor, str] = {}  # without state, by name
+        self._built_groups = 0
+        self._has_masters = self._is_warned_of_edits = False
+        self._versions: list[int] | None = None
+        self._bits: Tensor | None = None
+        self._steps_here = 0  # of this object, whatever was loaded
+        self._sent_before = (0, 0)
+        super().__init__(params, defaults)  # type: ignore[arg-type]
+        self._build_groups()
+
+    @abstractmethod
+    def _on_gradient(self, p: Tensor) -> None:
+        """p's gradient has just been accumulated. Asked for at stage 2 alone."""
+
+    # ---------------------------------------------------------------- construction
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add a group; all ranks, between the same two steps.
+
+        Raises ValueError/TypeError as the constructor, and is then as it was.
+        """
+        super().add_param_group(param_group)
+        try:
+            self._check_group(len(self.param_groups) - 1)
+            if self._built_groups:
+                self._build_groups()
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, g: int) -> None:
+        """Raise ValueError or TypeError where a group's options are not for this optimizer."""
+        where, group = f"rank {self.link.rank}: group {g}", self.param_groups[g]
+        check_group(where, group)
+        if not group["eps"] > 0:
+            raise ValueError(f"{where}: eps must be above 0, got {group['eps']}")
+        if group.get("exp_avg_mask") is not None:
+            raise ValueError(
+                f"{where} has an exp_avg_mask, which {type(self).__name__} does not have; leave it out, or shard "
+                "inside the node (onebit.sharding)"
+            )
+
+    def _build_groups(self) -> None:
+        """Check, equalise and bucket the groups that have been added since the last call."""
+        new = range(self._built_groups, len(self.param_groups))
+        named = [(p, name) for g in new for p, name in self._named(g)]
+        check_parameters(self.link.rank, named)
+        device = named[0][0].device if named else torch.device("cpu")
+        lines = [f"{name}: {p.dtype} {tuple(p.shape)} requires_grad={p.requires_grad}" for p, name in named]
+        lines += [*self._options(), *option_lines(self.param_groups[g] for g in new)]
+        replicas.check_same_lines(self.link, "the parameters", lines, device)
+        replicas.make_equal(self.link, [p for p, _ in named])
+        for g in new:
+            self._build_buckets(g)
+        self._built_groups = len(self.param_groups)
+        self._sent_before = self.link.sent_bytes, sent_across(self.link)  # what construction sends belongs to no step
+
+    def _options(self) -> list[str]:
+        """The options that must be the same on all ranks, as text."""
+        names = ("_recipe", "momentum_dtype", "_clip", "_bucket_elements")
+        return [f"option {name.lstrip('_')} = {getattr(self, name)}" for name in names]
+
+    def _named(self, g: int) -> Iterator[tuple[Tensor, str]]:
+        group = self.param_groups[g]
+        names = group.get("param_names") or [f"parameter {k} of group {g}" for k in range(len(group["params"]))]
+        return zip(group["params"], names, strict=True)
+
+    def _build_buckets(self, g: int) -> None:
+        trained = [(p, name) for p, name in self._named(g) if p.requires_grad]
+        self._frozen |= {p: name for p, name in self._named(g) if not p.requires_grad}
+        for device in dict.fromkeys(p.device for p, _ in trained):
+            here = [(p, name) for p, name in trained if p.device == device]
+            for indices in partition([p.numel() for p, _ in here], self._bucket_elements):
+                members = [here[i] for i in indices]
+                layout = lay_out([p.shape for p, _ in members], self._recipe.codec.block, self.link.world_size)
+                bucket = ShardedBucket.new(
+                    len(self._buckets),
+                    g,
+                    members,
+                    layout,
+                    self.link.rank,
+                    self.momentum_dtype,
+                    is_warm=self._recipe.warmup_steps > 0,
+                )
+                if self._recipe.stage > 0 and self._has_masters:
+                    bucket.owned.copy_(bucket.gather_replica())
+                self._buckets.append(bucket)
+                self._publish(bucket)
+                for p in bucket.params:
+                    self._bucket_of[p] = bucket
+                    if self._recipe.stage == 2:
+                        self._hook(p)
+        self._versions = None
+
+    def _publish(self, bucket: ShardedBucket) -> None:
+        """Show what is each parameter's as torch does: in optimizer.state[p], views of the flat tensors."""
+        views = bucket.layout.views(bucket.momentum)
+        for p, step, momentum in zip(bucket.params, bucket.steps, views, strict=True):
+            self.state[p] = {"step": step, "momentum": momentum}
+
+    @torch.no_grad()
+    def adopt_parameters(self) -> None:
+        """Masters ← the parameters as they are now. All ranks, after changing them outside step(), alike on all."""
+        if self._recipe.stage > 0:
+            for bucket in self._buckets:
+                bucket.owned.copy_(bucket.gather_replica())
+        self._has_masters, self._versions = True, None
+
+    def _check_masters(self) -> None:
+        """Take them from the parameters before the first step; say so if somebody has changed those since."""
+        if not self._has_masters:
+            self.adopt_parameters()
+        is_edited = self._versions is not None and (
+            self._versions != [p._version for p in self._bucket_of]
+            or (self._bits is not None and not torch.equal(self._bits, replicas.fingerprints(list(self._bucket_of))))
+        )
+        if is_edited and self._recipe.stage > 0 and not self._is_warned_of_edits:
+            self._is_warned_of_edits = True
+            log.warning(
+                "rank %d: parameters were changed outside of step(); the masters were not, and will pull them back; "
+                "call adopt_parameters() on all ranks after such a change",
+                self.link.rank,
+            )
+
+    def _remember_parameters(self) -> None:
+        """As they are now, which is as the masters have them; in some steps their bits, for edits through .data."""
+        self._versions = [p._version for p in self._bucket_of]
+        params, self._bits = list(self._bucket_of), None
+        if self._recipe.stage > 0 and not self._is_warned_of_edits and is_inspected(self._steps_here):
+            self._bits = replicas.fingerprints(params)
+        self._steps_here += 1
+
+    def _hook(self, p: Tensor) -> None:
+        myself = weakref.ref(self)
+
+        def gradient_is_ready(param: Tensor) -> None:
+            optimizer = myself()
+            if optimizer is not None:
+                optimizer._on_gradient(param)
+
+        p.register_post_accumulate_grad_hook(gradient_is_ready)
+
+    def check_replicas(self) -> None:
+        """Vote on the bits of all parameters; ReplicaError on all ranks if they differ. Sends 16 bytes per peer."""
+        names = [name for bucket in self._buckets for name in bucket.names]
+        replicas.check_replicas(self.link, list(self._bucket_of), names, self.steps_taken())
+
+    def steps_taken(self) -> int:
+        """The most steps that any parameter has taken."""
+        return max((int(step) for bucket in self._buckets for step in bucket.steps), default=0)
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank: momentum, masters, variance. Without the buffers of a step."""
+        return sum(bucket.state_bytes() for bucket in self._buckets)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def _identity(self) -> dict[str, object]:
+        """What a state must say to be this rank's."""
+        return {
+            "kind": self.kind,
+            "version": shard_state.VERSION,
+            "rank": self.link.rank,
+            "world_size": self.link.world_size,
+            "block": self._recipe.codec.block,
+            "has_masters": self._recipe.stage > 0,
+        }
+
+    def state_dict(self) -> dict:
+        """As torch's, and the chunks that this rank owns under "onebit": each rank saves and loads its own.
+
+        The parameters, which are the replicas, are not in it: save the model's state beside it (any rank's).
+        """
+        if not self._has_masters:
+            self.adopt_parameters()
+        state = super().state_dict()
+        state["onebit"] = {
+            **self._identity(),
+            "buckets": shard_state.bucket_records(self._buckets, self._recipe.codec),
+            "clip_average": self._clip.average,
+            "skipped_steps": self._skipped_steps,
+            "tally": vars(self._tally).copy(),
+            "health": vars(self._health).copy(),
+            **self._extra_state(),
+        }
+        return state
+
+    def __getstate__(self) -> dict:
+        raise refuse_copy(self)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Continue exactly where `state_dict` was taken, on the same rank of a world of the same size. All ranks.
+
+        Load the model's parameters as well, before or after. Raises ValueError, before anything is changed, where
+        world size, rank, shapes, dtypes or options do not fit.
+        """
+        self._restore(load_checked(self, state_dict, self._check_loadable))
+
+    def load_state_dicts(self, states: Sequence[dict]) -> None:
+        """Continue from the states of all ranks of a world of any size, in rank order. All ranks, all the states.
+
+        In a world of the same size this rank's own is loaded, exactly. In another, masters and variances move with
+        their elements, and each rank's momentum is the mean of the old ranks': the sum of what is still to be
+        delivered, over ranks and times lr/W, is what it was. Rank 0 logs that. `states` may load an item when it is
+        asked for. Raises ValueError as `load_state_dict`, and where the states are not those of one world.
+        """
+        if len(states) == self.link.world_size:
+            self.load_state_dict(states[self.link.rank])
+            return
+        self.load_state_dict(shard_state.regather(states, self.kind, self._buckets, self.link.world_size))
+        if self.link.rank == 0:
+            log.info(
+                "optimizer state of %d ranks taken over by %d: each owes the mean of what was owed",
+                len(states),
+                self.link.world_size,
+            )
+
+    def _check_loadable(self, state: dict) -> None:
+        where = f"rank {self.link.rank}: cannot load this optimizer state: "
+        check_saved_groups(where, state["param_groups"], self.param_groups)
+        shard_state.check_record(state.get("onebit"), self._identity(), self._buckets, type(self).__name__)
+        for name, p, entry in self._saved_entries(state):
+            shard_state.check_entry(entry, p, name, self.momentum_dtype, self.link.rank)
+
+    def _saved_entries(self, state: dict) -> Iterator[tuple[str, Tensor, dict]]:
+        """(name, parameter, its saved state) for every trained parameter."""
+        for g, group in enumerate(state["param_groups"]):
+            for (p, name), key in zip(self._named(g), group["params"], strict=True):
+                if p in self._bucket_of:
+                    yield name, p, state["state"].get(key, {})
+
+    def _restore(self, state: dict) -> None:
+        entries, record = {p: entry for _, p, entry in self._saved_entries(state)}, state["onebit"]
+        self.state.clear()
+        for bucket, saved in zip(self._buckets, record["buckets"], strict=True):
+            shard_state.restore(bucket, saved, [entries[p] for p in bucket.params])
+            self._publish(bucket)
+        self._clip.average = tuple(record["clip_average"])
+        self._skipped_steps = record["skipped_steps"]
+        self._tally, self._health = shard_vote.Tally(**record["tally"]), shard_vote.Health(**record["health"])
+        self._has_masters, self._versions = True, None
+        self._load_extra_state(record)
+
+    def _extra_state(self) -> dict:
+        """What a leaf keeps besides; the same on all ranks."""
+        return {}
+
+    def _load_extra_state(self, record: dict) -> None:
+        """Take over what `_extra_state` has put into a record."""

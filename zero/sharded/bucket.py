@@ -1,0 +1,193 @@
+"""A sharded bucket: some parameters of one group, the chunk of them that this rank owns, and their state.
+
+The flat layout is the family's (`onebit/flat.py`): W equal chunks, one per rank. The momentum of the whole bucket is
+every rank's own; variance and master weights exist once, each chunk's at its owner. Here are where things lie and how
+they move between parameters and chunks; the arithmetic is in `math.py`.
+
+Shape legend: W ranks, N elements of a chunk, J blocks of a chunk, K parameters of the bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onebit.comm import Flight, SignCodec
+from onebit.flat import Layout
+from onebit.frozen import check_place, gradient_of
+
+
+class Piece(NamedTuple):
+    """Elements start to stop of parameter k, flat, lie in the chunk from element `at` on."""
+
+    k: int
+    start: int
+    stop: int
+    at: int
+
+
+def pieces_of(layout: Layout, rank: int) -> list[Piece]:
+    """The parts of the parameters that lie in this rank's chunk."""
+    first, end = rank * layout.chunk, (rank + 1) * layout.chunk
+    pieces = []
+    for k, (offset, shape) in enumerate(zip(layout.offsets, layout.shapes, strict=True)):
+        start, stop = max(offset, first), min(offset + shape.numel(), end)
+        if start < stop:
+            pieces.append(Piece(k, start - offset, stop - offset, start - first))
+    return pieces
+
+
+@dataclass
+class ShardedBucket:
+    """Parameters, layout, and the state of them that this rank keeps.
+
+    counts: int32 [W, J], real elements of each block. momentum: [W·N], float32 or bfloat16: what is left of c when its
+    frame is sent, c - (1-β1)·q. variance: float32 [N]. owned: float32 [N], the master weights; at stage 0 the error of
+    the updates that were sent. steps: per parameter, the steps in which some rank had a gradient for it, 0-dimensional.
+    is_warm: whether the last step was one of the warm-up, and until the first, whether there is one. received:
+    everybody's last frames of the own chunk, kept only for clipping. mean: float32 [N], their mean: in the
+    warm-up, and where they were loaded from a checkpoint. tally: float64 [4], of the last step, see `shard_vote.Tally`.
+    """
+
+    index: int
+    group_index: int
+    rank: int
+    device: torch.device
+    params: list[Tensor]
+    names: list[str]
+    layout: Layout
+    counts: Tensor
+    momentum: Tensor
+    variance: Tensor
+    owned: Tensor
+    steps: list[Tensor]
+    is_warm: bool = False
+    received: Tensor | None = None
+    mean: Tensor | None = None
+    tally: Tensor | None = None
+    ready: set[Tensor] = field(default_factory=set)
+    flight: Flight | None = None
+
+    @classmethod
+    def new(
+        cls,
+        index: int,
+        group_index: int,
+        members: Sequence[tuple[Tensor, str]],
+        layout: Layout,
+        rank: int,
+        momentum_dtype: torch.dtype,
+        is_warm: bool = False,
+    ) -> ShardedBucket:
+        """Zeroed state for these parameters, all on one device."""
+        device = members[0][0].device
+        return cls(
+            index=index,
+            group_index=group_index,
+            rank=rank,
+            device=device,
+            params=[p for p, _ in members],
+            names=[name for _, name in members],
+            layout=layout,
+            counts=layout.counts(device),
+            momentum=torch.zeros(layout.numel, dtype=momentum_dtype, device=device),
+            variance=torch.zeros(layout.chunk, device=device),
+            owned=torch.zeros(layout.chunk, device=device),
+            steps=[torch.tensor(0.0) for _ in members],
+            is_warm=is_warm,
+        )
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """What of the parameters this rank owns."""
+        return pieces_of(self.layout, self.rank)
+
+    @cached_property
+    def parameter_of_block(self) -> Tensor:
+        """Which parameter each block belongs to, int64 [W, J]; 0 in the padding at the end."""
+        of_block = torch.zeros(self.layout.numel // self.layout.block, dtype=torch.int64)
+        for k, blocks in enumerate(self.layout.by_parameter(of_block)):
+            blocks.fill_(k)
+        return of_block.view(self.layout.world_size, -1).to(self.device)
+
+    @cached_property
+    def padding_of_ragged(self) -> tuple[Tensor, Tensor]:
+        """The own blocks that are partly padding, int64 [R], and where theirs is, bool [R, block]."""
+        counts_J = self.counts[self.rank]
+        ragged = torch.nonzero((counts_J > 0) & (counts_J < self.layout.block)).view(-1)
+        return ragged, torch.arange(self.layout.block, device=self.device) >= counts_J[ragged].unsqueeze(1)
+
+    def blocks_of(self, seen: Sequence[bool]) -> Tensor | None:
+        """What is said of each parameter, of each of its blocks: bool [W, J]; None where it is true of all."""
+        return None if all(seen) else torch.tensor(seen, device=self.device)[self.parameter_of_block]
+
+    def own_blocks_of(self, seen: Sequence[bool]) -> Tensor | None:
+        """The same of the own blocks, bool [J]."""
+        seen_WJ = self.blocks_of(seen)
+        return None if seen_WJ is None else seen_WJ[self.rank]
+
+    @property
+    def own_counts(self) -> Tensor:
+        """Real elements of each own block, int32 [J]."""
+        return self.counts[self.rank]
+
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients where they lie; None for what is frozen now.
+
+        Raises RuntimeError on sparse ones, and where a parameter was moved or resized.
+        """
+        for p, name, shape in zip(self.params, self.names, self.layout.shapes, strict=True):
+            check_place(self.rank, p, name, shape, self.device)
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"rank {self.rank}: {name} has a {p.grad.layout} gradient; onebit needs dense ones "
+                    "(nn.Embedding(..., sparse=False))"
+                )
+        return list(map(gradient_of, self.params))
+
+    def gather_gradients(self, scale: float) -> Tensor:
+        """scale · the gradients, float32 [W·N]; zeros where there is none, and in the padding."""
+        x = torch.zeros(self.layout.numel, device=self.device)
+        pairs = zip(self.layout.views(x), self.gradients(), strict=True)
+        present = [(view, grad) for view, grad in pairs if grad is not None]
+        if present:
+            views, grads = zip(*present, strict=True)
+            torch._foreach_copy_(views, grads)
+        return x.mul_(scale) if scale != 1.0 else x
+
+    def gather_replica(self) -> Tensor:
+        """The own chunk of the parameters as every rank holds them, float32 [N]; zeros in the padding."""
+        chunk = torch.zeros(self.layout.chunk, device=self.device)
+        for k, start, stop, at in self.pieces:
+            chunk[at : at + stop - start].copy_(self.params[k].detach().reshape(-1)[start:stop])
+        return chunk
+
+    def mean_momentum(self, codec: SignCodec, beta1: float) -> Tensor | None:
+        """m̂ of the own chunk as the last step had it, float32 [N]; None before there is one.
+
+        Needs `received`, or `mean`.
+        """
+        if self.received is None:
+            mean = None if self.mean is None else self.mean.clone()
+        else:
+            mean = torch.empty(self.layout.chunk, device=self.device)
+            codec.decode_mean(self.received, mean)
+        if mean is not None:
+            mean.view(-1, self.layout.block).mul_(self.correction(beta1))
+        return mean
+
+    def correction(self, beta: float) -> Tensor:
+        """1/(1 - β^t) for each own block, with the steps of its parameter, float32 [J, 1]; 0 where there was none."""
+        counts = [int(step) for step in self.steps]
+        table = torch.tensor([1.0 / (1.0 - beta**t) if t else 0.0 for t in counts], device=self.device)
+        return table[self.parameter_of_block[self.rank]].unsqueeze(1)
+
+    def state_bytes(self) -> int:
+        """Bytes of the state that this rank keeps."""
+        kept = (self.momentum, self.variance, self.owned, self.received, self.mean)
+        return sum(t.nbytes for t in kept if t is not None)

@@ -1,0 +1,132 @@
+"""ShardedOnebitLamb: LAMB across the slow network, its layers' norms put together from the chunks of their owners.
+
+Sharded one-bit Adam (`adam.py`) with another last line; the trust ratio is `onebit/lamb.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from onebit.agreement.replicas import sum_in_order
+from onebit.comm import Exchange
+from onebit.lamb import check_trust_options, trust_ratio
+
+from .bucket import ShardedBucket
+from .exchange import Arrived, send_down, send_up
+from .optimizer import ShardedOnebitOptimizer, ShardedOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class ShardedOnebitLamb(ShardedOnebitOptimizer):
+    """LAMB with its state sharded over all ranks, and about 5.1 bits (or 2.1) per parameter and step on the wire.
+
+    Used as `ShardedOnebitAdam` is, whose steps 1, 2 and 4 and whose m̂ and D it shares. Each parameter l is a layer, and
+    its owners (one, or several with a part each) move it by
+
+    3. u = m̂/D + wd·master;  r_l = ‖master_l‖/‖ũ_l‖ within [min_coeff, max_coeff], 1 where either norm is zero
+       master = master - lr·r_l·u
+
+    ‖ũ_l‖ is what ‖u_l‖ would be had the momentum not been compressed. A block has one scale, so in m̂/D elements of
+    small variance are too large, and r_l would be too small. Of an exact m̂_k, what the gradients have in common is left
+    whole, and of their noise the share λ_k = (1-β1)(1+β1^k)/((1+β1)(1-β1^k)). So
+
+       ‖ũ_l‖² = λ_k·Σ v̂/D² + (1-λ_k)·a_l + 2·wd·<m̂/D, master_l> + wd²·‖master_l‖²
+       a_l    = the moving average (coeff_beta) of Σ g·m̂/D², g the owner's gradient, within [0, Σ v̂/D²]
+
+    The sums run over whole layers: owners tell each other those of their parts and add them in rank order, so that all
+    parts of a layer move by the same bits of r_l. No ratio is learnt in a warm-up and then kept, and none need be: the
+    variance lives, and the ratio with it.
+
+    Measured (4 ranks, one seed): digits, 300 steps, LAMB's rate, .218 (LAMB .214; with ‖u_l‖ itself .277); the
+    byte LM, 600 steps, rates of .014, .028 and .056: 1.997, 1.745 and 1.691 (LAMB 1.812, 1.776, 2.122). Give it two to
+    four times LAMB's rate.
+
+    lr, betas, eps (above 0), weight_decay: as in `onebit.Lamb`; read anew from param_groups in every step. max_coeff,
+    min_coeff: bounds of r_l. coeff_beta: of a_l's moving average. The others: see `ShardedOptions`; stage 1 or 2.
+
+    State as `ShardedOnebitAdam`; traffic as well, and 32 bytes per layer and step to each peer.
+    Raises ValueError/TypeError at construction as `ShardedOnebitAdam`.
+    """
+
+    kind = "sharded lamb"
+
+    def __init__(
+        self,
+        params: object,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        coeff_beta: float = 0.9,
+        **common: Unpack[ShardedOptions],
+    ):
+        check_trust_options(min_coeff, max_coeff)
+        if not 0.0 <= coeff_beta < 1.0:
+            raise ValueError(f"coeff_beta must lie in [0, 1), got {coeff_beta}")
+        self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
+        self._agreed: dict[int, Tensor] = {}  # bucket -> the average that a_l is made of, uncorrected, float64 [K]
+        defaults: dict[str, object] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, **common)
+
+    def _options(self) -> list[str]:
+        names = ("max_coeff", "min_coeff", "coeff_beta")
+        return [*super()._options(), *(f"option {name} = {getattr(self, name)}" for name in names)]
+
+    def _exchange(self, bucket: ShardedBucket, seen: Sequence[bool], scale: float) -> Exchange:
+        step, recipe = self._step_of(bucket), self._recipe
+        arrived = yield from send_up(bucket, step, recipe, self.link, seen, scale)
+        sums_K4 = self._own_sums(bucket, arrived)
+        rows = torch.empty(self.link.world_size, sums_K4.nbytes, dtype=torch.uint8, device=bucket.device)
+        yield self.link.all_gather(rows, sums_K4.view(-1).view(torch.uint8))
+        total_K4 = sum_in_order(rows.view(torch.float64).view(self.link.world_size, -1, 4))
+        ratio_K = self._trust_ratios(bucket, total_K4, seen)
+        ratio_J = ratio_K[bucket.parameter_of_block[bucket.rank]]
+        u = arrived.update.add_(bucket.owned, alpha=self.param_groups[bucket.group_index]["weight_decay"])
+        u.view(-1, recipe.codec.block).mul_(ratio_J.unsqueeze(1))
+        yield from send_down(bucket, replace(step, decay=0.0), recipe, self.link, seen, u)
+
+    def _own_sums(self, bucket: ShardedBucket, arrived: Arrived) -> Tensor:
+        """‖master‖², <m̂/D, master>, Σ v̂/D² and Σ g·m̂/D² of this rank's part of each layer, float64 [K, 4]."""
+        update, D_Jn, g = arrived
+        D, beta2 = D_Jn.view(-1), self.param_groups[bucket.group_index]["betas"][1]
+        v_hat = bucket.variance.clamp(min=0.0).view_as(D_Jn).mul_(bucket.correction(beta2)).view(-1)
+        pairs = ((bucket.owned, bucket.owned), (update, bucket.owned), (v_hat / D, D.reciprocal()), (g / D, update))
+        sums_K4 = torch.zeros(len(bucket.params), 4, dtype=torch.float64, device=bucket.device)
+        for k, start, stop, at in bucket.pieces:
+            part = slice(at, at + stop - start)
+            sums_K4[k] = torch.stack([torch.dot(a[part], b[part]) for a, b in pairs])
+        return sums_K4
+
+    def _trust_ratios(self, bucket: ShardedBucket, total_K4: Tensor, seen: Sequence[bool]) -> Tensor:
+        """r_l of the bucket's layers, float32 [K], the same on every rank. Advances the averages of those seen."""
+        group, beta = self.param_groups[bucket.group_index], self.coeff_beta
+        decay, beta1 = group["weight_decay"], group["betas"][0]
+        steps = torch.stack(bucket.steps).to(bucket.device, torch.float64).clamp(min=1.0)
+        weight, product, noise, common = total_K4.unbind(1)
+        agreed = self._agreed.setdefault(bucket.index, torch.zeros_like(common))
+        agreed.lerp_(torch.where(torch.tensor(seen, device=bucket.device), common, agreed), 1.0 - beta)
+        left = beta1**steps
+        share = (1.0 - beta1) * (1.0 + left) / ((1.0 + beta1) * (1.0 - left))
+        a = torch.minimum((agreed / (1.0 - beta**steps)).clamp(min=0.0), noise)
+        update = share * noise + (1.0 - share) * a + 2.0 * decay * product + decay * decay * weight
+        bounds = {"min_coeff": self.min_coeff, "max_coeff": self.max_coeff}
+        return trust_ratio(weight.sqrt(), update.clamp(min=0.0).sqrt(), **bounds).float()
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def _extra_state(self) -> dict:
+        return {"agreed": [self._agreed.get(bucket.index) for bucket in self._buckets]}
+
+    def _load_extra_state(self, record: dict) -> None:
+        pairs = zip(self._buckets, record["agreed"], strict=True)
+        self._agreed = {bucket.index: a.to(bucket.device, copy=True) for bucket, a in pairs if a is not None}
