@@ -23,7 +23,7 @@ from .codecs.bf16 import Bf16Codec
 from .codecs.int4 import Int4Codec
 from .codecs.int8 import Int8Codec
 from .codecs.sign import SignCodec
-from .hierarchy import Levels, TwoLevelTransport, sent_across, two_levels
+from .hierarchy import Levels, TwoLevelTransport, two_levels
 from .kernels.operands import Momentum, MomentumWeights, Outgoing, Segments, Update, Variance
 from .launch import init
 from .transports.base import PeerError, Transport, Work, check_transport
@@ -61,6 +61,5 @@ __all__ = [
     "interleave",
     "land",
     "run_ranks",
-    "sent_across",
     "two_levels",
 ]

@@ -12,7 +12,7 @@ Shape legend: W = L·H ranks, L on each of H nodes.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ class Levels:
     def of(cls, link: Transport) -> Levels:
         """What an exchange over this link has; a link that is not of two levels crosses from every rank to every."""
         check_transport(link)
-        return cls(link.inside, link.across) if isinstance(link, TwoLevelTransport) else cls(None, link)
+        return cls(link.intra_node, link.inter_node)
 
     @property
     def local_size(self) -> int:
@@ -83,7 +83,7 @@ class Levels:
             own.add_(share)
 
 
-class TwoLevelTransport:
+class TwoLevelTransport(Transport):
     """A transport over all ranks that knows which of them share a node. See `Transport` for the contract.
 
     Operations are those of `world`. inside: the L ranks of this node; across: the H ranks with this local rank, one per
@@ -118,19 +118,36 @@ class TwoLevelTransport:
         return self.world.sent_bytes + self.inside.sent_bytes + self.across.sent_bytes
 
     @property
-    def sent_bytes_across(self) -> int:
+    def sent_bytes_inter_node(self) -> int:
         """Those of them that went to other nodes: what the slow wire carries."""
         return self._sent_across + self.across.sent_bytes
 
     @property
     def has_failed(self) -> bool:
         """Whether a PeerError was raised."""
-        return any(getattr(link, "has_failed", False) for link in (self.world, self.inside, self.across))
+        return any(link.has_failed for link in (self.world, self.inside, self.across))
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    @property
+    def has_network(self) -> bool:
+        return self.world.has_network
+
+    @property
+    def intra_node(self) -> Transport:
+        return self.inside
+
+    @property
+    def inter_node(self) -> Transport:
+        return self.across
+
+    def naming_peers(self, what: str, *, is_counted: bool = True) -> AbstractContextManager[None]:
+        return self.world.naming_peers(what, is_counted=is_counted)
 
     def describe(self) -> str:
-        """What moves the bytes, for a log line."""
-        means = getattr(self.world, "describe", lambda: "none (in this process)")()
-        return f"{means}, two levels: {self.across.world_size} nodes of {self.inside.world_size} ranks"
+        return f"{self.world.describe()}, two levels: {self.across.world_size} nodes of {self.inside.world_size} ranks"
 
     def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
         return self._counted(lambda: self.world.all_to_all(out_WB, in_WB))
@@ -156,7 +173,7 @@ class TwoLevelTransport:
     def abandon(self) -> None:
         """Release without the others: for a rank that ends on an error of its own. Idempotent."""
         for link in (self.inside, self.across, self.world):
-            getattr(link, "abandon", lambda: None)()
+            link.abandon()
 
     def _counted(self, launch: Callable[[], Work]) -> Work:
         """Of what an operation sends, every peer is taken to get the same share."""
@@ -181,11 +198,6 @@ def two_levels(link: Transport, local_size: int) -> Transport:
     node, local_rank = divmod(link.rank, L)
     inside = link.split(range(node * L, (node + 1) * L))
     return TwoLevelTransport(link, inside, link.split(range(local_rank, W, L)))
-
-
-def sent_across(link: Transport) -> int:
-    """The payload bytes this rank has sent to other nodes; where nodes are not known, every rank is one."""
-    return link.sent_bytes_across if isinstance(link, TwoLevelTransport) else link.sent_bytes
 
 
 class Seen(NamedTuple):

@@ -7,7 +7,6 @@ acts on it. The only module of onebit that reads environment variables.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import hashlib
 import logging
 import os
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .hierarchy import Seen, TwoLevelTransport, decide, two_levels
+from .messages import gather_bytes
 from .transports.base import PeerError, Transport
 from .transports.edge import DIAGNOSIS_S, reason
 from .transports.rendezvous import Arrival, Rendezvous
@@ -245,15 +245,15 @@ def init(backend: str | None = None, timeout_s: float = 300.0, *, levels: int | 
 def describe(link: Transport, launch: Launch | None = None) -> str:
     """One line: how many ranks, who started them, what moves their bytes."""
     launch = detect(os.environ) if launch is None else launch
-    means = getattr(link, "describe", lambda: "none (in this process)")()
-    return f"{link.world_size} rank{'s' * (link.world_size > 1)} by {launch.launcher}, transport {means}"
+    ranks = f"{link.world_size} rank{'s' * (link.world_size > 1)}"
+    return f"{ranks} by {launch.launcher}, transport {link.describe()}"
 
 
 def _in_levels(link: Transport, levels: int | str) -> Transport:
     """The link itself, or in two levels; the same choice on all ranks. Sends 48 bytes to each peer."""
     if link.world_size == 1:
         return two_levels(link, 1 if levels == "auto" else int(levels))
-    every = _gather(link, struct.pack("<32sqq", *_seen_here(link), 0 if levels == "auto" else levels))
+    every = gather_bytes(link, struct.pack("<32sqq", *_seen_here(link), 0 if levels == "auto" else levels))
     hosts, sizes, asked = zip(*(struct.unpack("<32sqq", row) for row in every), strict=True)
     if len(set(asked)) > 1:
         raise ValueError(f"rank {link.rank}: levels differ between ranks: {asked} (0: auto); give all the same")
@@ -272,14 +272,6 @@ def _seen_here(link: Transport) -> tuple[bytes, int]:
         launch = Launch("unknown", 0, 0, 0)
     fits = (launch.rank, launch.world_size) == (link.rank, link.world_size)
     return hashlib.sha256(socket.gethostname().encode()).digest(), (launch.local_size or 0) if fits else 0
-
-
-def _gather(link: Transport, mine: bytes) -> list[bytes]:
-    device = getattr(link, "device", torch.device("cpu"))
-    row = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    rows = torch.empty(link.world_size, len(mine), dtype=torch.uint8, device=device)
-    link.all_gather(rows, row).wait()
-    return [bytes(row.tolist()) for row in rows.cpu()]
 
 
 def _default_backend(launch: Launch) -> str:
@@ -411,10 +403,10 @@ def _tie_to_process(link: MpiTransport | TorchTransport | TwoLevelTransport, lau
     atexit.register(close)
 
 
-def _explain(link: MpiTransport | TorchTransport | TwoLevelTransport, error: BaseException) -> None:
+def _explain(link: Transport, error: BaseException) -> None:
     """Where what torch itself sent over this group has failed, a barrier for one, log who is missing."""
     try:
-        with getattr(link, "naming_peers", contextlib.nullcontext)("an operation of torch's own"):
+        with link.naming_peers("an operation of torch's own"):
             raise error
     except PeerError as explained:
         if explained is not error:
@@ -423,7 +415,7 @@ def _explain(link: MpiTransport | TorchTransport | TwoLevelTransport, error: Bas
         pass  # not of the network
 
 
-def _abandon(link: MpiTransport | TorchTransport | TwoLevelTransport, launch: Launch) -> None:
+def _abandon(link: Transport, launch: Launch) -> None:
     """Release what this rank holds; under mpirun end the job, because MPI_Finalize would wait for the missing rank."""
     link.abandon()
     if launch.is_mpi:

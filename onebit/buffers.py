@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from .agreement.replicas import check_same_lines, differing, gather_tensors, sum_in_order
+from .agreement.replicas import check_same_lines, differing
 from .comm import Transport, check_transport
+from .comm.messages import gather_tensors, sum_in_order
 from .shards import local
 
 
@@ -45,7 +46,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def sync_tensors(named: Sequence[tuple[str, Tensor]], link: Transport) -> None:
     """`sync_buffers`, of these."""
     check_transport(link)
-    device = getattr(link, "device", "cpu")  # what lies in other memory (a cached mask under NCCL) travels in a copy
+    device = link.device  # what lies in other memory (a cached mask under NCCL) travels in a copy
     held = [local(buffer).detach() for _, buffer in named]
     lines = [f"{name}: {x.dtype} {tuple(x.shape)}" for (name, _), x in zip(named, held, strict=True)]
     check_same_lines(link, "the model's buffers", lines, device)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .agreement.ballot import Ballot
-from .agreement.replicas import gather_bytes
 from .comm import Transport
+from .comm.messages import gather_bytes
 from .shards import Shards
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from .adam import normalised
-from .agreement.replicas import gather_tensors, sum_in_order
 from .base import CommonOptions
 from .bucket import Bucket
 from .comm import Codec
+from .comm.messages import gather_tensors, sum_in_order
 from .frozen_variance import FrozenVarianceOptimizer
 from .lamb import check_trust_options, norms, trust_ratio
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .agreement.replicas import gather_bytes
 from .comm import Codec, Levels, Transport, Wire, compressed_allreduce, interleave
+from .comm.messages import gather_bytes
 
 SAMPLE = 4  # buckets that are exchanged; the rest is taken to be like them
 REPEATS = 2

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .agreement.replicas import fingerprints, gather_bytes, gather_tensors, gather_texts
+from .agreement.replicas import fingerprints
 from .comm import SimTransport, Transport
+from .comm.messages import gather_bytes, gather_tensors, gather_texts
 
 # What the mesh of tensor-parallel parameters calls that axis.
 TENSOR_AXIS = "tensor"

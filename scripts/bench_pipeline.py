@@ -26,7 +26,7 @@ from model_layers import build_layers, count_parameters
 from train import Windows
 
 from onebit import zero
-from onebit.agreement.replicas import gather_texts
+from onebit.comm.messages import gather_texts
 from onebit.zero import grid as grids
 
 _STAGES, _FREEZE = 2, 2

@@ -123,7 +123,7 @@ def _train_all(start: Start, link) -> dict[str, Ended]:  # type: ignore[no-untyp
     import torch
     import train
 
-    from onebit.agreement.replicas import gather_texts
+    from onebit.comm.messages import gather_texts
 
     torch.set_num_threads(1)
     ended = {}

@@ -34,8 +34,8 @@ from report import PROGRESS, Report, Row
 from torch import Tensor
 
 from onebit import comm
-from onebit.agreement.replicas import gather_bytes, raise_together
 from onebit.comm.launch import Launch, detect
+from onebit.comm.messages import gather_bytes, raise_together
 
 EXIT_INTERRUPTED = 130
 _VALIDATION_WINDOWS = 64

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from onebit import comm, zero
-from onebit.agreement.replicas import raise_together
 from onebit.base import CompressedOptimizer
 from onebit.checkpoint.files import CheckpointError
 from onebit.checkpoint.folder import is_empty
+from onebit.comm.messages import raise_together
 from onebit.shards import local
 from onebit.zero.sharded.optimizer import ShardedOnebitOptimizer
 

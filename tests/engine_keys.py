@@ -14,8 +14,8 @@ from engine_ranks import bits, config_of, dataset, net, train
 from torch import nn
 
 from onebit import zero
-from onebit.agreement.replicas import gather_bytes
 from onebit.comm import init
+from onebit.comm.messages import gather_bytes
 from onebit.zero import grid as grids
 
 SAVED, MORE = 20, 20

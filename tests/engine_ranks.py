@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from onebit import zero
-from onebit.agreement.replicas import gather_bytes
 from onebit.comm import init
+from onebit.comm.messages import gather_bytes
 from onebit.zero import grid as grids
 
 BATCH, STEPS = 4, 12

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from onebit import zero
-from onebit.agreement.replicas import gather_bytes
 from onebit.comm import PeerError, init
+from onebit.comm.messages import gather_bytes
 from onebit.shards import local
 from onebit.zero import grid as grids
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from onebit import zero
-from onebit.agreement.replicas import gather_bytes
 from onebit.bucketed import BucketedOptimizer
 from onebit.comm import init
+from onebit.comm.messages import gather_bytes
 from onebit.shards import local
 from onebit.zero import grid as grids
 

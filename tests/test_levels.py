@@ -81,7 +81,7 @@ def test_bytes_to_other_nodes_are_counted_apart() -> None:
         link.all_gather(contract.garbage(6, 10), contract.garbage(10)).wait()
         link.inside.all_gather(contract.garbage(3, 100), contract.garbage(100)).wait()
         link.across.all_gather(contract.garbage(2, 1000), contract.garbage(1000)).wait()
-        return link.sent_bytes, link.sent_bytes_across
+        return link.sent_bytes, link.sent_bytes_inter_node
 
     assert run_nodes(2, 3, work) == [(50 + 200 + 1000, 30 + 1000)] * 6
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import onebit
 from onebit import payoff
-from onebit.agreement.replicas import gather_bytes
 from onebit.comm import IdentityCodec, SimTransport, run_ranks
+from onebit.comm.messages import gather_bytes
 from onebit.payoff import Payoff, StopWatch
 
 

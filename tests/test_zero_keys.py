@@ -15,9 +15,9 @@ from ranks import run_torchrun
 
 import onebit
 from onebit import zero
-from onebit.agreement.replicas import gather_bytes
 from onebit.comm import SimTransport, run_ranks
 from onebit.comm.launch import Launch
+from onebit.comm.messages import gather_bytes
 from onebit.zero.config.sections import Monitor
 from onebit.zero.forms import FORMS, choose, without_effect
 from onebit.zero.grid import GridShape

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from onebit.agreement.replicas import gather_bytes
 from onebit.comm import init
+from onebit.comm.messages import gather_bytes
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..agreement.replicas import gather_bytes
 from ..agreement.skips import SkipLimit
 from ..buffers import persistent_buffers, sync_tensors
+from ..comm.messages import gather_bytes
 from .checkpoint import engine_state as resume
 from .checkpoint.files import Checkpoints
 from .checkpoint.weights import export_weights

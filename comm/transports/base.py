@@ -9,9 +9,12 @@ Shape legend: W ranks, B bytes of one frame.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -39,12 +42,12 @@ class Work(Protocol):
 
 def check_transport(link: object) -> None:
     """Raise TypeError unless this is a transport."""
-    if not all(hasattr(link, name) for name in ("rank", "world_size", "all_to_all", "all_gather")):
+    if not isinstance(link, Transport):
         example = f"backend={link!r}" if isinstance(link, str) else ""
         raise TypeError(f"link must be a transport, got {link!r}; make one with onebit.comm.init({example})")
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """Moves tensors between `world_size` ranks.
 
     Every method is called by all ranks, in the same order, with equal shapes and dtypes. Tensors are contiguous and
@@ -57,6 +60,10 @@ class Transport(Protocol):
 
     A launch may raise `PeerError` as well. Over Gloo all_reduce and broadcast wait at their launch until all ranks have
     launched them, so ranks with several transports must launch such operations in one order over all of them.
+
+    timeout_s: of every wait, in seconds. sent_bytes: payload that this rank has handed to the network for other ranks
+    since construction, without headers. The methods below the abstract ones have defaults; a transport overrides what
+    it knows better.
     """
 
     rank: int
@@ -64,24 +71,29 @@ class Transport(Protocol):
     timeout_s: float
 
     @property
-    def sent_bytes(self) -> int:
-        """Payload bytes this rank has handed to the network for other ranks since construction (no headers)."""
+    @abstractmethod
+    def sent_bytes(self) -> int: ...
 
+    @abstractmethod
     def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
         """out[j] on rank i ← in[i] of rank j. uint8 [W, B] both. Sends (W-1)·B bytes per rank."""
 
+    @abstractmethod
     def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work:
         """out[j] ← in of rank j. uint8 [W, B] and [B]. Sends (W-1)·B bytes per rank."""
 
+    @abstractmethod
     def all_reduce(self, x: Tensor) -> Work:
         """x ← sum over ranks of x, in place, in the transport's own order of summation (the library's native one).
 
         float32, any shape. Sends about 2·(W-1)/W·4 bytes per element and rank. The dense baseline's collective.
         """
 
+    @abstractmethod
     def broadcast(self, x: Tensor, src: int) -> Work:
         """x ← x of rank src, in place. Any dtype and shape; sent_bytes counts (W-1)·x.nbytes at src."""
 
+    @abstractmethod
     def split(self, ranks: Sequence[int]) -> Transport:
         """A transport between these ranks of mine, ascending, this one among them. Called by them all, alike.
 
@@ -89,5 +101,48 @@ class Transport(Protocol):
         before this one.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Barrier, then release everything. All ranks; idempotent."""
+
+    @property
+    def device(self) -> torch.device:
+        """Whose memory small messages travel in."""
+        return torch.device("cpu")
+
+    @property
+    def has_network(self) -> bool:
+        """Whether ranks are processes, with a network between them whose speed can be measured."""
+        return True
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a PeerError was raised."""
+        return False
+
+    @property
+    def intra_node(self) -> Transport | None:
+        """To the ranks of this node, where the transport knows nodes, and they hold several ranks each."""
+        return None
+
+    @property
+    def inter_node(self) -> Transport:
+        """To one rank on each node; where nodes are not known, every rank is one."""
+        return self
+
+    @property
+    def sent_bytes_inter_node(self) -> int:
+        """Of sent_bytes, what went to other nodes: what a slow network carries."""
+        return self.sent_bytes
+
+    def describe(self) -> str:
+        """What moves the bytes, for a log line."""
+        return type(self).__name__
+
+    def abandon(self) -> None:
+        """Release without the others: for a rank that ends on an error of its own. Idempotent."""
+        return
+
+    def naming_peers(self, what: str, *, is_counted: bool = True) -> AbstractContextManager[None]:
+        """Around operations that somebody else sends over the same group: a failure becomes a PeerError."""
+        return nullcontext()

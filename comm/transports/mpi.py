@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .base import PeerError, Work
+from .base import PeerError, Transport, Work
 from .edge import (
     NOTES_S,
     HostStaged,
@@ -59,7 +59,7 @@ Posted = list[tuple["MPI.Request", "int | None"]]
 """Requests, each with the peer on whom its completion depends (None: any)."""
 
 
-class MpiTransport:
+class MpiTransport(Transport):
     """Ranks of an MPI communicator (None: COMM_WORLD), on a duplicate of its own. See `Transport` for the contract.
 
     1. A call puts an operation in a queue and returns its Work. After construction, all MPI calls on this communicator
@@ -76,6 +76,8 @@ class MpiTransport:
     Constructed by all ranks. After a PeerError the transport is of no more use, and MPI_Finalize may hang: end the
     process with `abandon()`; `onebit.comm.init()` arranges for that.
     """
+
+    sent_bytes = 0
 
     def __init__(
         self,
@@ -96,7 +98,6 @@ class MpiTransport:
         self.timeout_s = timeout_s
         self.cuda_aware = cuda_aware
         self.piece_bytes = piece_bytes
-        self.sent_bytes = 0
         top_tag = int(self._comm.Get_attr(self._mpi.TAG_UB) or 32767)
         self._tags, self._roll_call_tag, self._note_tag = top_tag - 1, top_tag - 1, top_tag
         self._launched: collections.deque[Operation] = collections.deque(maxlen=HISTORY)

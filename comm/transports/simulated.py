@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from .base import PeerError, Work
+from .base import PeerError, Transport, Work
 from .edge import check_split
 from .notes import Operation
 
@@ -94,15 +94,16 @@ class _SimWork:
             finish()
 
 
-class SimTransport:
+class SimTransport(Transport):
     """One rank of a `SimNetwork`. Same contract, bytes and order of summation as the real transports."""
+
+    sent_bytes = 0
 
     def __init__(self, network: SimNetwork | None = None, rank: int = 0):
         self.network = SimNetwork(1) if network is None else network
         self.rank = rank
         self.world_size = self.network.world_size
         self.timeout_s = self.network.timeout_s
-        self.sent_bytes = 0
         self._operations = 0
         self._splits: dict[tuple[int, ...], int] = {}
 
@@ -145,6 +146,13 @@ class SimTransport:
 
     def close(self) -> None:
         """Nothing is held."""
+
+    @property
+    def has_network(self) -> bool:
+        return False
+
+    def describe(self) -> str:
+        return "none (in this process)"
 
     def _launch(
         self, name: str, nbytes: int, data: Tensor | None, finish: Callable[[list], None], sent_bytes: int

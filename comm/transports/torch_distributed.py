@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .base import PeerError, Work
+from .base import PeerError, Transport, Work
 from .edge import (
     DIAGNOSIS_S,
     NOTES_S,
@@ -53,7 +53,7 @@ _HINT = "check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
 _failures: weakref.WeakKeyDictionary[dist.ProcessGroup, list[object]] = weakref.WeakKeyDictionary()
 
 
-class TorchTransport:
+class TorchTransport(Transport):
     """Ranks of a torch.distributed process group (None: the default one). See `Transport` for the contract.
 
     1. Host tensors on a Gloo group: all_to_all and all_gather post an irecv and an isend per peer, all in flight, peers
@@ -71,6 +71,8 @@ class TorchTransport:
     in whose process the group's store lives; None: in none, or it is not known.
     """
 
+    sent_bytes = 0
+
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
@@ -87,7 +89,6 @@ class TorchTransport:
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
         self.timeout_s = timeout_s
-        self.sent_bytes = 0
         self._owns_group = owns_group
         self._store_host = None if store_host == self.rank else store_host
         self._backends = _backends_by_device(self.group)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..comm import Transport
+from ..comm.messages import gather_bytes
 from ..version import VERSION
-from .replicas import gather_bytes
 from .wrappers import NOT_COMPARED
 
 NUMBERS_OF_A_GROUP = ("lr", "betas[0]", "betas[1]", "eps", "weight_decay")

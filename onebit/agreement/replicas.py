@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..comm import Transport
+from ..comm.messages import gather_bytes, gather_texts
 
 log = logging.getLogger(__name__)
 
@@ -22,54 +23,6 @@ _CHUNK = 1 << 20
 
 class ReplicaError(RuntimeError):
     """The replicas of a parameter are no longer bit-identical."""
-
-
-def gather_bytes(link: Transport, mine: bytes, device: torch.device | str | None = None) -> list[bytes]:
-    """Every rank's bytes, of one common length. Sends (W-1)·len bytes per rank.
-
-    device: whose memory they travel in; None: the link's own choice (`TorchTransport.device`), else the host's.
-    """
-    device = getattr(link, "device", "cpu") if device is None else device
-    row = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    rows = torch.empty(link.world_size, len(mine), dtype=torch.uint8, device=device)
-    link.all_gather(rows, row).wait()
-    return [bytes(r.tolist()) for r in rows.cpu()]
-
-
-def gather_tensors(link: Transport, mine: Tensor) -> Tensor:
-    """Every rank's tensor of one common shape: [W, *shape], on its device. Sends (W-1)·nbytes per rank."""
-    rows = torch.empty(link.world_size, mine.nbytes, dtype=torch.uint8, device=mine.device)
-    link.all_gather(rows, mine.contiguous().view(-1).view(torch.uint8)).wait()
-    return rows.view(mine.dtype).view(link.world_size, *mine.shape)
-
-
-def sum_in_order(rows: Tensor) -> Tensor:
-    """The sum over the first dimension, in rank order: the same bits on every device."""
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total
-
-
-def gather_texts(link: Transport, mine: str, device: torch.device | str | None = None) -> list[str]:
-    """Every rank's text, of any length."""
-    data = mine.encode()
-    lengths = [int.from_bytes(b, "little") for b in gather_bytes(link, len(data).to_bytes(16, "little"), device)]
-    padded = data.ljust(max(max(lengths), 1), b"\0")
-    return [b[:n].decode() for b, n in zip(gather_bytes(link, padded, device), lengths, strict=True)]
-
-
-def raise_together(
-    link: Transport,
-    problem: str | None,
-    error: type[Exception],
-    device: torch.device | str | None = None,
-    hint: Callable[[], str] = lambda: "",
-) -> None:
-    """Raise on all ranks where any of them has a problem: the lowest such rank's text, followed by `hint()`."""
-    problems = [text for text in gather_texts(link, problem or "", device) if text]
-    if problems:
-        raise error(problems[0] + hint())
 
 
 def check_same_lines(

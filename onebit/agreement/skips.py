@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..comm import Transport
-from .replicas import gather_texts
+from ..comm.messages import gather_texts
 
 # A loss scale that begins at 2^32 skips 33 steps until it is 1, GradScaler's 2^16 17. No mishap lasts longer.
 MOST_SKIPS = 50

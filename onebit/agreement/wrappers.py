@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import Transport
+from ..comm.messages import raise_together
 from ..marks import gradient_bits
-from .replicas import raise_together
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from typing import ClassVar, TypeVar, cast
 
 import torch
 
-from ..agreement.replicas import gather_texts, raise_together
 from ..comm import PeerError, Transport
+from ..comm.messages import gather_texts, raise_together
 from .files import CheckpointError, CheckpointFiles, name_of, reason, remove, step_of
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from ...agreement.replicas import gather_bytes, raise_together
+from ...comm.messages import gather_bytes, raise_together
 from ..grid import AXES, GridShape
 from ..parallel import dense
 from . import reshard as reshape

@@ -29,10 +29,10 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from ...agreement.replicas import gather_texts
 from ...checkpoint.files import CheckpointError, Sum, check_files, reason, remove
 from ...checkpoint.folder import AS_BEFORE, Checkpointing
 from ...comm import Transport
+from ...comm.messages import gather_texts
 from .storage import TABLE, Reader, Writer, read_table
 from .tree import pack, select, unpack
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from ...agreement.replicas import gather_texts, raise_together
 from ...checkpoint.files import make_folder, reason, remove, sync_folder
 from ...comm import Transport
+from ...comm.messages import gather_texts, raise_together
 from ..grid import Grid
 
 _SUMS = "onebit.crc32"  # in the metadata of a file: the CRC-32 of each tensor, as JSON

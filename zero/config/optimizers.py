@@ -17,20 +17,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from onebit.comm import Codec, Transport
-from onebit.lamb import Lamb
-from onebit.onebit_adam import OnebitAdam
-from onebit.onebit_lamb import OnebitLamb
-from onebit.shards import Shards
-from onebit.zero_one_adam import ZeroOneAdam
-
+from ...comm import Codec, Transport
+from ...lamb import Lamb
+from ...onebit_adam import OnebitAdam
+from ...onebit_lamb import OnebitLamb
+from ...shards import Shards
+from ...zero_one_adam import ZeroOneAdam
 from .reader import Reading, nearest, read_block, read_object, refuse_unknown, write_block
 from .schema import ANYTHING, BOOL, FLOAT, INT, PAIR, STEPS, TEXT, Inert, check_block, key, keys_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from onebit.base import CommonOptions
+    from ...base import CommonOptions
 
 _ONE_KERNEL = "torch chooses the kernel"
 _TRANSPORT = "the transport is the link given to build_optimizer, by default the launcher's (onebit.comm.init)"

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 import torch
 
-from onebit.comm import Bf16Codec, Codec, IdentityCodec, SignCodec
-
+from ...comm import Bf16Codec, Codec, IdentityCodec, SignCodec
 from ..lr_schedulers import SCHEDULERS, SchedulerChoice, build_scheduler
 from .compat import load, modernised
 from .ignored_keys import TOP_LEVEL

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ...agreement.ballot import Header, Summary, check_summaries
-from ...agreement.replicas import gather_bytes
 from ...clip import LARGEST_GRADIENT, has_squares
 from ...comm import Transport
+from ...comm.messages import gather_bytes
 from ...lamb import Lamb, norms
 from ...shards import Shards, local
 

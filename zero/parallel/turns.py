@@ -68,7 +68,7 @@ class _Turns:
         self.groups = [group for module in modules for group in groups_of(module)]
         self.uses = [0] * len(self.groups)
         self._link, self._stage = link, stage
-        self._device = getattr(link, "device", torch.device("cpu"))
+        self._device = link.device
         self._ready = [False] * len(self.groups)
         self._next = len(self.groups) - 1
         self._votes: list[Work] = []

@@ -24,9 +24,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from ...agreement.replicas import gather_bytes, gather_texts, raise_together
 from ...comm import Transport, Work
-from ...comm.transports.torch_distributed import TorchTransport
+from ...comm.messages import gather_bytes, gather_texts, raise_together
 from ...shards import local
 from ..config.sections import Pipelining
 from ..config.whole import Config
@@ -263,10 +262,7 @@ class Pipeline:
 
     @contextmanager
     def _naming_peers(self) -> Iterator[None]:
-        if isinstance(self._link, TorchTransport):
-            with self._link.naming_peers("a pipeline step"):
-                yield
-        else:
+        with self._link.naming_peers("a pipeline step"):
             yield
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onebit.agreement.replicas import sum_in_order
-from onebit.comm import Codec
-from onebit.comm.kernels import reference
+from ...comm import Codec
+from ...comm.kernels import reference
+from ...comm.messages import sum_in_order
 
 
 def advance_momentum_(

@@ -15,15 +15,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from onebit import comm
-from onebit.agreement import replicas
-from onebit.agreement.ballot import option_lines
-from onebit.clip import GlobalNormClip
-from onebit.comm import Transport, sent_across
-from onebit.contract import check_group, check_parameters, check_saved_groups, load_checked, refuse_copy
-from onebit.flat import lay_out, partition
-from onebit.marks import is_inspected
-
+from ... import comm
+from ...agreement import replicas
+from ...agreement.ballot import option_lines
+from ...clip import GlobalNormClip
+from ...comm import Transport
+from ...contract import check_group, check_parameters, check_saved_groups, load_checked, refuse_copy
+from ...flat import lay_out, partition
+from ...marks import is_inspected
 from . import state as shard_state
 from . import vote as shard_vote
 from .bucket import ShardedBucket
@@ -121,7 +120,8 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         for g in new:
             self._build_buckets(g)
         self._built_groups = len(self.param_groups)
-        self._sent_before = self.link.sent_bytes, sent_across(self.link)  # what construction sends belongs to no step
+        # What construction sends belongs to no step.
+        self._sent_before = self.link.sent_bytes, self.link.sent_bytes_inter_node
 
     def _options(self) -> list[str]:
         """The options that must be the same on all ranks, as text."""

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onebit.comm import Flight, SignCodec
-from onebit.flat import Layout
-from onebit.frozen import check_place, gradient_of
+from ...comm import Flight, SignCodec
+from ...flat import Layout
+from ...frozen import check_place, gradient_of
 
 
 class Piece(NamedTuple):

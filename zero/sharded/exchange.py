@@ -16,8 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onebit.comm import Codec, Exchange, Int8Codec, SignCodec, Transport, Work
-
+from ...comm import Codec, Exchange, Int8Codec, SignCodec, Transport, Work
 from . import arithmetic
 from .bucket import ShardedBucket
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from onebit.agreement.replicas import sum_in_order
-from onebit.comm import Exchange
-from onebit.lamb import check_trust_options, trust_ratio
-
+from ...comm import Exchange
+from ...comm.messages import sum_in_order
+from ...lamb import check_trust_options, trust_ratio
 from .bucket import ShardedBucket
 from .exchange import Arrived, send_down, send_up
 from .optimizer import ShardedOnebitOptimizer, ShardedOptions

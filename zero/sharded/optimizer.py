@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from onebit import comm
-from onebit.agreement.ballot import Ballot, Header, check_headers, gather_headers, present_anywhere
-from onebit.agreement.join import Join
-from onebit.agreement.skips import MOST_SKIPS, SkipLimit
-from onebit.agreement.wrappers import (
+from ... import comm
+from ...agreement.ballot import Ballot, Header, check_headers, gather_headers, present_anywhere
+from ...agreement.join import Join
+from ...agreement.skips import MOST_SKIPS, SkipLimit
+from ...agreement.wrappers import (
     COMPARED_STEPS,
     NOT_COMPARED,
     are_alike,
@@ -30,11 +30,10 @@ from onebit.agreement.wrappers import (
     refuse_wrapper,
     warn_of_averaging,
 )
-from onebit.comm import Codec, Exchange, Flight, Int4Codec, Int8Codec, SignCodec, Transport, Work, sent_across
-from onebit.contract import TorchOptions, check_arguments, check_number
-from onebit.frozen import gradient_of, refuse_unfrozen
-from onebit.marks import GradientMark, are_used_again
-
+from ...comm import Codec, Exchange, Flight, Int4Codec, Int8Codec, SignCodec, Transport, Work
+from ...contract import TorchOptions, check_arguments, check_number
+from ...frozen import gradient_of, refuse_unfrozen
+from ...marks import GradientMark, are_used_again
 from . import vote as shard_vote
 from .base import ShardedOptimizer
 from .bucket import ShardedBucket
@@ -395,7 +394,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         self._tally = shard_vote.Tally(*sums)
 
     def _fill_stats(self) -> None:
-        now = self.link.sent_bytes, sent_across(self.link)
+        now = self.link.sent_bytes, self.link.sent_bytes_inter_node
         stats, health = self.stats, self._health
         stats.grad_norm = self._clip.norm
         stats.sent_bytes, stats.sent_bytes_across = (a - b for a, b in zip(now, self._sent_before, strict=True))

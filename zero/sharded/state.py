@@ -12,9 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from onebit.checkpoint.change_world_size import resize
-from onebit.comm import SignCodec
-
+from ...checkpoint.change_world_size import resize
+from ...comm import SignCodec
 from .bucket import ShardedBucket
 
 VERSION = 1

@@ -13,8 +13,9 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from onebit.agreement.ballot import Ballot, Header, check_ballots
-from onebit.comm import Transport, Work
+from ...agreement.ballot import Ballot, Header, check_ballots
+from ...comm import Transport, Work
+from ...comm.messages import exchange_bytes
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +45,7 @@ def gather_votes(
     Raises DesyncError, on all ranks, where they are not in the same step with the same options.
     """
     mine = _TALLY.pack(*astuple(tally)) + ballot.to_bytes()
-    row = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    rows = torch.empty(link.world_size, len(mine), dtype=torch.uint8, device=device)
-    yield link.all_gather(rows, row)
-    messages = [bytes(r.tolist()) for r in rows.cpu()]
+    messages = yield from exchange_bytes(link, mine, device)
     ballots = [Ballot.from_bytes(message[_TALLY.size :], len(ballot.present)) for message in messages]
     check_ballots(link, header, ballots, device)
     return ballots, [Tally(*_TALLY.unpack_from(message)) for message in messages]

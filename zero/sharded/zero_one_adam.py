@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from onebit.comm import Exchange
-from onebit.frozen import gradient_of
-from onebit.schedule import LocalSteps
-
+from ...comm import Exchange
+from ...frozen import gradient_of
+from ...schedule import LocalSteps
 from . import vote as shard_vote
 from .bucket import ShardedBucket
 from .exchange import Step, keep
