@@ -21,8 +21,8 @@ demo: $(INSTALLED)
 	$(BIN)/python scripts/demo.py $(ARGS)
 
 bench: $(INSTALLED)
-	-$(BIN)/python scripts/peer_deepspeed.py --prepare
-	$(BIN)/python scripts/bench_suite.py $(ARGS)
+	-$(BIN)/python scripts/bench.py peer_deepspeed --prepare
+	$(BIN)/python scripts/bench.py suite $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)

@@ -2,7 +2,7 @@
 
 Seconds and bytes are measured on four emulated hosts where this machine can (`cluster.py`); elsewhere the ranks meet on
 loopback, and the table says so. All steps of AdamW cost the same there, so it takes a few of them. Losses need no
-network: they are of simulated ranks (`study_run.py`), for several seeds and with two values of β2, since a few hundred
+network: they are of simulated ranks (`study/run.py`), for several seeds and with two values of β2, since a few hundred
 steps tell no smaller difference than AdamW's own seeds have, and a baseline deserves its better β2.
 Everything it shows lies in runs/demo afterwards.
 """
@@ -26,13 +26,13 @@ from pathlib import Path
 
 import cluster
 import rich.table
-import study
 import torch
-from corpus import first_difference, read_corpus
-from report import read_csv
 from rich.console import Console
-from study_report import draw
-from study_run import Job, revision
+from study import main as study
+from study.report import draw
+from study.run import Job, revision
+from train.corpus import first_difference, read_corpus
+from train.report import read_csv
 
 HERE = Path(__file__).parent
 README, RECORD = HERE.parent / "README.md", HERE / "records" / "demo.json"
@@ -79,7 +79,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a demo found. traffic: by optimizer; losses: by method of study_run.py, one for each seed."""
+    """What a demo found. traffic: by optimizer; losses: by method of study/run.py, one for each seed."""
 
     about: str
     network: str

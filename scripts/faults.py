@@ -4,95 +4,17 @@
     python scripts/faults.py --section saves damage        (some sections; without --again, what was not run yet)
     python scripts/faults.py --quick                       (a few faults of each kind, in 25 s: what the tests run)
 
-Every section is a table of cases in a file of its own: a name, a promise, how the fault is injected, how its end is
-seen. Cases run side by side in forks of this process; each adds its outcomes to the raw record when it is done, so that
-a run can be interrupted and gone on with. Exit status 1 where anything was not as promised.
+Exit status 1 where anything was not as promised. `faults.py peers` is one rank of that section, which mpirun starts.
 """
 
-from __future__ import annotations
-
-import argparse
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
-from collections import Counter
-from pathlib import Path
-
-TITLES = {
-    "saves": "saves that are cut off",
-    "damage": "damaged checkpoints",
-    "frames": "hostile frames",
-    "storms": "numeric storms",
-    "disagreement": "ranks that disagree",
-    "starts": "starts that fail",
-    "peers": "peers that die, stop, lag, skip, repeat",
-    "runs": "runs that are killed and resumed",
-    "cables": "cables that are cut or slow",
-}
-_SHIM_FOLDER = "FAULTS_SHIM"
-_MOST_TOLD = 40
-
-
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    add = parser.add_argument
-    add("--section", nargs="+", choices=TITLES, default=list(TITLES), metavar="NAME", help=", ".join(TITLES))
-    add("--case", default="", metavar="TEXT", help="only cases whose name holds this")
-    add("--results", type=Path, default=Path("runs/faults.jsonl"), metavar="FILE", help="the raw record, JSON lines")
-    add("--record", type=Path, metavar="FILE", help="the report, of all that --results holds")
-    add("--again", action="store_true", help="run cases that --results holds already, too")
-    add("--report-only", action="store_true", help="run nothing")
-    add("--quick", action="store_true", help="a few faults of some cases")
-    add("--processes", type=int, default=4, help="cases side by side; most of them wait")
-    add("--seed", type=int, default=0)
-    add("--quiet", action="store_true", help="no progress bar")
-    return parser.parse_args(argv)
-
-
-def preload_shim() -> None:
-    """Start anew with `faults_shim.c` preloaded, where there is a C compiler; before torch is imported: 3 s."""
-    if folder := os.environ.pop(_SHIM_FOLDER, ""):
-        shutil.rmtree(folder, ignore_errors=True)  # it is mapped: its file may go
-        os.environ.pop("LD_PRELOAD")  # what is started from here has no use for it
-        return
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        return
-    folder = tempfile.mkdtemp(prefix="faults-shim-")
-    source, library = Path(__file__).with_name("faults_shim.c"), Path(folder, "shim.so")
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
-    preload = f"{library} {os.environ.get('LD_PRELOAD', '')}".strip()
-    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {_SHIM_FOLDER: folder, "LD_PRELOAD": preload})
-
-
-def main() -> int:
-    args = parse_args()
-    preload_shim()
-    from bench_record import read_lines
-    from faults_case import AS_PROMISED
-    from faults_report import report
-    from faults_running import latest_lines, load_cases, run_missing, told
-
-    every = load_cases(list(TITLES))
-    if not args.report_only:
-        chosen = {name: [case for case in every[name] if args.case in case.name] for name in args.section}
-        flags = {name: getattr(args, name) for name in ("processes", "seed", "quick", "again", "quiet")}
-        run_missing(chosen, args.results, **flags)
-    lines = latest_lines(read_lines(args.results))
-    if args.record is not None:
-        args.record.write_text(report(lines, every, TITLES))
-    faults = [line for line in lines if line["what"] == "fault"]
-    wrong = [line for line in faults if line["verdict"] != AS_PROMISED]
-    for line in wrong[:_MOST_TOLD]:
-        print(f"{line['section']}, {line['case']}: {line['verdict']}: {line['fault']}: {line['detail']}")
-    counts = Counter[str]()
-    for line in faults:
-        counts[line["verdict"]] += line["count"]
-    print(told(counts))
-    return 1 if wrong else 0
-
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["peers"]:
+        from faults.peers import main
+
+        main(sys.argv[2:])
+    else:
+        from faults.main import main
+
+        sys.exit(main())

@@ -34,7 +34,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from bench_kernels import Timing, commit
+from bench.kernels import Timing, commit
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 

@@ -121,7 +121,7 @@ def _leveled(link, start: Start):  # type: ignore[no-untyped-def]
 
 def _train_all(start: Start, link) -> dict[str, Ended]:  # type: ignore[no-untyped-def]
     import torch
-    import train
+    from train import run as train
 
     from onebit.comm.messages import gather_texts
 

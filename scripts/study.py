@@ -1,138 +1,17 @@
-"""Loss and traffic of the optimizers against their dense twins: equal steps, equal learning-rate sweep, paired seeds.
+"""Loss and traffic of the optimizers against their dense twins, and what few bits between pipeline stages cost.
 
-    python scripts/study.py --task byte-lm digits --ranks 4 --results runs/study.jsonl --record scripts/records/study.md
-
-Every method is swept over the same learning rates with the first seeds; the best one is then run with all seeds. Runs
-that --results already holds are not run again: a study can be interrupted and extended, and the report is of all that
-the file holds. The tasks are in tasks.py, a run in study_run.py, the report in study_report.py.
+python scripts/study.py --task byte-lm digits --ranks 4 --results runs/study.jsonl --record scripts/records/study.md
+python scripts/study.py activations --results runs/activations.jsonl        (the stages; both take --help)
 """
 
-from __future__ import annotations
-
-import argparse
-import json
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
-from dataclasses import asdict
-from pathlib import Path
-
-from rich.progress import Progress
-from study_report import best_lr, draw, report, runs_by_lr
-from study_run import DEFAULTS, METHODS, Job, Point, Result, Setting, run_job
-from tasks import TASKS
-
-# ---------------------------------------------------------------- many runs
-
-
-def read_results(path: Path) -> dict[Job, Result]:
-    """The runs a file of JSON lines holds; none where there is no file. Lines cut short by a crash are passed over."""
-    results = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        job = Job(**record["job"])
-        curve = tuple(Point(*point) for point in record["curve"])
-        results[job] = Result(job, curve, record["seconds"], record["revision"])
-    return results
-
-
-def to_json(result: Result) -> str:
-    """One line; `loss` and `bits_per_step` are there for other readers."""
-    record = {"job": asdict(result.job), "loss": result.loss, "bits_per_step": result.bits_per_step}
-    record["curve"] = [[point.step, point.loss, point.bits] for point in result.curve]
-    return json.dumps(record | {"seconds": round(result.seconds, 2), "revision": result.revision})
-
-
-def run_missing(jobs: Iterable[Job], path: Path, pool: Executor, title: str) -> None:
-    """Run the jobs that the file does not hold, and add each to it as soon as it is done."""
-    done = read_results(path)
-    futures = [pool.submit(run_job, job) for job in dict.fromkeys(jobs) if job not in done]
-    if not futures:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with path.open("a") as file, Progress() as progress:
-            file.write("\n" if file.tell() else "")  # the last line may have been cut short
-            for future in progress.track(as_completed(futures), total=len(futures), description=title):
-                file.write(to_json(future.result()) + "\n")
-                file.flush()
-    finally:
-        for future in futures:
-            future.cancel()
-
-
-def run_study(args: argparse.Namespace, pool: Executor) -> None:
-    """The sweep of every setting and method, then all seeds at each one's best learning rate."""
-    settings = [setting for task in args.task for setting in _settings(args, task)]
-    sweep = [
-        _job(setting, method, lr, seed)
-        for setting in settings
-        for lr in args.lrs or DEFAULTS[setting.task].lrs
-        for method in args.methods
-        for seed in range(min(args.sweep_seeds, args.seeds or DEFAULTS[setting.task].seeds))
-    ]
-    run_missing(sweep, args.results, pool, "learning rates")
-    results = list(read_results(args.results).values())
-    chosen = [
-        _job(setting, method, best_lr(runs_by_lr(results, setting)[method]), seed)
-        for setting in settings
-        for method in args.methods
-        for seed in range(args.seeds or DEFAULTS[setting.task].seeds)
-    ]
-    run_missing(chosen, args.results, pool, "seeds")
-
-
-def _settings(args: argparse.Namespace, task: str) -> Iterator[Setting]:
-    defaults = DEFAULTS[task]
-    for ranks in args.ranks:
-        yield Setting(task, ranks, args.steps or defaults.steps, args.batch_size or defaults.batch_size)
-
-
-def _job(setting: Setting, method: str, lr: float, seed: int) -> Job:
-    return Job(setting.task, method, lr, seed, setting.steps, setting.ranks, setting.batch_size)
-
-
-# ---------------------------------------------------------------- command line
-
-
-def _names(methods: Iterable[str]) -> str:
-    """For --help, which reads % as the start of a format."""
-    return ", ".join(methods).replace("%", "%%")
-
-
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    add = parser.add_argument
-    add("--task", nargs="+", choices=TASKS, default=list(TASKS))
-    add("--ranks", type=int, nargs="+", default=[4])
-    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD", help=_names(METHODS))
-    add("--steps", type=int, help="default: the task's, as for the next three")
-    add("--seeds", type=int)
-    add("--lrs", type=float, nargs="+", metavar="LR")
-    add("--batch-size", type=int, help="per rank")
-    add("--sweep-seeds", type=int, default=1, help="seeds at every learning rate; all of them at the best one")
-    add("--processes", type=int, default=2, help="runs side by side")
-    add("--results", type=Path, default=Path("runs/study.jsonl"), metavar="FILE", help="the runs, one JSON line each")
-    add("--record", type=Path, metavar="FILE", help="the report, with its figure beside it as .png")
-    add("--report-only", action="store_true", help="run nothing")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
-    if not args.report_only:
-        with ProcessPoolExecutor(args.processes) as pool:
-            run_study(args, pool)
-    results = list(read_results(args.results).values())
-    text = report(results)
-    print(text)
-    if args.record is not None:
-        figure = args.record.with_suffix(".png")
-        draw(results, figure)
-        args.record.write_text(f"{text}\n![Loss against steps and against traffic]({figure.name})\n")
-
+import sys
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["activations"]:
+        from study.activations import main
+
+        main(sys.argv[2:])
+    else:
+        from study.main import main
+
+        main(sys.argv[1:])

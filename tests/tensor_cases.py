@@ -19,7 +19,7 @@ from onebit.zero.config.optimizers import build_optimizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
-from model import GPT, ModelSize, build_model, next_byte_loss
+from train.model import GPT, ModelSize, build_model, next_byte_loss
 
 # Blocks of 64 are the same sets of elements, cut or not: half a row of any matrix is whole blocks.
 SIZE = ModelSize(layers=1, width=128, heads=4, context=16)

@@ -24,7 +24,7 @@ from onebit.shards import local
 from onebit.zero.grid import Grid
 from onebit.zero.parallel import tensor
 
-from layouts import tensor_plan  # isort: skip  (scripts/ is on the path since tensor_cases)
+from train.layouts import tensor_plan  # isort: skip  (scripts/ is on the path since tensor_cases)
 
 CASES: dict[str, Case] = {}
 

@@ -6,22 +6,22 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-import bench_growth
-import bench_step
-import bench_suite
 import pytest
-from bench_collective import FP32, ONE_BIT
-from bench_report import Setting, memory_bytes, report, rows_of
+from bench import growth as bench_growth
+from bench import step as bench_step
+from bench import suite as bench_suite
+from bench.collective import FP32, ONE_BIT
+from bench.command import COMMAND
+from bench.growth_fit import Costs
+from bench.growth_report import points_of
+from bench.growth_report import report as growth_report
+from bench.report import Setting, memory_bytes, report, rows_of
 from cluster import available
-from growth_fit import Costs
-from growth_report import points_of
-from growth_report import report as growth_report
-from model import build_model
 from ranks import run_torchrun
+from train.model import build_model
 
 from onebit.comm import SignCodec
 
-SCRIPTS = Path(bench_suite.__file__).parent
 SETTING = Setting(elements=1_000_000, size="tiny", batch=1)
 MACHINE = {
     "what": "machine", "date": "2026-11-21", "command": "python x.py", "cpu": "some", "cores": 2, "load": 0.1,
@@ -37,7 +37,7 @@ def emulated_hosts() -> None:
 
 
 def line(what: str, contender: str, seconds: list[float], **more: object) -> dict:
-    """As bench_suite.py writes it."""
+    """As bench/suite.py writes it."""
     where = {"network": "100mbit", "hosts": 4, "sent_bytes": 5e6, "wire_bytes": None, "setting": asdict(SETTING)}
     return {"what": what, "contender": contender, "seconds": seconds} | where | more
 
@@ -56,7 +56,7 @@ def cells(text: str, contender: str) -> dict[str, str]:
 def test_every_method_steps_and_sends_what_it_says(tmp_path: Path) -> None:
     out = tmp_path / "step.json"
     flags = ["--worker", "--size", "tiny", "--steps", "2", "--alone-steps", "1", "--out", str(out)]
-    run_torchrun(2, SCRIPTS / "bench_step.py", *flags, "--method", *bench_step.METHODS, timeout_s=110).check()
+    run_torchrun(2, COMMAND, "step", *flags, "--method", *bench_step.METHODS, timeout_s=110).check()
     results = json.loads(out.read_text())
     assert list(results) == list(bench_step.METHODS)
     for result in results.values():
@@ -87,12 +87,12 @@ def test_suite_records_what_it_measures_and_does_not_measure_it_again(
     contenders = ["onebit over gloo", "all-reduce fp32", "onebit-adam", "ddp-fp32"]
     flags += ["--methods", *contenders, "--repeats", "3"]
     flags += ["--results", str(results)]
-    monkeypatch.setattr("sys.argv", [str(SCRIPTS / "bench_suite.py")])
+    monkeypatch.setattr("sys.argv", [COMMAND, "suite"])
     bench_suite.main(flags)
     text, lines = record.read_text(), [json.loads(text) for text in results.read_text().split("\n") if text]
     machine, *measured = lines
     assert machine["revision"] in text and f"torch {machine['torch']}" in text
-    assert machine["command"] == "python scripts/bench_suite.py"
+    assert machine["command"] == "python scripts/bench.py suite"
     assert {entry["contender"] for entry in measured} == {*contenders}
     assert record.with_suffix(".png").stat().st_size > 10_000
     for entry in measured:
@@ -155,7 +155,7 @@ def test_unshaped_link_is_limited_by_memory_alone() -> None:
 def test_growth_worker_measures_every_size(tmp_path: Path) -> None:
     out = tmp_path / "growth.jsonl"
     flags = ["--worker", "--elements", "4096", "65536", "--dense-up-to", "5000", "--repeats", "2", "--out", str(out)]
-    run_torchrun(2, SCRIPTS / "bench_growth.py", *flags, timeout_s=60).check()
+    run_torchrun(2, COMMAND, "growth", *flags, timeout_s=60).check()
     lines = [json.loads(text) for text in out.read_text().splitlines()]
     assert [(entry["elements"], entry["side"]) for entry in lines] == [
         (4096, ONE_BIT), (4096, FP32), (65536, ONE_BIT),

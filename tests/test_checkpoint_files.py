@@ -1,7 +1,7 @@
 """What both kinds of checkpoint promise: damage is found, kills and full disks lose nothing, no file is believed.
 
 Every test runs the checkpoints of `scripts/train.py`, of two ranks, and those of the engine, of one. The ranks are
-threads; a kill is an exception after which nothing changes the file system any more (`scripts/filesystem_faults.py`).
+threads; a kill is an exception after which nothing changes the file system any more (`scripts/faults/filesystem.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint import CheckpointFolder
-from filesystem_faults import Died, Faults
+from faults.filesystem import Died, Faults
 from torch.distributed import checkpoint as dcp
+from train.checkpoint import CheckpointFolder
 
 from onebit.checkpoint import files
 from onebit.checkpoint.files import CheckpointError

@@ -15,6 +15,7 @@ import pytest
 SCRIPT = Path(__file__).parents[1] / "scripts" / "cluster.py"
 sys.path.insert(0, str(SCRIPT.parent))
 from cluster import Cluster, available, parse_rate, sent_on_wire  # noqa: E402
+from cluster.machine import KEEPER  # noqa: E402
 
 TIMEOUT_S = 100.0
 PAYLOAD_BYTES = 6_000_000
@@ -269,7 +270,8 @@ def is_command(pid: int, argv: list[str]) -> bool:
 def processes_of_keeper(script: int) -> set[str]:
     """The directories of the clusters that the script `script` keeps."""
     children = Path(f"/proc/{script}/task/{script}/children").read_text().split()
-    return {Path(f"/proc/{child}/cmdline").read_text().split("\0")[5] for child in children}
+    commands = [Path(f"/proc/{child}/cmdline").read_text().split("\0") for child in children]
+    return {words[words.index(KEEPER) + 1] for words in commands}
 
 
 @pytest.mark.net
@@ -310,5 +312,5 @@ def test_bad_arguments_are_named(arguments: list[object], complaint: str) -> Non
 
 
 def test_missing_iproute2_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.SEARCH_PATH", "/nowhere")
+    monkeypatch.setattr("cluster.hosts.SEARCH_PATH", "/nowhere")
     assert "apt-get install iproute2" in str(available())

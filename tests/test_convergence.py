@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-import study_run
-from study_run import Job, run_job
+from study import run as study_run
+from study.run import Job, run_job
 
 import onebit
 from onebit.zero import ShardedOnebitAdam

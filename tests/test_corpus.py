@@ -12,7 +12,7 @@ import pytest
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from corpus import first_difference, is_validation, manifest_of, read_corpus  # noqa: E402
+from train.corpus import first_difference, is_validation, manifest_of, read_corpus  # noqa: E402
 
 COMMITTED = SCRIPTS / "records" / "corpus_cpython-3.11.7.json"
 

@@ -13,7 +13,7 @@ import math
 from functools import cache
 
 import pytest
-from tasks import load_task
+from study.tasks import load_task
 
 import onebit
 from onebit.base import CompressedOptimizer

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from faults_case import (
+from faults.case import (
     AS_PROMISED,
     CRASH,
     HUNG,
@@ -23,7 +23,7 @@ from faults_case import (
     judge,
     ranks_named,
 )
-from faults_running import latest_lines
+from faults.running import latest_lines
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "faults.py"
 FINE = End("returned", value="bits")

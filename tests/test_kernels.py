@@ -8,12 +8,10 @@ Shape legend: K rows, N elements, J blocks, B bytes.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import itertools
 import logging
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bench import kernels as bench_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -523,16 +522,8 @@ def test_without_the_library_the_reference_runs_and_says_so_once(caplog: pytest.
 
 
 @needs_build
-def test_the_benchmark_runs_and_writes_its_record(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = Path(__file__).parents[1] / "scripts" / "bench_kernels.py"
-    spec = importlib.util.spec_from_file_location("bench_kernels", path)
-    assert spec is not None and spec.loader is not None
-    bench = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, bench)
-    spec.loader.exec_module(bench)
+def test_the_benchmark_runs_and_writes_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "record.md"
-    bench.main(["--elements", "5000", "--repeats", "2", "--reference-repeats", "1", "--record", str(record)])
+    bench_kernels.main(["--elements", "5000", "--repeats", "2", "--reference-repeats", "1", "--record", str(record)])
     assert all(name in record.read_text() for name in ("fused encode", "encode_momentum", "apply", "int8 decode"))
     assert "fused encode" in capsys.readouterr().out

@@ -16,11 +16,22 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy
-import peer_deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from peer_deepspeed import FOLDER, METHODS, Collectives, Measured, make_cupy, measure, parse, plan, why_not_prepared
+from bench import peer_deepspeed
+from bench.command import COMMAND
+from bench.peer_deepspeed import (
+    FOLDER,
+    METHODS,
+    Collectives,
+    Measured,
+    make_cupy,
+    measure,
+    parse,
+    plan,
+    why_not_prepared,
+)
 
 WORKER_TIMEOUT_S = 300.0  # importing DeepSpeed takes 6 s of a processor, and minutes of a busy machine
 STARTED_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -219,7 +230,7 @@ def test_the_command_sets_the_allocator_before_python_starts() -> None:
     words = peer_deepspeed.worker_command(Path("/e"), ["--what", "step"])
     at = words.index("/e/bin/python")
     assert words[0] == "env" and dict(w.split("=") for w in words[1:at]) == peer_deepspeed.ALLOCATOR
-    assert words[at + 1 :] == [str(Path(peer_deepspeed.__file__).resolve()), "--worker", "--what", "step"]
+    assert words[at + 1 :] == [COMMAND, "peer_deepspeed", "--worker", "--what", "step"]
 
 
 def test_pins_name_what_is_compared() -> None:
@@ -273,7 +284,7 @@ def test_a_failing_command_is_shown_with_what_it_wrote() -> None:
 @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="needs an environment without DeepSpeed")
 def test_without_deepspeed_the_worker_says_where_it_is(tmp_path: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, peer_deepspeed.__file__, "--worker", "--out", str(tmp_path / "x")],
+        [sys.executable, COMMAND, "peer_deepspeed", "--worker", "--out", str(tmp_path / "x")],
         env=os.environ | STARTED_ALONE, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert ended.returncode != 0 and "No module named 'deepspeed'" in ended.stderr and "--prepare" in ended.stderr

@@ -11,13 +11,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import study
-import study_run
 import torch
-from study import read_results
-from study_report import best_lr, gap_with_interval, report, runs_by_lr, verdict
-from study_run import Job, Point, Result, run_job
-from tasks import MASK, TASKS, load_task
+from study import main as study
+from study import run as study_run
+from study.main import read_results
+from study.report import best_lr, gap_with_interval, report, runs_by_lr, verdict
+from study.run import Job, Point, Result, run_job
+from study.tasks import MASK, TASKS, load_task
 
 JOB = Job(task="digits", method="onebit-adam", lr=4e-3, seed=1, steps=6, ranks=2, batch_size=4)
 

@@ -18,7 +18,7 @@ from onebit.zero import read_config
 from onebit.zero.initializing import _shards
 from onebit.zero.parallel.tensor import resolve
 
-from layouts import tensor_plan  # isort: skip  (scripts/ is on the path since tensor_cases)
+from train.layouts import tensor_plan  # isort: skip  (scripts/ is on the path since tensor_cases)
 
 dist = pytest.mark.dist
 

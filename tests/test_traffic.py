@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_traffic import Alone, cases, count
+from bench.traffic import Alone, cases, count
 
 MOST = {
     "OnebitAdam": 27.0,

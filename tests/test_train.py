@@ -30,11 +30,11 @@ from onebit.comm import SimTransport, run_ranks
 REPOSITORY = Path(__file__).parent.parent
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-from checkpoint import CheckpointError, CheckpointFolder  # noqa: E402
-from corpus import Corpus, read_corpus  # noqa: E402
-from model import SIZES, build_model  # noqa: E402
-from report import read_csv  # noqa: E402
-from train import EXIT_INTERRUPTED, Windows, parse_args, train  # noqa: E402
+from train.checkpoint import CheckpointError, CheckpointFolder  # noqa: E402
+from train.corpus import Corpus, read_corpus  # noqa: E402
+from train.model import SIZES, build_model  # noqa: E402
+from train.report import read_csv  # noqa: E402
+from train.run import EXIT_INTERRUPTED, Windows, parse_args, train  # noqa: E402
 
 TIMES = {"comm_ms", "step_s", "wire_bytes"}
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def corpus() -> Corpus:
 @pytest.fixture(autouse=True)
 def quick_ranks(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Read the text once for all ranks and tests, and let the ranks not fight for cores."""
-    monkeypatch.setattr("train.read_corpus", lambda: corpus)
+    monkeypatch.setattr("train.run.read_corpus", lambda: corpus)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -28,7 +28,7 @@ from onebit.zero.checkpoint.tree import pack, select, unpack
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
-from filesystem_faults import Faults
+from faults.filesystem import Faults
 
 keys = st.one_of(st.text(max_size=3), st.integers(), st.tuples(st.integers(), st.text(max_size=2)))
 leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5))

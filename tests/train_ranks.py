@@ -14,8 +14,8 @@ from onebit.comm.messages import gather_bytes
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
-import layout_method  # noqa: F401  (once, before the ranks are forked: two seconds for each of them otherwise)
-import train
+from train import layout_method  # noqa: F401  (once, before the ranks are forked: two seconds for each of them otherwise)
+from train import run as train_run
 
 
 def runs(corpus: str, arguments: Sequence[list[str]], step: int | None = None) -> list[int | str]:
@@ -25,16 +25,16 @@ def runs(corpus: str, arguments: Sequence[list[str]], step: int | None = None) -
     """
     torch.set_num_threads(1)
     text = pickle.loads(Path(corpus).read_bytes())
-    train.read_corpus = lambda: text
+    train_run.read_corpus = lambda: text
     link, ends = init("gloo", levels=1), []
     for one in arguments:
-        args = train.parse_args(one)
+        args = train_run.parse_args(one)
         if step is not None and args.resume:
             (args.checkpoint / "latest").write_text(f"step_{step:08d}\n")  # by all ranks, the same
             gather_bytes(link, b"written")
         try:
-            ends.append(train.train(args, link, lambda: False))
-        except (train.CheckpointError, ValueError) as error:
+            ends.append(train_run.train(args, link, lambda: False))
+        except (train_run.CheckpointError, ValueError) as error:
             ends.append(f"{type(error).__name__}: {error}")
     link.close()
     return ends

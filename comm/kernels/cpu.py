@@ -28,7 +28,7 @@ ISAS = ("auto", "portable", "avx2", "avx512")
 _ISA_TITLES = {"portable": "portable", "avx2": "AVX2", "avx512": "AVX-512"}
 _KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2}
 
-# Below this many elements per thread a second thread gains less than it costs to wake (scripts/bench_kernels.py).
+# Below this many elements per thread a second thread gains less than it costs to wake (scripts/bench.py kernels).
 ELEMENTS_PER_THREAD = 32768
 
 _REINSTALL = (

@@ -8,7 +8,7 @@
 A checkpoint is written in a hidden folder, flushed, and renamed; then `latest` is. Hidden names are random. A run marks
 what it writes with its number, and removes nothing else. Files have mode 0600 and folders 0700, whatever the umask: to
 share a checkpoint, chmod it. CRC-32 finds accidents (any flipped bit, any burst of 32); it is no signature.
-`folder.py` is the same for all ranks of a run; `scripts/checkpoint.py` and `zero/checkpoint/files.py` use it.
+`folder.py` is the same for all ranks of a run; `scripts/train/checkpoint.py` and `zero/checkpoint/files.py` use it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 They agree before any of them goes on: on the folder that is written, on the checkpoint that is loaded, on what went
 wrong. How one rank handles files is in `files.py`; what is in them, in
-`scripts/checkpoint.py` and `zero/checkpoint/files.py`.
+`scripts/train/checkpoint.py` and `zero/checkpoint/files.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,45 @@
+"""Run a benchmark: python scripts/bench.py NAME [options]; without a name, list them.
+
+python scripts/bench.py collective --hosts 4
+python scripts/bench.py suite --help
+"""
+
+import ast
+import sys
+from importlib import import_module
+from pathlib import Path
+
+NAMES = (
+    "suite",
+    "collective",
+    "step",
+    "pipeline",
+    "growth",
+    "kernels",
+    "memory",
+    "traffic",
+    "zero_memory",
+    "peer_deepspeed",
+)
+
+
+def list_names() -> None:
+    """Every name with what its module says first. Imports none of them."""
+    for name in NAMES:
+        text = Path(__file__).with_name("bench").joinpath(f"{name}.py").read_text()
+        about = ast.get_docstring(ast.parse(text)) or ""
+        print(f"{name:<16}{about.splitlines()[0]}")
+
+
+def main(argv: list[str]) -> None:
+    if argv and argv[0] in NAMES:
+        import_module(f"bench.{argv[0]}").main(argv[1:])
+        return
+    print(__doc__.splitlines()[0] + "\n")
+    list_names()
+    if not argv or argv[0] not in ("-h", "--help"):
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,304 @@
+"""The compressed all-reduce against a dense fp32 one, on emulated Ethernet: seconds, bytes, and the physical limit.
+
+    python scripts/bench.py collective --record scripts/records/collective_2026-11.md
+
+Each row is measured in one run of four hosts (network namespaces), both sides in turn. The limit of a side is its own
+payload over the link's rate. Needs root and iproute2; see cluster.py. With --worker it is one rank's part of that,
+which `suite.py` and `growth.py` start too, by `run_workers`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from cluster import INTERFACE, Cluster, QueueCounters, available, parse_rate, read_queue, sent_on_wire
+
+from bench.command import words
+from onebit import comm
+from onebit.comm import (
+    ErrorFeedback,
+    Outgoing,
+    SignCodec,
+    Transport,
+    Wire,
+    compressed_allreduce,
+    interleave,
+    kernels,
+)
+
+ONE_BIT, FP32, BF16 = "one-bit", "dense fp32", "dense bf16"
+SIDES = (ONE_BIT, FP32, BF16)
+HEADERS = 14 + 20 + 32  # Ethernet, IPv4, TCP with timestamps: bytes per packet that are not payload
+PIECE = 1 << 20  # elements exchanged as one bucket; several are under way at once, as in the optimizer
+
+
+@dataclass(frozen=True)
+class Row:
+    """One side on one network. seconds: of each repetition, of the slowest rank."""
+
+    network: str
+    transport: str
+    side: str
+    seconds: list[float]
+    sent_bytes: int
+    wire_payload: float | None
+    limit_s: float | None
+
+
+class Compressed:
+    """The tensor in pieces, each with its errors and buffers, exchanged side by side."""
+
+    def __init__(self, elements: int, link: Transport, codec: SignCodec):
+        self.link, self.codec = link, codec
+        row = codec.block * link.world_size
+        sizes = [min(PIECE, elements - start) // row * row for start in range(0, elements, PIECE)]
+        self.xs = [torch.randn(n) for n in sizes if n]
+        self.efs = [ErrorFeedback.zeros(len(x), link.world_size) for x in self.xs]
+        self.wires = [Wire.empty(codec, len(x), link.world_size) for x in self.xs]
+
+    def __call__(self) -> None:
+        parts = list(zip(self.xs, self.efs, self.wires, strict=True))
+
+        def take(k: int) -> None:
+            x, ef, wire = parts[k]
+            ef.commit()
+            self.codec.decode(wire.frames_WB, x.view(self.link.world_size, -1))
+
+        interleave((compressed_allreduce(x, ef, self.codec, self.link, wire) for x, ef, wire in parts), take)
+
+
+def codec_work(elements: int, world_size: int, kernel: str) -> Callable[[], None]:
+    """What one rank computes for one exchange: encode all, average its chunk, encode that, decode all."""
+    codec = SignCodec(kernel=kernel)
+    n = elements // world_size // codec.block * codec.block
+    x = torch.randn(world_size * n)
+    ef, wire = ErrorFeedback.zeros(len(x), world_size), Wire.empty(codec, len(x), world_size)
+
+    def work() -> None:
+        codec.encode(x.view(world_size, -1), ef.worker.view(world_size, -1), wire.sent_HB, None)
+        ef.worker_next.copy_(x)
+        out = Outgoing(ef.server.view(1, -1), wire.received_HB[:1], None, ef.server_next.view(1, -1))
+        codec.encode_mean(wire.sent_HB, out)
+        ef.commit()
+        codec.decode(wire.sent_HB, x.view(world_size, -1))
+
+    return work
+
+
+def dense(elements: int, link: Transport, dtype: torch.dtype) -> Callable[[], None]:
+    """The transport's own all-reduce of float32 numbers, which travel as dtype."""
+    x = torch.randn(elements)
+
+    def act() -> None:
+        travels = x.to(dtype)
+        link.all_reduce(travels).wait()
+        if dtype != x.dtype:
+            x.copy_(travels)
+
+    return act
+
+
+def measure(
+    link: Transport,
+    act: Callable[[], None],
+    repeats: int,
+    *,
+    warm: Callable[[], None] | None = None,
+    before: Callable[[], object] = lambda: None,
+    budget_s: float = float("inf"),
+) -> dict:
+    """Seconds of the slowest rank per repetition, and bytes this rank sent in the last one. All ranks.
+
+    warm: what is done first, once, uncounted; default: act. before: the same before every repetition. budget_s: no
+    repetition starts after so many counted seconds. wire_bytes with headers, wire_payload without: None outside an
+    emulated host.
+    """
+    (warm or act)()
+    seconds: list[float] = []
+    while len(seconds) < repeats and sum(seconds) < budget_s:
+        before()
+        meet(link)
+        sent, wire = link.sent_bytes, _on_wire()
+        began = time.perf_counter()
+        act()
+        mine = time.perf_counter() - began
+        sent_bytes = link.sent_bytes - sent
+        meet(link)
+        wire_after = _on_wire()
+        seconds.append(slowest(link, mine))
+    traffic = {"wire_bytes": None, "wire_payload": None}
+    if wire is not None and wire_after is not None:
+        wire_bytes = wire_after.sent_bytes - wire.sent_bytes
+        traffic = {"wire_bytes": wire_bytes, "wire_payload": wire_bytes - HEADERS * (wire_after.packets - wire.packets)}
+    return {"seconds": seconds, "sent_bytes": sent_bytes, **traffic}
+
+
+def meet(link: Transport) -> None:
+    """Return when all ranks are here."""
+    link.all_reduce(torch.zeros(1)).wait()
+
+
+def slowest(link: Transport, mine: float) -> float:
+    """The largest of what the ranks say; the same on all of them."""
+    every = torch.zeros(link.world_size)
+    every[link.rank] = mine
+    link.all_reduce(every).wait()
+    return float(every.max())
+
+
+def _on_wire() -> QueueCounters | None:
+    """What this host has sent, by the queue's own counter; None outside an emulated host."""
+    return None if sent_on_wire() is None else read_queue(INTERFACE)
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One rank: the sides in turn; rank 0 writes what was measured as JSON."""
+    link = comm.init(args.transport)
+    torch.manual_seed(link.rank)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // link.world_size))
+    results = {side: _measure_side(side, link, args) for side in args.sides}
+    if link.rank == 0:
+        args.out.write_text(json.dumps(results))
+    link.close()
+
+
+def _measure_side(side: str, link: Transport, args: argparse.Namespace) -> dict:
+    if side == ONE_BIT:
+        return measure(link, Compressed(args.elements, link, SignCodec()), args.repeats, budget_s=args.budget_s)
+    dtype = torch.float32 if side == FP32 else torch.bfloat16
+    warm = dense(-(-args.elements // 16), link, dtype)  # the whole of it takes 13 s at 100 Mbit/s
+    repeats = max(1, args.repeats // 3)
+    return measure(link, dense(args.elements, link, dtype), repeats, warm=warm, budget_s=args.budget_s)
+
+
+def run_workers(
+    cluster: Cluster,
+    transport: str,
+    *,
+    elements: int,
+    repeats: int,
+    sides: Sequence[str],
+    budget_s: float = float("inf"),
+    timeout_s: float = 600,
+) -> dict[str, dict]:
+    """What `measure` says of each side, by workers on all hosts of a laid cluster. RuntimeError where they fail."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        flags = ["--elements", str(elements), "--repeats", str(repeats), "--budget-s", str(budget_s)]
+        flags += ["--transport", transport, "--sides", *sides]
+        command = words("collective", "--worker", "--out", str(out), *flags)
+        run = cluster.run(command, launcher="mpirun" if transport == "mpi" else "none", timeout_s=timeout_s)
+        if run.status:
+            raise RuntimeError(f"the collective over {transport} at {cluster.rate} ended with status {run.status}")
+        return json.loads(out.read_text())
+
+
+def run_network(network: str, transport: str, args: argparse.Namespace) -> list[Row]:
+    """Lay the hosts, run the workers on them, take them down."""
+    sides = [side for side in args.sides if transport == "gloo" or side != BF16]  # MPI has no bfloat16
+    with Cluster(hosts=args.hosts, rate=network) as cluster:
+        results = run_workers(cluster, transport, elements=args.elements, repeats=args.repeats, sides=sides)
+    rate = parse_rate(network)
+    return [
+        Row(
+            network,
+            transport,
+            side,
+            r["seconds"],
+            r["sent_bytes"],
+            r["wire_payload"],
+            r["sent_bytes"] * 8 / rate if rate else None,
+        )
+        for side, r in results.items()
+    ]
+
+
+def measure_codec(args: argparse.Namespace) -> dict[str, float]:
+    """Median seconds of one rank's codec work, by kernel, one thread, repetitions interleaved."""
+    torch.set_num_threads(1)
+    acts = {kernel: codec_work(args.elements, args.hosts, kernel) for kernel in ("auto", "reference")}
+    seconds: dict[str, list[float]] = {kernel: [] for kernel in acts}
+    for _ in range(args.repeats):
+        for kernel, act in acts.items():
+            began = time.perf_counter()
+            act()
+            seconds[kernel].append(time.perf_counter() - began)
+    return {kernel: statistics.median(times) for kernel, times in seconds.items()}
+
+
+def report(rows: list[Row], codec: dict[str, float], args: argparse.Namespace) -> str:
+    """The record, in Markdown."""
+    dense = {(row.network, row.transport): statistics.median(row.seconds) for row in rows if row.side == FP32}
+    text = f"""\
+# The collective on emulated Ethernet
+
+`python {" ".join(sys.argv)}`
+
+{args.elements:,} float32 parameters, {args.hosts} hosts with one rank each on one machine ({os.cpu_count()} cores,
+{platform.machine()}), one thread per rank; {kernels.describe()}. torch {torch.__version__}, Python
+{platform.python_version()}. Median of {args.repeats} repetitions (dense: {max(1, args.repeats // 3)}), the slowest rank
+of each. The limit is the side's own payload over the link's rate. On the wire: payload by the queue's counter (bytes
+minus {HEADERS} per packet) over the transport's own count.
+
+| network | transport | side | sent MB | s | spread | limit s | s / limit | on the wire | speed-up |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+    text += "".join(_line(row, dense.get((row.network, row.transport))) for row in rows)
+    return text + (
+        f"\nCodec work of one rank for one exchange, one thread: {codec['auto'] * 1e3:.0f} ms; pure-torch reference "
+        f"{codec['reference'] * 1e3:.0f} ms, **{codec['reference'] / codec['auto']:.1f} ×** as long.\n"
+    )
+
+
+def _line(row: Row, dense_s: float | None) -> str:
+    s = statistics.median(row.seconds)
+    cells = [
+        row.network,
+        row.transport,
+        row.side,
+        f"{row.sent_bytes / 1e6:.2f}",
+        f"{s:.3f}",
+        f"{min(row.seconds):.3f}-{max(row.seconds):.3f}",
+        "" if row.limit_s is None else f"{row.limit_s:.3f}",
+        "" if row.limit_s is None else f"{s / row.limit_s:.2f}",
+        "" if row.wire_payload is None else f"{row.wire_payload / row.sent_bytes:.3f}",
+        f"{dense_s / s:.1f} ×" if dense_s is not None and row.side != FP32 else "",
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="bench.py collective", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--elements", type=int, default=25_000_000)
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--networks", nargs="+", default=["100mbit", "1gbit", "none"], help="rates; none: unshaped")
+    parser.add_argument("--transports", nargs="+", default=["gloo", "mpi"], choices=["gloo", "mpi"])
+    parser.add_argument("--sides", nargs="+", default=[ONE_BIT, FP32], choices=SIDES)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--record", type=Path, metavar="FILE")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--transport", choices=["gloo", "mpi"], help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.worker:
+        worker(args)
+        return
+    if (reason := available()) is not None:
+        raise SystemExit(f"no emulated hosts here: {reason}")
+    rows = [row for network in args.networks for t in args.transports for row in run_network(network, t, args)]
+    text = report(rows, measure_codec(args), args)
+    print(text)
+    if args.record is not None:
+        args.record.write_text(text)

@@ -1,0 +1,309 @@
+"""The C++ kernels against its floor and against the pure-torch reference, on this machine.
+
+    python scripts/bench.py kernels --record scripts/records/kernels_cpu_2026-11.md
+
+The floor of an operation is the plainest torch call that moves the same floats: encode reads x and error and writes x,
+as torch.add(x, error, out=x) does. Kernel, floor and reference run in turn, so that a noisy machine disturbs all three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from onebit.comm import Int8Codec, Momentum, MomentumWeights, Outgoing, Segments, SignCodec, Update, Variance
+from onebit.comm.kernels import cpu, reference
+
+ROWS_OF_MEAN = 4
+SWEEP = (4096, 16384, 32768, 65536, 131072, 1048576)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One row of the table. bytes_moved: of floats and frames, by the kernel, in one call."""
+
+    name: str
+    floor_name: str
+    bytes_moved: int
+    kernel: Callable[[], None]
+    floor: Callable[[], object]
+    reference: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Quartiles of one side's repetitions, in milliseconds."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Timing:
+        quartiles = statistics.quantiles([1e3 * s for s in seconds], n=4, method="inclusive") if seconds[1:] else None
+        return cls(*quartiles) if quartiles else cls(*[1e3 * seconds[0]] * 3)
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} ({self.low:.3g}–{self.high:.3g})"
+
+
+def sign_operations(elements: int, block: int, isa: str) -> list[Operation]:
+    """The sign frame's rows of the table, over one set of tensors, of `elements` rounded up to whole blocks."""
+    codec = SignCodec(block)
+    N = -(-elements // block) * block
+    B = codec.frame_bytes(N)
+    x, error, out = torch.randn(1, N), torch.randn(1, N), torch.empty(1, N)
+    frames, received = torch.empty(1, B, dtype=torch.uint8), torch.empty(ROWS_OF_MEAN, B, dtype=torch.uint8)
+    for k in range(ROWS_OF_MEAN):
+        reference.encode(torch.randn(1, N), None, received[k : k + 1], None, block=block, scale=codec.scale)
+    frames.copy_(received[:1])
+
+    def encode(name: str, error_1N: Tensor) -> Operation:
+        return Operation(
+            name,
+            "torch.add(x, error, out=x)",
+            N * (8 + error_1N.element_size()) + B,
+            lambda: cpu.encode(x, error_1N, frames, None, block=block, scale=codec.scale, isa=isa),
+            lambda: torch.add(x, error, out=x),
+            lambda: reference.encode(x, error_1N, frames, None, block=block, scale=codec.scale),
+        )
+
+    def decode(name: str, floor_name: str, floor: Callable[[], object], weight: float, keep: float) -> Operation:
+        return Operation(
+            name,
+            floor_name,
+            N * (8 if keep else 4) + B,
+            lambda: cpu.decode(received[:1], out, block=block, weight=weight, keep=keep, isa=isa),
+            floor,
+            lambda: reference.decode(received[:1], out, block=block, weight=weight, keep=keep),
+        )
+
+    mean = Operation(
+        f"decode_mean, K={ROWS_OF_MEAN}",
+        "out.fill_()",
+        N * 4 + ROWS_OF_MEAN * B,
+        lambda: cpu.decode_mean(received, out[0], block=block, isa=isa),
+        lambda: out.fill_(0.5),
+        lambda: reference.decode_mean(received, out[0], block=block),
+    )
+    return [
+        encode("fused encode, float32 error", error),
+        encode("fused encode, bfloat16 error", error.bfloat16()),
+        decode("decode", "out.fill_()", lambda: out.fill_(0.5), 1.0, 0.0),
+        decode("decode, 0.9·out + 0.1·value", "out.mul_(0.9)", lambda: out.mul_(0.9), 0.1, 0.9),
+        mean,
+    ]
+
+
+def step_operations(elements: int, block: int, isa: str) -> list[Operation]:
+    """The fused steps' rows: what a compressed step of OnebitAdam does to a tensor that is one parameter."""
+    codec = SignCodec(block)
+    N = -(-elements // block) * block
+    B, J = codec.frame_bytes(N), N // block
+    grad, error, out, param = torch.randn(N), torch.randn(1, N), torch.empty(1, N), torch.randn(N)
+    variance = Variance(torch.rand(1, N), torch.full((1, J), 1e-4), 1.5, 1e-8)
+    received, frames = torch.empty(ROWS_OF_MEAN, B, dtype=torch.uint8), torch.empty(1, B, dtype=torch.uint8)
+    for k in range(ROWS_OF_MEAN):
+        reference.encode(torch.randn(1, N), None, received[k : k + 1], None, block=block, scale=codec.scale)
+    one, weights = Segments((0,), (N,), block), MomentumWeights(0.9, 0.1, 1e-3)
+    momentum = Momentum([grad], one, variance, received[:1].clone(), weights)
+    to = Outgoing(error, frames, None, out)
+    update = Update([param], one, torch.full((1,), -1e-3), torch.full((1,), 0.999))
+    scale = {"block": block, "scale": codec.scale}
+
+    return [
+        Operation(
+            "encode_momentum",
+            "torch.addcmul(error, grad, v, out=out)",
+            N * 16 + J * 4 + 2 * B,
+            lambda: cpu.encode_momentum(momentum, to, **scale, isa=isa),
+            lambda: torch.addcmul(error[0], grad, variance.v_KN[0], out=out[0]),
+            lambda: reference.encode_momentum(momentum, to, **scale),
+        ),
+        Operation(
+            f"encode_mean, K={ROWS_OF_MEAN}",
+            "torch.mul(error, 0.5, out=out)",
+            N * 8 + (ROWS_OF_MEAN + 1) * B,
+            lambda: cpu.encode_mean(received, to, **scale, isa=isa),
+            lambda: torch.mul(error, 0.5, out=out),
+            lambda: reference.encode_mean(received, to, **scale),
+        ),
+        Operation(
+            "apply",
+            "param.mul_(0.999)",
+            N * 8 + B,
+            lambda: cpu.apply(frames, N, update, block=block, isa=isa),
+            lambda: param.mul_(0.999),
+            lambda: reference.apply(frames, N, update, block=block),
+        ),
+    ]
+
+
+def int8_operations(elements: int, block: int, isa: str) -> list[Operation]:
+    """The int8 frame's rows, over one set of tensors, of `elements` rounded up to whole blocks."""
+    N = -(-elements // block) * block
+    B = Int8Codec(block).frame_bytes(N)
+    x, error, out = torch.randn(1, N), torch.randn(1, N), torch.empty(1, N)
+    frames, received = torch.empty(1, B, dtype=torch.uint8), torch.empty(ROWS_OF_MEAN, B, dtype=torch.uint8)
+    for k in range(ROWS_OF_MEAN):
+        reference.int8_encode(torch.randn(1, N), None, received[k : k + 1], None, block=block)
+    return [
+        Operation(
+            "int8 fused encode, float32 error",
+            "torch.add(x, error, out=x)",
+            N * 12 + B,
+            lambda: cpu.int8_encode(x, error, frames, None, block=block, isa=isa),
+            lambda: torch.add(x, error, out=x),
+            lambda: reference.int8_encode(x, error, frames, None, block=block),
+        ),
+        Operation(
+            "int8 decode",
+            "out.fill_()",
+            N * 4 + B,
+            lambda: cpu.int8_decode(received[:1], out, block=block, weight=1.0, keep=0.0, isa=isa),
+            lambda: out.fill_(0.5),
+            lambda: reference.int8_decode(received[:1], out, block=block, weight=1.0, keep=0.0),
+        ),
+        Operation(
+            f"int8 decode_mean, K={ROWS_OF_MEAN}",
+            "out.fill_()",
+            N * 4 + ROWS_OF_MEAN * B,
+            lambda: cpu.int8_decode_mean(received, out[0], block=block, isa=isa),
+            lambda: out.fill_(0.5),
+            lambda: reference.int8_decode_mean(received, out[0], block=block),
+        ),
+    ]
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def measure(operation: Operation, repeats: int, reference_repeats: int) -> tuple[Timing, Timing, Timing]:
+    """Of kernel, floor and reference, in turn. The reference, slow and steady, only in the first repetitions."""
+    kernel_s, floor_s, reference_s = [], [], []
+    operation.kernel()
+    for i in range(repeats):
+        floor_s.append(seconds(operation.floor))
+        kernel_s.append(seconds(operation.kernel))
+        if i < reference_repeats:
+            reference_s.append(seconds(operation.reference))
+    return Timing.of(kernel_s), Timing.of(floor_s), Timing.of(reference_s)
+
+
+def table(args: argparse.Namespace) -> list[str]:
+    sides = "kernel ms | GB/s | floor | floor ms | kernel / floor | reference ms | reference / kernel"
+    lines = [f"| operation | threads | {sides} |", "|---" * 9 + "|"]
+    kinds = (sign_operations, step_operations, int8_operations)
+    rows = [row for kind in kinds for row in kind(args.elements, args.block, args.isa)]
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        for row in rows:
+            kernel, floor, slow = measure(row, args.repeats, args.reference_repeats)
+            lines.append(
+                f"| {row.name} | {threads} | {kernel} | {row.bytes_moved / kernel.median / 1e6:.1f} "
+                f"| {row.floor_name} | {floor} | **{kernel.median / floor.median:.2f}** "
+                f"| {slow} | {slow.median / kernel.median:.1f} |"
+            )
+    return lines
+
+
+def sweep(args: argparse.Namespace) -> list[str]:
+    """Two threads against one, by size: where `cpu.ELEMENTS_PER_THREAD` comes from."""
+    lines = ["| elements | encode µs, 1 thread | 2 threads | ratio |", "|---|---|---|---|"]
+    for elements in SWEEP:
+        encode = sign_operations(elements, args.block, args.isa)[0].kernel
+        spent: dict[int, list[float]] = {1: [], 2: []}
+        for _ in range(args.repeats):
+            for threads in spent:
+                torch.set_num_threads(threads)
+                encode()  # wakes the threads
+                spent[threads] += [seconds(encode) for _ in range(10)]
+        one, two = (1e6 * statistics.median(spent[threads]) for threads in (1, 2))
+        lines.append(f"| {elements} | {one:.1f} | {two:.1f} | {two / one:.2f} |")
+    return lines
+
+
+def unconditional_sweep(args: argparse.Namespace) -> list[str]:
+    threshold = cpu.ELEMENTS_PER_THREAD
+    cpu.ELEMENTS_PER_THREAD = 1
+    try:
+        return sweep(args)
+    finally:
+        cpu.ELEMENTS_PER_THREAD = threshold
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    fields = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line) if info.exists() else {}
+    named = {key.strip(): value.strip() for key, value in fields.items()}
+    family = f" (family {named['cpu family']}, model {named['model']})" if "cpu family" in named else ""
+    return named.get("model name", platform.processor() or platform.machine()) + family
+
+
+def commit() -> str:
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def record(argv: Sequence[str], args: argparse.Namespace) -> str:
+    load_before = os.getloadavg()[0]
+    rows = table(args)
+    small = unconditional_sweep(args)
+    return f"""# The C++ kernels on the host
+
+- command: `python scripts/bench.py kernels {shlex.join(argv)}`
+- commit {commit()}, {time.strftime("%Y-%m-%d")}; Python {platform.python_version()}, torch {torch.__version__}
+- {cpu_name()}, {os.cpu_count()} cores; kernel: {cpu.describe()}; isa {args.isa}
+- load average {load_before:.2f} before, {os.getloadavg()[0]:.2f} after (this run included)
+- {args.elements} elements, blocks of {args.block}; {args.repeats} repetitions of kernel and floor in turn,
+  {args.reference_repeats} of the reference; median (quartiles), ratios of medians
+- GB/s counts the floats and frames a call must move; a write-only call also reads what it overwrites, uncounted
+- the floor of encode is torch's in-place add of the float32 error, 12 bytes per element, also for a bfloat16 error
+
+{chr(10).join(rows)}
+
+Two threads against one, both forced. In use the kernel takes one thread per {cpu.ELEMENTS_PER_THREAD} elements.
+
+{chr(10).join(small)}
+"""
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench.py kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--elements", type=int, default=25_000_000, help="parameters (default: %(default)s)")
+    parser.add_argument("--block", type=int, default=256, help="elements per scale (default: %(default)s)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (default: 1 2)")
+    parser.add_argument("--repeats", type=int, default=40, help="of kernel and floor (default: %(default)s)")
+    parser.add_argument("--reference-repeats", type=int, default=5, help="of the reference (default: %(default)s)")
+    parser.add_argument("--isa", choices=cpu.ISAS, default="auto", help="instruction set (default: the best one)")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="also write the table there, in Markdown")
+    args = parser.parse_args(argv)
+    if not 1 <= args.reference_repeats <= args.repeats:
+        parser.error("--reference-repeats must be between 1 and --repeats")
+    if not cpu.is_built():
+        parser.error(cpu.why_not_built())
+    return args
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse(argv)
+    text = record(argv, args)
+    print(text)
+    if args.record is not None:
+        args.record.write_text(text)

@@ -1,0 +1,80 @@
+"""Bytes per parameter that the optimizers keep on each rank, counted on the tensors themselves.
+
+python scripts/bench.py memory --record scripts/records/memory_2026-11.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from train.model import build_model
+
+import onebit
+from onebit.base import CompressedOptimizer
+from onebit.comm import SimTransport, run_ranks
+
+OPTIMIZERS: dict[str, Callable[..., CompressedOptimizer]] = {
+    "OnebitAdam, OnebitLamb": partial(onebit.OnebitAdam, freeze_step=2),
+    "ZeroOneAdam": partial(onebit.ZeroOneAdam, var_update_scaler=1),
+    "ZeroOneAdam, local steps": partial(onebit.ZeroOneAdam, var_update_scaler=1, local_step_clipper=4),
+}
+
+
+def measure(link: SimTransport, kind: Callable[..., CompressedOptimizer], error_dtype: torch.dtype) -> list[float]:
+    """State and buffers after a step with gradients, then after one with momentum: bytes per parameter, 1 M model."""
+    model = build_model("small", seed=0)
+    parameters = sum(p.numel() for p in model.parameters())
+    optimizer = kind(model.parameters(), link=link, error_dtype=error_dtype)
+    sizes = []
+    for step in range(3):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        if step != 1:
+            sizes += [optimizer.state_bytes() / parameters, optimizer.buffer_bytes() / parameters]
+    return sizes
+
+
+def adamw() -> float:
+    """State of torch.optim.AdamW, bytes per parameter."""
+    model = build_model("small", seed=0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    tensors = [t for state in optimizer.state.values() for t in state.values()]
+    return sum(t.nbytes for t in tensors) / sum(p.numel() for p in model.parameters())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="bench.py memory", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--record", type=Path, metavar="FILE")
+    args = parser.parse_args(argv)
+    lines = [
+        "# Memory of the optimizer",
+        "",
+        f"`python {' '.join(sys.argv)}`",
+        "",
+        "Bytes per parameter and rank, 1.03 M-parameter GPT (padding included), float32 parameters. Buffers: the",
+        "gradient buckets and what is sent and received; DistributedDataParallel has 4 bytes of buckets.",
+        "",
+        "| optimizer | errors | ranks | state, warm-up | state after | buffers, warm-up | buffers after |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        f"| torch.optim.AdamW, onebit.Lamb | | | {adamw():.2f} | {adamw():.2f} | | |",
+    ]
+    for name, kind in OPTIMIZERS.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            for ranks in (1, 2, 4, 8):
+                sizes = run_ranks(ranks, lambda link, k=kind, d=dtype: measure(link, k, d))[0]
+                state, buffers, state_after, buffers_after = sizes
+                cells = [f"{x:.2f}" for x in (state, state_after, buffers, buffers_after)]
+                lines.append(f"| {name} | {str(dtype).removeprefix('torch.')} | {ranks} | {' | '.join(cells)} |")
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if args.record is not None:
+        args.record.write_text(text)

@@ -1,0 +1,395 @@
+"""Whole training steps of a GPT, one rank's part: our optimizers, and what DistributedDataParallel offers.
+
+    python scripts/bench.py step --worker --method onebit-adam --size 25m-short --steps 5 --out step.json
+
+Started on every host, by `suite.py` or any launcher that sets RANK, WORLD_SIZE and MASTER_ADDR. Three things are
+timed, the slowest rank of each, all ranks starting together: forward and backward of the bare model (compute_seconds),
+the optimizer's own work without traffic (local_seconds), and whole steps (seconds). What a whole step takes beyond the
+other two is traffic that was not hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+from train.model import GPT, SIZES, VOCABULARY, build_model, decay_groups
+
+import onebit
+from bench.collective import measure
+from onebit import comm
+from onebit.base import CompressedOptimizer
+from onebit.comm import Transport
+from onebit.comm.transports.torch_distributed import TorchTransport
+from onebit.frozen_variance import FrozenVarianceOptimizer
+from onebit.schedule import DenseSteps, VarianceUpdates
+from onebit.zero import ShardedOnebitAdam
+from onebit.zero.parallel import fsdp
+
+LR = 1e-4
+WEIGHT_DECAY = 0.01
+H = 8  # steps per exchange of "zero-one-adam, H = 8"; what local_step_clipper="auto" ends in
+
+# ---------------------------------------------------------------- links
+
+
+class SameStart(TorchTransport):
+    """The default process group. Replicas built from one seed need no broadcast, 100 MB at the emulated rate."""
+
+    def broadcast(self, x: Tensor, src: int) -> _Done:
+        return _Done()
+
+
+class Silent:
+    """A transport that moves nothing: what a step costs beside its traffic. Received frames are this rank's own."""
+
+    sent_bytes = 0
+    timeout_s = 1.0
+
+    def __init__(self, rank: int, world_size: int):
+        self.rank, self.world_size = rank, world_size
+
+    def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> _Done:
+        out_WB.copy_(in_WB)
+        return _Done()
+
+    def all_gather(self, out_WB: Tensor, in_B: Tensor) -> _Done:
+        out_WB.copy_(in_B.clone().expand_as(out_WB))  # in_B is a row of out_WB
+        return _Done()
+
+    def all_reduce(self, x: Tensor) -> _Done:
+        return _Done()
+
+    def broadcast(self, x: Tensor, src: int) -> _Done:
+        return _Done()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Done:
+    def wait(self) -> None:
+        """It is."""
+
+
+# ---------------------------------------------------------------- what is compared
+
+
+class Contender(Protocol):
+    """A model in training on this rank, with its optimizer and its traffic."""
+
+    optimizer: Optimizer
+
+    def backward(self, windows: Tensor) -> None:
+        """Forward and backward."""
+
+    def update(self) -> None:
+        """Move the parameters; gradients are there."""
+
+    def settle(self) -> None:
+        """The warm-up steps are over, the measured ones begin."""
+
+
+class Local:
+    """AdamW alone, on this rank alone."""
+
+    def __init__(self, model: GPT, link: Transport):
+        self.model = model
+        self.optimizer = AdamW(decay_groups(model, WEIGHT_DECAY), lr=LR)
+
+    def backward(self, windows: Tensor) -> None:
+        self.model.loss(windows).backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def settle(self) -> None:
+        """Nothing changes."""
+
+
+class Ddp(Local):
+    """DistributedDataParallel as it comes, buckets of 25 MiB, then AdamW. Counts its payload in link.sent_bytes."""
+
+    bytes_per_element = 4.0
+    bucket_cap_mb: float | None = None
+
+    def __init__(self, model: GPT, link: TorchTransport):
+        super().__init__(model, link)
+        self.link = link
+        self.elements = sum(p.numel() for p in model.parameters())
+        options = {"gradient_as_bucket_view": True, "init_sync": False, "bucket_cap_mb": self.bucket_cap_mb}
+        self.ddp = DistributedDataParallel(_WithLoss(model), **options)
+
+    def backward(self, windows: Tensor) -> None:
+        self.ddp(windows).backward()
+        self.link.sent_bytes += round(2 * (1 - 1 / self.link.world_size) * self._payload())
+
+    def _payload(self) -> float:
+        """Bytes of what the ranks have averaged in this step."""
+        return self.bytes_per_element * self.elements
+
+
+class _WithLoss(nn.Module):
+    """The model with its loss as forward(), which is what DDP wraps."""
+
+    def __init__(self, model: GPT):
+        super().__init__()
+        self.model = model
+
+    def forward(self, windows: Tensor) -> Tensor:
+        return self.model.loss(windows)
+
+
+class DdpBfloat16(Ddp):
+    """Buckets travel as bfloat16. torch's bf16_compress_hook refuses to run without CUDA; this does what it does."""
+
+    bytes_per_element = 2.0
+
+    def __init__(self, model: GPT, link: TorchTransport):
+        super().__init__(model, link)
+        self.ddp.register_comm_hook(link.group, _bfloat16_hook)
+
+
+def _bfloat16_hook(group, bucket):  # DDP looks at annotations, and refuses the postponed ones of this file
+    buffer = bucket.buffer()
+    travels = buffer.to(torch.bfloat16).div_(group.size())
+    work = dist.all_reduce(travels, group=group, async_op=True)
+    return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+
+
+class DdpFloat16(Ddp):
+    """torch's fp16_compress_hook."""
+
+    bytes_per_element = 2.0
+
+    def __init__(self, model: GPT, link: TorchTransport):
+        super().__init__(model, link)
+        self.ddp.register_comm_hook(link.group, default_hooks.fp16_compress_hook)
+
+
+class DdpPowerSgd(Ddp):
+    """torch's powerSGD_hook, in float32 for two steps (the fewest it allows) and in low rank from then on.
+
+    In one bucket: of several, each launches its second and third collective when the one before is done, over Gloo in
+    another order on every rank, and on 4 hosts they waited for each other for ever (torch 2.13).
+    """
+
+    bucket_cap_mb = 1e4
+
+    def __init__(self, model: GPT, link: TorchTransport, rank: int):
+        super().__init__(model, link)
+        self.state = powerSGD_hook.PowerSGDState(link.group, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        self.ddp.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
+        self._counted = 0
+
+    def _payload(self) -> float:
+        counted, self._counted = self._counted, self.state.total_numel_after_compression
+        return 4.0 * (self._counted - counted)
+
+
+class Fsdp(Local):
+    """FSDP2 over all ranks as ZeRO-2, gathering, computing and reducing in bfloat16, then AdamW.
+
+    A host without instructions for bfloat16 computes many times longer in it than in float32.
+    """
+
+    def __init__(self, model: GPT, link: TorchTransport):
+        self.link, self.elements = link, sum(p.numel() for p in model.parameters())
+        self.model = _WithLoss(model)
+        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        mesh = init_device_mesh("cpu", (link.world_size,))
+        for block in fsdp.blocks_of(model):
+            fully_shard(block, mesh=mesh, reshard_after_forward=False, mp_policy=half)
+        fully_shard(self.model, mesh=mesh, reshard_after_forward=False, mp_policy=half)
+        self.optimizer = AdamW(decay_groups(model, WEIGHT_DECAY), lr=LR)
+
+    def backward(self, windows: Tensor) -> None:
+        self.model(windows).backward()
+        self.link.sent_bytes += round((1 - 1 / self.link.world_size) * (2 + 2) * self.elements)
+
+
+class Sharded(Local):
+    """Our sharded form: signs to the owners, differences back. Replicas are float32 here, as the others' parameters."""
+
+    def __init__(self, model: GPT, link: Transport, differences: str, stage: int):
+        self.model = model
+        groups = decay_groups(model, WEIGHT_DECAY)
+        options = {"differences": differences, "stage": stage, "warmup_steps": 0}
+        self.optimizer = ShardedOnebitAdam(groups, lr=LR, link=link, **options)
+
+
+class Onebit(Local):
+    """One of ours, as in the README: the plain model, whose optimizer does the traffic."""
+
+    def __init__(self, model: GPT, link: Transport, make: Callable[..., CompressedOptimizer], options: dict[str, int]):
+        self.model = model
+        self.optimizer = make(decay_groups(model, WEIGHT_DECAY), lr=LR, link=link, compression="always", **options)
+        if isinstance(self.optimizer, FrozenVarianceOptimizer):
+            skip_warmup(self.optimizer)
+
+    def settle(self) -> None:
+        if isinstance(self.optimizer, onebit.ZeroOneAdam):
+            self.optimizer.sync()  # a cycle of local steps begins
+
+
+def skip_warmup(optimizer: FrozenVarianceOptimizer) -> None:
+    """One step of warm-up and no refresh: what its steps in "auto" are after warm-up, from the second on."""
+    optimizer.rule = DenseSteps("auto", warmup=1, refreshes=VarianceUpdates(1, var_freeze_step=0))
+
+
+@dataclass(frozen=True)
+class Method:
+    """make(model, link). alone: the same without traffic. warmup: steps before the measured ones; cycle: measured
+    steps come in so many, of which one differs from the others. dtype: what it computes in."""
+
+    make: Callable[[GPT, TorchTransport], Contender]
+    alone: Callable[[GPT, Transport], Contender] = Local
+    warmup: int = 1
+    cycle: int = 1
+    dtype: torch.dtype = torch.float32
+
+
+def _ours(make: Callable[..., CompressedOptimizer], warmup: int, cycle: int = 1, **options: int) -> Method:
+    contender = partial(Onebit, make=make, options=options)
+    return Method(contender, contender, warmup, cycle)
+
+
+def _sharded(differences: str) -> Method:
+    # Stage 2 frees gradients in backward, the update alone has none to free: without traffic it is measured as stage 1.
+    make, alone = (partial(Sharded, differences=differences, stage=stage) for stage in (2, 1))
+    return Method(make, alone)
+
+
+# Ours: one step in which gradients travel, then one uncounted in its final form. With local steps: their number doubles
+# with every step until it is H.
+METHODS = {
+    "ddp-fp32": Method(Ddp),
+    "ddp-bf16": Method(DdpBfloat16),
+    "ddp-fp16": Method(DdpFloat16),
+    "ddp-powersgd": Method(partial(DdpPowerSgd, rank=1), warmup=3),
+    "onebit-adam": _ours(onebit.OnebitAdam, 2),
+    "zero-one-adam": _ours(onebit.ZeroOneAdam, 2, var_freeze_step=0),
+    "zero-one-adam, H = 8": _ours(
+        onebit.ZeroOneAdam, 3, H, var_freeze_step=0, local_step_scaler=1, local_step_clipper=H
+    ),
+    "onebit-lamb": _ours(onebit.OnebitLamb, 2),
+    "fsdp2-bf16": Method(Fsdp, dtype=torch.bfloat16),
+    "sharded int4": _sharded("int4"),
+    "sharded sign": _sharded("sign"),
+}
+
+# ---------------------------------------------------------------- measuring
+
+
+def run(method: Method, args: argparse.Namespace, link: TorchTransport) -> dict:
+    """What `measure` says of whole steps, per step, with compute_seconds and local_seconds. All ranks."""
+    windows = _windows(args, link.rank)
+    alone = _measure_alone(method, windows, args, link)
+    gc.collect()
+    contender = method.make(build_model(args.size, seed=0), link)
+    return _measure_steps(method, contender, windows, args, link) | alone
+
+
+def _windows(args: argparse.Namespace, rank: int) -> Tensor:
+    """Random bytes, [B, T+1]."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(VOCABULARY, (args.batch, SIZES[args.size].context + 1), generator=generator)
+
+
+def _measure_steps(
+    method: Method, contender: Contender, windows: Tensor, args: argparse.Namespace, link: TorchTransport
+) -> dict:
+    def step(windows: Tensor = windows) -> None:
+        contender.backward(windows)
+        contender.update()
+        contender.optimizer.zero_grad()
+
+    def warm() -> None:
+        for _ in range(method.warmup):
+            step(windows[:1, :9])  # all of the traffic, little of the work
+        contender.settle()
+
+    def cycle() -> None:
+        for _ in range(method.cycle):
+            step()
+
+    repeats = max(1, args.steps // method.cycle)
+    measured = measure(link, cycle, repeats, warm=warm, budget_s=args.budget_s)
+    if skipped := getattr(getattr(contender.optimizer, "stats", None), "skipped_steps", 0):
+        raise RuntimeError(f"{skipped} steps were skipped, so that the times are not those of steps")
+    per_step = {key: None if measured[key] is None else measured[key] / method.cycle for key in _BYTES}
+    return {"seconds": [s / method.cycle for s in measured["seconds"]], **per_step}
+
+
+_BYTES = ("sent_bytes", "wire_bytes", "wire_payload")
+
+
+def _measure_alone(method: Method, windows: Tensor, args: argparse.Namespace, link: TorchTransport) -> dict:
+    """Forward and backward, then the update, on every rank at once and with nothing sent."""
+    model = build_model(args.size, seed=0)
+
+    def compute() -> None:
+        model.to(method.dtype).zero_grad()
+        model.loss(windows).backward()
+
+    computing = measure(link, compute, args.alone_steps)
+    model.float().zero_grad()
+    model.loss(windows).backward()
+    contender = method.alone(model, Silent(link.rank, link.world_size))
+
+    def updates(steps: int) -> None:
+        for _ in range(steps):
+            contender.update()
+
+    def warm() -> None:
+        updates(method.warmup)
+        contender.settle()
+
+    updating = measure(link, lambda: updates(method.cycle), args.alone_steps, warm=warm)
+    local_s = [s / method.cycle for s in updating["seconds"]]
+    return {"compute_seconds": computing["seconds"], "local_seconds": local_s}
+
+
+# ---------------------------------------------------------------- command line
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench.py step", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--worker", action="store_true", required=True, help="this process is one rank; all ranks say the same")
+    add("--method", nargs="+", choices=METHODS, required=True, help="measured one after another")
+    add("--size", choices=SIZES, default="25m-short")
+    add("--batch", type=int, default=1, help="sequences per rank and step")
+    add("--steps", type=int, default=5, help="measured ones, at most; at least one cycle of local steps")
+    add("--budget-s", type=float, default=float("inf"), help="no step is started after so many measured seconds")
+    add("--alone-steps", type=int, default=2, help="measured ones without traffic")
+    add("--out", type=Path, required=True, metavar="FILE", help="what rank 0 writes after each method, as JSON")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    owner = comm.init("gloo")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // owner.world_size))
+    link, results = SameStart(), {}
+    for name in args.method:
+        results[name] = run(METHODS[name], args, link)
+        gc.collect()
+        if owner.rank == 0:
+            args.out.write_text(json.dumps(results) + "\n")
+    owner.close()

@@ -1,0 +1,34 @@
+"""Emulated hosts on Ethernet links of any rate, on one machine, and the bytes that they sent. Standard library alone.
+
+`queues.py`: what a link's end does, and its counters. `machine.py`: the namespaces, and the first process in each.
+`hosts.py`: the cluster as its user has it. `launchers.py`, `running.py`: commands on the hosts. `command.py`: the
+command line.
+"""
+
+from cluster.hosts import Cluster, HostTraffic, Run, available
+from cluster.launchers import LAUNCHERS, MASTER_PORT, ClusterError
+from cluster.machine import BRIDGE, INTERFACE, MAX_HOSTS, NEW_NETWORK, SEARCH_PATH, SWITCH
+from cluster.queues import QueueCounters, parse_rate, queue_arguments, read_queue, sent_on_wire
+from cluster.running import TIMED_OUT
+
+__all__ = [
+    "BRIDGE",
+    "INTERFACE",
+    "LAUNCHERS",
+    "MASTER_PORT",
+    "MAX_HOSTS",
+    "NEW_NETWORK",
+    "SEARCH_PATH",
+    "SWITCH",
+    "TIMED_OUT",
+    "Cluster",
+    "ClusterError",
+    "HostTraffic",
+    "QueueCounters",
+    "Run",
+    "available",
+    "parse_rate",
+    "queue_arguments",
+    "read_queue",
+    "sent_on_wire",
+]

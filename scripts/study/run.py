@@ -1,0 +1,335 @@
+"""One run of the study: the optimizers and their dense twins, what a run is, and how it is done. See `study.py`.
+
+Ranks are threads of one process over `SimTransport`, each with its own batches, the same bits as over a network. A
+dense method sees the concatenation of the ranks' batches, which is the averaged gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+from train.model import decay_groups
+
+import onebit
+from onebit.comm import IdentityCodec, SimTransport, run_ranks
+from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam
+from study.tasks import Batch, Task, load_task
+
+WEIGHT_DECAY = 0.01
+_POINTS = 20  # of a curve
+
+# ---------------------------------------------------------------- what is compared
+
+
+@dataclass(frozen=True)
+class Method:
+    """An optimizer under a name. twin: the dense method it is measured against; "": none.
+
+    make(param_groups, link, steps of the run): link is None for a dense method. A learning rate is set in every step.
+    other_batches: of as many further ranks, so that a method can be measured against itself.
+    """
+
+    name: str
+    twin: str
+    make: Callable[[list[dict], SimTransport | None, int], Optimizer]
+    is_dense: bool = False
+    other_batches: bool = False
+
+
+def _adamw(name: str, twin: str, beta2: float = 0.999, *, other_batches: bool = False) -> Method:
+    return Method(
+        name,
+        twin,
+        lambda groups, link, steps: torch.optim.AdamW(groups, betas=(0.9, beta2)),
+        is_dense=True,
+        other_batches=other_batches,
+    )
+
+
+def _with_beta2(name: str, kind: Callable[..., Optimizer], beta2: float) -> Method:
+    """Against AdamW with the same β2."""
+    return Method(
+        f"{name}, beta2 {beta2:g}",
+        f"adamw, beta2 {beta2:g}",
+        lambda groups, link, steps: kind(groups, betas=(0.9, beta2), link=link),
+    )
+
+
+def _frozen_early(groups: list[dict], link: SimTransport | None, steps: int) -> Optimizer:
+    """1-bit Adam as the paper has it: warm-up for 15 % of the run, then a variance that is fixed for good."""
+    return onebit.OnebitAdam(groups, freeze_step=max(1, round(0.15 * steps)), link=link)
+
+
+def _zero_one_adam(clipper: int) -> Method:
+    """Up to `clipper` steps per exchange, doubling as the learning rate halves."""
+    return Method(
+        "zero-one-adam" if clipper == 1 else f"zero-one-adam H={clipper}",
+        "adamw",
+        lambda groups, link, steps: onebit.ZeroOneAdam(groups, local_step_clipper=clipper, link=link),
+    )
+
+
+def _zero_one_adam_by_steps(clipper: int) -> Method:
+    """Up to `clipper` steps per exchange, doubling with every 16th of the run after its first quarter."""
+    return Method(
+        f"zero-one-adam H={clipper} by steps",
+        "adamw",
+        lambda groups, link, steps: onebit.ZeroOneAdam(
+            groups,
+            var_freeze_step=steps // 4,
+            local_step_scaler=max(1, steps // 16),
+            local_step_clipper=clipper,
+            link=link,
+        ),
+    )
+
+
+def _with_peers_schedule(groups: list[dict], link: SimTransport | None, steps: int) -> Optimizer:
+    """0/1 Adam with DeepSpeed's defaults: float32 variance rounds, and local steps that no short run ever reaches."""
+    options = {"var_freeze_step": 100_000, "var_update_scaler": 16, "local_step_scaler": 32_678}
+    return onebit.ZeroOneAdam(groups, local_step_clipper=16, variance_codec=IdentityCodec(), link=link, **options)
+
+
+def _sharded(name: str, **options: object) -> Method:
+    """Sharded one-bit Adam; replicas in the model's float32."""
+    return Method(
+        f"sharded-onebit-adam, {name}",
+        "adamw",
+        lambda groups, link, steps: ShardedOnebitAdam(groups, link=link, **options),
+    )
+
+
+def _sharded_zero_one_adam(clipper: int) -> Method:
+    """Sharded 0/1 Adam, up to `clipper` steps per exchange, doubling as the learning rate halves."""
+    return Method(
+        f"sharded-zero-one-adam H={clipper}",
+        "adamw",
+        lambda groups, link, steps: ShardedZeroOneAdam(groups, local_step_clipper=clipper, link=link),
+    )
+
+
+def _sharded_zero_one_adam_by_steps(clipper: int) -> Method:
+    """The same, doubling with every 16th of the run after its first quarter."""
+    return Method(
+        f"sharded-zero-one-adam H={clipper} by steps",
+        "adamw",
+        lambda groups, link, steps: ShardedZeroOneAdam(
+            groups,
+            local_step_start=steps // 4,
+            local_step_scaler=max(1, steps // 16),
+            local_step_clipper=clipper,
+            link=link,
+        ),
+    )
+
+
+def _sharded_lamb(name: str, **options: object) -> Method:
+    """Sharded one-bit LAMB; replicas in the model's float32."""
+    return Method(
+        f"sharded-onebit-lamb, {name}",
+        "lamb",
+        lambda groups, link, steps: ShardedOnebitLamb(groups, link=link, **options),
+    )
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        _adamw("adamw", ""),
+        _adamw("adamw, other batches", "adamw", other_batches=True),
+        *(_adamw(f"adamw, beta2 {beta2:g}", "adamw", beta2) for beta2 in (0.95, 0.9)),
+        Method("onebit-adam", "adamw", lambda groups, link, steps: onebit.OnebitAdam(groups, link=link)),
+        *(_with_beta2("onebit-adam", onebit.OnebitAdam, beta2) for beta2 in (0.95, 0.9)),
+        Method("onebit-adam, frozen at 15 %", "adamw", _frozen_early),
+        *(_zero_one_adam(clipper) for clipper in (1, 2, 4, 8, 16)),
+        _with_beta2("zero-one-adam", onebit.ZeroOneAdam, 0.95),
+        *(_zero_one_adam_by_steps(clipper) for clipper in (2, 4, 8, 16)),
+        Method("zero-one-adam, peer's schedule", "adamw", _with_peers_schedule),
+        _sharded("int4 differences"),
+        _sharded("sign differences", differences="sign"),
+        _sharded("int4 differences, limit 1", update_limit=1.0),
+        _sharded("sign differences, limit 1", differences="sign", update_limit=1.0),
+        _sharded("int4 differences, no warm-up", warmup_steps=0),
+        _sharded("sign differences, no warm-up", differences="sign", warmup_steps=0),
+        _sharded("stage 0, int4 updates", stage=0, updates="int4"),
+        _sharded("stage 0, sign updates", stage=0, updates="sign"),
+        *(_sharded_zero_one_adam(clipper) for clipper in (2, 4, 8, 16)),
+        *(_sharded_zero_one_adam_by_steps(clipper) for clipper in (2, 4, 8, 16)),
+        Method("lamb", "", lambda groups, link, steps: onebit.Lamb(groups), is_dense=True),
+        Method("onebit-lamb", "lamb", lambda groups, link, steps: onebit.OnebitLamb(groups, link=link)),
+        _sharded_lamb("int4 differences"),
+        _sharded_lamb("sign differences", differences="sign"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a task is run with unless the command line says otherwise. batch_size: per rank."""
+
+    steps: int
+    batch_size: int
+    seeds: int
+    lrs: tuple[float, ...]
+
+
+DEFAULTS = {
+    "byte-lm": Defaults(steps=2000, batch_size=8, seeds=3, lrs=(2e-3, 4e-3, 8e-3, 1.6e-2)),
+    "demo-lm": Defaults(steps=200, batch_size=4, seeds=3, lrs=(1.4e-3,)),  # as in demo.py
+    "masked-lm": Defaults(steps=2000, batch_size=4, seeds=3, lrs=(2e-3, 4e-3, 8e-3, 1.6e-2)),
+    "digits": Defaults(steps=400, batch_size=16, seeds=20, lrs=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)),
+}
+
+
+# ---------------------------------------------------------------- one run
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the runs of one table have in common."""
+
+    task: str
+    ranks: int
+    steps: int
+    batch_size: int
+
+    def __str__(self) -> str:
+        return f"{self.task}, {self.ranks} ranks, {self.steps} steps, batch {self.batch_size} per rank"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run. batch_size: per rank."""
+
+    task: str
+    method: str
+    lr: float
+    seed: int
+    steps: int
+    ranks: int
+    batch_size: int
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.task, self.ranks, self.steps, self.batch_size)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A place on a run's curve: after `step` steps, with the bits sent so far by rank 0 per parameter."""
+
+    step: int
+    loss: float
+    bits: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run went. Losses are validation losses, inf where they are not finite; seconds are of the whole run.
+
+    Traffic is the payload that rank 0 sent to others: for a dense method that of a ring all-reduce in float32. At the
+    curve's last point the replicas are the same; at the others it is rank 0's own model.
+    """
+
+    job: Job
+    curve: tuple[Point, ...]
+    seconds: float
+    revision: str
+
+    @property
+    def loss(self) -> float:
+        return self.curve[-1].loss
+
+    @property
+    def bits_per_step(self) -> float:
+        """Bits sent per parameter and step, mean over the run."""
+        return self.curve[-1].bits / self.job.steps
+
+    @property
+    def bits_in_full(self) -> float:
+        """The same if a rank counted what it keeps for itself in both legs: ·W/(W-1), which W does not change."""
+        return self.bits_per_step * self.job.ranks / max(1, self.job.ranks - 1)
+
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes sent per parameter in the whole run."""
+        return self.curve[-1].bits / 8
+
+
+def lr_at(job: Job, step: int) -> float:
+    """Linear over the first tenth, then a cosine to a tenth of the peak."""
+    warmup = max(1, job.steps // 10)
+    if step < warmup:
+        return job.lr * (step + 1) / warmup
+    return job.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / (job.steps - warmup))))
+
+
+def run_job(job: Job) -> Result:
+    """Train and validate; a function of the job and of the installed code, but for the time it takes."""
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    task = load_task(job.task)
+    if METHODS[job.method].is_dense:
+        curve = _train(job, task, None)
+    else:
+        curve = run_ranks(job.ranks, lambda link: _train(job, task, link), timeout_s=600)[0]
+    return Result(job, tuple(curve), time.perf_counter() - began, revision())
+
+
+def _train(job: Job, task: Task, link: SimTransport | None) -> list[Point]:
+    """One rank's run and, on rank 0, its curve; link None: the run of all ranks at once."""
+    model = task.build(job.seed)
+    optimizer = METHODS[job.method].make(decay_groups(model, WEIGHT_DECAY), link, job.steps)
+    is_first, sent_at_start = link is None or link.rank == 0, 0 if link is None else link.sent_bytes
+    numel = sum(p.numel() for p in model.parameters())
+    validated = {round(job.steps * k / _POINTS) for k in range(1, _POINTS)} - {0, job.steps}
+    curve = []
+
+    def validate(step: int) -> None:
+        loss = task.evaluate(model)
+        sent = _dense_bits(job.ranks) * step if link is None else 8 * (link.sent_bytes - sent_at_start) / numel
+        curve.append(Point(step, loss if math.isfinite(loss) else math.inf, sent))
+
+    for step in range(job.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(job, step)
+        task.loss(model, _batch(job, task, step, link)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if is_first and step + 1 in validated:
+            validate(step + 1)
+    if hasattr(optimizer, "sync"):  # only here: in between it would change the run
+        optimizer.sync()
+    if is_first:
+        validate(job.steps)
+    return curve
+
+
+def _batch(job: Job, task: Task, step: int, link: SimTransport | None) -> Batch:
+    ranks = range(job.ranks) if link is None else [link.rank]
+    first = job.ranks if METHODS[job.method].other_batches else 0
+    batches = [task.batch(job.seed, step, first + rank, job.batch_size) for rank in ranks]
+    return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+
+
+def _dense_bits(ranks: int) -> float:
+    """Bits that a rank sends per parameter and step in a ring all-reduce of float32."""
+    return 2 * (ranks - 1) / ranks * 32
+
+
+@cache
+def revision() -> str:
+    """The commit this runs from, with -dirty where files differ from it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

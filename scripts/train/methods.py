@@ -1,0 +1,310 @@
+"""The ways to train of `train.py`: an optimizer with its traffic, its schedule and its checkpoints, behind one face.
+
+`Dense` and `Onebit` train a whole model on each rank, over the launcher's transport; `zero_method.py` has the third,
+with sharded state, `layout_method.py` the fourth, in stages. `train.py` knows a `Method` only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import onebit
+from onebit import comm
+from onebit.base import CompressedOptimizer
+from onebit.checkpoint.folder import is_empty
+from onebit.dense import DenseAverager, broadcast_parameters
+from train.checkpoint import CheckpointFolder
+from train.model import GPT, build_model, decay_groups
+
+_FINAL_LR_FRACTION = 0.1
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one optimizer step did. skipped_steps: since the run began."""
+
+    phase: str
+    comm_ms: float
+    skipped_steps: int
+
+
+class RunCheckpoints(Protocol):
+    """The checkpoints of one run. Every method is called by all ranks, and raises CheckpointError on all of them."""
+
+    folder: Path
+
+    def is_empty(self) -> bool:
+        """Whether there is no checkpoint yet."""
+
+    def save(self, step: int, about: dict) -> None:
+        """Write all that the run goes on from, after this step. about: what a resumed run has to have in common."""
+
+    def load(self, check: Callable[[dict], None]) -> int | None:
+        """Go on from the newest; the steps done, or None without one. check(about) refuses what does not belong."""
+
+
+class HasSent(Protocol):
+    """Whatever counts its payload."""
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+
+class Method(Protocol):
+    """An optimizer together with its traffic.
+
+    links: whose `sent_bytes` add up to what this rank sends. parameters: of the whole model. share: of them, those that
+    this rank exchanges with other replicas. data: (which share of the data this rank reads, of how many).
+    """
+
+    optimizer: Optimizer
+    schedule: LambdaLR
+    links: Sequence[HasSent]
+    parameters: int
+    share: float
+    data: tuple[int, int]
+
+    def train(self, parts: Sequence[Tensor]) -> float:
+        """Add the gradients of a step's parts, windows [B, T+1]; their mean loss, in nats per byte. All ranks."""
+
+    def evaluate(self, windows: Tensor) -> float:
+        """The mean loss of all ranks' windows, the same on every rank; as many windows on each."""
+
+    def step(self) -> Exchange:
+        """Average over ranks, move the parameters, drop the gradients, advance the schedule."""
+
+    def synchronise(self) -> None:
+        """Make the replicas the same, where they are not."""
+
+    def error_norm_ratio(self) -> float | None:
+        """What compression still owes, relative to the momentum; None where there is no compression."""
+
+    def checkpoints(self, folder: Path) -> RunCheckpoints:
+        """Those of this run, in a folder that is made if it is not there."""
+
+    def close(self) -> None:
+        """Release what was opened. All ranks."""
+
+
+class ByParts:
+    """The parts of a step one by one: for methods whose ranks compute a loss and its gradients by themselves."""
+
+    links: Sequence[HasSent]
+
+    def loss(self, windows: Tensor) -> Tensor:
+        """Mean loss of windows [B, T+1], in nats per byte."""
+        raise NotImplementedError
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add the gradients of one part. is_last: of the step."""
+        raise NotImplementedError
+
+    def train(self, parts: Sequence[Tensor]) -> float:
+        total = 0.0
+        for k, windows in enumerate(parts):
+            loss = self.loss(windows)
+            self.backward(loss, is_last=k == len(parts) - 1)
+            total += (loss.detach() / len(parts)).item()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, windows: Tensor) -> float:
+        total = torch.zeros(2, device=windows.device)
+        for part in windows.split(16):  # equally often on all ranks: with --zero 3 each gathers the others' shards
+            count = torch.tensor(float(len(part)), device=windows.device)
+            total += torch.stack([self.loss(part) * count, count])
+        cast(comm.Transport, self.links[0]).all_reduce(total).wait()
+        return (total[0] / total[1]).item()
+
+
+class Dense(ByParts):
+    """A baseline: gradients averaged in float32, then an ordinary optimizer."""
+
+    share = 1.0
+
+    def __init__(
+        self, kind: Callable[..., Optimizer], model: GPT, link: comm.Transport, args: argparse.Namespace
+    ) -> None:
+        self._model, self._args, self._link, self.links = model, args, link, [link]
+        self.parameters, self.data = sum(p.numel() for p in model.parameters()), (link.rank, link.world_size)
+        self._parameters = list(model.parameters())
+        broadcast_parameters(self._parameters, link)
+        self._averager = DenseAverager(self._parameters, link)
+        self.optimizer = kind(decay_groups(model, args.weight_decay), lr=args.lr)
+        self.schedule = LambdaLR(self.optimizer, partial(lr_fraction, args))
+
+    def loss(self, windows: Tensor) -> Tensor:
+        return self._model.loss(windows)
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        _backward(loss / self._args.accumulate, nullcontext() if is_last else self._averager.no_sync())
+
+    def step(self) -> Exchange:
+        comm_ms = self._averager.finish()
+        if self._args.max_grad_norm > 0:
+            torch.nn.utils.clip_grad_norm_(self._parameters, self._args.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        return Exchange("dense", comm_ms, 0)
+
+    def synchronise(self) -> None:
+        """The replicas are always the same."""
+
+    def load(self, states: Sequence[dict]) -> None:
+        """Go on from this rank's own state, [state], or from those of all ranks of another world."""
+        self.optimizer.load_state_dict(states[0])
+
+    def error_norm_ratio(self) -> float | None:
+        return None
+
+    def checkpoints(self, folder: Path) -> RunCheckpoints:
+        return ReplicaCheckpoints(folder, self._model, self, self._link, self._args.keep_checkpoints)
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+class Onebit(ByParts):
+    """An optimizer of the one-bit family, which does the traffic of the data-parallel ranks itself."""
+
+    share = 1.0
+
+    def __init__(
+        self,
+        kind: Callable[..., CompressedOptimizer],
+        options: Sequence[str],
+        model: GPT,
+        link: comm.Transport,
+        args: argparse.Namespace,
+    ) -> None:
+        self._model, self._args, self._link, self.links = model, args, link, [link]
+        self.parameters, self.data = sum(p.numel() for p in model.parameters()), (link.rank, link.world_size)
+        self._onebit = kind(
+            decay_groups(model, args.weight_decay),
+            lr=args.lr,
+            max_grad_norm=args.max_grad_norm,
+            compression=args.compression,
+            link=link,
+            **{name: getattr(args, name) for name in options},
+        )
+        self.optimizer: Optimizer = self._onebit
+        self.schedule = LambdaLR(self.optimizer, partial(lr_fraction, args))
+
+    def loss(self, windows: Tensor) -> Tensor:
+        return self._model.loss(windows)
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        _backward(loss / self._args.accumulate, nullcontext() if is_last else self._onebit.no_sync())
+
+    def step(self) -> Exchange:
+        self._onebit.step()
+        self._onebit.zero_grad()
+        self.schedule.step()
+        stats = self._onebit.stats
+        return Exchange(stats.phase, stats.comm_ms, stats.skipped_steps)
+
+    def synchronise(self) -> None:
+        if isinstance(self._onebit, onebit.ZeroOneAdam):
+            self._onebit.sync()
+
+    def load(self, states: Sequence[dict]) -> None:
+        """Go on from this rank's own state, [state], or from those of all ranks of another world."""
+        if states[0]["onebit"]["world_size"] == self._onebit.link.world_size:
+            self._onebit.load_state_dict(states[0])
+        else:
+            self._onebit.load_state_dicts(states)
+
+    def error_norm_ratio(self) -> float | None:
+        return self._onebit.error_norm_ratio() if self._onebit.stats.phase == "compressed" else None
+
+    def checkpoints(self, folder: Path) -> RunCheckpoints:
+        return ReplicaCheckpoints(folder, self._model, self, self._link, self._args.keep_checkpoints)
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+class ReplicaCheckpoints:
+    """Of a model that is whole on every rank, in `checkpoint.py`'s form."""
+
+    def __init__(
+        self, folder: Path, model: GPT, method: Dense | Onebit, link: comm.Transport, keep: int | None
+    ) -> None:
+        self.folder = folder
+        self._model, self._method, self._link = model, method, link
+        self._device = next(model.parameters()).device
+        self._files = CheckpointFolder(folder, link, self._device, keep)
+
+    def is_empty(self) -> bool:
+        return is_empty(self.folder, self._link, self._device)
+
+    def save(self, step: int, about: dict) -> None:
+        shared = {"model": self._model.state_dict(), "schedule": self._method.schedule.state_dict(), **about}
+        self._files.save(step, shared, {"optimizer": self._method.optimizer.state_dict(), "rng": torch.get_rng_state()})
+
+    def load(self, check: Callable[[dict], None]) -> int | None:
+        loaded = self._files.load()
+        if loaded is None:
+            return None
+        shared, owns = loaded
+        check(shared)
+        self._files.together(self._take_over, shared, owns)
+        return int(shared["step"])
+
+    def _take_over(self, shared: dict, owns: Sequence[dict]) -> None:
+        self._model.load_state_dict(shared["model"])
+        self._method.load([own["optimizer"] for own in owns])
+        self._method.schedule.load_state_dict(shared["schedule"])
+        torch.set_rng_state(owns[self._link.rank % len(owns)]["rng"])
+
+
+def lr_fraction(args: argparse.Namespace, step: int) -> float:
+    """Linear warm-up, then a cosine down to a tenth: a pure function of the step."""
+    warmup = max(1, round(args.warmup_lr_fraction * args.steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, args.steps - warmup))
+    return _FINAL_LR_FRACTION + (1 - _FINAL_LR_FRACTION) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def build_method(args: argparse.Namespace, link: comm.Transport, device: torch.device) -> Method:
+    """What --optimizer, --zero and --pipe ask for. All ranks. Raises ValueError where they do not go together."""
+    if args.pipe is not None:
+        from train.layout_method import Layout
+
+        return Layout(link, args)
+    model = build_model(args.size, args.seed).to(device)
+    if args.zero is None:
+        return _REPLICATED[args.optimizer](model, link, args)
+    from train.zero_method import Zero  # imports torch.distributed.checkpoint: 2 s that other runs need not wait
+
+    return Zero(model, link, args)
+
+
+def _backward(loss: Tensor, context: AbstractContextManager[None]) -> None:
+    with context:
+        loss.backward()
+
+
+_REPLICATED: dict[str, Callable[[GPT, comm.Transport, argparse.Namespace], Method]] = {
+    "adamw": partial(Dense, AdamW),
+    "lamb": partial(Dense, onebit.Lamb),
+    "onebit-adam": partial(Onebit, onebit.OnebitAdam, ["freeze_step"]),
+    "onebit-lamb": partial(Onebit, onebit.OnebitLamb, ["freeze_step"]),
+    "zero-one-adam": partial(Onebit, onebit.ZeroOneAdam, ["local_step_clipper"]),
+}
+SHARDED_ONLY = "sharded-onebit-adam"
+OPTIMIZERS = (*_REPLICATED, SHARDED_ONLY)
