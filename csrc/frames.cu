@@ -1,7 +1,8 @@
 // The frames in CUDA: the same bytes and the same floats as comm/kernels/reference.py, which specifies both.
 //
 // Compiled at run time by comm/kernels/cupy.py, once for each block size (ONEBIT_BLOCK), and in the tests by nvcc for
-// GPUs that are not there and by a C++ compiler that emulates warps (tests/emulated_cuda.cpp). No headers: NVRTC has none.
+// GPUs that are not there and by a C++ compiler that emulates warps (tests/support/emulated_cuda.cpp). No headers: NVRTC
+// has none.
 //
 // A half-warp of 16 threads does one block, thread l the elements of lane l, one in each row of 16: l, l+16, l+32, … Then
 // - the specified sum needs nothing but a float per thread and four exchanges at the end, and 16 sign bits are one ballot;

@@ -43,7 +43,7 @@ from onebit.comm import Int8Codec, SignCodec, SimTransport, kernels, run_ranks
 from onebit.comm.kernels import reference
 from onebit.comm.kernels.operands import Momentum, MomentumWeights, Outgoing, Segments, Update, Variance
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 import fused_cases
 
 KERNELS = ("cupy", "triton")

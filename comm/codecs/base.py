@@ -1,7 +1,7 @@
 """Codecs: rows of floats to byte frames and back. A codec knows neither ranks nor steps nor where errors are kept.
 
-Here are the contract and the lossless member; `sign.py` holds the one-bit one. `tests/test_codec.py` runs one contract
-over all of them. The frames are what travels: their layout is public and pinned by golden bytes.
+Here are the contract and the lossless member; `sign.py` holds the one-bit one. `tests/unit/test_codec.py` runs one
+contract over all of them. The frames are what travels: their layout is public and pinned by golden bytes.
 
 Shape legend: K rows (one per receiver), N elements of a row, B bytes of its frame, J blocks of a row.
 """

@@ -26,8 +26,8 @@ from cluster import sent_on_wire
 from torch import Tensor
 
 from onebit import comm
-from onebit.comm.messages import gather_bytes, raise_together
 from onebit.comm.launch import Launch, detect
+from onebit.comm.messages import gather_bytes, raise_together
 from train.checkpoint import CheckpointError
 from train.corpus import Corpus, first_difference, read_corpus
 from train.methods import OPTIMIZERS, SHARDED_ONLY, Method, RunCheckpoints, build_method

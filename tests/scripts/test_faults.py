@@ -25,7 +25,7 @@ from faults.case import (
 )
 from faults.running import latest_lines
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "faults.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "faults.py"
 FINE = End("returned", value="bits")
 TOLD = End("raised", "PeerError: rank 0: rank [1] is missing", seconds=2.0)
 

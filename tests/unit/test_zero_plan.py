@@ -98,7 +98,7 @@ CONTENDERS = {
 
 def recorded_steps() -> list[dict]:
     """Whole steps of the 25 M GPT on emulated hosts, with what they take without traffic."""
-    lines = (Path(__file__).parents[1] / "scripts/records/bench_2026-11.jsonl").read_text().splitlines()
+    lines = (Path(__file__).parents[2] / "scripts/records/bench_2026-11.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, filter(None, lines)) if row["what"] == "step"]
     rows = [row for row in rows if row["contender"] in CONTENDERS and row["network"] != "none"]
     return list({(row["contender"], row["hosts"], row["network"]): row for row in rows}.values())  # the last of each

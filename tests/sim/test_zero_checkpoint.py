@@ -26,7 +26,7 @@ from onebit.comm import SimTransport, init, run_ranks
 from onebit.zero.checkpoint.files import CheckpointError, Checkpoints, _check_model, _names_of_all
 from onebit.zero.checkpoint.tree import pack, select, unpack
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from faults.filesystem import Faults
 

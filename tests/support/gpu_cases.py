@@ -15,7 +15,7 @@ from types import ModuleType
 
 import fused_cases
 import torch
-from test_kernels import (
+from kernel_inputs import (
     ERRORS,
     SPECIAL,
     assert_same,

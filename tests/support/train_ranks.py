@@ -12,7 +12,7 @@ import torch
 from onebit.comm import init
 from onebit.comm.messages import gather_bytes
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from train import layout_method  # noqa: F401  (once, before the ranks are forked: two seconds for each of them otherwise)
 from train import run as train_run

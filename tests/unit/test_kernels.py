@@ -13,10 +13,8 @@ import logging
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,9 +23,20 @@ import torch
 from bench import kernels as bench_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_inputs import (
+    ERRORS,
+    SPECIAL,
+    assert_same,
+    frames_for,
+    function,
+    misaligned,
+    overlapping,
+    random,
+    random_counts,
+)
 from torch import Tensor
 
-from onebit.comm import Int4Codec, Int8Codec, Outgoing, Segments, SignCodec, Update, kernels
+from onebit.comm import Outgoing, Segments, Update, kernels
 from onebit.comm.kernels import cpu, int4_reference, reference
 
 # The sign frame with its two scales, and the frames of whole steps.
@@ -38,13 +47,8 @@ BLOCKS = {
     "int8": (16, 48, 64, 256, 1024),
     "int4": (32, 64, 96, 256, 1024),
 }
-CSRC = Path(__file__).parents[1] / "csrc"
+CSRC = Path(__file__).parents[2] / "csrc"
 COMPILER = shutil.which("c++")
-ERRORS = (None, torch.float32, torch.bfloat16)
-SPECIAL = (
-    float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-40, 1e-38, 1e30, -1e30, 1e-30, 1e-23,
-    1.8e19, 1.9e19, 3e38, -3.4e38, 1.0,
-)  # fmt: skip
 
 each_frame = pytest.mark.parametrize("frame", FRAMES)
 each_frame_and_block = pytest.mark.parametrize(("frame", "block"), [(f, block) for f in FRAMES for block in BLOCKS[f]])
@@ -64,43 +68,6 @@ def restored_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-
-
-def bits(t: Tensor) -> Tensor:
-    return torch.where(t.isnan(), torch.nan, t).view(torch.int32) if t.dtype == torch.float32 else t
-
-
-def assert_same(got: Tensor, expected: Tensor) -> None:
-    different = bits(got) != bits(expected)
-    assert not different.any(), f"{int(different.sum())} differ, first at {different.nonzero()[0].tolist()}"
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    """Values of many sizes, some of them zeros of either sign."""
-    g = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, generator=g) * 10 ** torch.randint(-4, 4, shape, generator=g).float()
-    values[torch.rand(shape, generator=g) < 0.05] *= 0.0
-    return values
-
-
-def random_counts(K: int, J: int, block: int, seed: int = 0) -> Tensor:
-    near = (0, 1, 15, 16, 17, 31, 63, block - 17, block - 16, block - 1, block, block)
-    edges = torch.tensor(near, dtype=torch.int32).clamp(0, block)
-    return edges[torch.randint(len(edges), (K, J), generator=torch.Generator().manual_seed(seed))]
-
-
-def function(kernel: ModuleType, name: str, frame: str) -> Callable[..., None]:
-    """The kernel's encode, decode or decode_mean for a frame, without its scale option."""
-    if frame == "int8":
-        return getattr(kernel, f"int8_{name}")
-    if frame == "int4":
-        return getattr(int4_reference if kernel is reference else kernel, f"int4_{name}")
-    return partial(kernel.encode, scale=frame) if name == "encode" else getattr(kernel, name)
-
-
-def frames_for(K: int, N: int, block: int, fill: int = 0xAB, *, frame: str = "rms") -> Tensor:
-    codec = {"int8": Int8Codec, "int4": Int4Codec}.get(frame, SignCodec)(block)
-    return torch.full((K, codec.frame_bytes(N)), fill, dtype=torch.uint8)
 
 
 def encode_both(
@@ -393,14 +360,6 @@ def test_rows_of_wider_tensors_are_taken_and_their_surroundings_left_alone(frame
     function(reference, "decode", frame)(expected_frames[1:2], expected, block=block, weight=1.0, keep=0.0)
     assert_same(out_wide[1:2, 1:], expected)
     assert (out_wide[0] == 5.0).all() and (out_wide[2] == 5.0).all() and (out_wide[:, 0] == 5.0).all()
-
-
-def misaligned(n: int) -> Tensor:
-    return torch.frombuffer(bytearray(4 * n + 4), dtype=torch.float32, count=n, offset=1).view(1, n)
-
-
-def overlapping(K: int, n: int) -> Tensor:
-    return torch.zeros(n).expand(K, n)
 
 
 x2, f2 = torch.zeros(2, 128), torch.zeros(2, 32, dtype=torch.uint8)

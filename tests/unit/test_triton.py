@@ -23,8 +23,8 @@ import torch
 from onebit.comm import SignCodec, kernels
 from onebit.comm.kernels import reference
 
-CASES = Path(__file__).with_name("triton_cases.py")
-CHECK = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
+CASES = Path(__file__).parents[1] / "support" / "triton_cases.py"
+CHECK = Path(__file__).parents[2] / "scripts" / "gpu_check.py"
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'onebit[triton]'"
 )

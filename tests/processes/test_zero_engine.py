@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from config_files import FILES
 from engine_ranks import STEPS, config_of, resumes, trains_json
 from ranks import run_torchrun
 
@@ -63,7 +64,7 @@ def test_every_form_trains_and_resumes_to_the_bit(tmp_path: Path, cases: list) -
 
 @pytest.mark.dist
 def test_every_public_style_configuration_trains(tmp_path: Path) -> None:
-    files = sorted(str(path) for path in (Path(__file__).parent / "deepspeed_configs").glob("*.json"))
+    files = [str(path) for path in FILES]
     assert len(files) >= 12
     for problems in run_torchrun(2, trains_json, files, str(tmp_path), timeout_s=110).check().results:
         assert problems == {}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onebit.comm import Bf16Codec, Codec, IdentityCodec, Int4Codec, Int8Codec, Outgoing, SignCodec
 
-sys.path.insert(0, str(Path(__file__).parent / "golden"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
 import write_golden
 
 CODECS: list[Codec] = [

@@ -1,6 +1,7 @@
 """The cases of test_triton.py that need Triton's interpreter, which a process chooses once, when it imports Triton.
 
-    TRITON_INTERPRET=1 PYTHONPATH=tests:tests/golden python tests/triton_cases.py NAMES    # JSON: case -> what is wrong
+    export TRITON_INTERPRET=1 PYTHONPATH=tests/support:tests/golden
+    python tests/support/triton_cases.py NAMES    # JSON: case -> what is wrong
 
 The cases are those of gpu_cases.py.
 """

@@ -20,7 +20,7 @@ from emulated_cuda import COMPILER, Libraries, emulated
 from onebit.comm import SignCodec, kernels
 from onebit.comm.kernels import cupy
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NVCC = shutil.which("nvcc")
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc on the path: CUDA's compiler (no GPU, no driver)")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler named c++")

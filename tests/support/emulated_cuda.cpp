@@ -4,7 +4,7 @@
 // come to the same one; a warp of which only some threads arrive there ends the process, where a GPU would hang or
 // worse. Warps run one after the other. Not shown here: what the compiler for GPUs makes of the source, and its memory.
 //
-//     c++ -std=c++17 -O1 -ffp-contract=off -shared -fPIC -DONEBIT_BLOCK=256 tests/emulated_cuda.cpp
+//     c++ -std=c++17 -O1 -ffp-contract=off -shared -fPIC -DONEBIT_BLOCK=256 tests/support/emulated_cuda.cpp
 
 #include <ucontext.h>
 
@@ -75,7 +75,7 @@ uint32_t __ballot_sync(uint32_t, bool vote) {
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(threads)
-#include "../csrc/frames.cu"
+#include "../../csrc/frames.cu"
 
 namespace {
 

@@ -17,7 +17,7 @@ from onebit.comm import Transport
 from onebit.dense import average_gradients
 from onebit.zero.config.optimizers import build_optimizer
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from train.model import GPT, ModelSize, build_model, next_byte_loss
 

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILES = ("LICENSE", "MANIFEST.in", "Makefile", "README.md", "pyproject.toml", "setup.py")
 FOLDERS = (".ci", "csrc", "docs", "onebit", "scripts", "tests")
 READ_FILES = (  # tests that read other files than their own
-    "test_codec.py::test_frames_are_golden",
-    "test_cuda_source.py::test_the_launches_fit_the_source",
-    "test_structure.py::test_dependencies_point_one_way",
-    "test_zero_plan.py::test_all_contenders_are_recorded",
+    "unit/test_codec.py::test_frames_are_golden",
+    "unit/test_cuda_source.py::test_the_launches_fit_the_source",
+    "unit/test_structure.py::test_dependencies_point_one_way",
+    "unit/test_zero_plan.py::test_all_contenders_are_recorded",
 )
 NOT_SOURCE = shutil.ignore_patterns("*.so", "__pycache__")
 NOT_BUILT = "onebit: the C++ kernel was not built"

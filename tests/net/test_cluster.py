@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "cluster.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "cluster.py"
 sys.path.insert(0, str(SCRIPT.parent))
 from cluster import Cluster, available, parse_rate, sent_on_wire  # noqa: E402
 from cluster.machine import KEEPER  # noqa: E402

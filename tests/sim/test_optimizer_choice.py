@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_config import FILES, optimizer, read, small
+from config_files import FILES, optimizer, read, small
 
 import onebit
 import onebit.dense

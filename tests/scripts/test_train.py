@@ -27,7 +27,7 @@ from torch import Tensor
 
 from onebit.comm import SimTransport, run_ranks
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 from train.checkpoint import CheckpointError, CheckpointFolder  # noqa: E402

@@ -1,0 +1,158 @@
+"""The house rules that a machine can check: dependencies one way, no circles, nothing imported under a wrong name."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "onebit"
+SCRIPTS = PACKAGE.parent / "scripts"
+MAY_IMPORT = {"comm": {"comm"}, "onebit": {"onebit", "comm"}, "zero": {"zero", "onebit", "comm"}}
+
+
+def files_of(layer: str) -> list[Path]:
+    """comm and zero are links in a checkout and folders in a source distribution: no files of the layer onebit."""
+    folder = PACKAGE if layer == "onebit" else PACKAGE / layer
+    files = [
+        path
+        for path in folder.rglob("*.py")
+        if layer != "onebit" or path.relative_to(folder).parts[0] not in MAY_IMPORT
+    ]
+    assert files
+    return files
+
+
+def imported_layers(path: Path) -> set[str]:
+    """Which of comm, onebit, zero a file imports; relative imports are resolved by hand."""
+    package = ["onebit", *path.relative_to(PACKAGE).parts[:-1]]
+    layers = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            targets = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
+            targets = [[*base, alias.name] for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            if target[0] == "onebit":
+                layers.add(target[1] if len(target) > 1 and target[1] in ("comm", "zero") else "onebit")
+    return layers
+
+
+@pytest.mark.parametrize("layer", MAY_IMPORT)
+def test_dependencies_point_one_way(layer: str) -> None:
+    for path in files_of(layer):
+        face = {"zero"} if path == PACKAGE / "__init__.py" else set()  # offers it, and imports it when asked
+        assert imported_layers(path) <= MAY_IMPORT[layer] | face, path
+
+
+ROOMS = {
+    "cluster": {"cluster"},
+    "train": {"train", "cluster"},
+    "bench": {"bench", "train", "cluster"},
+    "study": {"study", "train", "cluster"},
+    "faults": {"faults", "bench", "train", "cluster"},
+}
+"""Which rooms of scripts/ may import which."""
+KNOWN_CIRCLES: set[tuple[str, str]] = set()
+"""Imports (who, whom) that close a circle and wait for their repair."""
+
+
+def module_names(layer: str) -> dict[str, Path]:
+    """The modules of a layer by dotted name; a package is its `__init__.py`. Of scripts: the rooms, no commands."""
+    if layer == "scripts":
+        root, files = SCRIPTS, [path for room in ROOMS for path in (SCRIPTS / room).rglob("*.py")]
+    else:
+        root, files = PACKAGE.parent, files_of(layer)
+    dotted = {".".join(path.relative_to(root).with_suffix("").parts): path for path in files}
+    return {name.removesuffix(".__init__"): path for name, path in dotted.items()}
+
+
+def imports_at_once(body: Sequence[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Those that run when the module is imported: in no function, and not for type checkers alone."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from imports_at_once(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for block in ("body", "orelse", "finalbody"):
+                yield from imports_at_once(getattr(node, block, []))
+            for handler in getattr(node, "handlers", []):
+                yield from imports_at_once(handler.body)
+
+
+def imported_modules(name: str, path: Path, modules: Mapping[str, Path]) -> set[str]:
+    """Of these modules the ones that `name` needs before it is whole. Packages around them do not count."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    found = set()
+    for node in imports_at_once(ast.parse(path.read_text()).body):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+            continue
+        base = package[: len(package) - node.level + 1] if node.level else []
+        source = ".".join(base + (node.module.split(".") if node.module else []))
+        for alias in node.names:
+            found.add(f"{source}.{alias.name}" if f"{source}.{alias.name}" in modules else source)
+    return {other for other in found if other in modules and other != name}
+
+
+@pytest.mark.parametrize("layers", [("onebit", "comm", "zero"), ("scripts",)], ids=lambda layers: layers[0])
+def test_no_imports_go_in_circles(layers: tuple[str, ...]) -> None:
+    modules = {name: path for layer in layers for name, path in module_names(layer).items()}
+    imports = {name: imported_modules(name, path, modules) for name, path in modules.items()}
+    graph = {name: {other for other in found if (name, other) not in KNOWN_CIRCLES} for name, found in imports.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_of_scripts_import_one_way(room: str) -> None:
+    for path in (SCRIPTS / room).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported = node.module.split(".")[0]
+                assert imported not in ROOMS or imported in ROOMS[room], path
+
+
+@pytest.mark.parametrize("name", ["comm", "zero"])
+def test_the_folders_refuse_to_be_imported_under_the_wrong_name(name: str) -> None:
+    command = [sys.executable, "-c", f"import {name}"]
+    run = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, timeout=60)
+    assert run.returncode != 0 and f"this package is onebit.{name}" in run.stderr
+
+
+def test_importing_has_no_side_effects() -> None:
+    code = (
+        "import sys, threading; import onebit; "
+        "assert threading.active_count() == 1; "
+        "assert not {'mpi4py', 'cupy', 'triton.language', 'onebit.zero'} & set(sys.modules); "
+        "import torch.distributed as d; assert not d.is_initialized(); assert 'comm' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_engine_comes_with_the_package_when_it_is_asked_for() -> None:
+    code = (
+        "import onebit; assert not hasattr(onebit, 'nothing'); "
+        "assert callable(onebit.zero.initialize) and onebit.zero.__name__ == 'onebit.zero'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_types_are_checked_against_the_oldest_python() -> None:
+    """mypy knows which names the standard library of a version lacks; ruff takes the version of requires-python."""
+    text = (PACKAGE.parent / "pyproject.toml").read_text()
+    (oldest,) = re.findall(r'^requires-python = ">=(.*)"$', text, re.MULTILINE)
+    assert re.findall(r'^python_version = "(.*)"$', text, re.MULTILINE) == [oldest]
