@@ -80,4 +80,4 @@ def _why_no_triton() -> str:
 def _triton() -> ModuleType:
     if why := _why_no_triton():
         raise ImportError(why)
-    return importlib.import_module(".triton", __name__)
+    return importlib.import_module(".triton.backend", __name__)

@@ -1,7 +1,7 @@
 """Kernels: the frames in C++, for host tensors. The same bytes and the same floats as `reference.py`.
 
 The code is csrc/kernels.cpp, built by setup.py into `_kernels.so` beside this file and loaded with ctypes on
-first use; calls release the GIL. Arguments are checked in `edge.py`, once.
+first use; calls release the GIL. Arguments are checked in `arguments.py`, once.
 
 Shape legend: K rows, N elements, J blocks, B bytes.
 """

@@ -2,7 +2,7 @@
 
 The code is csrc/frames.cu, which lies beside this file in an installation; CuPy compiles it on first use, once per
 block size and kind of GPU, and keeps the result on disk. Tensors are passed as addresses, launches go to torch's
-current stream of their device, and nothing here waits for the GPU. Arguments are checked in `edge.py`, once.
+current stream of their device, and nothing here waits for the GPU. Arguments are checked in `arguments.py`, once.
 
 Shape legend: K rows, N elements, J blocks, B bytes, S segments.
 """

@@ -16,7 +16,7 @@ import torch
 from gpu_cases import CASES
 
 from onebit.comm import kernels
-from onebit.comm.kernels import triton
+from onebit.comm.kernels.triton import backend as triton
 
 
 def main() -> None:

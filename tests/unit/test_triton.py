@@ -139,8 +139,8 @@ def ptx_of(name: str, capability: int) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from onebit.comm.kernels import triton as kernel
     from onebit.comm.kernels.triton import apply as triton_apply
+    from onebit.comm.kernels.triton import backend as kernel
     from onebit.comm.kernels.triton import decode as triton_decode
     from onebit.comm.kernels.triton import int8 as triton_int8
     from onebit.comm.kernels.triton import lanes as triton_lanes
@@ -236,7 +236,7 @@ def test_without_triton_the_reference_serves_cuda_tensors_and_asking_for_triton_
 @not_interpreted
 @pytest.mark.usefixtures("no_cupy")
 def test_triton_serves_cuda_tensors_where_it_is_installed_and_cupy_is_not() -> None:
-    from onebit.comm.kernels import triton
+    from onebit.comm.kernels.triton import backend as triton
 
     assert kernels.select("auto", torch.device("cuda")) is triton
     assert kernels.select("auto", torch.device("cpu")) is not triton
