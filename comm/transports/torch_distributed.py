@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import os
 import socket
 import threading
 import time
@@ -326,10 +327,14 @@ class _Board:
         notes: dict[int, Note] = {}
         self._is_alive = False
         # In a thread: the store may live in the very process that hangs.
+        before = _descriptors()
         thread = threading.Thread(target=self._compare, args=(mine, notes), daemon=True)
         thread.start()
         thread.join(NOTES_S + ROLL_CALL_S)
-        return dict(notes) if self._is_alive else None
+        if thread.is_alive():  # Python would end with SIGABRT while it waits in C++ for a store that hangs
+            _hang_up(_innermost(self._group), before)
+            thread.join(_LINGER_S)
+        return dict(notes) if self._is_alive or notes else None
 
     def _compare(self, mine: Note, notes: dict[int, Note]) -> None:
         deadline = time.monotonic() + NOTES_S
@@ -359,9 +364,7 @@ def _connect_to_store(group: dist.ProcessGroup) -> dist.Store:
 
     The group's own connection would print a C++ stack where it is broken, and is locked while another thread waits.
     """
-    store = innermost = group.get_group_store()
-    while isinstance(innermost, dist.PrefixStore):
-        innermost = innermost.underlying_store
+    innermost = _innermost(group)
     if isinstance(innermost, dist.TCPStore):
         try:
             socket.create_connection((innermost.host, innermost.port), ROLL_CALL_S).close()
@@ -369,7 +372,36 @@ def _connect_to_store(group: dist.ProcessGroup) -> dist.Store:
             raise OSError(
                 f"nobody answers at {innermost.host}:{innermost.port}, where the store was: {error}"
             ) from error
-    return store.clone()  # type: ignore[attr-defined]
+    return group.get_group_store().clone()  # type: ignore[attr-defined]
+
+
+def _innermost(group: dist.ProcessGroup) -> dist.Store:
+    """The group's store without its prefixes."""
+    store = group.get_group_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _descriptors() -> set[int]:
+    """What this process has open; nothing where the system does not tell."""
+    try:
+        return {int(name) for name in os.listdir("/proc/self/fd")}
+    except OSError:
+        return set()
+
+
+def _hang_up(store: dist.Store, before: set[int]) -> None:
+    """Shut this process's connections to the store that are not among those before."""
+    if not isinstance(store, dist.TCPStore):
+        return
+    for descriptor in _descriptors() - before:
+        try:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                if connection.getpeername()[1] == store.port:
+                    connection.shutdown(socket.SHUT_RDWR)
+        except (OSError, IndexError):
+            continue  # no connection, or ended by now
 
 
 class _PairsWork:
