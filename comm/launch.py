@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,8 @@ import torch
 from .hierarchy import Seen, TwoLevelTransport, decide, two_levels
 from .messages import gather_bytes
 from .transports.base import PeerError, Transport
-from .transports.edge import DIAGNOSIS_S, reason
+from .transports.edge import DIAGNOSIS_S, NOTES_S, reason
+from .transports.hanging import call_within
 from .transports.rendezvous import Arrival, Rendezvous
 from .transports.simulated import SimTransport
 
@@ -330,21 +332,35 @@ def _on_new_group(launch: Launch, backend: str, timeout_s: float) -> TorchTransp
         device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     rendezvous, store = _meet(launch, timeout_s)
+    connect = partial(
+        torch.distributed.init_process_group,
+        backend,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device,
+        store=store,
+    )
     try:
-        torch.distributed.init_process_group(
-            backend,
-            rank=launch.rank,
-            world_size=launch.world_size,
+        if backend == "gloo":
+            # A peer that dies amid it can hold Gloo for ever.
+            call_within(timeout_s + NOTES_S, connect, getattr(store, "port", None))
             # Others may use the group, too: Gloo closes all connections after their timeout, which must come second.
-            timeout=timedelta(seconds=timeout_s + DIAGNOSIS_S if backend == "gloo" else timeout_s),
-            device_id=device,
-            store=store,
-        )
-    except RuntimeError as error:
+            _set_timeout(timeout_s + DIAGNOSIS_S)
+        else:
+            connect()
+    except (RuntimeError, TimeoutError) as error:
         if rendezvous is None:
             raise
         raise rendezvous.explain(reason(error)) from error
     return TorchTransport(None, timeout_s, owns_group=True, store_host=None if launch.has_agent_store else 0)
+
+
+def _set_timeout(timeout_s: float) -> None:
+    """Of the default group's operations from now on."""
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout_s))
 
 
 def _meet(launch: Launch, timeout_s: float) -> tuple[Rendezvous | None, torch.distributed.Store]:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
@@ -22,6 +20,7 @@ import torch.distributed as dist
 
 from .base import PeerError
 from .edge import NOTES_S, reason
+from .hanging import call_within
 
 T = TypeVar("T")
 
@@ -196,24 +195,16 @@ class Rendezvous:
             ) from None
 
     def _store(self, *, is_host: bool, timeout_s: float) -> dist.Store:
-        """Raises RuntimeError. In a thread: where somebody listens but says nothing, torch would wait for ever."""
+        """Raises RuntimeError."""
         (host, port), timeout = self._address, timedelta(seconds=timeout_s)
-        answers: queue.SimpleQueue[dist.Store | RuntimeError] = queue.SimpleQueue()
-
-        def connect() -> None:
-            try:
-                answers.put(dist.TCPStore(host, port, self._me.world_size, is_host, timeout, wait_for_workers=False))
-            except RuntimeError as error:
-                answers.put(error)
-
-        threading.Thread(target=connect, daemon=True).start()
         try:
-            answer = answers.get(timeout=timeout_s)
-        except queue.Empty:
-            raise RuntimeError(f"who listens there has not answered for {timeout_s:g} s") from None
-        if isinstance(answer, RuntimeError):
-            raise answer
-        return answer
+            return call_within(
+                timeout_s + 0.2,  # it tries again as long as it has time
+                lambda: dist.TCPStore(host, port, self._me.world_size, is_host, timeout, wait_for_workers=False),
+                port,
+            )
+        except TimeoutError as error:  # somebody listens there, and says nothing
+            raise RuntimeError(str(error)) from None
 
     def _who(self) -> str:
         return f"rank {self._me.rank} of {self._me.world_size}"

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import collections
 import logging
-import os
 import socket
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +37,7 @@ from .edge import (
     peer_error,
     reason,
 )
+from .hanging import call_within
 from .notes import HISTORY, Conclusion, Note, Operation, conclude
 
 _log = logging.getLogger(__name__)
@@ -326,14 +325,12 @@ class _Board:
         """
         notes: dict[int, Note] = {}
         self._is_alive = False
-        # In a thread: the store may live in the very process that hangs.
-        before = _descriptors()
-        thread = threading.Thread(target=self._compare, args=(mine, notes), daemon=True)
-        thread.start()
-        thread.join(NOTES_S + ROLL_CALL_S)
-        if thread.is_alive():  # Python would end with SIGABRT while it waits in C++ for a store that hangs
-            _hang_up(_innermost(self._group), before)
-            thread.join(_LINGER_S)
+        store = _innermost(self._group)
+        port = store.port if isinstance(store, dist.TCPStore) else None
+        try:  # the store may live in the very process that hangs
+            call_within(NOTES_S + ROLL_CALL_S, lambda: self._compare(mine, notes), port)
+        except TimeoutError as error:
+            _log.info("rank %d: cannot ask the others what they know: %s", self._rank, error)
         return dict(notes) if self._is_alive or notes else None
 
     def _compare(self, mine: Note, notes: dict[int, Note]) -> None:
@@ -381,27 +378,6 @@ def _innermost(group: dist.ProcessGroup) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
-
-
-def _descriptors() -> set[int]:
-    """What this process has open; nothing where the system does not tell."""
-    try:
-        return {int(name) for name in os.listdir("/proc/self/fd")}
-    except OSError:
-        return set()
-
-
-def _hang_up(store: dist.Store, before: set[int]) -> None:
-    """Shut this process's connections to the store that are not among those before."""
-    if not isinstance(store, dist.TCPStore):
-        return
-    for descriptor in _descriptors() - before:
-        try:
-            with socket.socket(fileno=os.dup(descriptor)) as connection:
-                if connection.getpeername()[1] == store.port:
-                    connection.shutdown(socket.SHUT_RDWR)
-        except (OSError, IndexError):
-            continue  # no connection, or ended by now
 
 
 class _PairsWork:

@@ -22,6 +22,7 @@ from pathlib import Path
 from faults.case import AS_PROMISED, HUNG, NAMELESS, SILENT, Case, End, Outcome, Promise, Tools, judge, last_line
 from faults.ranks import Rank, fork_ranks, rank_of_program, run_and_tell, start_program
 from faults.setups import ENGINES, OVER_MPI, PLAIN, TWO_LEVELS, Run, Setup
+from onebit.comm.transports.edge import DIAGNOSIS_S
 
 STEPS = 16
 TIMEOUT_S = 5.0
@@ -166,12 +167,15 @@ def _over_gloo(setup: Setup, names: Sequence[str], draws: int, tools: Tools) -> 
         return
     places = [(victim, at) for victim in (0, setup.ranks - 1) for at in (_EARLY, _LATE)]
     faults = [(name, *place) for name in names for place in tools.random.sample(places, draws)]
+    later_s = DIAGNOSIS_S if setup.is_by_fsdp else 0.0  # torch's own error comes first, by so much later
     for name, victim, at in tools.some(faults, 1):
         ends = _forked(setup, MISHAPS[name], victim, at)
-        yield _judge(f"rank {victim} {name}, step {at}", ends, MISHAPS[name], victim, expected)
+        yield _judge(f"rank {victim} {name}, step {at}", ends, MISHAPS[name], victim, expected, later_s)
 
 
-def _judge(fault: str, ends: dict[int, End], mishap: Mishap, victim: int, expected: object) -> Outcome:
+def _judge(
+    fault: str, ends: dict[int, End], mishap: Mishap, victim: int, expected: object, later_s: float = 0.0
+) -> Outcome:
     if mishap.is_harmless:
         return judge(fault, ends, Promise(), is_right=lambda rank, value: value == expected)
     own = ends[victim]
@@ -180,7 +184,7 @@ def _judge(fault: str, ends: dict[int, End], mishap: Mishap, victim: int, expect
     if mishap.steps > 1:
         return _judge_repeated(fault, ends, victim)
     also = frozenset(ends) if mishap.names_all else frozenset()
-    promise = Promise(r"(Peer|Desync)Error: ", frozenset({victim}), also, TIMEOUT_S + MARGIN_S)
+    promise = Promise(r"(Peer|Desync)Error: ", frozenset({victim}), also, TIMEOUT_S + MARGIN_S + later_s)
     return judge(fault, ends, promise, victims={victim})
 
 

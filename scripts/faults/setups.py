@@ -35,12 +35,16 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class Setup:
-    """open(timeout_s): on every rank, once. ranks: how many; local: of them on each node, where that is said."""
+    """open(timeout_s): on every rank, once. ranks: how many; local: of them on each node, where that is said.
+
+    is_by_fsdp: torch itself sends the most.
+    """
 
     ranks: int
     open: Callable[[float], Run]
     local: int | None = None
     env: dict[str, str] = field(default_factory=dict)
+    is_by_fsdp: bool = False
 
 
 @dataclass
@@ -129,8 +133,8 @@ ENGINES = {
     "engine, OneBitAdam, stage 0": Setup(2, engine("OneBitAdam", 0, 1)),
     "engine, OneBitAdam, stage 1 across nodes": Setup(2, engine("OneBitAdam", 1, 1)),
     "engine, OneBitAdam, stage 2 across nodes": Setup(2, engine("OneBitAdam", 2, 1)),
-    "engine, OneBitAdam, stage 3 inside nodes": Setup(4, engine("OneBitAdam", 3, 2)),
-    "engine, AdamW, stage 2": Setup(2, engine("AdamW", 2, 2)),
+    "engine, OneBitAdam, stage 3 inside nodes": Setup(4, engine("OneBitAdam", 3, 2), is_by_fsdp=True),
+    "engine, AdamW, stage 2": Setup(2, engine("AdamW", 2, 2), is_by_fsdp=True),
     "engine, AdamW, stage 0": Setup(2, engine("AdamW", 0, 1)),
 }
 OVER_MPI = {name: Setup(3, plain(name, "mpi")) for name in ("OnebitAdam", "ShardedOnebitAdam")}

@@ -301,6 +301,7 @@ def connect(args: argparse.Namespace, launch: Launch) -> comm.Transport:
 
 def train(args: argparse.Namespace, link: comm.Transport, is_stop_wanted: Callable[[], bool]) -> int:
     """Run as one rank over `link`; the exit code. Raises ValueError, CheckpointError, OverflowError with what to do."""
+    torch.manual_seed((args.seed << 20) + link.rank)  # torch's own seed is another in every process
     training = Training(args, link, is_stop_wanted)
     with Report(args, link, training.corpus, training.method.parameters, training.first_step) as report:
         is_whole = training.run(report)
