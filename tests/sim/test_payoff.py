@@ -53,7 +53,7 @@ def test_the_stop_watch_leaves_out_pauses(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture
 def a_network_where_it(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Simulated ranks count as a network, with this result of measuring."""
-    monkeypatch.setattr("onebit.base.SimTransport", type(None))
+    monkeypatch.setattr(SimTransport, "has_network", True)
     monkeypatch.setattr("onebit.payoff.measure", lambda *_: Payoff(1.0, 0.1, 10.0 if request.param else 0.1))
 
 
@@ -129,7 +129,7 @@ def test_the_step_that_measures_the_network_counts_its_own_traffic_alone(
 
     monkeypatch.setattr("onebit.payoff.measure", measure)
     asked = run_ranks(2, lambda link: train(link, name, range(20), compression="always"))[0][1]
-    monkeypatch.setattr("onebit.base.SimTransport", type(None))
+    monkeypatch.setattr(SimTransport, "has_network", True)
     assert run_ranks(2, lambda link: train(link, name, range(20)))[0][1] == asked
 
 

@@ -47,7 +47,7 @@ def case(function: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]
 
 
 def name_of(kernel: ModuleType) -> str:
-    return kernel.__name__.rpartition(".")[2]
+    return kernel.__name__.removesuffix(".backend").rpartition(".")[2]
 
 
 def encode_both(
