@@ -21,7 +21,7 @@ from functools import partial
 
 from cluster import BRIDGE, INTERFACE, MASTER_PORT, NEW_NETWORK, SEARCH_PATH, SWITCH, Cluster, available
 
-from faults.case import AS_PROMISED, SILENT, Case, End, Outcome, Promise, Tools, judge
+from faults.case import AS_PROMISED, REFUSED, Case, End, Outcome, Promise, Tools, judge
 from faults.peers import MARGIN_S, TIMEOUT_S
 from faults.ranks import Rank, fork_ranks
 from faults.setups import PLAIN, Setup
@@ -185,7 +185,7 @@ def _troubled(setup: Setup, names: Sequence[str], victims: Sequence[int], tools:
         plain = _on_hosts(net, setup, None, -1)
         expected = plain[0].value
         if any(end.what != "returned" or end.value != expected for end in plain.values()):
-            yield Outcome("no fault at all", SILENT, f"{plain}")
+            yield Outcome("no fault at all", REFUSED, f"{plain}")
             return
         for name in names:
             for victim in victims:

@@ -19,7 +19,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from faults.case import AS_PROMISED, HUNG, NAMELESS, SILENT, Case, End, Outcome, Promise, Tools, judge, last_line
+from faults.case import (
+    AS_PROMISED,
+    HUNG,
+    NAMELESS,
+    REFUSED,
+    SILENT,
+    Case,
+    End,
+    Outcome,
+    Promise,
+    Tools,
+    judge,
+    last_line,
+)
 from faults.ranks import Rank, fork_ranks, rank_of_program, run_and_tell, start_program
 from faults.setups import ENGINES, OVER_MPI, PLAIN, TWO_LEVELS, Run, Setup
 from onebit.comm.transports.edge import DIAGNOSIS_S
@@ -163,7 +176,7 @@ def _over_gloo(setup: Setup, names: Sequence[str], draws: int, tools: Tools) -> 
     plain = _forked(setup, None, -1, -1)
     expected = plain[0].value
     if any(end.what != "returned" or end.value != expected for end in plain.values()):
-        yield Outcome("no fault at all", SILENT, f"{plain}")
+        yield Outcome("no fault at all", REFUSED, f"{plain}")
         return
     places = [(victim, at) for victim in (0, setup.ranks - 1) for at in (_EARLY, _LATE)]
     faults = [(name, *place) for name in names for place in tools.random.sample(places, draws)]
