@@ -18,11 +18,18 @@ from .allreduce import (
     interleave,
     land,
 )
-from .codecs.base import Codec, IdentityCodec
-from .codecs.bf16 import Bf16Codec
-from .codecs.int4 import Int4Codec
-from .codecs.int8 import Int8Codec
-from .codecs.sign import SignCodec
+from .codecs import (
+    CODECS,
+    Bf16Codec,
+    Codec,
+    FusedCodec,
+    IdentityCodec,
+    Int4Codec,
+    Int8Codec,
+    Log4Codec,
+    SignCodec,
+    codec_named,
+)
 from .hierarchy import Levels, TwoLevelTransport, two_levels
 from .kernels.operands import Momentum, MomentumWeights, Outgoing, Segments, Update, Variance
 from .launch import init
@@ -30,15 +37,18 @@ from .transports.base import PeerError, Transport, Work, check_transport
 from .transports.simulated import SimNetwork, SimTransport, run_ranks
 
 __all__ = [
+    "CODECS",
     "Bf16Codec",
     "Codec",
     "ErrorFeedback",
     "Exchange",
     "Flight",
+    "FusedCodec",
     "IdentityCodec",
     "Int4Codec",
     "Int8Codec",
     "Levels",
+    "Log4Codec",
     "Momentum",
     "MomentumWeights",
     "Outgoing",
@@ -55,6 +65,7 @@ __all__ = [
     "Work",
     "allreduce_mean",
     "check_transport",
+    "codec_named",
     "compressed_allreduce",
     "exchange",
     "init",

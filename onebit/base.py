@@ -63,7 +63,7 @@ from .comm import (
     ErrorFeedback,
     Exchange,
     Flight,
-    IdentityCodec,
+    FusedCodec,
     Int8Codec,
     Momentum,
     MomentumWeights,
@@ -137,7 +137,7 @@ class CommonOptions(TorchOptions, total=False):
     max_grad_norm: float
     link: Transport | None
     shards: Shards | Transport | None
-    codec: SignCodec | None
+    codec: FusedCodec | None
     error_dtype: torch.dtype
     compression: str
     overlap: bool
@@ -151,7 +151,7 @@ def codec_of_gradients(given: Codec | None, common: CommonOptions) -> Codec:
     block = (common.get("codec") or SignCodec()).block
     if given is None:
         return Int8Codec(block)
-    if given.block != block and not isinstance(given, IdentityCodec):
+    if given.block != block and not given.sends_in_place:
         raise ValueError(f"{given} has blocks of {given.block}, the one-bit codec of {block}; give both the same")
     return given
 
@@ -169,7 +169,7 @@ class CompressedOptimizer(BucketedOptimizer):
         max_grad_norm: float = 0.0,
         link: Transport | None = None,
         shards: Shards | Transport | None = None,
-        codec: SignCodec | None = None,
+        codec: FusedCodec | None = None,
         error_dtype: torch.dtype = torch.float32,
         compression: str = "auto",
         overlap: bool = True,
@@ -393,7 +393,7 @@ class CompressedOptimizer(BucketedOptimizer):
     def _wire(self, bucket: Bucket, codec: Codec) -> Wire:
         """The bucket's buffers for this codec, made when first needed. In full, it travels from where it lies."""
         if codec not in bucket.wires:
-            in_place = self._rows(bucket.x.view(torch.uint8)) if isinstance(codec, IdentityCodec) else None
+            in_place = self._rows(bucket.x.view(torch.uint8)) if codec.sends_in_place else None
             bucket.wires[codec] = Wire.empty(
                 codec,
                 bucket.layout.numel,

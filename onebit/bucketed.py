@@ -24,7 +24,7 @@ from .agreement import replicas
 from .agreement.ballot import option_lines
 from .bucket import Bucket
 from .checkpoint.change_world_size import gather_states, reframe, resize
-from .comm import Levels, SignCodec, Transport
+from .comm import FusedCodec, Levels, SignCodec, Transport
 from .contract import (
     check_adam_entry,
     check_group,
@@ -74,7 +74,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         *,
         link: Transport | None,
         shards: Shards | Transport | None,
-        codec: SignCodec | None,
+        codec: FusedCodec | None,
         error_dtype: torch.dtype,
         bucket_cap_mb: float,
     ):
@@ -86,7 +86,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         comm.check_transport(self.link)
         self.shards = shards_of(shards)
         self._levels = Levels.of(self.link)
-        self.codec = codec or SignCodec()
+        self.codec: FusedCodec = codec or SignCodec()
         self.error_dtype = error_dtype
         self._bucket_elements = max(1, int(bucket_cap_mb * 2**20 / 4))
         self._buckets: list[Bucket] = []
@@ -347,6 +347,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             "shard": self.shards.whole.rank,
             "shards": self.shards.whole.world_size,
             "block": self.codec.block,
+            "codec": self.codec.name,
         }
 
     def _keys(self) -> dict[Tensor, int]:
@@ -446,7 +447,8 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         record = state.get("onebit")
         if record is not None:
             self._check_kind(record)
-            record = {"local_size": 1, "shard": 0, "shards": 1, "kind": self.kind} | record  # not in the first files
+            # Not in the first files.
+            record = {"local_size": 1, "shard": 0, "shards": 1, "kind": self.kind, "codec": "sign"} | record
             for key, value in self._identity().items():
                 there = record[key]
                 if there != value:

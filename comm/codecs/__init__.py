@@ -1,1 +1,36 @@
-"""Codecs: rows of floats to byte frames and back. Byte layouts: `kernels/reference.py`."""
+"""Codecs: rows of floats to byte frames and back. Byte layouts: `kernels/reference.py`, `kernels/int4_reference.py`.
+
+`CODECS` is the registry: the engine's configuration, the plan, the pipeline's wire, the training script and the
+contract tests read it. To add a codec write its file, and its line here.
+"""
+
+from __future__ import annotations
+
+from .base import Codec, FusedCodec, IdentityCodec
+from .bf16 import Bf16Codec
+from .int4 import Int4Codec
+from .int8 import Int8Codec
+from .log4 import Log4Codec
+from .sign import SignCodec
+
+__all__ = [
+    "CODECS", "Bf16Codec", "Codec", "FusedCodec", "IdentityCodec", "Int4Codec", "Int8Codec", "Log4Codec", "SignCodec",
+    "codec_named",
+]  # fmt: skip
+
+_KINDS: tuple[type[Codec], ...] = (
+    IdentityCodec,
+    Bf16Codec,
+    Int8Codec,
+    Int4Codec,
+    Log4Codec,
+    SignCodec,
+)
+CODECS = {kind.name: kind for kind in _KINDS}
+
+
+def codec_named(name: str, block: int) -> Codec:
+    """The codec of this name in blocks of so many elements. Raises ValueError for names that are not in `CODECS`."""
+    if name not in CODECS:
+        raise ValueError(f"no codec is named {name!r}; there are {', '.join(CODECS)}")
+    return CODECS[name](block)  # type: ignore[call-arg]

@@ -1,38 +1,46 @@
 """Codecs: rows of floats to byte frames and back. A codec knows neither ranks nor steps nor where errors are kept.
 
-Here are the contract and the lossless member; `sign.py` holds the one-bit one. `tests/unit/test_codec.py` runs one
-contract over all of them. The frames are what travels: their layout is public and pinned by golden bytes.
+Here are the two contracts and the lossless member. `__init__.py` registers codecs by name: an addition is a file and a
+line there, which joins every contract test. Frames are what travels: their layout is public, pinned by golden bytes.
 
 Shape legend: K rows (one per receiver), N elements of a row, B bytes of its frame, J blocks of a row.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ..kernels import reference
 from ..kernels.arguments import check_shape
-from ..kernels.operands import Outgoing
+from ..kernels.operands import Momentum, Outgoing, Update
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """K rows of N float32 <-> K frames of B bytes. N is a multiple of `block`.
 
     `counts_KJ` (int32, at most `block` each; None: all full) says how many leading elements of each block are real.
     The others are padding: they do not enter a scale, and their residual is zero.
+
+    name: in the registry, and in checkpoints. block: elements per block. leaves_residual: whether frames leave out
+    anything worth returning. sends_in_place: whether frames may lie in the memory of x.
     """
 
-    @property
-    def block(self) -> int:
-        """Elements per block."""
+    name: ClassVar[str]
+    block: int
+    leaves_residual: ClassVar[bool] = True
+    sends_in_place: ClassVar[bool] = False
 
+    @abstractmethod
     def frame_bytes(self, n: int) -> int:
         """Bytes of the frame of a row of n elements; a multiple of 16 (NCCL is slow on anything else)."""
 
+    @abstractmethod
     def encode(self, x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None) -> None:
         """Write the frames of c = x + error, and leave what they do not say: x ← c - decode(frames).
 
@@ -40,31 +48,72 @@ class Codec(Protocol):
         A block holding a NaN or an infinity travels as a non-finite one: every receiver decodes non-finite values.
         """
 
+    @abstractmethod
     def decode(self, frames_KB: Tensor, out_KN: Tensor, *, weight: float = 1.0, keep: float = 0.0) -> None:
         """out ← keep·out + weight·values. With keep = 0 the old content of out is not read."""
 
+    @abstractmethod
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
         """out ← mean over the K frames, summed in row order. The sum over the frames is never materialised K times."""
 
     def encode_mean(self, received_WB: Tensor, out: Outgoing) -> None:
         """Send the mean of the W frames, and what is owed: one row, whose frame and residual go `out`."""
+        residual_1N = out.residual_KN
+        c_1N = residual_1N if residual_1N.dtype == torch.float32 else torch.empty_like(residual_1N, dtype=torch.float32)
+        self.decode_mean(received_WB, c_1N[0])
+        self._send(c_1N, out)
 
+    @abstractmethod
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         """Whether all values of these frames of n elements are finite. A bool tensor of no dimensions, same device."""
 
+    def _send(self, c_KN: Tensor, out: Outgoing) -> None:
+        self.encode(c_KN, out.error_KN, out.frames_KB, out.counts_KJ)
+        if c_KN is not out.residual_KN:
+            out.residual_KN.copy_(c_KN)
+
+
+class FusedCodec(Codec):
+    """A codec in which an optimizer's momentum can travel, and is kept: what its compressed step does in one pass.
+
+    What its frames say is encoded into the same frames again, and leaves nothing. Here both methods are plain torch
+    operations over the others; a codec with kernels overrides them. Packed momenta are frames of the same codec.
+    """
+
+    def on_host(self) -> FusedCodec:
+        """The same for host tensors, whatever kernel was chosen for those of another device."""
+        return self
+
+    def encode_momentum(self, momentum: Momentum, out: Outgoing) -> None:
+        """frames ← frames of c = add·g/√(D² + own·g²) + keep·m + error; residual ← c - decode(frames)."""
+        old_KN = momentum.old
+        if momentum.is_packed:
+            old_KN = torch.empty(out.residual_KN.shape, device=momentum.old.device)
+            self.decode(momentum.old, old_KN)
+        self._send(reference.momentum_of(momentum, old_KN), out)
+
+    def apply(self, frames_KB: Tensor, n: int, update: Update) -> None:
+        """p ← keep·p + weight·value, the values those of frames of rows of n elements."""
+        values_KN = torch.empty(len(frames_KB), n, device=frames_KB.device)
+        self.decode(frames_KB, values_KN)
+        reference.update_with(values_KN, update)
+
 
 @dataclass(frozen=True)
-class IdentityCodec:
+class IdentityCodec(Codec):
     """Sends float32 as it is: 32 bits per element, nothing left over. Warm-up and exact references use it.
 
     The frame of a row is its float32 values, little-endian. Where frames and x are the same memory, encode and decode
     move nothing (and encode leaves x as it is instead of zeroing it): a bucket can then travel from where it lies.
     """
 
+    name = "fp32"
     block: int = 4
+    leaves_residual = False
+    sends_in_place = True
 
     def frame_bytes(self, n: int) -> int:
-        _check_whole_blocks(n, self.block)
+        check_whole_blocks(n, self.block)
         return -(-4 * n // 16) * 16
 
     def encode(self, x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None) -> None:
@@ -89,22 +138,9 @@ class IdentityCodec:
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
         mean_into_(out_N, values_in(frames_KB, (len(frames_KB), len(out_N)), torch.float32))
 
-    def encode_mean(self, received_WB: Tensor, out: Outgoing) -> None:
-        average_then_encode(self, received_WB, out)
-
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         values = values_in(frames_KB, (len(frames_KB), n), torch.float32)
         return torch.linalg.vector_norm(values, float("inf")).isfinite()
-
-
-def average_then_encode(codec: Codec, received_WB: Tensor, out: Outgoing) -> None:
-    """`Codec.encode_mean` in two steps, for codecs without a fused one."""
-    residual_1N = out.residual_KN
-    c_1N = residual_1N if residual_1N.dtype == torch.float32 else torch.empty_like(residual_1N, dtype=torch.float32)
-    codec.decode_mean(received_WB, c_1N[0])
-    codec.encode(c_1N, out.error_KN, out.frames_KB, out.counts_KJ)
-    if c_1N is not residual_1N:
-        residual_1N.copy_(c_1N)
 
 
 # Frames that are the numbers themselves, of one type.
@@ -125,7 +161,7 @@ def mean_into_(out_N: Tensor, values_KN: Tensor) -> None:
     out_N.mul_(1.0 / len(values_KN))
 
 
-def _check_whole_blocks(n: int, block: int) -> None:
+def check_whole_blocks(n: int, block: int) -> None:
     if n % block:
         raise ValueError(
             f"a row of {n} elements is not a whole number of blocks of {block}; pad it (see onebit/flat.py)"

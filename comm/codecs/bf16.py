@@ -7,21 +7,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.operands import Outgoing
-from .base import _check_whole_blocks, average_then_encode, mean_into_, values_in
+from .base import Codec, check_whole_blocks, mean_into_, values_in
 
 
 @dataclass(frozen=True)
-class Bf16Codec:
+class Bf16Codec(Codec):
     """16 bits per element: the values, rounded to nearest even, little-endian; then zero bytes up to a multiple of 16.
 
     A mean is summed in float32. block: elements that a row is a multiple of.
     """
 
+    name = "bf16"
     block: int = 8
+    leaves_residual = False
 
     def frame_bytes(self, n: int) -> int:
-        _check_whole_blocks(n, self.block)
+        check_whole_blocks(n, self.block)
         return -(-2 * n // 16) * 16
 
     def encode(self, x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None) -> None:
@@ -46,9 +47,6 @@ class Bf16Codec:
 
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
         mean_into_(out_N, values_in(frames_KB, (len(frames_KB), len(out_N)), torch.bfloat16))
-
-    def encode_mean(self, received_WB: Tensor, out: Outgoing) -> None:
-        average_then_encode(self, received_WB, out)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         return values_in(frames_KB, (len(frames_KB), n), torch.bfloat16).isfinite().all()

@@ -15,18 +15,18 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import cpu, int4_reference, reference
-from ..kernels.operands import Outgoing
-from .base import _check_whole_blocks, average_then_encode
+from .base import Codec, check_whole_blocks
 
 
 @dataclass(frozen=True)
-class Int4Codec:
+class Int4Codec(Codec):
     """4 + 16/block bits per element.
 
     block: elements per scale, a multiple of 32. kernel: "auto" (C++ for host tensors where it was built, else the
     reference), "reference" or "cpu".
     """
 
+    name = "int4"
     block: int = 256
     kernel: str = "auto"
 
@@ -37,7 +37,7 @@ class Int4Codec:
             raise ValueError(f'kernel must be "auto", "reference" or "cpu", got {self.kernel!r}')
 
     def frame_bytes(self, n: int) -> int:
-        _check_whole_blocks(n, self.block)
+        check_whole_blocks(n, self.block)
         return -(-(n // 2 + 2 * (n // self.block)) // 16) * 16
 
     def encode(self, x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None) -> None:
@@ -48,9 +48,6 @@ class Int4Codec:
 
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
         self._kernel(out_N.device).int4_decode_mean(frames_KB, out_N, block=self.block)
-
-    def encode_mean(self, received_WB: Tensor, out: Outgoing) -> None:
-        average_then_encode(self, received_WB, out)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         return reference.decodes_finite(int4_reference.int4_scales(frames_KB, n, block=self.block), 8.0).all()

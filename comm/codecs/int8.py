@@ -12,18 +12,18 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import reference
-from ..kernels.operands import Outgoing
-from .base import _check_whole_blocks, average_then_encode
+from .base import Codec, check_whole_blocks
 
 
 @dataclass(frozen=True)
-class Int8Codec:
+class Int8Codec(Codec):
     """8 + 16/block bits per element.
 
     block: elements per scale, a multiple of 16.
     kernel: as in `SignCodec`.
     """
 
+    name = "int8"
     block: int = 256
     kernel: str = "auto"
 
@@ -33,7 +33,7 @@ class Int8Codec:
         kernels.check_name(self.kernel)
 
     def frame_bytes(self, n: int) -> int:
-        _check_whole_blocks(n, self.block)
+        check_whole_blocks(n, self.block)
         return -(-(n + 2 * (n // self.block)) // 16) * 16
 
     def encode(self, x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None) -> None:
@@ -46,9 +46,6 @@ class Int8Codec:
 
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
         kernels.select(self.kernel, out_N.device).int8_decode_mean(frames_KB, out_N, block=self.block)
-
-    def encode_mean(self, received_WB: Tensor, out: Outgoing) -> None:
-        average_then_encode(self, received_WB, out)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         return reference.decodes_finite(reference.int8_scales(frames_KB, n, block=self.block), 128.0).all()

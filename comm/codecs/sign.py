@@ -6,18 +6,18 @@ Source: the compression operator of 1-bit Adam (Tang et al., arXiv 2102.02888, s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from .. import kernels
 from ..kernels import reference
 from ..kernels.operands import Momentum, Outgoing, Update
-from .base import _check_whole_blocks
+from .base import FusedCodec, check_whole_blocks
 
 
 @dataclass(frozen=True)
-class SignCodec:
+class SignCodec(FusedCodec):
     """C(c) = s·sgn(c) per block, 1 + 16/block bits per element.
 
     block: elements per scale, a multiple of 64. scale: "rms" (s² = mean c²) or "mean_abs" (s = mean |c|).
@@ -25,6 +25,7 @@ class SignCodec:
     else the reference), "reference", "cpu", "cupy", or "triton".
     """
 
+    name = "sign"
     block: int = 256
     scale: str = "rms"
     kernel: str = "auto"
@@ -37,7 +38,7 @@ class SignCodec:
         kernels.check_name(self.kernel)
 
     def frame_bytes(self, n: int) -> int:
-        _check_whole_blocks(n, self.block)
+        check_whole_blocks(n, self.block)
         return -(-(n // 8 + 2 * (n // self.block)) // 16) * 16
 
     def encode(self, x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None) -> None:
@@ -54,6 +55,9 @@ class SignCodec:
     def encode_mean(self, received_WB: Tensor, out: Outgoing) -> None:
         kernel = kernels.select(self.kernel, out.residual_KN.device)
         kernel.encode_mean(received_WB, out, block=self.block, scale=self.scale)
+
+    def on_host(self) -> SignCodec:
+        return replace(self, kernel="auto")
 
     def encode_momentum(self, momentum: Momentum, out: Outgoing) -> None:
         """frames ← frames of c = add·g/√(D² + own·g²) + keep·m + error; residual ← c - decode(frames)."""

@@ -44,7 +44,7 @@ def int4_encode(
         c_KJn.masked_fill_(padding, 0.0)
     largest_KJ = torch.linalg.vector_norm(c_KJn, float("inf"), dim=-1)
     # A tensor of its device: a Python divisor becomes a multiplication by its reciprocal on CUDA.
-    s_KJ = reference._round_up_to_bfloat16(largest_KJ / x_KN.new_full((), 7.0))
+    s_KJ = reference.round_up_to_bfloat16(largest_KJ / x_KN.new_full((), 7.0))
     bad_KJ = ~(largest_KJ.isfinite() & reference.decodes_finite(s_KJ, 8.0))
     c_KJn.masked_fill_(bad_KJ.unsqueeze(-1), 0.0)
     s_KJ1 = s_KJ.to(torch.float32).masked_fill(bad_KJ | (s_KJ == 0), 1.0).unsqueeze(-1)
@@ -59,17 +59,17 @@ def int4_encode(
 
 def int4_decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None:
     """out ← keep·out + weight·values; out float32 [K, N]."""
-    reference._weigh_into_(out_KN, _values(frames_KB, out_KN.shape[1], block), weight, keep)
+    reference.weigh_into_(out_KN, _values(frames_KB, out_KN.shape[1], block), weight, keep)
 
 
 def int4_decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
     """out ← mean over the K frames; out float32 [N]."""
-    reference._mean_into_(out_N, frames_KB, lambda frame_1B: _values(frame_1B, out_N.shape[0], block)[0])
+    reference.mean_into_(out_N, frames_KB, lambda frame_1B: _values(frame_1B, out_N.shape[0], block)[0])
 
 
 def int4_scales(frames_KB: Tensor, n: int, *, block: int) -> Tensor:
     """The bfloat16 scales [K, J] of int4 frames of n elements (a copy)."""
-    return reference._scales_at(frames_KB, n // 2, n // block)
+    return reference.scales_at(frames_KB, n // 2, n // block)
 
 
 def _values(frames_KB: Tensor, n: int, block: int) -> Tensor:

@@ -98,12 +98,12 @@ def encode(
 
 def decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None:
     """out ← keep·out + weight·values; out float32 [K, N]."""
-    _weigh_into_(out_KN, _values(frames_KB, out_KN.shape[1], block), weight, keep)
+    weigh_into_(out_KN, _values(frames_KB, out_KN.shape[1], block), weight, keep)
 
 
 def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
     """out ← mean over the K frames; out float32 [N]."""
-    _mean_into_(out_N, frames_KB, lambda frame_1B: _values(frame_1B, out_N.shape[0], block)[0])
+    mean_into_(out_N, frames_KB, lambda frame_1B: _values(frame_1B, out_N.shape[0], block)[0])
 
 
 def encode_mean(received_WB: Tensor, out: Outgoing, *, block: int, scale: str) -> None:
@@ -115,17 +115,22 @@ def encode_mean(received_WB: Tensor, out: Outgoing, *, block: int, scale: str) -
 
 def encode_momentum(momentum: Momentum, out: Outgoing, *, block: int, scale: str) -> None:
     """frames ← frames of c, the momentum with this rank's gradient and what it owes (rule 6); residual ← the rest."""
-    K, N = out.residual_KN.shape
+    old_KN = _values(momentum.old, out.residual_KN.shape[1], block) if momentum.is_packed else momentum.old
+    _send(momentum_of(momentum, old_KN), out, block=block, scale=scale)
+
+
+def momentum_of(momentum: Momentum, old_KN: Tensor) -> Tensor:
+    """c before what is owed: add·y + keep·m with y = g/√(D² + own·g²), float32 [K, N]. old: m, float32 [K, N]."""
     weights, D = momentum.weights, momentum.D_KN
-    g = torch.zeros(K * N, device=out.residual_KN.device)
+    K, N = old_KN.shape
+    g = torch.zeros(K * N, device=old_KN.device)
     for view, grad in zip(momentum.segments.views(g), momentum.grads, strict=True):
         if grad is not None:
             view.copy_(grad.reshape(-1))
     g = g.mul_(weights.unscale).view(K, N)
     D = D.denominator(_sqrt) if isinstance(D, Variance) else D
     y = g / _sqrt(D * D + (g * g) * weights.own)
-    m = _values(momentum.old, N, block) if momentum.is_packed else momentum.old
-    _send(y * weights.add + m * weights.keep, out, block=block, scale=scale)
+    return y * weights.add + old_KN * weights.keep
 
 
 def _send(c_KN: Tensor, out: Outgoing, *, block: int, scale: str) -> None:
@@ -135,7 +140,12 @@ def _send(c_KN: Tensor, out: Outgoing, *, block: int, scale: str) -> None:
 
 def apply(frames_KB: Tensor, n: int, update: Update, *, block: int) -> None:
     """p ← keep·p + weight·value for parameters where they lie, of the K·J blocks of frames of rows of n elements."""
-    values = update.segments.views(_values(frames_KB, n, block).view(-1))
+    update_with(_values(frames_KB, n, block), update)
+
+
+def update_with(values_KN: Tensor, update: Update) -> None:
+    """p ← keep·p + weight·value, for parameters where they lie."""
+    values = update.segments.views(values_KN.view(-1))
     for p, value, weight, keep in zip(update.params, values, update.weight_S, update.keep_S, strict=True):
         if p is not None:
             p.copy_((p.to(torch.float32) * keep).add_(value.view(p.shape) * weight))
@@ -143,7 +153,7 @@ def apply(frames_KB: Tensor, n: int, update: Update, *, block: int) -> None:
 
 def scales(frames_KB: Tensor, n: int, *, block: int) -> Tensor:
     """The bfloat16 scales [K, J] of sign frames of n elements (a copy)."""
-    return _scales_at(frames_KB, n // 8, n // block)
+    return scales_at(frames_KB, n // 8, n // block)
 
 
 def int8_encode(
@@ -161,7 +171,7 @@ def int8_encode(
         c_KJn.masked_fill_(padding, 0.0)
     largest_KJ = torch.linalg.vector_norm(c_KJn, float("inf"), dim=-1)
     # A tensor of its device: a Python divisor becomes a multiplication by its reciprocal on CUDA.
-    s_KJ = _round_up_to_bfloat16(largest_KJ / x_KN.new_full((), 127.0))
+    s_KJ = round_up_to_bfloat16(largest_KJ / x_KN.new_full((), 127.0))
     bad_KJ = ~(largest_KJ.isfinite() & decodes_finite(s_KJ, 128.0))
     c_KJn.masked_fill_(bad_KJ.unsqueeze(-1), 0.0)
     s_KJ1 = s_KJ.to(torch.float32).masked_fill(bad_KJ | (s_KJ == 0), 1.0).unsqueeze(-1)
@@ -175,17 +185,17 @@ def int8_encode(
 
 def int8_decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None:
     """out ← keep·out + weight·values; out float32 [K, N]."""
-    _weigh_into_(out_KN, _int8_values(frames_KB, out_KN.shape[1], block), weight, keep)
+    weigh_into_(out_KN, _int8_values(frames_KB, out_KN.shape[1], block), weight, keep)
 
 
 def int8_decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
     """out ← mean over the K frames; out float32 [N]."""
-    _mean_into_(out_N, frames_KB, lambda frame_1B: _int8_values(frame_1B, out_N.shape[0], block)[0])
+    mean_into_(out_N, frames_KB, lambda frame_1B: _int8_values(frame_1B, out_N.shape[0], block)[0])
 
 
 def int8_scales(frames_KB: Tensor, n: int, *, block: int) -> Tensor:
     """The bfloat16 scales [K, J] of int8 frames of n elements (a copy)."""
-    return _scales_at(frames_KB, n, n // block)
+    return scales_at(frames_KB, n, n // block)
 
 
 def decodes_finite(s: Tensor, steps: float) -> Tensor:
@@ -193,7 +203,7 @@ def decodes_finite(s: Tensor, steps: float) -> Tensor:
     return (s.to(torch.float32) * steps).isfinite()
 
 
-def _weigh_into_(out_KN: Tensor, values_KN: Tensor, weight: float, keep: float) -> None:
+def weigh_into_(out_KN: Tensor, values_KN: Tensor, weight: float, keep: float) -> None:
     if len(values_KN) != len(out_KN):
         raise ValueError(f"{len(values_KN)} frames cannot be decoded into {len(out_KN)} rows")
     if weight != 1.0:
@@ -204,14 +214,14 @@ def _weigh_into_(out_KN: Tensor, values_KN: Tensor, weight: float, keep: float) 
         out_KN.mul_(keep).add_(values_KN)
 
 
-def _mean_into_(out_N: Tensor, frames_KB: Tensor, values: Callable[[Tensor], Tensor]) -> None:
+def mean_into_(out_N: Tensor, frames_KB: Tensor, values: Callable[[Tensor], Tensor]) -> None:
     out_N.copy_(values(frames_KB[:1]))
     for k in range(1, frames_KB.shape[0]):
         out_N.add_(values(frames_KB[k : k + 1]))
     out_N.mul_(1.0 / frames_KB.shape[0])
 
 
-def _scales_at(frames_KB: Tensor, offset: int, J: int) -> Tensor:
+def scales_at(frames_KB: Tensor, offset: int, J: int) -> Tensor:
     check_shape(frames_KB, len(frames_KB), offset + 2 * J)
     scales_KB = frames_KB[:, offset : offset + 2 * J].clone(memory_format=torch.contiguous_format)
     return scales_KB.view(-1).view(torch.bfloat16).view(frames_KB.shape[0], J)
@@ -223,7 +233,7 @@ def _int8_values(frames_KB: Tensor, n: int, block: int) -> Tensor:
     return q_KJn.mul_(s_KJ.to(torch.float32).unsqueeze(-1)).view(K, n)
 
 
-def _round_up_to_bfloat16(x: Tensor) -> Tensor:
+def round_up_to_bfloat16(x: Tensor) -> Tensor:
     """The least bfloat16 not below x (x >= 0), so that the largest element is within 127 steps."""
     return ((x.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
 

@@ -10,18 +10,18 @@ what, and what is cut where, is in `zero/checkpoint/reshard.py`; what becomes of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..bucket import Bucket
 from ..bucketed import BucketedOptimizer
-from ..comm import SignCodec
+from ..comm import codec_named
 from ..flat import Layout, lay_out
 
 # Of a record: what says whose it is, and what is of single parameters. The rest is the same for all of them.
-_OF_A_RANK = ("version", "rank", "world_size", "local_size", "shard", "shards", "block")
+_OF_A_RANK = ("version", "rank", "world_size", "local_size", "shard", "shards", "block", "codec")
 _OF_PARAMETERS = ("buckets", "live_blocks", "layers", "parameters", "waiting")
 # Of a group: what is not the same in every rank's.
 _OF_A_GROUP = ("params", "param_names", "exp_avg_mask")
@@ -117,7 +117,9 @@ def _flat_tensors(
     found = {}
     if saved["frames"] is not None:
         found["momentum"] = torch.empty(layout.numel)
-        SignCodec(layout.block).decode(saved["frames"].cpu(), found["momentum"].view(layout.world_size, -1))
+        codec_named(record.get("codec", "sign"), layout.block).decode(
+            saved["frames"].cpu(), found["momentum"].view(layout.world_size, -1)
+        )
     if server_errors and (owed := server_errors[index]) is not None:
         found["server_error"] = owed
     if "live_blocks" in record and (live_J := record["live_blocks"][index]) is not None:
@@ -213,7 +215,7 @@ def _packed(
     m = _flat(layout, states, "momentum")
     if m is None:
         return None
-    codec = replace(optimizer.codec, kernel="auto")  # on the host, wherever the optimizer's own kernel runs
+    codec = optimizer.codec.on_host()
     frames = torch.empty(layout.world_size, codec.frame_bytes(layout.chunk), dtype=torch.uint8)
     codec.encode(m.view(layout.world_size, -1), None, frames, layout.counts())
     for one, residual in zip(states, layout.views(m), strict=True):

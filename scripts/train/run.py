@@ -37,7 +37,7 @@ from train.report import PROGRESS, Report, Row
 EXIT_INTERRUPTED = 130
 _VALIDATION_WINDOWS = 64
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
-_WIRES = ("bf16", "int8", "int4")
+_WIRES = [name for name in comm.CODECS if name != "fp32"]
 _FIXED_ON_RESUME = (
     "optimizer", "size", "seed", "batch_size", "accumulate", "steps", "lr", "warmup_lr_fraction", "weight_decay",
     "freeze_step", "local_step_clipper", "max_grad_norm", "compression",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -14,7 +15,24 @@ from hypothesis import strategies as st
 from oracles import compress
 from torch import Tensor
 
-from onebit.comm import Bf16Codec, Codec, IdentityCodec, Int4Codec, Int8Codec, Outgoing, SignCodec
+from onebit.comm import CODECS as REGISTRY
+from onebit.comm import (
+    Bf16Codec,
+    Codec,
+    FusedCodec,
+    IdentityCodec,
+    Int4Codec,
+    Int8Codec,
+    Log4Codec,
+    Momentum,
+    MomentumWeights,
+    Outgoing,
+    Segments,
+    SignCodec,
+    Update,
+    codec_named,
+)  # fmt: skip
+from onebit.comm.kernels import reference
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
 import write_golden
@@ -33,6 +51,8 @@ CODECS: list[Codec] = [
     Int4Codec(kernel="reference"),
     Bf16Codec(),
     Bf16Codec(block=256),
+    Log4Codec(block=32),
+    *(codec_named(name, 256) for name in REGISTRY),
 ]
 SPECIAL = [0.0, -0.0, 1e-45, -1e-38, 1e-30, 3e38, -1e18, 1.0, -2.0]
 
@@ -139,7 +159,7 @@ class TestContract:
     def test_frames_that_pass_as_finite_decode_to_finite_values(self, codec: Codec) -> None:
         """Whatever their bytes: codes that no encoder sends, at scales around the largest, infinite and NaN."""
         n, seen = codec.block, set()
-        code_bytes = {Int8Codec: n, Int4Codec: n // 2}.get(type(codec), n // 8)
+        code_bytes = codec.frame_bytes(16 * n) // 16 - 2  # behind them the block's scale, where there is one
         bits = torch.arange(0x7A00, 0x7FD0, 7, dtype=torch.int32)
         scales = torch.stack((bits, bits - 0x8000), dim=1).to(torch.int16).view(-1, 1).view(torch.uint8)
         g = torch.Generator().manual_seed(0)
@@ -293,3 +313,56 @@ def test_bad_int4_options_are_refused() -> None:
 def test_bad_int8_options_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Int8Codec(**options)
+
+
+@pytest.mark.parametrize("block", [32, 256])
+def test_log4_is_the_nearest_of_eight_powers_of_two(block: int) -> None:
+    """Half way between two, the larger; in float64, element by element."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(2, 3 * block, generator=generator) * 10 ** (-4 * torch.rand(2, 3 * block, generator=generator))
+    x[0, :4] = torch.tensor([1.0, 0.75, 0.375, -0.75]) * 8.0
+    frames, _ = encode(Log4Codec(block=block), x)
+    decoded = decode(Log4Codec(block=block), frames, 3 * block)
+    for row, values in zip(x.view(-1, block).double(), decoded.view(-1, block).double(), strict=True):
+        largest = float(row.abs().max())
+        scale = float(values.abs().max())
+        assert largest <= scale <= largest * (1 + 2**-7) and torch.tensor(scale).to(torch.bfloat16).double() == scale
+        levels = [scale * 2.0**-k for k in range(8)]
+        for element, value in zip(row.tolist(), values.tolist(), strict=True):
+            gaps = [(abs(level - abs(element)), -level) for level in levels]
+            assert value == math.copysign(min(gaps)[1], element if element else 1.0)
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if isinstance(codec, FusedCodec)], ids=str)
+class TestFusedContract:
+    """What an optimizer's momentum needs of the codec that it travels and is kept in."""
+
+    def test_what_frames_say_is_encoded_into_them_again(self, codec: FusedCodec) -> None:
+        frames, _ = encode(codec, some_rows(codec, 3, 5))
+        again, residual = encode(codec, decode(codec, frames, 5 * codec.block))
+        assert torch.equal(frames, again) and not residual.any()
+
+    @pytest.mark.parametrize("is_packed", [True, False])
+    def test_the_momentum_is_made_then_encoded(self, codec: FusedCodec, is_packed: bool) -> None:
+        K, N, weights = 2, 3 * codec.block, MomentumWeights(keep=0.9, add=0.1, own=0.01, unscale=0.5)
+        packed, _ = encode(codec, some_rows(codec, K, 3, seed=3))
+        old = decode(codec, packed, N)
+        D, grad, error = some_rows(codec, K, 3, seed=4).abs() + 0.1, some_rows(codec, K, 3, seed=5), torch.ones(K, N)
+        g = 0.5 * grad
+        y = g / reference._sqrt(D * D + (g * g) * 0.01)
+        expected, residual = encode(codec, y * 0.1 + old * 0.9, error)
+        segments = Segments(first=(0,), numels=(K * N,), block=codec.block)
+        momentum = Momentum([grad.view(-1)], segments, D, packed if is_packed else old, weights)
+        frames, kept = torch.full_like(packed, 0xEE), torch.empty(K, N)
+        codec.encode_momentum(momentum, Outgoing(error, frames, None, kept))
+        assert torch.equal(frames, expected) and torch.equal(kept, residual)
+
+    def test_parameters_move_by_what_frames_say(self, codec: FusedCodec) -> None:
+        N = 2 * codec.block
+        frames, _ = encode(codec, some_rows(codec, 1, 2))
+        p = torch.nn.Parameter(torch.arange(float(N)))
+        expected = (p.detach() * 0.5) + decode(codec, frames, N)[0] * -2.0
+        segments = Segments(first=(0,), numels=(N,), block=codec.block)
+        with torch.no_grad():
+            codec.apply(frames, N, Update([p], segments, torch.tensor([-2.0]), torch.tensor([0.5])))
+        assert torch.equal(p.detach(), expected)

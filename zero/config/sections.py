@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...agreement.skips import MOST_SKIPS
+from ...comm import CODECS
 from .ignored_keys import BF16, DATA_TYPES, FP16, OFFLOAD, OFFLOAD_PARAM, PIPELINE, ZERO
 from .schema import BOOL, FLOAT, INT, TEXT, Inert, block, check_block, key
 
 DTYPES = ("fp32", "bf16", "fp16")
+_WIRES = tuple(name for name in CODECS if name != "fp32")
 
 
 @dataclass(frozen=True)
@@ -161,8 +163,8 @@ class Pipelining:
     activation_checkpoint_interval: int | None = key(None, INT, null=True, least=0)
     schedule: str = key("1f1b", TEXT, choices=("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"))
     chunks: int | None = key(None, INT, null=True, least=1)
-    activations: str | None = key(None, TEXT, null=True, choices=("bf16", "int8", "int4"))
-    activation_gradients: str | None = key(None, TEXT, null=True, choices=("bf16", "int8", "int4"))
+    activations: str | None = key(None, TEXT, null=True, choices=_WIRES)
+    activation_gradients: str | None = key(None, TEXT, null=True, choices=_WIRES)
 
     def __post_init__(self) -> None:
         check_block(self)

@@ -17,16 +17,12 @@ from torch import Tensor
 from torch.distributed import P2POp
 from torch.distributed.pipelining import PipelineStage
 
-from ...comm import Bf16Codec, Codec, Int4Codec, Int8Codec
+from ...comm import CODECS, Codec, codec_named
 
 # By name. "fp32": tensors go as they are, in whatever type a stage computes. Blocks of 64: with 256, int4 activations
 # leave twice the error in the gradients of weights, for 5 % fewer bytes. What to choose: the record.
-WIRES: dict[str, Codec | None] = {
-    "fp32": None,
-    "bf16": Bf16Codec(),
-    "int8": Int8Codec(block=64),
-    "int4": Int4Codec(block=64),
-}
+_BLOCK = 64
+WIRES: dict[str, Codec | None] = {name: codec_named(name, _BLOCK) for name in CODECS} | {"fp32": None}
 
 
 def frame_bytes(codec: Codec, numel: int) -> int:
@@ -87,10 +83,10 @@ class CompressedStage(PipelineStage):
     ) -> None:
         """args, kwargs: those of PipelineStage."""
         super().__init__(*args, **kwargs)
-        if error_feedback and not isinstance(backward_codec, Int8Codec | Int4Codec):
+        if error_feedback and not (backward_codec and backward_codec.leaves_residual):
             raise ValueError(
-                f"error_feedback returns what 8 or 4 bits leave out of gradients, and backward_codec is "
-                f"{backward_codec}; give an Int8Codec or an Int4Codec, or leave error_feedback out"
+                f"error_feedback returns what few bits leave out of gradients, and backward_codec is {backward_codec}; "
+                "give one of few bits, an Int8Codec for one, or leave error_feedback out"
             )
         self.forward_codec, self.backward_codec = forward_codec, backward_codec
         self.error_feedback = error_feedback

@@ -1,0 +1,102 @@
+"""The four-bit logarithmic codec: a sign and one of eight powers of two below the block's largest, per element.
+
+Values whose magnitudes spread over decades, moments and gradients for two, keep their relative size, where four bits in
+equal steps round most of a block to zero. Frame of a row of N = J·block elements:
+
+    offset 0      N/2 bytes   code of each element; element 2i in the low half of byte i, 2i+1 above
+    offset N/2    J·2 bytes   scale s of each block, bfloat16, little-endian
+    then          zero bytes up to a multiple of 16
+
+Rules, each operation in float32, rounded once:
+1. c = x + error; padding is +0.0. s = max|c|, rounded *up* to the next bfloat16.
+2. A code is k + 8·(c < 0), k in 0..7, and is decoded as ±s·2^-k. k is the least with |c| >= 0.75·s·2^-k, or 7: the
+   nearest of the eight; half way between two, the larger. A zero takes code 7.
+3. A block with a NaN or an infinity, or so large that s is one, travels as scale 0x7FC0 and zero bytes, and leaves
+   residual 0.
+4. The residual is c less the decoded value, and 0 for padding.
+
+Shape legend: K rows, N elements of a row, B bytes of its frame, J blocks of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels import reference
+from ..kernels.arguments import check_shape
+from .base import FusedCodec, check_whole_blocks
+
+_NAN_BF16 = 0x7FC0
+_LEVELS = 8
+
+
+@dataclass(frozen=True)
+class Log4Codec(FusedCodec):
+    """4 + 16/block bits per element, in plain torch. block: elements per scale, a multiple of 32."""
+
+    name = "log4"
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if self.block <= 0 or self.block % 32:
+            raise ValueError(f"block must be a positive multiple of 32, got {self.block}")
+
+    def frame_bytes(self, n: int) -> int:
+        check_whole_blocks(n, self.block)
+        return -(-(n // 2 + 2 * (n // self.block)) // 16) * 16
+
+    def encode(self, x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None) -> None:
+        K, N = x_KN.shape
+        J = N // self.block
+        check_shape(frames_KB, K, N // 2 + 2 * J)
+        if error_KN is not None:
+            x_KN.add_(error_KN)
+        c_KJn = x_KN.view(K, J, self.block)
+        padding = None
+        if counts_KJ is not None:
+            padding = torch.arange(self.block, device=x_KN.device) >= counts_KJ.unsqueeze(-1)
+            c_KJn.masked_fill_(padding, 0.0)
+        largest_KJ = torch.linalg.vector_norm(c_KJn, float("inf"), dim=-1)
+        s_KJ = reference.round_up_to_bfloat16(largest_KJ)
+        bad_KJ = ~(largest_KJ.isfinite() & s_KJ.isfinite())
+        c_KJn.masked_fill_(bad_KJ.unsqueeze(-1), 0.0)
+        s_KJ1 = s_KJ.to(torch.float32).masked_fill(bad_KJ, 0.0).unsqueeze(-1)
+        k_KJn = torch.zeros_like(c_KJn, dtype=torch.uint8)
+        for k in range(_LEVELS - 1):
+            k_KJn += c_KJn.abs() < s_KJ1 * (0.75 * 2.0**-k)
+        codes_KJn = (k_KJn + 8 * (c_KJn < 0)).masked_fill_(bad_KJ.unsqueeze(-1), 0)
+        pairs = codes_KJn.view(K, N // 2, 2)
+        frames_KB[:, : N // 2] = pairs[..., 0] | (pairs[..., 1] << 4)
+        bits_KJ = torch.where(bad_KJ, _NAN_BF16, s_KJ.view(torch.int16)).to(torch.int16)
+        frames_KB[:, N // 2 : N // 2 + 2 * J] = bits_KJ.contiguous().view(-1).view(torch.uint8).view(K, 2 * J)
+        frames_KB[:, N // 2 + 2 * J :] = 0
+        c_KJn.sub_(_values_of(codes_KJn, s_KJ1))
+        if padding is not None:
+            c_KJn.masked_fill_(padding, 0.0)
+
+    def decode(self, frames_KB: Tensor, out_KN: Tensor, *, weight: float = 1.0, keep: float = 0.0) -> None:
+        reference.weigh_into_(out_KN, self._values(frames_KB, out_KN.shape[1]), weight, keep)
+
+    def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
+        reference.mean_into_(out_N, frames_KB, lambda frame_1B: self._values(frame_1B, len(out_N))[0])
+
+    def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
+        return self._scales(frames_KB, n).isfinite().all()
+
+    def _scales(self, frames_KB: Tensor, n: int) -> Tensor:
+        return reference.scales_at(frames_KB, n // 2, n // self.block)
+
+    def _values(self, frames_KB: Tensor, n: int) -> Tensor:
+        K, s_KJ = len(frames_KB), self._scales(frames_KB, n)
+        codes = torch.stack((frames_KB[:, : n // 2] & 0xF, frames_KB[:, : n // 2] >> 4), dim=-1)
+        codes_KJn = codes.view(K, n // self.block, self.block)
+        return _values_of(codes_KJn, s_KJ.to(torch.float32).unsqueeze(-1)).view(K, n)
+
+
+def _values_of(codes: Tensor, s: Tensor) -> Tensor:
+    """Of codes and the scales of their blocks, float32."""
+    magnitude = s * torch.exp2(-(codes & 7).to(torch.float32))
+    return torch.where(codes >= 8, -magnitude, magnitude)
