@@ -228,11 +228,12 @@ def _choice(config: Config) -> OptimizerChoice:
 # Keys of the block "onebit" that every form acts on, and those that each form does.
 _OF_ALL = {"sharding", "ranks_per_node", "tensor", "keep_checkpoints"}
 _ALWAYS = {"bucket_cap_mb", "max_consecutive_skips"}
-_SIGNS = _ALWAYS | {"compression", "error_dtype", "block", "variance_floor", "check_replicas_every"}
+_CODECS = {"codec", "warmup_codec"}
+_SIGNS = _ALWAYS | _CODECS | {"compression", "error_dtype", "block", "variance_floor", "check_replicas_every"}
 _OURS = {
     "whole": _SIGNS,
     "inside": _SIGNS,
-    "across": _SIGNS - {"compression", "error_dtype"} | {"differences"},
+    "across": _SIGNS - _CODECS - {"compression", "error_dtype"} | {"differences"},
     "dense": _ALWAYS,
 }
 

@@ -20,13 +20,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..comm import Int4Codec, SignCodec
+from ..comm import CODECS, FusedCodec, Int4Codec, SignCodec, codec_named
 from ..comm.cost import CodecCost, LinkCost, exchange_s
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "sharded int4", "sharded sign", "AdamW")
 _FLOAT32, _MOMENTS = 4.0, 8.0
-_ELEMENTS = 1 << 20
+_ELEMENTS, _BLOCK = 1 << 20, 256
 
 # Of one rank's own processor: scripts/records/growth_2026-11.md.
 _ONE_BIT_S, _DENSE_S = 3.48e-9, 5.67e-9
@@ -39,6 +39,7 @@ _HIDDEN_BY_BACKWARD = 2 / 3
 @dataclass(frozen=True)
 class Run:
     """What is asked about. link_bits_per_s: of a host, shared by its ranks. compute_s: of a step without its traffic.
+    codec: what momentum travels in where it is not sharded across hosts.
 
     Raises ValueError on numbers that no run can have.
     """
@@ -50,6 +51,7 @@ class Run:
     error_bytes: int = 4
     link_bits_per_s: float = 1e9
     compute_s: float = 0.0
+    codec: str = "sign"
 
     def __post_init__(self) -> None:
         if self.params < 1 or self.hosts < 1 or self.ranks_per_host < 1 or self.link_bits_per_s <= 0:
@@ -100,7 +102,7 @@ def plan(run: Run, optimizer: str, stage: int) -> Plan | None:
     if stage > 0 and run.ranks_per_host == 1:
         return None
     S, R = (run.ranks_per_host, run.hosts) if stage else (1, run.world_size)
-    sign = SignCodec().frame_bytes(_ELEMENTS) / _ELEMENTS
+    sign = codec_named(run.codec, _BLOCK).frame_bytes(_ELEMENTS) / _ELEMENTS
     moments = _MOMENTS if optimizer == "ZeroOneAdam" else _FLOAT32 + sign
     state = (moments + run.error_bytes * (1 + 1 / R)) / S
     parameters, gradients = _parameters_and_gradients(run, stage, S)
@@ -201,10 +203,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--dtype", choices=DTYPE_BYTES, default="bf16")
     add("--error-bytes", type=int, choices=(2, 4), default=4, help="of the one-bit optimizers' errors")
     add("--link", type=_rate, default=1e9, metavar="RATE", help="of a host: 1gbit, 100mbit (default: 1gbit)")
+    of_momentum = [name for name, kind in CODECS.items() if issubclass(kind, FusedCodec)]
+    add("--codec", choices=of_momentum, default="sign", help="of the momentum, but across hosts")
     add("--compute-s", type=float, default=0.0, help="of a step without traffic; some of it hides behind")
     args = parser.parse_args(argv)
     try:
-        run = Run(args.params, args.hosts, args.ranks_per_host, args.dtype, args.error_bytes, args.link, args.compute_s)
+        numbers = args.params, args.hosts, args.ranks_per_host, args.dtype, args.error_bytes, args.link, args.compute_s
+        run = Run(*numbers, codec=args.codec)
     except ValueError as error:
         parser.error(str(error))
     sys.stdout.write(f"{table(run)}\n")

@@ -29,6 +29,7 @@ from train.checkpoint import CheckpointFolder
 from train.model import GPT, build_model, decay_groups
 
 _FINAL_LR_FRACTION = 0.1
+_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,7 @@ class Onebit(ByParts):
     def __init__(
         self,
         kind: Callable[..., CompressedOptimizer],
+        of_gradients: str,
         options: Sequence[str],
         model: GPT,
         link: comm.Transport,
@@ -197,7 +199,9 @@ class Onebit(ByParts):
             lr=args.lr,
             max_grad_norm=args.max_grad_norm,
             compression=args.compression,
+            codec=cast(comm.FusedCodec, comm.codec_named(args.codec, _BLOCK)),
             link=link,
+            **({} if args.warmup_codec is None else {of_gradients: comm.codec_named(args.warmup_codec, _BLOCK)}),
             **{name: getattr(args, name) for name in options},
         )
         self.optimizer: Optimizer = self._onebit
@@ -302,9 +306,9 @@ def _backward(loss: Tensor, context: AbstractContextManager[None]) -> None:
 _REPLICATED: dict[str, Callable[[GPT, comm.Transport, argparse.Namespace], Method]] = {
     "adamw": partial(Dense, AdamW),
     "lamb": partial(Dense, onebit.Lamb),
-    "onebit-adam": partial(Onebit, onebit.OnebitAdam, ["freeze_step"]),
-    "onebit-lamb": partial(Onebit, onebit.OnebitLamb, ["freeze_step"]),
-    "zero-one-adam": partial(Onebit, onebit.ZeroOneAdam, ["local_step_clipper"]),
+    "onebit-adam": partial(Onebit, onebit.OnebitAdam, "warmup_codec", ["freeze_step"]),
+    "onebit-lamb": partial(Onebit, onebit.OnebitLamb, "warmup_codec", ["freeze_step"]),
+    "zero-one-adam": partial(Onebit, onebit.ZeroOneAdam, "variance_codec", ["local_step_clipper"]),
 }
 SHARDED_ONLY = "sharded-onebit-adam"
 OPTIMIZERS = (*_REPLICATED, SHARDED_ONLY)

@@ -48,6 +48,7 @@ def config_of(args: argparse.Namespace) -> dict:
         params[option] = getattr(args, option)
     ours: dict[str, object] = {"compression": args.compression, "ranks_per_node": args.ranks_per_node}
     ours |= {"tensor": args.tensor, "keep_checkpoints": args.keep_checkpoints}
+    ours |= {"codec": args.codec, "warmup_codec": args.warmup_codec}
     if args.optimizer == SHARDED_ONLY:
         ours["sharding"] = "across"
     config: dict[str, object] = {

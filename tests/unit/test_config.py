@@ -17,6 +17,7 @@ from config_files import FILES, SMALL, optimizer, read, small
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from onebit.comm import Bf16Codec, Log4Codec
 from onebit.zero.config.lr_schedules import Cycle, Warmup, WarmupCosine, WarmupDecay
 from onebit.zero.config.optimizers import OPTIMIZERS, OnebitAdamParams, OnebitLambParams, ZeroOneAdamParams
 from onebit.zero.config.schema import blocks_of, keys_of
@@ -117,6 +118,8 @@ def test_zero_one_adam_file() -> None:
 
 def test_onebit_lamb_file() -> None:
     config = read("bert_onebit_lamb.json", world_size=64)
+    options = config.optimizer_options()
+    assert (options["codec"], options["gradient_codec"]) == (Log4Codec(block=256), Bf16Codec(block=256))
     assert config.gradient_accumulation_steps == 16
     assert config.optimizer.params == OnebitLambParams(
         lr=11e-3, weight_decay=0.01, bias_correction=False, max_coeff=0.3, min_coeff=0.01, freeze_step=1000
@@ -172,7 +175,7 @@ def test_stage_3_file() -> None:
 
 def test_our_own_block() -> None:
     config = read("onebit_adam_sharded.json")
-    assert config.onebit == Onebit("across", "sign", 1, "always", 4.0, "bf16", 128, 0.02, 10, 40, 1, 3)
+    assert config.onebit == Onebit("across", "sign", 1, "always", 4.0, "bf16", "sign", None, 128, 0.02, 10, 40, 1, 3)
     assert config.ranks_per_shard_group == 1 and read("mics_zero_one_adam.json").ranks_per_shard_group == 2
 
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...agreement.skips import MOST_SKIPS
-from ...comm import CODECS
+from ...comm import CODECS, FusedCodec
 from .ignored_keys import BF16, DATA_TYPES, FP16, OFFLOAD, OFFLOAD_PARAM, PIPELINE, ZERO
 from .schema import BOOL, FLOAT, INT, TEXT, Inert, block, check_block, key
 
 DTYPES = ("fp32", "bf16", "fp16")
 _WIRES = tuple(name for name in CODECS if name != "fp32")
+_OF_MOMENTUM = tuple(name for name, kind in CODECS.items() if issubclass(kind, FusedCodec))
 
 
 @dataclass(frozen=True)
@@ -184,8 +185,9 @@ class Onebit:
     several ranks, across where it has one. differences: what parameter differences travel in when it is across: "int4"
     (4.06 bits per parameter) or "sign" (1.02). ranks_per_node: null: as the launcher says.
     compression, bucket_cap_mb, error_dtype, check_replicas_every, max_consecutive_skips: see
-    `onebit.base.CommonOptions`. block: elements per scale of the one-bit frames, a multiple of 64. variance_floor: see
-    `onebit.adam.floor_of_blocks`.
+    `onebit.base.CommonOptions`. codec: what momentum travels in; block: elements per scale of its frames, a multiple of
+    64. warmup_codec: what gradients travel in, in the warm-up and refreshes; null: eight bits, or what
+    communication_data_type says. variance_floor: see `onebit.adam.floor_of_blocks`.
     tensor: how many ranks compute each layer together (`parallel/tensor.py`); null: one, or as many as the given grid
     has. keep_checkpoints: how many checkpoints of this run stay in a folder, the newest; null: all.
     """
@@ -196,6 +198,8 @@ class Onebit:
     compression: str = key("auto", TEXT, choices=("auto", "always"))
     bucket_cap_mb: float = key(16.0, FLOAT, above=0)
     error_dtype: str = key("fp32", TEXT, choices=("fp32", "bf16"))
+    codec: str = key("sign", TEXT, choices=_OF_MOMENTUM)
+    warmup_codec: str | None = key(None, TEXT, null=True, choices=tuple(CODECS))
     block: int = key(256, INT, least=64)
     variance_floor: float = key(0.01, FLOAT, least=0)
     check_replicas_every: int = key(100, INT, least=0)

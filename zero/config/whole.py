@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 import torch
 
-from ...comm import Bf16Codec, Codec, IdentityCodec, SignCodec
+from ...comm import Codec, codec_named
 from ..lr_schedulers import SCHEDULERS, SchedulerChoice, build_scheduler
 from .compat import load, modernised
 from .ignored_keys import TOP_LEVEL
@@ -136,7 +136,7 @@ class Config(_TopLevel):
             "gradient_codec": self._gradient_codec(),
             "variance_floor": self.onebit.variance_floor,
             "max_grad_norm": self.gradient_clipping,
-            "codec": SignCodec(self.onebit.block),
+            "codec": codec_named(self.onebit.codec, self.onebit.block),
             "error_dtype": torch.bfloat16 if self.onebit.error_dtype == "bf16" else torch.float32,
             "compression": self.onebit.compression,
             "overlap": self.zero_optimization.overlap_comm and not self.fp16.enabled,
@@ -155,10 +155,8 @@ class Config(_TopLevel):
         return data
 
     def _gradient_codec(self) -> Codec | None:
-        if self.communication_data_type is None:
-            return None
-        block = self.onebit.block
-        return IdentityCodec(block) if self.communication_data_type == "fp32" else Bf16Codec(block)
+        name = self.onebit.warmup_codec or self.communication_data_type
+        return None if name is None else codec_named({"fp16": "bf16"}.get(name, name), self.onebit.block)
 
 
 def read_config(

@@ -22,7 +22,9 @@ from ...comm import CODECS, Codec, codec_named
 # By name. "fp32": tensors go as they are, in whatever type a stage computes. Blocks of 64: with 256, int4 activations
 # leave twice the error in the gradients of weights, for 5 % fewer bytes. What to choose: the record.
 _BLOCK = 64
-WIRES: dict[str, Codec | None] = {name: codec_named(name, _BLOCK) for name in CODECS} | {"fp32": None}
+WIRES: dict[str, Codec | None] = {
+    name: codec_named(name, _BLOCK if kind.leaves_residual else 8) for name, kind in CODECS.items()
+} | {"fp32": None}
 
 
 def frame_bytes(codec: Codec, numel: int) -> int:
