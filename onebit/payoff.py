@@ -93,9 +93,7 @@ def measure(
 
 def _exchange_s(link: Transport, codec: Codec, numels: Sequence[int], device: torch.device) -> float:
     sample = list(numels[:SAMPLE])
-    generator = torch.Generator(device).manual_seed(
-        0
-    )  # the global one belongs to the training, which is resumed exactly
+    generator = torch.Generator(device).manual_seed(0)  # the training's own is resumed to the bit, and not touched
     xs = [torch.randn(n, device=device, generator=generator) for n in sample]
     W, levels = link.world_size, Levels.of(link)
     wires = [Wire.empty(codec, n, W, levels=levels, device=device) for n in sample]

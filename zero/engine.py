@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..agreement.skips import SkipLimit
 from ..buffers import persistent_buffers, sync_tensors
 from ..comm.messages import gather_bytes
-from .checkpoint import engine_state as resume
+from .checkpoint import engine_state
 from .checkpoint.files import Checkpoints
 from .checkpoint.weights import export_weights
 from .config.whole import Config
@@ -352,7 +352,7 @@ class Engine:
         configuration's onebit.keep_checkpoints says how many stay. Raises CheckpointError, on all ranks, between two
         micro-batches of one step, whose gradients a checkpoint does not hold, and as `Checkpoints.save`.
         """
-        resume.save(self, self._in(save_dir), client_state, in_background=in_background)
+        engine_state.save(self, self._in(save_dir), client_state, in_background=in_background)
         if self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
             self.save_16bit_model(save_dir)
         return f"step_{self.global_steps:08d}"
@@ -372,7 +372,7 @@ class Engine:
         if self.stage is not None:
             fsdp.reshard(self.module)
         self._batches = None  # what it has read ahead is not what follows
-        return resume.load(self, self._in(load_dir), tag)
+        return engine_state.load(self, self._in(load_dir), tag)
 
     def wait_for_checkpoint(self) -> None:
         """Until what is written in the background is on disk."""

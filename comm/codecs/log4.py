@@ -10,7 +10,7 @@ equal steps round most of a block to zero. Frame of a row of N = J·block elemen
 Rules, each operation in float32, rounded once:
 1. c = x + error; padding is +0.0. s = max|c|, rounded *up* to the next bfloat16.
 2. A code is k + 8·(c < 0), k in 0..7, and is decoded as ±s·2^-k. k is the least with |c| >= 0.75·s·2^-k, or 7: the
-   nearest of the eight; half way between two, the larger. A zero takes code 7.
+   nearest of the eight; half way between two, the larger. A zero takes code 7, in a block of zeros code 0.
 3. A block with a NaN or an infinity, or so large that s is one, travels as scale 0x7FC0 and zero bytes, and leaves
    residual 0.
 4. The residual is c less the decoded value, and 0 for padding.

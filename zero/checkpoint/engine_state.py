@@ -1,6 +1,6 @@
 """What of an engine goes into a checkpoint, and what becomes of it in a run of the same or of another layout.
 
-`checkpoint.py` writes and reads it; here is what it holds: the model's weights (and a dense optimizer's moments) once,
+`files.py` writes and reads it; here is what it holds: the model's weights (and a dense optimizer's moments) once,
 under their names, and of each rank its optimizer's own state, which slices of the parameters that is of, schedule, data
 position, loss scale and random numbers. `reshard.py` makes the states of one layout those of another.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from ...comm.messages import gather_bytes, raise_together
 from ..grid import AXES, GridShape
 from ..parallel import dense
-from . import reshard as reshape
+from . import reshard
 from .files import CheckpointError, Checkpoints, Loaded
 from .reshard import Cut, Piece
 
@@ -39,7 +39,7 @@ def save(engine: Engine, checkpoints: Checkpoints, client_state: object, *, in_b
     tensors, rest = _state(engine)
     own = {
         "optimizer": rest,
-        "pieces": reshape.packed_pieces(reshape.pieces_of(engine.module, engine.optimizer)),
+        "pieces": reshard.packed_pieces(reshard.pieces_of(engine.module, engine.optimizer)),
         "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
         "loader": None if engine.loader is None else engine.loader.state_dict(),
         "loss_scale": engine.loss_scale.state_dict(),
@@ -164,7 +164,7 @@ def _is_same_cut(engine: Engine, found: Loaded) -> bool:
     outline = cast(dict, found.own.outline(there.rank(engine.grid.coordinates | {"replica": 0})))
     if "pieces" not in outline:  # the first files: of one form, with the shards of their grid
         return found.stamp["form"] == engine.form
-    return reshape.saved_pieces(outline["pieces"]) == reshape.pieces_of(engine.module, engine.optimizer)
+    return reshard.saved_pieces(outline["pieces"]) == reshard.pieces_of(engine.module, engine.optimizer)
 
 
 def _state(engine: Engine) -> tuple[dict[str, Tensor], dict]:
@@ -217,7 +217,7 @@ class _Recutting:
     @classmethod
     def of(cls, engine: Engine, found: Loaded) -> _Recutting:
         """Reads the old ranks' outlines. Raises CheckpointError where they do not hold what this rank needs."""
-        here, parts = reshape.pieces_of(engine.module, engine.optimizer), reshape.parts_of(_shape(found.stamp))
+        here, parts = reshard.pieces_of(engine.module, engine.optimizer), reshard.parts_of(_shape(found.stamp))
         outlines = [cast(dict, found.own.outline(ranks[0])) for ranks in parts]
         if any("pieces" not in outline for outline in outlines):
             raise CheckpointError(
@@ -225,7 +225,7 @@ class _Recutting:
                 f"on a grid of {_shape(found.stamp)} and save it again"
             )
         try:
-            cuts = reshape.plan([reshape.saved_pieces(outline["pieces"]) for outline in outlines], here)
+            cuts = reshard.plan([reshard.saved_pieces(outline["pieces"]) for outline in outlines], here)
         except ValueError as error:
             raise CheckpointError(f"{found.folder} cannot be cut for this layout: {error}") from error
         return cls(here, parts, cuts)
@@ -234,7 +234,7 @@ class _Recutting:
 def _load_recut(engine: Engine, loaded: Loaded, recutting: _Recutting) -> None:
     """This rank's state, cut out of those of the old ranks."""
     try:
-        state = reshape.recut(
+        state = reshard.recut(
             engine.optimizer,
             recutting.here,
             recutting.cuts,

@@ -77,7 +77,7 @@ def check(config: Config, model: object) -> None:
     if not isinstance(model, PipelineModule):
         raise TypeError(
             f"{ranks} pipeline stages, but the model is a {type(model).__name__}: a pipeline takes a list of layers, "
-            "onebit.zero.PipelineModule, or one that onebit.zero.pipeline.split makes of a module"
+            "onebit.zero.PipelineModule, or one that onebit.zero.split makes of a module"
         )
     if (schedule not in _MULTI and chunks != 1) or (schedule == "zbv" and chunks != 2):
         fits = "has two stages on each rank" if schedule == "zbv" else "has one stage on each rank"

@@ -2,7 +2,7 @@
 
 The flat layout is the family's (`onebit/flat.py`): W equal chunks, one per rank. The momentum of the whole bucket is
 every rank's own; variance and master weights exist once, each chunk's at its owner. Here are where things lie and how
-they move between parameters and chunks; the arithmetic is in `math.py`.
+they move between parameters and chunks; the arithmetic is in `arithmetic.py`.
 
 Shape legend: W ranks, N elements of a chunk, J blocks of a chunk, K parameters of the bucket.
 """

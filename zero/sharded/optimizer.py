@@ -1,9 +1,9 @@
 """ShardedOnebitOptimizer: a step, as every optimizer that is sharded across the slow network takes it.
 
 A leaf (`adam.py`, `lamb.py`, `zero_one_adam.py`) says what its owners make of what comes up, and in which steps
-anything does. Here is the sequence; one bucket's part in it is in `exchange.py`, the arithmetic in
-`math.py`, where things lie in `bucket.py`, what the ranks agree on in `vote.py`, construction and
-checkpoints in `base.py` and `state.py`.
+anything does. Here is the sequence; one bucket's part in it is in `exchange.py`, the arithmetic in `arithmetic.py`,
+where things lie in `bucket.py`, what the ranks agree on in `vote.py`, construction and checkpoints in `base.py` and
+`state.py`.
 """
 
 from __future__ import annotations

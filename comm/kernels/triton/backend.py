@@ -2,9 +2,9 @@
 
 One pass over memory each: encode holds a block's c in registers between its sum and its residual (blocks above
 `LARGEST_KEPT` are read twice, the second time from a cache), decode reads a frame and writes floats. Here is the
-encoding of the sign frame; what surrounds it in an optimizer's step is in `momentum.py`, `mean.py` and
-`apply.py`, the int8 frame in `int8.py`, decoding in `decode.py`. Rests on Triton, which is
-imported with this module; arguments are checked in `arguments.py`.
+encoding of the sign frame; what surrounds it in an optimizer's step is in `momentum.py`, `mean.py` and `apply.py`, the
+int8 frame in `int8.py`, decoding in `decode.py`. Rests on Triton, which is imported with this module; arguments are
+checked in `arguments.py`.
 
 What Triton would round otherwise than rule 2 of reference.py: a / b and sqrt are approximate (div_rn and sqrt_rn are
 not), -x is 0 - x (a sign is set as a bit here), a·b + c is fused (`enable_fp_fusion=False` at each launch), and a sum

@@ -1,6 +1,6 @@
 """Kernels: decoding in Triton. The two frames differ in how a code becomes a value, and in nothing else here.
 
-Rests on `lanes.py`; `__init__.py` and `int8.py` offer these functions for their frames.
+Rests on `lanes.py`; `backend.py` and `int8.py` offer these functions for their frames.
 
 Shape legend: K rows, N elements, J blocks, B bytes. In the kernels: U units per program, words of 64 sign bits or 16
 bytes of int8.

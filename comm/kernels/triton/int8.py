@@ -1,6 +1,6 @@
 """Kernels: the int8 frame in Triton, for CUDA tensors. The same bytes and the same floats as `reference.py`.
 
-Rests on `lanes.py`; `__init__.py` offers these functions with the others.
+Rests on `lanes.py`; `backend.py` offers these functions with the others.
 
 Shape legend: K rows, N elements, J blocks, B bytes. In the kernel: P blocks per program.
 """

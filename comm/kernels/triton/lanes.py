@@ -1,6 +1,6 @@
 """Kernels: what those in Triton share: where they run, how they are launched, and the operations of rule 2.
 
-Rests on Triton, which is imported with this module. `__init__.py` says how these operations differ from Triton's own.
+Rests on Triton, which is imported with this module. `backend.py` says how these operations differ from Triton's own.
 
 Shape legend: P blocks of a program.
 """

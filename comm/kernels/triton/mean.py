@@ -1,6 +1,6 @@
 """Kernels: the mean of sign frames and its own frame in one pass, in Triton.
 
-Rule 6 of `reference.py`. Rests on `lanes.py`; `__init__.py` offers this function with the others.
+Rule 6 of `reference.py`. Rests on `lanes.py`; `backend.py` offers this function with the others.
 
 Shape legend: W and K rows, N elements, J blocks, B bytes. In the kernel: P blocks per program.
 """

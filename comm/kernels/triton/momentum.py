@@ -1,7 +1,7 @@
 """Kernels: the momentum with this rank's gradient, in frames, in one pass, in Triton.
 
 Rule 6 of `reference.py`. Gradients are read where they lie. Rests on `lanes.py` and `tensors.py`;
-`__init__.py` offers this function with the others.
+`backend.py` offers this function with the others.
 
 Shape legend: K rows, N elements, J blocks, B bytes, S segments. In the kernel: P blocks per program.
 """
