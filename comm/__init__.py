@@ -28,7 +28,9 @@ from .codecs import (
     Int8Codec,
     Log4Codec,
     SignCodec,
+    check_fused,
     codec_named,
+    momentum_codecs,
 )
 from .hierarchy import Levels, TwoLevelTransport, two_levels
 from .kernels.operands import Momentum, MomentumWeights, Outgoing, Segments, Update, Variance
@@ -64,6 +66,7 @@ __all__ = [
     "Wire",
     "Work",
     "allreduce_mean",
+    "check_fused",
     "check_transport",
     "codec_named",
     "compressed_allreduce",
@@ -71,6 +74,7 @@ __all__ = [
     "init",
     "interleave",
     "land",
+    "momentum_codecs",
     "run_ranks",
     "two_levels",
 ]

@@ -351,7 +351,10 @@ def _on_new_group(launch: Launch, backend: str, timeout_s: float) -> TorchTransp
             connect()
     except (RuntimeError, TimeoutError) as error:
         if rendezvous is None:
-            raise
+            why = f"the ranks do not all connect to each other ({reason(error)})"
+            raise PeerError(
+                f"rank {launch.rank} of {launch.world_size}: {why}; look for the first rank with an error"
+            ) from error
         raise rendezvous.explain(reason(error)) from error
     return TorchTransport(None, timeout_s, owns_group=True, store_host=None if launch.has_agent_store else 0)
 

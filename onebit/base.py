@@ -74,6 +74,7 @@ from .comm import (
     Update,
     Variance,
     Wire,
+    check_fused,
 )
 from .contract import TorchOptions, check_arguments
 from .frozen import gradient_of, refuse_unfrozen
@@ -148,7 +149,8 @@ class CommonOptions(TorchOptions, total=False):
 
 def codec_of_gradients(given: Codec | None, common: CommonOptions) -> Codec:
     """What gradients travel in: eight bits, in the blocks of the one-bit codec, unless another codec was given."""
-    block = (common.get("codec") or SignCodec()).block
+    codec = common.get("codec")
+    block = (SignCodec() if codec is None else check_fused(codec)).block
     if given is None:
         return Int8Codec(block)
     if given.block != block and not given.sends_in_place:

@@ -86,7 +86,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         comm.check_transport(self.link)
         self.shards = shards_of(shards)
         self._levels = Levels.of(self.link)
-        self.codec: FusedCodec = codec or SignCodec()
+        self.codec: FusedCodec = SignCodec() if codec is None else comm.check_fused(codec)
         self.error_dtype = error_dtype
         self._bucket_elements = max(1, int(bucket_cap_mb * 2**20 / 4))
         self._buckets: list[Bucket] = []
@@ -386,7 +386,8 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             "world_size": self.link.world_size,
             "local_size": self._levels.local_size,
         }
-        if record["block"] == self.codec.block and len(record["buckets"]) == len(self._buckets):
+        is_of_this_codec = (record["block"], record.get("codec", "sign")) == (self.codec.block, self.codec.name)
+        if is_of_this_codec and len(record["buckets"]) == len(self._buckets):
             record["buckets"] = [
                 self._adapt(*saved) for saved in zip(self._buckets, record["buckets"], world.server_errors, strict=True)
             ]

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..comm import CODECS, FusedCodec, Int4Codec, SignCodec, codec_named
+from ..comm import Int4Codec, SignCodec, codec_named, momentum_codecs
 from ..comm.cost import CodecCost, LinkCost, exchange_s
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -203,8 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--dtype", choices=DTYPE_BYTES, default="bf16")
     add("--error-bytes", type=int, choices=(2, 4), default=4, help="of the one-bit optimizers' errors")
     add("--link", type=_rate, default=1e9, metavar="RATE", help="of a host: 1gbit, 100mbit (default: 1gbit)")
-    of_momentum = [name for name, kind in CODECS.items() if issubclass(kind, FusedCodec)]
-    add("--codec", choices=of_momentum, default="sign", help="of the momentum, but across hosts")
+    add("--codec", choices=momentum_codecs(), default="sign", help="of the momentum, but across hosts")
     add("--compute-s", type=float, default=0.0, help="of a step without traffic; some of it hides behind")
     args = parser.parse_args(argv)
     try:

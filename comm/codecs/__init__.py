@@ -15,7 +15,7 @@ from .sign import SignCodec
 
 __all__ = [
     "CODECS", "Bf16Codec", "Codec", "FusedCodec", "IdentityCodec", "Int4Codec", "Int8Codec", "Log4Codec", "SignCodec",
-    "codec_named",
+    "check_fused", "codec_named", "momentum_codecs",
 ]  # fmt: skip
 
 _KINDS: tuple[type[Codec], ...] = (
@@ -27,6 +27,21 @@ _KINDS: tuple[type[Codec], ...] = (
     SignCodec,
 )
 CODECS = {kind.name: kind for kind in _KINDS}
+
+
+def momentum_codecs() -> tuple[str, ...]:
+    """The names of those in which an optimizer's momentum can travel."""
+    return tuple(name for name, kind in CODECS.items() if issubclass(kind, FusedCodec))
+
+
+def check_fused(codec: object) -> FusedCodec:
+    """The codec, in which a momentum can travel. Raises TypeError for any other."""
+    if not isinstance(codec, FusedCodec):
+        raise TypeError(
+            f"codec must be one that momentum can travel in, {' or '.join(momentum_codecs())}, or another FusedCodec; "
+            f"got {codec!r}. What gradients travel in is another option: warmup_codec, or variance_codec of ZeroOneAdam"
+        )
+    return codec
 
 
 def codec_named(name: str, block: int) -> Codec:

@@ -38,7 +38,6 @@ EXIT_INTERRUPTED = 130
 _VALIDATION_WINDOWS = 64
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 _WIRES = [name for name in comm.CODECS if name != "fp32"]
-_OF_MOMENTUM = [name for name, kind in comm.CODECS.items() if issubclass(kind, comm.FusedCodec)]
 _FIXED_ON_RESUME = (
     "optimizer", "size", "seed", "batch_size", "accumulate", "steps", "lr", "warmup_lr_fraction", "weight_decay",
     "freeze_step", "local_step_clipper", "max_grad_norm", "compression", "codec",
@@ -249,7 +248,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--activations", choices=_WIRES, help="with --pipe: what goes from stage to stage; else as it is computed")
     add("--activation-gradients", choices=_WIRES, help="with --pipe: what comes back")
     add("--recompute", type=int, default=0, metavar="K", help="with --pipe: keep activations of every K-th layer only")
-    add("--codec", choices=_OF_MOMENTUM, default="sign", help="one-bit optimizers: what momentum travels in")
+    add("--codec", choices=comm.momentum_codecs(), default="sign", help="one-bit optimizers: what momentum travels in")
     add("--warmup-codec", choices=comm.CODECS, help="what their gradients travel in; else eight bits")
     add("--compression", choices=("auto", "always"), default="auto", help="auto: bfloat16 where one bit gains nothing")
     add("--max-grad-norm", type=float, default=0.0, help="clip the gradient's norm here; 0 does not")

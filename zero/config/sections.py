@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...agreement.skips import MOST_SKIPS
-from ...comm import CODECS, FusedCodec
+from ...comm import CODECS, momentum_codecs
 from .ignored_keys import BF16, DATA_TYPES, FP16, OFFLOAD, OFFLOAD_PARAM, PIPELINE, ZERO
 from .schema import BOOL, FLOAT, INT, TEXT, Inert, block, check_block, key
 
 DTYPES = ("fp32", "bf16", "fp16")
 _WIRES = tuple(name for name in CODECS if name != "fp32")
-_OF_MOMENTUM = tuple(name for name, kind in CODECS.items() if issubclass(kind, FusedCodec))
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ class Onebit:
     compression: str = key("auto", TEXT, choices=("auto", "always"))
     bucket_cap_mb: float = key(16.0, FLOAT, above=0)
     error_dtype: str = key("fp32", TEXT, choices=("fp32", "bf16"))
-    codec: str = key("sign", TEXT, choices=_OF_MOMENTUM)
+    codec: str = key("sign", TEXT, choices=momentum_codecs())
     warmup_codec: str | None = key(None, TEXT, null=True, choices=tuple(CODECS))
     block: int = key(256, INT, least=64)
     variance_floor: float = key(0.01, FLOAT, least=0)

@@ -97,6 +97,10 @@ class _TopLevel:
         check_block(self)
         if self.fp16.enabled and self.bf16.enabled:
             raise ValueError("fp16 and bf16 are both enabled; enable one of them")
+        if self.onebit.warmup_codec is not None and self.communication_data_type is not None:
+            raise ValueError(
+                "onebit.warmup_codec and communication_data_type both say what gradients travel in; keep one of them"
+            )
 
 
 @dataclass(frozen=True)
@@ -155,8 +159,9 @@ class Config(_TopLevel):
         return data
 
     def _gradient_codec(self) -> Codec | None:
-        name = self.onebit.warmup_codec or self.communication_data_type
-        return None if name is None else codec_named({"fp16": "bf16"}.get(name, name), self.onebit.block)
+        name = self.onebit.warmup_codec or {"fp16": "bf16"}.get(str(self.communication_data_type))
+        name = name or self.communication_data_type
+        return None if name is None else codec_named(name, self.onebit.block)
 
 
 def read_config(

@@ -63,7 +63,7 @@ class Step:
 
 
 class NotFiniteError(RuntimeError):
-    """What an owner has made of its chunk is not finite. Raised by all ranks; no parameter has moved, but state has."""
+    """What an owner has made of its chunk is not finite. Raised by all ranks, before parameters of that bucket move."""
 
 
 class Arrived(NamedTuple):

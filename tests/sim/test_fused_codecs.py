@@ -1,0 +1,123 @@
+"""Any codec that a momentum can travel in takes the sign codec's place, in every optimizer of the family."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from test_optimizer_contract import FAMILY, flat, make, model, same, train
+from torch import Tensor
+
+from onebit.comm import (
+    FusedCodec,
+    Int8Codec,
+    Log4Codec,
+    SignCodec,
+    SimTransport,
+    codec_named,
+    momentum_codecs,
+    run_ranks,
+    two_levels,
+)
+
+OTHERS = [name for name in momentum_codecs() if name != "sign"]
+STEPS = 38
+
+
+@dataclass(frozen=True)
+class PlainSign(FusedCodec):
+    """The sign frames, with the fused steps that a codec has which brings none of its own."""
+
+    name = "sign"
+    block: int = 256
+
+    def frame_bytes(self, n: int) -> int:
+        return SignCodec(self.block).frame_bytes(n)
+
+    def encode(self, x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None) -> None:
+        SignCodec(self.block).encode(x_KN, error_KN, frames_KB, counts_KJ)
+
+    def decode(self, frames_KB: Tensor, out_KN: Tensor, *, weight: float = 1.0, keep: float = 0.0) -> None:
+        SignCodec(self.block).decode(frames_KB, out_KN, weight=weight, keep=keep)
+
+    def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
+        SignCodec(self.block).decode_mean(frames_KB, out_N)
+
+    def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
+        return SignCodec(self.block).is_finite(frames_KB, n)
+
+
+def run(name: str, codec: FusedCodec, link: SimTransport) -> Tensor:
+    net = model()
+    train(link, range(STEPS), net, make(name, net, link, codec=codec))
+    return flat(net).clone()
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_plain_fused_steps_give_the_bits_of_the_kernels(name: str) -> None:
+    kernels = run_ranks(3, lambda link: run(name, SignCodec(), link))
+    plain = run_ranks(3, lambda link: run(name, PlainSign(), link))
+    assert all(torch.equal(a, b) for a, b in zip(kernels, plain, strict=True))
+
+
+@pytest.mark.parametrize("codec", OTHERS)
+@pytest.mark.parametrize("name", FAMILY)
+def test_replicas_stay_the_same_and_a_resumed_run_goes_on_as_if_nothing_had_been(name: str, codec: str) -> None:
+    def work(link: SimTransport) -> tuple[Tensor, bool]:
+        kind, net, half = codec_named(codec, 256), model(), STEPS // 2 + 1
+        optimizer = make(name, net, link, codec=kind, check_replicas_every=1)
+        train(link, range(half), net, optimizer)
+        state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net.state_dict())
+        train(link, range(half, STEPS), net, optimizer)
+        other = model(seed=5)
+        resumed = make(name, other, link, codec=kind)
+        other.load_state_dict(weights)
+        resumed.load_state_dict(state)
+        train(link, range(half, STEPS), other, resumed)
+        is_same = torch.equal(flat(net), flat(other)) and same(optimizer.state_dict(), resumed.state_dict())
+        if hasattr(optimizer, "sync"):
+            optimizer.sync()
+        return flat(net).clone(), is_same
+
+    flats, in_levels = run_ranks(3, work), run_ranks(4, lambda link: work(two_levels(link, 2)))
+    for results in (flats, in_levels):
+        assert all(is_same for _, is_same in results)
+        assert all(torch.equal(x, results[0][0]) and bool(x.isfinite().all()) for x, _ in results)
+        assert not torch.equal(results[0][0], flat(model()))
+
+
+@pytest.mark.parametrize("codec", OTHERS)
+@pytest.mark.parametrize("name", FAMILY)
+def test_another_world_goes_on_and_another_codec_is_refused_by_name(name: str, codec: str) -> None:
+    def before(link: SimTransport) -> tuple[dict, dict]:
+        net = model()
+        optimizer = make(name, net, link, codec=codec_named(codec, 256))
+        train(link, range(23), net, optimizer)
+        return copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net.state_dict())
+
+    saved = run_ranks(3, before)
+    states = [state for state, _ in saved]
+
+    def after(link: SimTransport) -> Tensor:
+        net = model(seed=3)
+        net.load_state_dict(saved[0][1])
+        with pytest.raises(ValueError, match=f"codec is {codec} there and sign here"):
+            make(name, net, link).load_state_dicts(copy.deepcopy(states))
+        optimizer = make(name, net, link, codec=codec_named(codec, 256))
+        optimizer.load_state_dicts(copy.deepcopy(states))
+        train(link, range(23, 30), net, optimizer)
+        if hasattr(optimizer, "sync"):
+            optimizer.sync()
+        return flat(net).clone()
+
+    first, *others = run_ranks(2, after)
+    assert bool(first.isfinite().all()) and all(torch.equal(first, x) for x in others)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("codec", [Int8Codec(), "sign", Log4Codec])
+def test_a_codec_that_momentum_cannot_travel_in_is_refused(name: str, codec: object) -> None:
+    with pytest.raises(TypeError, match=r"codec must be one that momentum can travel in, log4 or sign.* warmup_codec"):
+        make(name, model(), SimTransport(), codec=codec)
