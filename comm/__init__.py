@@ -10,13 +10,13 @@ if __name__ != "onebit.comm":
 from .allreduce import (
     ErrorFeedback,
     Exchange,
-    Flight,
+    ExchangeTask,
     Wire,
     allreduce_mean,
     compressed_allreduce,
     exchange,
     interleave,
-    land,
+    wait_all,
 )
 from .codecs import (
     CODECS,
@@ -32,8 +32,8 @@ from .codecs import (
     codec_named,
     momentum_codecs,
 )
-from .hierarchy import Levels, TwoLevelTransport, two_levels
-from .kernels.operands import Momentum, MomentumWeights, Outgoing, Segments, Update, Variance
+from .hierarchy import HierarchicalTransport, Hierarchy, hierarchical
+from .kernels.operands import EncodeOutput, MomentumInputs, MomentumWeights, ParamUpdate, Segments, Variance
 from .launch import init
 from .transports.base import PeerError, Transport, Work, check_transport
 from .transports.simulated import SimNetwork, SimTransport, run_ranks
@@ -42,26 +42,26 @@ __all__ = [
     "CODECS",
     "Bf16Codec",
     "Codec",
+    "EncodeOutput",
     "ErrorFeedback",
     "Exchange",
-    "Flight",
+    "ExchangeTask",
     "FusedCodec",
+    "HierarchicalTransport",
+    "Hierarchy",
     "IdentityCodec",
     "Int4Codec",
     "Int8Codec",
-    "Levels",
     "Log4Codec",
-    "Momentum",
+    "MomentumInputs",
     "MomentumWeights",
-    "Outgoing",
+    "ParamUpdate",
     "PeerError",
     "Segments",
     "SignCodec",
     "SimNetwork",
     "SimTransport",
     "Transport",
-    "TwoLevelTransport",
-    "Update",
     "Variance",
     "Wire",
     "Work",
@@ -71,10 +71,10 @@ __all__ = [
     "codec_named",
     "compressed_allreduce",
     "exchange",
+    "hierarchical",
     "init",
     "interleave",
-    "land",
     "momentum_codecs",
     "run_ranks",
-    "two_levels",
+    "wait_all",
 ]

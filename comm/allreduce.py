@@ -1,11 +1,11 @@
 """The error-compensated compressed all-reduce: a mean over ranks that sends each element about once, compressed.
 
-Two legs. Each rank owns one of W equal chunks. Leg 1 (all_to_all): everybody sends every owner its frame of that chunk.
-Leg 2 (all_gather): the owner averages, compresses the average and sends it to everybody. What a compression leaves out
-is added to the input of the next one: the worker error for leg 1, the server error for leg 2.
+Two phases. Each rank owns one of W equal chunks. Phase 1 (all_to_all): everybody sends every owner its frame of that
+chunk. Phase 2 (all_gather): the owner averages, compresses the average and sends it to everybody. What a compression
+leaves out is added to the input of the next one: the worker error for phase 1, the server error for phase 2.
 
-Where the link has two levels (`hierarchy.py`), these are the legs between nodes, on the rows of this rank's share;
-before them the ranks of a node add up that share in full precision, after them they give each other the frames.
+Where the transport has two levels (`hierarchy.py`), these are the phases between nodes, on the rows of this rank's
+share; before them the ranks of a node add up that share in full precision, after them they give each other the frames.
 
 `compressed_allreduce` is a generator that yields each launched Work, so that several buckets share the wire
 (`interleave`); `exchange` is what follows its first encoding, `allreduce_mean` the plain call. Sources: 1-bit Adam
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from .codecs.base import Codec
-from .hierarchy import Levels
-from .kernels.operands import Outgoing
+from .hierarchy import Hierarchy
+from .kernels.operands import EncodeOutput
 from .transports.base import Transport, Work, check_transport
 
 Exchange = Generator[Work, None, None]
@@ -54,7 +54,7 @@ class ErrorFeedback:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> ErrorFeedback:
-        """For buckets of n elements in all, n a multiple of world_size. local_size: L, where the link has levels."""
+        """For buckets of n elements in all, n a multiple of world_size. local_size: L, in a hierarchy."""
         worker, server = (torch.zeros(m, dtype=dtype, device=device) for m in (n // local_size, n // world_size))
         return cls(worker, server, torch.zeros_like(worker), torch.zeros_like(server))
 
@@ -90,12 +90,12 @@ class Wire:
         n: int,
         world_size: int,
         *,
-        levels: Levels | None = None,
+        hierarchy: Hierarchy | None = None,
         frames_WB: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> Wire:
         """Buffers for n elements in all. `frames_WB` lets a lossless codec send from where the bucket lies."""
-        own = slice(0, world_size) if levels is None else levels.own
+        own = slice(0, world_size) if hierarchy is None else hierarchy.own
         if frames_WB is None:
             B = codec.frame_bytes(n // world_size)
             frames_WB = torch.empty(world_size, B, dtype=torch.uint8, device=device)
@@ -103,78 +103,79 @@ class Wire:
 
 
 def compressed_allreduce(
-    x: Tensor, ef: ErrorFeedback | None, codec: Codec, link: Transport, wire: Wire, counts: Tensor | None = None
+    x: Tensor, ef: ErrorFeedback | None, codec: Codec, transport: Transport, wire: Wire, counts: Tensor | None = None
 ) -> Exchange:
     """Exchange x + what is owed; afterwards every rank holds the same `wire.frames_WB`, the frames of the mean.
 
     x: float32 [W·N], padded to whole blocks; its own rows become the worker residual. ef: `ef.commit()` takes the
     residuals over. counts: int32 [W, J], real elements of each block. All ranks, same order of buckets. In two levels a
-    Work of `Levels.sum_inside` comes first. See `exchange`.
+    Work of `Hierarchy.sum_intra_node` comes first. See `exchange`.
     """
-    levels = Levels.of(link)
-    yield from levels.sum_inside(x)
-    x_HN = levels.rows(x)
-    if levels.local_size > 1:
-        x_HN.mul_(1.0 / levels.local_size)
+    hierarchy = Hierarchy.of(transport)
+    yield from hierarchy.sum_intra_node(x)
+    x_HN = hierarchy.rows(x)
+    if hierarchy.local_size > 1:
+        x_HN.mul_(1.0 / hierarchy.local_size)
     worker_HN = None if ef is None else ef.worker.view(x_HN.shape)
-    codec.encode(x_HN, worker_HN, wire.sent_HB, None if counts is None else levels.rows(counts))
+    codec.encode(x_HN, worker_HN, wire.sent_HB, None if counts is None else hierarchy.rows(counts))
     if ef is not None:
         ef.worker_next.view(x_HN.shape).copy_(x_HN)
-    yield from exchange(ef, codec, link, wire, x_HN.shape[1], counts)
+    yield from exchange(ef, codec, transport, wire, x_HN.shape[1], counts)
 
 
 def exchange(
-    ef: ErrorFeedback | None, codec: Codec, link: Transport, wire: Wire, n: int, counts: Tensor | None = None
+    ef: ErrorFeedback | None, codec: Codec, transport: Transport, wire: Wire, n: int, counts: Tensor | None = None
 ) -> Exchange:
-    """Both legs, from what was encoded into `wire.sent_HB`, frames of n elements.
+    """Both phases, from what was encoded into `wire.sent_HB`, frames of n elements.
 
     Yields two Works, in two levels a third; the caller waits for each before it resumes. Sends 2·(H-1)·B bytes per rank
     across nodes, and (L-1)·H·B inside.
     """
-    levels, frames_HB = Levels.of(link), wire.sent_HB
-    across = levels.across
+    hierarchy, frames_HB = Hierarchy.of(transport), wire.sent_HB
+    across = hierarchy.inter_node
     yield across.all_to_all(wire.received_HB, frames_HB)
 
     mine = slice(across.rank, across.rank + 1)
-    counts_1J = None if counts is None else levels.rows(counts)[mine]
+    counts_1J = None if counts is None else hierarchy.rows(counts)[mine]
     if ef is not None:
         server_1N, residual_1N = ef.server.view(1, -1), ef.server_next.view(1, -1)
     else:
         if wire.mean is None:
             wire.mean = torch.empty(n, device=frames_HB.device)
         server_1N, residual_1N = None, wire.mean.view(1, -1)
-    codec.encode_mean(wire.received_HB, Outgoing(server_1N, frames_HB[mine], counts_1J, residual_1N))
+    codec.encode_mean(wire.received_HB, EncodeOutput(server_1N, frames_HB[mine], counts_1J, residual_1N))
     yield across.all_gather(frames_HB, frames_HB[across.rank])
 
-    if levels.inside is not None:
-        yield levels.inside.all_gather(wire.frames_WB.view(levels.local_size, -1), frames_HB.view(-1))
+    if hierarchy.intra_node is not None:
+        yield hierarchy.intra_node.all_gather(wire.frames_WB.view(hierarchy.local_size, -1), frames_HB.view(-1))
 
 
-# Exchanges in each leg at a time. 25 M elements in pieces of 1 M, 4 hosts at 100 Mbit/s, medians of 7 (2026-11): 0.45 s
-# on Gloo and MPI with 3 or 4, 0.47 and 0.49 s where all of them start with leg 1; the limit is 0.40 s.
+# Exchanges in each phase at a time. 25 M elements in pieces of 1 M, 4 hosts at 100 Mbit/s, medians of 7 (2026-11): 0.45
+# s on Gloo and MPI with 3 or 4, 0.47 and 0.49 s where all of them start with phase 1; the limit is 0.40 s.
 WINDOW = 3
 
 
 def interleave(
-    exchanges: Iterable[Exchange], landed: Callable[[int], None] | None = None, window: int = WINDOW
+    exchanges: Iterable[Exchange], on_complete: Callable[[int], None] | None = None, window: int = WINDOW
 ) -> None:
-    """Run exchanges side by side: each goes on to its next leg when the one `window` behind it starts.
+    """Run exchanges side by side: each goes on to its next phase when the one `window` behind it starts.
 
-    Exchanges are taken from the iterable as they start. landed(k): called when exchange k is complete, while others may
-    still be under way. The order of launches is a function of the order of `exchanges` alone: the same on every rank.
+    Exchanges are taken from the iterable as they start. on_complete(k): called when exchange k is complete, while
+    others may still be under way. The order of launches is a function of the order of `exchanges` alone: the same on
+    every rank.
     """
-    flights: list[Flight] = []
+    tasks: list[ExchangeTask] = []
     for exchange in exchanges:
-        flights.append(Flight(exchange))
-        for k in range(len(flights) - 1 - window, -1, -window):
-            flight = flights[k]
-            if flight.is_under_way and not flight.advance() and landed is not None:
-                landed(k)
-    rest = [k for k, flight in enumerate(flights) if flight.is_under_way]
-    land([flights[k] for k in rest], None if landed is None else lambda i: landed(rest[i]))
+        tasks.append(ExchangeTask(exchange))
+        for k in range(len(tasks) - 1 - window, -1, -window):
+            task = tasks[k]
+            if task.is_under_way and not task.advance() and on_complete is not None:
+                on_complete(k)
+    rest = [k for k, task in enumerate(tasks) if task.is_under_way]
+    wait_all([tasks[k] for k in rest], None if on_complete is None else lambda i: on_complete(rest[i]))
 
 
-class Flight:
+class ExchangeTask:
     """An exchange under way: its generator and the Work it last yielded."""
 
     def __init__(self, exchange: Exchange):
@@ -187,7 +188,7 @@ class Flight:
         return self._work is not None
 
     def advance(self) -> bool:
-        """Wait for the Work in flight and launch the next. False once there is none."""
+        """Wait for the Work in task and launch the next. False once there is none."""
         if self._work is None:
             return False
         self._work.wait()
@@ -195,21 +196,21 @@ class Flight:
         return self._work is not None
 
 
-def land(flights: Sequence[Flight], landed: Callable[[int], None] | None = None) -> None:
-    """Bring flights to their end, one leg of each per round, in the order given. landed(i): flights[i] is complete."""
-    remaining = list(enumerate(flights))
+def wait_all(tasks: Sequence[ExchangeTask], on_complete: Callable[[int], None] | None = None) -> None:
+    """Bring tasks to their end, one phase of each per round, in the order given. on_complete(i): tasks[i] is done."""
+    remaining = list(enumerate(tasks))
     while remaining:
-        still_flying = []
-        for k, flight in remaining:
-            if flight.advance():
-                still_flying.append((k, flight))
-            elif landed is not None:
-                landed(k)
-        remaining = still_flying
+        unfinished = []
+        for k, task in remaining:
+            if task.advance():
+                unfinished.append((k, task))
+            elif on_complete is not None:
+                on_complete(k)
+        remaining = unfinished
 
 
 def allreduce_mean(
-    x: Tensor, ef: ErrorFeedback | None, codec: Codec, link: Transport, wire: Wire | None = None
+    x: Tensor, ef: ErrorFeedback | None, codec: Codec, transport: Transport, wire: Wire | None = None
 ) -> bool:
     """x ← the compressed mean over ranks of x; ef takes what was left out. The plain, blocking form, for one tensor.
 
@@ -217,21 +218,21 @@ def allreduce_mean(
     and leaves ef untouched and x undefined. All ranks. Sends 2·(W-1)·codec.frame_bytes(n/W) bytes per rank; in two
     levels, see `exchange`.
     """
-    check_transport(link)
-    W = link.world_size
+    check_transport(transport)
+    W = transport.world_size
     if x.dtype != torch.float32 or x.dim() != 1 or x.numel() % (W * codec.block):
         raise ValueError(
-            f"rank {link.rank}: expected a float32 vector whose length is a multiple of world_size·block = "
+            f"rank {transport.rank}: expected a float32 vector whose length is a multiple of world_size·block = "
             f"{W}·{codec.block}, got {x.dtype} {tuple(x.shape)}; pad it"
         )
-    if ef is not None and ef.worker.numel() * Levels.of(link).local_size != x.numel():
+    if ef is not None and ef.worker.numel() * Hierarchy.of(transport).local_size != x.numel():
         raise ValueError(
-            f"rank {link.rank}: the worker error has {ef.worker.numel()} elements for {x.numel()} and local_size="
-            f"{Levels.of(link).local_size}; make it with ErrorFeedback.zeros(n, world_size, local_size=...)"
+            f"rank {transport.rank}: the worker error has {ef.worker.numel()} elements for {x.numel()} and local_size="
+            f"{Hierarchy.of(transport).local_size}; make it with ErrorFeedback.zeros(n, world_size, local_size=...)"
         )
     if wire is None:
-        wire = Wire.empty(codec, x.numel(), W, levels=Levels.of(link), device=x.device)
-    interleave([compressed_allreduce(x, ef, codec, link, wire)])
+        wire = Wire.empty(codec, x.numel(), W, hierarchy=Hierarchy.of(transport), device=x.device)
+    interleave([compressed_allreduce(x, ef, codec, transport, wire)])
     if not bool(codec.is_finite(wire.frames_WB, x.numel() // W)):
         return False
     if ef is not None:

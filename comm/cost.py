@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LEGS = 2
+PHASES = 2
 PIECE = 1 << 20
 
 
@@ -40,8 +40,8 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class CodecCost:
-    """What becomes of an element. bytes_per_element: of its frame, on one leg. s_per_element: a rank's processor time
-    for all legs together: encode, decode, errors, and the transport's copies. unhidden: the share of the shorter of
+    """What becomes of an element. bytes_per_element: of its frame, on one phase. s_per_element: a rank's processor time
+    for all phases together: encode, decode, errors, and the transport's copies. unhidden: the share of the shorter of
     wire and work that the longer does not hide; 0: nothing shows, 1: one after the other.
 
     A dense all-reduce is one of 4 bytes per element whose s_per_element is that of the addition.
@@ -59,14 +59,14 @@ class CodecCost:
 
 
 def payload_bytes(elements: int, world_size: int, codec: CodecCost) -> float:
-    """Bytes that each rank sends to others in one exchange, both legs."""
-    return LEGS * (world_size - 1) / world_size * elements * codec.bytes_per_element
+    """Bytes that each rank sends to others in one exchange, both phases."""
+    return PHASES * (world_size - 1) / world_size * elements * codec.bytes_per_element
 
 
 def messages(elements: int, world_size: int, piece: int | None = PIECE) -> int:
     """How many each rank sends. piece: elements exchanged as one bucket; None: all of them."""
     pieces = 1 if piece is None else -(-elements // piece)
-    return LEGS * (world_size - 1) * pieces
+    return PHASES * (world_size - 1) * pieces
 
 
 def wire_s(elements: int, world_size: int, codec: CodecCost, link: LinkCost) -> float:

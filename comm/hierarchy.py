@@ -1,7 +1,8 @@
 """Two levels: full precision between the ranks of a node, compressed between nodes, on a share of the data each.
 
-`two_levels` makes a `TwoLevelTransport` of a flat one; `allreduce.py` asks `Levels.of` what its link has. Whether the
-nodes are there is `decide`'s to say, from what every rank sees; `launch.py` asks it. Rests on `transports/base.py`.
+`hierarchical` makes a `HierarchicalTransport` of a flat one; `allreduce.py` asks `Hierarchy.of` what its transport has.
+Whether the nodes are there is `decide`'s to say, from what every rank sees; `launch.py` asks it. Rests on
+`transports/base.py`.
 
 A bucket keeps its W chunks, one per rank, as rows. Those with local rank l exchange rows l·H to l·H + H - 1, of which
 the one on node h owns row l·H + h. In a flat world every rank is a node of its own: L = 1.
@@ -23,59 +24,59 @@ from .transports.base import Transport, Work, check_transport
 
 
 @dataclass(frozen=True)
-class Levels:
-    """The links of one rank. inside: to the ranks of its node, None where it is alone. across: to one rank per node."""
+class Hierarchy:
+    """One rank's transports: to the ranks of its node (None where it is alone), and to one rank of each node."""
 
-    inside: Transport | None
-    across: Transport
+    intra_node: Transport | None
+    inter_node: Transport
 
     @classmethod
-    def of(cls, link: Transport) -> Levels:
-        """What an exchange over this link has; a link that is not of two levels crosses from every rank to every."""
-        check_transport(link)
-        return cls(link.intra_node, link.inter_node)
+    def of(cls, transport: Transport) -> Hierarchy:
+        """That of a transport. A flat one crosses from every rank to every other."""
+        check_transport(transport)
+        return cls(transport.intra_node, transport.inter_node)
 
     @property
     def local_size(self) -> int:
         """L."""
-        return 1 if self.inside is None else self.inside.world_size
+        return 1 if self.intra_node is None else self.intra_node.world_size
 
     @property
     def nodes(self) -> int:
         """H."""
-        return self.across.world_size
+        return self.inter_node.world_size
 
     @property
     def own(self) -> slice:
         """The rows of a bucket that this rank exchanges across nodes."""
-        local_rank = 0 if self.inside is None else self.inside.rank
+        local_rank = 0 if self.intra_node is None else self.intra_node.rank
         return slice(local_rank * self.nodes, (local_rank + 1) * self.nodes)
 
     @property
     def owner(self) -> int:
         """The row which this rank averages."""
-        return self.own.start + self.across.rank
+        return self.own.start + self.inter_node.rank
 
     @property
-    def legs(self) -> int:
+    def phases(self) -> int:
         """How many operations an exchange takes, one after the other."""
-        return 2 if self.inside is None else 4
+        return 2 if self.intra_node is None else 4
 
     def rows(self, x: Tensor) -> Tensor:
         """The own rows of a flat tensor, [H, N]. A view."""
         return x.view(self.local_size * self.nodes, -1)[self.own]
 
-    def sum_inside(self, x: Tensor) -> Generator[Work, None, None]:
+    def sum_intra_node(self, x: Tensor) -> Generator[Work, None, None]:
         """Own rows of x ← their sum over the ranks of this node, in rank order: the same bits over every transport.
 
         x: float32 [W·N]; its other rows stay as they are. Yields one Work, none in a flat world. Sends (L-1)/L·4 bytes
         per element: half of what Gloo's own reduce-scatter does.
         """
-        if self.inside is None:
+        if self.intra_node is None:
             return
         sent = x.view(self.local_size, -1).view(torch.uint8)
-        received = torch.empty_like(sent)  # not kept: few buckets are in this leg at a time
-        yield self.inside.all_to_all(received, sent)
+        received = torch.empty_like(sent)  # not kept: few buckets are in this phase at a time
+        yield self.intra_node.all_to_all(received, sent)
         first, *others = received.view(torch.float32)
         own = self.rows(x).view(-1)
         own.copy_(first)
@@ -83,49 +84,49 @@ class Levels:
             own.add_(share)
 
 
-class TwoLevelTransport(Transport):
+class HierarchicalTransport(Transport):
     """A transport over all ranks that knows which of them share a node. See `Transport` for the contract.
 
-    Operations are those of `world`. inside: the L ranks of this node; across: the H ranks with this local rank, one per
-    node, in order of nodes. Ranks are numbered node by node. An optimizer, or `compressed_allreduce`, exchanges over
-    `inside` and `across` instead.
+    Operations are those of `world`. intra_node: the L ranks of this node. inter_node: the H ranks with this local rank,
+    one per node, in order of nodes. Ranks are numbered node by node. An optimizer, or `compressed_allreduce`, exchanges
+    over these two instead.
     """
 
-    def __init__(self, world: Transport, inside: Transport, across: Transport):
-        L, H = inside.world_size, across.world_size
-        if world.world_size != L * H or world.rank != across.rank * L + inside.rank:
+    def __init__(self, world: Transport, intra_node: Transport, inter_node: Transport):
+        L, H = intra_node.world_size, inter_node.world_size
+        if world.world_size != L * H or world.rank != inter_node.rank * L + intra_node.rank:
             raise ValueError(
-                f"rank {world.rank} of {world.world_size} cannot be rank {inside.rank} of {L} on node {across.rank} of "
-                f"{H}: expected rank = node·{L} + local rank"
+                f"rank {world.rank} of {world.world_size} cannot be rank {intra_node.rank} of {L} on node "
+                f"{inter_node.rank} of {H}: expected rank = node·{L} + local rank"
             )
-        self.world, self.inside, self.across = world, inside, across
+        self.world, self._intra_node, self._inter_node = world, intra_node, inter_node
         self.rank, self.world_size = world.rank, world.world_size
-        self._sent_across = 0
+        self._sent_inter_node = 0
 
     @property
     def timeout_s(self) -> float:
-        """Of all three links."""
+        """Of all three transports."""
         return self.world.timeout_s
 
     @timeout_s.setter
     def timeout_s(self, timeout_s: float) -> None:
-        for link in (self.world, self.inside, self.across):
-            link.timeout_s = timeout_s
+        for transport in (self.world, self.intra_node, self.inter_node):
+            transport.timeout_s = timeout_s
 
     @property
     def sent_bytes(self) -> int:
         """Payload bytes this rank has handed to any other rank."""
-        return self.world.sent_bytes + self.inside.sent_bytes + self.across.sent_bytes
+        return self.world.sent_bytes + self.intra_node.sent_bytes + self.inter_node.sent_bytes
 
     @property
     def sent_bytes_inter_node(self) -> int:
         """Those of them that went to other nodes: what the slow wire carries."""
-        return self._sent_across + self.across.sent_bytes
+        return self._sent_inter_node + self.inter_node.sent_bytes
 
     @property
     def has_failed(self) -> bool:
         """Whether a PeerError was raised."""
-        return any(link.has_failed for link in (self.world, self.inside, self.across))
+        return any(transport.has_failed for transport in (self.world, self.intra_node, self.inter_node))
 
     @property
     def device(self) -> torch.device:
@@ -137,17 +138,18 @@ class TwoLevelTransport(Transport):
 
     @property
     def intra_node(self) -> Transport:
-        return self.inside
+        return self._intra_node
 
     @property
     def inter_node(self) -> Transport:
-        return self.across
+        return self._inter_node
 
     def naming_peers(self, what: str, *, is_counted: bool = True) -> AbstractContextManager[None]:
         return self.world.naming_peers(what, is_counted=is_counted)
 
     def describe(self) -> str:
-        return f"{self.world.describe()}, two levels: {self.across.world_size} nodes of {self.inside.world_size} ranks"
+        nodes, ranks = self.inter_node.world_size, self.intra_node.world_size
+        return f"{self.world.describe()}, two levels: {nodes} nodes of {ranks} ranks"
 
     def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
         return self._counted(lambda: self.world.all_to_all(out_WB, in_WB))
@@ -165,39 +167,39 @@ class TwoLevelTransport(Transport):
         return self.world.split(ranks)
 
     def close(self) -> None:
-        """Barriers, then release all three links, also where a barrier fails. All ranks; idempotent."""
+        """Barriers, then release all three transports, also where a barrier fails. All ranks; idempotent."""
         with ExitStack() as closing:
-            for link in (self.world, self.across, self.inside):
-                closing.callback(link.close)
+            for transport in (self.world, self.inter_node, self.intra_node):
+                closing.callback(transport.close)
 
     def abandon(self) -> None:
         """Release without the others: for a rank that ends on an error of its own. Idempotent."""
-        for link in (self.inside, self.across, self.world):
-            link.abandon()
+        for transport in (self.intra_node, self.inter_node, self.world):
+            transport.abandon()
 
     def _counted(self, launch: Callable[[], Work]) -> Work:
         """Of what an operation sends, every peer is taken to get the same share."""
         before = self.world.sent_bytes
         work = launch()
-        others, peers = self.world_size - self.inside.world_size, max(self.world_size - 1, 1)
-        self._sent_across += (self.world.sent_bytes - before) * others // peers
+        others, peers = self.world_size - self.intra_node.world_size, max(self.world_size - 1, 1)
+        self._sent_inter_node += (self.world.sent_bytes - before) * others // peers
         return work
 
 
-def two_levels(link: Transport, local_size: int) -> Transport:
-    """The same ranks in two levels, `local_size` on each node, numbered node by node. 1: the link itself.
+def hierarchical(transport: Transport, local_size: int) -> Transport:
+    """The same ranks in two levels, `local_size` on each node, numbered node by node. 1: the transport itself.
 
     All ranks. Raises ValueError where that does not divide their number.
     """
-    check_transport(link)
-    W, L = link.world_size, local_size
+    check_transport(transport)
+    W, L = transport.world_size, local_size
     if L < 1 or W % L:
-        raise ValueError(f"rank {link.rank}: {W} ranks cannot be {L} on each node; give a divisor of {W}")
+        raise ValueError(f"rank {transport.rank}: {W} ranks cannot be {L} on each node; give a divisor of {W}")
     if L == 1:
-        return link
-    node, local_rank = divmod(link.rank, L)
-    inside = link.split(range(node * L, (node + 1) * L))
-    return TwoLevelTransport(link, inside, link.split(range(local_rank, W, L)))
+        return transport
+    node, local_rank = divmod(transport.rank, L)
+    inside = transport.split(range(node * L, (node + 1) * L))
+    return HierarchicalTransport(transport, inside, transport.split(range(local_rank, W, L)))
 
 
 class Seen(NamedTuple):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .hierarchy import Seen, TwoLevelTransport, decide, two_levels
+from .hierarchy import HierarchicalTransport, Seen, decide, hierarchical
 from .messages import gather_bytes
 from .transports.base import PeerError, Transport
 from .transports.edge import DIAGNOSIS_S, NOTES_S, reason
@@ -216,7 +216,7 @@ def init(backend: str | None = None, timeout_s: float = 300.0, *, levels: int | 
     there is CUDA and Gloo elsewhere; mpirun gives NCCL where there is CUDA (bootstrapped over MPI) and MPI elsewhere; a
     single process gives a `SimTransport` of one rank. backend "gloo", "nccl" or "mpi" forces one.
 
-    levels: "auto" gives a `TwoLevelTransport` where several nodes hold as many ranks each, two or more, by what the
+    levels: "auto" gives a `HierarchicalTransport` where several nodes hold as many ranks each, two or more, by what the
     launcher says and by their host names; else it is flat, and rank 0 logs why where that is not plain. A number is how
     many ranks a node holds; 1: flat.
 
@@ -230,49 +230,49 @@ def init(backend: str | None = None, timeout_s: float = 300.0, *, levels: int | 
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return _in_levels(_on_existing_group(backend, timeout_s), levels)
+        return _in_hierarchy(_on_existing_group(backend, timeout_s), levels)
     launch = detect(os.environ)
     if backend is None and launch.launcher == _SINGLE:
-        return _in_levels(SimTransport(), levels)
-    link = _start(launch, backend or _default_backend(launch), timeout_s)
-    _tie_to_process(link, launch)
-    leveled = _in_levels(link, levels)
-    if isinstance(leveled, TwoLevelTransport):
+        return _in_hierarchy(SimTransport(), levels)
+    transport = _start(launch, backend or _default_backend(launch), timeout_s)
+    _tie_to_process(transport, launch)
+    leveled = _in_hierarchy(transport, levels)
+    if isinstance(leveled, HierarchicalTransport):
         _tie_to_process(leveled, launch)
-    if link.rank == 0:
+    if transport.rank == 0:
         _log.info("%s", describe(leveled, launch))
     return leveled
 
 
-def describe(link: Transport, launch: Launch | None = None) -> str:
+def describe(transport: Transport, launch: Launch | None = None) -> str:
     """One line: how many ranks, who started them, what moves their bytes."""
     launch = detect(os.environ) if launch is None else launch
-    ranks = f"{link.world_size} rank{'s' * (link.world_size > 1)}"
-    return f"{ranks} by {launch.launcher}, transport {link.describe()}"
+    ranks = f"{transport.world_size} rank{'s' * (transport.world_size > 1)}"
+    return f"{ranks} by {launch.launcher}, transport {transport.describe()}"
 
 
-def _in_levels(link: Transport, levels: int | str) -> Transport:
-    """The link itself, or in two levels; the same choice on all ranks. Sends 48 bytes to each peer."""
-    if link.world_size == 1:
-        return two_levels(link, 1 if levels == "auto" else int(levels))
-    every = gather_bytes(link, struct.pack("<32sqq", *_seen_here(link), 0 if levels == "auto" else levels))
+def _in_hierarchy(transport: Transport, levels: int | str) -> Transport:
+    """The transport itself, or in two levels; the same choice on all ranks. Sends 48 bytes to each peer."""
+    if transport.world_size == 1:
+        return hierarchical(transport, 1 if levels == "auto" else int(levels))
+    every = gather_bytes(transport, struct.pack("<32sqq", *_seen_here(transport), 0 if levels == "auto" else levels))
     hosts, sizes, asked = zip(*(struct.unpack("<32sqq", row) for row in every), strict=True)
     if len(set(asked)) > 1:
-        raise ValueError(f"rank {link.rank}: levels differ between ranks: {asked} (0: auto); give all the same")
+        raise ValueError(f"rank {transport.rank}: levels differ between ranks: {asked} (0: auto); give all the same")
     if levels == "auto":
         levels, why = decide([Seen(host.hex(), size or None) for host, size in zip(hosts, sizes, strict=True)])
-        if why and link.rank == 0:
-            _log.info("one level between %d ranks: %s; init(levels=L) makes two of it", link.world_size, why)
-    return two_levels(link, int(levels))
+        if why and transport.rank == 0:
+            _log.info("one level between %d ranks: %s; init(levels=L) makes two of it", transport.world_size, why)
+    return hierarchical(transport, int(levels))
 
 
-def _seen_here(link: Transport) -> tuple[bytes, int]:
+def _seen_here(transport: Transport) -> tuple[bytes, int]:
     """A digest of the host's name, and how many ranks the launcher says it has; 0: it says nothing, or of others."""
     try:
         launch = detect(os.environ)
     except ValueError:  # a group that somebody else has made need not know an environment that makes sense
         launch = Launch("unknown", 0, 0, 0)
-    fits = (launch.rank, launch.world_size) == (link.rank, link.world_size)
+    fits = (launch.rank, launch.world_size) == (transport.rank, transport.world_size)
     return hashlib.sha256(socket.gethostname().encode()).digest(), (launch.local_size or 0) if fits else 0
 
 
@@ -310,9 +310,9 @@ def _on_existing_group(backend: str | None, timeout_s: float) -> TorchTransport:
 def _on_mpi(launch: Launch, timeout_s: float) -> MpiTransport:
     from .transports.mpi import MpiTransport
 
-    link = MpiTransport(None, timeout_s)
-    _check_same_world(launch, link.rank, link.world_size)
-    return link
+    transport = MpiTransport(None, timeout_s)
+    _check_same_world(launch, transport.rank, transport.world_size)
+    return transport
 
 
 def _check_same_world(launch: Launch, mpi_rank: int, mpi_world_size: int) -> None:
@@ -399,33 +399,33 @@ def _store_found_by_mpi(launch: Launch, timeout_s: float) -> torch.distributed.S
     return torch.distributed.TCPStore(host, port, launch.world_size, False, timeout, wait_for_workers=False)
 
 
-def _tie_to_process(link: MpiTransport | TorchTransport | TwoLevelTransport, launch: Launch) -> None:
+def _tie_to_process(transport: MpiTransport | TorchTransport | HierarchicalTransport, launch: Launch) -> None:
     """Close at exit; abandon on an uncaught exception, whose traceback is printed first, as ever."""
     report = sys.excepthook
 
     def end(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         report(kind, error, where)
-        _explain(link, error)
+        _explain(transport, error)
         sys.stderr.flush()
-        _abandon(link, launch)
+        _abandon(transport, launch)
 
     def close() -> None:
-        link.timeout_s = min(link.timeout_s, _AT_EXIT_S)
+        transport.timeout_s = min(transport.timeout_s, _AT_EXIT_S)
         try:
-            link.close()
+            transport.close()
         except PeerError as error:
             _log.warning("at exit, without close(): %s", error)
-        if link.has_failed:
-            _abandon(link, launch)
+        if transport.has_failed:
+            _abandon(transport, launch)
 
     sys.excepthook = end
     atexit.register(close)
 
 
-def _explain(link: Transport, error: BaseException) -> None:
+def _explain(transport: Transport, error: BaseException) -> None:
     """Where what torch itself sent over this group has failed, a barrier for one, log who is missing."""
     try:
-        with link.naming_peers("an operation of torch's own"):
+        with transport.naming_peers("an operation of torch's own"):
             raise error
     except PeerError as explained:
         if explained is not error:
@@ -434,9 +434,9 @@ def _explain(link: Transport, error: BaseException) -> None:
         pass  # not of the network
 
 
-def _abandon(link: Transport, launch: Launch) -> None:
+def _abandon(transport: Transport, launch: Launch) -> None:
     """Release what this rank holds; under mpirun end the job, because MPI_Finalize would wait for the missing rank."""
-    link.abandon()
+    transport.abandon()
     if launch.is_mpi:
         from .transports.mpi import abort
 

@@ -15,22 +15,22 @@ from .transports.base import Transport, Work
 
 
 def exchange_bytes(
-    link: Transport, mine: bytes, device: torch.device | str | None = None
+    transport: Transport, mine: bytes, device: torch.device | str | None = None
 ) -> Generator[Work, None, list[bytes]]:
     """Every rank's bytes, of one common length. Yields one Work. Sends (W-1)·len bytes per rank.
 
     device: whose memory they travel in; None: the transport's own.
     """
-    device = link.device if device is None else device
+    device = transport.device if device is None else device
     row = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    rows = torch.empty(link.world_size, len(mine), dtype=torch.uint8, device=device)
-    yield link.all_gather(rows, row)
+    rows = torch.empty(transport.world_size, len(mine), dtype=torch.uint8, device=device)
+    yield transport.all_gather(rows, row)
     return [bytes(r.tolist()) for r in rows.cpu()]
 
 
-def gather_bytes(link: Transport, mine: bytes, device: torch.device | str | None = None) -> list[bytes]:
+def gather_bytes(transport: Transport, mine: bytes, device: torch.device | str | None = None) -> list[bytes]:
     """As `exchange_bytes`, and waits."""
-    exchange = exchange_bytes(link, mine, device)
+    exchange = exchange_bytes(transport, mine, device)
     while True:
         try:
             next(exchange).wait()
@@ -38,11 +38,11 @@ def gather_bytes(link: Transport, mine: bytes, device: torch.device | str | None
             return list(end.value)
 
 
-def gather_tensors(link: Transport, mine: Tensor) -> Tensor:
+def gather_tensors(transport: Transport, mine: Tensor) -> Tensor:
     """Every rank's tensor of one common shape: [W, *shape], on its device. Sends (W-1)·nbytes per rank."""
-    rows = torch.empty(link.world_size, mine.nbytes, dtype=torch.uint8, device=mine.device)
-    link.all_gather(rows, mine.contiguous().view(-1).view(torch.uint8)).wait()
-    return rows.view(mine.dtype).view(link.world_size, *mine.shape)
+    rows = torch.empty(transport.world_size, mine.nbytes, dtype=torch.uint8, device=mine.device)
+    transport.all_gather(rows, mine.contiguous().view(-1).view(torch.uint8)).wait()
+    return rows.view(mine.dtype).view(transport.world_size, *mine.shape)
 
 
 def sum_in_order(rows: Tensor) -> Tensor:
@@ -53,22 +53,22 @@ def sum_in_order(rows: Tensor) -> Tensor:
     return total
 
 
-def gather_texts(link: Transport, mine: str, device: torch.device | str | None = None) -> list[str]:
+def gather_texts(transport: Transport, mine: str, device: torch.device | str | None = None) -> list[str]:
     """Every rank's text, of any length."""
     data = mine.encode()
-    lengths = [int.from_bytes(b, "little") for b in gather_bytes(link, len(data).to_bytes(16, "little"), device)]
+    lengths = [int.from_bytes(b, "little") for b in gather_bytes(transport, len(data).to_bytes(16, "little"), device)]
     padded = data.ljust(max(max(lengths), 1), b"\0")
-    return [b[:n].decode() for b, n in zip(gather_bytes(link, padded, device), lengths, strict=True)]
+    return [b[:n].decode() for b, n in zip(gather_bytes(transport, padded, device), lengths, strict=True)]
 
 
-def raise_together(
-    link: Transport,
+def raise_on_all_ranks(
+    transport: Transport,
     problem: str | None,
     error: type[Exception],
     device: torch.device | str | None = None,
     hint: Callable[[], str] = lambda: "",
 ) -> None:
     """Raise on all ranks where any of them has a problem: the lowest such rank's text, followed by `hint()`."""
-    problems = [text for text in gather_texts(link, problem or "", device) if text]
+    problems = [text for text in gather_texts(transport, problem or "", device) if text]
     if problems:
         raise error(problems[0] + hint())

@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from . import comm
-from .agreement.ballot import DesyncError
 from .agreement.replicas import ReplicaError
 from .agreement.skips import SkippedStepsError
+from .agreement.step_vote import DesyncError
 from .buffers import sync_buffers
 from .lamb import Lamb
 from .onebit_adam import OnebitAdam

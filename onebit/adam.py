@@ -27,7 +27,8 @@ def adamw_update_(
 ) -> None:
     """Advance m and v by the mean gradient g, and leave the step in it: g ← lr·m̂/(√v̂ + eps). float32 [n], in place.
 
-    m ← β1·m + (1-β1)·g,  v ← β2·v + (1-β2)·g²,  m̂ = m/(1-β1^step),  v̂ = v/(1-β2^step)   (Adam, arXiv 1412.6980, Alg. 1)
+    m ← β1·m + (1-β1)·g,  v ← β2·v + (1-β2)·g²,  m̂ = m/(1-β1^step),  v̂ = v/(1-β2^step)   (Adam, arXiv 1412.6980, Alg.
+    1)
     """
     beta1, beta2 = betas
     m.lerp_(g, 1.0 - beta1)

@@ -3,10 +3,10 @@
 The optimizer receives each rank's own gradients and does all data-parallel traffic itself, in every phase; the model is
 not wrapped. One step, top to bottom:
 
-    backward    a bucket whose gradients are complete is encoded and sent (leg 1) while earlier layers still compute;
-                two buckets later the owners' averages follow (leg 2); over a link of two levels there are four legs,
-                the first and the last of them inside the node
-    step()      the remaining buckets are sent; ballot: whether all ranks are in the same step with the same options,
+    backward    a bucket whose gradients are complete is encoded and sent (phase 1) while earlier layers still compute;
+                two buckets later the owners' averages follow (phase 2); over a transport of two levels there are four
+                phases, the first and the last of them inside the node
+    step()      the remaining buckets are sent; vote: whether all ranks are in the same step with the same options,
                 which parameters have a gradient anywhere, the global norm; all buckets land
                 where a gradient has changed since it was sent, on any rank, all buckets are sent once more
                 verdict: what is not finite on any rank shows in everybody's frames: all skip, nothing is written
@@ -31,21 +31,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import comm, payoff
+from . import comm, link_probe
 from .agreement import replicas
-from .agreement.ballot import (
-    Ballot,
+from .agreement.join import Join
+from .agreement.replicas import ReplicaError
+from .agreement.skips import MOST_SKIPS, SkipLimit
+from .agreement.step_vote import (
     DesyncError,
     Header,
+    StepVote,
     Summary,
-    cast_ballots,
+    cast_votes,
     check_headers,
     gather_headers,
     present_anywhere,
 )
-from .agreement.join import Join
-from .agreement.replicas import ReplicaError
-from .agreement.skips import MOST_SKIPS, SkipLimit
 from .agreement.wrappers import (
     COMPARED_STEPS,
     NOT_COMPARED,
@@ -60,35 +60,36 @@ from .clip import GlobalNormClip, dot, exact_norm, has_squares
 from .comm import (
     Bf16Codec,
     Codec,
+    EncodeOutput,
     ErrorFeedback,
     Exchange,
-    Flight,
+    ExchangeTask,
     FusedCodec,
     Int8Codec,
-    Momentum,
+    MomentumInputs,
     MomentumWeights,
-    Outgoing,
+    ParamUpdate,
     Segments,
     SignCodec,
     Transport,
-    Update,
     Variance,
     Wire,
     check_fused,
 )
 from .contract import TorchOptions, check_arguments
 from .frozen import gradient_of, refuse_unfrozen
+from .link_probe import LinkProbe, StopWatch
 from .marks import GradientMark, are_used_again, is_inspected
-from .payoff import Payoff, StopWatch
-from .shards import Shards, count_edits_apart_, local
+from .model_parallel import ModelParallelGroup, count_edits_apart_, local
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
 
-# A bucket's next leg is launched with leg 1 of the bucket so many behind it: until then there are as many on the wire.
-NEXT_LEG_BEHIND = 2
+# A bucket's next phase is launched with phase 1 of the bucket so many behind it: until then there are as many on the
+# wire.
+NEXT_PHASE_BEHIND = 2
 
 # After so many steps in a row that had to be sent twice nothing is sent during backward any more.
 RESENT_STEPS = 3
@@ -98,15 +99,16 @@ RESENT_STEPS = 3
 class Stats:
     """What the last step did. Times in milliseconds, bytes as payload this rank sent to others, without headers.
 
-    sent_bytes_across: those to other nodes, which is what a slow network carries; bits_per_parameter is of these. The
-    same as sent_bytes where the link is flat. resent_steps: how many steps were sent twice, so far. shadow_steps: how
-    many steps of other ranks this one has taken part in without batches of its own (`join`). grad_norm: of the mean
-    gradient, before clipping; exact or the estimate, as `clip.py` has it. None without max_grad_norm, and when skipped.
+    sent_bytes_inter_node: those to other nodes, which is what a slow network carries; bits_per_parameter is of these.
+    The same as sent_bytes where the transport is flat. resent_steps: how many steps were sent twice, so far.
+    shadow_steps: how many steps of other ranks this one has taken part in without batches of its own (`join`).
+    grad_norm: of the mean gradient, before clipping; exact or the estimate, as `clip.py` has it. None without
+    max_grad_norm, and when skipped.
     """
 
     phase: str = "warmup"
     sent_bytes: int = 0
-    sent_bytes_across: int = 0
+    sent_bytes_inter_node: int = 0
     bits_per_parameter: float = 0.0
     comm_ms: float = 0.0
     skipped_steps: int = 0
@@ -121,23 +123,22 @@ class CommonOptions(TorchOptions, total=False):
 
     max_grad_norm: clip by the norm of the mean gradient (0: off): exact while gradients travel, estimated from each
     rank's norm and its product with the momentum otherwise. It then costs the overlap with backward.
-    link: the transport; default `onebit.comm.init()`. shards: where the parameters are DTensors, each rank of the link
-    holding the same shard of another replica (`onebit.zero.grid`), the transport between the shards of one replica, or
-    the grid's `Shards` where others hold other layers. It carries what concerns the whole model: 8 to 32 bytes a step
-    to each peer, and LAMB's norms. codec: block size and kind of scale of the one-bit frames.
-    error_dtype: torch.bfloat16 halves the worker and server errors.
-    compression: "auto" measures the network once, before the first one-bit step, and where one bit would gain nothing
-    gradients travel in bfloat16 from there on, which rank 0 logs; "always" asks nothing.
-    overlap: send buckets during backward. Where gradients change before step() all the same, they are sent once more,
-    and after three such steps in a row nothing is sent during backward any more. bucket_cap_mb: float32
-    MiB per bucket. check_replicas_every: steps, taken or skipped, between votes on the bits of parameters and of the
-    state that replicas have in common (0: never). max_consecutive_skips: so many skipped steps in a row are an error
-    (0: never); see `agreement/skips.py`.
+    transport: default `onebit.comm.init()`. model_parallel_group: where the parameters are DTensors, each rank of the
+    transport holding the same shard of another replica (`onebit.zero.grid`), the transport between the shards of one
+    replica, or the grid's `ModelParallelGroup` where others hold other layers. It carries what concerns the whole
+    model: 8 to 32 bytes a step to each peer, and LAMB's norms. codec: block size and kind of scale of the one-bit
+    frames. error_dtype: torch.bfloat16 halves the worker and server errors. compression: "auto" measures the network
+    once, before the first one-bit step, and where one bit would gain nothing gradients travel in bfloat16 from there
+    on, which rank 0 logs; "always" asks nothing. overlap: send buckets during backward. Where gradients change before
+    step() all the same, they are sent once more, and after three such steps in a row nothing is sent during backward
+    any more. bucket_cap_mb: float32 MiB per bucket. check_replicas_every: steps, taken or skipped, between votes on the
+    bits of parameters and of the state that replicas have in common (0: never). max_consecutive_skips: so many skipped
+    steps in a row are an error (0: never); see `agreement/skips.py`.
     """
 
     max_grad_norm: float
-    link: Transport | None
-    shards: Shards | Transport | None
+    transport: Transport | None
+    model_parallel_group: ModelParallelGroup | Transport | None
     codec: FusedCodec | None
     error_dtype: torch.dtype
     compression: str
@@ -169,8 +170,8 @@ class CompressedOptimizer(BucketedOptimizer):
         defaults: dict[str, object],
         *,
         max_grad_norm: float = 0.0,
-        link: Transport | None = None,
-        shards: Shards | Transport | None = None,
+        transport: Transport | None = None,
+        model_parallel_group: ModelParallelGroup | Transport | None = None,
         codec: FusedCodec | None = None,
         error_dtype: torch.dtype = torch.float32,
         compression: str = "auto",
@@ -211,8 +212,8 @@ class CompressedOptimizer(BucketedOptimizer):
         super().__init__(
             params,
             defaults,
-            link=link,
-            shards=shards,
+            transport=transport,
+            model_parallel_group=model_parallel_group,
             codec=codec,
             error_dtype=error_dtype,
             bucket_cap_mb=bucket_cap_mb,
@@ -251,7 +252,7 @@ class CompressedOptimizer(BucketedOptimizer):
         """All buckets are committed, no parameter has moved: what needs the whole model."""
 
     @abstractmethod
-    def _after_step(self, ballots: Sequence[Ballot], step: int) -> None:
+    def _after_step(self, votes: Sequence[StepVote], step: int) -> None:
         """All buckets are committed: phase changes."""
 
     @abstractmethod
@@ -269,25 +270,25 @@ class CompressedOptimizer(BucketedOptimizer):
 
     # ---------------------------------------------------------------- whether compression pays
 
-    def _compression_pays(self) -> bool:
+    def _should_compress(self) -> bool:
         """Decide, once per run, and say so. All ranks, between two steps."""
-        if self._compresses is None and not self._levels.across.has_network:
+        if self._compresses is None and not self._hierarchy.inter_node.has_network:
             self._compresses = True  # there is no network to measure
         if self._compresses is None:
             numels = [bucket.layout.numel for bucket in self._buckets]
             compute_s, device = self._computing.median_s(), self._buckets[0].device
             bf16 = Bf16Codec(self.codec.block)
             before = self._sent()
-            mine = payoff.measure(self.link, compute_s, numels, self.codec, bf16, device)
-            every = self.shards.gather(mine.compute_s, mine.onebit_s, mine.bf16_s)
-            found = Payoff(*(max(column) for column in zip(*every, strict=True)))
+            mine = link_probe.measure(self.transport, compute_s, numels, self.codec, bf16, device)
+            every = self.model_parallel_group.gather(mine.compute_s, mine.onebit_s, mine.bf16_s)
+            found = LinkProbe(*(max(column) for column in zip(*every, strict=True)))
             # What measuring sent belongs to no step; what this step has sent so far does.
             sent, across = (now - then for now, then in zip(self._sent(), before, strict=True))
             self._sent_before = (self._sent_before[0] + sent, self._sent_before[1] + across)
-            self._compresses = found.pays
-            if self.link.rank == 0 and found.pays:
+            self._compresses = found.should_compress
+            if self.transport.rank == 0 and found.should_compress:
                 log.info("one-bit compression pays here: %s", found)
-            elif self.link.rank == 0:
+            elif self.transport.rank == 0:
                 log.warning(
                     "one-bit compression does not pay here (%s): gradients travel in bfloat16 instead; "
                     'compression="always" sends one bit all the same',
@@ -337,7 +338,7 @@ class CompressedOptimizer(BucketedOptimizer):
         return bucket.complete == len(bucket.params)
 
     def _launch(self, bucket: Bucket, scale: float = 1.0, *, in_backward: bool = False) -> None:
-        """Send a bucket's gradients, times scale, and what goes with them; and earlier buckets' next legs.
+        """Send a bucket's gradients, times scale, and what goes with them; and earlier buckets' next phases.
 
         In bucket order, whether in backward or in step(): every rank launches the same sequence, also where a gradient
         is missing on one of them.
@@ -348,23 +349,23 @@ class CompressedOptimizer(BucketedOptimizer):
             self._call_roll(self._round_name())
         bucket.mark_sent(with_bits=in_backward and is_inspected(self._steps_here))
         bucket.wire = self._wire(bucket, codec)
-        with self._beside(bucket.device):
-            bucket.flight = Flight(self._legs(bucket, self.param_groups[bucket.group_index], codec, scale))
+        with self._on_comm_stream(bucket.device):
+            bucket.task = ExchangeTask(self._phases(bucket, self.param_groups[bucket.group_index], codec, scale))
             self._launched += 1
-            for leg in range(1, self._levels.legs):
-                behind = bucket.index - leg * NEXT_LEG_BEHIND
-                if behind >= 0 and (flight := self._buckets[behind].flight):
-                    flight.advance()
+            for phase in range(1, self._hierarchy.phases):
+                behind = bucket.index - phase * NEXT_PHASE_BEHIND
+                if behind >= 0 and (task := self._buckets[behind].task):
+                    task.advance()
 
-    def _legs(self, bucket: Bucket, group: dict, codec: Codec, scale: float) -> Exchange:
+    def _phases(self, bucket: Bucket, group: dict, codec: Codec, scale: float) -> Exchange:
         """The exchange of this rank's payload, made in bucket.x, from its encoding on."""
         assert bucket.wire is not None
         bucket.gather(self._gradients(bucket), scale)
         self._make_payload(bucket, group)
         ef = self._error_feedback(bucket)
-        yield from comm.compressed_allreduce(bucket.x, ef, codec, self.link, bucket.wire, bucket.counts)
+        yield from comm.compressed_allreduce(bucket.x, ef, codec, self.transport, bucket.wire, bucket.counts)
 
-    def _legs_of_momentum(
+    def _phases_of_momentum(
         self,
         bucket: Bucket,
         grads: Sequence[Tensor | None],
@@ -377,20 +378,20 @@ class CompressedOptimizer(BucketedOptimizer):
         D_WN and momentum_W: one row for each owner. In a flat world the gradients are read where they lie. In two
         levels the ranks of the node add them up first, in bucket.x, and each encodes its own rows of their mean.
         """
-        ef, wire, segments, own = bucket.ef, bucket.wire, bucket.layout.segments, self._levels.own
+        ef, wire, segments, own = bucket.ef, bucket.wire, bucket.layout.segments, self._hierarchy.own
         assert ef is not None and wire is not None
-        if self._levels.local_size > 1:
+        if self._hierarchy.local_size > 1:
             bucket.gather(grads)
-            yield from self._levels.sum_inside(bucket.x)
+            yield from self._hierarchy.sum_intra_node(bucket.x)
             node = bucket.own_rows(bucket.x).view(-1)
             grads, segments = [node], Segments((0,), (len(node),), self.codec.block)
-            weights = replace(weights, unscale=weights.unscale / self._levels.local_size)
+            weights = replace(weights, unscale=weights.unscale / self._hierarchy.local_size)
         D_KN = D_WN.rows(own) if isinstance(D_WN, Variance) else D_WN[own]
-        momentum = Momentum(grads, segments, D_KN, momentum_W[own], weights)
+        momentum = MomentumInputs(grads, segments, D_KN, momentum_W[own], weights)
         n = bucket.layout.chunk
-        out = Outgoing(ef.worker.view(-1, n), wire.sent_HB, bucket.counts[own], ef.worker_next.view(-1, n))
+        out = EncodeOutput(ef.worker.view(-1, n), wire.sent_HB, bucket.counts[own], ef.worker_next.view(-1, n))
         self.codec.encode_momentum(momentum, out)
-        yield from comm.exchange(ef, self.codec, self.link, wire, n, bucket.counts)
+        yield from comm.exchange(ef, self.codec, self.transport, wire, n, bucket.counts)
 
     def _wire(self, bucket: Bucket, codec: Codec) -> Wire:
         """The bucket's buffers for this codec, made when first needed. In full, it travels from where it lies."""
@@ -399,8 +400,8 @@ class CompressedOptimizer(BucketedOptimizer):
             bucket.wires[codec] = Wire.empty(
                 codec,
                 bucket.layout.numel,
-                self.link.world_size,
-                levels=self._levels,
+                self.transport.world_size,
+                hierarchy=self._hierarchy,
                 frames_WB=in_place,
                 device=bucket.device,
             )
@@ -417,7 +418,7 @@ class CompressedOptimizer(BucketedOptimizer):
                 "than in the step before, or because a backward pass was given up: all buckets are sent once more. For "
                 "clipping use max_grad_norm=..., for passes that are not the last of their step optimizer.no_sync(), "
                 "for GradScaler and anything else that edits gradients overlap=False",
-                self.link.rank,
+                self.transport.rank,
                 changed[0],
             )
         if is_edited_unseen:
@@ -426,7 +427,7 @@ class CompressedOptimizer(BucketedOptimizer):
                 "rank %d: gradients were edited through .data after backward had sent them, which torch does not count "
                 "and only some steps look for: all buckets are sent once more, and from here on in step(), as with "
                 "overlap=False. Edit the gradients themselves (p.grad.clamp_()), or construct with overlap=False",
-                self.link.rank,
+                self.transport.rank,
             )
         is_scaled = bool(early) and grad_scale != 1.0  # the scale is known too late
         return bool(changed) or is_edited_unseen or is_scaled
@@ -449,7 +450,7 @@ class CompressedOptimizer(BucketedOptimizer):
         if not self._buckets:
             self._join.is_finished = False  # no rank has any
             present = [[gradient_of(p) is not None for p in self._frozen]]
-            refuse_unfrozen(self.link.rank, list(self._frozen.values()), present)
+            refuse_unfrozen(self.transport.rank, list(self._frozen.values()), present)
             return loss
         self._waited_s, self.stats.clip_factor, self._clip.norm = 0.0, 1.0, None
         if self._join.is_on and not self._anybody_goes_on():
@@ -457,65 +458,65 @@ class CompressedOptimizer(BucketedOptimizer):
         grad_scale = float(getattr(self, "grad_scale", None) or 1.0)
         resends = self._has_changed(grad_scale)
         travels = any(self._codec(bucket) is not None for bucket in self._buckets)
-        ballots = self._exchange(1.0 / grad_scale, resends) if travels else self._stay_at_home(1.0 / grad_scale)
+        votes = self._exchange(1.0 / grad_scale, resends) if travels else self._stay_at_home(1.0 / grad_scale)
         bad: list[str] = []
-        if ballots is not None:
-            self._finish(ballots)
+        if votes is not None:
+            self._finish(votes)
         else:
             bad = self._skip()
         self._vote_where_due()
         self._count_traffic()
         self._start_over()
         self._steps_here += 1
-        self._skips.observe(ballots is None, bad, self.link, self.shards.whole)
+        self._skips.observe(votes is None, bad, self.transport, self.model_parallel_group.whole)
         self._computing.start()
         return loss
 
-    def _exchange(self, scale: float, resends: bool) -> list[Ballot] | None:
+    def _exchange(self, scale: float, resends: bool) -> list[StepVote] | None:
         """Send what has not left yet and bring all of it home. None, on all ranks, where anything is not finite.
 
-        scale: what gradients are to be multiplied by. resends: what this rank has sent is no longer true. The ballot
+        scale: what gradients are to be multiplied by. resends: what this rank has sent is no longer true. The vote
         comes after the last launch, or before the first where it clips: at the same place in every rank's sequence of
         operations.
         """
-        ballots = None
+        votes = None
         if self._clips_before_sending:
-            ballots = self._cast(scale, resends)
-            self.stats.clip_factor = self._clip.estimated_factor(ballots, self.link.world_size)
+            votes = self._cast(scale, resends)
+            self.stats.clip_factor = self._clip.estimated_factor(votes, self.transport.world_size)
             if not math.isfinite(self.stats.clip_factor):
                 return None
         self._launch_rest(scale * self.stats.clip_factor)
-        if ballots is None:
-            ballots = self._cast(scale, resends)
+        if votes is None:
+            votes = self._cast(scale, resends)
         with self._waiting():
-            self._land()
-        if any(ballot.summary.resends for ballot in ballots):
+            self._wait_all()
+        if any(vote.summary.resends for vote in votes):
             # Nothing has been written, so what came back can be forgotten.
             self._launched = 0
             self._launch_rest(scale * self.stats.clip_factor)
             with self._waiting():
-                self._land()
-        self._count_resent(ballots)
+                self._wait_all()
+        self._count_resent(votes)
         # One question to each device, however many buckets it has.
         verdicts: dict[torch.device, list[Tensor]] = {bucket.device: [] for bucket in self._buckets}
         for bucket in self._buckets:
             verdicts[bucket.device].append(self._is_finite(bucket))
         is_good = all(bool(torch.stack(flags).all()) for flags in verdicts.values())
-        return ballots if self._all_parts_agree(is_good, ballots) else None
+        return votes if self._all_parts_agree(is_good, votes) else None
 
     def _launch_rest(self, scale: float) -> None:
         for bucket in self._buckets[self._launched :]:
             self._launch(bucket, scale)
 
-    def _count_resent(self, ballots: Sequence[Ballot]) -> None:
+    def _count_resent(self, votes: Sequence[StepVote]) -> None:
         """Where gradients change in every step, sending them during backward is given up; on all ranks at once."""
-        ranks = [rank for rank, ballot in enumerate(ballots) if ballot.summary.resends]
+        ranks = [rank for rank, vote in enumerate(votes) if vote.summary.resends]
         if ranks:
             if self.stats.resent_steps == 0:
-                refuse_wrapper(self.link, self._slots)
+                refuse_wrapper(self.transport, self._slots)
             self.stats.resent_steps += 1
             self._resent_in_a_row += 1
-            if self._resent_in_a_row == RESENT_STEPS and self.link.rank == 0:
+            if self._resent_in_a_row == RESENT_STEPS and self.transport.rank == 0:
                 log.warning(
                     "gradients of rank %s changed after backward had sent them in %d steps in a row: from here on they "
                     "are sent in step(), as with overlap=False",
@@ -525,22 +526,26 @@ class CompressedOptimizer(BucketedOptimizer):
         elif self._resent_in_a_row < RESENT_STEPS:
             self._resent_in_a_row = 0
 
-    def _all_parts_agree(self, is_good: bool, ballots: Sequence[Ballot]) -> bool:
+    def _all_parts_agree(self, is_good: bool, votes: Sequence[StepVote]) -> bool:
         """Whether the step is good on all parts of the model.
 
         Raises DesyncError where they take another step, RuntimeError where any trains what it has no state of.
         """
         header = self._header(self._round_name())
-        unfrozen = [ballot.present[len(self._slots) :] for ballot in ballots]
-        said = self.shards.gather(float(is_good), float(any(map(any, unfrozen))), float(header.step), header.numbers[0])
+        unfrozen = [vote.present[len(self._slots) :] for vote in votes]
+        said = self.model_parallel_group.gather(
+            float(is_good), float(any(map(any, unfrozen))), float(header.step), header.numbers[0]
+        )
         if any(is_unfrozen for _, is_unfrozen, *_ in said):
             names = list(self._frozen.values())
-            self.shards.together(RuntimeError, lambda: refuse_unfrozen(self.link.rank, names, unfrozen))
+            self.model_parallel_group.raise_on_all_ranks(
+                RuntimeError, lambda: refuse_unfrozen(self.transport.rank, names, unfrozen)
+            )
         if len({numbers[2:] for numbers in said}) > 1:
             steps = ", ".join(f"step {step:g} with lr {lr:g} on part {k}" for k, (_, _, step, lr) in enumerate(said))
             raise DesyncError(
-                f"rank {self.link.rank}: the parts of the model are not in the same step: {steps}; every rank must "
-                "call step() equally often, with the same learning rate"
+                f"rank {self.transport.rank}: the parts of the model are not in the same step: {steps}; every rank "
+                "must call step() equally often, with the same learning rate"
             )
         return all(good for good, *_ in said)
 
@@ -557,44 +562,46 @@ class CompressedOptimizer(BucketedOptimizer):
     def _call_roll(self, kind: str) -> list[Header]:
         """Every rank's header, before anything else of the step is sent. Raises DesyncError."""
         with self._waiting():
-            headers = gather_headers(self.link, self._header(kind), self._buckets[0].device)
-        check_headers(self.link.rank, headers)
+            headers = gather_headers(self.transport, self._header(kind), self._buckets[0].device)
+        check_headers(self.transport.rank, headers)
         return headers
 
-    def _cast(self, scale: float, resends: bool) -> list[Ballot]:
+    def _cast(self, scale: float, resends: bool) -> list[StepVote]:
         header = self._header(self._round_name())
         repeats = are_used_again(list(self._slots), self._used)
-        is_compared = self._steps_here < COMPARED_STEPS and self.link.world_size > 1
+        is_compared = self._steps_here < COMPARED_STEPS and self.transport.world_size > 1
         grads = (bucket.gradients() for bucket in self._buckets)
         gradients = gradient_digest(grads) if is_compared else NOT_COMPARED
-        mine = self._my_ballot(scale, header.summary(resends=resends, repeats=repeats, gradients=gradients))
+        mine = self._my_vote(scale, header.summary(resends=resends, repeats=repeats, gradients=gradients))
         with self._waiting():
-            ballots = cast_ballots(self.link, header, mine, self._buckets[0].device)
+            votes = cast_votes(self.transport, header, mine, self._buckets[0].device)
         if is_compared:
-            self._look_for_averaging(ballots)
-        return ballots
+            self._look_for_averaging(votes)
+        return votes
 
-    def _look_for_averaging(self, ballots: Sequence[Ballot]) -> None:
+    def _look_for_averaging(self, votes: Sequence[StepVote]) -> None:
         """Refuse a wrapper that averages gradients as well, warn of what looks like one. All parts of the model."""
-        is_alike = are_alike([ballot.summary.gradients for ballot in ballots])
-        if any(flag for (flag,) in self.shards.gather(float(is_alike))):
-            self.shards.together(RuntimeError, lambda: refuse_wrapper(self.link, self._slots))
+        is_alike = are_alike([vote.summary.gradients for vote in votes])
+        if any(flag for (flag,) in self.model_parallel_group.gather(float(is_alike))):
+            self.model_parallel_group.raise_on_all_ranks(
+                RuntimeError, lambda: refuse_wrapper(self.transport, self._slots)
+            )
             if is_alike and not self._is_warned_of_averaging:
                 self._is_warned_of_averaging = True
-                warn_of_averaging(self.link)
+                warn_of_averaging(self.transport)
 
-    def _land(self) -> None:
+    def _wait_all(self) -> None:
         """Bring every exchange under way to its end."""
         devices = {bucket.device for bucket in self._buckets}
         with ExitStack() as beside:
             for device in devices:
-                beside.enter_context(self._beside(device))
-            comm.land([bucket.flight for bucket in self._buckets if bucket.flight is not None])
+                beside.enter_context(self._on_comm_stream(device))
+            comm.wait_all([bucket.task for bucket in self._buckets if bucket.task is not None])
         for device in devices & self._streams.keys():
             torch.cuda.current_stream(device).wait_stream(self._streams[device])
 
     @contextmanager
-    def _beside(self, device: torch.device) -> Iterator[None]:
+    def _on_comm_stream(self, device: torch.device) -> Iterator[None]:
         """On CUDA, a stream of the optimizer's own, behind what was computed so far: backward does not wait for it."""
         if device.type != "cuda":
             yield
@@ -606,22 +613,24 @@ class CompressedOptimizer(BucketedOptimizer):
         with torch.cuda.stream(stream):
             yield
 
-    def _stay_at_home(self, scale: float) -> list[Ballot]:
+    def _stay_at_home(self, scale: float) -> list[StepVote]:
         """A step without traffic, not even a vote. What is not finite counts as zero, in this replica alone."""
         summary = self._header(self._round_name()).summary()
         if self._clips_before_sending:
             self.stats.clip_factor = self._clip.estimated_factor(
-                [self._my_ballot(scale, summary)], self.link.world_size
+                [self._my_vote(scale, summary)], self.transport.world_size
             )
         is_finite = math.isfinite(self.stats.clip_factor)
         for bucket in self._buckets:
             bucket.gather(self._gradients(bucket), scale * self.stats.clip_factor)
-        if not self.shards.agree(is_finite and all(bool(bucket.x.isfinite().all()) for bucket in self._buckets)):
+        if not self.model_parallel_group.agree(
+            is_finite and all(bool(bucket.x.isfinite().all()) for bucket in self._buckets)
+        ):
             self._report_bad_gradients("it counts as zero")
             self.stats.clip_factor = 1.0
             for bucket in self._buckets:
                 bucket.x.zero_()
-        return [Ballot(summary, [gradient_of(p) is not None for p in self._slots])]
+        return [StepVote(summary, [gradient_of(p) is not None for p in self._slots])]
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -640,20 +649,20 @@ class CompressedOptimizer(BucketedOptimizer):
                 is_finite = is_finite & has_squares(bucket.x)
         return is_finite
 
-    def _finish(self, ballots: Sequence[Ballot]) -> None:
+    def _finish(self, votes: Sequence[StepVote]) -> None:
         """Commit every bucket, move the parameters, then let the leaf change phase."""
-        self._clip_after_landing()
+        self._clip_mean_gradient()
         self._clip.remember(self.stats.clip_factor, self.param_groups[0]["betas"][0])
         for count in self._steps:
             count += 1
-        seen = present_anywhere(ballots)
+        seen = present_anywhere(votes)
         for bucket in self._buckets:
             group = self.param_groups[bucket.group_index]
             self._commit(bucket, group, int(self._steps[bucket.group_index]))
         self._before_move()
         for bucket in self._buckets:
             self._move(bucket, seen)
-        self._after_step(ballots, int(self._steps[0]))
+        self._after_step(votes, int(self._steps[0]))
 
     def _apply(
         self, bucket: Bucket, seen: Sequence[bool], frames_WB: Tensor | None, weight_K: Tensor, keep_K: Tensor
@@ -662,7 +671,7 @@ class CompressedOptimizer(BucketedOptimizer):
         assert frames_WB is not None
         moving = zip(bucket.params, seen[bucket.first :][: len(bucket.params)], strict=True)
         params = [local(p) if is_seen else None for p, is_seen in moving]
-        self.codec.apply(frames_WB, bucket.layout.chunk, Update(params, bucket.layout.segments, weight_K, keep_K))
+        self.codec.apply(frames_WB, bucket.layout.chunk, ParamUpdate(params, bucket.layout.segments, weight_K, keep_K))
 
     def _move(self, bucket: Bucket, seen: Sequence[bool]) -> None:
         """p ← p - x, for every parameter that some rank had a gradient for, where no mask forbids it."""
@@ -679,7 +688,7 @@ class CompressedOptimizer(BucketedOptimizer):
 
     def _skip(self) -> list[str]:
         bad = self._report_bad_gradients("all ranks skip the step")
-        if not bad and self.link.rank == 0:
+        if not bad and self.transport.rank == 0:
             log.warning("a gradient is not finite on another rank; all ranks skip the step")
         return bad
 
@@ -689,12 +698,12 @@ class CompressedOptimizer(BucketedOptimizer):
         self._clip.norm = None
         mine = [name for bucket in self._buckets for name in bucket.bad()]
         if mine:
-            log.warning("rank %d: gradient not finite in %s; %s", self.link.rank, ", ".join(mine[:5]), consequence)
+            log.warning("rank %d: gradient not finite in %s; %s", self.transport.rank, ", ".join(mine[:5]), consequence)
         return mine
 
     def _count_traffic(self) -> None:
         sent, across = (now - before for now, before in zip(self._sent(), self._sent_before, strict=True))
-        self.stats.sent_bytes, self.stats.sent_bytes_across = sent, across
+        self.stats.sent_bytes, self.stats.sent_bytes_inter_node = sent, across
         self._sent_before = self._sent()
         elements = sum(bucket.layout.parameter_numel for bucket in self._buckets)
         self.stats.bits_per_parameter = 8.0 * across / max(elements, 1)
@@ -702,7 +711,7 @@ class CompressedOptimizer(BucketedOptimizer):
 
     def _sent(self) -> tuple[int, int]:
         """Bytes so far: to anybody, and to other nodes."""
-        return self.link.sent_bytes, self.link.sent_bytes_inter_node
+        return self.transport.sent_bytes, self.transport.sent_bytes_inter_node
 
     def _start_over(self) -> None:
         """Forget this step's launches and passes."""
@@ -711,7 +720,7 @@ class CompressedOptimizer(BucketedOptimizer):
         self._launched = 0
         self._used = [GradientMark.of(p) for p in self._slots]
         for bucket in self._buckets:
-            bucket.flight, bucket.wire, bucket.complete, bucket.sent = None, None, 0, []
+            bucket.task, bucket.wire, bucket.complete, bucket.sent = None, None, 0, []
         for slot in self._slots.values():
             slot.passes, slot.is_complete = 0, False
 
@@ -719,7 +728,7 @@ class CompressedOptimizer(BucketedOptimizer):
         """Drop what a backward pass has sent that no step will follow. All ranks, alike."""
         if self._launched:
             self._launch_rest(1.0)
-            self._land()
+            self._wait_all()
             self._start_over()
 
     # ---------------------------------------------------------------- ranks with different numbers of batches
@@ -739,7 +748,9 @@ class CompressedOptimizer(BucketedOptimizer):
         backward. Raises RuntimeError between a backward pass and its step; in the loop as `step`.
         """
         if self._launched:
-            raise RuntimeError(f"rank {self.link.rank}: join() between a backward pass and its step; call step() first")
+            raise RuntimeError(
+                f"rank {self.transport.rank}: join() between a backward pass and its step; call step() first"
+            )
         with self._join.loop(self._shadow_step):
             yield
 
@@ -760,7 +771,7 @@ class CompressedOptimizer(BucketedOptimizer):
         # rank must be clipped before its error is added, by an estimate of the same norm.
         return self._clip.max_norm > 0 and not all(self._sends_gradients(bucket) for bucket in self._buckets)
 
-    def _my_ballot(self, scale: float, summary: Summary) -> Ballot:
+    def _my_vote(self, scale: float, summary: Summary) -> StepVote:
         norm_squared = product = 0.0
         if self._clips_before_sending:
             for bucket in self._buckets:
@@ -769,18 +780,18 @@ class CompressedOptimizer(BucketedOptimizer):
                     if g is not None:
                         norm_squared += share * scale * scale * dot(g, g)
                         product += share * scale * dot(g, m)
-            norm_squared, product = self.shards.total(norm_squared, product)
+            norm_squared, product = self.model_parallel_group.total(norm_squared, product)
         present = [self._present(p) for p in self._slots] + [gradient_of(p) is not None for p in self._frozen]
-        return Ballot(summary, present, norm_squared, product)
+        return StepVote(summary, present, norm_squared, product)
 
     def _present(self, p: Tensor) -> bool:
         """Whether this rank has a gradient for p."""
         return gradient_of(p) is not None
 
-    def _clip_after_landing(self) -> None:
+    def _clip_mean_gradient(self) -> None:
         if self._clip.max_norm > 0 and not self._clips_before_sending:
             squares = sum(bucket.own_squares() for bucket in self._buckets)
-            norm = exact_norm(self.link, self.shards, squares, self._buckets[0].device)
+            norm = exact_norm(self.transport, self.model_parallel_group, squares, self._buckets[0].device)
             self.stats.clip_factor = self._clip.factor(norm)
             for bucket in self._buckets:
                 bucket.x.mul_(self.stats.clip_factor)
@@ -798,21 +809,21 @@ class CompressedOptimizer(BucketedOptimizer):
         """Vote on the bits of all that replicas have in common; ReplicaError on all ranks where they differ.
 
         That is the parameters, the moments or D, and the packed momentum. Sends 16 bytes per peer. So do tensor ranks
-        on what they hold alike: see `Shards.unlike`.
+        on what they hold alike: see `ModelParallelGroup.unlike`.
         """
         names = [name for bucket in self._buckets for name in bucket.names]
         step = int(self._steps[0])
-        unlike = self.shards.unlike(list(self._slots), names)
+        unlike = self.model_parallel_group.find_divergence(list(self._slots), names)
         state = [pair for bucket in self._buckets for pair in bucket.replicated()]
         tensors = [local(p) for p in self._slots] + [tensor for _, tensor in state]
         names = names + [name for name, _ in state]
 
         def check() -> None:
-            replicas.check_replicas(self.link, tensors, names, step)
+            replicas.check_replicas(self.transport, tensors, names, step)
             if unlike:
-                raise ReplicaError(f"rank {self.link.rank}: after step {step} {unlike}; resume from a checkpoint")
+                raise ReplicaError(f"rank {self.transport.rank}: after step {step} {unlike}; resume from a checkpoint")
 
-        self.shards.together(ReplicaError, check)
+        self.model_parallel_group.raise_on_all_ranks(ReplicaError, check)
 
     @torch.no_grad()
     def error_norm_ratio(self) -> float:

@@ -10,28 +10,28 @@ import torch
 from torch import Tensor
 
 from .clip import dot, has_squares
-from .comm import Codec, ErrorFeedback, Flight, Levels, Wire
+from .comm import Codec, ErrorFeedback, ExchangeTask, Hierarchy, Wire
 from .flat import Layout
 from .frozen import gradient_of
 from .marks import GradientMark, gradient_bits
-from .shards import local
+from .model_parallel import local
 
 
 @dataclass
 class Bucket:
     """Some parameters of one group, their flat state, and their exchange.
 
-    first: how many parameters the buckets before it hold. levels: says which rows this rank exchanges across nodes (all
-    of them in a flat world), and which it averages. share_K: of each parameter's squares, what this rank counts in sums
-    over the model (see `Shards.copies`). flat: the state that has one element per element, by name. layers:
-    what a leaf knows of each parameter, by name. live_J: which blocks have ever seen a gradient. floor_J: the least
-    variance in each block. frames: the packed m/D, uint8 [W, B], once compression has begun. wires: buffers by codec;
-    wire: the one of the exchange under way.
+    first: how many parameters the buckets before it hold. hierarchy: says which rows this rank exchanges across nodes
+    (all of them in a flat world), and which it averages. share_K: of each parameter's squares, what this rank counts in
+    sums over the model (see `ModelParallelGroup.copies`). flat: the state that has one element per element, by name.
+    layers: what a leaf knows of each parameter, by name. live_J: which blocks have ever seen a gradient. floor_J: the
+    least variance in each block. frames: the packed m/D, uint8 [W, B], once compression has begun. wires: buffers by
+    codec; wire: the one of the exchange under way.
     """
 
     index: int
     first: int
-    levels: Levels
+    hierarchy: Hierarchy
     group_index: int
     device: torch.device
     params: list[Tensor]
@@ -48,7 +48,7 @@ class Bucket:
     ef: ErrorFeedback | None = None
     wires: dict[Codec, Wire] = field(default_factory=dict)
     wire: Wire | None = None
-    flight: Flight | None = None
+    task: ExchangeTask | None = None
     sent: list[GradientMark] = field(default_factory=list)
     sent_bits: Tensor | None = None
     complete: int = 0
@@ -140,16 +140,16 @@ class Bucket:
 
     def new_errors(self, dtype: torch.dtype) -> ErrorFeedback:
         """Nothing owed: worker error [H·N], for the own rows, and server error [N]."""
-        layout, L = self.layout, self.levels.local_size
+        layout, L = self.layout, self.hierarchy.local_size
         return ErrorFeedback.zeros(layout.numel, layout.world_size, local_size=L, dtype=dtype, device=self.device)
 
     def own_rows(self, flat: Tensor) -> Tensor:
         """The rows of a flat tensor that this rank exchanges across nodes, [H, ...]. A view."""
-        return self.levels.rows(flat)
+        return self.hierarchy.rows(flat)
 
     def own_chunk(self, flat: Tensor) -> Tensor:
         """The chunk of a flat tensor that this rank averages."""
-        return flat.view(self.layout.world_size, -1)[self.levels.owner]
+        return flat.view(self.layout.world_size, -1)[self.hierarchy.owner]
 
     @cached_property
     def share_J(self) -> Tensor | None:
@@ -171,7 +171,7 @@ class Bucket:
 
     def spread(self, own: Tensor) -> Tensor:
         """A flat tensor [W·N] that holds these own rows, and zeros. In a flat world they themselves."""
-        if self.levels.local_size == 1:
+        if self.hierarchy.local_size == 1:
             return own.view(-1)
         flat = own.new_zeros(self.layout.numel)
         rows = self.own_rows(flat)

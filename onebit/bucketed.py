@@ -21,10 +21,10 @@ from torch import Tensor
 from . import comm
 from .adam import sums_of_live_blocks
 from .agreement import replicas
-from .agreement.ballot import option_lines
+from .agreement.step_vote import option_lines
 from .bucket import Bucket
 from .checkpoint.change_world_size import gather_states, reframe, resize
-from .comm import FusedCodec, Levels, SignCodec, Transport
+from .comm import FusedCodec, Hierarchy, SignCodec, Transport
 from .contract import (
     check_adam_entry,
     check_group,
@@ -35,7 +35,7 @@ from .contract import (
 )
 from .flat import lay_out, partition
 from .frozen import check_place
-from .shards import Shards, local, shards_of
+from .model_parallel import ModelParallelGroup, local, model_parallel_group_of
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +72,8 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         params: object,
         defaults: dict[str, object],
         *,
-        link: Transport | None,
-        shards: Shards | Transport | None,
+        transport: Transport | None,
+        model_parallel_group: ModelParallelGroup | Transport | None,
         codec: FusedCodec | None,
         error_dtype: torch.dtype,
         bucket_cap_mb: float,
@@ -82,10 +82,10 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             raise ValueError(f"error_dtype must be torch.float32 or torch.bfloat16, got {error_dtype}")
         if not 0 < bucket_cap_mb < math.inf:
             raise ValueError(f"bucket_cap_mb must be above 0 and finite, got {bucket_cap_mb}")
-        self.link = comm.init() if link is None else link
-        comm.check_transport(self.link)
-        self.shards = shards_of(shards)
-        self._levels = Levels.of(self.link)
+        self.transport = comm.init() if transport is None else transport
+        comm.check_transport(self.transport)
+        self.model_parallel_group = model_parallel_group_of(model_parallel_group)
+        self._hierarchy = Hierarchy.of(self.transport)
         self.codec: FusedCodec = SignCodec() if codec is None else comm.check_fused(codec)
         self.error_dtype = error_dtype
         self._bucket_elements = max(1, int(bucket_cap_mb * 2**20 / 4))
@@ -120,7 +120,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         """
         super().add_param_group(param_group)
         try:
-            check_group(f"rank {self.link.rank}: group {len(self.param_groups) - 1}", self.param_groups[-1])
+            check_group(f"rank {self.transport.rank}: group {len(self.param_groups) - 1}", self.param_groups[-1])
             if self._built_groups:
                 self._build_groups()
         except (TypeError, ValueError):
@@ -131,20 +131,20 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         """Check, equalise and bucket the groups that have been added since the last call."""
         new = range(self._built_groups, len(self.param_groups))
         params = [(g, p, name) for g in new for p, name in self._named(g)]
-        check_parameters(self.link.rank, [(p, name) for _, p, name in params])
+        check_parameters(self.transport.rank, [(p, name) for _, p, name in params])
         for _, p, name in params:
-            self.shards.check_holds(p, name)
+            self.model_parallel_group.check_holds(p, name)
         device = params[0][1].device if params else torch.device("cpu")
-        # Along the link first: what it does not show differs between the shards of every replica.
-        for link, held in ((self.link, local), (self.shards.link, lambda p: p)):
+        # Along the transport first: what it does not show differs between the shards of every replica.
+        for transport, held in ((self.transport, local), (self.model_parallel_group.transport, lambda p: p)):
             seen = [(name, p, tuple(held(p).shape)) for _, p, name in params]
             lines = [f"{name}: {p.dtype} {shape} requires_grad={p.requires_grad}" for name, p, shape in seen]
             lines += [*self._options(), *option_lines(self.param_groups[g] for g in new)]
-            check = functools.partial(replicas.check_same_lines, link, "the parameters", lines, device)
-            self.shards.together(ValueError, check)
-        if self.shards.stages is not None:
-            replicas.check_same_lines(self.shards.stages, "the stages' options", self._options(), device)
-        replicas.make_equal(self.link, [local(p) for _, p, _ in params if local(p).numel() > 0])
+            check = functools.partial(replicas.check_same_lines, transport, "the parameters", lines, device)
+            self.model_parallel_group.raise_on_all_ranks(ValueError, check)
+        if self.model_parallel_group.stages is not None:
+            replicas.check_same_lines(self.model_parallel_group.stages, "the stages' options", self._options(), device)
+        replicas.make_equal(self.transport, [local(p) for _, p, _ in params if local(p).numel() > 0])
         for g in new:
             self._read_masks(g)
         for g in new:
@@ -172,8 +172,8 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         per_parameter = [masks] * len(named) if isinstance(masks, Tensor) else list(masks)
         if len(per_parameter) != len(named):
             raise ValueError(
-                f"rank {self.link.rank}: exp_avg_mask of group {g} has {len(per_parameter)} masks for {len(named)} "
-                "parameters; give one tensor, or one for each"
+                f"rank {self.transport.rank}: exp_avg_mask of group {g} has {len(per_parameter)} masks for "
+                f"{len(named)} parameters; give one tensor, or one for each"
             )
         for (p, name), mask in zip(named, per_parameter, strict=True):
             try:
@@ -182,7 +182,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 fits = False
             if not fits:
                 raise ValueError(
-                    f"rank {self.link.rank}: exp_avg_mask of {name} has shape {tuple(mask.shape)}, which does not "
+                    f"rank {self.transport.rank}: exp_avg_mask of {name} has shape {tuple(mask.shape)}, which does not "
                     f"broadcast to the parameter's {tuple(p.shape)}"
                 )
         pairs = zip(named, per_parameter, strict=True)
@@ -194,7 +194,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         for device in dict.fromkeys(p.device for p, _ in trained):
             here = [(p, name) for p, name in trained if p.device == device]
             # By whole sizes: all shards have the same parameters in the same buckets, some of them with no elements.
-            sizes = [-(-p.numel() // self.shards.pieces(p)) for p, _ in here]
+            sizes = [-(-p.numel() // self.model_parallel_group.pieces(p)) for p, _ in here]
             for indices in partition(sizes, self._bucket_elements):
                 bucket = self._new_bucket(g, [here[i] for i in indices], device)
                 self._buckets.append(bucket)
@@ -204,18 +204,18 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
 
     def _new_bucket(self, g: int, members: list[tuple[Tensor, str]], device: torch.device) -> Bucket:
         params, names = [p for p, _ in members], [name for _, name in members]
-        layout = lay_out([local(p).shape for p in params], self.codec.block, self.link.world_size)
+        layout = lay_out([local(p).shape for p in params], self.codec.block, self.transport.world_size)
         bucket = Bucket(
             index=len(self._buckets),
             first=len(self._slots),
-            levels=self._levels,
+            hierarchy=self._hierarchy,
             group_index=g,
             device=device,
             params=params,
             names=names,
             layout=layout,
             counts=layout.counts(device),
-            share_K=tuple(1.0 / self.shards.copies(p) for p in params),
+            share_K=tuple(1.0 / self.model_parallel_group.copies(p) for p in params),
         )
         self._allocate(bucket, "warmup")
         self._publish(bucket)
@@ -237,7 +237,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         Raises RuntimeError as `Bucket.gradients`, and where a parameter was moved or resized.
         """
         for p, name, shape in zip(bucket.params, bucket.names, bucket.layout.shapes, strict=True):
-            check_place(self.link.rank, p, name, shape, bucket.device)
+            check_place(self.transport.rank, p, name, shape, bucket.device)
         grads, masks = bucket.gradients(), self._masks.get(bucket.group_index)
         if masks is None:
             return grads
@@ -273,12 +273,12 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
 
     def _rows(self, flat: Tensor) -> Tensor:
         """A flat tensor of a bucket, one row for each owner."""
-        return flat.view(self.link.world_size, -1)
+        return flat.view(self.transport.world_size, -1)
 
     def _mean_of_live_blocks(self, buckets: Sequence[Bucket], variances: Sequence[Tensor]) -> float:
         """The mean of v over all blocks of the model in which it is not zero; 1 where there is none."""
         shares = [bucket.share_J for bucket in buckets]
-        total, elements = self.shards.total(*sums_of_live_blocks(variances, shares, self.codec.block))
+        total, elements = self.model_parallel_group.total(*sums_of_live_blocks(variances, shares, self.codec.block))
         return total / elements if elements else 1.0
 
     def state_bytes(self) -> int:
@@ -341,11 +341,11 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         return {
             "kind": self.kind,
             "version": _CHECKPOINT_VERSION,
-            "rank": self.link.rank,
-            "world_size": self.link.world_size,
-            "local_size": self._levels.local_size,
-            "shard": self.shards.whole.rank,
-            "shards": self.shards.whole.world_size,
+            "rank": self.transport.rank,
+            "world_size": self.transport.world_size,
+            "local_size": self._hierarchy.local_size,
+            "shard": self.model_parallel_group.whole.rank,
+            "shards": self.model_parallel_group.whole.world_size,
             "block": self.codec.block,
             "codec": self.codec.name,
         }
@@ -375,16 +375,16 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         parameters are part of the state: they become the mean of the old ranks' too. `states` may load an item when it
         is asked for. Raises ValueError as `load_state_dict`, and where the states are not those of one world.
         """
-        if len(states) == self.link.world_size and self._is_of_these_levels(mine := states[self.link.rank]):
+        if len(states) == self.transport.world_size and self._is_of_these_levels(mine := states[self.transport.rank]):
             self.load_state_dict(mine)
             return
         if states and (first := states[0].get("onebit")) is not None:
             self._check_kind(first)
         world = gather_states(states)
         record = world.state["onebit"] | {
-            "rank": self.link.rank,
-            "world_size": self.link.world_size,
-            "local_size": self._levels.local_size,
+            "rank": self.transport.rank,
+            "world_size": self.transport.world_size,
+            "local_size": self._hierarchy.local_size,
         }
         is_of_this_codec = (record["block"], record.get("codec", "sign")) == (self.codec.block, self.codec.name)
         if is_of_this_codec and len(record["buckets"]) == len(self._buckets):
@@ -392,15 +392,15 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 self._adapt(*saved) for saved in zip(self._buckets, record["buckets"], world.server_errors, strict=True)
             ]
         self.load_state_dict({**world.state, "onebit": record})
-        if self.link.rank == 0:
+        if self.transport.rank == 0:
             log.info(
                 "optimizer state of %d ranks taken over by %d: each owes the mean of what was owed, its sum is kept",
                 world.size,
-                self.link.world_size,
+                self.transport.world_size,
             )
 
     def _is_of_these_levels(self, state: dict) -> bool:
-        return state.get("onebit", {}).get("local_size", 1) == self._levels.local_size
+        return state.get("onebit", {}).get("local_size", 1) == self._hierarchy.local_size
 
     def _adapt(self, bucket: Bucket, saved: dict, server_error: Tensor | None) -> dict:
         """A bucket's record, for this rank of this world."""
@@ -423,7 +423,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         masks = [group.get("exp_avg_mask") for group in self.param_groups]
         saved = load_checked(self, state_dict, self._check_loadable)
         for g, (group, mask) in enumerate(zip(self.param_groups, masks, strict=True)):
-            if group.pop("exp_avg_mask", None) is not None and mask is None and self.link.rank == 0:
+            if group.pop("exp_avg_mask", None) is not None and mask is None and self.transport.rank == 0:
                 log.warning(
                     "the exp_avg_mask of group %d in this state is not taken over: give it to the optimizer's group if "
                     "it is still wanted",
@@ -438,12 +438,13 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         kind = record.get("kind", of_old)
         if kind != self.kind:
             raise ValueError(
-                f"rank {self.link.rank}: cannot load this optimizer state: it is that of {kind}, this is {self.kind}, "
-                "for which it has no meaning; to go on from the model's weights alone load no optimizer state"
+                f"rank {self.transport.rank}: cannot load this optimizer state: it is that of {kind}, this is "
+                f"{self.kind}, for which it has no meaning; to go on from the model's weights alone load no "
+                "optimizer state"
             )
 
     def _check_loadable(self, state: dict) -> None:
-        where = f"rank {self.link.rank}: cannot load this optimizer state: "
+        where = f"rank {self.transport.rank}: cannot load this optimizer state: "
         check_saved_groups(where, state["param_groups"], self.param_groups)
         record = state.get("onebit")
         if record is not None:

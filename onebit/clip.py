@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .agreement.ballot import Ballot
+from .agreement.step_vote import StepVote
 from .comm import Transport
 from .comm.messages import gather_bytes
-from .shards import Shards
+from .model_parallel import ModelParallelGroup
 
 
 @dataclass
@@ -37,10 +37,10 @@ class GlobalNormClip:
         self.norm = norm if math.isfinite(norm) else None
         return min(1.0, self.max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
 
-    def estimated_factor(self, ballots: Sequence[Ballot], world_size: int) -> float:
+    def estimated_factor(self, votes: Sequence[StepVote], world_size: int) -> float:
         """The factor for gradients that are not averaged yet."""
         average, weight = self.average
-        return self.factor(estimated_norm(ballots, world_size, average / weight if weight > 0.0 else 1.0))
+        return self.factor(estimated_norm(votes, world_size, average / weight if weight > 0.0 else 1.0))
 
     def remember(self, factor: float, beta1: float) -> None:
         """A step with this factor was taken."""
@@ -48,26 +48,28 @@ class GlobalNormClip:
         self.average = beta1 * average + (1.0 - beta1) * factor, beta1 * weight + (1.0 - beta1)
 
 
-def estimated_norm(ballots: Sequence[Ballot], world_size: int, mean_clip_factor: float) -> float:
+def estimated_norm(votes: Sequence[StepVote], world_size: int, mean_clip_factor: float) -> float:
     """An estimate of ‖mean g‖ from what each rank knows: ‖μ‖² + σ²/n with ‖μ‖² ≈ <ḡ, m̂>/k.
 
     N² = mean‖g_i‖²/n + (1 - 1/n)·max(0, mean <g_i, m̂>/k); k undoes the clipping of the gradients that m̂ averages.
-    ballots: those of all n ranks, or one rank's own, from which the means are estimated. Exact for a world of one. Sums
+    votes: those of all n ranks, or one rank's own, from which the means are estimated. Exact for a world of one. Sums
     run in rank order: the same everywhere.
     """
     n = world_size
-    mean_squared = sum(ballot.norm_squared for ballot in ballots) / len(ballots)
-    product = sum(ballot.product for ballot in ballots) / len(ballots) / mean_clip_factor
+    mean_squared = sum(vote.norm_squared for vote in votes) / len(votes)
+    product = sum(vote.product for vote in votes) / len(votes) / mean_clip_factor
     return (mean_squared / n + (1.0 - 1.0 / n) * max(0.0, product)) ** 0.5
 
 
-def exact_norm(link: Transport, shards: Shards, own_squares: float, device: torch.device) -> float:
+def exact_norm(
+    transport: Transport, model_parallel_group: ModelParallelGroup, own_squares: float, device: torch.device
+) -> float:
     """The norm of a tensor that all ranks hold, from the sum of squares that each finds in its own part of it.
 
     Of all shards together: the same on all ranks, whatever their threads. Sends 8 bytes to each peer.
     """
-    shares = gather_bytes(link, struct.pack("<d", own_squares), device)
-    (total,) = shards.total(sum(struct.unpack("<d", share)[0] for share in shares))
+    shares = gather_bytes(transport, struct.pack("<d", own_squares), device)
+    (total,) = model_parallel_group.total(sum(struct.unpack("<d", share)[0] for share in shares))
     return total**0.5
 
 

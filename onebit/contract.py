@@ -94,7 +94,8 @@ def check_parameters(rank: int, named: Iterable[tuple[Tensor, str]]) -> None:
         if getattr(p, "_fsdp_flattened", False):
             raise ValueError(
                 f"rank {rank}: {name} belongs to FullyShardedDataParallel (FSDP1), which averages gradients itself; "
-                "shard the model with FSDP2 (onebit.zero.initialize, or onebit.zero.fsdp.shard with shards=)"
+                "shard the model with FSDP2 (onebit.zero.initialize, or onebit.zero.fsdp.shard, and "
+                "model_parallel_group=)"
             )
         if p.requires_grad and p.dtype not in _DTYPES:
             raise TypeError(f"rank {rank}: {name} is {p.dtype}; onebit trains float32, bfloat16 and float16")

@@ -20,7 +20,7 @@ from torch import Tensor
 from .comm.transports.base import Transport, Work, check_transport
 from .frozen import check_place, gradient_of
 from .marks import GradientMark, gradient_bits, is_inspected
-from .shards import count_edits_apart_, local
+from .model_parallel import count_edits_apart_, local
 
 log = logging.getLogger(__name__)
 
@@ -39,18 +39,18 @@ class _Bucket:
     sent: list[GradientMark] = field(default_factory=list)
     sent_bits: Tensor | None = None
 
-    def launch(self, link: Transport, *, with_bits: bool = False) -> None:
+    def launch(self, transport: Transport, *, with_bits: bool = False) -> None:
         """Send the gradients; one that is not there counts as zero. with_bits: see `is_edited_unseen`."""
         for parameter, view in zip(self.params, self.views, strict=True):
             grad = gradient_of(parameter)
             if grad is None:
                 view.zero_()
             else:
-                check_place(link.rank, parameter, "a parameter", view.shape, view.device)
+                check_place(transport.rank, parameter, "a parameter", view.shape, view.device)
                 view.copy_(local(grad))
         self.sent = [GradientMark.of(parameter) for parameter in self.params]
         self.sent_bits = gradient_bits(self._gradients()) if with_bits else None
-        self.work = link.all_reduce(self.flat)
+        self.work = transport.all_reduce(self.flat)
 
     def is_stale(self) -> bool:
         """Whether a gradient is no longer what was sent."""
@@ -64,7 +64,7 @@ class _Bucket:
         """Whether gradients have other bits than were sent, though torch has counted no edit."""
         return self.sent_bits is not None and not torch.equal(self.sent_bits, gradient_bits(self._gradients()))
 
-    def land(self, world_size: int) -> None:
+    def wait_all(self, world_size: int) -> None:
         """Write the means into the gradients, but of what is frozen now."""
         self.flat.div_(world_size)
         for parameter, view in zip(self.params, self.views, strict=True):
@@ -77,28 +77,28 @@ class _Bucket:
 
 
 @torch.no_grad()
-def average_gradients(parameters: Iterable[Tensor], link: Transport, bucket_cap_mb: float = 25.0) -> float:
+def average_gradients(parameters: Iterable[Tensor], transport: Transport, bucket_cap_mb: float = 25.0) -> float:
     """Replace each gradient by its mean over all ranks; return the milliseconds spent waiting for the network.
 
     Gradients travel in flat float32 buckets of up to bucket_cap_mb·2²⁰ bytes (the first of 1 MiB, a larger parameter by
-    itself), last parameter first, all in flight at once: buckets are filled and emptied while others are on the wire.
+    itself), last parameter first, all in task at once: buckets are filled and emptied while others are on the wire.
     A gradient that is not there counts as zero and is made. All ranks, same parameters in the same order, after the
     backward pass. Sends about 2·(W-1)/W·4 bytes per element and rank.
     """
-    check_transport(link)
+    check_transport(transport)
     buckets = _make_buckets((p for p in parameters if p.requires_grad), bucket_cap_mb)
     for bucket in buckets:
-        bucket.launch(link)
-    return _land(buckets, link)
+        bucket.launch(transport)
+    return _wait_all(buckets, transport)
 
 
 @torch.no_grad()
-def broadcast_parameters(parameters: Iterable[Tensor], link: Transport, src: int = 0) -> None:
+def broadcast_parameters(parameters: Iterable[Tensor], transport: Transport, src: int = 0) -> None:
     """Give every rank the values that rank `src` has. All ranks, same parameters in the same order."""
-    check_transport(link)
+    check_transport(transport)
     held = [local(parameter).detach() for parameter in parameters]
     pairs = [(tensor, tensor.contiguous()) for tensor in held if tensor.numel() > 0]
-    for work in [link.broadcast(whole, src) for _, whole in pairs]:
+    for work in [transport.broadcast(whole, src) for _, whole in pairs]:
         work.wait()
     for tensor, whole in pairs:
         if whole.data_ptr() != tensor.data_ptr():
@@ -123,9 +123,9 @@ class DenseAverager:
     in the same order, as many calls of finish(); backward passes may differ.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], link: Transport, bucket_cap_mb: float = 25.0):
-        check_transport(link)
-        self._link, self._bucket_cap_mb = link, bucket_cap_mb
+    def __init__(self, parameters: Iterable[Tensor], transport: Transport, bucket_cap_mb: float = 25.0):
+        check_transport(transport)
+        self._transport, self._bucket_cap_mb = transport, bucket_cap_mb
         given = list(parameters)
         self._frozen = [p for p in given if not p.requires_grad and local(p).numel() > 0]
         self._buckets: list[_Bucket] = []
@@ -160,13 +160,13 @@ class DenseAverager:
                 "rank %d: gradients were edited through .data after backward had sent them, which torch does not count "
                 "and only some steps look for: from here on they are sent behind the backward pass. Edit the gradients "
                 "themselves (p.grad.clamp_())",
-                self._link.rank,
+                self._transport.rank,
             )
         for bucket in self._buckets[self._launched :]:
-            bucket.launch(self._link)
+            bucket.launch(self._transport)
             edited.append(False)
         self._launched, self._steps = 0, self._steps + 1
-        return self._send_stale_again(edited) + _land(self._buckets, self._link)
+        return self._send_stale_again(edited) + _wait_all(self._buckets, self._transport)
 
     def _send_stale_again(self, edited: Sequence[bool]) -> float:
         everything = [bucket.flat for bucket in self._buckets] + self._frozen
@@ -175,20 +175,20 @@ class DenseAverager:
         flags = [float(bucket.is_stale() or is_edited) for bucket, is_edited in zip(self._buckets, edited, strict=True)]
         flags += [float(gradient_of(p) is not None) for p in self._frozen]
         stale = torch.tensor(flags, device=everything[0].device)
-        waited_ms = _wait(self._link.all_reduce(stale))
+        waited_ms = _wait(self._transport.all_reduce(stale))
         ranks_by_flag = stale.tolist()
         known = len(self._buckets)
         for bucket, ranks in zip(self._buckets, ranks_by_flag[:known], strict=True):
             if ranks > 0:
                 waited_ms += _wait(bucket.work)
-                bucket.launch(self._link)
+                bucket.launch(self._transport)
         unfrozen = [p for p, ranks in zip(self._frozen, ranks_by_flag[known:], strict=True) if ranks > 0]
         if unfrozen:
             taken = set(unfrozen)
             self._frozen = [p for p in self._frozen if p not in taken]
             self._add(unfrozen)
             for bucket in self._buckets[known:]:
-                bucket.launch(self._link)
+                bucket.launch(self._transport)
         return waited_ms
 
     def _hook(self, parameter: Tensor, bucket: _Bucket) -> None:
@@ -208,15 +208,15 @@ class DenseAverager:
         for bucket in self._buckets[self._launched :]:
             if bucket.complete < len(bucket.params) or self._sends_late:
                 return
-            bucket.launch(self._link, with_bits=is_inspected(self._steps))
+            bucket.launch(self._transport, with_bits=is_inspected(self._steps))
             self._launched += 1
 
 
-def _land(buckets: Sequence[_Bucket], link: Transport) -> float:
+def _wait_all(buckets: Sequence[_Bucket], transport: Transport) -> float:
     waited_ms = 0.0
     for bucket in buckets:
         waited_ms += _wait(bucket.work)
-        bucket.land(link.world_size)
+        bucket.wait_all(transport.world_size)
     return waited_ms
 
 

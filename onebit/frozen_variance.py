@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .adam import adamw_update_, denominator_
-from .agreement.ballot import Ballot
+from .agreement.step_vote import StepVote
 from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
 from .checkpoint.change_world_size import resize
@@ -33,7 +33,7 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
     """Base of 1-bit Adam and 1-bit LAMB; arguments: see `OnebitAdam`. Three kinds of steps, by `DenseSteps`:
 
     - *warmup*: the mean gradient travels in `warmup_codec`; m and v are Adam's.
-    - *compressed*: c_i = β1·m/D + (1-β1)·g_i/D + e_i travels in one bit on both legs; what comes back is the new m/D.
+    - *compressed*: c_i = β1·m/D + (1-β1)·g_i/D + e_i travels in one bit on both phases; what comes back is the new m/D.
       g_i/D is g_i/√(D² + w·g_i²): a gradient far beyond the old D counts in D.
     - *refresh*: the mean gradient ḡ travels in `warmup_codec` again; v takes it in, D is computed anew, and
       m/D ← β1·m/D + (1-β1)·ḡ/D.
@@ -83,18 +83,18 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
     def _error_feedback(self, bucket: Bucket) -> ErrorFeedback | None:
         return None if self._is_dense(bucket) else bucket.ef
 
-    def _legs(self, bucket: Bucket, group: dict, codec: Codec, scale: float) -> Exchange:
+    def _phases(self, bucket: Bucket, group: dict, codec: Codec, scale: float) -> Exchange:
         """Dense steps: the gradient. Others, in one pass: β1·m/D + (1-β1)·g_i/D, with m/D read from its frames."""
         if self._is_dense(bucket):
-            yield from super()._legs(bucket, group, codec, scale)
+            yield from super()._phases(bucket, group, codec, scale)
             return
         assert bucket.frames is not None
         grads, share = self._gradients(bucket), self._weight_of_a_gradient(bucket)
-        self._observe(bucket, grads, scale, share / self.link.world_size)
+        self._observe(bucket, grads, scale, share / self.transport.world_size)
         beta1 = group["betas"][0]
-        weights = MomentumWeights(keep=beta1, add=1.0 - beta1, own=share / self._levels.nodes, unscale=scale)
+        weights = MomentumWeights(keep=beta1, add=1.0 - beta1, own=share / self._hierarchy.nodes, unscale=scale)
         D_WN = self._rows(bucket.flat["denominator"])
-        yield from self._legs_of_momentum(bucket, grads, D_WN, bucket.frames, weights)
+        yield from self._phases_of_momentum(bucket, grads, D_WN, bucket.frames, weights)
 
     def _weight_of_a_gradient(self, bucket: Bucket) -> float:
         """What a gradient would weigh in a refresh in this step. Divided among those who send one: see `normalised`.
@@ -114,7 +114,7 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
     # ---------------------------------------------------------------- state
 
     def _allocate(self, bucket: Bucket, phase: str) -> None:
-        n, W, device = bucket.layout.numel, self.link.world_size, bucket.device
+        n, W, device = bucket.layout.numel, self.transport.world_size, bucket.device
         bucket.phase, bucket.frames, bucket.ef, bucket.live_J = phase, None, None, None
         bucket.wires.clear()
         if phase == "warmup":
@@ -250,7 +250,7 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
 
     # ---------------------------------------------------------------- the freeze
 
-    def _after_step(self, ballots: Sequence[Ballot], step: int) -> None:
+    def _after_step(self, votes: Sequence[StepVote], step: int) -> None:
         steps = [int(count) for count in self._steps]
         dense = [g for g, count in enumerate(steps) if self._compresses is False or self.rule.is_dense(count - 1)]
         for g in dense:
@@ -264,14 +264,14 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
         self._freeze_where_due()
         for bucket in self._buckets:
             # In two levels gradients come through x in every step.
-            rests = self._compresses and self._levels.local_size == 1 and self.rule.rests(self._count(bucket))
+            rests = self._compresses and self._hierarchy.local_size == 1 and self.rule.rests(self._count(bucket))
             if rests and bucket.group_index not in self._masks:
                 bucket.release_x()
 
     def _freeze_where_due(self) -> None:
         """End the warm-up of the groups whose momentum is to travel next: v becomes D, m goes into frames."""
         due = [bucket for bucket in self._buckets if bucket.phase == "warmup" and not self._is_dense(bucket)]
-        if not due or not self._compression_pays():
+        if not due or not self._should_compress():
             return
         moments = [(bucket.flat["exp_avg"], bucket.flat["exp_avg_sq"]) for bucket in due]
         for bucket, (_, v) in zip(due, moments, strict=True):
@@ -283,7 +283,7 @@ class FrozenVarianceOptimizer(CompressedOptimizer):
             self._fallback = self._mean_of_live_blocks(due, [v for _, v in moments])
         for bucket, (m, v) in zip(due, moments, strict=True):
             self._freeze(bucket, m, v)
-        if self.link.rank == 0:
+        if self.transport.rank == 0:
             log.info("one-bit momentum from here, after step %d", int(self._steps[due[0].group_index]))
 
     def _freeze(self, bucket: Bucket, m: Tensor, v: Tensor) -> None:

@@ -22,7 +22,7 @@ from .contract import (
     check_saved_groups,
     load_checked,
 )
-from .shards import Shards, local, shards_of
+from .model_parallel import ModelParallelGroup, local, model_parallel_group_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -50,8 +50,8 @@ class Lamb(torch.optim.Optimizer):
 
     Per parameter (a layer): u = m̂/(√v̂ + eps) + wd·p, p ← p - lr·r·u with r = `trust_ratio`(‖p‖, ‖u‖). A parameter
     without a gradient is left alone. Moments are float32 whatever the parameter is. No host synchronisation: the
-    ratios stay on the device. Arguments as in torch.optim.AdamW, and min_coeff, max_coeff: bounds of the ratio. shards:
-    as in `CommonOptions`; a layer's norms are then those of all its shards.
+    ratios stay on the device. Arguments as in torch.optim.AdamW, and min_coeff, max_coeff: bounds of the ratio.
+    model_parallel_group: as in `CommonOptions`; a layer's norms are then those of all its shards.
 
     State: 8 bytes per element held. Sends nothing, but 16 bytes per layer to each other shard.
     """
@@ -67,11 +67,11 @@ class Lamb(torch.optim.Optimizer):
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
         bias_correction: bool = True,
-        shards: Shards | Transport | None = None,
+        model_parallel_group: ModelParallelGroup | Transport | None = None,
         **torchs: Unpack[TorchOptions],
     ):
         check_arguments(type(self).__name__, torchs)
-        self.shards = shards_of(shards)
+        self.model_parallel_group = model_parallel_group_of(model_parallel_group)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"max_coeff": max_coeff, "min_coeff": min_coeff, "bias_correction": bias_correction}
         super().__init__(params, defaults)  # type: ignore[arg-type]
@@ -84,15 +84,15 @@ class Lamb(torch.optim.Optimizer):
         try:
             check_group(f"group {g}", group)
             check_trust_options(group["min_coeff"], group["max_coeff"])
-            check_parameters(self.shards.whole.rank, named)
+            check_parameters(self.model_parallel_group.whole.rank, named)
             for p, name in named:
-                self.shards.check_holds(p, name)
+                self.model_parallel_group.check_holds(p, name)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 
     def __getstate__(self) -> dict:
-        return super().__getstate__() | {"shards": self.shards}
+        return super().__getstate__() | {"shards": self.model_parallel_group}
 
     def load_state_dict(self, state_dict: dict) -> None:
         """As torch's, but moments stay float32. Raises ValueError, before anything has changed, at a state of others.
@@ -146,7 +146,7 @@ class Lamb(torch.optim.Optimizer):
             torch._foreach_add_(updates, held, alpha=group["weight_decay"])
         bounds = {"min_coeff": group["min_coeff"], "max_coeff": group["max_coeff"]}
         table_L2 = torch.stack([norms(held), norms(updates)], 1)
-        weight_norm, update_norm = self.shards.norms(table_L2, params).unbind(1)
+        weight_norm, update_norm = self.model_parallel_group.norms(table_L2, params).unbind(1)
         ratios = trust_ratio(weight_norm, update_norm, **bounds) * group["lr"]
         torch._foreach_mul_(updates, ratios.unbind())
         torch._foreach_sub_(held, updates)

@@ -29,7 +29,8 @@ class OnebitLamb(FrozenVarianceOptimizer):
 
     Used as `OnebitAdam` is, whose momentum m/D it shares. Layer l moves by p ← p - lr·c_l·(r_l·m̂/D + wd·p):
 
-    - warm-up: r_l = 1 and c_l is LAMB's `trust_ratio`(‖p‖, ‖m̂/D + wd·p‖); its moving average c̄_l starts, without bias.
+    - warm-up: r_l = 1 and c_l is LAMB's `trust_ratio`(‖p‖, ‖m̂/D + wd·p‖); its moving average c̄_l starts, without
+    bias.
     - then, as ‖m̂/D‖ is no longer known without the noise of compression: freeze_step a number, as in the paper:
       c_l = c̄_l, and r_l says how D would have changed. freeze_step "auto", where D is refreshed: r_l = 1, and each
       refresh sets c_l = c̄_l · ‖p‖/‖p at the end of warm-up‖, as parameters are known exactly.
@@ -152,10 +153,10 @@ class OnebitLamb(FrozenVarianceOptimizer):
 
     def _follow_variance(self, buckets: Sequence[Bucket]) -> None:
         """r_l from every rank's part of the estimate, and its place in the update."""
-        W = self.link.world_size
+        W = self.transport.world_size
         mine = torch.cat([self._observed[bucket.index] for bucket in buckets])
-        replica = self.shards.total_of_rows(mine, [p for bucket in buckets for p in bucket.params])
-        square_L, product_L = (sum_in_order(gather_tensors(self.link, replica)) / W).unbind(1)
+        replica = self.model_parallel_group.total_of_rows(mine, [p for bucket in buckets for p in bucket.params])
+        square_L, product_L = (sum_in_order(gather_tensors(self.transport, replica)) / W).unbind(1)
         estimate_L = square_L / W + (1.0 - 1.0 / W) * product_L.clamp(min=0.0)
         for bucket, estimate_K in zip(buckets, _split(estimate_L, buckets), strict=True):
             layers, beta2 = bucket.layers, self.param_groups[bucket.group_index]["betas"][1]
@@ -186,15 +187,15 @@ class OnebitLamb(FrozenVarianceOptimizer):
         So they have the same bits everywhere; of ‖m‖ all that matters is whether it is 0. A sharded layer's are those
         of all its shards.
         """
-        W, rank = self.link.world_size, self.link.rank
+        W, rank = self.transport.world_size, self.transport.rank
         pairs = [pair for bucket in buckets for pair in zip(bucket.held, bucket.x_views, strict=True)]
         mine = torch.zeros(-(-len(pairs) // W), 2, device=buckets[0].device)
         for k, (p, u) in enumerate(pairs[rank::W]):
             mine[k] = norms([p, u])
-        held_L2 = gather_tensors(self.link, mine).transpose(0, 1).reshape(-1, 2)[: len(pairs)]
+        held_L2 = gather_tensors(self.transport, mine).transpose(0, 1).reshape(-1, 2)[: len(pairs)]
         momentum_L = torch.cat([_momentum_norms(bucket).to(held_L2.device) for bucket in buckets])
         held_L3 = torch.cat([held_L2, momentum_L.unsqueeze(1)], 1)
-        return self.shards.norms(held_L3, [p for bucket in buckets for p in bucket.params])
+        return self.model_parallel_group.norms(held_L3, [p for bucket in buckets for p in bucket.params])
 
     def _trust_ratio(self, weight_norm: Tensor, update_norm: Tensor) -> Tensor:
         return trust_ratio(weight_norm, update_norm, min_coeff=self.min_coeff, max_coeff=self.max_coeff)

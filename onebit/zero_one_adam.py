@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from .adam import floor_of_blocks, normalised
-from .agreement.ballot import Ballot, cast_ballots, present_anywhere
+from .agreement.step_vote import StepVote, cast_votes, present_anywhere
 from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
 from .bucket import Bucket
 from .comm import Bf16Codec, Codec, ErrorFeedback, Exchange, MomentumWeights, Variance
 from .contract import check_number
 from .frozen import gradient_of
+from .model_parallel import local
 from .schedule import LocalSteps, VarianceUpdates, variance_weight
-from .shards import local
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,8 +38,8 @@ _VARIANCE, _SYNC, _LOCAL, _IDLE = "variance", "compressed", "local", "idle"
 class ZeroOneAdam(CompressedOptimizer):
     """AdamW whose ranks talk about two bits per parameter and step, or less: whole steps go by without a word.
 
-    Each step t on rank i, with γ = lr/(1-β1^t), D = √max(v̂, floor·blockmean) + eps, and the momentum m averaging moves,
-    gradients divided by D:
+    Each step t on rank i, with γ = lr/(1-β1^t), D = √max(v̂, floor·blockmean) + eps, and the momentum m averaging
+    moves, gradients divided by D:
 
     - *variance step* (`VarianceUpdates`, only while every step synchronises): the mean gradient ḡ travels in
       `variance_codec`; v ← (1-w)·v + w·ḡ² with w = `variance_weight`(β2, steps since the last one);
@@ -187,16 +187,18 @@ class ZeroOneAdam(CompressedOptimizer):
 
     # ---------------------------------------------------------------- what is sent
 
-    def _legs(self, bucket: Bucket, group: dict, codec: Codec, scale: float) -> Exchange:
+    def _phases(self, bucket: Bucket, group: dict, codec: Codec, scale: float) -> Exchange:
         """A synchronisation in every step: γ·(β1·m + (1-β1)·g/D) in one pass. Otherwise see `_make_payload`."""
         if self._round == _VARIANCE or self._since_sync or self._is_forced:
-            yield from super()._legs(bucket, group, codec, scale)
+            yield from super()._phases(bucket, group, codec, scale)
             return
         beta1, weight = group["betas"][0], self._weights[bucket.group_index]
-        own = self._weight_of_a_gradient(bucket, group) / self._levels.nodes
+        own = self._weight_of_a_gradient(bucket, group) / self._hierarchy.nodes
         weights = MomentumWeights(keep=weight * beta1, add=weight * (1.0 - beta1), own=own, unscale=scale)
         m_WN = self._rows(bucket.flat["exp_avg_update"])
-        yield from self._legs_of_momentum(bucket, self._gradients(bucket), self._variance(bucket, group), m_WN, weights)
+        yield from self._phases_of_momentum(
+            bucket, self._gradients(bucket), self._variance(bucket, group), m_WN, weights
+        )
 
     def _make_payload(self, bucket: Bucket, group: dict) -> None:
         """Variance step: the gradient. After local steps: u + γ·(β1·m + (1-β1)·g/D), or u where it is forced."""
@@ -283,7 +285,7 @@ class ZeroOneAdam(CompressedOptimizer):
     def _normalise(self, bucket: Bucket, group: dict) -> None:
         """bucket.x: this rank's gradient in, a move out. In pieces whose temporaries stay in a cache."""
         variance = self._variance(bucket, group)
-        own = self._weight_of_a_gradient(bucket, group) / self.link.world_size
+        own = self._weight_of_a_gradient(bucket, group) / self.transport.world_size
         block, pieces = self.codec.block, BLOCKS_AT_A_TIME
         parts = (bucket.x.split(pieces * block), variance.v_KN.view(-1).split(pieces * block))
         for x, v, floor in zip(*parts, variance.floor_KJ.view(-1).split(pieces), strict=True):
@@ -312,7 +314,7 @@ class ZeroOneAdam(CompressedOptimizer):
         weight, keep = (torch.full((len(bucket.params),), number, device=bucket.device) for number in (-1.0, kept))
         self._apply(bucket, seen, bucket.wire.frames_WB, weight, keep)
 
-    def _after_step(self, ballots: Sequence[Ballot], step: int) -> None:
+    def _after_step(self, votes: Sequence[StepVote], step: int) -> None:
         self.stats.phase = self._round
         self._peak_lr = max(self._peak_lr, float(self.param_groups[0]["lr"]))
         if self._round == _VARIANCE:
@@ -323,7 +325,7 @@ class ZeroOneAdam(CompressedOptimizer):
             for bucket in self._buckets:
                 bucket.floor_J = None
             if not self.updates.is_due(step):  # the next step would be the first in one bit
-                self._compression_pays()
+                self._should_compress()
         if self._round == _LOCAL:
             self._since_sync += 1
             self._seen_since_sync.update(p for p in self._slots if gradient_of(p) is not None)
@@ -359,9 +361,9 @@ class ZeroOneAdam(CompressedOptimizer):
             for bucket in self._buckets:
                 self._launch(bucket)
             header = self._header(self._round_name())
-            mine = Ballot(header.summary(), [self._present(p) for p in self._slots])
-            seen = present_anywhere(cast_ballots(self.link, header, mine, self._buckets[0].device))
-            self._land()
+            mine = StepVote(header.summary(), [self._present(p) for p in self._slots])
+            seen = present_anywhere(cast_votes(self.transport, header, mine, self._buckets[0].device))
+            self._wait_all()
             for bucket in self._buckets:
                 group = self.param_groups[bucket.group_index]
                 self._commit(bucket, group, int(self._steps[bucket.group_index]))

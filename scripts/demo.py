@@ -112,7 +112,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train with dense AdamW and with OnebitAdam, and compare.")
     add = parser.add_argument
     add("--ranks", type=int, default=4)
-    add("--rate", default="100mbit", help="of each emulated host's link, as tc writes it")
+    add("--rate", default="100mbit", help="of each emulated host's transport, as tc writes it")
     add("--network", choices=("auto", "emulated", "loopback"), default="auto")
     add("--size", choices=TASKS, default="small")
     add("--steps", type=int, default=200)

@@ -41,7 +41,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from onebit.comm import Int8Codec, SignCodec, SimTransport, kernels, run_ranks
 from onebit.comm.kernels import reference
-from onebit.comm.kernels.operands import Momentum, MomentumWeights, Outgoing, Segments, Update, Variance
+from onebit.comm.kernels.operands import EncodeOutput, MomentumInputs, MomentumWeights, ParamUpdate, Segments, Variance
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 import fused_cases
@@ -217,9 +217,9 @@ def train(
     torch.manual_seed(0)
     start = nn.Sequential(nn.Linear(32, 77), nn.Tanh(), nn.Linear(77, 5)).to(device, dtype)
 
-    def rank(link: SimTransport) -> Tensor:
+    def rank(transport: SimTransport) -> Tensor:
         model = copy.deepcopy(start)  # the ranks are threads, which share torch's random generator
-        common = dict(link=link, codec=codec, overlap=overlap)
+        common = dict(transport=transport, codec=codec, overlap=overlap)
         optimizer: torch.optim.Optimizer
         if kind == "OnebitAdam":
             optimizer = OnebitAdam(model.parameters(), lr=1e-2, freeze_step=steps // 3, **common)
@@ -227,7 +227,7 @@ def train(
             optimizer = OnebitLamb(model.parameters(), lr=1e-2, freeze_step=steps // 3, **common)
         else:
             optimizer = ZeroOneAdam(model.parameters(), lr=1e-2, **common)
-        g = torch.Generator().manual_seed(1 + link.rank)
+        g = torch.Generator().manual_seed(1 + transport.rank)
         losses = []
         for _ in range(steps):
             x = torch.randn(64, 32, generator=g).to(device, dtype)
@@ -238,7 +238,7 @@ def train(
             losses.append(float(loss))
         third = max(1, steps // 3)
         if not sum(losses[-third:]) < sum(losses[:third]):
-            raise AssertionError(f"rank {link.rank}: the loss did not fall: {losses[0]:.4g} to {losses[-1]:.4g}")
+            raise AssertionError(f"rank {transport.rank}: the loss did not fall: {losses[0]:.4g} to {losses[-1]:.4g}")
         return torch.cat([p.detach().float().flatten() for p in model.parameters()])
 
     return run_ranks(ranks, rank)
@@ -310,7 +310,7 @@ def operations(device: torch.device, N: int, block: int) -> Iterator[Operation]:
     x, error, out = (torch.randn(1, N, device=device) for _ in range(3))
     counts = torch.full((1, J), block, dtype=torch.int32, device=device)
     frames, frames8 = (torch.empty(1, b, dtype=torch.uint8, device=device) for b in (B, B8))
-    outgoing = Outgoing(error, frames, counts, out)
+    outgoing = EncodeOutput(error, frames, counts, out)
     received = torch.empty(ROWS_OF_MEAN, B, dtype=torch.uint8, device=device)
     for k in range(ROWS_OF_MEAN):
         reference.encode(torch.randn(1, N, device=device), None, received[k : k + 1], None, block=block, scale="rms")
@@ -346,7 +346,7 @@ def operations(device: torch.device, N: int, block: int) -> Iterator[Operation]:
         grads = [torch.randn(N, device=device, dtype=dtype)]
 
         def momentum(d: Tensor | Variance, m: Tensor, grads: list[Tensor] = grads) -> Callable[[ModuleType], None]:
-            made_of = Momentum(grads, segments, d, m, WEIGHTS)
+            made_of = MomentumInputs(grads, segments, d, m, WEIGHTS)
             return lambda kernel: kernel.encode_momentum(made_of, outgoing, **sign)
 
         size, kind = grads[0].element_size(), str(dtype).removeprefix("torch.")
@@ -357,7 +357,7 @@ def operations(device: torch.device, N: int, block: int) -> Iterator[Operation]:
         yield Operation(
             f"apply, {kind} parameters",
             2 * size * N + B,
-            lambda kernel, p=grads: kernel.apply(received[:1], N, Update(p, segments, weight, keep), block=block),
+            lambda kernel, p=grads: kernel.apply(received[:1], N, ParamUpdate(p, segments, weight, keep), block=block),
         )
     yield Operation(
         "int8_encode, float32 error",
@@ -416,17 +416,17 @@ def model_table(names: Sequence[str], device: torch.device, elements: int, block
     codec = SignCodec(block)
     D, error, residual = torch.rand(1, N, device=device) + 1e-3, *(torch.zeros(1, N, device=device) for _ in range(2))
     old, frames = (torch.zeros(1, codec.frame_bytes(N), dtype=torch.uint8, device=device) for _ in range(2))
-    S, outgoing = len(numels), Outgoing(error, frames, None, residual)
+    S, outgoing = len(numels), EncodeOutput(error, frames, None, residual)
     weight, keep = torch.full((S,), -1e-3, device=device), torch.full((S,), 0.999, device=device)
     for dtype in (torch.float32, torch.bfloat16):
         params, grads = ([torch.randn(n, device=device, dtype=dtype) for n in numels] for _ in range(2))
 
         def encode(kernel: ModuleType, grads: list[Tensor] = grads) -> None:
-            momentum = Momentum(grads, segments, D, old, WEIGHTS)
+            momentum = MomentumInputs(grads, segments, D, old, WEIGHTS)
             kernel.encode_momentum(momentum, outgoing, block=block, scale="rms")
 
         def update(kernel: ModuleType, params: list[Tensor] = params) -> None:
-            kernel.apply(frames, N, Update(params, segments, weight, keep), block=block)
+            kernel.apply(frames, N, ParamUpdate(params, segments, weight, keep), block=block)
 
         timings = {}
         for name in ("reference", *names):
@@ -463,7 +463,7 @@ def waits_in_steps(
     width = 256 if device.type == "cuda" else 16
     model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).to(device)
     options = {} if kind is ZeroOneAdam else {"freeze_step": 2}
-    optimizer = kind(model.parameters(), lr=1e-4, link=SimTransport(), codec=codec, **options)
+    optimizer = kind(model.parameters(), lr=1e-4, transport=SimTransport(), codec=codec, **options)
     x = torch.randn(64, width, device=device)
 
     def step() -> None:

@@ -103,23 +103,23 @@ def train_here(name: str, out: Path) -> None:
 
     start = STARTS[name]
     if start.launcher == "sim":
-        ended = comm.run_ranks(start.ranks, lambda link: _train_all(start, _leveled(link, start)))[0]
+        ended = comm.run_ranks(start.ranks, lambda transport: _train_all(start, _leveled(transport, start)))[0]
     else:
-        link = comm.init("gloo" if start.launcher == "torchrun" else "mpi", levels=start.levels)
-        ended = _train_all(start, link)
-        link.close()
-        if link.rank > 0:
+        transport = comm.init("gloo" if start.launcher == "torchrun" else "mpi", levels=start.levels)
+        ended = _train_all(start, transport)
+        transport.close()
+        if transport.rank > 0:
             return
     out.write_text(json.dumps({run: asdict(each) for run, each in ended.items()}))
 
 
-def _leveled(link, start: Start):  # type: ignore[no-untyped-def]
-    from onebit.comm import two_levels
+def _leveled(transport, start: Start):  # type: ignore[no-untyped-def]
+    from onebit.comm import hierarchical
 
-    return link if start.levels == 1 else two_levels(link, start.levels)
+    return transport if start.levels == 1 else hierarchical(transport, start.levels)
 
 
-def _train_all(start: Start, link) -> dict[str, Ended]:  # type: ignore[no-untyped-def]
+def _train_all(start: Start, transport) -> dict[str, Ended]:  # type: ignore[no-untyped-def]
     import torch
     from train import run as train
 
@@ -130,7 +130,7 @@ def _train_all(start: Start, link) -> dict[str, Ended]:  # type: ignore[no-untyp
     for run, flags in start.runs.items():
         args = ["--size", "tiny", "--batch-size", "2", "--steps", str(LONG_STEPS if _LOCAL in flags else STEPS)]
         args += ["--freeze-step", "4", "--compression", "always", "--lr", "4e-3", "--progress", "none"]
-        training = train.Training(train.parse_args(args + flags.split()), link, lambda: False)
+        training = train.Training(train.parse_args(args + flags.split()), transport, lambda: False)
         rows = _Rows()
         with rows:
             training.run(rows)
@@ -146,7 +146,7 @@ def _train_all(start: Start, link) -> dict[str, Ended]:  # type: ignore[no-untyp
             )
         )
         training.method.close()
-        every = [json.loads(text) for text in gather_texts(link, json.dumps(mine))]
+        every = [json.loads(text) for text in gather_texts(transport, json.dumps(mine))]
         joint = {name: _digest([each[name] for each in every]) for name in ("losses", "parameters", "state")}
         sums = {"sent_bytes": sum(each["sent_bytes"] for each in every)}
         ended[run] = Ended(**joint, **sums, step_s=mine["step_s"], peak_bytes=max(each["peak_bytes"] for each in every))

@@ -71,7 +71,7 @@ class Engine:
         self._loss_fn = loss_fn
         self._batches: Iterator | None = None
         self.pipeline: pipeline.Pipeline | None = None
-        self._shards = built.shards
+        self._model_parallel_group = built.model_parallel_group
         self.shares_state = self.form == "dense" and dense.has_sharded_state(self.optimizer)
         self.loss_scale: LossScale = loss_scale(config.fp16)
         self.micro_steps = self.global_steps = self.skipped_steps = 0
@@ -108,7 +108,7 @@ class Engine:
 
     def _naming_peers(self) -> AbstractContextManager[None]:
         """What FSDP2 sends inside a node fails with the error that an optimizer's exchange fails with."""
-        return self.grid.links["shard"].naming_peers("FSDP2's exchange", is_counted=False)
+        return self.grid.transports["shard"].naming_peers("FSDP2's exchange", is_counted=False)
 
     def _set_grad_scale(self) -> None:
         """The optimizers read it as GradScaler sets it; some gradients leave during the backward pass."""
@@ -265,7 +265,7 @@ class Engine:
         self.comm_ms = self._averager.finish()
         scale, max_norm = self.loss_scale.value, self.config.gradient_clipping
         is_finite, self._grad_norm = dense.prepare(
-            self.optimizer, self.grid.world, self._shards, self.global_steps + 1, scale, max_norm
+            self.optimizer, self.grid.world, self._model_parallel_group, self.global_steps + 1, scale, max_norm
         )
         if is_finite:
             self.optimizer.step()
@@ -306,8 +306,8 @@ class Engine:
             self.optimizer.sync()
         buffers = list(persistent_buffers(self.module))
         whole = [(name, buffer) for name, buffer in buffers if not hasattr(buffer, "placements")]
-        sync_tensors(whole, self.grid.links["shard"])
-        sync_tensors(buffers, self.grid.links["replica"])
+        sync_tensors(whole, self.grid.transports["shard"])
+        sync_tensors(buffers, self.grid.transports["replica"])
 
     def get_lr(self) -> list[float]:
         """Of each group."""
@@ -363,11 +363,11 @@ class Engine:
         Where load_dir/latest is lost, the newest checkpoint that is whole is taken, and rank 0 warns. Gradients of
         micro-batches under way are dropped.
 
-        On the grid that wrote it, to the bit. On any other, and in the form "whole" what was "inside" or the other way
-        round: moments to the bit, and of what was not yet sent every replica owes the mean, parameter by parameter
-        (`checkpoint/reshard.py`); the form "across" takes other numbers of replicas alone. Leave the samples of a step
-        as they were: then the loader goes on with the same steps. Raises CheckpointError, on all ranks, where it is
-        damaged, or of another model, form or optimizer.
+        On the grid that wrote it, to the bit. On any other, and in the form "replicated" what was "intra_node" or the
+        other way round: moments to the bit, and of what was not yet sent every replica owes the mean, parameter by
+        parameter (`checkpoint/reshard.py`); the form "inter_node" takes other numbers of replicas alone. Leave the
+        samples of a step as they were: then the loader goes on with the same steps. Raises CheckpointError, on all
+        ranks, where it is damaged, or of another model, form or optimizer.
         """
         if self.stage is not None:
             fsdp.reshard(self.module)

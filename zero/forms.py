@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..dense import DenseAverager, broadcast_parameters
-from ..shards import Shards, shards_of
+from ..model_parallel import ModelParallelGroup, model_parallel_group_of
 from .config.optimizers import AdamParams, OnebitLambParams, OptimizerChoice, ZeroOneAdamParams, build_optimizer
 from .config.sections import Onebit
 from .config.whole import Config
@@ -36,7 +36,7 @@ from .sharded.zero_one_adam import ShardedZeroOneAdam
 
 log = logging.getLogger(__name__)
 
-FORMS = ("whole", "inside", "across", "dense")
+FORMS = ("replicated", "intra_node", "inter_node", "dense")
 
 
 def choose(config: Config, shape: GridShape) -> str:
@@ -45,17 +45,17 @@ def choose(config: Config, shape: GridShape) -> str:
     if choice is None or not choice.is_one_bit:
         return "dense"
     if stage == 0:
-        return "whole" if config.dtype == torch.float32 else "inside"
+        return "replicated" if config.dtype == torch.float32 else "intra_node"
     has_shards, is_alone = shape.size("shard") > 1, shape.size("shard") == shape.size("replica") == 1
     # A stage's only rank has all that is to be shared out, and crosses no network for it.
     is_inside_alone = is_alone and (stage == 3 or config.pipeline.ranks > 1)
-    if sharding == "inside" or (sharding == "auto" and (has_shards or is_inside_alone)):
+    if sharding == "intra_node" or (sharding == "auto" and (has_shards or is_inside_alone)):
         if not (has_shards or is_alone):
             raise ValueError(
-                'onebit.sharding is "inside" and a node has one rank: there is nobody to shard with; leave it to '
+                'onebit.sharding is "intra_node" and a node has one rank: there is nobody to shard with; leave it to '
                 '"auto", or say how many ranks share a node with onebit.ranks_per_node'
             )
-        return "inside"
+        return "intra_node"
     if config.pipeline.ranks > 1:
         raise ValueError(
             f"stage {stage} with one rank per node and a pipeline: sharding across nodes knows of no other stages; "
@@ -66,22 +66,22 @@ def choose(config: Config, shape: GridShape) -> str:
             "stage 3 gathers parameters for every layer, which a slow network cannot carry, and a node has one rank "
             "here; use stage 2, or several ranks on each node"
         )
-    return "across"
+    return "inter_node"
 
 
 @dataclass(frozen=True)
 class Built:
     """What the engine drives. stage: of fsdp.begin_micro_batch; None where the model did not go through FSDP2.
 
-    averager: averages a dense optimizer's gradients between replicas. shards: the ranks that hold this replica. ties:
-    what pipeline stages share.
+    averager: averages a dense optimizer's gradients between replicas. model_parallel_group: the ranks that hold this
+    replica. ties: what pipeline stages share.
     """
 
     form: str
     optimizer: torch.optim.Optimizer
     stage: int | None = None
     averager: DenseAverager | None = None
-    shards: Shards = field(default_factory=lambda: shards_of(None))
+    model_parallel_group: ModelParallelGroup = field(default_factory=lambda: model_parallel_group_of(None))
     ties: Ties | None = None
 
 
@@ -113,13 +113,13 @@ def build(
         raise ValueError(
             f"{tensor_ranks} ranks compute each layer together: pass initialize(tensor_plan=...), which says how"
         )
-    if tensor_ranks > 1 and form == "across":
+    if tensor_ranks > 1 and form == "inter_node":
         raise ValueError(
             "a tensor-parallel model is sharded inside a node or not at all: use stage 0, or several times as many "
             "ranks per node as onebit.tensor"
         )
     for axis in ("tensor", "shard", "replica"):  # not pipe: other stages have other layers
-        broadcast_parameters([*model.parameters(), *model.buffers()], grid.links[axis])
+        broadcast_parameters([*model.parameters(), *model.buffers()], grid.transports[axis])
     ties = None
     if grid.shape.size("pipe") > 1:
         ties = Ties(model, grid)
@@ -129,11 +129,11 @@ def build(
             f"rank {grid.world.rank}: offloaded gradients are averaged in host memory, and the process group serves "
             f"{served.type} alone; call torch.distributed.init_process_group('cpu:gloo,cuda:nccl') before initialize()"
         )
-    if form == "across":
+    if form == "inter_node":
         if _offloads(config):
             raise ValueError(
                 "offload_optimizer with one rank per node: the sharded form keeps master weights and variance with the "
-                'parameters; leave it out, or shard inside nodes ("onebit": {"sharding": "inside"})'
+                'parameters; leave it out, or shard inside nodes ("onebit": {"sharding": "intra_node"})'
             )
         return Built(form, _across(config, grid, groups(model.to(dtype))))
     if tensor_plan is not None:
@@ -145,19 +145,19 @@ def build(
             blocks = part.blocks() if isinstance(part, Stage) else None
             host: dict[str, Any] = {"offload": _offloads(config), "pin_memory": _pins(config)}
             fsdp.shard(part, grid, sharded, dtype=low, blocks=blocks, **host)
-    held = grid.shards if ties is None else replace(grid.shards, tied=ties.holders())
-    links: dict[str, Any] = {"link": grid.link, "shards": held}
+    held = grid.model_parallel_group if ties is None else replace(grid.model_parallel_group, tied=ties.holders())
+    transports: dict[str, Any] = {"transport": grid.transport, "model_parallel_group": held}
     params = groups(model)
     if form != "dense":
-        options = config.optimizer_options() | {"max_grad_norm": config.gradient_clipping} | links
+        options = config.optimizer_options() | {"max_grad_norm": config.gradient_clipping} | transports
         made = build_optimizer(_choice(config), params, **options)
     else:
-        made = build_optimizer(_choice(config), params, **links) if optimizer is None else optimizer(params)
+        made = build_optimizer(_choice(config), params, **transports) if optimizer is None else optimizer(params)
     if sharded is not None:
         _let_it_drop_all(made, model)
     if form != "dense":
-        return Built(form, made, sharded, shards=held, ties=ties)
-    averager = DenseAverager(dense.parameters(made), grid.link, config.onebit.bucket_cap_mb)
+        return Built(form, made, sharded, model_parallel_group=held, ties=ties)
+    averager = DenseAverager(dense.parameters(made), grid.transport, config.onebit.bucket_cap_mb)
     return Built(form, made, sharded, averager, held, ties)
 
 
@@ -195,7 +195,7 @@ def _across(config: Config, grid: Grid, params: Iterable) -> ShardedOnebitOptimi
         "stage": stage,
         "differences": ours.differences,
         "max_grad_norm": config.gradient_clipping,
-        "link": grid.link,
+        "transport": grid.transport,
         "block": ours.block,
         "variance_floor": ours.variance_floor,
         "bucket_cap_mb": ours.bucket_cap_mb,
@@ -231,9 +231,9 @@ _ALWAYS = {"bucket_cap_mb", "max_consecutive_skips"}
 _CODECS = {"codec", "warmup_codec"}
 _SIGNS = _ALWAYS | _CODECS | {"compression", "error_dtype", "block", "variance_floor", "check_replicas_every"}
 _OURS = {
-    "whole": _SIGNS,
-    "inside": _SIGNS,
-    "across": _SIGNS - _CODECS - {"compression", "error_dtype"} | {"differences"},
+    "replicated": _SIGNS,
+    "intra_node": _SIGNS,
+    "inter_node": _SIGNS - _CODECS - {"compression", "error_dtype"} | {"differences"},
     "dense": _ALWAYS,
 }
 
@@ -244,17 +244,17 @@ def without_effect(config: Config, form: str) -> list[str]:
     for name in (f.name for f in fields(ours) if f.name not in _OURS[form] | _OF_ALL):
         if getattr(ours, name) != getattr(Onebit(), name):
             lines.append(f"onebit.{name} has no effect in the form {form!r}")
-    if config.communication_data_type is not None and form in ("across", "dense"):
+    if config.communication_data_type is not None and form in ("inter_node", "dense"):
         what = "averages gradients in float32" if form == "dense" else "sends no whole gradients"
         if form != "dense" or config.communication_data_type != "fp32":
             lines.append(f"communication_data_type has no effect in the form {form!r}, which {what}")
-    if form == "across":
+    if form == "inter_node":
         lines += _of_frozen_things(_choice(config).params)
-    if form == "across" and not _choice(config).params.bias_correction:
+    if form == "inter_node" and not _choice(config).params.bias_correction:
         lines.append("optimizer.params.bias_correction: moments are always corrected where sharding is across nodes")
-    if form in ("across", "dense") and not config.zero_optimization.overlap_comm:
+    if form in ("inter_node", "dense") and not config.zero_optimization.overlap_comm:
         lines.append(f"zero_optimization.overlap_comm: false has no effect in the form {form!r}")
-    summed = str(config.dtype if form == "across" else torch.float32).removeprefix("torch.")
+    summed = str(config.dtype if form == "inter_node" else torch.float32).removeprefix("torch.")
     wanted = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: summed}
     if wanted[config.data_types.grad_accum_dtype] != summed and config.gradient_accumulation_steps > 1:
         lines.append(f"data_types.grad_accum_dtype has no effect: micro-batches add up in {summed} in this form")

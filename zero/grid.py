@@ -1,4 +1,4 @@
-"""The grid of ranks: which place each has on every axis, and the groups and links along them, from one device mesh.
+"""The grid of ranks: the place of each on every axis, and groups and transports along them, from one device mesh.
 
 `shape_of` is pure and refuses what does not fit before any process group is made; `start` acts on it. Rests on
 `comm/launch.py` (who started this process) and `comm/transports/base.py`; `parallel/fsdp.py` shards a model over it.
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm import Transport, init
 from ..comm.launch import detect
 from ..comm.transports.torch_distributed import TorchTransport
-from ..shards import Shards
+from ..model_parallel import ModelParallelGroup
 
 _log = logging.getLogger(__name__)
 
@@ -122,17 +122,18 @@ def _spell(sizes: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Grid:
-    """One rank's view of the grid. mesh: torch's, over the process groups of the links.
+    """One rank's view of the grid. mesh: torch's, over the process groups of the transports.
 
-    world: the transport between all ranks. links: one along each axis. The optimizers take `link`, between the ranks
-    that hold the same part of different replicas, and `shards`, those that hold the parts of this replica.
+    world: the transport between all ranks. transports: one along each axis. The optimizers take `transport`, between
+    the ranks that hold the same part of different replicas, and `model_parallel_group`, those that hold the parts of
+    this replica.
     """
 
     shape: GridShape
     mesh: DeviceMesh
     world: Transport
-    links: Mapping[str, TorchTransport]
-    shards: Shards
+    transports: Mapping[str, TorchTransport]
+    model_parallel_group: ModelParallelGroup
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -140,8 +141,8 @@ class Grid:
         return self.shape.coordinates(self.world.rank)
 
     @property
-    def link(self) -> Transport:
-        return self.links["replica"]
+    def transport(self) -> Transport:
+        return self.transports["replica"]
 
     @property
     def device(self) -> torch.device:
@@ -156,13 +157,18 @@ class Grid:
         return here["replica"] * shape.size("shard") + here["shard"], shape.size("replica") * shape.size("shard")
 
     def close(self) -> None:
-        """Barriers, then release links and process groups. All ranks; idempotent."""
-        for link in (*self.links.values(), self.shards.link, self.shards.whole, self.world):
-            link.close()
+        """Barriers, then release transports and process groups. All ranks; idempotent."""
+        for transport in (
+            *self.transports.values(),
+            self.model_parallel_group.transport,
+            self.model_parallel_group.whole,
+            self.world,
+        ):
+            transport.close()
 
 
 def start(*, backend: str | None = None, timeout_s: float = 300.0, **sizes: int | None) -> Grid:
-    """Make the grid: process groups, mesh, links. All ranks, once, before anything else that communicates.
+    """Make the grid: process groups, mesh, transports. All ranks, once, before anything else that communicates.
 
     sizes: pipe=, replica=, shard=, tensor=; see `shape_of` for what is left out. The ranks of a node come from the
     launcher's environment. backend: "nccl" where there is CUDA and "gloo" elsewhere, or an initialised
@@ -179,12 +185,12 @@ def start(*, backend: str | None = None, timeout_s: float = 300.0, **sizes: int 
     world = init(backend, timeout_s, levels=1)
     assert isinstance(world, TorchTransport)
     device_type = "cuda" if "nccl" in torch.distributed.get_backend_config() else "cpu"
-    links = {axis: world.split(shape.along(axis, world.rank)) for axis in AXES}
+    transports = {axis: world.split(shape.along(axis, world.rank)) for axis in AXES}
     # Of these groups, not of new ones: they have this deadline, and NCCL allots buffers to each.
     ranks = torch.arange(world_size).view(shape.sizes)
-    groups = [link.group for link in links.values()]
+    groups = [transport.group for transport in transports.values()]
     mesh = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=AXES)
-    shards = _shards(shape, world, links)
+    parts = _model_parallel_group(shape, world, transports)
     if world.rank == 0:
         _log.info("a grid of %s", shape)
         inner = shape.size("shard") * shape.size("tensor")
@@ -194,16 +200,18 @@ def start(*, backend: str | None = None, timeout_s: float = 300.0, **sizes: int 
                 inner,
                 launch.local_size,
             )
-    return Grid(shape, mesh, world, links, shards)
+    return Grid(shape, mesh, world, transports, parts)
 
 
-def _shards(shape: GridShape, world: TorchTransport, links: Mapping[str, TorchTransport]) -> Shards:
-    """The ranks that hold the parts of this replica, over links that are there where one axis has them all."""
-    tensor, part, stages = shape.size("tensor"), links["shard"], None
+def _model_parallel_group(
+    shape: GridShape, world: TorchTransport, transports: Mapping[str, TorchTransport]
+) -> ModelParallelGroup:
+    """The ranks that hold the parts of this replica, over transports that are there where one axis has them all."""
+    tensor, part, stages = shape.size("tensor"), transports["shard"], None
     if tensor > 1:
         both = ("shard", "tensor")
-        part = links["tensor"] if shape.size("shard") == 1 else world.split(shape.across(both, world.rank))
+        part = transports["tensor"] if shape.size("shard") == 1 else world.split(shape.across(both, world.rank))
     if shape.size("pipe") > 1:
         parts = ("pipe", "shard", "tensor")
-        stages = links["pipe"] if part.world_size == 1 else world.split(shape.across(parts, world.rank))
-    return Shards(part, stages, tensor)
+        stages = transports["pipe"] if part.world_size == 1 else world.split(shape.across(parts, world.rank))
+    return ModelParallelGroup(part, stages, tensor)

@@ -167,7 +167,7 @@ def _shards(config: Config, launch: Launch) -> int:
     The tensor axis takes its own first.
     """
     is_one_bit = config.optimizer is not None and config.optimizer.is_one_bit
-    if config.zero_optimization.stage == 0 or (is_one_bit and config.onebit.sharding == "across"):
+    if config.zero_optimization.stage == 0 or (is_one_bit and config.onebit.sharding == "inter_node"):
         return 1
     if config.onebit.ranks_per_node is None and config.zero_optimization.ranks_per_shard_group is not None:
         return config.zero_optimization.ranks_per_shard_group

@@ -117,9 +117,10 @@ def _across(run: Run, optimizer: str, stage: int) -> Plan:
     down = up if optimizer.endswith("sign") else Int4Codec().frame_bytes(_ELEMENTS) / _ELEMENTS
     state = 2.0 + _MOMENTS / W
     gradients = float(b) if stage == 1 else 0.0
-    # Leg 2 carries what leg 1 has made, and nothing leaves before the vote at stage 1: only leg 1 of stage 2 can hide.
-    leg_up, leg_down = (_exchange_s(run, run.params, W, frame, 1, _ONE_BIT_S) / 2 for frame in (up, down))
-    seconds = _step_s(run, leg_up if stage == 2 else 0.0, leg_down if stage == 2 else leg_up + leg_down)
+    # Phase 2 carries what phase 1 has made, and nothing leaves before the vote at stage 1: only phase 1 of stage 2 can
+    # hide.
+    phase_up, phase_down = (_exchange_s(run, run.params, W, frame, 1, _ONE_BIT_S) / 2 for frame in (up, down))
+    seconds = _step_s(run, phase_up if stage == 2 else 0.0, phase_down if stage == 2 else phase_up + phase_down)
     return Plan(optimizer, stage, float(b), gradients, state, 8 * (W - 1) / W * (up + down), seconds)
 
 

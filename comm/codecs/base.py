@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..kernels import reference
 from ..kernels.arguments import check_shape
-from ..kernels.operands import Momentum, Outgoing, Update
+from ..kernels.operands import EncodeOutput, MomentumInputs, ParamUpdate
 
 
 class Codec(ABC):
@@ -56,7 +56,7 @@ class Codec(ABC):
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
         """out ← mean over the K frames, summed in row order. The sum over the frames is never materialised K times."""
 
-    def encode_mean(self, received_WB: Tensor, out: Outgoing) -> None:
+    def encode_mean(self, received_WB: Tensor, out: EncodeOutput) -> None:
         """Send the mean of the W frames, and what is owed: one row, whose frame and residual go `out`."""
         residual_1N = out.residual_KN
         c_1N = residual_1N if residual_1N.dtype == torch.float32 else torch.empty_like(residual_1N, dtype=torch.float32)
@@ -67,7 +67,7 @@ class Codec(ABC):
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         """Whether all values of these frames of n elements are finite. A bool tensor of no dimensions, same device."""
 
-    def _send(self, c_KN: Tensor, out: Outgoing) -> None:
+    def _send(self, c_KN: Tensor, out: EncodeOutput) -> None:
         self.encode(c_KN, out.error_KN, out.frames_KB, out.counts_KJ)
         if c_KN is not out.residual_KN:
             out.residual_KN.copy_(c_KN)
@@ -84,7 +84,7 @@ class FusedCodec(Codec):
         """The same for host tensors, whatever kernel was chosen for those of another device."""
         return self
 
-    def encode_momentum(self, momentum: Momentum, out: Outgoing) -> None:
+    def encode_momentum(self, momentum: MomentumInputs, out: EncodeOutput) -> None:
         """frames ← frames of c = add·g/√(D² + own·g²) + keep·m + error; residual ← c - decode(frames)."""
         old_KN = momentum.old
         if momentum.is_packed:
@@ -92,7 +92,7 @@ class FusedCodec(Codec):
             self.decode(momentum.old, old_KN)
         self._send(reference.momentum_of(momentum, old_KN), out)
 
-    def apply(self, frames_KB: Tensor, n: int, update: Update) -> None:
+    def apply(self, frames_KB: Tensor, n: int, update: ParamUpdate) -> None:
         """p ← keep·p + weight·value, the values those of frames of rows of n elements."""
         values_KN = torch.empty(len(frames_KB), n, device=frames_KB.device)
         self.decode(frames_KB, values_KN)

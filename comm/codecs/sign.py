@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import reference
-from ..kernels.operands import Momentum, Outgoing, Update
+from ..kernels.operands import EncodeOutput, MomentumInputs, ParamUpdate
 from .base import FusedCodec, check_whole_blocks
 
 
@@ -52,19 +52,19 @@ class SignCodec(FusedCodec):
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
         kernels.select(self.kernel, out_N.device).decode_mean(frames_KB, out_N, block=self.block)
 
-    def encode_mean(self, received_WB: Tensor, out: Outgoing) -> None:
+    def encode_mean(self, received_WB: Tensor, out: EncodeOutput) -> None:
         kernel = kernels.select(self.kernel, out.residual_KN.device)
         kernel.encode_mean(received_WB, out, block=self.block, scale=self.scale)
 
     def on_host(self) -> SignCodec:
         return replace(self, kernel="auto")
 
-    def encode_momentum(self, momentum: Momentum, out: Outgoing) -> None:
+    def encode_momentum(self, momentum: MomentumInputs, out: EncodeOutput) -> None:
         """frames ← frames of c = add·g/√(D² + own·g²) + keep·m + error; residual ← c - decode(frames)."""
         kernel = kernels.select(self.kernel, out.residual_KN.device)
         kernel.encode_momentum(momentum, out, block=self.block, scale=self.scale)
 
-    def apply(self, frames_KB: Tensor, n: int, update: Update) -> None:
+    def apply(self, frames_KB: Tensor, n: int, update: ParamUpdate) -> None:
         """p ← keep·p + weight·value, the values those of frames of rows of n elements."""
         kernels.select(self.kernel, frames_KB.device).apply(frames_KB, n, update, block=self.block)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .operands import Momentum, Outgoing, Segments, Update, Variance, check_tensors
+from .operands import EncodeOutput, MomentumInputs, ParamUpdate, Segments, Variance, check_tensors
 
 SCALES = ("rms", "mean_abs")
 
@@ -107,9 +107,9 @@ class Edge:
         self._check_one_device(frames_KB, out_N)
         return K, J
 
-    def check_encode_mean(self, frame: Frame, received_WB: Tensor, out: Outgoing, *, block: int) -> tuple[int, int]:
+    def check_encode_mean(self, frame: Frame, received_WB: Tensor, out: EncodeOutput, *, block: int) -> tuple[int, int]:
         """(W, J)."""
-        rows, J = self._check_outgoing(frame, out, block=block)
+        rows, J = self._check_encode_output(frame, out, block=block)
         W = received_WB.shape[0]
         if W == 0 or rows != 1:
             raise ValueError(f"a mean needs at least one frame and has one row, got {W} frames and {rows} rows")
@@ -117,9 +117,11 @@ class Edge:
         self._check_one_device(received_WB, out.residual_KN)
         return W, J
 
-    def check_encode_momentum(self, frame: Frame, momentum: Momentum, out: Outgoing, *, block: int) -> tuple[int, int]:
+    def check_encode_momentum(
+        self, frame: Frame, momentum: MomentumInputs, out: EncodeOutput, *, block: int
+    ) -> tuple[int, int]:
         """(K, J)."""
-        K, J = self._check_outgoing(frame, out, block=block)
+        K, J = self._check_encode_output(frame, out, block=block)
         N, D = J * block, momentum.D_KN
         self._check_segments("grads", momentum.grads, momentum.segments, K * J, block)
         if isinstance(D, Variance):
@@ -134,7 +136,9 @@ class Edge:
         self._check_one_device(momentum.old, out.residual_KN, *momentum.grads)
         return K, J
 
-    def check_apply(self, frame: Frame, frames_KB: Tensor, n: int, update: Update, *, block: int) -> tuple[int, int]:
+    def check_apply(
+        self, frame: Frame, frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int
+    ) -> tuple[int, int]:
         """(K, J)."""
         K, J = frames_KB.shape[0], frame.whole_blocks(n, block)
         self._check_frames(frames_KB, K, frame.bytes(n, J))
@@ -144,7 +148,7 @@ class Edge:
         self._check_one_device(frames_KB, update.weight_S, update.keep_S, *update.params)
         return K, J
 
-    def _check_outgoing(self, frame: Frame, out: Outgoing, *, block: int) -> tuple[int, int]:
+    def _check_encode_output(self, frame: Frame, out: EncodeOutput, *, block: int) -> tuple[int, int]:
         """(K, J)."""
         floats = (torch.float32, torch.bfloat16)
         self._check_flat("residual", out.residual_KN, floats, None)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .arguments import INT4, INT8, SIGN, Edge, Frame, check_scale
-from .operands import Momentum, Outgoing, Segments, Update
+from .operands import EncodeOutput, MomentumInputs, ParamUpdate, Segments
 
 ABI_VERSION = 4
 EDGE = Edge("cpu")
@@ -94,7 +94,7 @@ def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str = "aut
     _decode_mean(SIGN, frames_KB, out_N, block=block, isa=isa)
 
 
-def encode_mean(received_WB: Tensor, out: Outgoing, *, block: int, scale: str, isa: str = "auto") -> None:
+def encode_mean(received_WB: Tensor, out: EncodeOutput, *, block: int, scale: str, isa: str = "auto") -> None:
     """frame ← frame of the mean of the W frames + error; residual ← what it does not say. Reads each frame once."""
     check_scale(scale)
     W, J = EDGE.check_encode_mean(SIGN, received_WB, out, block=block)
@@ -115,7 +115,7 @@ def encode_mean(received_WB: Tensor, out: Outgoing, *, block: int, scale: str, i
     )
 
 
-def encode_momentum(momentum: Momentum, out: Outgoing, *, block: int, scale: str, isa: str = "auto") -> None:
+def encode_momentum(momentum: MomentumInputs, out: EncodeOutput, *, block: int, scale: str, isa: str = "auto") -> None:
     """frames ← frames of the momentum with this rank's gradient and what it owes (rule 6); residual ← the rest.
 
     One pass: reads gradients where they lie, D, the old momentum and the error; writes frames and residual. A gradient
@@ -153,7 +153,7 @@ def encode_momentum(momentum: Momentum, out: Outgoing, *, block: int, scale: str
     )
 
 
-def apply(frames_KB: Tensor, n: int, update: Update, *, block: int, isa: str = "auto") -> None:
+def apply(frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int, isa: str = "auto") -> None:
     """p ← keep·p + weight·value for the parameters where they lie, frames of rows of n elements (rule 7).
 
     One pass over each. A parameter that is neither float32 nor bfloat16, or not contiguous, goes through a copy.

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .arguments import INT8, SIGN, Edge, Frame, check_scale
 from .gpu_tables import Table, address, kind, readable, write_back
-from .operands import Momentum, Outgoing, Update
+from .operands import EncodeOutput, MomentumInputs, ParamUpdate
 
 EDGE = Edge("cuda", frame_alignment=8)
 SOURCE = Path(__file__).with_name("frames.cu")
@@ -91,7 +91,7 @@ def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
     _decode_mean(SIGN, frames_KB, out_N, block=block)
 
 
-def encode_mean(received_WB: Tensor, out: Outgoing, *, block: int, scale: str) -> None:
+def encode_mean(received_WB: Tensor, out: EncodeOutput, *, block: int, scale: str) -> None:
     """frame ← frame of the mean of the W frames + error; residual ← what it does not say. Reads each frame once."""
     check_scale(scale)
     W, J = EDGE.check_encode_mean(SIGN, received_WB, out, block=block)
@@ -113,7 +113,7 @@ def encode_mean(received_WB: Tensor, out: Outgoing, *, block: int, scale: str) -
     )
 
 
-def encode_momentum(momentum: Momentum, out: Outgoing, *, block: int, scale: str) -> None:
+def encode_momentum(momentum: MomentumInputs, out: EncodeOutput, *, block: int, scale: str) -> None:
     """frames ← frames of the momentum with this rank's gradient and what it owes (rule 6); residual ← the rest.
 
     One pass: reads gradients where they lie, D, the old momentum and the error; writes frames and residual. A gradient
@@ -147,7 +147,7 @@ def encode_momentum(momentum: Momentum, out: Outgoing, *, block: int, scale: str
     )
 
 
-def apply(frames_KB: Tensor, n: int, update: Update, *, block: int) -> None:
+def apply(frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int) -> None:
     """p ← keep·p + weight·value for the parameters where they lie, frames of rows of n elements (rule 7).
 
     One pass over each. A parameter of another type than float32, bfloat16 and float16, or not contiguous, goes through

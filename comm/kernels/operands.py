@@ -91,7 +91,7 @@ class Variance:
 
 
 @dataclass(frozen=True)
-class Momentum:
+class MomentumInputs:
     """What c, the momentum of this step, is made of; see rule 6 of the reference. Only read.
 
     grads: this rank's gradients where they lie, one per segment of the K·J blocks (None: zeros), of any float type.
@@ -117,7 +117,7 @@ class Momentum:
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class EncodeOutput:
     """Where some c goes that a fused step makes: frames ← frames of c + error; residual ← what they do not say.
 
     error: what is owed, only read; float32 or bfloat16 [K, N], as the residual, which may be the same memory. counts:
@@ -131,7 +131,7 @@ class Outgoing:
 
 
 @dataclass(frozen=True)
-class Update:
+class ParamUpdate:
     """p ← keep·p + weight·value, the values those of frames, on whose device weight and keep are: float32 [S].
 
     params: where they lie, one per segment of the frames' blocks (None: left alone), of any float type.

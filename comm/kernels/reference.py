@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_shape
-from .operands import Momentum, Outgoing, Update, Variance
+from .operands import EncodeOutput, MomentumInputs, ParamUpdate, Variance
 
 LANES = 16
 _NAN_BF16 = 0x7FC0
@@ -106,20 +106,20 @@ def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
     mean_into_(out_N, frames_KB, lambda frame_1B: _values(frame_1B, out_N.shape[0], block)[0])
 
 
-def encode_mean(received_WB: Tensor, out: Outgoing, *, block: int, scale: str) -> None:
+def encode_mean(received_WB: Tensor, out: EncodeOutput, *, block: int, scale: str) -> None:
     """frame ← frame of c = mean of the W frames + error; residual ← c - decode(frame). One row goes out."""
     c = torch.empty(out.residual_KN.shape, device=out.residual_KN.device)
     decode_mean(received_WB, c[0], block=block)
     _send(c, out, block=block, scale=scale)
 
 
-def encode_momentum(momentum: Momentum, out: Outgoing, *, block: int, scale: str) -> None:
+def encode_momentum(momentum: MomentumInputs, out: EncodeOutput, *, block: int, scale: str) -> None:
     """frames ← frames of c, the momentum with this rank's gradient and what it owes (rule 6); residual ← the rest."""
     old_KN = _values(momentum.old, out.residual_KN.shape[1], block) if momentum.is_packed else momentum.old
     _send(momentum_of(momentum, old_KN), out, block=block, scale=scale)
 
 
-def momentum_of(momentum: Momentum, old_KN: Tensor) -> Tensor:
+def momentum_of(momentum: MomentumInputs, old_KN: Tensor) -> Tensor:
     """c before what is owed: add·y + keep·m with y = g/√(D² + own·g²), float32 [K, N]. old: m, float32 [K, N]."""
     weights, D = momentum.weights, momentum.D_KN
     K, N = old_KN.shape
@@ -133,17 +133,17 @@ def momentum_of(momentum: Momentum, old_KN: Tensor) -> Tensor:
     return y * weights.add + old_KN * weights.keep
 
 
-def _send(c_KN: Tensor, out: Outgoing, *, block: int, scale: str) -> None:
+def _send(c_KN: Tensor, out: EncodeOutput, *, block: int, scale: str) -> None:
     encode(c_KN, out.error_KN, out.frames_KB, out.counts_KJ, block=block, scale=scale)
     out.residual_KN.copy_(c_KN)
 
 
-def apply(frames_KB: Tensor, n: int, update: Update, *, block: int) -> None:
+def apply(frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int) -> None:
     """p ← keep·p + weight·value for parameters where they lie, of the K·J blocks of frames of rows of n elements."""
     update_with(_values(frames_KB, n, block), update)
 
 
-def update_with(values_KN: Tensor, update: Update) -> None:
+def update_with(values_KN: Tensor, update: ParamUpdate) -> None:
     """p ← keep·p + weight·value, for parameters where they lie."""
     values = update.segments.views(values_KN.view(-1))
     for p, value, weight, keep in zip(update.params, values, update.weight_S, update.keep_S, strict=True):

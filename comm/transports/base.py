@@ -40,11 +40,11 @@ class Work(Protocol):
         """
 
 
-def check_transport(link: object) -> None:
+def check_transport(transport: object) -> None:
     """Raise TypeError unless this is a transport."""
-    if not isinstance(link, Transport):
-        example = f"backend={link!r}" if isinstance(link, str) else ""
-        raise TypeError(f"link must be a transport, got {link!r}; make one with onebit.comm.init({example})")
+    if not isinstance(transport, Transport):
+        example = f"backend={transport!r}" if isinstance(transport, str) else ""
+        raise TypeError(f"transport must be a transport, got {transport!r}; make one with onebit.comm.init({example})")
 
 
 class Transport(ABC):

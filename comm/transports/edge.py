@@ -93,29 +93,29 @@ class _HasCollectives(Protocol):
 
 
 class HostStaged:
-    """The operations of `link` for tensors it cannot reach: copied to host memory at launch, back in `wait()`.
+    """The operations of `transport` for tensors it cannot reach: copied to host memory at launch, back in `wait()`.
 
     The copy to the host waits for the current stream, so a launch blocks until the input has been computed.
     """
 
-    def __init__(self, link: _HasCollectives):
-        self._link = link
+    def __init__(self, transport: _HasCollectives):
+        self._transport = transport
 
     def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
         host_out_WB = _host_empty(out_WB)
-        return _CopyBack(self._link.all_to_all(host_out_WB, _host_copy(in_WB)), host_out_WB, out_WB)
+        return _CopyBack(self._transport.all_to_all(host_out_WB, _host_copy(in_WB)), host_out_WB, out_WB)
 
     def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work:
         host_out_WB = _host_empty(out_WB)
-        return _CopyBack(self._link.all_gather(host_out_WB, _host_copy(in_B)), host_out_WB, out_WB)
+        return _CopyBack(self._transport.all_gather(host_out_WB, _host_copy(in_B)), host_out_WB, out_WB)
 
     def all_reduce(self, x: Tensor) -> Work:
         host_x = _host_copy(x)
-        return _CopyBack(self._link.all_reduce(host_x), host_x, x)
+        return _CopyBack(self._transport.all_reduce(host_x), host_x, x)
 
     def broadcast(self, x: Tensor, src: int) -> Work:
-        host_x = _host_copy(x) if self._link.rank == src else _host_empty(x)
-        return _CopyBack(self._link.broadcast(host_x, src), host_x, x)
+        host_x = _host_copy(x) if self._transport.rank == src else _host_empty(x)
+        return _CopyBack(self._transport.broadcast(host_x, src), host_x, x)
 
 
 class _CopyBack:

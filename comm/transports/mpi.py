@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 # of 1 kB per peer takes 0.26 ms, polled without a pause 0.19 ms; of 4 MB through shared memory 22 ms and 14 ms; 0.1 to
 # 1 MB, and everything over TCP but 1 kB (0.94 and 0.76 ms), no slower (one run each, others on the machine).
 # The library's own non-blocking collectives are not used: Open MPI's Iallreduce sent 1.33 times the bytes of a ring
-# and took 3.5 times the limit of a 100 Mbit/s link (16 MB, 4 hosts).
+# and took 3.5 times the limit of a 100 Mbit/s transport (16 MB, 4 hosts).
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 200e-6
 
 _HINT = "check the network that MPI chose (Open MPI: --mca btl_tcp_if_include)"
@@ -65,7 +65,7 @@ class MpiTransport(Transport):
     1. A call puts an operation in a queue and returns its Work. After construction, all MPI calls on this communicator
        come from one daemon thread: MPI_THREAD_SERIALIZED suffices where nobody else calls MPI meanwhile.
     2. The thread posts an Irecv and an Isend per peer, peers r-k and r+k for k = 1…W-1, and tests everything in flight,
-       with a short sleep between tests. Nothing in flight: it blocks. all_reduce is two such legs: each rank sums the
+       with a short sleep between tests. Nothing in flight: it blocks. all_reduce is two such phases: each rank sums the
        chunk it owns in rank order, then gives it to all.
     3. Tensors are sent from and received into where they lie, in pieces of at most `piece_bytes` (MPI counts are 32
        bits). Device tensors travel through host memory, or, where the library is CUDA-aware and `cuda_aware=True`
@@ -234,15 +234,15 @@ class MpiTransport(Transport):
         self._launch(operation, [lambda tag: self._post_pairs(nothing, nothing, tag, ranks)], tuple(nothing)).wait()
 
     def _launch(
-        self, operation: Operation, legs: Sequence[Callable[[int], Posted]], tensors: tuple[Tensor, ...]
+        self, operation: Operation, phases: Sequence[Callable[[int], Posted]], tensors: tuple[Tensor, ...]
     ) -> Work:
-        """Queue an operation of one or more legs, each posted when the one before it is complete."""
+        """Queue an operation of one or more phases, each posted when the one before it is complete."""
         if self._failed:
             raise self.failed_before(operation)
         for device in {x.device for x in tensors if x.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         tag = operation.tag(self._tags)
-        task = _Task(self, operation, [partial(leg, tag) for leg in legs], tensors)
+        task = _Task(self, operation, [partial(phase, tag) for phase in phases], tensors)
         self._progress.submit(task)
         return _MpiWork(self, task)
 
@@ -309,7 +309,7 @@ class MpiTransport(Transport):
             return
         caller = status.Get_source()
         self._comm.Recv([bytearray(0), self._mpi.BYTE], caller, self._roll_call_tag)
-        note = task.link.note(task, task.missing())
+        note = task.transport.note(task, task.missing())
         data = note.encode()
         if len(data) > _NOTE_BYTES:
             data = replace(note, launched=()).encode()
@@ -324,31 +324,31 @@ class _Task:
 
     def __init__(
         self,
-        link: MpiTransport,
+        transport: MpiTransport,
         operation: Operation,
-        legs: Sequence[Callable[[], Posted]],
+        phases: Sequence[Callable[[], Posted]],
         tensors: tuple[Tensor, ...],
     ):
-        self.link = link
+        self.transport = transport
         self.operation = operation
         self.ended = threading.Event()
         self.error: Exception | None = None
-        self._legs = collections.deque(legs)
+        self._phases = collections.deque(phases)
         self._tensors = tensors
         self._requests: list[MPI.Request] = []
         self._peers: list[int | None] = []
 
     def post(self) -> None:
-        """Start the next leg."""
-        posted = self._legs.popleft()()
+        """Start the next phase."""
+        posted = self._phases.popleft()()
         self._requests = [request for request, _ in posted]
         self._peers = [peer for _, peer in posted]
 
     def test(self) -> bool:
-        """Whether any request completed just now. After a leg's last one the next is posted, or the operation ends."""
+        """Whether any request completed just now. A phase's last one posts the next, or ends the operation."""
         completed = self._requests[0].Testsome(self._requests) if self._requests else None
         if completed is None or not any(self._requests):
-            if self._legs:
+            if self._phases:
                 self.post()
             else:
                 self.ended.set()
@@ -372,7 +372,7 @@ class _Progress:
     """
 
     def __init__(self) -> None:
-        self.links: list[MpiTransport] = []
+        self.transports: list[MpiTransport] = []
         self.waits_in: _Task | None = None
         self._queue: collections.deque[_Task] = collections.deque()
         self._changed = threading.Condition()
@@ -381,14 +381,14 @@ class _Progress:
         self._thread = threading.Thread(target=self._run, name="onebit-mpi-progress", daemon=True)
         self._thread.start()
 
-    def serve(self, link: MpiTransport) -> None:
+    def serve(self, transport: MpiTransport) -> None:
         with self._hearing:
-            self.links.append(link)
+            self.transports.append(transport)
 
-    def forget(self, link: MpiTransport) -> None:
-        """From when this returns, the thread makes no call on the link's communicator but for what is in flight."""
+    def forget(self, transport: MpiTransport) -> None:
+        """From here on the thread makes no call on the transport's communicator but for what is in flight."""
         with self._hearing:
-            self.links.remove(link)
+            self.transports.remove(transport)
 
     def submit(self, task: _Task) -> None:
         with self._changed:
@@ -417,9 +417,9 @@ class _Progress:
 
     def _hear(self, waits_in: _Task) -> None:
         with self._hearing:
-            for link in self.links:
+            for transport in self.transports:
                 try:
-                    link.hear(waits_in)
+                    transport.hear(waits_in)
                 except Exception as error:  # of MPI: this thread must go on
                     _log.info("cannot answer a roll call: %s", error)
 
@@ -447,26 +447,26 @@ def _guarded(task: _Task, act: Callable[[], bool | None]) -> bool:
 
 
 class _MpiWork:
-    def __init__(self, link: MpiTransport, task: _Task):
-        self._link = link
+    def __init__(self, transport: MpiTransport, task: _Task):
+        self._transport = transport
         self._task = task
 
     def wait(self) -> None:
-        link, task = self._link, self._task
-        if not link.has_failed:
-            link._progress.waits_in = task
-            task.ended.wait(link.timeout_s)
+        transport, task = self._transport, self._task
+        if not transport.has_failed:
+            transport._progress.waits_in = task
+            task.ended.wait(transport.timeout_s)
         if task.ended.is_set() and task.error is None:
-            if not link.has_failed:
-                link._progress.waits_in = None
+            if not transport.has_failed:
+                transport._progress.waits_in = None
             return
-        if link.has_failed:  # before: there is nothing to hope for
-            raise link.failed_before(task.operation)
-        link._failed.append(task)  # and this is what the thread tells those that call the roll from now on
-        what = f"not complete within {link.timeout_s:g} s" if task.error is None else str(task.error)
-        suspects = task.missing() or tuple(rank for rank in range(link.world_size) if rank != link.rank)
-        mine, me = link.note(task, suspects), link._names[link.rank]
-        raise peer_error(me, task.operation, what, conclude(me, mine, link.call_roll()), _HINT) from task.error
+        if transport.has_failed:  # before: there is nothing to hope for
+            raise transport.failed_before(task.operation)
+        transport._failed.append(task)  # and this is what the thread tells those that call the roll from now on
+        what = f"not complete within {transport.timeout_s:g} s" if task.error is None else str(task.error)
+        suspects = task.missing() or tuple(rank for rank in range(transport.world_size) if rank != transport.rank)
+        mine, me = transport.note(task, suspects), transport._names[transport.rank]
+        raise peer_error(me, task.operation, what, conclude(me, mine, transport.call_roll()), _HINT) from task.error
 
 
 def meet(comm: MPI.Intracomm, timeout_s: float) -> None:

@@ -42,12 +42,12 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Note:
-    """Where a rank stands. link: among which ranks. launched: its last operations there. misses: whom it waits for.
+    """Where a rank stands. transport: among which ranks. launched: its last operations. misses: whom it waits for.
 
     gave_up: its own timeout has passed; else a peer broke off.
     """
 
-    link: str
+    transport: str
     operation: Operation
     launched: tuple[Operation, ...]
     misses: tuple[int, ...] = ()
@@ -55,17 +55,19 @@ class Note:
 
     def encode(self) -> bytes:
         """JSON."""
-        return json.dumps([self.link, self.operation, self.launched, self.misses, self.gave_up]).encode()
+        return json.dumps([self.transport, self.operation, self.launched, self.misses, self.gave_up]).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Note:
         """What `encode` gave."""
-        link, operation, launched, misses, gave_up = json.loads(data)
-        return cls(link, Operation(*operation), tuple(Operation(*each) for each in launched), tuple(misses), gave_up)
+        transport, operation, launched, misses, gave_up = json.loads(data)
+        return cls(
+            transport, Operation(*operation), tuple(Operation(*each) for each in launched), tuple(misses), gave_up
+        )
 
-    def in_place_of(self, operation: Operation, link: str) -> Operation | None:
+    def in_place_of(self, operation: Operation, transport: str) -> Operation | None:
         """What this rank has launched as that number; None where it has launched nothing there, or too long ago."""
-        same = [each for each in self.launched if self.link == link and 0 < each.number == operation.number]
+        same = [each for each in self.launched if self.transport == transport and 0 < each.number == operation.number]
         return same[0] if same else None
 
 
@@ -97,11 +99,11 @@ def conclude(me: int, mine: Note, notes: Mapping[int, Note]) -> Conclusion:
         if note is None:
             missing.add(peer)
             continue
-        theirs = note.in_place_of(mine.operation, mine.link)
+        theirs = note.in_place_of(mine.operation, mine.transport)
         if theirs is not None and theirs != mine.operation:
             out_of_step[peer] = theirs
             continue
-        if theirs is None and (note.link, note.operation) != (mine.link, mine.operation):
+        if theirs is None and (note.transport, note.operation) != (mine.transport, mine.operation):
             elsewhere[peer] = note.operation
         to_visit |= set(note.misses) - seen
 

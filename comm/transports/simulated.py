@@ -1,6 +1,6 @@
 """A simulated network: N ranks as threads of one process. For tests, teaching and convergence studies.
 
-`run_ranks(n, f)` calls `f(link)` in n threads and returns their results in rank order. A rank that raises ends the
+`run_ranks(n, f)` calls `f(transport)` in n threads and returns their results in rank order. A rank that raises ends the
 others with a `PeerError` that names it; a rank that is late ends them after the timeout.
 """
 
@@ -165,7 +165,7 @@ class SimTransport(Transport):
 
 
 def run_ranks(world_size: int, work: Callable[[SimTransport], T], timeout_s: float = 60.0) -> list[T]:
-    """Call work(link) in one thread per rank; the results in rank order.
+    """Call work(transport) in one thread per rank; the results in rank order.
 
     Raises the exception of the lowest rank that raised something of its own; a PeerError only where nothing else was.
     """

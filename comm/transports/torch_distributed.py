@@ -388,7 +388,7 @@ class _PairsWork:
 
     def __init__(
         self,
-        link: TorchTransport,
+        transport: TorchTransport,
         operation: Operation,
         out_WB: Tensor,
         rows: Sequence[Tensor],
@@ -396,14 +396,14 @@ class _PairsWork:
         timeout_s: float,
         ranks: Sequence[int] | None = None,
     ):
-        self._link = link
+        self._transport = transport
         self._operation = operation
         self._timeout_s = timeout_s
         self._tensors = (out_WB, rows)  # held: staged ones have no other owner
         self._posted: collections.deque[tuple[int, dist.Work]] = collections.deque()
         self._broken: dict[int, str] = {}
         self._silent: set[int] = set()
-        rank, W, group = link.rank, link.world_size, link.group
+        rank, W, group = transport.rank, transport.world_size, transport.group
         for k in range(1, W):
             src, dst = (rank - k) % W, (rank + k) % W
             if ranks is None or src in ranks:
@@ -423,7 +423,7 @@ class _PairsWork:
         suspects = self.suspects()
         if suspects:
             what = next(iter(self._broken.values()), f"not complete within {self._timeout_s:g} s")
-            raise self._link._fail(self._operation, self, what, suspects, gave_up=not self._broken)
+            raise self._transport._fail(self._operation, self, what, suspects, gave_up=not self._broken)
 
     def suspects(self) -> set[int]:
         """Wait; then the peers whose connection is broken, or else those from whom something is missing in time.
@@ -448,8 +448,8 @@ class _PairsWork:
 class _CollectiveWork:
     """A collective of the library; it holds the tensors until it is complete."""
 
-    def __init__(self, link: TorchTransport, operation: Operation, tensors: tuple[Tensor, ...], work: dist.Work):
-        self._link = link
+    def __init__(self, transport: TorchTransport, operation: Operation, tensors: tuple[Tensor, ...], work: dist.Work):
+        self._transport = transport
         self._operation = operation
         self._tensors = tensors
         self._work: dist.Work | None = work
@@ -458,12 +458,12 @@ class _CollectiveWork:
         if self._work is None:
             return
         try:
-            if self._link._backends.get("cpu") == "gloo" and all(not x.is_cuda for x in self._tensors):
-                self._work.wait(timedelta(seconds=self._link.timeout_s))
+            if self._transport._backends.get("cpu") == "gloo" and all(not x.is_cuda for x in self._tensors):
+                self._work.wait(timedelta(seconds=self._transport.timeout_s))
             else:
                 self._work.wait()  # with a timeout, NCCL's wait blocks the host until the operation is complete
         except RuntimeError as error:
-            raise self._link._collective_error(self._operation, self, error) from error
+            raise self._transport._collective_error(self._operation, self, error) from error
         self._work, self._tensors = None, ()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from .ballot import Header, adopt_numbers
+from .step_vote import Header, adopt_numbers
 
 
 @dataclass

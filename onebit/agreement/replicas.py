@@ -26,19 +26,19 @@ class ReplicaError(RuntimeError):
 
 
 def check_same_lines(
-    link: Transport, what: str, lines: Sequence[str], device: torch.device | str | None = None
+    transport: Transport, what: str, lines: Sequence[str], device: torch.device | str | None = None
 ) -> None:
     """Raise ValueError, the same on all ranks, at the first line in which two ranks differ. Sends 32 bytes if none."""
     text = "\n".join(lines)
-    if len(set(gather_bytes(link, hashlib.sha256(text.encode()).digest(), device))) == 1:
+    if len(set(gather_bytes(transport, hashlib.sha256(text.encode()).digest(), device))) == 1:
         return
-    texts = [t.split("\n") for t in gather_texts(link, text, device)]
+    texts = [t.split("\n") for t in gather_texts(transport, text, device)]
     for rank, other in enumerate(texts):
         for k in range(max(len(texts[0]), len(other))):
             a, b = (t[k] if k < len(t) else "nothing" for t in (texts[0], other))
             if a != b:
                 raise ValueError(
-                    f"rank {link.rank}: {what} differ between ranks: entry {k} is {a} on rank 0 and {b} on rank "
+                    f"rank {transport.rank}: {what} differ between ranks: entry {k} is {a} on rank 0 and {b} on rank "
                     f"{rank}; build the same model and the same parameter groups, in the same order, on all ranks"
                 )
 
@@ -48,7 +48,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([_fingerprint(t) for t in tensors]) if tensors else torch.zeros(0, dtype=torch.int64)
 
 
-def differing(link: Transport, tensors: Sequence[Tensor]) -> dict[int, list[int]]:
+def differing(transport: Transport, tensors: Sequence[Tensor]) -> dict[int, list[int]]:
     """Rank -> indices of the tensors in which it differs from rank 0; empty if all replicas are bit-identical.
 
     Sends 16 bytes per peer, and 8 more per tensor if they differ. One pass over the tensors.
@@ -57,9 +57,9 @@ def differing(link: Transport, tensors: Sequence[Tensor]) -> dict[int, list[int]
     weights = torch.arange(1, len(mine) + 1)
     total = int((mine * (2 * weights + 1)).sum()) & (2**64 - 1)
     device = tensors[0].device if tensors else "cpu"
-    if len(set(gather_bytes(link, total.to_bytes(16, "little"), device))) == 1:
+    if len(set(gather_bytes(transport, total.to_bytes(16, "little"), device))) == 1:
         return {}
-    rows = [b for b in gather_bytes(link, mine.numpy().tobytes(), device)]
+    rows = [b for b in gather_bytes(transport, mine.numpy().tobytes(), device)]
     all_WP = [torch.frombuffer(bytearray(b), dtype=torch.int64) for b in rows]
     return {
         rank: torch.nonzero(row != all_WP[0]).flatten().tolist()
@@ -68,31 +68,31 @@ def differing(link: Transport, tensors: Sequence[Tensor]) -> dict[int, list[int]
     }
 
 
-def check_replicas(link: Transport, tensors: Sequence[Tensor], names: Sequence[str], step: int) -> None:
+def check_replicas(transport: Transport, tensors: Sequence[Tensor], names: Sequence[str], step: int) -> None:
     """Raise ReplicaError on all ranks, naming ranks and parameter, unless every replica has the same bits."""
-    ranks = differing(link, tensors)
+    ranks = differing(transport, tensors)
     if ranks:
         drifted = sorted({index for indices in ranks.values() for index in indices})
         where = f"{names[drifted[0]]} (and {len(drifted) - 1} more)"
         raise ReplicaError(
-            f"rank {link.rank}: after step {step} rank {sorted(ranks)} holds other values than rank 0 in {where}: "
+            f"rank {transport.rank}: after step {step} rank {sorted(ranks)} holds other values than rank 0 in {where}: "
             "something changed a parameter on one rank only, or the ranks compute differently; resume from a checkpoint"
         )
 
 
-def make_equal(link: Transport, tensors: Sequence[Tensor]) -> None:
+def make_equal(transport: Transport, tensors: Sequence[Tensor]) -> None:
     """Give every rank rank 0's values, if they are not the same already. Sends nothing but the vote if they are.
 
     tensors: of any dtype; of a quantised one that consists of others, those.
     """
     tensors = [part for tensor in tensors for part in _parts(tensor)]
-    if not differing(link, tensors):
+    if not differing(transport, tensors):
         return
-    if link.rank == 0:
+    if transport.rank == 0:
         log.info("initial parameters differ between ranks; rank 0's are sent to all")
     for tensor in tensors:
         whole = tensor.detach().contiguous()
-        link.broadcast(whole.view(-1).view(torch.uint8), 0).wait()  # as bytes: no transport knows every dtype
+        transport.broadcast(whole.view(-1).view(torch.uint8), 0).wait()  # as bytes: no transport knows every dtype
         if whole.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(whole)
 

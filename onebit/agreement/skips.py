@@ -27,7 +27,9 @@ class SkipLimit:
         if not self.most >= 0:
             raise ValueError(f"max_consecutive_skips must be at least 0 (0: skip for ever), got {self.most}")
 
-    def observe(self, is_skipped: bool, bad: Sequence[str], link: Transport, whole: Transport | None = None) -> None:
+    def observe(
+        self, is_skipped: bool, bad: Sequence[str], transport: Transport, whole: Transport | None = None
+    ) -> None:
         """Take in a step. All ranks, alike; raises SkippedStepsError, on all of them, after too many in a row.
 
         bad: this rank's parameters whose gradients are not finite. whole: the ranks that hold the parts of this
@@ -37,12 +39,12 @@ class SkipLimit:
         if not 0 < self.most <= self.in_a_row:
             return
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        texts = gather_texts(link, f"{bad[0]}{more}" if bad else "")
+        texts = gather_texts(transport, f"{bad[0]}{more}" if bad else "")
         found = ", ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts) if text)
         parts = [found] if whole is None or whole.world_size == 1 else gather_texts(whole, found)
         found = "; ".join(dict.fromkeys(filter(None, parts))) or "in sums or squares of finite ones, beyond float32"
         raise SkippedStepsError(
-            f"rank {link.rank}: {self.in_a_row} steps in a row were skipped, because gradients are not finite: "
+            f"rank {transport.rank}: {self.in_a_row} steps in a row were skipped, because gradients are not finite: "
             f"{found}. Look at the loss and the data there, lower the learning rate, or clip with max_grad_norm; "
             "max_consecutive_skips=0 skips for ever"
         )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import Transport
-from ..comm.messages import raise_together
+from ..comm.messages import raise_on_all_ranks
 from ..marks import gradient_bits
 
 log = logging.getLogger(__name__)
@@ -59,24 +59,24 @@ def _with_subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
-def refuse_wrapper(link: Transport, params: Iterable[Tensor]) -> None:
+def refuse_wrapper(transport: Transport, params: Iterable[Tensor]) -> None:
     """Raise RuntimeError, on all ranks, where a wrapper averages these gradients on any. All ranks. Sends 16 bytes."""
     problem, name = None, wrapper_of(params)
     if name:
         problem = (
-            f"rank {link.rank}: {name} averages the gradients of these parameters, in 32 bits each, before the "
+            f"rank {transport.rank}: {name} averages the gradients of these parameters, in 32 bits each, before the "
             "optimizer can do so in one. Do not wrap the model, and call the model itself (wrapped.module); tell a "
             "framework that wraps models not to"
         )
-    raise_together(link, problem, RuntimeError)
+    raise_on_all_ranks(transport, problem, RuntimeError)
 
 
-def warn_of_averaging(link: Transport) -> None:
+def warn_of_averaging(transport: Transport) -> None:
     """Say, on rank 0, that all ranks have the same gradients, and what may be wrong."""
-    if link.rank == 0:
+    if transport.rank == 0:
         log.warning(
             "all %d ranks have the same gradients, to the bit. Either they are averaged before the optimizer does so, "
             "by a framework or an all_reduce of your own, in 32 bits each: remove that. Or all ranks read the same "
             "data: give each its own part (DistributedSampler)",
-            link.world_size,
+            transport.world_size,
         )

@@ -22,7 +22,7 @@ from ..flat import Layout
 class World:
     """The states of all ranks of a world, taken together. server_errors: per bucket, the owners' chunks in order.
 
-    Where a model is sharded: of all replicas of one shard, which are the ranks of its link.
+    Where a model is sharded: of all replicas of one shard, which are the ranks of its transport.
     """
 
     size: int

@@ -18,7 +18,7 @@ from typing import ClassVar, TypeVar, cast
 import torch
 
 from ..comm import PeerError, Transport
-from ..comm.messages import gather_texts, raise_together
+from ..comm.messages import gather_texts, raise_on_all_ranks
 from .files import CheckpointError, CheckpointFiles, name_of, reason, remove, step_of
 
 log = logging.getLogger(__name__)
@@ -28,10 +28,10 @@ T = TypeVar("T")
 AS_BEFORE = "; the checkpoints before it are as they were"
 
 
-def is_empty(folder: Path, link: Transport, device: torch.device | None = None) -> bool:
+def is_empty(folder: Path, transport: Transport, device: torch.device | None = None) -> bool:
     """Whether no rank finds a checkpoint in the folder, whole or not. All ranks."""
     found = bool(CheckpointFiles(folder, "").names()) or (folder / "latest").exists()
-    return "found" not in gather_texts(link, "found" if found else "nothing", device)
+    return "found" not in gather_texts(transport, "found" if found else "nothing", device)
 
 
 class Checkpointing(ABC):
@@ -43,10 +43,10 @@ class Checkpointing(ABC):
 
     _unreadable: ClassVar[tuple[type[BaseException], ...]] = (Exception,)
 
-    def __init__(self, folder: Path, link: Transport, keep: int | None, device: torch.device | None = None):
+    def __init__(self, folder: Path, transport: Transport, keep: int | None, device: torch.device | None = None):
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be at least 1, or None for all, got {keep}")
-        self.folder, self.link, self.keep, self._device = Path(folder), link, keep, device
+        self.folder, self.transport, self.keep, self._device = Path(folder), transport, keep, device
         self._files = CheckpointFiles(self.folder, self._token())
         self._is_known = False
 
@@ -74,7 +74,7 @@ class Checkpointing(ABC):
                         f"rank {blind[0]} does not see what rank 0 makes in {self.folder}: it must be one folder that "
                         "all ranks see"
                     )
-                is_next = blind[0] == self.link.rank
+                is_next = blind[0] == self.transport.rank
                 is_maker = is_maker or is_next
                 self.together(self._make if is_next else lambda _: None, partial)
         except BaseException:
@@ -110,7 +110,7 @@ class Checkpointing(ABC):
         newest = max(names, key=step_of, default=None)
         if all(latest for latest, _, _ in rows):
             name = min((latest for latest, _, _ in rows), key=step_of)
-            if newest != name and self.link.rank == 0:
+            if newest != name and self.transport.rank == 0:
                 log.warning("%s names %s, but there is a newer %s", self.folder / "latest", name, newest)
             return cast(str, name)
         lost = next((problem for _, problem, _ in rows if problem), f"{self.folder / 'latest'} is missing")
@@ -120,7 +120,7 @@ class Checkpointing(ABC):
                 f"{lost}, and no checkpoint in {self.folder} is whole; restore one from a copy, or start in another "
                 "folder"
             )
-        if self.link.rank == 0:
+        if self.transport.rank == 0:
             log.warning("%s; taking %s, the newest checkpoint that is whole", lost, name)
         return name
 
@@ -132,7 +132,7 @@ class Checkpointing(ABC):
             raise CheckpointError(
                 f"{self.folder / name} was written twice, and some ranks have the first of them{self._offer(name)}"
             )
-        if "crc32" not in stamp and self.link.rank == 0:
+        if "crc32" not in stamp and self.transport.rank == 0:
             log.warning("%s has no checksums, as an earlier version wrote it: damage may show late", self.folder / name)
         return stamp
 
@@ -161,7 +161,7 @@ class Checkpointing(ABC):
     def together(self, work: Callable[..., T], *args: object, hint: Callable[[], str] = lambda: "") -> T:
         """work(*args) on every rank; where it fails on one, CheckpointError on all."""
         result, problem = self._attempt(work, *args)
-        raise_together(self.link, problem, CheckpointError, self._device, hint)
+        raise_on_all_ranks(self.transport, problem, CheckpointError, self._device, hint)
         return cast(T, result)
 
     def _attempt(self, work: Callable[..., T], *args: object) -> tuple[T | None, str | None]:
@@ -171,11 +171,11 @@ class Checkpointing(ABC):
         except PeerError:
             raise
         except self._unreadable as error:
-            log.debug("rank %d: %s", self.link.rank, error, exc_info=True)
+            log.debug("rank %d: %s", self.transport.rank, error, exc_info=True)
             return None, self._problem(error)
 
     def _problem(self, error: BaseException) -> str:
-        return f"rank {self.link.rank}: {error if isinstance(error, CheckpointError) else reason(error)}"
+        return f"rank {self.transport.rank}: {error if isinstance(error, CheckpointError) else reason(error)}"
 
     def _ranks_where(self, fact: bool) -> list[int]:
         return [rank for rank, said in enumerate(self._gather(str(int(fact)))) if said == "1"]
@@ -185,4 +185,4 @@ class Checkpointing(ABC):
         return self._gather(secrets.token_hex(8))[0]
 
     def _gather(self, text: str) -> list[str]:
-        return gather_texts(self.link, text, self._device)
+        return gather_texts(self.transport, text, self._device)

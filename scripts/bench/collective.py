@@ -3,7 +3,7 @@
     python scripts/bench.py collective --record scripts/records/collective_2026-11.md
 
 Each row is measured in one run of four hosts (network namespaces), both sides in turn. The limit of a side is its own
-payload over the link's rate. Needs root and iproute2; see cluster.py. With --worker it is one rank's part of that,
+payload over the transport's rate. Needs root and iproute2; see cluster.py. With --worker it is one rank's part of that,
 which `suite.py` and `growth.py` start too, by `run_workers`.
 """
 
@@ -27,8 +27,8 @@ from cluster import INTERFACE, Cluster, QueueCounters, available, parse_rate, re
 from bench.command import words
 from onebit import comm
 from onebit.comm import (
+    EncodeOutput,
     ErrorFeedback,
-    Outgoing,
     SignCodec,
     Transport,
     Wire,
@@ -59,13 +59,13 @@ class Row:
 class Compressed:
     """The tensor in pieces, each with its errors and buffers, exchanged side by side."""
 
-    def __init__(self, elements: int, link: Transport, codec: SignCodec):
-        self.link, self.codec = link, codec
-        row = codec.block * link.world_size
+    def __init__(self, elements: int, transport: Transport, codec: SignCodec):
+        self.transport, self.codec = transport, codec
+        row = codec.block * transport.world_size
         sizes = [min(PIECE, elements - start) // row * row for start in range(0, elements, PIECE)]
         self.xs = [torch.randn(n) for n in sizes if n]
-        self.efs = [ErrorFeedback.zeros(len(x), link.world_size) for x in self.xs]
-        self.wires = [Wire.empty(codec, len(x), link.world_size) for x in self.xs]
+        self.efs = [ErrorFeedback.zeros(len(x), transport.world_size) for x in self.xs]
+        self.wires = [Wire.empty(codec, len(x), transport.world_size) for x in self.xs]
 
     def __call__(self) -> None:
         parts = list(zip(self.xs, self.efs, self.wires, strict=True))
@@ -73,9 +73,9 @@ class Compressed:
         def take(k: int) -> None:
             x, ef, wire = parts[k]
             ef.commit()
-            self.codec.decode(wire.frames_WB, x.view(self.link.world_size, -1))
+            self.codec.decode(wire.frames_WB, x.view(self.transport.world_size, -1))
 
-        interleave((compressed_allreduce(x, ef, self.codec, self.link, wire) for x, ef, wire in parts), take)
+        interleave((compressed_allreduce(x, ef, self.codec, self.transport, wire) for x, ef, wire in parts), take)
 
 
 def codec_work(elements: int, world_size: int, kernel: str) -> Callable[[], None]:
@@ -88,7 +88,7 @@ def codec_work(elements: int, world_size: int, kernel: str) -> Callable[[], None
     def work() -> None:
         codec.encode(x.view(world_size, -1), ef.worker.view(world_size, -1), wire.sent_HB, None)
         ef.worker_next.copy_(x)
-        out = Outgoing(ef.server.view(1, -1), wire.received_HB[:1], None, ef.server_next.view(1, -1))
+        out = EncodeOutput(ef.server.view(1, -1), wire.received_HB[:1], None, ef.server_next.view(1, -1))
         codec.encode_mean(wire.sent_HB, out)
         ef.commit()
         codec.decode(wire.sent_HB, x.view(world_size, -1))
@@ -96,13 +96,13 @@ def codec_work(elements: int, world_size: int, kernel: str) -> Callable[[], None
     return work
 
 
-def dense(elements: int, link: Transport, dtype: torch.dtype) -> Callable[[], None]:
+def dense(elements: int, transport: Transport, dtype: torch.dtype) -> Callable[[], None]:
     """The transport's own all-reduce of float32 numbers, which travel as dtype."""
     x = torch.randn(elements)
 
     def act() -> None:
         travels = x.to(dtype)
-        link.all_reduce(travels).wait()
+        transport.all_reduce(travels).wait()
         if dtype != x.dtype:
             x.copy_(travels)
 
@@ -110,7 +110,7 @@ def dense(elements: int, link: Transport, dtype: torch.dtype) -> Callable[[], No
 
 
 def measure(
-    link: Transport,
+    transport: Transport,
     act: Callable[[], None],
     repeats: int,
     *,
@@ -128,15 +128,15 @@ def measure(
     seconds: list[float] = []
     while len(seconds) < repeats and sum(seconds) < budget_s:
         before()
-        meet(link)
-        sent, wire = link.sent_bytes, _on_wire()
+        meet(transport)
+        sent, wire = transport.sent_bytes, _on_wire()
         began = time.perf_counter()
         act()
         mine = time.perf_counter() - began
-        sent_bytes = link.sent_bytes - sent
-        meet(link)
+        sent_bytes = transport.sent_bytes - sent
+        meet(transport)
         wire_after = _on_wire()
-        seconds.append(slowest(link, mine))
+        seconds.append(slowest(transport, mine))
     traffic = {"wire_bytes": None, "wire_payload": None}
     if wire is not None and wire_after is not None:
         wire_bytes = wire_after.sent_bytes - wire.sent_bytes
@@ -144,16 +144,16 @@ def measure(
     return {"seconds": seconds, "sent_bytes": sent_bytes, **traffic}
 
 
-def meet(link: Transport) -> None:
+def meet(transport: Transport) -> None:
     """Return when all ranks are here."""
-    link.all_reduce(torch.zeros(1)).wait()
+    transport.all_reduce(torch.zeros(1)).wait()
 
 
-def slowest(link: Transport, mine: float) -> float:
+def slowest(transport: Transport, mine: float) -> float:
     """The largest of what the ranks say; the same on all of them."""
-    every = torch.zeros(link.world_size)
-    every[link.rank] = mine
-    link.all_reduce(every).wait()
+    every = torch.zeros(transport.world_size)
+    every[transport.rank] = mine
+    transport.all_reduce(every).wait()
     return float(every.max())
 
 
@@ -164,22 +164,24 @@ def _on_wire() -> QueueCounters | None:
 
 def worker(args: argparse.Namespace) -> None:
     """One rank: the sides in turn; rank 0 writes what was measured as JSON."""
-    link = comm.init(args.transport)
-    torch.manual_seed(link.rank)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // link.world_size))
-    results = {side: _measure_side(side, link, args) for side in args.sides}
-    if link.rank == 0:
+    transport = comm.init(args.transport)
+    torch.manual_seed(transport.rank)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // transport.world_size))
+    results = {side: _measure_side(side, transport, args) for side in args.sides}
+    if transport.rank == 0:
         args.out.write_text(json.dumps(results))
-    link.close()
+    transport.close()
 
 
-def _measure_side(side: str, link: Transport, args: argparse.Namespace) -> dict:
+def _measure_side(side: str, transport: Transport, args: argparse.Namespace) -> dict:
     if side == ONE_BIT:
-        return measure(link, Compressed(args.elements, link, SignCodec()), args.repeats, budget_s=args.budget_s)
+        return measure(
+            transport, Compressed(args.elements, transport, SignCodec()), args.repeats, budget_s=args.budget_s
+        )
     dtype = torch.float32 if side == FP32 else torch.bfloat16
-    warm = dense(-(-args.elements // 16), link, dtype)  # the whole of it takes 13 s at 100 Mbit/s
+    warm = dense(-(-args.elements // 16), transport, dtype)  # the whole of it takes 13 s at 100 Mbit/s
     repeats = max(1, args.repeats // 3)
-    return measure(link, dense(args.elements, link, dtype), repeats, warm=warm, budget_s=args.budget_s)
+    return measure(transport, dense(args.elements, transport, dtype), repeats, warm=warm, budget_s=args.budget_s)
 
 
 def run_workers(
@@ -248,8 +250,8 @@ def report(rows: list[Row], codec: dict[str, float], args: argparse.Namespace) -
 {args.elements:,} float32 parameters, {args.hosts} hosts with one rank each on one machine ({os.cpu_count()} cores,
 {platform.machine()}), one thread per rank; {kernels.describe()}. torch {torch.__version__}, Python
 {platform.python_version()}. Median of {args.repeats} repetitions (dense: {max(1, args.repeats // 3)}), the slowest rank
-of each. The limit is the side's own payload over the link's rate. On the wire: payload by the queue's counter (bytes
-minus {HEADERS} per packet) over the transport's own count.
+of each. The limit is the side's own payload over the transport's rate. On the wire: payload by the queue's counter
+(bytes minus {HEADERS} per packet) over the transport's own count.
 
 | network | transport | side | sent MB | s | spread | limit s | s / limit | on the wire | speed-up |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |

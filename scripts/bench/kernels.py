@@ -22,7 +22,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from onebit.comm import Int8Codec, Momentum, MomentumWeights, Outgoing, Segments, SignCodec, Update, Variance
+from onebit.comm import (
+    EncodeOutput,
+    Int8Codec,
+    MomentumInputs,
+    MomentumWeights,
+    ParamUpdate,
+    Segments,
+    SignCodec,
+    Variance,
+)
 from onebit.comm.kernels import cpu, reference
 
 ROWS_OF_MEAN = 4
@@ -117,9 +126,9 @@ def step_operations(elements: int, block: int, isa: str) -> list[Operation]:
     for k in range(ROWS_OF_MEAN):
         reference.encode(torch.randn(1, N), None, received[k : k + 1], None, block=block, scale=codec.scale)
     one, weights = Segments((0,), (N,), block), MomentumWeights(0.9, 0.1, 1e-3)
-    momentum = Momentum([grad], one, variance, received[:1].clone(), weights)
-    to = Outgoing(error, frames, None, out)
-    update = Update([param], one, torch.full((1,), -1e-3), torch.full((1,), 0.999))
+    momentum = MomentumInputs([grad], one, variance, received[:1].clone(), weights)
+    to = EncodeOutput(error, frames, None, out)
+    update = ParamUpdate([param], one, torch.full((1,), -1e-3), torch.full((1,), 0.999))
     scale = {"block": block, "scale": codec.scale}
 
     return [

@@ -25,11 +25,11 @@ OPTIMIZERS: dict[str, Callable[..., CompressedOptimizer]] = {
 }
 
 
-def measure(link: SimTransport, kind: Callable[..., CompressedOptimizer], error_dtype: torch.dtype) -> list[float]:
+def measure(transport: SimTransport, kind: Callable[..., CompressedOptimizer], error_dtype: torch.dtype) -> list[float]:
     """State and buffers after a step with gradients, then after one with momentum: bytes per parameter, 1 M model."""
     model = build_model("small", seed=0)
     parameters = sum(p.numel() for p in model.parameters())
-    optimizer = kind(model.parameters(), link=link, error_dtype=error_dtype)
+    optimizer = kind(model.parameters(), transport=transport, error_dtype=error_dtype)
     sizes = []
     for step in range(3):
         for p in model.parameters():
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, kind in OPTIMIZERS.items():
         for dtype in (torch.float32, torch.bfloat16):
             for ranks in (1, 2, 4, 8):
-                sizes = run_ranks(ranks, lambda link, k=kind, d=dtype: measure(link, k, d))[0]
+                sizes = run_ranks(ranks, lambda transport, k=kind, d=dtype: measure(transport, k, d))[0]
                 state, buffers, state_after, buffers_after = sizes
                 cells = [f"{x:.2f}" for x in (state, state_after, buffers, buffers_after)]
                 lines.append(f"| {name} | {str(dtype).removeprefix('torch.')} | {ranks} | {' | '.join(cells)} |")

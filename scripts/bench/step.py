@@ -45,7 +45,7 @@ LR = 1e-4
 WEIGHT_DECAY = 0.01
 H = 8  # steps per exchange of "zero-one-adam, H = 8"; what local_step_clipper="auto" ends in
 
-# ---------------------------------------------------------------- links
+# ---------------------------------------------------------------- transports
 
 
 class SameStart(TorchTransport):
@@ -111,7 +111,7 @@ class Contender(Protocol):
 class Local:
     """AdamW alone, on this rank alone."""
 
-    def __init__(self, model: GPT, link: Transport):
+    def __init__(self, model: GPT, transport: Transport):
         self.model = model
         self.optimizer = AdamW(decay_groups(model, WEIGHT_DECAY), lr=LR)
 
@@ -126,21 +126,21 @@ class Local:
 
 
 class Ddp(Local):
-    """DistributedDataParallel as it comes, buckets of 25 MiB, then AdamW. Counts its payload in link.sent_bytes."""
+    """DistributedDataParallel as it comes, buckets of 25 MiB, then AdamW. Counts its own payload."""
 
     bytes_per_element = 4.0
     bucket_cap_mb: float | None = None
 
-    def __init__(self, model: GPT, link: TorchTransport):
-        super().__init__(model, link)
-        self.link = link
+    def __init__(self, model: GPT, transport: TorchTransport):
+        super().__init__(model, transport)
+        self.transport = transport
         self.elements = sum(p.numel() for p in model.parameters())
         options = {"gradient_as_bucket_view": True, "init_sync": False, "bucket_cap_mb": self.bucket_cap_mb}
         self.ddp = DistributedDataParallel(_WithLoss(model), **options)
 
     def backward(self, windows: Tensor) -> None:
         self.ddp(windows).backward()
-        self.link.sent_bytes += round(2 * (1 - 1 / self.link.world_size) * self._payload())
+        self.transport.sent_bytes += round(2 * (1 - 1 / self.transport.world_size) * self._payload())
 
     def _payload(self) -> float:
         """Bytes of what the ranks have averaged in this step."""
@@ -163,9 +163,9 @@ class DdpBfloat16(Ddp):
 
     bytes_per_element = 2.0
 
-    def __init__(self, model: GPT, link: TorchTransport):
-        super().__init__(model, link)
-        self.ddp.register_comm_hook(link.group, _bfloat16_hook)
+    def __init__(self, model: GPT, transport: TorchTransport):
+        super().__init__(model, transport)
+        self.ddp.register_comm_hook(transport.group, _bfloat16_hook)
 
 
 def _bfloat16_hook(group, bucket):  # DDP looks at annotations, and refuses the postponed ones of this file
@@ -180,9 +180,9 @@ class DdpFloat16(Ddp):
 
     bytes_per_element = 2.0
 
-    def __init__(self, model: GPT, link: TorchTransport):
-        super().__init__(model, link)
-        self.ddp.register_comm_hook(link.group, default_hooks.fp16_compress_hook)
+    def __init__(self, model: GPT, transport: TorchTransport):
+        super().__init__(model, transport)
+        self.ddp.register_comm_hook(transport.group, default_hooks.fp16_compress_hook)
 
 
 class DdpPowerSgd(Ddp):
@@ -194,9 +194,9 @@ class DdpPowerSgd(Ddp):
 
     bucket_cap_mb = 1e4
 
-    def __init__(self, model: GPT, link: TorchTransport, rank: int):
-        super().__init__(model, link)
-        self.state = powerSGD_hook.PowerSGDState(link.group, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    def __init__(self, model: GPT, transport: TorchTransport, rank: int):
+        super().__init__(model, transport)
+        self.state = powerSGD_hook.PowerSGDState(transport.group, matrix_approximation_rank=rank, start_powerSGD_iter=2)
         self.ddp.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
         self._counted = 0
 
@@ -211,11 +211,11 @@ class Fsdp(Local):
     A host without instructions for bfloat16 computes many times longer in it than in float32.
     """
 
-    def __init__(self, model: GPT, link: TorchTransport):
-        self.link, self.elements = link, sum(p.numel() for p in model.parameters())
+    def __init__(self, model: GPT, transport: TorchTransport):
+        self.transport, self.elements = transport, sum(p.numel() for p in model.parameters())
         self.model = _WithLoss(model)
         half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        mesh = init_device_mesh("cpu", (link.world_size,))
+        mesh = init_device_mesh("cpu", (transport.world_size,))
         for block in fsdp.blocks_of(model):
             fully_shard(block, mesh=mesh, reshard_after_forward=False, mp_policy=half)
         fully_shard(self.model, mesh=mesh, reshard_after_forward=False, mp_policy=half)
@@ -223,25 +223,29 @@ class Fsdp(Local):
 
     def backward(self, windows: Tensor) -> None:
         self.model(windows).backward()
-        self.link.sent_bytes += round((1 - 1 / self.link.world_size) * (2 + 2) * self.elements)
+        self.transport.sent_bytes += round((1 - 1 / self.transport.world_size) * (2 + 2) * self.elements)
 
 
 class Sharded(Local):
     """Our sharded form: signs to the owners, differences back. Replicas are float32 here, as the others' parameters."""
 
-    def __init__(self, model: GPT, link: Transport, differences: str, stage: int):
+    def __init__(self, model: GPT, transport: Transport, differences: str, stage: int):
         self.model = model
         groups = decay_groups(model, WEIGHT_DECAY)
         options = {"differences": differences, "stage": stage, "warmup_steps": 0}
-        self.optimizer = ShardedOnebitAdam(groups, lr=LR, link=link, **options)
+        self.optimizer = ShardedOnebitAdam(groups, lr=LR, transport=transport, **options)
 
 
 class Onebit(Local):
     """One of ours, as in the README: the plain model, whose optimizer does the traffic."""
 
-    def __init__(self, model: GPT, link: Transport, make: Callable[..., CompressedOptimizer], options: dict[str, int]):
+    def __init__(
+        self, model: GPT, transport: Transport, make: Callable[..., CompressedOptimizer], options: dict[str, int]
+    ):
         self.model = model
-        self.optimizer = make(decay_groups(model, WEIGHT_DECAY), lr=LR, link=link, compression="always", **options)
+        self.optimizer = make(
+            decay_groups(model, WEIGHT_DECAY), lr=LR, transport=transport, compression="always", **options
+        )
         if isinstance(self.optimizer, FrozenVarianceOptimizer):
             skip_warmup(self.optimizer)
 
@@ -257,7 +261,7 @@ def skip_warmup(optimizer: FrozenVarianceOptimizer) -> None:
 
 @dataclass(frozen=True)
 class Method:
-    """make(model, link). alone: the same without traffic. warmup: steps before the measured ones; cycle: measured
+    """make(model, transport). alone: the same without traffic. warmup: steps before the measured ones; cycle: measured
     steps come in so many, of which one differs from the others. dtype: what it computes in."""
 
     make: Callable[[GPT, TorchTransport], Contender]
@@ -299,13 +303,13 @@ METHODS = {
 # ---------------------------------------------------------------- measuring
 
 
-def run(method: Method, args: argparse.Namespace, link: TorchTransport) -> dict:
+def run(method: Method, args: argparse.Namespace, transport: TorchTransport) -> dict:
     """What `measure` says of whole steps, per step, with compute_seconds and local_seconds. All ranks."""
-    windows = _windows(args, link.rank)
-    alone = _measure_alone(method, windows, args, link)
+    windows = _windows(args, transport.rank)
+    alone = _measure_alone(method, windows, args, transport)
     gc.collect()
-    contender = method.make(build_model(args.size, seed=0), link)
-    return _measure_steps(method, contender, windows, args, link) | alone
+    contender = method.make(build_model(args.size, seed=0), transport)
+    return _measure_steps(method, contender, windows, args, transport) | alone
 
 
 def _windows(args: argparse.Namespace, rank: int) -> Tensor:
@@ -315,7 +319,7 @@ def _windows(args: argparse.Namespace, rank: int) -> Tensor:
 
 
 def _measure_steps(
-    method: Method, contender: Contender, windows: Tensor, args: argparse.Namespace, link: TorchTransport
+    method: Method, contender: Contender, windows: Tensor, args: argparse.Namespace, transport: TorchTransport
 ) -> dict:
     def step(windows: Tensor = windows) -> None:
         contender.backward(windows)
@@ -332,7 +336,7 @@ def _measure_steps(
             step()
 
     repeats = max(1, args.steps // method.cycle)
-    measured = measure(link, cycle, repeats, warm=warm, budget_s=args.budget_s)
+    measured = measure(transport, cycle, repeats, warm=warm, budget_s=args.budget_s)
     if skipped := getattr(getattr(contender.optimizer, "stats", None), "skipped_steps", 0):
         raise RuntimeError(f"{skipped} steps were skipped, so that the times are not those of steps")
     per_step = {key: None if measured[key] is None else measured[key] / method.cycle for key in _BYTES}
@@ -342,7 +346,7 @@ def _measure_steps(
 _BYTES = ("sent_bytes", "wire_bytes", "wire_payload")
 
 
-def _measure_alone(method: Method, windows: Tensor, args: argparse.Namespace, link: TorchTransport) -> dict:
+def _measure_alone(method: Method, windows: Tensor, args: argparse.Namespace, transport: TorchTransport) -> dict:
     """Forward and backward, then the update, on every rank at once and with nothing sent."""
     model = build_model(args.size, seed=0)
 
@@ -350,10 +354,10 @@ def _measure_alone(method: Method, windows: Tensor, args: argparse.Namespace, li
         model.to(method.dtype).zero_grad()
         model.loss(windows).backward()
 
-    computing = measure(link, compute, args.alone_steps)
+    computing = measure(transport, compute, args.alone_steps)
     model.float().zero_grad()
     model.loss(windows).backward()
-    contender = method.alone(model, Silent(link.rank, link.world_size))
+    contender = method.alone(model, Silent(transport.rank, transport.world_size))
 
     def updates(steps: int) -> None:
         for _ in range(steps):
@@ -363,7 +367,7 @@ def _measure_alone(method: Method, windows: Tensor, args: argparse.Namespace, li
         updates(method.warmup)
         contender.settle()
 
-    updating = measure(link, lambda: updates(method.cycle), args.alone_steps, warm=warm)
+    updating = measure(transport, lambda: updates(method.cycle), args.alone_steps, warm=warm)
     local_s = [s / method.cycle for s in updating["seconds"]]
     return {"compute_seconds": computing["seconds"], "local_seconds": local_s}
 
@@ -389,9 +393,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     owner = comm.init("gloo")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // owner.world_size))
-    link, results = SameStart(), {}
+    transport, results = SameStart(), {}
     for name in args.method:
-        results[name] = run(METHODS[name], args, link)
+        results[name] = run(METHODS[name], args, transport)
         gc.collect()
         if owner.rank == 0:
             args.out.write_text(json.dumps(results) + "\n")

@@ -145,14 +145,14 @@ def count(
     torch.manual_seed(0)
     shapes = [(elements // 8 // 256, 256)] * 8
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
-    link = Alone()
-    optimizer = make(params, link)
+    transport = Alone()
+    optimizer = make(params, transport)
     for p in params:
         p.grad = torch.randn_like(p)
     for _ in range(steps - 1):
         optimizer.step()
     counter = Counter()
-    link.counter = counter
+    transport.counter = counter
     with counter, counted_kernels(counter):
         optimizer.step()
     n = sum(p.numel() for p in params)
@@ -163,15 +163,17 @@ def cases() -> dict[str, Callable[[list[Tensor], Any], torch.optim.Optimizer]]:
     common: dict[str, Any] = {"lr": 1e-4, "check_replicas_every": 0, "overlap": False, "compression": "always"}
     half = {"error_dtype": torch.bfloat16}
     return {
-        "OnebitAdam": lambda ps, link: onebit.OnebitAdam(ps, freeze_step=2, link=link, **common),
-        "OnebitAdam, bf16 errors": lambda ps, link: onebit.OnebitAdam(ps, freeze_step=2, link=link, **common, **half),
-        "OnebitLamb": lambda ps, link: _soon(onebit.OnebitLamb(ps, link=link, **common)),
-        "ZeroOneAdam": lambda ps, link: onebit.ZeroOneAdam(ps, var_freeze_step=2, link=link, **common),
-        "ZeroOneAdam, bf16 errors": lambda ps, link: onebit.ZeroOneAdam(
-            ps, var_freeze_step=2, link=link, **common, **half
+        "OnebitAdam": lambda ps, transport: onebit.OnebitAdam(ps, freeze_step=2, transport=transport, **common),
+        "OnebitAdam, bf16 errors": lambda ps, transport: onebit.OnebitAdam(
+            ps, freeze_step=2, transport=transport, **common, **half
         ),
-        "AdamW, for each": lambda ps, link: torch.optim.AdamW(ps, lr=1e-4, foreach=True),
-        "AdamW, fused": lambda ps, link: torch.optim.AdamW(ps, lr=1e-4, fused=True),
+        "OnebitLamb": lambda ps, transport: _soon(onebit.OnebitLamb(ps, transport=transport, **common)),
+        "ZeroOneAdam": lambda ps, transport: onebit.ZeroOneAdam(ps, var_freeze_step=2, transport=transport, **common),
+        "ZeroOneAdam, bf16 errors": lambda ps, transport: onebit.ZeroOneAdam(
+            ps, var_freeze_step=2, transport=transport, **common, **half
+        ),
+        "AdamW, for each": lambda ps, transport: torch.optim.AdamW(ps, lr=1e-4, foreach=True),
+        "AdamW, fused": lambda ps, transport: torch.optim.AdamW(ps, lr=1e-4, fused=True),
     }
 
 

@@ -27,7 +27,7 @@ from train.model import SIZES, VOCABULARY, build_model
 from bench.command import COMMAND
 from bench.kernels import commit
 from onebit import zero
-from onebit.shards import local
+from onebit.model_parallel import local
 from onebit.zero.plan import Run, plan
 
 RANKS, STEPS = 4, 3

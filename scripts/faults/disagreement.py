@@ -151,13 +151,13 @@ def _replace(training: Training, k: int, values: torch.Tensor) -> None:
         training.target[k] = torch.ones_like(values)
 
 
-def train(name: str, odd: Odd, victim: int, link: SimTransport, rank: Rank) -> str:
+def train(name: str, odd: Odd, victim: int, transport: SimTransport, rank: Rank) -> str:
     """One rank's training, in which the victim is odd; its parameters' fingerprint."""
-    is_odd = link.rank == victim
+    is_odd = transport.rank == victim
     if is_odd and (odd.options or odd.build):
         rank.note_fault()
     options = {"check_replicas_every": VOTE_EVERY} | (odd.options if is_odd else {})
-    training = Training(name, link, before=odd.build if is_odd else None, **options)
+    training = Training(name, transport, before=odd.build if is_odd else None, **options)
     for step in range(odd.last if is_odd else STEPS):
         times = 1
         if is_odd and (step == odd.at or (step > odd.at and not odd.once)):
@@ -173,7 +173,7 @@ def train(name: str, odd: Odd, victim: int, link: SimTransport, rank: Rank) -> s
 
 
 def _run(name: str, table: dict[str, Odd], tools: Tools) -> Iterator[Outcome]:
-    plain = sim_ranks(RANKS, lambda link, rank: train(name, Odd(), -1, link, rank), timeout_s=_TIMEOUT_S)
+    plain = sim_ranks(RANKS, lambda transport, rank: train(name, Odd(), -1, transport, rank), timeout_s=_TIMEOUT_S)
     expected = plain[0].value
     if any(end.what != "returned" or end.value != expected for end in plain.values()):
         raise RuntimeError(f"{name} fails without any fault: {plain}")
@@ -183,7 +183,9 @@ def _run(name: str, table: dict[str, Odd], tools: Tools) -> Iterator[Outcome]:
             odd = table[what]
 
             def ends_of(odd: Odd, victim: int = victim) -> dict[int, End]:
-                return sim_ranks(RANKS, lambda link, rank: train(name, odd, victim, link, rank), timeout_s=_TIMEOUT_S)
+                return sim_ranks(
+                    RANKS, lambda transport, rank: train(name, odd, victim, transport, rank), timeout_s=_TIMEOUT_S
+                )
 
             promised = expected if odd.like is None else ends_of(odd.like)[0].value
             yield _judge(f"{what} on rank {victim}", ends_of(odd), odd, victim, promised)

@@ -183,27 +183,27 @@ def _accepted(name: str, number: int, random: Random) -> dict[str, str]:
 
 
 class Spoiling(SimTransport):
-    """A link that spoils one row that this rank receives, of the first large operation of a kind after `spoil`."""
+    """A transport that spoils one row that this rank receives, of the first large operation of a kind after `spoil`."""
 
-    def __init__(self, link: SimTransport):
-        super().__init__(link.network, link.rank)
-        self._leg, self._spoil = "", lambda row: None
+    def __init__(self, transport: SimTransport):
+        super().__init__(transport.network, transport.rank)
+        self._phase, self._spoil = "", lambda row: None
 
-    def spoil(self, leg: str, spoil: Callable[[Tensor], None]) -> None:
-        """leg: "up" (what this rank owns comes in), "down" (the averages come back) or "vote" (a small message)."""
-        self._leg, self._spoil = leg, spoil
+    def spoil(self, phase: str, spoil: Callable[[Tensor], None]) -> None:
+        """phase: "up" (what this rank owns comes in), "down" (the averages come back) or "vote" (a small message)."""
+        self._phase, self._spoil = phase, spoil
 
     def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
         return self._watch("up", super().all_to_all(out_WB, in_WB), out_WB)
 
     def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work:
-        leg = "vote" if in_B.nbytes < 100 else "down"
-        return self._watch(leg, super().all_gather(out_WB, in_B), out_WB)
+        phase = "vote" if in_B.nbytes < 100 else "down"
+        return self._watch(phase, super().all_gather(out_WB, in_B), out_WB)
 
-    def _watch(self, leg: str, work: Work, out_WB: Tensor) -> Work:
-        if leg != self._leg:
+    def _watch(self, phase: str, work: Work, out_WB: Tensor) -> Work:
+        if phase != self._phase:
             return work
-        self._leg = ""
+        self._phase = ""
         return _Spoilt(work, lambda: self._spoil(out_WB[(self.rank + 1) % self.world_size]))
 
 
@@ -219,7 +219,7 @@ class _Spoilt:
 _RANKS, _STEPS, _VICTIM = 3, 24, 1
 
 
-def _spoilt(name: str, leg: str, tools: Tools) -> Iterator[Outcome]:
+def _spoilt(name: str, phase: str, tools: Tools) -> Iterator[Outcome]:
     """One rank receives a spoilt row, in the warm-up and after it."""
     for step in tools.some([2, 3, 9, 14], 1, None):
         for what in tools.some(["a bit flipped", "random bytes"], 1):
@@ -232,18 +232,18 @@ def _spoilt(name: str, leg: str, tools: Tools) -> Iterator[Outcome]:
                 else:
                     row[random.randrange(len(row) * 7 // 8)] ^= 1 << random.randrange(8)
 
-            def work(link: SimTransport, rank: Rank, step: int = step, spoil: Callable = spoil) -> object:
-                own = Spoiling(link)
+            def work(transport: SimTransport, rank: Rank, step: int = step, spoil: Callable = spoil) -> object:
+                own = Spoiling(transport)
                 training = Training(name, own, check_replicas_every=1)
                 for k in range(_STEPS):
-                    if k == step and link.rank == _VICTIM:
-                        own.spoil(leg, lambda row: (rank.note_fault(), spoil(row)))
+                    if k == step and transport.rank == _VICTIM:
+                        own.spoil(phase, lambda row: (rank.note_fault(), spoil(row)))
                     training.step(k)
                 return training.fingerprint()
 
             ends = sim_ranks(_RANKS, work)
             if any(end.seconds is not None for end in ends.values()):  # else nothing of this kind was sent
-                yield _judge_spoilt(f"{what}, step {step}, leg {leg}", ends)
+                yield _judge_spoilt(f"{what}, step {step}, phase {phase}", ends)
 
 
 def _judge_spoilt(fault: str, ends: dict) -> Outcome:
@@ -278,13 +278,13 @@ def cases() -> Iterator[Case]:
             cost_s=1.5,
         )
     for name in (name for name, kind in OPTIMIZERS.items() if not kind.is_dense):
-        for leg in ("up", "down", "vote"):
+        for phase in ("up", "down", "vote"):
             yield Case(
-                f"{name}: spoilt on the way, {leg}",
+                f"{name}: spoilt on the way, {phase}",
                 "the replicas stay the same to the bit, or an error names the rank",
                 "one row that rank 1 receives is flipped in a bit, or random; in the warm-up and behind it",
                 "parameters of all ranks after 24 steps, or their errors; votes every step",
-                partial(_spoilt, name, leg),
-                is_quick=name == "OnebitAdam" and leg == "down",
+                partial(_spoilt, name, phase),
+                is_quick=name == "OnebitAdam" and phase == "down",
                 cost_s=4.0,
             )

@@ -72,19 +72,19 @@ def _same(a: object, b: object) -> bool:
 def _open_replicas(folder: Path) -> tuple[Save, Load]:
     """`train/checkpoint.py`'s, by two ranks that are threads."""
     network = SimNetwork(_RANKS, timeout_s=20.0)
-    links = [SimTransport(network, rank) for rank in range(_RANKS)]
+    transports = [SimTransport(network, rank) for rank in range(_RANKS)]
 
     def on_all(work: Callable[[SimTransport], T]) -> list[T]:
         with ThreadPoolExecutor(_RANKS) as pool:
-            return list(pool.map(work, links))
+            return list(pool.map(work, transports))
 
-    folders = on_all(lambda link: CheckpointFolder(folder, link, torch.device("cpu")))
+    folders = on_all(lambda transport: CheckpointFolder(folder, transport, torch.device("cpu")))
 
     def save(value: float) -> None:
-        on_all(lambda link: folders[link.rank].save(int(value), {"model": _model(value)}, _own(value)))
+        on_all(lambda transport: folders[transport.rank].save(int(value), {"model": _model(value)}, _own(value)))
 
-    def load_one(link: SimTransport) -> float | None:
-        loaded = folders[link.rank].load()
+    def load_one(transport: SimTransport) -> float | None:
+        loaded = folders[transport.rank].load()
         if loaded is None:
             return None
         shared, (own,) = loaded

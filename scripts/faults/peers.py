@@ -132,11 +132,11 @@ def work(setup: Setup, mishap: Mishap | None, victim: int, at: int, rank: Rank) 
 
 
 def _act_amid(run: Run, rank: Rank, mishap: Mishap) -> None:
-    """Act as soon as the next all-to-all of the link has been launched."""
-    link = run.link
-    names = [name for name in ("all_to_all", "all_reduce") if hasattr(link, name)]
+    """Act as soon as the next all-to-all of the transport has been launched."""
+    transport = run.transport
+    names = [name for name in ("all_to_all", "all_reduce") if hasattr(transport, name)]
     for name in names:
-        launch = getattr(link, name)
+        launch = getattr(transport, name)
 
         def wrapped(*args: object, launch: Callable = launch) -> object:
             work = launch(*args)
@@ -144,7 +144,7 @@ def _act_amid(run: Run, rank: Rank, mishap: Mishap) -> None:
             mishap.act()
             return work
 
-        setattr(link, name, wrapped)
+        setattr(transport, name, wrapped)
 
 
 def _wait_for_all(run: Run) -> None:

@@ -96,16 +96,16 @@ def call_in_fork(work: Callable[[], object], patience_s: float = 60.0) -> End:
 def sim_ranks(
     n: int, work: Callable[[SimTransport, Rank], object], *, timeout_s: float = 20.0, patience_s: float = 60.0
 ) -> dict[int, End]:
-    """work(link, rank) in n threads of one forked process, over a simulated network; how each rank ended."""
+    """work(transport, rank) in n threads of one forked process, over a simulated network; how each rank ended."""
 
-    def run(link: SimTransport, folder: Path) -> None:
-        rank = Rank(link.rank, folder)
+    def run(transport: SimTransport, folder: Path) -> None:
+        rank = Rank(transport.rank, folder)
         with contextlib.suppress(Exception):
-            run_and_tell(rank, lambda rank: work(link, rank))
+            run_and_tell(rank, lambda rank: work(transport, rank))
 
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         folder = Path(name)
-        end = call_in_fork(lambda: _run_sim(n, lambda link: run(link, folder), timeout_s), patience_s)
+        end = call_in_fork(lambda: _run_sim(n, lambda transport: run(transport, folder), timeout_s), patience_s)
         ends = _ends(folder, dict.fromkeys(range(n), 0), n)
         if end.what == "died":
             return dict.fromkeys(ends, end)

@@ -22,9 +22,9 @@ VOTE_EVERY = 4
 
 
 class Run(Protocol):
-    """One rank's training. link: where it communicates with all others."""
+    """One rank's training. transport: where it communicates with all others."""
 
-    link: Transport
+    transport: Transport
 
     def step(self, number: int) -> None: ...
 
@@ -51,7 +51,7 @@ class Setup:
 class Plain:
     """An optimizer of the family over a transport."""
 
-    link: Transport
+    transport: Transport
     training: Training
 
     def step(self, number: int) -> None:
@@ -61,16 +61,16 @@ class Plain:
         return self.training.fingerprint()
 
     def close(self) -> None:
-        self.link.close()
+        self.transport.close()
 
 
 def plain(name: str, backend: str = "gloo", levels: int = 1) -> Callable[[float], Plain]:
     def open_(timeout_s: float) -> Plain:
-        link = comm.init(backend, timeout_s=timeout_s, levels=levels)
+        transport = comm.init(backend, timeout_s=timeout_s, levels=levels)
         options: dict[str, object] = {"check_replicas_every": VOTE_EVERY}
         if not name.startswith("Sharded"):
             options["compression"] = "always"  # else a busy machine decides
-        return Plain(link, Training(name, link, **options))
+        return Plain(transport, Training(name, transport, **options))
 
     return open_
 
@@ -93,7 +93,7 @@ class EngineRun:
 
     def __init__(self, config: dict, timeout_s: float, **sizes: int):
         self.grid = grids.start(timeout_s=timeout_s, **sizes)
-        self.link = self.grid.world
+        self.transport = self.grid.world
         common = {"train_micro_batch_size_per_gpu": 4, "steps_per_print": None}
         self.engine, *_ = zero.initialize(model=Net(), config=common | config, grid=self.grid)
 

@@ -97,10 +97,10 @@ def work(start: Start, number: int, rank: Rank) -> float:
     os.environ.update({"RANK": str(number), "LOCAL_RANK": str(number), **start.env.get(number, {})})
     rank.note_fault()
     start.before.get(number, lambda: None)()
-    link = comm.init("gloo", timeout_s=TIMEOUT_S, levels=start.levels.get(number, 1))
+    transport = comm.init("gloo", timeout_s=TIMEOUT_S, levels=start.levels.get(number, 1))
     x = torch.ones(100)
-    link.all_reduce(x).wait()
-    link.close()
+    transport.all_reduce(x).wait()
+    transport.close()
     return float(x[0])
 
 

@@ -162,9 +162,9 @@ def _moved(training: Stormy, before: list[Tensor]) -> float:
 
 
 def _on_simulated_ranks(name: str, options: dict, storm: Storm, begin: int) -> dict[int, End]:
-    def work(link: SimTransport, rank: Rank) -> dict:
+    def work(transport: SimTransport, rank: Rank) -> dict:
         logging.getLogger("onebit").setLevel(logging.ERROR)
-        return _weather(Training(name, link, **options), storm, begin, link.rank, rank)
+        return _weather(Training(name, transport, **options), storm, begin, transport.rank, rank)
 
     return sim_ranks(_RANKS, work)
 
@@ -203,7 +203,7 @@ class _EngineTraining(Training):
     """The same problem in the engine: the loss is the product of parameters and the gradients they shall have."""
 
     def __init__(self, name: str, grid: grids.Grid, clipping: float):
-        self.link = grid.world
+        self.transport = grid.world
         self.make_problem()
         params = {"lr": 0.02, "betas": [0.9, 0.99], "weight_decay": 0.0}
         config = {

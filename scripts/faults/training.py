@@ -29,7 +29,7 @@ _ZERO_ONE = _COMMON | {"var_freeze_step": 12, "var_update_scaler": 2, "local_ste
 
 @dataclass(frozen=True)
 class Kind:
-    """An optimizer: make(parameters, link, options). is_dense: its gradients are averaged before it, in full."""
+    """An optimizer: make(parameters, transport, options). is_dense: its gradients are averaged before it, in full."""
 
     make: Callable[..., torch.optim.Optimizer]
     options: dict[str, object]
@@ -56,18 +56,18 @@ class Training:
     """
 
     def __init__(
-        self, name: str, link: Transport, *, before: Callable[[Training], None] | None = None, **options: object
+        self, name: str, transport: Transport, *, before: Callable[[Training], None] | None = None, **options: object
     ):
-        self.link, self.kind = link, OPTIMIZERS[name]
+        self.transport, self.kind = transport, OPTIMIZERS[name]
         self.make_problem()
         if before is not None:
             before(self)
         named = [(f"layer{k}.weight", p) for k, p in enumerate(self.params)]
         if self.kind.is_dense:
-            broadcast_parameters(self.params, link)
+            broadcast_parameters(self.params, transport)
             self.optimizer = self.kind.make(self.params, **self.kind.options)
         else:
-            self.optimizer = self.kind.make(named, link=link, **self.kind.options | options)
+            self.optimizer = self.kind.make(named, transport=transport, **self.kind.options | options)
 
     def make_problem(self) -> None:
         """Parameters and what they shall become; the same on all ranks."""
@@ -77,7 +77,7 @@ class Training:
 
     def gradients(self, step: int) -> list[Tensor]:
         """This rank's, of the step's data."""
-        generator = torch.Generator().manual_seed(1000 * step + self.link.rank)
+        generator = torch.Generator().manual_seed(1000 * step + self.transport.rank)
         pairs = zip(self.params, self.target, strict=True)
         return [p.detach() - (t + 0.3 * torch.randn(t.shape, generator=generator)).to(p.dtype) for p, t in pairs]
 
@@ -88,7 +88,7 @@ class Training:
         for p, gradient in zip(self.params, gradients, strict=True):
             p.grad = gradient
         if self.kind.is_dense:
-            average_gradients(self.params, self.link)
+            average_gradients(self.params, self.transport)
         self.optimizer.step()
 
     def settle(self) -> None:

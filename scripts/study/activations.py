@@ -183,17 +183,17 @@ def run_job(job: Job) -> dict[str, object]:
     """A record: the validation loss as trained, and of the same weights without cuts."""
     began = time.process_time()
     is_dense = METHODS[job.optimizer].is_dense
-    losses = train(job, None) if is_dense else run_ranks(2, lambda link: train(job, link), timeout_s=3600)[0]
+    losses = train(job, None) if is_dense else run_ranks(2, lambda transport: train(job, transport), timeout_s=3600)[0]
     cost = {"seconds": round(time.process_time() - began, 1), "revision": revision()}
     return {"job": asdict(job), "loss": losses[0], "uncut": losses[1]} | cost
 
 
-def train(job: Job, link: SimTransport | None) -> tuple[float, float]:
+def train(job: Job, transport: SimTransport | None) -> tuple[float, float]:
     model = build_model(job.model, job.seed)
     cuts = cut(model, job)
     windows = Windows(corpus(), context=model.context)
-    optimizer = METHODS[job.optimizer].make(decay_groups(model, WEIGHT_DECAY), link, job.steps)
-    rank, rows = (0, job.batch) if link is None else (link.rank, job.batch // link.world_size)
+    optimizer = METHODS[job.optimizer].make(decay_groups(model, WEIGHT_DECAY), transport, job.steps)
+    rank, rows = (0, job.batch) if transport is None else (transport.rank, job.batch // transport.world_size)
     for step in range(job.steps):
         for group in optimizer.param_groups:
             group["lr"] = lr_at(job, step)

@@ -33,8 +33,8 @@ _POINTS = 20  # of a curve
 class Method:
     """An optimizer under a name. twin: the dense method it is measured against; "": none.
 
-    make(param_groups, link, steps of the run): link is None for a dense method. A learning rate is set in every step.
-    other_batches: of as many further ranks, so that a method can be measured against itself.
+    make(param_groups, transport, steps of the run): transport is None for a dense method. A learning rate is set in
+    every step. other_batches: of as many further ranks, so that a method can be measured against itself.
     """
 
     name: str
@@ -48,7 +48,7 @@ def _adamw(name: str, twin: str, beta2: float = 0.999, *, other_batches: bool = 
     return Method(
         name,
         twin,
-        lambda groups, link, steps: torch.optim.AdamW(groups, betas=(0.9, beta2)),
+        lambda groups, transport, steps: torch.optim.AdamW(groups, betas=(0.9, beta2)),
         is_dense=True,
         other_batches=other_batches,
     )
@@ -59,13 +59,13 @@ def _with_beta2(name: str, kind: Callable[..., Optimizer], beta2: float) -> Meth
     return Method(
         f"{name}, beta2 {beta2:g}",
         f"adamw, beta2 {beta2:g}",
-        lambda groups, link, steps: kind(groups, betas=(0.9, beta2), link=link),
+        lambda groups, transport, steps: kind(groups, betas=(0.9, beta2), transport=transport),
     )
 
 
-def _frozen_early(groups: list[dict], link: SimTransport | None, steps: int) -> Optimizer:
+def _frozen_early(groups: list[dict], transport: SimTransport | None, steps: int) -> Optimizer:
     """1-bit Adam as the paper has it: warm-up for 15 % of the run, then a variance that is fixed for good."""
-    return onebit.OnebitAdam(groups, freeze_step=max(1, round(0.15 * steps)), link=link)
+    return onebit.OnebitAdam(groups, freeze_step=max(1, round(0.15 * steps)), transport=transport)
 
 
 def _zero_one_adam(clipper: int) -> Method:
@@ -73,7 +73,7 @@ def _zero_one_adam(clipper: int) -> Method:
     return Method(
         "zero-one-adam" if clipper == 1 else f"zero-one-adam H={clipper}",
         "adamw",
-        lambda groups, link, steps: onebit.ZeroOneAdam(groups, local_step_clipper=clipper, link=link),
+        lambda groups, transport, steps: onebit.ZeroOneAdam(groups, local_step_clipper=clipper, transport=transport),
     )
 
 
@@ -82,20 +82,22 @@ def _zero_one_adam_by_steps(clipper: int) -> Method:
     return Method(
         f"zero-one-adam H={clipper} by steps",
         "adamw",
-        lambda groups, link, steps: onebit.ZeroOneAdam(
+        lambda groups, transport, steps: onebit.ZeroOneAdam(
             groups,
             var_freeze_step=steps // 4,
             local_step_scaler=max(1, steps // 16),
             local_step_clipper=clipper,
-            link=link,
+            transport=transport,
         ),
     )
 
 
-def _with_peers_schedule(groups: list[dict], link: SimTransport | None, steps: int) -> Optimizer:
+def _with_peers_schedule(groups: list[dict], transport: SimTransport | None, steps: int) -> Optimizer:
     """0/1 Adam with DeepSpeed's defaults: float32 variance rounds, and local steps that no short run ever reaches."""
     options = {"var_freeze_step": 100_000, "var_update_scaler": 16, "local_step_scaler": 32_678}
-    return onebit.ZeroOneAdam(groups, local_step_clipper=16, variance_codec=IdentityCodec(), link=link, **options)
+    return onebit.ZeroOneAdam(
+        groups, local_step_clipper=16, variance_codec=IdentityCodec(), transport=transport, **options
+    )
 
 
 def _sharded(name: str, **options: object) -> Method:
@@ -103,7 +105,7 @@ def _sharded(name: str, **options: object) -> Method:
     return Method(
         f"sharded-onebit-adam, {name}",
         "adamw",
-        lambda groups, link, steps: ShardedOnebitAdam(groups, link=link, **options),
+        lambda groups, transport, steps: ShardedOnebitAdam(groups, transport=transport, **options),
     )
 
 
@@ -112,7 +114,7 @@ def _sharded_zero_one_adam(clipper: int) -> Method:
     return Method(
         f"sharded-zero-one-adam H={clipper}",
         "adamw",
-        lambda groups, link, steps: ShardedZeroOneAdam(groups, local_step_clipper=clipper, link=link),
+        lambda groups, transport, steps: ShardedZeroOneAdam(groups, local_step_clipper=clipper, transport=transport),
     )
 
 
@@ -121,12 +123,12 @@ def _sharded_zero_one_adam_by_steps(clipper: int) -> Method:
     return Method(
         f"sharded-zero-one-adam H={clipper} by steps",
         "adamw",
-        lambda groups, link, steps: ShardedZeroOneAdam(
+        lambda groups, transport, steps: ShardedZeroOneAdam(
             groups,
             local_step_start=steps // 4,
             local_step_scaler=max(1, steps // 16),
             local_step_clipper=clipper,
-            link=link,
+            transport=transport,
         ),
     )
 
@@ -136,7 +138,7 @@ def _sharded_lamb(name: str, **options: object) -> Method:
     return Method(
         f"sharded-onebit-lamb, {name}",
         "lamb",
-        lambda groups, link, steps: ShardedOnebitLamb(groups, link=link, **options),
+        lambda groups, transport, steps: ShardedOnebitLamb(groups, transport=transport, **options),
     )
 
 
@@ -146,7 +148,7 @@ METHODS = {
         _adamw("adamw", ""),
         _adamw("adamw, other batches", "adamw", other_batches=True),
         *(_adamw(f"adamw, beta2 {beta2:g}", "adamw", beta2) for beta2 in (0.95, 0.9)),
-        Method("onebit-adam", "adamw", lambda groups, link, steps: onebit.OnebitAdam(groups, link=link)),
+        Method("onebit-adam", "adamw", lambda groups, transport, steps: onebit.OnebitAdam(groups, transport=transport)),
         *(_with_beta2("onebit-adam", onebit.OnebitAdam, beta2) for beta2 in (0.95, 0.9)),
         Method("onebit-adam, frozen at 15 %", "adamw", _frozen_early),
         *(_zero_one_adam(clipper) for clipper in (1, 2, 4, 8, 16)),
@@ -163,8 +165,8 @@ METHODS = {
         _sharded("stage 0, sign updates", stage=0, updates="sign"),
         *(_sharded_zero_one_adam(clipper) for clipper in (2, 4, 8, 16)),
         *(_sharded_zero_one_adam_by_steps(clipper) for clipper in (2, 4, 8, 16)),
-        Method("lamb", "", lambda groups, link, steps: onebit.Lamb(groups), is_dense=True),
-        Method("onebit-lamb", "lamb", lambda groups, link, steps: onebit.OnebitLamb(groups, link=link)),
+        Method("lamb", "", lambda groups, transport, steps: onebit.Lamb(groups), is_dense=True),
+        Method("onebit-lamb", "lamb", lambda groups, transport, steps: onebit.OnebitLamb(groups, transport=transport)),
         _sharded_lamb("int4 differences"),
         _sharded_lamb("sign differences", differences="sign"),
     )
@@ -255,7 +257,7 @@ class Result:
 
     @property
     def bits_in_full(self) -> float:
-        """The same if a rank counted what it keeps for itself in both legs: ·W/(W-1), which W does not change."""
+        """The same if a rank counted what it keeps for itself in both phases: ·W/(W-1), which W does not change."""
         return self.bits_per_step * self.job.ranks / max(1, self.job.ranks - 1)
 
     @property
@@ -280,28 +282,30 @@ def run_job(job: Job) -> Result:
     if METHODS[job.method].is_dense:
         curve = _train(job, task, None)
     else:
-        curve = run_ranks(job.ranks, lambda link: _train(job, task, link), timeout_s=600)[0]
+        curve = run_ranks(job.ranks, lambda transport: _train(job, task, transport), timeout_s=600)[0]
     return Result(job, tuple(curve), time.perf_counter() - began, revision())
 
 
-def _train(job: Job, task: Task, link: SimTransport | None) -> list[Point]:
-    """One rank's run and, on rank 0, its curve; link None: the run of all ranks at once."""
+def _train(job: Job, task: Task, transport: SimTransport | None) -> list[Point]:
+    """One rank's run and, on rank 0, its curve; transport None: the run of all ranks at once."""
     model = task.build(job.seed)
-    optimizer = METHODS[job.method].make(decay_groups(model, WEIGHT_DECAY), link, job.steps)
-    is_first, sent_at_start = link is None or link.rank == 0, 0 if link is None else link.sent_bytes
+    optimizer = METHODS[job.method].make(decay_groups(model, WEIGHT_DECAY), transport, job.steps)
+    is_first, sent_at_start = transport is None or transport.rank == 0, 0 if transport is None else transport.sent_bytes
     numel = sum(p.numel() for p in model.parameters())
     validated = {round(job.steps * k / _POINTS) for k in range(1, _POINTS)} - {0, job.steps}
     curve = []
 
     def validate(step: int) -> None:
         loss = task.evaluate(model)
-        sent = _dense_bits(job.ranks) * step if link is None else 8 * (link.sent_bytes - sent_at_start) / numel
+        sent = (
+            _dense_bits(job.ranks) * step if transport is None else 8 * (transport.sent_bytes - sent_at_start) / numel
+        )
         curve.append(Point(step, loss if math.isfinite(loss) else math.inf, sent))
 
     for step in range(job.steps):
         for group in optimizer.param_groups:
             group["lr"] = lr_at(job, step)
-        task.loss(model, _batch(job, task, step, link)).backward()
+        task.loss(model, _batch(job, task, step, transport)).backward()
         optimizer.step()
         optimizer.zero_grad()
         if is_first and step + 1 in validated:
@@ -313,8 +317,8 @@ def _train(job: Job, task: Task, link: SimTransport | None) -> list[Point]:
     return curve
 
 
-def _batch(job: Job, task: Task, step: int, link: SimTransport | None) -> Batch:
-    ranks = range(job.ranks) if link is None else [link.rank]
+def _batch(job: Job, task: Task, step: int, transport: SimTransport | None) -> Batch:
+    ranks = range(job.ranks) if transport is None else [transport.rank]
     first = job.ranks if METHODS[job.method].other_batches else 0
     batches = [task.batch(job.seed, step, first + rank, job.batch_size) for rank in ranks]
     return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))

@@ -41,8 +41,8 @@ _SHARED = "shared.pt"
 class CheckpointFolder(Checkpointing):
     """The checkpoints of one run, as one rank sees them. Every method is called by all ranks. keep: see the base."""
 
-    def __init__(self, folder: Path, link: Transport, device: torch.device, keep: int | None = None):
-        super().__init__(folder, link, keep, device)
+    def __init__(self, folder: Path, transport: Transport, device: torch.device, keep: int | None = None):
+        super().__init__(folder, transport, keep, device)
 
     def save(self, step: int, shared: dict, own: dict) -> None:
         """Write a checkpoint; when this returns it is on disk for all ranks. Contents as torch.load(weights_only) can
@@ -50,10 +50,10 @@ class CheckpointFolder(Checkpointing):
         checkpoint of another run that is as new: `latest` and all checkpoints are untouched then, nothing is left over.
         """
         partial, is_maker = self._begin(step)
-        about = {"step": step, "world_size": self.link.world_size}
+        about = {"step": step, "world_size": self.transport.world_size}
 
         def write() -> dict[str, Sum]:
-            contents = {_own_file(self.link.rank): own | about}
+            contents = {_own_file(self.transport.rank): own | about}
             if is_maker:
                 contents[_SHARED] = shared | about | {"is_stamped": True}
             sums = {name: _write(partial / name, content) for name, content in contents.items()}
@@ -115,8 +115,8 @@ class CheckpointFolder(Checkpointing):
 
     def _own_files(self, target: Path, world_size: int) -> list[str]:
         """The names of this rank's own file, or of those of all ranks of another world."""
-        if world_size == self.link.world_size:
-            return [_own_file(self.link.rank)]
+        if world_size == self.transport.world_size:
+            return [_own_file(self.transport.rank)]
         names = []
         for rank in range(world_size):
             names.append(_own_file(rank))

@@ -31,12 +31,12 @@ def layout_config(args: argparse.Namespace) -> dict:
 class Layout(Zero):
     """A `Method`: stages, tensor-parallel slices and ZeRO shards; a step's forward and backward are one call."""
 
-    def __init__(self, link: comm.Transport, args: argparse.Namespace) -> None:
+    def __init__(self, transport: comm.Transport, args: argparse.Namespace) -> None:
         model = build_layers(args.size, args.seed)
         self.parameters = count_parameters(model)
-        self._start(model, link, args, layout_config(args), layers_plan(SIZES[args.size], args.tensor))
+        self._start(model, transport, args, layout_config(args), layers_plan(SIZES[args.size], args.tensor))
         if self._engine.pipeline is not None:
-            self.links = [*self.links, self._engine.pipeline]
+            self.transports = [*self.transports, self._engine.pipeline]
 
     def train(self, parts: Sequence[Tensor]) -> float:
         return float(self._engine.train_batch(_pairs(parts)))

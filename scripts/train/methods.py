@@ -66,13 +66,13 @@ class HasSent(Protocol):
 class Method(Protocol):
     """An optimizer together with its traffic.
 
-    links: whose `sent_bytes` add up to what this rank sends. parameters: of the whole model. share: of them, those that
-    this rank exchanges with other replicas. data: (which share of the data this rank reads, of how many).
+    transports: whose `sent_bytes` add up to what this rank sends. parameters: of the whole model. share: of them, those
+    that this rank exchanges with other replicas. data: (which share of the data this rank reads, of how many).
     """
 
     optimizer: Optimizer
     schedule: LambdaLR
-    links: Sequence[HasSent]
+    transports: Sequence[HasSent]
     parameters: int
     share: float
     data: tuple[int, int]
@@ -102,7 +102,7 @@ class Method(Protocol):
 class ByParts:
     """The parts of a step one by one: for methods whose ranks compute a loss and its gradients by themselves."""
 
-    links: Sequence[HasSent]
+    transports: Sequence[HasSent]
 
     def loss(self, windows: Tensor) -> Tensor:
         """Mean loss of windows [B, T+1], in nats per byte."""
@@ -126,7 +126,7 @@ class ByParts:
         for part in windows.split(16):  # equally often on all ranks: with --zero 3 each gathers the others' shards
             count = torch.tensor(float(len(part)), device=windows.device)
             total += torch.stack([self.loss(part) * count, count])
-        cast(comm.Transport, self.links[0]).all_reduce(total).wait()
+        cast(comm.Transport, self.transports[0]).all_reduce(total).wait()
         return (total[0] / total[1]).item()
 
 
@@ -136,13 +136,13 @@ class Dense(ByParts):
     share = 1.0
 
     def __init__(
-        self, kind: Callable[..., Optimizer], model: GPT, link: comm.Transport, args: argparse.Namespace
+        self, kind: Callable[..., Optimizer], model: GPT, transport: comm.Transport, args: argparse.Namespace
     ) -> None:
-        self._model, self._args, self._link, self.links = model, args, link, [link]
-        self.parameters, self.data = sum(p.numel() for p in model.parameters()), (link.rank, link.world_size)
+        self._model, self._args, self._transport, self.transports = model, args, transport, [transport]
+        self.parameters, self.data = sum(p.numel() for p in model.parameters()), (transport.rank, transport.world_size)
         self._parameters = list(model.parameters())
-        broadcast_parameters(self._parameters, link)
-        self._averager = DenseAverager(self._parameters, link)
+        broadcast_parameters(self._parameters, transport)
+        self._averager = DenseAverager(self._parameters, transport)
         self.optimizer = kind(decay_groups(model, args.weight_decay), lr=args.lr)
         self.schedule = LambdaLR(self.optimizer, partial(lr_fraction, args))
 
@@ -172,7 +172,7 @@ class Dense(ByParts):
         return None
 
     def checkpoints(self, folder: Path) -> RunCheckpoints:
-        return ReplicaCheckpoints(folder, self._model, self, self._link, self._args.keep_checkpoints)
+        return ReplicaCheckpoints(folder, self._model, self, self._transport, self._args.keep_checkpoints)
 
     def close(self) -> None:
         """Nothing was opened."""
@@ -189,18 +189,18 @@ class Onebit(ByParts):
         of_gradients: str,
         options: Sequence[str],
         model: GPT,
-        link: comm.Transport,
+        transport: comm.Transport,
         args: argparse.Namespace,
     ) -> None:
-        self._model, self._args, self._link, self.links = model, args, link, [link]
-        self.parameters, self.data = sum(p.numel() for p in model.parameters()), (link.rank, link.world_size)
+        self._model, self._args, self._transport, self.transports = model, args, transport, [transport]
+        self.parameters, self.data = sum(p.numel() for p in model.parameters()), (transport.rank, transport.world_size)
         self._onebit = kind(
             decay_groups(model, args.weight_decay),
             lr=args.lr,
             max_grad_norm=args.max_grad_norm,
             compression=args.compression,
             codec=cast(comm.FusedCodec, comm.codec_named(args.codec, _BLOCK)),
-            link=link,
+            transport=transport,
             **({} if args.warmup_codec is None else {of_gradients: comm.codec_named(args.warmup_codec, _BLOCK)}),
             **{name: getattr(args, name) for name in options},
         )
@@ -226,7 +226,7 @@ class Onebit(ByParts):
 
     def load(self, states: Sequence[dict]) -> None:
         """Go on from this rank's own state, [state], or from those of all ranks of another world."""
-        if states[0]["onebit"]["world_size"] == self._onebit.link.world_size:
+        if states[0]["onebit"]["world_size"] == self._onebit.transport.world_size:
             self._onebit.load_state_dict(states[0])
         else:
             self._onebit.load_state_dicts(states)
@@ -235,7 +235,7 @@ class Onebit(ByParts):
         return self._onebit.error_norm_ratio() if self._onebit.stats.phase == "compressed" else None
 
     def checkpoints(self, folder: Path) -> RunCheckpoints:
-        return ReplicaCheckpoints(folder, self._model, self, self._link, self._args.keep_checkpoints)
+        return ReplicaCheckpoints(folder, self._model, self, self._transport, self._args.keep_checkpoints)
 
     def close(self) -> None:
         """Nothing was opened."""
@@ -245,15 +245,15 @@ class ReplicaCheckpoints:
     """Of a model that is whole on every rank, in `checkpoint.py`'s form."""
 
     def __init__(
-        self, folder: Path, model: GPT, method: Dense | Onebit, link: comm.Transport, keep: int | None
+        self, folder: Path, model: GPT, method: Dense | Onebit, transport: comm.Transport, keep: int | None
     ) -> None:
         self.folder = folder
-        self._model, self._method, self._link = model, method, link
+        self._model, self._method, self._transport = model, method, transport
         self._device = next(model.parameters()).device
-        self._files = CheckpointFolder(folder, link, self._device, keep)
+        self._files = CheckpointFolder(folder, transport, self._device, keep)
 
     def is_empty(self) -> bool:
-        return is_empty(self.folder, self._link, self._device)
+        return is_empty(self.folder, self._transport, self._device)
 
     def save(self, step: int, about: dict) -> None:
         shared = {"model": self._model.state_dict(), "schedule": self._method.schedule.state_dict(), **about}
@@ -272,7 +272,7 @@ class ReplicaCheckpoints:
         self._model.load_state_dict(shared["model"])
         self._method.load([own["optimizer"] for own in owns])
         self._method.schedule.load_state_dict(shared["schedule"])
-        torch.set_rng_state(owns[self._link.rank % len(owns)]["rng"])
+        torch.set_rng_state(owns[self._transport.rank % len(owns)]["rng"])
 
 
 def lr_fraction(args: argparse.Namespace, step: int) -> float:
@@ -284,18 +284,18 @@ def lr_fraction(args: argparse.Namespace, step: int) -> float:
     return _FINAL_LR_FRACTION + (1 - _FINAL_LR_FRACTION) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def build_method(args: argparse.Namespace, link: comm.Transport, device: torch.device) -> Method:
+def build_method(args: argparse.Namespace, transport: comm.Transport, device: torch.device) -> Method:
     """What --optimizer, --zero and --pipe ask for. All ranks. Raises ValueError where they do not go together."""
     if args.pipe is not None:
         from train.layout_method import Layout
 
-        return Layout(link, args)
+        return Layout(transport, args)
     model = build_model(args.size, args.seed).to(device)
     if args.zero is None:
-        return _REPLICATED[args.optimizer](model, link, args)
+        return _REPLICATED[args.optimizer](model, transport, args)
     from train.zero_method import Zero  # imports torch.distributed.checkpoint: 2 s that other runs need not wait
 
-    return Zero(model, link, args)
+    return Zero(model, transport, args)
 
 
 def _backward(loss: Tensor, context: AbstractContextManager[None]) -> None:

@@ -59,11 +59,13 @@ COLUMNS = [field.name for field in fields(Row)]
 class Report:
     """A context that records rows; rank 0 alone writes anything."""
 
-    def __init__(self, args: argparse.Namespace, link: Transport, corpus: Corpus, parameters: int, first_step: int):
-        self._args, self._link, self._corpus, self._parameters = args, link, corpus, parameters
+    def __init__(
+        self, args: argparse.Namespace, transport: Transport, corpus: Corpus, parameters: int, first_step: int
+    ):
+        self._args, self._transport, self._corpus, self._parameters = args, transport, corpus, parameters
         self._rows: list[Row] = []
         self._outputs: list[CsvFile | Bar | Lines | TensorBoard] = []
-        if link.rank == 0:
+        if transport.rank == 0:
             self._outputs = _open_outputs(args, corpus, first_step)
 
     def __enter__(self) -> Report:
@@ -77,7 +79,7 @@ class Report:
     def __exit__(self, *failure: object) -> None:
         for output in self._outputs:
             output.close()
-        if self._link.rank == 0 and failure[0] is None:
+        if self._transport.rank == 0 and failure[0] is None:
             log.info(self._last_line())
             if self._args.json is not None:
                 self._args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -94,8 +96,8 @@ class Report:
             "dtype": args.dtype,
             "size": args.size,
             "parameters": self._parameters,
-            "world_size": self._link.world_size,
-            "transport": type(self._link).__name__,
+            "world_size": self._transport.world_size,
+            "transport": type(self._transport).__name__,
             "steps": args.steps,
             "steps_here": len(rows),
             "batch_size": args.batch_size,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from onebit import comm
 from onebit.comm.launch import Launch, detect
-from onebit.comm.messages import gather_bytes, raise_together
+from onebit.comm.messages import gather_bytes, raise_on_all_ranks
 from train.checkpoint import CheckpointError
 from train.corpus import Corpus, first_difference, read_corpus
 from train.methods import OPTIMIZERS, SHARDED_ONLY, Method, RunCheckpoints, build_method
@@ -95,14 +95,14 @@ class Interrupt:
 class Training:
     """One run on one rank. `run` is the loop; everything it calls is called by all ranks."""
 
-    def __init__(self, args: argparse.Namespace, link: comm.Transport, is_stop_wanted: Callable[[], bool]):
-        self.args, self.link, self._is_stop_wanted = args, link, is_stop_wanted
+    def __init__(self, args: argparse.Namespace, transport: comm.Transport, is_stop_wanted: Callable[[], bool]):
+        self.args, self.transport, self._is_stop_wanted = args, transport, is_stop_wanted
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
         )
-        self.corpus = _read_same_corpus(args.manifest, link, self.device)
+        self.corpus = _read_same_corpus(args.manifest, transport, self.device)
         self.windows = Windows(self.corpus, SIZES[args.size].context, self.device)
-        self.method: Method = build_method(args, link, self.device)
+        self.method: Method = build_method(args, transport, self.device)
         self.first_step = 0
         self.checkpoints = None if args.checkpoint is None else self.method.checkpoints(args.checkpoint)
         if self.checkpoints is not None:
@@ -146,7 +146,7 @@ class Training:
         loss = self.method.train(parts)
         exchange = self.method.step()
         pulse = struct.pack("<?d", self._is_stop_wanted(), loss)
-        pulses = [struct.unpack("<?d", said) for said in gather_bytes(self.link, pulse, self.device)]
+        pulses = [struct.unpack("<?d", said) for said in gather_bytes(self.transport, pulse, self.device)]
         sent_bytes, wire_after = self._sent_bytes() - sent_before, sent_on_wire()
         row = Row(
             step=step + 1,
@@ -163,7 +163,7 @@ class Training:
         return row, any(is_wanted for is_wanted, _ in pulses)
 
     def _sent_bytes(self) -> int:
-        return sum(link.sent_bytes for link in self.method.links)
+        return sum(transport.sent_bytes for transport in self.method.transports)
 
     def _save(self, checkpoints: RunCheckpoints, step: int) -> None:
         checkpoints.save(step, {"args": _fixed(self.args), "corpus": self.corpus.sha256})
@@ -181,14 +181,14 @@ class Training:
         log.info("resumed after step %d of %d", self.first_step, self.args.steps)
 
 
-def _read_same_corpus(manifest: Path | None, link: comm.Transport, device: torch.device) -> Corpus:
+def _read_same_corpus(manifest: Path | None, transport: comm.Transport, device: torch.device) -> Corpus:
     """The corpus. Raises ValueError, on all ranks, where one has another text than the manifest or than rank 0."""
     corpus = read_corpus()
     problem = None
     if manifest is not None and (difference := first_difference(corpus, manifest)) is not None:
         problem = f"{difference}; use that Python, or leave --manifest out to train on the text that is here"
-    raise_together(link, problem, ValueError, device)
-    hashes = gather_bytes(link, corpus.sha256.encode(), device)
+    raise_on_all_ranks(transport, problem, ValueError, device)
+    hashes = gather_bytes(transport, corpus.sha256.encode(), device)
     if len(set(hashes)) > 1:
         other = next(rank for rank, sha in enumerate(hashes) if sha != hashes[0])
         raise ValueError(f"rank {other} has another corpus than rank 0: all hosts need the same Python version")
@@ -302,11 +302,11 @@ def connect(args: argparse.Namespace, launch: Launch) -> comm.Transport:
     return comm.init("mpi" if launch.is_mpi else "gloo")
 
 
-def train(args: argparse.Namespace, link: comm.Transport, is_stop_wanted: Callable[[], bool]) -> int:
-    """Run as one rank over `link`; the exit code. Raises ValueError, CheckpointError, OverflowError with what to do."""
-    torch.manual_seed((args.seed << 20) + link.rank)  # torch's own seed is another in every process
-    training = Training(args, link, is_stop_wanted)
-    with Report(args, link, training.corpus, training.method.parameters, training.first_step) as report:
+def train(args: argparse.Namespace, transport: comm.Transport, is_stop_wanted: Callable[[], bool]) -> int:
+    """Run as one rank over `transport`; the exit code. Raises ValueError, CheckpointError, OverflowError."""
+    torch.manual_seed((args.seed << 20) + transport.rank)  # torch's own seed is another in every process
+    training = Training(args, transport, is_stop_wanted)
+    with Report(args, transport, training.corpus, training.method.parameters, training.first_step) as report:
         is_whole = training.run(report)
     training.method.close()
     return 0 if is_whole else EXIT_INTERRUPTED
@@ -321,9 +321,9 @@ def main() -> int:
     is_first = launch.rank == 0
     logging.basicConfig(level=logging.INFO if is_first else logging.WARNING, format="%(message)s", stream=sys.stdout)
     set_threads(launch)
-    link = connect(args, launch)
+    transport = connect(args, launch)
     try:
-        code = train(args, link, interrupt)
+        code = train(args, transport, interrupt)
     except comm.PeerError as error:
         log.error("train.py: %s", error)
         return 1
@@ -331,5 +331,5 @@ def main() -> int:
         if is_first:
             log.error("train.py: %s", error)
         code = 2
-    link.close()
+    transport.close()
     return code

@@ -18,8 +18,8 @@ from onebit import comm, zero
 from onebit.base import CompressedOptimizer
 from onebit.checkpoint.files import CheckpointError
 from onebit.checkpoint.folder import is_empty
-from onebit.comm.messages import raise_together
-from onebit.shards import local
+from onebit.comm.messages import raise_on_all_ranks
+from onebit.model_parallel import local
 from onebit.zero.sharded.optimizer import ShardedOnebitOptimizer
 from train.layouts import tensor_plan
 from train.methods import SHARDED_ONLY, ByParts, Exchange, HasSent, RunCheckpoints, lr_fraction
@@ -50,7 +50,7 @@ def config_of(args: argparse.Namespace) -> dict:
     ours |= {"tensor": args.tensor, "keep_checkpoints": args.keep_checkpoints}
     ours |= {"codec": args.codec, "warmup_codec": args.warmup_codec}
     if args.optimizer == SHARDED_ONLY:
-        ours["sharding"] = "across"
+        ours["sharding"] = "inter_node"
     config: dict[str, object] = {
         "train_micro_batch_size_per_gpu": args.batch_size,
         "gradient_accumulation_steps": args.accumulate,
@@ -68,17 +68,17 @@ def config_of(args: argparse.Namespace) -> dict:
 class Zero(ByParts):
     """A `Method`: any optimizer at any stage. The model is sharded in place; the schedule waits in skipped steps.
 
-    links: what FSDP2 and tensor-parallel layers move inside a node goes through none of them, and is not counted.
+    transports: what FSDP2 and tensor-parallel layers move inside a node goes through none of them, and is not counted.
     """
 
-    def __init__(self, model: GPT, link: comm.Transport, args: argparse.Namespace) -> None:
+    def __init__(self, model: GPT, transport: comm.Transport, args: argparse.Namespace) -> None:
         self.parameters = sum(p.numel() for p in model.parameters())
-        self._start(model, link, args, config_of(args), tensor_plan(SIZES[args.size].heads, args.tensor))
+        self._start(model, transport, args, config_of(args), tensor_plan(SIZES[args.size].heads, args.tensor))
 
     def _start(
         self,
         model: GPT | zero.PipelineModule,
-        link: comm.Transport,
+        transport: comm.Transport,
         args: argparse.Namespace,
         config: dict,
         plan: zero.tensor.Plan,
@@ -92,7 +92,7 @@ class Zero(ByParts):
         )
         self.schedule = cast(LambdaLR, schedule)
         grid = self._engine.grid
-        self.links: list[HasSent] = [link, grid.world, *grid.links.values()]
+        self.transports: list[HasSent] = [transport, grid.world, *grid.transports.values()]
         self.data = grid.data
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.share = sum(local(p).numel() for p in held) / self.parameters
@@ -149,7 +149,7 @@ class EngineCheckpoints:
         problem = None
         if next(self.folder.glob("step_*/shared.pt"), None) is not None:
             problem = f"{self.folder} holds a run without --zero: resume without it, or name another folder"
-        raise_together(self._engine.grid.world, problem, CheckpointError)
+        raise_on_all_ranks(self._engine.grid.world, problem, CheckpointError)
         found, about = self._engine.load_checkpoint(self.folder)
         if found is None:
             return None

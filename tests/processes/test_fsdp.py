@@ -11,7 +11,7 @@ from fsdp_cases import FAMILY, FREEZE, STEPS, twin
 from grid_cases import Starts
 
 from onebit.comm import SimTransport, run_ranks
-from onebit.shards import Shards
+from onebit.model_parallel import ModelParallelGroup
 
 pytestmark = pytest.mark.dist
 
@@ -36,7 +36,8 @@ def twin_run(name: str, replicas: int, shards: int, micros: int, reduces_once: b
     torch.set_num_threads(1)
     try:
         return run_ranks(
-            replicas, lambda link: twin(link, name, shards, micros, reduces_once=reduces_once, **dict(options))
+            replicas,
+            lambda transport: twin(transport, name, shards, micros, reduces_once=reduces_once, **dict(options)),
         )
     finally:
         torch.set_num_threads(threads)
@@ -110,7 +111,7 @@ def test_the_twins_see_every_round() -> None:
 
 
 def test_one_bit_is_what_travels_between_replicas() -> None:
-    """Two legs of half the elements each to the one peer: 1 + 16/64 bits per parameter of the shard, and the ballot."""
+    """Two phases of half the elements each to the one peer: 1 + 16/64 bits per parameter of the shard, and the vote."""
     bits = STARTS.results(4, 2, "OnebitAdam_3_1")[0]["bits"]
     assert min(bits[:FREEZE]) > 8.0
     assert max(bits[FREEZE:]) < 2.5
@@ -206,8 +207,8 @@ def test_low_precision_has_float32_masters() -> None:
 
 def test_what_a_rank_holds() -> None:
     for rank, found in enumerate(STARTS.results(4, 2, "what_a_rank_holds")):
-        links = found.pop("links")
-        assert links == (rank // 2, 2, rank % 2, 2)
+        transports = found.pop("transports")
+        assert transports == (rank // 2, 2, rank % 2, 2)
         assert found == {"coordinates": True, "state": True, "gathered": True, "blocks": 3}
 
 
@@ -216,12 +217,12 @@ def test_what_a_rank_holds() -> None:
 
 @pytest.mark.parametrize("S", [1, 2, 3])
 def test_shards_hold_the_same_sums(S: int) -> None:
-    def work(link: SimTransport) -> tuple:
-        shards = Shards(link)
-        table = torch.arange(6.0).view(3, 2) + link.rank
+    def work(transport: SimTransport) -> tuple:
+        shards = ModelParallelGroup(transport)
+        table = torch.arange(6.0).view(3, 2) + transport.rank
         return (
-            shards.total(link.rank + 0.5, 1.0),
-            shards.agree(link.rank != S - 1),
+            shards.total(transport.rank + 0.5, 1.0),
+            shards.agree(transport.rank != S - 1),
             shards.agree(True),
             shards.total_of_rows(table, [torch.ones(1)] * 3).tolist(),
             shards.norms(torch.tensor([1e-30, 3.0, 1e30]), [torch.ones(1)] * 3).tolist(),
@@ -240,14 +241,14 @@ def test_shards_hold_the_same_sums(S: int) -> None:
 
 
 def test_an_error_of_one_shard_is_raised_by_all() -> None:
-    def work(link: SimTransport) -> str:
+    def work(transport: SimTransport) -> str:
         def check() -> None:
-            if link.rank == 1:
+            if transport.rank == 1:
                 raise ValueError("found by shard 1")
 
         with pytest.raises(ValueError, match="found by shard 1") as raised:
-            Shards(link).together(ValueError, check)
-        Shards(link).together(ValueError, lambda: None)
+            ModelParallelGroup(transport).together(ValueError, check)
+        ModelParallelGroup(transport).together(ValueError, lambda: None)
         return str(raised.value)
 
     assert run_ranks(3, work) == ["found by shard 1"] * 3

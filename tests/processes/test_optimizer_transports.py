@@ -13,13 +13,13 @@ from ranks import Ended, run_mpi, run_torchrun
 from torch import nn
 
 import onebit
-from onebit.comm import Transport, TwoLevelTransport, init, run_ranks, two_levels
+from onebit.comm import HierarchicalTransport, Transport, hierarchical, init, run_ranks
 from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam
 
 _GLOBAL_RNG = threading.Lock()
 
 
-def train(link: Transport, max_grad_norm: float = 0.7) -> str:
+def train(transport: Transport, max_grad_norm: float = 0.7) -> str:
     """Twelve steps with two buckets, clipping in the second half's phase, a skipped step; a hash of all parameters."""
     with _GLOBAL_RNG:
         torch.manual_seed(0)
@@ -28,7 +28,7 @@ def train(link: Transport, max_grad_norm: float = 0.7) -> str:
         net.parameters(),
         lr=0.01,
         freeze_step=5,
-        link=link,
+        transport=transport,
         compression="always",
         bucket_cap_mb=0.003,
         max_grad_norm=max_grad_norm,
@@ -36,17 +36,17 @@ def train(link: Transport, max_grad_norm: float = 0.7) -> str:
     )
     assert len(optimizer._buckets) == 2
     for step in range(12):
-        generator = torch.Generator().manual_seed(100 * step + link.rank)
+        generator = torch.Generator().manual_seed(100 * step + transport.rank)
         x, y = torch.randn(8, 20, generator=generator), torch.randint(0, 9, (8,), generator=generator)
         loss = nn.functional.cross_entropy(net(x), y)
-        (loss * (float("nan") if step == 8 and link.rank == 1 else 1.0)).backward()
+        (loss * (float("nan") if step == 8 and transport.rank == 1 else 1.0)).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert optimizer.stats.skipped_steps == 1
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()
 
 
-def train_sharded(link: Transport, stage: int = 1, kind: type = ShardedOnebitAdam, **options: object) -> str:
+def train_sharded(transport: Transport, stage: int = 1, kind: type = ShardedOnebitAdam, **options: object) -> str:
     """Ten steps with several buckets, the first three in eight bits, clipping at stage 1, a skipped step; a hash."""
     with _GLOBAL_RNG:
         torch.manual_seed(0)
@@ -55,7 +55,7 @@ def train_sharded(link: Transport, stage: int = 1, kind: type = ShardedOnebitAda
         net.parameters(),
         lr=0.01,
         stage=stage,
-        link=link,
+        transport=transport,
         bucket_cap_mb=0.003,
         max_grad_norm=0.7 if stage < 2 else 0.0,
         check_replicas_every=3,
@@ -64,10 +64,10 @@ def train_sharded(link: Transport, stage: int = 1, kind: type = ShardedOnebitAda
     )
     assert len(optimizer._buckets) > 1
     for step in range(10):
-        generator = torch.Generator().manual_seed(100 * step + link.rank)
+        generator = torch.Generator().manual_seed(100 * step + transport.rank)
         x, y = torch.randn(8, 20, generator=generator), torch.randint(0, 9, (8,), generator=generator)
         loss = nn.functional.cross_entropy(net(x.bfloat16()).float(), y)
-        (loss * (float("nan") if step == 8 and link.rank == 1 else 1.0)).backward()
+        (loss * (float("nan") if step == 8 and transport.rank == 1 else 1.0)).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert optimizer.stats.skipped_steps == 1
@@ -83,9 +83,9 @@ SHARDED: list[tuple[int, type, dict]] = [
 ]
 
 
-def train_each(link: Transport) -> list[str]:
+def train_each(transport: Transport) -> list[str]:
     """OnebitAdam's digest, and those of every leaf of the sharded family."""
-    return [train(link), *(train_sharded(link, stage, kind, **options) for stage, kind, options in SHARDED)]
+    return [train(transport), *(train_sharded(transport, stage, kind, **options) for stage, kind, options in SHARDED)]
 
 
 def over_processes() -> list[str]:
@@ -94,18 +94,21 @@ def over_processes() -> list[str]:
     In two levels without clipping, so that buckets leave during backward.
     """
     torch.set_num_threads(1)
-    link = init(levels=2)
-    assert isinstance(link, TwoLevelTransport)
+    transport = init(levels=2)
+    assert isinstance(transport, HierarchicalTransport)
     three = transport_ranks.of_first(3)
     digests = [] if three is None else train_each(three)
-    return [*digests, train(link, max_grad_norm=0.0)]
+    return [*digests, train(transport, max_grad_norm=0.0)]
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("run", [run_torchrun, run_mpi])
 def test_every_transport_gives_the_same_bits(run: Callable[..., Ended]) -> None:
-    flat, in_levels = run_ranks(3, train_each), run_ranks(4, lambda link: train(two_levels(link, 2), max_grad_norm=0.0))
+    flat, in_hierarchy = (
+        run_ranks(3, train_each),
+        run_ranks(4, lambda transport: train(hierarchical(transport, 2), max_grad_norm=0.0)),
+    )
     assert flat == flat[:1] * 3 and len(set(flat[0])) > 3
-    assert len(set(in_levels)) == 1
-    expected = [[*digests, in_levels[0]] for digests in ([*flat[0]], [*flat[0]], [*flat[0]], [])]
+    assert len(set(in_hierarchy)) == 1
+    expected = [[*digests, in_hierarchy[0]] for digests in ([*flat[0]], [*flat[0]], [*flat[0]], [])]
     assert list(run(4, over_processes, timeout_s=90).check().results) == expected

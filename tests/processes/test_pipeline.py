@@ -92,7 +92,7 @@ def name_of(case: dict) -> str:
 _SEEDS = threading.Lock()  # ranks are threads: building seeds torch's generator
 
 
-def twin(link: SimTransport, name: str, tied: bool, clip: float, micro_batches: int) -> dict:
+def twin(transport: SimTransport, name: str, tied: bool, clip: float, micro_batches: int) -> dict:
     """The whole model on every rank, plain; each rank takes its replica's rows, micro-batch after micro-batch."""
     model = pipeline_model.model(tied)
     with _SEEDS:
@@ -102,10 +102,12 @@ def twin(link: SimTransport, name: str, tied: bool, clip: float, micro_batches: 
     kinds = {"OneBitAdam": onebit.OnebitAdam, "OneBitLamb": onebit.OnebitLamb, "ZeroOneAdam": onebit.ZeroOneAdam}
     optimizer = None
     if name in kinds:
-        optimizer = kinds[name](net.parameters(), link=link, max_grad_norm=clip, weight_decay=0.0, **options, **common)
+        optimizer = kinds[name](
+            net.parameters(), transport=transport, max_grad_norm=clip, weight_decay=0.0, **options, **common
+        )
     else:
         optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.0, **options)
-    batches = pipeline_model.micro_batches(link.rank, link.world_size, micro_batches, ROWS)
+    batches = pipeline_model.micro_batches(transport.rank, transport.world_size, micro_batches, ROWS)
     losses, norms = [], []
     for _ in range(STEPS):
         total = torch.zeros(1, dtype=torch.float64)
@@ -114,10 +116,10 @@ def twin(link: SimTransport, name: str, tied: bool, clip: float, micro_batches: 
             loss = pipeline_model.loss_of(net(x), y)
             (loss / micro_batches).backward()
             total += loss.item() / micro_batches
-        link.all_reduce(total).wait()
-        losses.append(float(total) / link.world_size)
+        transport.all_reduce(total).wait()
+        losses.append(float(total) / transport.world_size)
         if name == "AdamW":
-            onebit.dense.average_gradients(net.parameters(), link)
+            onebit.dense.average_gradients(net.parameters(), transport)
             norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), clip)) if clip else 0.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -128,7 +130,7 @@ def twin(link: SimTransport, name: str, tied: bool, clip: float, micro_batches: 
 
 @functools.cache
 def twin_of(name: str, tied: bool, clip: float, micro_batches: int) -> dict:
-    return run_ranks(REPLICAS, lambda link: twin(link, name, tied, clip, micro_batches))[0]
+    return run_ranks(REPLICAS, lambda transport: twin(transport, name, tied, clip, micro_batches))[0]
 
 
 def both(case: dict) -> tuple[list[dict], dict]:

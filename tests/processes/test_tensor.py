@@ -53,7 +53,9 @@ def twin_run(name: str, replicas: int, shards: int, *blocks: str) -> list[dict]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return run_ranks(replicas, lambda link: twin(link, name, shards, {block: given[block] for block in blocks}))
+        return run_ranks(
+            replicas, lambda transport: twin(transport, name, shards, {block: given[block] for block in blocks})
+        )
     finally:
         torch.set_num_threads(threads)
 
@@ -217,7 +219,7 @@ def test_what_cannot_run_is_refused() -> None:
     for rank, said in enumerate(STARTS.results(2, 1, "refused")):
         assert "2 ranks compute each layer together: pass initialize(tensor_plan=...)" in said["no plan"]
         assert "onebit.tensor is 4, the grid is pipe=1 x replica=1 x shard=1 x tensor=2" in said["another grid"]
-        assert "sharded inside a node or not at all" in said["across"]
+        assert "sharded inside a node or not at all" in said["inter_node"]
         assert "is a DTensor already" in said["twice"]
         assert f"rank {rank}: an input of shape (1, 15, 128) cannot be divided along dimension 1" in said["odd length"]
         assert "3 tensor ranks cannot divide 4 heads" in said["heads"]

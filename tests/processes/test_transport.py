@@ -14,7 +14,7 @@ from ranks import Ended, run_mpi, run_torchrun
 from transport_contract import CHECKS, digest_of_compressed_rounds
 
 from onebit import OnebitAdam, dense, zero
-from onebit.comm import SignCodec, allreduce_mean, run_ranks, two_levels
+from onebit.comm import SignCodec, allreduce_mean, hierarchical, run_ranks
 from onebit.comm.transports.edge import DIAGNOSIS_S, check_all_gather, check_all_to_all, check_contiguous
 from onebit.comm.transports.mpi import check_thread_level
 
@@ -153,7 +153,7 @@ def test_ranks_that_launch_different_operations_are_told(backend: str, name: str
     "name", [name for name in transport_ranks.DISAGREEMENTS if name not in ("late", "closing", "splitting")]
 )
 def test_simulated_ranks_that_launch_different_operations_are_told(name: str) -> None:
-    for rank, seen in enumerate(run_ranks(3, lambda link: transport_ranks.disagree(link, name))):
+    for rank, seen in enumerate(run_ranks(3, lambda transport: transport_ranks.disagree(transport, name))):
         check_disagreement(name, rank, seen)
 
 
@@ -227,17 +227,23 @@ def test_mpi_without_threads_is_refused() -> None:
         check_thread_level(1, 2)
 
 
-@pytest.mark.parametrize("link", ["gloo", None, 4])
-def test_what_is_no_transport_is_refused_by_name(link: Any) -> None:
+@pytest.mark.parametrize("transport", ["gloo", None, 4])
+def test_what_is_no_transport_is_refused_by_name(transport: Any) -> None:
     params = [torch.nn.Parameter(torch.ones(4))]
     makers: list[Callable[[], object]] = [
-        lambda: two_levels(link, 2),
-        lambda: allreduce_mean(torch.zeros(64), None, SignCodec(block=64), link),
+        lambda: hierarchical(transport, 2),
+        lambda: allreduce_mean(torch.zeros(64), None, SignCodec(block=64), transport),
     ]
-    if link is not None:
-        makers += [lambda: dense.DenseAverager(params, link), lambda: dense.broadcast_parameters(params, link)]
-        makers += [lambda: OnebitAdam(params, link=link), lambda: zero.ShardedOnebitAdam(params, link=link)]
+    if transport is not None:
+        makers += [
+            lambda: dense.DenseAverager(params, transport),
+            lambda: dense.broadcast_parameters(params, transport),
+        ]
+        makers += [
+            lambda: OnebitAdam(params, transport=transport),
+            lambda: zero.ShardedOnebitAdam(params, transport=transport),
+        ]
     for make in makers:
-        said = rf"link must be a transport, got {link!r}; make one with onebit\.comm\.init\("
-        with pytest.raises(TypeError, match=said + ("backend='gloo'" if link == "gloo" else "")):
+        said = rf"transport must be a transport, got {transport!r}; make one with onebit\.comm\.init\("
+        with pytest.raises(TypeError, match=said + ("backend='gloo'" if transport == "gloo" else "")):
             make()

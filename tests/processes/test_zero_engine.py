@@ -20,25 +20,25 @@ def at(stage: int, **ours: object) -> dict:
     return {"zero_optimization": {"stage": stage}, "onebit": {"compression": "always", "block": 64, **ours}}
 
 
-WHOLE = [(config_of(name, params, **at(0), gradient_clipping=1.0), 1, "whole") for name, params in ONE_BIT.items()]
+WHOLE = [(config_of(name, params, **at(0), gradient_clipping=1.0), 1, "replicated") for name, params in ONE_BIT.items()]
 ACROSS = [
-    (config_of("OneBitAdam", WARM, **at(1), gradient_clipping=1.0), 1, "across"),
-    (config_of("OneBitAdam", WARM, **at(1, differences="sign"), **BF16), 1, "across"),
-    (config_of("OneBitAdam", **at(2), **BF16), 1, "across"),  # warm-up to the end
-    (config_of("OneBitAdam", WARM, **at(1), **FP16), 1, "across"),
-    (config_of("OneBitLamb", WARM, **at(1), gradient_clipping=1.0, **FASTER), 1, "across"),
-    (config_of("OneBitLamb", **at(2), **BF16, **FASTER), 1, "across"),
-    (config_of("ZeroOneAdam", SKIPPING, **at(1), **FP16), 1, "across"),
-    (config_of("ZeroOneAdam", SKIPPING, **at(2), **BF16), 1, "across"),
+    (config_of("OneBitAdam", WARM, **at(1), gradient_clipping=1.0), 1, "inter_node"),
+    (config_of("OneBitAdam", WARM, **at(1, differences="sign"), **BF16), 1, "inter_node"),
+    (config_of("OneBitAdam", **at(2), **BF16), 1, "inter_node"),  # warm-up to the end
+    (config_of("OneBitAdam", WARM, **at(1), **FP16), 1, "inter_node"),
+    (config_of("OneBitLamb", WARM, **at(1), gradient_clipping=1.0, **FASTER), 1, "inter_node"),
+    (config_of("OneBitLamb", **at(2), **BF16, **FASTER), 1, "inter_node"),
+    (config_of("ZeroOneAdam", SKIPPING, **at(1), **FP16), 1, "inter_node"),
+    (config_of("ZeroOneAdam", SKIPPING, **at(2), **BF16), 1, "inter_node"),
 ]
 INSIDE = [
-    (config_of(name, params, **at(stage), **precision, gradient_clipping=clip), 2, "inside")
+    (config_of(name, params, **at(stage), **precision, gradient_clipping=clip), 2, "intra_node")
     for name, params in ONE_BIT.items()
     for stage, precision, clip in ((1, BF16, 1.0), (2, {}, 0.0), (3, BF16, 0.0))
 ]
 INSIDE += [
-    (config_of("OneBitAdam", {"freeze_step": 4}, **at(0), **BF16), 1, "inside"),
-    (config_of("OneBitAdam", {"freeze_step": 4}, **at(3), **FP16), 2, "inside"),
+    (config_of("OneBitAdam", {"freeze_step": 4}, **at(0), **BF16), 1, "intra_node"),
+    (config_of("OneBitAdam", {"freeze_step": 4}, **at(3), **FP16), 2, "intra_node"),
 ]
 DENSE = [
     (config_of("AdamW", **at(2), **BF16, gradient_clipping=1.0), 2, "dense"),

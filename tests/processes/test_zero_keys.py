@@ -40,7 +40,7 @@ def ranks(folder: Path) -> list[dict]:
 @pytest.mark.dist
 def test_freeze_step_ends_the_warm_up_of_every_form(ranks: list[dict]) -> None:
     for facts in ranks:
-        assert facts["phases"] == dict.fromkeys(("whole", "across", "inside"), "compressed")
+        assert facts["phases"] == dict.fromkeys(("replicated", "inter_node", "intra_node"), "compressed")
 
 
 @pytest.mark.dist
@@ -87,13 +87,15 @@ def test_no_checkpoint_is_taken_within_a_step_and_loading_there_drops_it(ranks: 
 @pytest.mark.dist
 def test_statistics_are_the_mean_of_the_ranks_in_evaluation_and_checkpoints(ranks: list[dict]) -> None:
     for facts in ranks:
-        assert facts["buffers"] == dict.fromkeys(("whole", "across", "inside", "dense", "stages"), [True] * 6)
+        assert facts["buffers"] == dict.fromkeys(
+            ("replicated", "inter_node", "intra_node", "dense", "stages"), [True] * 6
+        )
 
 
 @pytest.mark.dist
 def test_offload_changes_no_bit(ranks: list[dict]) -> None:
     assert all(
-        facts["offload"] == {"inside": [True, "CPUOffloadPolicy"], "dense": [True, "CPUOffloadPolicy"]}
+        facts["offload"] == {"intra_node": [True, "CPUOffloadPolicy"], "dense": [True, "CPUOffloadPolicy"]}
         for facts in ranks
     )
 
@@ -146,24 +148,24 @@ def config(name: str = "OneBitAdam", params: dict | None = None, **blocks: objec
 @pytest.mark.parametrize(
     ("read", "form", "words"),
     [
-        (config(), "whole", []),
-        (config(onebit={"differences": "sign"}), "whole", ["onebit.differences"]),
-        (config(onebit={"error_dtype": "bf16"}), "across", ["onebit.error_dtype"]),
-        (config(onebit={"bucket_cap_mb": 1, "block": 64}), "inside", []),
+        (config(), "replicated", []),
+        (config(onebit={"differences": "sign"}), "replicated", ["onebit.differences"]),
+        (config(onebit={"error_dtype": "bf16"}), "inter_node", ["onebit.error_dtype"]),
+        (config(onebit={"bucket_cap_mb": 1, "block": 64}), "intra_node", []),
         (config("AdamW", onebit={"block": 64}), "dense", ["onebit.block"]),
-        (config(params={"freeze_step": 9, "bias_correction": False}), "across", ["bias_correction"]),
-        (config("OneBitLamb", {"coeff_beta": 0.8, "factor_max": 2.0}), "across", ["factor_max"]),
-        (config("ZeroOneAdam", {"var_update_scaler": 8}), "across", ["var_update_scaler"]),
-        (config("ZeroOneAdam", {"var_freeze_step": 800}), "across", ["var_freeze_step"]),
-        (config("ZeroOneAdam", {"var_freeze_step": 8}), "across", []),
-        (config(params={"freeze_step": 23000}), "across", ["freeze_step"]),
-        (config("ZeroOneAdam", {"var_freeze_step": 8, "local_step_scaler": 4}), "across", []),
+        (config(params={"freeze_step": 9, "bias_correction": False}), "inter_node", ["bias_correction"]),
+        (config("OneBitLamb", {"coeff_beta": 0.8, "factor_max": 2.0}), "inter_node", ["factor_max"]),
+        (config("ZeroOneAdam", {"var_update_scaler": 8}), "inter_node", ["var_update_scaler"]),
+        (config("ZeroOneAdam", {"var_freeze_step": 800}), "inter_node", ["var_freeze_step"]),
+        (config("ZeroOneAdam", {"var_freeze_step": 8}), "inter_node", []),
+        (config(params={"freeze_step": 23000}), "inter_node", ["freeze_step"]),
+        (config("ZeroOneAdam", {"var_freeze_step": 8, "local_step_scaler": 4}), "inter_node", []),
         (config("AdamW", communication_data_type="bf16"), "dense", ["communication_data_type"]),
         (config("AdamW", communication_data_type="fp32"), "dense", []),
-        (config(communication_data_type="bf16"), "inside", []),
-        (config(data_types={"grad_accum_dtype": "fp32"}), "inside", []),
-        (config(data_types={"grad_accum_dtype": "fp32"}, bf16={"enabled": True}), "across", ["grad_accum_dtype"]),
-        (config(data_types={"grad_accum_dtype": "bf16"}, bf16={"enabled": True}), "inside", ["grad_accum_dtype"]),
+        (config(communication_data_type="bf16"), "intra_node", []),
+        (config(data_types={"grad_accum_dtype": "fp32"}), "intra_node", []),
+        (config(data_types={"grad_accum_dtype": "fp32"}, bf16={"enabled": True}), "inter_node", ["grad_accum_dtype"]),
+        (config(data_types={"grad_accum_dtype": "bf16"}, bf16={"enabled": True}), "intra_node", ["grad_accum_dtype"]),
         (config("AdamW", zero_optimization={"overlap_comm": False}), "dense", ["overlap_comm"]),
     ],
 )
@@ -175,14 +177,14 @@ def test_what_a_form_does_not_do_is_said(read: zero.Config, form: str, words: li
 @pytest.mark.parametrize(
     ("sizes", "stage", "more", "form"),
     [
-        ((1, 1, 1, 1), 3, {}, "inside"),  # one rank takes the path of several
-        ((1, 1, 1, 1), 1, {}, "across"),
-        ((1, 1, 1, 1), 2, {"onebit": {"sharding": "inside"}}, "inside"),
-        ((2, 1, 1, 1), 1, {"pipeline": {"stages": 2}}, "inside"),
-        ((2, 1, 2, 1), 1, {"pipeline": {"stages": 2}}, "inside"),
+        ((1, 1, 1, 1), 3, {}, "intra_node"),  # one rank takes the path of several
+        ((1, 1, 1, 1), 1, {}, "inter_node"),
+        ((1, 1, 1, 1), 2, {"onebit": {"sharding": "intra_node"}}, "intra_node"),
+        ((2, 1, 1, 1), 1, {"pipeline": {"stages": 2}}, "intra_node"),
+        ((2, 1, 2, 1), 1, {"pipeline": {"stages": 2}}, "intra_node"),
         ((2, 2, 1, 1), 1, {"pipeline": {"stages": 2}}, "knows of no other stages"),
         ((1, 2, 1, 1), 3, {}, "a slow network cannot carry"),
-        ((1, 2, 1, 1), 1, {"onebit": {"sharding": "inside"}}, "there is nobody to shard with"),
+        ((1, 2, 1, 1), 1, {"onebit": {"sharding": "intra_node"}}, "there is nobody to shard with"),
     ],
 )
 def test_the_form_follows_from_who_shares_what(sizes: tuple, stage: int, more: dict, form: str) -> None:
@@ -220,11 +222,11 @@ def test_shards_are_those_of_a_stage(world_size: int, name: str, ours: dict, sta
 def test_the_norm_that_clips_is_told(kind: type) -> None:
     """Exact while gradients travel (the estimate of a first step, with nothing to compare: as if independent)."""
 
-    def work(link: SimTransport) -> list[float | None]:
+    def work(transport: SimTransport) -> list[float | None]:
         p = torch.nn.Parameter(torch.zeros(128))
-        optimizer = kind([p], link=link, max_grad_norm=1.0)
+        optimizer = kind([p], transport=transport, max_grad_norm=1.0)
         told = [optimizer.stats.grad_norm]
-        for value in (3.0 + link.rank, float("inf"), 3.0):
+        for value in (3.0 + transport.rank, float("inf"), 3.0):
             p.grad = torch.full((128,), value)
             optimizer.step()
             told.append(optimizer.stats.grad_norm)

@@ -30,8 +30,8 @@ OF_FOUR += [
     {"name": "ZeroOneAdam", "stage": 0, "load": "ZeroOneAdam 2x2"},
     {"name": "OneBitLamb", "stage": 1, "shards": 4, "load": "OneBitLamb 2x2", "blocks": BF16},
     {"name": "Lamb", "stage": 0, "load": "Lamb 2x2"},
-    {"name": "OneBitAdam", "stage": 1, "save": "across"},
-    {"name": "OneBitAdam", "stage": 2, "shards": 2, "load": "across"},
+    {"name": "OneBitAdam", "stage": 1, "save": "inter_node"},
+    {"name": "OneBitAdam", "stage": 2, "shards": 2, "load": "inter_node"},
     {"name": "AdamW", "stage": 2, "shards": 4, "save": "AdamW"},
 ]
 OF_TWO = [
@@ -53,7 +53,7 @@ def test_a_checkpoint_loads_into_every_other_layout(tmp_path: Path) -> None:
     for ranks, cases in ((4, OF_FOUR), (2, OF_TWO)):
         every = run_torchrun(ranks, runs, str(tmp_path), cases, timeout_s=110).check().results
         for case, facts in zip(cases, every[0], strict=True):
-            if case.get("load") == "across":
+            if case.get("load") == "inter_node":
                 assert "form is across, this run's is inside" in facts["refused"]
                 continue
             assert facts.get("refused") is None and facts["same everywhere"], (case, facts)

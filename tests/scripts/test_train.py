@@ -52,7 +52,7 @@ def flags(folder: Path, *more: str, optimizer: str = "onebit-adam", steps: int =
 def run(world_size: int, arguments: list[str], is_stop_wanted: Callable[[int], bool] = lambda rank: False) -> list[int]:
     """Exit codes, in rank order."""
     args = parse_args(arguments)
-    return run_ranks(world_size, lambda link: train(args, link, lambda: is_stop_wanted(link.rank)))
+    return run_ranks(world_size, lambda transport: train(args, transport, lambda: is_stop_wanted(transport.rank)))
 
 
 def newest(folder: Path) -> Path:
@@ -206,13 +206,13 @@ def test_truncated_checkpoint_is_refused_and_the_intact_one_named(tmp_path: Path
 
 
 def test_failed_write_on_one_rank_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
-    def work(link: SimTransport) -> str:
-        checkpoints = CheckpointFolder(tmp_path, link, CPU)
-        checkpoints.save(1, {}, {"mine": link.rank})
+    def work(transport: SimTransport) -> str:
+        checkpoints = CheckpointFolder(tmp_path, transport, CPU)
+        checkpoints.save(1, {}, {"mine": transport.rank})
         with pytest.raises(CheckpointError) as failure:
-            checkpoints.save(2, {}, {"mine": link.rank if link.rank != 1 else threading.Lock()})
-        shared, (own,) = CheckpointFolder(tmp_path, link, CPU).load()
-        assert (shared["step"], own["mine"]) == (1, link.rank)
+            checkpoints.save(2, {}, {"mine": transport.rank if transport.rank != 1 else threading.Lock()})
+        shared, (own,) = CheckpointFolder(tmp_path, transport, CPU).load()
+        assert (shared["step"], own["mine"]) == (1, transport.rank)
         return str(failure.value)
 
     said = run_ranks(3, work)
@@ -221,10 +221,10 @@ def test_failed_write_on_one_rank_leaves_the_previous_checkpoint(tmp_path: Path)
 
 
 def test_hosts_without_a_shared_file_system_find_their_own_files(tmp_path: Path) -> None:
-    def work(link: SimTransport) -> tuple[int, int]:
-        disk_of_my_host = tmp_path / f"host{link.rank // 2}"
-        CheckpointFolder(disk_of_my_host, link, CPU).save(5, {"model": 7}, {"mine": link.rank})
-        shared, (own,) = CheckpointFolder(disk_of_my_host, link, CPU).load()
+    def work(transport: SimTransport) -> tuple[int, int]:
+        disk_of_my_host = tmp_path / f"host{transport.rank // 2}"
+        CheckpointFolder(disk_of_my_host, transport, CPU).save(5, {"model": 7}, {"mine": transport.rank})
+        shared, (own,) = CheckpointFolder(disk_of_my_host, transport, CPU).load()
         return shared["model"], own["mine"]
 
     assert run_ranks(4, work) == [(7, rank) for rank in range(4)]
@@ -234,14 +234,14 @@ def test_hosts_without_a_shared_file_system_find_their_own_files(tmp_path: Path)
 
 
 def test_host_that_was_not_told_of_the_newest_checkpoint_takes_all_back_to_the_one_before(tmp_path: Path) -> None:
-    def work(link: SimTransport) -> int:
-        disk_of_my_host = tmp_path / f"host{link.rank}"
-        checkpoints = CheckpointFolder(disk_of_my_host, link, CPU)
+    def work(transport: SimTransport) -> int:
+        disk_of_my_host = tmp_path / f"host{transport.rank}"
+        checkpoints = CheckpointFolder(disk_of_my_host, transport, CPU)
         checkpoints.save(1, {}, {})
         checkpoints.save(2, {}, {})
-        if link.rank == 1:  # as if the power went between its vote and its rename
+        if transport.rank == 1:  # as if the power went between its vote and its rename
             (disk_of_my_host / "latest").write_text("step_00000001\n")
-        return CheckpointFolder(disk_of_my_host, link, CPU).load()[0]["step"]
+        return CheckpointFolder(disk_of_my_host, transport, CPU).load()[0]["step"]
 
     assert run_ranks(2, work) == [1, 1]
 

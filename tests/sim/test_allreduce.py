@@ -37,13 +37,13 @@ def test_sent_plus_owed_equals_input_over_rounds(world_size: int, blocks: int) -
     """Σ rounds (mean of inputs) = Σ results + mean of worker errors + server errors; the same on all ranks."""
     n = world_size * blocks * BLOCK
 
-    def work(link: SimTransport) -> tuple[Tensor, Tensor, ErrorFeedback]:
+    def work(transport: SimTransport) -> tuple[Tensor, Tensor, ErrorFeedback]:
         ef = ErrorFeedback.zeros(n, world_size)
         given, got = torch.zeros(n, dtype=torch.float64), []
         for k in range(10):
-            x = vector(100 * k + link.rank, n)
+            x = vector(100 * k + transport.rank, n)
             given += x.double()
-            assert allreduce_mean(x, ef, SignCodec(block=BLOCK), link)
+            assert allreduce_mean(x, ef, SignCodec(block=BLOCK), transport)
             got.append(x)
         return given, torch.stack(got), ef
 
@@ -63,11 +63,11 @@ def test_equals_the_textbook_recursion(world_size: int, scale: str) -> None:
     n = world_size * 2 * BLOCK
     blocks = [slice(k, k + BLOCK) for k in range(0, n, BLOCK)]
 
-    def work(link: SimTransport) -> list[np.ndarray]:
+    def work(transport: SimTransport) -> list[np.ndarray]:
         ef, out = ErrorFeedback.zeros(n, world_size), []
         for k in range(rounds):
-            x = vector(7 * k + link.rank, n)
-            allreduce_mean(x, ef, SignCodec(block=BLOCK, scale=scale), link)
+            x = vector(7 * k + transport.rank, n)
+            allreduce_mean(x, ef, SignCodec(block=BLOCK, scale=scale), transport)
             out.append(x.double().numpy())
         return out
 
@@ -88,9 +88,9 @@ def test_equals_the_textbook_recursion(world_size: int, scale: str) -> None:
 def test_identity_gives_the_plain_mean(world_size: int) -> None:
     n = world_size * 4
 
-    def work(link: SimTransport) -> Tensor:
-        x = vector(link.rank, n)
-        allreduce_mean(x, None, IdentityCodec(), link)
+    def work(transport: SimTransport) -> Tensor:
+        x = vector(transport.rank, n)
+        allreduce_mean(x, None, IdentityCodec(), transport)
         return x
 
     expected = sum((vector(rank, n) for rank in range(1, world_size)), vector(0, n)) * (1 / world_size)
@@ -99,12 +99,12 @@ def test_identity_gives_the_plain_mean(world_size: int) -> None:
 
 
 def test_identity_travels_from_where_it_lies() -> None:
-    def work(link: SimTransport) -> bool:
-        x, n = vector(link.rank, 64), 64
+    def work(transport: SimTransport) -> bool:
+        x, n = vector(transport.rank, 64), 64
         wire = Wire.empty(IdentityCodec(), n, 2, frames_WB=x.view(torch.uint8).view(2, -1))
         y = x.clone()
-        interleave([compressed_allreduce(x, None, IdentityCodec(), link, wire)])
-        allreduce_mean(y, None, IdentityCodec(), link)
+        interleave([compressed_allreduce(x, None, IdentityCodec(), transport, wire)])
+        allreduce_mean(y, None, IdentityCodec(), transport)
         return torch.equal(x, y)
 
     assert run_ranks(2, work) == [True, True]
@@ -115,9 +115,9 @@ def test_ranks_may_change_places() -> None:
     n = 4 * BLOCK
 
     def result(order: list[int]) -> Tensor:
-        def work(link: SimTransport) -> Tensor:
-            x = vector(order[link.rank], n)
-            allreduce_mean(x, ErrorFeedback.zeros(n, 4), SignCodec(block=BLOCK), link)
+        def work(transport: SimTransport) -> Tensor:
+            x = vector(order[transport.rank], n)
+            allreduce_mean(x, ErrorFeedback.zeros(n, 4), SignCodec(block=BLOCK), transport)
             return x
 
         return run_ranks(4, work)[0]
@@ -129,42 +129,42 @@ def test_ranks_may_change_places() -> None:
 def test_interleaved_equals_one_after_another(codec: Codec) -> None:
     sizes = [2 * BLOCK, 8 * BLOCK, 4 * BLOCK]
 
-    def work(link: SimTransport, run: Callable[[list], None]) -> list[Tensor]:
-        xs = [vector(10 * k + link.rank, n) for k, n in enumerate(sizes)]
+    def work(transport: SimTransport, run: Callable[[list], None]) -> list[Tensor]:
+        xs = [vector(10 * k + transport.rank, n) for k, n in enumerate(sizes)]
         efs = [ErrorFeedback.zeros(n, 2) for n in sizes]
         wires = [Wire.empty(codec, n, 2) for n in sizes]
-        run([compressed_allreduce(x, ef, codec, link, w) for x, ef, w in zip(xs, efs, wires, strict=True)])
+        run([compressed_allreduce(x, ef, codec, transport, w) for x, ef, w in zip(xs, efs, wires, strict=True)])
         return [w.frames_WB for w in wires] + xs
 
     def one_by_one(exchanges: list) -> None:
         for exchange in exchanges:
             interleave([exchange])
 
-    together = run_ranks(2, lambda link: work(link, interleave))
-    apart = run_ranks(2, lambda link: work(link, one_by_one))
+    together = run_ranks(2, lambda transport: work(transport, interleave))
+    apart = run_ranks(2, lambda transport: work(transport, one_by_one))
     assert all(torch.equal(a, b) for x, y in zip(together, apart, strict=True) for a, b in zip(x, y, strict=True))
 
 
 @pytest.mark.parametrize("codec", [SignCodec(block=BLOCK), IdentityCodec()], ids=str)
 def test_a_bad_value_on_one_rank_is_seen_by_all_and_leaves_the_errors(codec: Codec) -> None:
-    def work(link: SimTransport) -> tuple[bool, bool]:
+    def work(transport: SimTransport) -> tuple[bool, bool]:
         n = 4 * BLOCK
         ef = ErrorFeedback(vector(1, n), vector(2, n // 2), torch.empty(n), torch.empty(n // 2))
         before = ef.worker.clone(), ef.server.clone()
-        x = vector(link.rank, n)
-        if link.rank == 1:
+        x = vector(transport.rank, n)
+        if transport.rank == 1:
             x[3] = float("inf")
-        good = allreduce_mean(x, ef, codec, link)
+        good = allreduce_mean(x, ef, codec, transport)
         return good, torch.equal(ef.worker, before[0]) and torch.equal(ef.server, before[1])
 
     assert run_ranks(2, work) == [(False, True), (False, True)]
 
 
 def test_sends_what_the_docstring_says() -> None:
-    def work(link: SimTransport) -> int:
+    def work(transport: SimTransport) -> int:
         n = 4 * 6 * BLOCK
-        allreduce_mean(vector(0, n), ErrorFeedback.zeros(n, 4), SignCodec(block=BLOCK), link)
-        return link.sent_bytes
+        allreduce_mean(vector(0, n), ErrorFeedback.zeros(n, 4), SignCodec(block=BLOCK), transport)
+        return transport.sent_bytes
 
     assert set(run_ranks(4, work)) == {2 * 3 * SignCodec(block=BLOCK).frame_bytes(6 * BLOCK)}
 
@@ -178,19 +178,19 @@ def test_a_vector_that_does_not_fit_is_refused(x: Tensor) -> None:
 
 
 def test_a_simulated_rank_that_dies_or_hangs_is_named() -> None:
-    def dies(link: SimTransport) -> None:
-        if link.rank == 1:
+    def dies(transport: SimTransport) -> None:
+        if transport.rank == 1:
             return
-        allreduce_mean(torch.zeros(3 * BLOCK), None, SignCodec(block=BLOCK), link)
+        allreduce_mean(torch.zeros(3 * BLOCK), None, SignCodec(block=BLOCK), transport)
 
     with pytest.raises(PeerError, match=r"rank 0: rank \[1\] ended before all_to_all") as caught:
         run_ranks(3, dies, timeout_s=5)
     assert caught.value.ranks == (1,)
 
-    def raises(link: SimTransport) -> None:
-        if link.rank == 2:
+    def raises(transport: SimTransport) -> None:
+        if transport.rank == 2:
             raise KeyError("my own")
-        dies(link)
+        dies(transport)
 
     with pytest.raises(KeyError, match="my own"):
         run_ranks(3, raises, timeout_s=5)

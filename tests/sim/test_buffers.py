@@ -43,9 +43,9 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_statistics_become_the_mean_over_the_ranks(world_size: int) -> None:
-    def work(link: SimTransport) -> dict[str, Tensor]:
-        model = trained(link.rank)
-        onebit.sync_buffers(model, link)
+    def work(transport: SimTransport) -> dict[str, Tensor]:
+        model = trained(transport.rank)
+        onebit.sync_buffers(model, transport)
         return dict(model.named_buffers())
 
     every = [dict(trained(rank).named_buffers()) for rank in range(world_size)]
@@ -60,10 +60,10 @@ def test_statistics_become_the_mean_over_the_ranks(world_size: int) -> None:
 def test_an_evaluation_is_the_same_on_all_ranks() -> None:
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(9))
 
-    def work(link: SimTransport) -> tuple[Tensor, Tensor]:
-        model = trained(link.rank).eval()
+    def work(transport: SimTransport) -> tuple[Tensor, Tensor]:
+        model = trained(transport.rank).eval()
         before = model(x).detach()
-        onebit.sync_buffers(model, link)
+        onebit.sync_buffers(model, transport)
         return before, model(x).detach()
 
     (before, after), (before_1, after_1) = run_ranks(2, work)
@@ -72,14 +72,14 @@ def test_an_evaluation_is_the_same_on_all_ranks() -> None:
 
 
 def test_buffers_of_every_kind() -> None:
-    def work(link: SimTransport) -> tuple[Odd, int]:
-        model = Odd(link.rank)
+    def work(transport: SimTransport) -> tuple[Odd, int]:
+        model = Odd(transport.rank)
         third, cache = model.third.clone(), model.cache.clone()
-        onebit.sync_buffers(model, link)
+        onebit.sync_buffers(model, transport)
         assert torch.equal(model.third, third) and torch.equal(model.cache, cache)
-        before = link.sent_bytes
-        onebit.sync_buffers(model, link)
-        return model, link.sent_bytes - before
+        before = transport.sent_bytes
+        onebit.sync_buffers(model, transport)
+        return model, transport.sent_bytes - before
 
     for model, sent_bytes in run_ranks(3, work):
         for name in ("float32", "float64", "bfloat16", "float16"):
@@ -91,17 +91,17 @@ def test_buffers_of_every_kind() -> None:
 
 
 def test_a_model_without_buffers() -> None:
-    def work(link: SimTransport) -> int:
-        onebit.sync_buffers(nn.Linear(2, 2), link)
-        return link.sent_bytes
+    def work(transport: SimTransport) -> int:
+        onebit.sync_buffers(nn.Linear(2, 2), transport)
+        return transport.sent_bytes
 
     assert run_ranks(2, work) == [48, 48]
 
 
 def test_other_buffers_on_one_rank_are_refused_by_all() -> None:
-    def work(link: SimTransport) -> str:
+    def work(transport: SimTransport) -> str:
         with pytest.raises(ValueError, match=r"the model's buffers differ between ranks: entry 3 is 4.running_mean"):
-            onebit.sync_buffers(nn.Sequential(*[*ORIGINAL][: 5 - link.rank]), link)
+            onebit.sync_buffers(nn.Sequential(*[*ORIGINAL][: 5 - transport.rank]), transport)
         return "refused"
 
     assert run_ranks(2, work) == ["refused"] * 2

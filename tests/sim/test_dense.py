@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from onebit.comm import SimTransport, run_ranks
 from onebit.dense import DenseAverager, average_gradients, broadcast_parameters
-from onebit.shards import Shards
+from onebit.model_parallel import ModelParallelGroup
 from onebit.zero.parallel import dense
 
 ORIGINAL = nn.Sequential(nn.Linear(5, 400), nn.ReLU(), nn.Linear(400, 900), nn.ReLU(), nn.Linear(900, 1))
@@ -41,10 +41,10 @@ def mean_gradients(world_size: int) -> list[Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("bucket_cap_mb", [1e-6, 0.1, 25.0])
 def test_average_is_the_mean(world_size: int, bucket_cap_mb: float) -> None:
-    def work(link: SimTransport) -> list[Tensor]:
+    def work(transport: SimTransport) -> list[Tensor]:
         model = build()
-        backward(model, link.rank)
-        assert average_gradients(model.parameters(), link, bucket_cap_mb) >= 0.0
+        backward(model, transport.rank)
+        assert average_gradients(model.parameters(), transport, bucket_cap_mb) >= 0.0
         return gradients(model)
 
     for averaged in run_ranks(world_size, work):
@@ -54,14 +54,14 @@ def test_average_is_the_mean(world_size: int, bucket_cap_mb: float) -> None:
 
 
 def test_sending_during_backward_gives_the_same_bits_as_after_it() -> None:
-    def work(link: SimTransport) -> bool:
+    def work(transport: SimTransport) -> bool:
         after, during = build(), build()
-        averager = DenseAverager(during.parameters(), link, bucket_cap_mb=0.1)
+        averager = DenseAverager(during.parameters(), transport, bucket_cap_mb=0.1)
         for seed in range(3):
             for model in (after, during):
                 model.zero_grad()
-                backward(model, 10 * seed + link.rank)
-            average_gradients(after.parameters(), link, bucket_cap_mb=0.1)
+                backward(model, 10 * seed + transport.rank)
+            average_gradients(after.parameters(), transport, bucket_cap_mb=0.1)
             averager.finish()
             if not all(map(torch.equal, gradients(after), gradients(during))):
                 return False
@@ -71,14 +71,14 @@ def test_sending_during_backward_gives_the_same_bits_as_after_it() -> None:
 
 
 def test_accumulated_gradients_are_sent_once() -> None:
-    def work(link: SimTransport) -> tuple[list[Tensor], int]:
+    def work(transport: SimTransport) -> tuple[list[Tensor], int]:
         model = build()
-        averager = DenseAverager(model.parameters(), link)
+        averager = DenseAverager(model.parameters(), transport)
         with averager.no_sync():
-            backward(model, link.rank)
-        backward(model, link.rank)
+            backward(model, transport.rank)
+        backward(model, transport.rank)
         averager.finish()
-        return gradients(model), link.sent_bytes
+        return gradients(model), transport.sent_bytes
 
     numel = sum(p.numel() for p in build().parameters())
     for accumulated, sent_bytes in run_ranks(2, work):
@@ -89,11 +89,11 @@ def test_accumulated_gradients_are_sent_once() -> None:
 
 @pytest.mark.parametrize("during_backward", [False, True])
 def test_gradient_missing_on_one_rank_counts_as_zero(during_backward: bool) -> None:
-    def work(link: SimTransport) -> Tensor:
+    def work(transport: SimTransport) -> Tensor:
         used, sometimes = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))
-        averager = DenseAverager([used, sometimes], link) if during_backward else None
-        (used.sum() + (sometimes.sum() if link.rank == 1 else 0.0)).backward()
-        averager.finish() if averager is not None else average_gradients([used, sometimes], link)
+        averager = DenseAverager([used, sometimes], transport) if during_backward else None
+        (used.sum() + (sometimes.sum() if transport.rank == 1 else 0.0)).backward()
+        averager.finish() if averager is not None else average_gradients([used, sometimes], transport)
         return sometimes.grad
 
     for grad in run_ranks(2, work):
@@ -101,10 +101,10 @@ def test_gradient_missing_on_one_rank_counts_as_zero(during_backward: bool) -> N
 
 
 def test_half_precision_gradients_are_averaged_in_float32() -> None:
-    def work(link: SimTransport) -> Tensor:
+    def work(transport: SimTransport) -> Tensor:
         p = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-        p.grad = torch.tensor([1.0, 2.0 ** (8 * link.rank)], dtype=torch.bfloat16)
-        average_gradients([p], link)
+        p.grad = torch.tensor([1.0, 2.0 ** (8 * transport.rank)], dtype=torch.bfloat16)
+        average_gradients([p], transport)
         return p.grad
 
     for grad in run_ranks(3, work):
@@ -112,13 +112,13 @@ def test_half_precision_gradients_are_averaged_in_float32() -> None:
 
 
 def test_broadcast_gives_every_rank_the_source_values() -> None:
-    def work(link: SimTransport) -> list[Tensor]:
+    def work(transport: SimTransport) -> list[Tensor]:
         model = build()
-        broken_up = nn.Parameter(torch.full((4, 6), float(link.rank)).t())
+        broken_up = nn.Parameter(torch.full((4, 6), float(transport.rank)).t())
         with torch.no_grad():
             for p in model.parameters():
-                p.add_(link.rank)
-        broadcast_parameters((p for p in [*model.parameters(), broken_up]), link, src=1)
+                p.add_(transport.rank)
+        broadcast_parameters((p for p in [*model.parameters(), broken_up]), transport, src=1)
         return [p.detach().clone() for p in [*model.parameters(), broken_up]]
 
     ranks = run_ranks(3, work)
@@ -198,17 +198,17 @@ def test_whatever_the_passes_were_the_gradients_are_the_means_of_what_they_added
 ) -> None:
     """And the step after them is an ordinary one again: nothing travels twice in it."""
 
-    def work(link: SimTransport) -> tuple[list[Tensor], list[Tensor], int]:
+    def work(transport: SimTransport) -> tuple[list[Tensor], list[Tensor], int]:
         model = build()
-        averager = DenseAverager(model.parameters(), link, bucket_cap_mb)
-        play(model, averager, SCRIPTS[name][link.rank])
+        averager = DenseAverager(model.parameters(), transport, bucket_cap_mb)
+        play(model, averager, SCRIPTS[name][transport.rank])
         averager.finish()
         odd = [g.clone() for g in gradients(model)]
         model.zero_grad()
-        before = link.sent_bytes
+        before = transport.sent_bytes
         play(model, averager, ["all 8"])
         averager.finish()
-        return odd, gradients(model), link.sent_bytes - before
+        return odd, gradients(model), transport.sent_bytes - before
 
     truths = [adds_up_to(script) for script in SCRIPTS[name]]
     numel = sum(p.numel() for p in build().parameters())
@@ -225,11 +225,11 @@ def test_whatever_the_passes_were_the_gradients_are_the_means_of_what_they_added
 def test_the_engine_skips_what_no_variance_can_hold_unless_it_is_clipped(value: float, max_norm: float) -> None:
     """Its square would be infinite, and with it the variance: nothing would move any more, and nobody be told."""
 
-    def work(link: SimTransport) -> tuple[bool, float]:
+    def work(transport: SimTransport) -> tuple[bool, float]:
         p = nn.Parameter(torch.zeros(6))
-        p.grad = torch.full((6,), value if link.rank else 1.0)
+        p.grad = torch.full((6,), value if transport.rank else 1.0)
         optimizer = torch.optim.AdamW([p])
-        is_good, _ = dense.prepare(optimizer, link, Shards(SimTransport()), 1, 1.0, max_norm)
+        is_good, _ = dense.prepare(optimizer, transport, ModelParallelGroup(SimTransport()), 1, 1.0, max_norm)
         optimizer.step()
         return is_good, float(optimizer.state[p]["exp_avg_sq"].max())
 

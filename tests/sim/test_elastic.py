@@ -17,10 +17,10 @@ from onebit.comm import SimTransport, run_ranks
 def trained(world_size: int, name: str, steps: int, **options: object) -> list[tuple[dict, dict, Tensor]]:
     """Per rank: its state, its model, and the mean over ranks of what is owed, per parameter."""
 
-    def work(link: SimTransport) -> tuple[dict, dict, list[Tensor]]:
+    def work(transport: SimTransport) -> tuple[dict, dict, list[Tensor]]:
         net = model()
-        optimizer = make(name, net, link, **options)
-        train(link, range(steps), net, optimizer)
+        optimizer = make(name, net, transport, **options)
+        train(transport, range(steps), net, optimizer)
         return copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net.state_dict()), owed(optimizer)
 
     results = run_ranks(world_size, work)
@@ -34,7 +34,7 @@ def owed(optimizer: CompressedOptimizer) -> Tensor:
     for bucket in optimizer._buckets:
         if bucket.ef is None:
             continue
-        mine = bucket.spread(bucket.ef.worker.double()) / bucket.levels.nodes
+        mine = bucket.spread(bucket.ef.worker.double()) / bucket.hierarchy.nodes
         bucket.own_chunk(mine).add_(bucket.ef.server.double())
         parts += [view.reshape(-1) for view in bucket.layout.views(mine)]
     return torch.cat(parts) if parts else torch.zeros(0)
@@ -47,13 +47,13 @@ def test_what_is_owed_is_kept_and_training_goes_on(name: str, old: int, new: int
     before = trained(old, name, steps)
     states = [state for state, _, _ in before]
 
-    def work(link: SimTransport) -> tuple[Tensor, Tensor, Tensor]:
+    def work(transport: SimTransport) -> tuple[Tensor, Tensor, Tensor]:
         net = model(seed=3)
-        optimizer = make(name, net, link)
+        optimizer = make(name, net, transport)
         net.load_state_dict(before[0][1])
         optimizer.load_state_dicts(copy.deepcopy(states))
         shares, at_start = owed(optimizer), flat(net).clone()
-        train(link, range(steps, steps + 12), net, optimizer)
+        train(transport, range(steps, steps + 12), net, optimizer)
         if hasattr(optimizer, "sync"):
             optimizer.sync()
         return shares, at_start, flat(net).clone()
@@ -71,13 +71,13 @@ def test_the_variance_is_refreshed_in_the_new_world(name: str) -> None:
     states = [state for state, _, _ in trained(3, name, 106, freeze_step="auto")]
     before = copy.deepcopy(states)
 
-    def work(link: SimTransport) -> list[str]:
+    def work(transport: SimTransport) -> list[str]:
         net = model()
-        optimizer = make(name, net, link, freeze_step="auto", check_replicas_every=1)
+        optimizer = make(name, net, transport, freeze_step="auto", check_replicas_every=1)
         optimizer.load_state_dicts(states)
         phases = []
         for step in range(106, 114):
-            train(link, range(step, step + 1), net, optimizer)
+            train(transport, range(step, step + 1), net, optimizer)
             phases.append(optimizer.stats.phase)
         return phases
 
@@ -90,11 +90,11 @@ def test_the_variance_is_refreshed_in_the_new_world(name: str) -> None:
 def test_a_world_of_the_same_size_continues_to_the_bit(name: str) -> None:
     states = [state for state, _, _ in trained(2, name, 23)]
 
-    def work(link: SimTransport) -> bool:
+    def work(transport: SimTransport) -> bool:
         net = model()
-        optimizer = make(name, net, link)
+        optimizer = make(name, net, transport)
         optimizer.load_state_dicts(copy.deepcopy(states))
-        return same(optimizer.state_dict(), states[link.rank])
+        return same(optimizer.state_dict(), states[transport.rank])
 
     assert run_ranks(2, work) == [True, True]
 

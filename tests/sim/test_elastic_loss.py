@@ -46,10 +46,10 @@ def run(name: str, worlds: tuple[int, ...], forgets: bool = False) -> tuple[dict
                 entry["worker_error"].zero_()
     span = range(CUTS[len(worlds) - 1], CUTS[len(worlds)])
 
-    def work(link: SimTransport) -> tuple[dict, dict, list[float]]:
+    def work(transport: SimTransport) -> tuple[dict, dict, list[float]]:
         task, (kind, peak, options) = load_task("digits"), FAMILY[name]
         model = task.build(0)
-        optimizer = kind(model.parameters(), link=link, **options)
+        optimizer = kind(model.parameters(), transport=transport, **options)
         if weights:
             model.load_state_dict(weights)
             optimizer.load_state_dicts(states)

@@ -17,9 +17,9 @@ from onebit.comm import (
     SignCodec,
     SimTransport,
     codec_named,
+    hierarchical,
     momentum_codecs,
     run_ranks,
-    two_levels,
 )
 
 OTHERS = [name for name in momentum_codecs() if name != "sign"]
@@ -49,40 +49,40 @@ class PlainSign(FusedCodec):
         return SignCodec(self.block).is_finite(frames_KB, n)
 
 
-def run(name: str, codec: FusedCodec, link: SimTransport) -> Tensor:
+def run(name: str, codec: FusedCodec, transport: SimTransport) -> Tensor:
     net = model()
-    train(link, range(STEPS), net, make(name, net, link, codec=codec))
+    train(transport, range(STEPS), net, make(name, net, transport, codec=codec))
     return flat(net).clone()
 
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_the_plain_fused_steps_give_the_bits_of_the_kernels(name: str) -> None:
-    kernels = run_ranks(3, lambda link: run(name, SignCodec(), link))
-    plain = run_ranks(3, lambda link: run(name, PlainSign(), link))
+    kernels = run_ranks(3, lambda transport: run(name, SignCodec(), transport))
+    plain = run_ranks(3, lambda transport: run(name, PlainSign(), transport))
     assert all(torch.equal(a, b) for a, b in zip(kernels, plain, strict=True))
 
 
 @pytest.mark.parametrize("codec", OTHERS)
 @pytest.mark.parametrize("name", FAMILY)
 def test_replicas_stay_the_same_and_a_resumed_run_goes_on_as_if_nothing_had_been(name: str, codec: str) -> None:
-    def work(link: SimTransport) -> tuple[Tensor, bool]:
+    def work(transport: SimTransport) -> tuple[Tensor, bool]:
         kind, net, half = codec_named(codec, 256), model(), STEPS // 2 + 1
-        optimizer = make(name, net, link, codec=kind, check_replicas_every=1)
-        train(link, range(half), net, optimizer)
+        optimizer = make(name, net, transport, codec=kind, check_replicas_every=1)
+        train(transport, range(half), net, optimizer)
         state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net.state_dict())
-        train(link, range(half, STEPS), net, optimizer)
+        train(transport, range(half, STEPS), net, optimizer)
         other = model(seed=5)
-        resumed = make(name, other, link, codec=kind)
+        resumed = make(name, other, transport, codec=kind)
         other.load_state_dict(weights)
         resumed.load_state_dict(state)
-        train(link, range(half, STEPS), other, resumed)
+        train(transport, range(half, STEPS), other, resumed)
         is_same = torch.equal(flat(net), flat(other)) and same(optimizer.state_dict(), resumed.state_dict())
         if hasattr(optimizer, "sync"):
             optimizer.sync()
         return flat(net).clone(), is_same
 
-    flats, in_levels = run_ranks(3, work), run_ranks(4, lambda link: work(two_levels(link, 2)))
-    for results in (flats, in_levels):
+    flats, in_hierarchy = run_ranks(3, work), run_ranks(4, lambda transport: work(hierarchical(transport, 2)))
+    for results in (flats, in_hierarchy):
         assert all(is_same for _, is_same in results)
         assert all(torch.equal(x, results[0][0]) and bool(x.isfinite().all()) for x, _ in results)
         assert not torch.equal(results[0][0], flat(model()))
@@ -91,23 +91,23 @@ def test_replicas_stay_the_same_and_a_resumed_run_goes_on_as_if_nothing_had_been
 @pytest.mark.parametrize("codec", OTHERS)
 @pytest.mark.parametrize("name", FAMILY)
 def test_another_world_goes_on_and_another_codec_is_refused_by_name(name: str, codec: str) -> None:
-    def before(link: SimTransport) -> tuple[dict, dict]:
+    def before(transport: SimTransport) -> tuple[dict, dict]:
         net = model()
-        optimizer = make(name, net, link, codec=codec_named(codec, 256))
-        train(link, range(23), net, optimizer)
+        optimizer = make(name, net, transport, codec=codec_named(codec, 256))
+        train(transport, range(23), net, optimizer)
         return copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net.state_dict())
 
     saved = run_ranks(3, before)
     states = [state for state, _ in saved]
 
-    def after(link: SimTransport) -> Tensor:
+    def after(transport: SimTransport) -> Tensor:
         net = model(seed=3)
         net.load_state_dict(saved[0][1])
         with pytest.raises(ValueError, match=f"codec is {codec} there and sign here"):
-            make(name, net, link).load_state_dicts(copy.deepcopy(states))
-        optimizer = make(name, net, link, codec=codec_named(codec, 256))
+            make(name, net, transport).load_state_dicts(copy.deepcopy(states))
+        optimizer = make(name, net, transport, codec=codec_named(codec, 256))
         optimizer.load_state_dicts(copy.deepcopy(states))
-        train(link, range(23, 30), net, optimizer)
+        train(transport, range(23, 30), net, optimizer)
         if hasattr(optimizer, "sync"):
             optimizer.sync()
         return flat(net).clone()

@@ -55,15 +55,17 @@ def give_up_half(net: nn.Module, optimizer: torch.optim.Optimizer, step: int, ra
 BETWEEN = [pass_through, give_up, give_up_by_model, give_up_in_place, give_up_half]
 
 
-def run(link: SimTransport, name: str, between: Between | None, passes: int, on: tuple[int, ...], **options: object):
+def run(
+    transport: SimTransport, name: str, between: Between | None, passes: int, on: tuple[int, ...], **options: object
+):
     """Nine steps; `between` comes before steps 3 and 6, on these ranks."""
-    net, optimizer = fresh(link, name, bucket_cap_mb=0.004, **options)
+    net, optimizer = fresh(transport, name, bucket_cap_mb=0.004, **options)
     for step in range(9):
-        if between is not None and step in (3, 6) and link.rank in on:
-            between(net, optimizer, step, link.rank)
+        if between is not None and step in (3, 6) and transport.rank in on:
+            between(net, optimizer, step, transport.rank)
         net.zero_grad()
         for k in range(passes):
-            loss_of(net, passes * step + k, link.rank).backward()
+            loss_of(net, passes * step + k, transport.rank).backward()
         optimizer.step()
     return flat(net), optimizer.stats.resent_steps
 
@@ -75,33 +77,35 @@ def run(link: SimTransport, name: str, between: Between | None, passes: int, on:
 def test_a_backward_pass_that_no_step_follows_changes_nothing(
     name: str, between: Between, passes: int, on: tuple[int, ...]
 ) -> None:
-    expected = run_ranks(2, lambda link: run(link, name, None, passes, on))
-    found = run_ranks(2, lambda link: run(link, name, between, passes, on))
+    expected = run_ranks(2, lambda transport: run(transport, name, None, passes, on))
+    found = run_ranks(2, lambda transport: run(transport, name, between, passes, on))
     for (weights, _), (clean, _) in zip(found, expected, strict=True):
         assert torch.equal(weights, clean)
 
 
 @pytest.mark.parametrize("between", BETWEEN)
 def test_in_one_process_too(between: Between) -> None:
-    link = SimTransport()
-    assert torch.equal(run(link, "OnebitAdam", between, 1, (0,))[0], run(link, "OnebitAdam", None, 1, (0,))[0])
+    transport = SimTransport()
+    assert torch.equal(
+        run(transport, "OnebitAdam", between, 1, (0,))[0], run(transport, "OnebitAdam", None, 1, (0,))[0]
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"overlap": False}], ids=str)
 def test_the_loop_of_a_gan(options: dict) -> None:
     """Two backward passes of D, its step, G's pass through D: no step of D is sent twice after the first."""
 
-    def ours(link: SimTransport, overlap: bool) -> tuple[Tensor, Tensor, int]:
+    def ours(transport: SimTransport, overlap: bool) -> tuple[Tensor, Tensor, int]:
         G, D = model(1)[:3], nn.Sequential(nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 1))
         with torch.no_grad():
             for p in D.parameters():
                 p.copy_(torch.linspace(-0.3, 0.3, p.numel()).view(p.shape))
-        common = {"link": link, "freeze_step": 3, "bucket_cap_mb": 0.002} | options
+        common = {"transport": transport, "freeze_step": 3, "bucket_cap_mb": 0.002} | options
         if not overlap:
             common["overlap"] = False
         of_D, of_G = (onebit.OnebitAdam(net.parameters(), lr=1e-3, **common) for net in (D, G))
         for step in range(8):
-            generator = torch.Generator().manual_seed(10 * step + link.rank)
+            generator = torch.Generator().manual_seed(10 * step + transport.rank)
             real, noise = torch.randn(4, 33, generator=generator), torch.randn(4, 20, generator=generator)
             D.zero_grad()
             (-D(real).mean()).backward()
@@ -113,7 +117,11 @@ def test_the_loop_of_a_gan(options: dict) -> None:
             of_G.step()
         return flat(D), flat(G), of_D.stats.resent_steps + of_G.stats.resent_steps
 
-    pairs = zip(run_ranks(2, lambda link: ours(link, True)), run_ranks(2, lambda link: ours(link, False)), strict=True)
+    pairs = zip(
+        run_ranks(2, lambda transport: ours(transport, True)),
+        run_ranks(2, lambda transport: ours(transport, False)),
+        strict=True,
+    )
     for (D, G, resent), (plain_D, plain_G, _) in pairs:
         assert torch.equal(D, plain_D) and torch.equal(G, plain_G)
         assert resent == 0
@@ -122,20 +130,20 @@ def test_the_loop_of_a_gan(options: dict) -> None:
 def test_gradients_edited_late_are_sent_once_more_and_then_in_step(caplog: pytest.LogCaptureFixture) -> None:
     """As with overlap=False; three times over, after which nothing leaves during backward."""
 
-    def ours(link: SimTransport, overlap: bool) -> tuple[Tensor, int, list[int]]:
-        net, optimizer = fresh(link, bucket_cap_mb=0.004, overlap=overlap)
+    def ours(transport: SimTransport, overlap: bool) -> tuple[Tensor, int, list[int]]:
+        net, optimizer = fresh(transport, bucket_cap_mb=0.004, overlap=overlap)
         early = []
         for step in range(9):
             optimizer.zero_grad()
-            loss_of(net, step, link.rank).backward()
+            loss_of(net, step, transport.rank).backward()
             early.append(optimizer._launched)
-            if link.rank == 1:
+            if transport.rank == 1:
                 nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
             optimizer.step()
         return flat(net), optimizer.stats.resent_steps, early
 
     with caplog.at_level(logging.WARNING):
-        found, plain = (run_ranks(2, lambda link, on=on: ours(link, on)) for on in (True, False))
+        found, plain = (run_ranks(2, lambda transport, on=on: ours(transport, on)) for on in (True, False))
     for (weights, resent, early), (expected, _, _) in zip(found, plain, strict=True):
         assert torch.equal(weights, expected)
         assert resent == 3 and [k > 0 for k in early] == [False, True, True, True] + [False] * 5
@@ -147,20 +155,20 @@ def test_gradients_edited_late_are_sent_once_more_and_then_in_step(caplog: pytes
 def test_gradients_edited_behind_torchs_back_are_found(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """`p.grad.data.clamp_()`, as many scripts have it; from there on nothing of that rank leaves during backward."""
 
-    def ours(link: SimTransport, overlap: bool) -> tuple[Tensor, list[bool]]:
-        net, optimizer = fresh(link, name, bucket_cap_mb=0.004, overlap=overlap, compression="always")
+    def ours(transport: SimTransport, overlap: bool) -> tuple[Tensor, list[bool]]:
+        net, optimizer = fresh(transport, name, bucket_cap_mb=0.004, overlap=overlap, compression="always")
         early = []
         for step in range(9):
             optimizer.zero_grad()
-            loss_of(net, step, link.rank).backward()
+            loss_of(net, step, transport.rank).backward()
             early.append(optimizer._launched > 0)
-            if link.rank == 1:
+            if transport.rank == 1:
                 for p in net.parameters():
                     p.grad.data.clamp_(-1e-3, 1e-3)
             optimizer.step()
         return flat(net), early
 
-    found, plain = (run_ranks(2, lambda link, on=on: ours(link, on)) for on in (True, False))
+    found, plain = (run_ranks(2, lambda transport, on=on: ours(transport, on)) for on in (True, False))
     for (weights, _), (expected, _) in zip(found, plain, strict=True):
         assert torch.equal(weights, expected)
     assert sum(found[1][1]) == 1 < sum(found[0][1])
@@ -168,53 +176,53 @@ def test_gradients_edited_behind_torchs_back_are_found(name: str, caplog: pytest
 
 
 def test_gradscaler_works_with_overlap() -> None:
-    def ours(link: SimTransport, overlap: bool) -> Tensor:
-        net, optimizer = fresh(link, overlap=overlap)
+    def ours(transport: SimTransport, overlap: bool) -> Tensor:
+        net, optimizer = fresh(transport, overlap=overlap)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(7):
             optimizer.zero_grad()
-            scaler.scale(loss_of(net, step, link.rank)).backward()
+            scaler.scale(loss_of(net, step, transport.rank)).backward()
             scaler.step(optimizer)
             scaler.update()
         return flat(net)
 
-    assert torch.equal(*(run_ranks(2, lambda link, on=on: ours(link, on))[0] for on in (True, False)))
+    assert torch.equal(*(run_ranks(2, lambda transport, on=on: ours(transport, on))[0] for on in (True, False)))
 
 
 def test_a_state_loaded_after_a_backward_pass_is_where_training_goes_on() -> None:
     """The loss has exploded behind a backward pass: back to the last state, and on."""
 
-    def ours(link: SimTransport, explodes: bool) -> Tensor:
-        net, optimizer = fresh(link, bucket_cap_mb=0.004)
-        train(link, range(4), net, optimizer)
+    def ours(transport: SimTransport, explodes: bool) -> Tensor:
+        net, optimizer = fresh(transport, bucket_cap_mb=0.004)
+        train(transport, range(4), net, optimizer)
         saved = flat(net).clone(), copy.deepcopy(optimizer.state_dict())
         if explodes:
-            train(link, range(40, 43), net, optimizer)
-            loss_of(net, 43, link.rank).backward()
+            train(transport, range(40, 43), net, optimizer)
+            loss_of(net, 43, transport.rank).backward()
             with torch.no_grad():
                 nn.utils.vector_to_parameters(saved[0], net.parameters())
             optimizer.load_state_dict(saved[1])
-        train(link, range(4, 9), net, optimizer)
+        train(transport, range(4, 9), net, optimizer)
         return flat(net)
 
-    assert torch.equal(*(run_ranks(2, lambda link, on=on: ours(link, on))[0] for on in (True, False)))
+    assert torch.equal(*(run_ranks(2, lambda transport, on=on: ours(transport, on))[0] for on in (True, False)))
 
 
 # -------------------------------------------------------------------------------- ranks that are not in step
 
 
-def build(name: str, net: nn.Module, link: SimTransport, **options: object) -> torch.optim.Optimizer:
+def build(name: str, net: nn.Module, transport: SimTransport, **options: object) -> torch.optim.Optimizer:
     if name in SHARDED:
-        return SHARDED[name](net.parameters(), lr=0.01, link=link, warmup_steps=2, **options)
-    return make(name, net, link, **options)
+        return SHARDED[name](net.parameters(), lr=0.01, transport=transport, warmup_steps=2, **options)
+    return make(name, net, transport, **options)
 
 
 def errors_of(world_size: int, work: Callable[[SimTransport], None]) -> list[str]:
     """What each rank's DesyncError or PeerError says."""
 
-    def ours(link: SimTransport) -> str:
+    def ours(transport: SimTransport) -> str:
         try:
-            work(link)
+            work(transport)
         except (onebit.DesyncError, PeerError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         return ""
@@ -227,16 +235,16 @@ def errors_of(world_size: int, work: Callable[[SimTransport], None]) -> list[str
 def test_options_that_differ_end_the_step_by_name(name: str, option: str) -> None:
     """As with ReduceLROnPlateau on each rank's own loss. Nothing of the step is written."""
 
-    def ours(link: SimTransport) -> None:
+    def ours(transport: SimTransport) -> None:
         net = model()
-        optimizer = build(name, net, link)
-        train(link, range(3), net, optimizer)
+        optimizer = build(name, net, transport)
+        train(transport, range(3), net, optimizer)
         before = flat(net).clone()
-        if link.rank == 2:
+        if transport.rank == 2:
             group = optimizer.param_groups[0]
             group[option] = (0.7, 0.9) if option == "betas" else group[option] / 4 + 1e-4
         try:
-            train(link, range(3, 9), net, optimizer)
+            train(transport, range(3, 9), net, optimizer)
         finally:
             if name != "ZeroOneAdam":  # which may have taken local steps
                 assert torch.equal(flat(net), before)
@@ -250,16 +258,16 @@ def test_options_that_differ_end_the_step_by_name(name: str, option: str) -> Non
 def test_rounds_that_follow_unlike_rates_are_named(name: str) -> None:
     """The rank whose rate has fallen would skip exchanges that the other waits for."""
 
-    def ours(link: SimTransport) -> None:
+    def ours(transport: SimTransport) -> None:
         net = model()
         options = {"local_step_scaler": "auto", "local_step_clipper": 8}
         if name == "ZeroOneAdam":
             options |= {"var_freeze_step": 2}
-        optimizer = build(name, net, link, **options)
-        train(link, range(4), net, optimizer)
-        if link.rank == 1:
+        optimizer = build(name, net, transport, **options)
+        train(transport, range(4), net, optimizer)
+        if transport.rank == 1:
             optimizer.param_groups[0]["lr"] /= 8
-        train(link, range(4, 30), net, optimizer)
+        train(transport, range(4, 30), net, optimizer)
 
     for said in errors_of(2, ours):
         assert said.startswith("DesyncError: rank ")
@@ -269,11 +277,11 @@ def test_rounds_that_follow_unlike_rates_are_named(name: str) -> None:
 @pytest.mark.parametrize("name", ["OnebitAdam", "sharded"])
 @pytest.mark.parametrize("lr", [float("nan"), float("inf")])
 def test_a_rate_that_is_not_finite_is_an_error(name: str, lr: float) -> None:
-    def ours(link: SimTransport) -> None:
+    def ours(transport: SimTransport) -> None:
         net = model()
-        optimizer = build(name, net, link)
+        optimizer = build(name, net, transport)
         optimizer.param_groups[0]["lr"] = lr
-        train(link, range(1), net, optimizer)
+        train(transport, range(1), net, optimizer)
 
     for said in errors_of(2, ours):
         assert said.startswith("ValueError: rank ") and "lr of parameter group 0 is" in said
@@ -281,27 +289,27 @@ def test_a_rate_that_is_not_finite_is_an_error(name: str, lr: float) -> None:
 
 @pytest.mark.parametrize("name", ["OnebitAdam", "sharded"])
 def test_options_and_versions_are_compared_at_construction(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ours(link: SimTransport) -> None:
+    def ours(transport: SimTransport) -> None:
         net = model()
-        groups = [{"params": [p], "lr": 0.01 * (1 + link.rank)} for p in net.parameters()]
-        (SHARDED.get(name) or onebit.OnebitAdam)(groups, link=link)
+        groups = [{"params": [p], "lr": 0.01 * (1 + transport.rank)} for p in net.parameters()]
+        (SHARDED.get(name) or onebit.OnebitAdam)(groups, transport=transport)
 
     for said in errors_of(2, ours):
         assert "differ between ranks" in said and "lr = 0.01" in said and "lr = 0.02" in said
-    assert any(line.startswith("version of onebit = ") for line in onebit.agreement.ballot.option_lines([]))
+    assert any(line.startswith("version of onebit = ") for line in onebit.agreement.step_vote.option_lines([]))
 
 
 @pytest.mark.parametrize("name", [*FAMILY, *SHARDED])
 def test_a_rank_that_skips_a_step_uses_its_next_batch(name: str) -> None:
     """`if not loss.isfinite(): continue` on one rank: the others wait, and in the end it is the one that is missing."""
 
-    def ours(link: SimTransport) -> None:
+    def ours(transport: SimTransport) -> None:
         net = model()
-        optimizer = build(name, net, link)
+        optimizer = build(name, net, transport)
         for step in range(8):
             optimizer.zero_grad()
-            loss_of(net, step, link.rank).backward()
-            if not (link.rank == 1 and step == 4):
+            loss_of(net, step, transport.rank).backward()
+            if not (transport.rank == 1 and step == 4):
                 optimizer.step()
 
     said = errors_of(2, ours)
@@ -313,14 +321,14 @@ def test_a_rank_that_skips_a_step_uses_its_next_batch(name: str) -> None:
 def test_a_rank_that_repeats_a_step_is_named(name: str, drops: bool) -> None:
     """Without zero_grad(), in a step of the others; with it, it counts as one without gradients, and ends first."""
 
-    def ours(link: SimTransport) -> None:
+    def ours(transport: SimTransport) -> None:
         net = model()
-        optimizer = build(name, net, link)
+        optimizer = build(name, net, transport)
         for step in range(8):
             optimizer.zero_grad()
-            loss_of(net, step, link.rank).backward()
+            loss_of(net, step, transport.rank).backward()
             optimizer.step()
-            if link.rank == 1 and step in (4, 5, 6):  # rounds of 0/1 Adam may be local
+            if transport.rank == 1 and step in (4, 5, 6):  # rounds of 0/1 Adam may be local
                 if drops:
                     optimizer.zero_grad()
                 optimizer.step()
@@ -334,9 +342,9 @@ def test_a_rank_that_repeats_a_step_is_named(name: str, drops: bool) -> None:
 
 
 def test_all_ranks_may_use_a_gradient_again() -> None:
-    def ours(link: SimTransport) -> Tensor:
-        net, optimizer = fresh(link)
-        loss_of(net, 0, link.rank).backward()
+    def ours(transport: SimTransport) -> Tensor:
+        net, optimizer = fresh(transport)
+        loss_of(net, 0, transport.rank).backward()
         for _ in range(7):
             optimizer.step()
         return flat(net)
@@ -355,20 +363,20 @@ def test_join_goes_on_until_the_last_rank_is_through(name: str, stage: int) -> N
         pytest.skip("stages are the sharded family's")
     batches = [9, 4, 0]
 
-    def ours(link: SimTransport, joins: bool) -> tuple[Tensor, int, float]:
+    def ours(transport: SimTransport, joins: bool) -> tuple[Tensor, int, float]:
         net = model()
-        optimizer = build(name, net, link, **({"stage": stage} if name in SHARDED else {}))
+        optimizer = build(name, net, transport, **({"stage": stage} if name in SHARDED else {}))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 0.8**k)
 
         def one(step: int) -> None:
             optimizer.zero_grad()
-            if step < batches[link.rank]:
-                loss_of(net, step, link.rank).backward()
+            if step < batches[transport.rank]:
+                loss_of(net, step, transport.rank).backward()
             optimizer.step()
 
         if joins:
             with optimizer.join():
-                for step in range(batches[link.rank]):
+                for step in range(batches[transport.rank]):
                     one(step)
                     schedule.step()
         else:
@@ -379,24 +387,26 @@ def test_join_goes_on_until_the_last_rank_is_through(name: str, stage: int) -> N
             optimizer.sync()
         return flat(net), optimizer.stats.shadow_steps, optimizer.param_groups[0]["lr"]
 
-    plain = run_ranks(3, lambda link: ours(link, False))
+    plain = run_ranks(3, lambda transport: ours(transport, False))
     for (weights, shadows, _), (expected, _, _), count in zip(
-        run_ranks(3, lambda link: ours(link, True)), plain, batches, strict=True
+        run_ranks(3, lambda transport: ours(transport, True)), plain, batches, strict=True
     ):
         assert torch.equal(weights, expected)
         assert shadows == max(batches) - count
 
 
 def test_join_of_ranks_with_as_many_batches_changes_nothing() -> None:
-    def ours(link: SimTransport, joins: bool) -> Tensor:
-        net, optimizer = fresh(link)
+    def ours(transport: SimTransport, joins: bool) -> Tensor:
+        net, optimizer = fresh(transport)
         if joins:
             with optimizer.join():
-                train(link, range(7), net, optimizer)
-            train(link, range(7, 9), net, optimizer)
+                train(transport, range(7), net, optimizer)
+            train(transport, range(7, 9), net, optimizer)
         else:
-            train(link, range(9), net, optimizer)
+            train(transport, range(9), net, optimizer)
         return flat(net)
 
     for world_size in (1, 2):
-        assert torch.equal(*(run_ranks(world_size, lambda link, on=on: ours(link, on))[0] for on in (True, False)))
+        assert torch.equal(
+            *(run_ranks(world_size, lambda transport, on=on: ours(transport, on))[0] for on in (True, False))
+        )

@@ -21,16 +21,18 @@ mask = torch.tensor([1.0] * 10 + [0.0] * 290)
 
 
 def build(
-    name: str, link: Transport, given: Tensor | None = mask, **more: object
+    name: str, transport: Transport, given: Tensor | None = mask, **more: object
 ) -> tuple[Tensor, CompressedOptimizer]:
     kind, options = KINDS[name]
     p = nn.Parameter(torch.zeros(300))
-    return p, kind([{"params": [p], "exp_avg_mask": given}], link=link, compression="always", **options | more)
+    return p, kind(
+        [{"params": [p], "exp_avg_mask": given}], transport=transport, compression="always", **options | more
+    )
 
 
 def masked_parts(optimizer: CompressedOptimizer) -> list[Tensor]:
     """What is kept of the elements that may not move: momentum, moves to come, and what the next exchange sends."""
-    bucket, rows = optimizer._buckets[0], optimizer.link.world_size
+    bucket, rows = optimizer._buckets[0], optimizer.transport.world_size
     parts = {name: flat for name, flat in bucket.flat.items() if name in ("exp_avg", "exp_avg_update", "accumulated")}
     parts["momentum"] = optimizer.momentum(bucket)
     if bucket.ef is not None:
@@ -48,13 +50,13 @@ def masked_parts(optimizer: CompressedOptimizer) -> list[Tensor]:
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(("nodes", "local_size"), [(1, 1), (3, 1), (2, 2)])
 def test_what_may_not_move_has_no_momentum(name: str, nodes: int, local_size: int) -> None:
-    def ours(link: Transport) -> set[str]:
-        p, optimizer = build(name, link)
-        generator, phases = torch.Generator().manual_seed(link.rank), set()
+    def ours(transport: Transport) -> set[str]:
+        p, optimizer = build(name, transport)
+        generator, phases = torch.Generator().manual_seed(transport.rank), set()
         for step in range(114 if name == "auto" else 24):
             if step == 10:
                 state = copy.deepcopy(optimizer.state_dict())
-                p, optimizer = build(name, link)
+                p, optimizer = build(name, transport)
                 optimizer.load_state_dict(state)
             p.grad = 1.0 + 0.5 * torch.randn(300, generator=generator)
             optimizer.step()

@@ -34,14 +34,14 @@ def split(flat: torch.Tensor) -> list[torch.Tensor]:
     return list(flat.split(SIZES))
 
 
-def train(link: SimTransport, lrs: list[float], **options: object) -> tuple[np.ndarray, onebit.OnebitAdam]:
+def train(transport: SimTransport, lrs: list[float], **options: object) -> tuple[np.ndarray, onebit.OnebitAdam]:
     params = [nn.Parameter(p.clone()) for p in split(torch.from_numpy(start()).float())]
-    optimizer = onebit.OnebitAdam(params, link=link, **options)
+    optimizer = onebit.OnebitAdam(params, transport=transport, **options)
     trajectory = []
     for step, lr in enumerate(lrs):
         optimizer.param_groups[0]["lr"] = lr
         x = torch.cat([p.detach() for p in params]).double().numpy()
-        for p, g in zip(params, split(torch.from_numpy(gradient(x, step, link.rank)).float()), strict=True):
+        for p, g in zip(params, split(torch.from_numpy(gradient(x, step, transport.rank)).float()), strict=True):
             p.grad = g.clone()
         optimizer.step()
         trajectory.append(torch.cat([p.detach() for p in params]).double().numpy())
@@ -63,7 +63,7 @@ def test_equals_the_textbook_loop(world_size: int, scale: str) -> None:
     oracle = OnebitAdamOracle(start(), world_size, SIZES, dense=lambda step: step < 12, scale=scale)
     expected = run(oracle, gradient, lrs)
     options = {"freeze_step": 12, "codec": SignCodec(scale=scale), "warmup_codec": IdentityCodec()}
-    results = run_ranks(world_size, lambda link: train(link, lrs, **options)[0])
+    results = run_ranks(world_size, lambda transport: train(transport, lrs, **options)[0])
     for trajectory in results:
         np.testing.assert_array_equal(trajectory, results[0])
     np.testing.assert_allclose(results[0], expected, atol=2e-4, rtol=0)
@@ -87,7 +87,7 @@ def test_equals_the_textbook_loop_over_refreshes(
     expected = run(oracle, gradient, LRS)
     codec = Int8Codec() if in_eight_bits else IdentityCodec()
     monkeypatch.setattr("onebit.frozen_variance.DenseSteps", lambda _: rule)
-    results = run_ranks(world_size, lambda link: train(link, LRS, warmup_codec=codec)[0])
+    results = run_ranks(world_size, lambda transport: train(transport, LRS, warmup_codec=codec)[0])
     for trajectory in results:
         np.testing.assert_array_equal(trajectory, results[0])
     differs = np.abs(results[0] - expected)[: 18 if world_size == 3 else None] > 5e-4
@@ -95,7 +95,7 @@ def test_equals_the_textbook_loop_over_refreshes(
 
 
 def test_without_any_option_it_compresses_from_step_100() -> None:
-    """At most 4.5 bits per parameter and step over 2,000 steps, both legs counted in full; far fewer over more."""
+    """At most 4.5 bits per parameter and step over 2,000 steps, both phases counted in full; far fewer over more."""
     rule = DenseSteps()
     assert all(rule.is_dense(step) for step in range(100)) and not rule.is_dense(101)
 

@@ -17,13 +17,13 @@ from onebit.comm import IdentityCodec, SimTransport, run_ranks
 from onebit.schedule import DenseSteps, VarianceUpdates
 
 
-def train_flat(link: SimTransport | None, optimizer: torch.optim.Optimizer, workers: int = 1) -> np.ndarray:
-    """Parameters after each step; link None: the mean of `workers` gradients."""
+def train_flat(transport: SimTransport | None, optimizer: torch.optim.Optimizer, workers: int = 1) -> np.ndarray:
+    """Parameters after each step; transport None: the mean of `workers` gradients."""
     params, trajectory = optimizer.param_groups[0]["params"], []
     for step, lr in enumerate(LRS):
         optimizer.param_groups[0]["lr"] = lr
         x = torch.cat([p.detach() for p in params]).double().numpy()
-        ranks = range(workers) if link is None else [link.rank]
+        ranks = range(workers) if transport is None else [transport.rank]
         mean = np.mean([gradient(x, step, rank) for rank in ranks], axis=0)
         for p, g in zip(params, split(torch.from_numpy(mean).float()), strict=True):
             p.grad = g.clone()
@@ -67,11 +67,11 @@ def test_equals_the_textbook_loop(
     expected = run(oracle, gradient, LRS)
     monkeypatch.setattr("onebit.frozen_variance.DenseSteps", lambda _: rule)
 
-    def ours(link: SimTransport) -> np.ndarray:
+    def ours(transport: SimTransport) -> np.ndarray:
         optimizer = onebit.OnebitLamb(
-            parameters(), weight_decay=0.01, link=link, warmup_codec=IdentityCodec(), **options
+            parameters(), weight_decay=0.01, transport=transport, warmup_codec=IdentityCodec(), **options
         )
-        return train_flat(link, optimizer)
+        return train_flat(transport, optimizer)
 
     results = run_ranks(world_size, ours)
     for trajectory in results:
@@ -90,10 +90,10 @@ def test_warmup_is_lamb_on_the_averaged_gradient(world_size: int) -> None:
         averaged_gradients(reference, step, world_size)
         lamb.step()
 
-    def ours(link: SimTransport) -> torch.Tensor:
+    def ours(transport: SimTransport) -> torch.Tensor:
         net = model()
         options = {"weight_decay": 0.1, "freeze_step": 100, "warmup_codec": IdentityCodec()}
-        return train(link, range(12), net, make("OnebitLamb", net, link, **options))[-1]
+        return train(transport, range(12), net, make("OnebitLamb", net, transport, **options))[-1]
 
     for result in run_ranks(world_size, ours):
         torch.testing.assert_close(result, flat(reference), atol=2e-6, rtol=0)
@@ -103,32 +103,32 @@ def test_loads_the_state_of_lamb_and_compresses_from_there() -> None:
     """With all that a freeze needs: the step after loading is as large as LAMB's own."""
     net = model()
     lamb = onebit.Lamb(net.parameters(), lr=0.02)
-    link = SimTransport()
-    train(link, range(30), net, lamb)
+    transport = SimTransport()
+    train(transport, range(30), net, lamb)
     other = model()
     other.load_state_dict(net.state_dict())
-    optimizer = make("OnebitLamb", other, link)
+    optimizer = make("OnebitLamb", other, transport)
     optimizer.load_state_dict(lamb.state_dict())
     before = flat(net).clone()
-    expected = (train(link, range(30, 31), net, lamb)[0] - before).norm()
-    moved = (train(link, range(30, 31), other, optimizer)[0] - before).norm()
+    expected = (train(transport, range(30, 31), net, lamb)[0] - before).norm()
+    moved = (train(transport, range(30, 31), other, optimizer)[0] - before).norm()
     assert optimizer.stats.phase == "compressed" and 0.5 < moved / expected < 2.0
 
 
 @pytest.mark.parametrize("stop", [3, 9])
 def test_loads_a_state_that_does_not_hold_the_sizes_of_layers(stop: int) -> None:
     """As states before the 21st of November 2026: the run goes on to the bit, in warm-up and after a freeze at 5."""
-    link = SimTransport()
+    transport = SimTransport()
     net, other = model(), model()
-    optimizer, resumed = make("OnebitLamb", net, link), make("OnebitLamb", other, link)
-    train(link, range(stop), net, optimizer)
+    optimizer, resumed = make("OnebitLamb", net, transport), make("OnebitLamb", other, transport)
+    train(transport, range(stop), net, optimizer)
     state = copy.deepcopy(optimizer.state_dict())
     for layers in state["onebit"]["layers"]:
         del layers["numel"]
     other.load_state_dict(net.state_dict())
     resumed.load_state_dict(state)
-    expected = train(link, range(stop, 14), net, optimizer)[-1]
-    assert torch.equal(train(link, range(stop, 14), other, resumed)[-1], expected)
+    expected = train(transport, range(stop, 14), net, optimizer)[-1]
+    assert torch.equal(train(transport, range(stop, 14), other, resumed)[-1], expected)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -136,13 +136,18 @@ def test_loads_a_state_that_does_not_hold_the_sizes_of_layers(stop: int) -> None
 def test_layers_without_momentum_neither_explode_nor_stand_still(freeze_step: int | str, weight_decay: float) -> None:
     """A gradient that is zero until long after the freeze; layers of one element, of zeros, and with max_coeff = 1."""
 
-    def ours(link: SimTransport) -> list[float]:
+    def ours(transport: SimTransport) -> list[float]:
         shapes = {"late": 300, "one": 1, "zeros": 40}
         params = {name: nn.Parameter(torch.full((n,), 0.0 if name == "zeros" else 0.5)) for name, n in shapes.items()}
         optimizer = onebit.OnebitLamb(
-            params.values(), lr=0.01, weight_decay=weight_decay, freeze_step=freeze_step, max_coeff=1.0, link=link
+            params.values(),
+            lr=0.01,
+            weight_decay=weight_decay,
+            freeze_step=freeze_step,
+            max_coeff=1.0,
+            transport=transport,
         )
-        generator = torch.Generator().manual_seed(link.rank)
+        generator = torch.Generator().manual_seed(transport.rank)
         largest = 0.0
         for step in range(140):
             before = params["late"].detach().clone()
@@ -171,7 +176,7 @@ def test_layers_without_momentum_neither_explode_nor_stand_still(freeze_step: in
 )
 def test_bad_options_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        onebit.OnebitLamb([nn.Parameter(torch.ones(3))], link=SimTransport(), **options)
+        onebit.OnebitLamb([nn.Parameter(torch.ones(3))], transport=SimTransport(), **options)
 
 
 def test_lamb_refuses_sparse_gradients_and_leaves_missing_ones_alone() -> None:

@@ -26,18 +26,18 @@ FAMILY = [
 ]
 
 
-def _train(link: SimTransport) -> bytes:
+def _train(transport: SimTransport) -> bytes:
     bits = b""
     for kind, options in FAMILY:
         shapes = [(40, 7), (300,), ()]
         params = [nn.Parameter(torch.linspace(-1.0, 1.0, torch.Size(shape).numel()).reshape(shape)) for shape in shapes]
         if kind is not onebit.Lamb:
-            options = options | {"link": link}
+            options = options | {"transport": transport}
         optimizer = kind(params, **options)
         for step in range(6):
             if step == 4:
                 optimizer.load_state_dict(optimizer.state_dict())
-            generator = torch.Generator().manual_seed(100 * step + link.rank)
+            generator = torch.Generator().manual_seed(100 * step + transport.rank)
             for p in params:
                 (p * torch.randn(p.shape, generator=generator)).sum().backward()
             optimizer.step()

@@ -19,8 +19,10 @@ from onebit.zero.lr_schedulers import build_scheduler
 PEER_ADAM = {"lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
 
 
-def build(config: Config, params: object, link: SimTransport | None = None) -> torch.optim.Optimizer:
-    return build_optimizer(config.optimizer, params, link=link or SimTransport(), **config.optimizer_options())
+def build(config: Config, params: object, transport: SimTransport | None = None) -> torch.optim.Optimizer:
+    return build_optimizer(
+        config.optimizer, params, transport=transport or SimTransport(), **config.optimizer_options()
+    )
 
 
 def parameter(n: int = 300) -> torch.nn.Parameter:
@@ -52,7 +54,7 @@ ZERO_ONE = {"var_freeze_step": 7, "var_update_scaler": 3, "local_step_scaler": 1
 def test_a_one_bit_optimizer_has_the_files_options(name: str, cls: type, params: dict) -> None:
     p = parameter()
     built = build(optimizer(name, **PEER_ADAM, **params), [p])
-    by_hand = cls([p], **PEER_ADAM, **params, link=SimTransport())
+    by_hand = cls([p], **PEER_ADAM, **params, transport=SimTransport())
     assert type(built) is cls
     assert built._options() == by_hand._options()
     assert [{**g, "params": None} for g in built.param_groups] == [{**g, "params": None} for g in by_hand.param_groups]
@@ -96,7 +98,7 @@ def test_the_rest_of_the_file_reaches_the_optimizer() -> None:
         compression="always",
         check_replicas_every=3,
         variance_floor=0.5,
-        link=SimTransport(),
+        transport=SimTransport(),
     )
     assert built._options() == by_hand._options()
 
@@ -194,8 +196,8 @@ def test_amsgrad_of_adam_is_torchs() -> None:
 def test_every_file_builds_and_trains(path: Path) -> None:
     """A layer learns a line on two ranks, by the optimizer and the schedule of the file, from its rates' own scale."""
 
-    def train(link: SimTransport) -> tuple[float, float, torch.Tensor]:
-        config = read(path.name, world_size=link.world_size if path.stem == "onebit_adam_sharded" else 4)
+    def train(transport: SimTransport) -> tuple[float, float, torch.Tensor]:
+        config = read(path.name, world_size=transport.world_size if path.stem == "onebit_adam_sharded" else 4)
         if config.optimizer is None:
             assert path.stem == "everything_documented"
             return 1.0, 0.0, torch.zeros(1)
@@ -203,8 +205,8 @@ def test_every_file_builds_and_trains(path: Path) -> None:
         with torch.no_grad():
             layer.weight.copy_(torch.linspace(-0.3, 0.3, 8))  # ranks are threads, which share torch's generator
             layer.bias.zero_()
-        data = torch.randn(64, 8, generator=torch.Generator().manual_seed(link.rank))
-        built = build(config, layer.parameters(), link)
+        data = torch.randn(64, 8, generator=torch.Generator().manual_seed(transport.rank))
+        built = build(config, layer.parameters(), transport)
         scheduler = build_scheduler(config.scheduler, built) if config.scheduler else None
         losses = []
         for _ in range(40):
@@ -212,7 +214,7 @@ def test_every_file_builds_and_trains(path: Path) -> None:
             built.zero_grad()
             loss.backward()
             if not config.optimizer.is_one_bit:
-                onebit.dense.average_gradients(layer.parameters(), link)
+                onebit.dense.average_gradients(layer.parameters(), transport)
             built.step()
             if scheduler is not None:
                 scheduler.step()

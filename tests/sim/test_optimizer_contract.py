@@ -45,11 +45,11 @@ def flat(net: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
 
 
-def train(link: SimTransport, steps: range, net: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def train(transport: SimTransport, steps: range, net: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     out = []
     for step in steps:
         optimizer.zero_grad()
-        loss_of(net, step, link.rank).backward()
+        loss_of(net, step, transport.rank).backward()
         optimizer.step()
         out.append(flat(net).clone())
     return out
@@ -66,14 +66,16 @@ FAMILY: dict[str, tuple[type[CompressedOptimizer], dict]] = {
 }
 
 
-def make(name: str, net: nn.Module, link: SimTransport, **options: object) -> CompressedOptimizer:
+def make(name: str, net: nn.Module, transport: SimTransport, **options: object) -> CompressedOptimizer:
     kind, defaults = FAMILY[name]
-    return kind(net.parameters(), link=link, **defaults | options)
+    return kind(net.parameters(), transport=transport, **defaults | options)
 
 
-def fresh(link: SimTransport, name: str = "OnebitAdam", **options: object) -> tuple[nn.Module, CompressedOptimizer]:
+def fresh(
+    transport: SimTransport, name: str = "OnebitAdam", **options: object
+) -> tuple[nn.Module, CompressedOptimizer]:
     net = model()
-    return net, make(name, net, link, **options)
+    return net, make(name, net, transport, **options)
 
 
 def snapshot(optimizer: CompressedOptimizer) -> dict:
@@ -120,7 +122,7 @@ def test_warmup_is_adamw_on_the_averaged_gradient(world_size: int, max_grad_norm
         adamw.step()
         schedule.step()
 
-    def ours(link: SimTransport) -> Tensor:
+    def ours(transport: SimTransport) -> Tensor:
         net = model()
         optimizer = onebit.OnebitAdam(
             groups(net),
@@ -128,12 +130,12 @@ def test_warmup_is_adamw_on_the_averaged_gradient(world_size: int, max_grad_norm
             betas=(0.8, 0.99),
             freeze_step=100,
             warmup_codec=IdentityCodec(),
-            link=link,
+            transport=transport,
             max_grad_norm=max_grad_norm,
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
         for step in range(12):
-            train(link, range(step, step + 1), net, optimizer)
+            train(transport, range(step, step + 1), net, optimizer)
             scheduler.step()
         return flat(net)
 
@@ -144,13 +146,15 @@ def test_warmup_is_adamw_on_the_averaged_gradient(world_size: int, max_grad_norm
 def test_loads_the_state_of_adamw_and_goes_on_as_it_would() -> None:
     net = model()
     adamw = torch.optim.AdamW(net.parameters(), lr=0.01)
-    link = SimTransport()
-    train(link, range(4), net, adamw)
+    transport = SimTransport()
+    train(transport, range(4), net, adamw)
     other = copy.deepcopy(net)
-    optimizer = onebit.OnebitAdam(other.parameters(), freeze_step=100, link=link, warmup_codec=IdentityCodec())
+    optimizer = onebit.OnebitAdam(
+        other.parameters(), freeze_step=100, transport=transport, warmup_codec=IdentityCodec()
+    )
     optimizer.load_state_dict(adamw.state_dict())
-    expected = train(link, range(4, 8), net, adamw)[-1]
-    torch.testing.assert_close(train(link, range(4, 8), other, optimizer)[-1], expected, atol=1e-6, rtol=0)
+    expected = train(transport, range(4, 8), net, adamw)[-1]
+    torch.testing.assert_close(train(transport, range(4, 8), other, optimizer)[-1], expected, atol=1e-6, rtol=0)
 
 
 # -------------------------------------------------------------------------------- replicas, resume
@@ -159,11 +163,11 @@ def test_loads_the_state_of_adamw_and_goes_on_as_it_would() -> None:
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_replicas_stay_bit_identical(dtype: torch.dtype, name: str) -> None:
-    def ours(link: SimTransport) -> list[Tensor]:
-        net = model(seed=link.rank, dtype=dtype)  # other initial values on each rank: rank 0's count
-        optimizer = make(name, net, link, check_replicas_every=1)
+    def ours(transport: SimTransport) -> list[Tensor]:
+        net = model(seed=transport.rank, dtype=dtype)  # other initial values on each rank: rank 0's count
+        optimizer = make(name, net, transport, check_replicas_every=1)
         assert torch.equal(flat(net), flat(model(seed=0, dtype=dtype)))
-        steps = [(train(link, range(k, k + 1), net, optimizer)[0], optimizer.stats.phase) for k in range(20)]
+        steps = [(train(transport, range(k, k + 1), net, optimizer)[0], optimizer.stats.phase) for k in range(20)]
         return [weights for weights, phase in steps if phase != "local"]
 
     results = run_ranks(4, ours)
@@ -175,12 +179,14 @@ def test_replicas_stay_bit_identical(dtype: torch.dtype, name: str) -> None:
 def test_low_precision_parameters_follow_the_float32_ones() -> None:
     """The update is computed in float32 and rounded once: bf16 parameters stay within a few of their roundings."""
 
-    def ours(link: SimTransport, dtype: torch.dtype) -> Tensor:
+    def ours(transport: SimTransport, dtype: torch.dtype) -> Tensor:
         net = model().to(torch.bfloat16).to(dtype)
-        optimizer = onebit.OnebitAdam(net.parameters(), lr=1e-2, freeze_step=FREEZE, link=link)
-        return train(link, range(8), net, optimizer)[-1].float()
+        optimizer = onebit.OnebitAdam(net.parameters(), lr=1e-2, freeze_step=FREEZE, transport=transport)
+        return train(transport, range(8), net, optimizer)[-1].float()
 
-    exact, rounded = (run_ranks(2, lambda link, d=d: ours(link, d))[0] for d in (torch.float32, torch.bfloat16))
+    exact, rounded = (
+        run_ranks(2, lambda transport, d=d: ours(transport, d))[0] for d in (torch.float32, torch.bfloat16)
+    )
     assert (exact - rounded).abs().median() < 2e-3
 
 
@@ -190,21 +196,21 @@ def test_low_precision_parameters_follow_the_float32_ones() -> None:
 def test_resume_equals_no_interruption(stop: int, error_dtype: torch.dtype, name: str) -> None:
     """To the bit: parameters and the whole optimizer state; through torch.save with weights_only."""
 
-    def ours(link: SimTransport) -> bool:
+    def ours(transport: SimTransport) -> bool:
         options = {"error_dtype": error_dtype, "max_grad_norm": 0.5 if stop == 2 else 0.0}
-        net, optimizer = fresh(link, name, **options)
-        expected = train(link, range(15), net, optimizer)[-1]
-        net2, optimizer2 = fresh(link, name, **options)
-        train(link, range(stop), net2, optimizer2)
+        net, optimizer = fresh(transport, name, **options)
+        expected = train(transport, range(15), net, optimizer)[-1]
+        net2, optimizer2 = fresh(transport, name, **options)
+        train(transport, range(stop), net2, optimizer2)
         file = io.BytesIO()
         torch.save({"model": net2.state_dict(), "optimizer": optimizer2.state_dict()}, file)
         file.seek(0)
         saved = torch.load(file, weights_only=True)
-        net3, optimizer3 = fresh(link, name, **options)
-        train(link, range(50, 50 + (stop * 7) % 9), net3, optimizer3)  # some other past, in some other phase
+        net3, optimizer3 = fresh(transport, name, **options)
+        train(transport, range(50, 50 + (stop * 7) % 9), net3, optimizer3)  # some other past, in some other phase
         net3.load_state_dict(saved["model"])
         optimizer3.load_state_dict(saved["optimizer"])
-        train(link, range(stop, 15), net3, optimizer3)
+        train(transport, range(stop, 15), net3, optimizer3)
         assert optimizer3.error_norm_ratio() == optimizer.error_norm_ratio()
         return torch.equal(flat(net3), expected) and same(optimizer3.state_dict(), optimizer.state_dict())
 
@@ -213,19 +219,19 @@ def test_resume_equals_no_interruption(stop: int, error_dtype: torch.dtype, name
 
 @pytest.mark.parametrize("name", ["OnebitAdam", "OnebitLamb"])
 def test_auto_freeze_resumes_too(name: str) -> None:
-    def ours(link: SimTransport) -> tuple[bool, list[str]]:
-        net, optimizer = fresh(link, name, freeze_step="auto")
+    def ours(transport: SimTransport) -> tuple[bool, list[str]]:
+        net, optimizer = fresh(transport, name, freeze_step="auto")
         phases, saved = [], {}
         for step in range(120):
             if step in (90, 104, 105, 110):
                 saved[step] = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
-            train(link, range(step, step + 1), net, optimizer)
+            train(transport, range(step, step + 1), net, optimizer)
             phases.append(optimizer.stats.phase)
         for step, (weights, state) in saved.items():
-            net2, optimizer2 = fresh(link, name, freeze_step="auto")
+            net2, optimizer2 = fresh(transport, name, freeze_step="auto")
             net2.load_state_dict(weights)
             optimizer2.load_state_dict(state)
-            train(link, range(step, 120), net2, optimizer2)
+            train(transport, range(step, 120), net2, optimizer2)
             if not (torch.equal(flat(net), flat(net2)) and same(optimizer.state_dict(), optimizer2.state_dict())):
                 return False, phases
         return True, phases
@@ -271,9 +277,9 @@ def _break_groups(state: dict) -> None:
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_untouched(damage: Callable[[dict], None], message: str) -> None:
-    link = SimTransport()
-    net, optimizer = fresh(link)
-    train(link, range(8), net, optimizer)
+    transport = SimTransport()
+    net, optimizer = fresh(transport)
+    train(transport, range(8), net, optimizer)
     before = snapshot(optimizer)
     broken = snapshot(optimizer)
     damage(broken)
@@ -283,13 +289,13 @@ def test_a_state_that_does_not_fit_is_refused_untouched(damage: Callable[[dict],
 
 
 def test_state_dict_and_step_hooks_run() -> None:
-    link = SimTransport()
-    net, optimizer = fresh(link)
+    transport = SimTransport()
+    net, optimizer = fresh(transport)
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
     optimizer.register_step_post_hook(lambda *_: calls.append("post"))
     optimizer.register_state_dict_post_hook(lambda *_: calls.append("saved"))
-    train(link, range(1), net, optimizer)
+    train(transport, range(1), net, optimizer)
 
     def rename(_: object, state: dict) -> dict:
         return {key.removeprefix("my_"): value for key, value in state.items()}
@@ -301,8 +307,8 @@ def test_state_dict_and_step_hooks_run() -> None:
 
 
 def test_closure_gives_its_loss() -> None:
-    link = SimTransport()
-    net, optimizer = fresh(link)
+    transport = SimTransport()
+    net, optimizer = fresh(transport)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -315,15 +321,15 @@ def test_closure_gives_its_loss() -> None:
 
 
 def test_a_group_added_later_warms_up_for_as_long() -> None:
-    def ours(link: SimTransport) -> list[str]:
+    def ours(transport: SimTransport) -> list[str]:
         net = model()
         params = list(net.parameters())
-        optimizer = onebit.OnebitAdam(params[:4], lr=0.01, freeze_step=3, link=link, check_replicas_every=1)
-        train(link, range(5), net, optimizer)
+        optimizer = onebit.OnebitAdam(params[:4], lr=0.01, freeze_step=3, transport=transport, check_replicas_every=1)
+        train(transport, range(5), net, optimizer)
         optimizer.add_param_group({"params": params[4:], "lr": 0.005})
         phases = []
         for step in range(5, 12):
-            train(link, range(step, step + 1), net, optimizer)
+            train(transport, range(step, step + 1), net, optimizer)
             phases.append(optimizer._buckets[-1].phase)
         assert optimizer.stats.phase == "compressed"
         return phases
@@ -337,7 +343,7 @@ def test_a_group_added_later_does_not_change_what_a_dead_parameter_waits_with(mo
     rule = DenseSteps("auto", warmup=6, refreshes=VarianceUpdates(2))
     monkeypatch.setattr("onebit.frozen_variance.DenseSteps", lambda _: rule)
     live, dead, late = (nn.Parameter(torch.zeros(256)) for _ in range(3))
-    optimizer = onebit.OnebitAdam([live, dead], link=SimTransport())
+    optimizer = onebit.OnebitAdam([live, dead], transport=SimTransport())
     for step in range(23):
         if step == 8:
             optimizer.add_param_group({"params": [late]})
@@ -357,12 +363,12 @@ def test_a_group_added_later_does_not_change_what_a_dead_parameter_waits_with(mo
 def test_a_gradient_that_is_missing_on_one_rank_holds_nobody_up(name: str) -> None:
     """Buckets leave during backward on one rank and in step() on the other: both must send the same sequence."""
 
-    def ours(link: SimTransport) -> Tensor:
-        net, optimizer = fresh(link, name, bucket_cap_mb=0.003)
+    def ours(transport: SimTransport) -> Tensor:
+        net, optimizer = fresh(transport, name, bucket_cap_mb=0.003)
         assert len(optimizer._buckets) > 2
         for step in range(3 * FREEZE):
-            x, y = batch(step, link.rank)
-            skips = link.rank == 1 and step % 3 == 2  # the layer in the middle
+            x, y = batch(step, transport.rank)
+            skips = transport.rank == 1 and step % 3 == 2  # the layer in the middle
             out = net[4](net[3](net[1](net[0](x)))) if skips else net(x)
             nn.functional.cross_entropy(out, y).backward()
             optimizer.step()
@@ -378,16 +384,16 @@ def test_a_gradient_that_is_missing_on_one_rank_holds_nobody_up(name: str) -> No
 def test_parameters_without_a_gradient() -> None:
     """None on all ranks: not moved. None on one rank: a zero there. Empty and frozen parameters: left alone."""
 
-    def ours(link: SimTransport) -> None:
+    def ours(transport: SimTransport) -> None:
         used, unused, sometimes = (nn.Parameter(torch.ones(5)) for _ in range(3))
         empty, frozen = nn.Parameter(torch.ones(0, 4)), nn.Parameter(torch.ones(5), requires_grad=False)
         optimizer = onebit.OnebitAdam(
-            [used, unused, empty, frozen, sometimes], lr=0.1, weight_decay=0.5, freeze_step=2, link=link
+            [used, unused, empty, frozen, sometimes], lr=0.1, weight_decay=0.5, freeze_step=2, transport=transport
         )
         for _ in range(6):
             optimizer.zero_grad()
             loss = (used * 2).sum() + empty.sum()
-            if link.rank == 1:
+            if transport.rank == 1:
                 loss = loss + sometimes.sum()
             loss.backward()
             optimizer.step()
@@ -398,11 +404,11 @@ def test_parameters_without_a_gradient() -> None:
 
 
 def test_warmup_counts_a_missing_gradient_as_zero() -> None:
-    def ours(link: SimTransport) -> Tensor:
+    def ours(transport: SimTransport) -> Tensor:
         p = nn.Parameter(torch.ones(3))
-        optimizer = onebit.OnebitAdam([p], lr=0.1, freeze_step=100, link=link, warmup_codec=IdentityCodec())
+        optimizer = onebit.OnebitAdam([p], lr=0.1, freeze_step=100, transport=transport, warmup_codec=IdentityCodec())
         for _ in range(3):
-            p.grad = torch.full((3,), 4.0) if link.rank == 0 else None
+            p.grad = torch.full((3,), 4.0) if transport.rank == 0 else None
             optimizer.step()
         return p.detach()
 
@@ -424,13 +430,15 @@ def test_rows_that_wake_up_late_neither_explode_nor_stand_still(kind: str, freez
     """
     first = 15 if freeze_step == 10 else 106
 
-    def ours(link: SimTransport) -> tuple[float, float]:
+    def ours(transport: SimTransport) -> tuple[float, float]:
         table = nn.Embedding(16, 256, _weight=torch.randn(16, 256, generator=torch.Generator().manual_seed(0)))
         late = nn.Parameter(torch.zeros(300))
         before = table.weight.detach().clone()
         options = {"freeze_step": freeze_step} if kind == "OnebitAdam" else {"var_update_scaler": 2}
-        optimizer = getattr(onebit, kind)([table.weight, late], lr=0.01, weight_decay=0.0, link=link, **options)
-        generator = torch.Generator().manual_seed(link.rank)
+        optimizer = getattr(onebit, kind)(
+            [table.weight, late], lr=0.01, weight_decay=0.0, transport=transport, **options
+        )
+        generator = torch.Generator().manual_seed(transport.rank)
         for step in range(first + 15):
             optimizer.zero_grad()
             rows = torch.randint(0, 8, (16,), generator=generator) + (8 if step >= first else 0)
@@ -454,7 +462,7 @@ def test_rows_that_wake_up_late_neither_explode_nor_stand_still(kind: str, freez
 def test_where_a_mask_is_zero_nothing_moves(name: str) -> None:
     """The peer's `exp_avg_mask`, one for a group or one per parameter, decay included; also after a resume."""
 
-    def ours(link: SimTransport) -> None:
+    def ours(transport: SimTransport) -> None:
         table, bias = nn.Parameter(torch.ones(6, 100)), nn.Parameter(torch.ones(40))
         mask = torch.ones(6, 1)
         mask[4:] = 0.0
@@ -462,10 +470,10 @@ def test_where_a_mask_is_zero_nothing_moves(name: str) -> None:
 
         def build() -> CompressedOptimizer:
             groups = [{"params": [table, bias], "exp_avg_mask": [mask, torch.ones(40)]}]
-            return kind(groups, link=link, weight_decay=0.1, **defaults)
+            return kind(groups, transport=transport, weight_decay=0.1, **defaults)
 
         optimizer = build()
-        generator = torch.Generator().manual_seed(link.rank)
+        generator = torch.Generator().manual_seed(transport.rank)
         for step in range(24):
             if step == 12:
                 state, optimizer = copy.deepcopy(optimizer.state_dict()), build()
@@ -487,7 +495,7 @@ def test_the_mask_given_at_construction_outlives_a_checkpoint(name: str, caplog:
     def trained(mask: Tensor | None, state: dict | None) -> tuple[list[bool], dict]:
         p = nn.Parameter(torch.ones(3))
         group = {"params": [p]} if mask is None else {"params": [p], "exp_avg_mask": mask}
-        optimizer = kind([group], link=SimTransport(), **defaults)
+        optimizer = kind([group], transport=SimTransport(), **defaults)
         if state is not None:
             optimizer.load_state_dict(state)
         for _ in range(2):
@@ -507,7 +515,7 @@ def test_the_mask_given_at_construction_outlives_a_checkpoint(name: str, caplog:
 )
 def test_a_mask_that_does_not_fit_is_refused(masks: Tensor | list[Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        onebit.OnebitAdam([{"params": [nn.Parameter(torch.ones(3))], "exp_avg_mask": masks}], link=SimTransport())
+        onebit.OnebitAdam([{"params": [nn.Parameter(torch.ones(3))], "exp_avg_mask": masks}], transport=SimTransport())
 
 
 @pytest.mark.parametrize("kind", ["frozen", "auto", "ZeroOneAdam"])
@@ -518,15 +526,15 @@ def test_gradients_that_grow_a_thousandfold_move_nothing_a_thousand_times_as_far
     that keeps to 12 lr there costs up to 1 % of loss (scripts/records/study_2026-11.md).
     """
 
-    def ours(link: SimTransport) -> float:
+    def ours(transport: SimTransport) -> float:
         p = nn.Parameter(torch.zeros(1024))
         options: dict = {"freeze_step": 20 if kind == "frozen" else "auto"}
         optimizer = (
-            onebit.ZeroOneAdam([p], lr=1e-3, weight_decay=0.0, link=link)
+            onebit.ZeroOneAdam([p], lr=1e-3, weight_decay=0.0, transport=transport)
             if kind == "ZeroOneAdam"
-            else onebit.OnebitAdam([p], lr=1e-3, weight_decay=0.0, link=link, **options)
+            else onebit.OnebitAdam([p], lr=1e-3, weight_decay=0.0, transport=transport, **options)
         )
-        generator, largest = torch.Generator().manual_seed(link.rank), 0.0
+        generator, largest = torch.Generator().manual_seed(transport.rank), 0.0
         for step in range(150):
             before = p.detach().clone()
             p.grad = (1e-3 if step < 115 else 1.0) * (1.0 + 0.3 * torch.randn(1024, generator=generator))
@@ -542,9 +550,9 @@ def test_gradients_that_grow_a_thousandfold_move_nothing_a_thousand_times_as_far
 def test_blocks_of_another_size(name: str) -> None:
     """All that travels is cut alike; a codec of gradients that is not is refused."""
 
-    def ours(link: SimTransport) -> Tensor:
+    def ours(transport: SimTransport) -> Tensor:
         net = model()
-        return train(link, range(14), net, make(name, net, link, codec=SignCodec(64)))[-1]
+        return train(transport, range(14), net, make(name, net, transport, codec=SignCodec(64)))[-1]
 
     results = run_ranks(2, ours)
     assert results[0].isfinite().all()
@@ -560,10 +568,10 @@ def test_elements_of_unlike_size_move_alike_after_the_freeze() -> None:
     """
     sizes = torch.logspace(-2, 0, 256)[torch.randperm(256, generator=torch.Generator().manual_seed(0))].repeat(4)
 
-    def ours(link: SimTransport) -> float:
+    def ours(transport: SimTransport) -> float:
         p = nn.Parameter(torch.zeros(1024))
-        optimizer = onebit.OnebitAdam([p], lr=1e-3, weight_decay=0.0, freeze_step=20, link=link)
-        generator, largest = torch.Generator().manual_seed(link.rank), 0.0
+        optimizer = onebit.OnebitAdam([p], lr=1e-3, weight_decay=0.0, freeze_step=20, transport=transport)
+        generator, largest = torch.Generator().manual_seed(transport.rank), 0.0
         for step in range(60):
             before = p.detach().clone()
             p.grad = sizes * (1.0 + 0.3 * torch.randn(1024, generator=generator))
@@ -585,40 +593,40 @@ def test_elements_of_unlike_size_move_alike_after_the_freeze() -> None:
 def test_a_bad_gradient_on_one_rank_makes_all_skip_and_leaves_no_trace(bad: float, bad_step: int, name: str) -> None:
     """Also with clipping on; the run goes on as if the step had not been."""
 
-    def ours(link: SimTransport, max_grad_norm: float) -> bool:
-        net, optimizer = fresh(link, name, max_grad_norm=max_grad_norm)
-        clean_net, clean = fresh(link, name, max_grad_norm=max_grad_norm)
-        train(link, range(bad_step), net, optimizer)
+    def ours(transport: SimTransport, max_grad_norm: float) -> bool:
+        net, optimizer = fresh(transport, name, max_grad_norm=max_grad_norm)
+        clean_net, clean = fresh(transport, name, max_grad_norm=max_grad_norm)
+        train(transport, range(bad_step), net, optimizer)
         before, weights = snapshot(optimizer), flat(net).clone()
         optimizer.zero_grad()
-        loss = loss_of(net, 77, link.rank)
-        (loss * (bad if link.rank == 1 else 1.0)).backward()
+        loss = loss_of(net, 77, transport.rank)
+        (loss * (bad if transport.rank == 1 else 1.0)).backward()
         optimizer.step()
         assert optimizer.stats.skipped_steps == 1
         before["onebit"]["skipped_steps"] = 1
         assert same(before, optimizer.state_dict()) and torch.equal(flat(net), weights)
-        train(link, range(bad_step, 12), net, optimizer)
-        train(link, range(12), clean_net, clean)
+        train(transport, range(bad_step, 12), net, optimizer)
+        train(transport, range(12), clean_net, clean)
         return torch.equal(flat(net), flat(clean_net))
 
     for max_grad_norm in (0.0, 0.2):
-        assert run_ranks(2, lambda link, c=max_grad_norm: ours(link, c)) == [True, True]
+        assert run_ranks(2, lambda transport, c=max_grad_norm: ours(transport, c)) == [True, True]
 
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_a_gradient_that_no_variance_can_hold_is_skipped_without_a_trace(name: str) -> None:
     """Finite, but its square is not: the variance was infinite from there on, and nothing moved any more."""
 
-    def ours(link: SimTransport) -> bool:
-        net, optimizer = fresh(link, name)
-        clean_net, clean = fresh(link, name)
-        train(link, range(2), net, optimizer)
+    def ours(transport: SimTransport) -> bool:
+        net, optimizer = fresh(transport, name)
+        clean_net, clean = fresh(transport, name)
+        train(transport, range(2), net, optimizer)
         for p in net.parameters():
-            p.grad = torch.full_like(p, 9e19 if link.rank else 1.0)
+            p.grad = torch.full_like(p, 9e19 if transport.rank else 1.0)
         optimizer.step()
         assert optimizer.stats.skipped_steps == 1
-        train(link, range(2, 12), net, optimizer)
-        train(link, range(12), clean_net, clean)
+        train(transport, range(2, 12), net, optimizer)
+        train(transport, range(12), clean_net, clean)
         return torch.equal(flat(net), flat(clean_net))
 
     assert run_ranks(2, ours) == [True, True]
@@ -629,13 +637,13 @@ def test_a_gradient_that_no_variance_can_hold_is_skipped_without_a_trace(name: s
 def test_a_gradient_whose_squares_overflow_is_clipped_or_skipped(at: int, name: str) -> None:
     """Finite, but its norm is not in float32: the factor was NaN, behind the verdict, and so were all parameters."""
 
-    def ours(link: SimTransport) -> None:
-        net, optimizer = fresh(link, name, max_grad_norm=1.0)
-        train(link, range(at), net, optimizer)
+    def ours(transport: SimTransport) -> None:
+        net, optimizer = fresh(transport, name, max_grad_norm=1.0)
+        train(transport, range(at), net, optimizer)
         for p in net.parameters():
             p.grad = torch.full_like(p, 1e30)
         optimizer.step()
-        train(link, range(at + 1, at + 4), net, optimizer)
+        train(transport, range(at + 1, at + 4), net, optimizer)
         assert flat(net).isfinite().all() and optimizer.stats.skipped_steps <= 1
 
     run_ranks(2, ours)
@@ -643,7 +651,7 @@ def test_a_gradient_whose_squares_overflow_is_clipped_or_skipped(at: int, name: 
 
 def test_sparse_gradients_are_refused_by_name() -> None:
     table = nn.Embedding(4, 8, sparse=True)
-    optimizer = onebit.OnebitAdam(table.named_parameters(), freeze_step=1, link=SimTransport())
+    optimizer = onebit.OnebitAdam(table.named_parameters(), freeze_step=1, transport=SimTransport())
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match=r"weight has a torch.sparse_coo gradient; .*sparse=False"):
         optimizer.step()
@@ -652,13 +660,15 @@ def test_sparse_gradients_are_refused_by_name() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
 def test_unsupported_dtypes_are_refused_by_name(dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match=rf"weights is {dtype}; onebit trains float32, bfloat16 and float16"):
-        onebit.OnebitAdam([("weights", nn.Parameter(torch.ones(3, dtype=dtype)))], freeze_step=1, link=SimTransport())
+        onebit.OnebitAdam(
+            [("weights", nn.Parameter(torch.ones(3, dtype=dtype)))], freeze_step=1, transport=SimTransport()
+        )
 
 
 @pytest.mark.parametrize("what", ["shape", "order", "option", "missing"])
 def test_ranks_that_disagree_are_told_at_construction(what: str) -> None:
-    def ours(link: SimTransport) -> str:
-        odd = link.rank == 2
+    def ours(transport: SimTransport) -> str:
+        odd = transport.rank == 2
         params = [("wide", nn.Parameter(torch.ones(4, 3))), ("long", nn.Parameter(torch.ones(7)))]
         if what == "shape" and odd:
             params[1] = ("long", nn.Parameter(torch.ones(8)))
@@ -667,7 +677,7 @@ def test_ranks_that_disagree_are_told_at_construction(what: str) -> None:
         if what == "missing" and odd:
             params.pop()
         with pytest.raises(ValueError) as caught:
-            onebit.OnebitAdam(params, freeze_step=3 if what == "option" and odd else 2, link=link)
+            onebit.OnebitAdam(params, freeze_step=3 if what == "option" and odd else 2, transport=transport)
         return str(caught.value)
 
     expected = {
@@ -681,15 +691,17 @@ def test_ranks_that_disagree_are_told_at_construction(what: str) -> None:
 
 
 def test_a_replica_that_drifts_stops_the_run_by_name() -> None:
-    def ours(link: SimTransport) -> str:
+    def ours(transport: SimTransport) -> str:
         net = model()
-        optimizer = onebit.OnebitAdam(net.named_parameters(), lr=0.01, freeze_step=2, link=link, check_replicas_every=4)
-        train(link, range(3), net, optimizer)
-        if link.rank == 1:
+        optimizer = onebit.OnebitAdam(
+            net.named_parameters(), lr=0.01, freeze_step=2, transport=transport, check_replicas_every=4
+        )
+        train(transport, range(3), net, optimizer)
+        if transport.rank == 1:
             with torch.no_grad():
                 net[2].weight[0, 0] += 1e-6
         with pytest.raises(onebit.ReplicaError) as caught:
-            train(link, range(3, 4), net, optimizer)
+            train(transport, range(3, 4), net, optimizer)
         return str(caught.value)
 
     for message in run_ranks(3, ours):
@@ -710,7 +722,7 @@ def test_a_replica_that_drifts_stops_the_run_by_name() -> None:
 )
 def test_bad_options_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        onebit.OnebitAdam([nn.Parameter(torch.ones(3))], **{"freeze_step": 2, "link": SimTransport()} | options)
+        onebit.OnebitAdam([nn.Parameter(torch.ones(3))], **{"freeze_step": 2, "transport": SimTransport()} | options)
 
 
 # -------------------------------------------------------------------------------- overlap, accumulation, clipping
@@ -719,31 +731,31 @@ def test_bad_options_are_refused(options: dict, message: str) -> None:
 class Recorder(SimTransport):
     """A SimTransport that notes when its operations are launched."""
 
-    def __init__(self, link: SimTransport):
-        super().__init__(link.network, link.rank)
+    def __init__(self, transport: SimTransport):
+        super().__init__(transport.network, transport.rank)
         self.events: list[str] = []
 
     def all_to_all(self, out_WB: Tensor, in_WB: Tensor):
-        self.events.append("leg 1")
+        self.events.append("phase 1")
         return super().all_to_all(out_WB, in_WB)
 
 
 def test_buckets_leave_during_backward_and_change_nothing() -> None:
-    def ours(link: SimTransport) -> bool:
-        recorder = Recorder(link)
+    def ours(transport: SimTransport) -> bool:
+        recorder = Recorder(transport)
         net, optimizer = fresh(recorder, bucket_cap_mb=0.004)
         assert len(optimizer._buckets) > 2
         net[0].weight.register_hook(lambda _: recorder.events.append("first layer's backward"))
         train(recorder, range(9), net, optimizer)
         recorder.events.clear()
         optimizer.zero_grad()
-        loss_of(net, 9, link.rank).backward()
-        assert recorder.events[0] == "leg 1"
+        loss_of(net, 9, transport.rank).backward()
+        assert recorder.events[0] == "phase 1"
         assert recorder.events.index("first layer's backward") >= 1
         optimizer.step()
-        plain_net, plain = fresh(link, bucket_cap_mb=0.004, overlap=False)
-        link._operations = recorder._operations
-        train(link, range(10), plain_net, plain)
+        plain_net, plain = fresh(transport, bucket_cap_mb=0.004, overlap=False)
+        transport._operations = recorder._operations
+        train(transport, range(10), plain_net, plain)
         return torch.equal(flat(net), flat(plain_net))
 
     assert run_ranks(2, ours) == [True, True]
@@ -753,12 +765,12 @@ def test_buckets_leave_during_backward_and_change_nothing() -> None:
 def test_accumulation_sends_once_and_sums(says_so: bool) -> None:
     """Three passes per step send as many bytes as one, by no_sync() or by counting, and give the same as their sum."""
 
-    def ours(link: SimTransport, passes: int) -> tuple[Tensor, list[int]]:
-        net, optimizer = fresh(link, bucket_cap_mb=0.004)
+    def ours(transport: SimTransport, passes: int) -> tuple[Tensor, list[int]]:
+        net, optimizer = fresh(transport, bucket_cap_mb=0.004)
         sent = []
         for step in range(8):
             optimizer.zero_grad()
-            losses = [loss_of(net, 3 * step + k, link.rank) for k in range(3)]
+            losses = [loss_of(net, 3 * step + k, transport.rank) for k in range(3)]
             if passes == 1:
                 torch.stack(losses).sum().backward()
             else:
@@ -772,8 +784,8 @@ def test_accumulation_sends_once_and_sums(says_so: bool) -> None:
             sent.append(optimizer.stats.sent_bytes)
         return flat(net), sent
 
-    one = run_ranks(2, lambda link: ours(link, 1))[0]
-    many = run_ranks(2, lambda link: ours(link, 3))[0]
+    one = run_ranks(2, lambda transport: ours(transport, 1))[0]
+    many = run_ranks(2, lambda transport: ours(transport, 3))[0]
     assert many[1] == one[1]
     torch.testing.assert_close(many[0], one[0], atol=3e-3, rtol=0)  # summed in another order: a sign may flip
 
@@ -787,14 +799,14 @@ def test_clipping_means_the_same_before_and_after_the_freeze(noise: float) -> No
         mean = torch.randn(size, generator=torch.Generator().manual_seed(7)) * (1 + 0.005 * step)
         return mean + noise * torch.randn(size, generator=torch.Generator().manual_seed(100 * step + rank + 1))
 
-    def ours(link: SimTransport) -> list[float]:
+    def ours(transport: SimTransport) -> list[float]:
         p = nn.Parameter(torch.zeros(size))
         optimizer = onebit.OnebitAdam(
-            [p], lr=1e-3, freeze_step=30, link=link, max_grad_norm=1.0, warmup_codec=IdentityCodec()
+            [p], lr=1e-3, freeze_step=30, transport=transport, max_grad_norm=1.0, warmup_codec=IdentityCodec()
         )
         factors = []
         for step in range(steps):
-            p.grad = gradient(step, link.rank)
+            p.grad = gradient(step, transport.rank)
             optimizer.step()
             factors.append(optimizer.stats.clip_factor)
         return factors
@@ -808,13 +820,15 @@ def test_clipping_means_the_same_before_and_after_the_freeze(noise: float) -> No
 def test_clipping_survives_a_spike_after_the_freeze() -> None:
     """One worker's gradient times 1000 for one step: the parameters move no further than in an ordinary step or two."""
 
-    def ours(link: SimTransport) -> float:
+    def ours(transport: SimTransport) -> float:
         p = nn.Parameter(torch.zeros(1024))
-        optimizer = onebit.OnebitAdam([p], lr=1e-3, freeze_step=10, link=link, max_grad_norm=40.0, weight_decay=0.0)
-        generator = torch.Generator().manual_seed(link.rank)
+        optimizer = onebit.OnebitAdam(
+            [p], lr=1e-3, freeze_step=10, transport=transport, max_grad_norm=40.0, weight_decay=0.0
+        )
+        generator = torch.Generator().manual_seed(transport.rank)
         for step in range(40):
             p.grad = 1.0 + 0.1 * torch.randn(1024, generator=generator)
-            if step == 20 and link.rank == 1:
+            if step == 20 and transport.rank == 1:
                 p.grad *= 1000
             optimizer.step()
         return float(p.detach().abs().max())
@@ -825,13 +839,13 @@ def test_clipping_survives_a_spike_after_the_freeze() -> None:
 def test_gradscaler_and_overflow() -> None:
     """The scale is taken out in step(); an overflow on one rank makes both skip."""
 
-    def ours(link: SimTransport, scaled: bool) -> tuple[Tensor, int]:
-        net, optimizer = fresh(link, overlap=False)
+    def ours(transport: SimTransport, scaled: bool) -> tuple[Tensor, int]:
+        net, optimizer = fresh(transport, overlap=False)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
         for step in range(9):
             optimizer.zero_grad()
-            loss = loss_of(net, step, link.rank)
-            if scaled and step == 7 and link.rank == 0:
+            loss = loss_of(net, step, transport.rank)
+            if scaled and step == 7 and transport.rank == 0:
                 loss = loss * float("inf")
             if not scaled and step == 7:
                 continue
@@ -840,8 +854,8 @@ def test_gradscaler_and_overflow() -> None:
             scaler.update()
         return flat(net), optimizer.stats.skipped_steps
 
-    plain, _ = run_ranks(2, lambda link: ours(link, False))[0]
-    for weights, skipped in run_ranks(2, lambda link: ours(link, True)):
+    plain, _ = run_ranks(2, lambda transport: ours(transport, False))[0]
+    for weights, skipped in run_ranks(2, lambda transport: ours(transport, True)):
         assert skipped == 1
         torch.testing.assert_close(weights, plain, atol=1e-6, rtol=0)
 
@@ -852,9 +866,9 @@ def test_gradscaler_and_overflow() -> None:
 def test_state_needs_no_more_than_adamw() -> None:
     """Measured, bytes per parameter, 4 ranks, bf16 errors: at most AdamW's 8."""
 
-    def ours(link: SimTransport) -> tuple[float, float]:
+    def ours(transport: SimTransport) -> tuple[float, float]:
         p = nn.Parameter(torch.zeros(1 << 16))
-        optimizer = onebit.OnebitAdam([p], freeze_step=1, link=link, error_dtype=torch.bfloat16)
+        optimizer = onebit.OnebitAdam([p], freeze_step=1, transport=transport, error_dtype=torch.bfloat16)
         warm = optimizer.state_bytes() / p.numel()
         p.grad = torch.ones_like(p)
         optimizer.step()
@@ -868,9 +882,9 @@ def test_state_needs_no_more_than_adamw() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_sends_at_most_2_2_bits_per_parameter_after_the_freeze(world_size: int) -> None:
-    def ours(link: SimTransport) -> list[float]:
+    def ours(transport: SimTransport) -> list[float]:
         net = nn.Sequential(nn.Embedding(256, 128), nn.Linear(128, 512), nn.LayerNorm(512), nn.Linear(512, 256))
-        optimizer = onebit.OnebitAdam(net.parameters(), freeze_step=2, link=link, check_replicas_every=1)
+        optimizer = onebit.OnebitAdam(net.parameters(), freeze_step=2, transport=transport, check_replicas_every=1)
         bits = []
         for step in range(4):
             optimizer.zero_grad()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import onebit
 from onebit.comm import SimTransport, run_ranks
-from onebit.zero.checkpoint.reshard import Piece, packed_pieces, parts_of, pieces_of, plan, recut, saved_pieces
+from onebit.zero.checkpoint.reshard import ParamSlice, packed_pieces, parts_of, pieces_of, plan, recut, saved_pieces
 from onebit.zero.grid import GridShape
 
 STEPS = {"warm-up": 2, "one bit": 9}
@@ -24,8 +24,8 @@ BETA1 = 0.9
 def trained(name: str, layout: str, replicas: int, steps: int) -> tuple[list[dict], dict]:
     """(every rank's state, what all of them know)."""
 
-    def work(link: SimTransport) -> tuple[dict, list]:
-        rank = Rank(link, LAYOUTS[layout], name)
+    def work(transport: SimTransport) -> tuple[dict, list]:
+        rank = Rank(transport, LAYOUTS[layout], name)
         rank.train(range(steps))
         if isinstance(rank.optimizer, onebit.ZeroOneAdam):
             rank.optimizer.sync()
@@ -40,7 +40,7 @@ def what_it_knows(rank: Rank) -> list:
     return known(rank.optimizer, dict(zip(rank.params, rank.pieces, strict=True)))
 
 
-def numbered(layout: str) -> list[list[Piece]]:
+def numbered(layout: str) -> list[list[ParamSlice]]:
     """Each part's pieces in the order of `Rank`'s groups."""
     return [sorted(pieces, key=lambda piece: len(piece.shape) == 1) for pieces in LAYOUTS[layout]]
 
@@ -84,8 +84,8 @@ def test_a_warm_up_goes_on(name: str, old: tuple[str, int], new: tuple[str, int]
 def check_taken_over(name: str, old: tuple[str, int], new: tuple[str, int], steps: str) -> None:
     states, before = trained(name, *old, STEPS[steps])
 
-    def work(link: SimTransport) -> tuple[list, list[Tensor]]:
-        rank = Rank(link, LAYOUTS[new[0]], name)
+    def work(transport: SimTransport) -> tuple[list, list[Tensor]]:
+        rank = Rank(transport, LAYOUTS[new[0]], name)
         rank.optimizer.load_state_dict(taken_over(rank, states, old[0]))
         at_start = what_it_knows(rank)
         rank.train(range(STEPS[steps], STEPS[steps] + 6))
@@ -120,8 +120,8 @@ def test_where_no_block_moves_the_momentum_is_the_same_to_the_bit(
 ) -> None:
     states, before = trained(name, *old, STEPS["one bit"])
 
-    def work(link: SimTransport) -> list:
-        rank = Rank(link, LAYOUTS[new[0]], name)
+    def work(transport: SimTransport) -> list:
+        rank = Rank(transport, LAYOUTS[new[0]], name)
         rank.optimizer.load_state_dict(taken_over(rank, states, old[0]))
         return what_it_knows(rank)
 
@@ -137,8 +137,8 @@ def test_where_no_block_moves_the_momentum_is_the_same_to_the_bit(
 def test_another_number_of_replicas_is_what_load_state_dicts_makes_of_it(name: str, old: int, new: int) -> None:
     states, _ = trained(name, "rows", old, STEPS["one bit"])
 
-    def work(link: SimTransport) -> bool:
-        one, other = Rank(link, LAYOUTS["rows"], name), Rank(link, LAYOUTS["rows"], name)
+    def work(transport: SimTransport) -> bool:
+        one, other = Rank(transport, LAYOUTS["rows"], name), Rank(transport, LAYOUTS["rows"], name)
         one.optimizer.load_state_dict(taken_over(one, states, "rows"))
         other.optimizer.load_state_dicts(states[other.part :: 2])
         return same(one.optimizer.state_dict(), other.optimizer.state_dict())
@@ -149,8 +149,8 @@ def test_another_number_of_replicas_is_what_load_state_dicts_makes_of_it(name: s
 def test_between_synchronisations_parameters_become_the_mean() -> None:
     """0/1 Adam after a local step, its replicas apart."""
 
-    def train(link: SimTransport) -> tuple[dict, list[Tensor], bool]:
-        rank = Rank(link, LAYOUTS["rows"], "ZeroOneAdam")
+    def train(transport: SimTransport) -> tuple[dict, list[Tensor], bool]:
+        rank = Rank(transport, LAYOUTS["rows"], "ZeroOneAdam")
         rank.train(range(7))
         return copy.deepcopy(rank.optimizer.state_dict()), list(rank.params), rank.optimizer._is_synchronised()
 
@@ -163,8 +163,8 @@ def test_between_synchronisations_parameters_become_the_mean() -> None:
             mean = torch.stack([ranks[rank][1][k].detach().double() for rank in (part, part + 2)]).mean(0)
             expected.setdefault(piece.name, []).append(mean)
 
-    def load(link: SimTransport) -> dict[str, Tensor]:
-        rank = Rank(link, LAYOUTS["whole"], "ZeroOneAdam")
+    def load(transport: SimTransport) -> dict[str, Tensor]:
+        rank = Rank(transport, LAYOUTS["whole"], "ZeroOneAdam")
         rank.optimizer.load_state_dict(taken_over(rank, states, "rows"))
         found = {piece.name: p.detach().clone() for piece, p in zip(rank.pieces, rank.params, strict=True)}
         rank.train(range(7, 12))
@@ -206,7 +206,7 @@ def test_every_element_comes_from_one_place() -> None:
     """Any layout of any other: numbers that say where they come from arrive where they belong."""
     full = {name: torch.arange(whole(name).numel).view(SHAPES[name]) for name in SHAPES}
 
-    def held(piece: Piece) -> Tensor:
+    def held(piece: ParamSlice) -> Tensor:
         return full[piece.name][tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))]
 
     for old in LAYOUTS.values():
@@ -224,7 +224,7 @@ def test_every_element_comes_from_one_place() -> None:
 
 
 def test_a_scalar_has_one_piece() -> None:
-    scalar = Piece("scale", (), (), ())
+    scalar = ParamSlice("scale", (), (), ())
     ((found,),) = plan([[scalar]], [scalar])
     x = torch.zeros(())
     x[found.here] = torch.tensor(3.0)[found.there]
@@ -238,7 +238,7 @@ def test_what_does_not_cover_a_parameter_is_refused() -> None:
     with pytest.raises(ValueError, match="hold 1440 of 960 elements of up"):
         plan([[halves[0]], [whole("up")]], [whole("up")])
     with pytest.raises(ValueError, match=r"up has shape \(40, 24\) there and \(40, 25\) here"):
-        plan([[whole("up")]], [Piece("up", (40, 25), (0, 0), (40, 25))])
+        plan([[whole("up")]], [ParamSlice("up", (40, 25), (0, 0), (40, 25))])
 
 
 def test_a_parameter_that_was_not_trained_is_refused() -> None:
@@ -263,7 +263,7 @@ def test_a_state_without_places_is_refused() -> None:
 def test_groups_must_be_the_same() -> None:
     states, _ = trained("OnebitAdam", "whole", 1, STEPS["one bit"])
     rank = Rank(SimTransport(), LAYOUTS["whole"], "OnebitAdam")
-    optimizer = onebit.OnebitAdam(rank.params, link=SimTransport())
+    optimizer = onebit.OnebitAdam(rank.params, transport=SimTransport())
     cuts = plan(numbered("whole"), rank.pieces)
     with pytest.raises(ValueError, match="2 parameter groups, this optimizer 1"):
         recut(optimizer, rank.pieces, cuts, lambda _: states)

@@ -62,8 +62,8 @@ def run_oracle(oracle: ShardedOracle, dtype: torch.dtype = torch.float32) -> Non
 def test_equals_the_textbook_loop(form: str, world_size: int) -> None:
     """Masters within float32; of the replicas, a few may be on the other side of a rounding of the int4 steps."""
 
-    def work(link: SimTransport) -> tuple[Tensor, ShardedOnebitAdam]:
-        params, optimizer = new(link, momentum_dtype=torch.float32, **FORMS[form])
+    def work(transport: SimTransport) -> tuple[Tensor, ShardedOnebitAdam]:
+        params, optimizer = new(transport, momentum_dtype=torch.float32, **FORMS[form])
         take_steps(params, optimizer, range(STEPS))
         return values(params), optimizer
 
@@ -90,8 +90,8 @@ def test_equals_the_textbook_loop(form: str, world_size: int) -> None:
 def test_in_bfloat16_it_follows_the_textbook_loop(differences: str) -> None:
     """Momentum and replicas rounded. A rounding of a scale that falls to the other side moves a block by 2⁻⁹ of it."""
 
-    def work(link: SimTransport) -> tuple[list[Tensor], ShardedOnebitAdam]:
-        params, optimizer = new(link, torch.bfloat16, differences=differences)
+    def work(transport: SimTransport) -> tuple[list[Tensor], ShardedOnebitAdam]:
+        params, optimizer = new(transport, torch.bfloat16, differences=differences)
         take_steps(params, optimizer, range(STEPS))
         return [p.detach() for p in params], optimizer
 
@@ -110,18 +110,18 @@ def test_in_bfloat16_it_follows_the_textbook_loop(differences: str) -> None:
 def test_stage_2_is_stage_1_to_the_bit_and_frees_gradients_in_backward() -> None:
     """A small model with real backward passes; the votes differ in form alone."""
 
-    def work(link: SimTransport, stage: int) -> tuple[Tensor, list[Tensor]]:
+    def work(transport: SimTransport, stage: int) -> tuple[Tensor, list[Tensor]]:
         generator = torch.Generator().manual_seed(5)
         layers = [torch.nn.Linear(24, 40), torch.nn.Linear(40, 40), torch.nn.Linear(40, 3)]
         for p in (p for layer in layers for p in layer.parameters()):
             p.data.copy_(torch.randn(p.shape, generator=generator) * 0.1)
         model = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1], torch.nn.Tanh(), layers[2])
         optimizer = ShardedOnebitAdam(
-            model.parameters(), link=link, stage=stage, bucket_cap_mb=1024 * 4 / 2**20, **OPTIONS
+            model.parameters(), transport=transport, stage=stage, bucket_cap_mb=1024 * 4 / 2**20, **OPTIONS
         )
         assert len(optimizer._buckets) > 2
         for step in range(8):
-            data = torch.Generator().manual_seed(100 * step + link.rank)
+            data = torch.Generator().manual_seed(100 * step + transport.rank)
             for part in range(2):
                 loss = model(torch.randn(4, 24, generator=data)).square().mean()
                 if part == 0:
@@ -140,16 +140,16 @@ def test_stage_2_is_stage_1_to_the_bit_and_frees_gradients_in_backward() -> None
             optimizer.zero_grad()
         return values(list(model.parameters())), state_of(optimizer)
 
-    whole = run_ranks(3, lambda link: work(link, 1))
-    freed = run_ranks(3, lambda link: work(link, 2))
+    whole = run_ranks(3, lambda transport: work(transport, 1))
+    freed = run_ranks(3, lambda transport: work(transport, 2))
     for (x, state), (y, other) in zip(whole, freed, strict=True):
         assert torch.equal(x, y) and all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
 
 
 def test_a_second_backward_pass_at_stage_2_is_refused() -> None:
-    def work(link: SimTransport) -> None:
+    def work(transport: SimTransport) -> None:
         p = torch.nn.Parameter(torch.ones(3))
-        optimizer = ShardedOnebitAdam([p], link=link, stage=2)
+        optimizer = ShardedOnebitAdam([p], transport=transport, stage=2)
         p.sum().backward()
         assert optimizer._launched == 1
         with pytest.raises(RuntimeError, match="no_sync"):
@@ -162,14 +162,14 @@ def test_a_second_backward_pass_at_stage_2_is_refused() -> None:
 def test_a_skipped_step_leaves_everything_untouched(form: str) -> None:
     """On all ranks, also where the gradient was good; what follows is as if the step had not been."""
 
-    def work(link: SimTransport, bad: bool) -> tuple[Tensor, list[Tensor]]:
-        params, optimizer = new(link, **FORMS[form])
+    def work(transport: SimTransport, bad: bool) -> tuple[Tensor, list[Tensor]]:
+        params, optimizer = new(transport, **FORMS[form])
         take_steps(params, optimizer, range(3))
         if bad:
             before, kept = values(params), state_of(optimizer)
 
             def spoil(step: int, grads: list[Tensor]) -> None:
-                if link.rank == 1:
+                if transport.rank == 1:
                     for g in grads if optimizer._recipe.stage == 2 else grads[2:3]:
                         g[5] = float("inf")
 
@@ -181,18 +181,18 @@ def test_a_skipped_step_leaves_everything_untouched(form: str) -> None:
         assert optimizer.stats.is_skipped is False
         return values(params), state_of(optimizer)
 
-    never, skipped = (run_ranks(3, lambda link, bad=bad: work(link, bad)) for bad in (False, True))
+    never, skipped = (run_ranks(3, lambda transport, bad=bad: work(transport, bad)) for bad in (False, True))
     for (x, state), (y, other) in zip(never, skipped, strict=True):
         assert torch.equal(x, y) and all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
 
 
 def test_at_stage_2_only_the_bucket_with_the_bad_gradient_is_skipped() -> None:
-    def work(link: SimTransport) -> list[int]:
-        params, optimizer = new(link, **FORMS["stage 2"])
+    def work(transport: SimTransport) -> list[int]:
+        params, optimizer = new(transport, **FORMS["stage 2"])
         before = [p.detach().clone() for p in params]
 
         def spoil(step: int, grads: list[Tensor]) -> None:
-            if link.rank == 0:
+            if transport.rank == 0:
                 grads[3][0] = float("nan")
 
         take_steps(params, optimizer, range(1), spoil)
@@ -207,15 +207,15 @@ def test_at_stage_2_only_the_bucket_with_the_bad_gradient_is_skipped() -> None:
 def test_a_parameter_that_nobody_has_a_gradient_for_is_left_alone(form: str) -> None:
     """With its state and its count; its first gradient, however late, is a first step of Adam's size."""
 
-    def work(link: SimTransport) -> float:
-        params, optimizer = new(link, weight_decay=0.1, **FORMS[form])
+    def work(transport: SimTransport) -> float:
+        params, optimizer = new(transport, weight_decay=0.1, **FORMS[form])
 
         def absent(step: int, grads: list[Tensor]) -> None:
             params[1].grad = None
 
         for step in range(5):
-            for p, g in zip(params, gradient(step, link.rank), strict=True):
-                p.grad = None if p is params[1] or (p is params[2] and link.rank > 0) else g
+            for p, g in zip(params, gradient(step, transport.rank), strict=True):
+                p.grad = None if p is params[1] or (p is params[2] and transport.rank > 0) else g
             optimizer.step()
         assert torch.equal(params[1], initial()[1])
         assert [int(optimizer.state[p]["step"]) for p in params] == [5, 0, 5, 5]
@@ -238,17 +238,17 @@ def test_steps_without_a_gradient_are_no_steps_of_the_warm_up() -> None:
     """
     seen = (0, 1, 4, 5)
 
-    def work(link: SimTransport, together: bool) -> tuple[Tensor, Tensor]:
+    def work(transport: SimTransport, together: bool) -> tuple[Tensor, Tensor]:
         params = initial()
         mine = params if together else params[1:2]
-        optimizer = ShardedOnebitAdam(mine, link=link, **OPTIONS | {"warmup_steps": 6})
+        optimizer = ShardedOnebitAdam(mine, transport=transport, **OPTIONS | {"warmup_steps": 6})
         for step in range(6) if together else seen:
-            for k, (p, g) in enumerate(zip(params, gradient(step, link.rank), strict=True)):
+            for k, (p, g) in enumerate(zip(params, gradient(step, transport.rank), strict=True)):
                 p.grad = g if k != 1 or step in seen else None
             optimizer.step()
         return params[1].detach(), optimizer.state[params[1]]["momentum"].clone()
 
-    both = zip(*(run_ranks(3, lambda link, t=t: work(link, t)) for t in (True, False)), strict=True)
+    both = zip(*(run_ranks(3, lambda transport, t=t: work(transport, t)) for t in (True, False)), strict=True)
     for (x, momentum), (alone, its_momentum) in both:
         assert torch.equal(momentum, its_momentum)
         torch.testing.assert_close(x, alone, rtol=0, atol=1e-7)
@@ -258,13 +258,15 @@ def test_steps_without_a_gradient_are_no_steps_of_the_warm_up() -> None:
 def test_no_element_moves_further_than_the_limit() -> None:
     """An owner whose own gradient is zero in a block, where others' are not: embedding rows absent from its batch."""
 
-    def work(link: SimTransport) -> float:
+    def work(transport: SimTransport) -> float:
         p = torch.nn.Parameter(torch.zeros(4, 256))
-        optimizer = ShardedOnebitAdam([p], lr=1.0, weight_decay=0.0, link=link, update_limit=3.0, warmup_steps=0)
+        optimizer = ShardedOnebitAdam(
+            [p], lr=1.0, weight_decay=0.0, transport=transport, update_limit=3.0, warmup_steps=0
+        )
         worst = 0.0
         for step in range(20):
             p.grad = torch.randn(4, 256, generator=torch.Generator().manual_seed(step))
-            p.grad[link.rank] = 0.0  # the chunk it owns
+            p.grad[transport.rank] = 0.0  # the chunk it owns
             before = [bucket.owned.clone() for bucket in optimizer._buckets]
             optimizer.step()
             if step:
@@ -278,8 +280,8 @@ def test_no_element_moves_further_than_the_limit() -> None:
 @pytest.mark.parametrize("sizes", [(1,), (1, 0, 2), (255, 1), (0,)])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_degenerate_sizes(sizes: tuple[int, ...], world_size: int, stage: int) -> None:
-    def work(link: SimTransport) -> Tensor:
-        params, optimizer = new(link, sizes=sizes, stage=stage, weight_decay=0.0)
+    def work(transport: SimTransport) -> Tensor:
+        params, optimizer = new(transport, sizes=sizes, stage=stage, weight_decay=0.0)
         take_steps(params, optimizer, range(WARMUP + 2))
         for p, old in zip(params, initial(sizes=sizes), strict=True):
             assert bool((p != old).any()) == (p.numel() > 0)
@@ -300,13 +302,13 @@ def test_bytes_are_those_of_the_formula(form: str, most: float) -> None:
     warm, up = (-(-(chunk * n + chunk * 2) // 16) * 16 for n in (256, 32))
     down = up if "sign" in form else -(-(chunk * 128 + chunk * 2) // 16) * 16
 
-    def work(link: SimTransport) -> list[int]:
-        params, optimizer = new(link, sizes=sizes, **{"warmup_steps": 2, **FORMS[form]})
+    def work(transport: SimTransport) -> list[int]:
+        params, optimizer = new(transport, sizes=sizes, **{"warmup_steps": 2, **FORMS[form]})
         sent = []
         for step in range(5):
-            before = link.sent_bytes
+            before = transport.sent_bytes
             take_steps(params, optimizer, range(step, step + 1))
-            sent.append(link.sent_bytes - before)
+            sent.append(transport.sent_bytes - before)
             assert optimizer.stats.sent_bytes == sent[-1]
             assert optimizer.stats.bits_per_parameter == 8 * sent[-1] / sum(sizes)
             assert optimizer.stats.phase == ("warmup" if step < 2 else "compressed")
@@ -323,8 +325,8 @@ def test_bytes_are_those_of_the_formula(form: str, most: float) -> None:
 def test_1500_steps_with_their_warm_up_stay_within_the_budget(form: str, most: float, W: int) -> None:
     """Bits per parameter and step that a rank sends. With more ranks the limit is (W-1)/W·2.42: 2.27 on 16 of them."""
 
-    def work(link: SimTransport) -> list[float]:
-        params, optimizer = new(link, sizes=(256 * 256,), **{"warmup_steps": 1, **FORMS[form]})
+    def work(transport: SimTransport) -> list[float]:
+        params, optimizer = new(transport, sizes=(256 * 256,), **{"warmup_steps": 1, **FORMS[form]})
         bits = []
         for step in range(2):
             take_steps(params, optimizer, range(step, step + 1))
@@ -343,8 +345,8 @@ def test_state_is_as_small_as_said(clips: bool) -> None:
     """
     n = 256 * 4 * 50
 
-    def work(link: SimTransport) -> list[int]:
-        params, optimizer = new(link, torch.bfloat16, sizes=(n,), max_grad_norm=1.0 if clips else 0.0)
+    def work(transport: SimTransport) -> list[int]:
+        params, optimizer = new(transport, torch.bfloat16, sizes=(n,), max_grad_norm=1.0 if clips else 0.0)
         held = []
         for steps in (range(WARMUP), range(WARMUP, WARMUP + 1)):
             take_steps(params, optimizer, steps)
@@ -361,29 +363,31 @@ def test_groups_have_their_own_options() -> None:
     """Two groups are two optimizers: the same bits."""
     options = [{"lr": 1e-2, "betas": (0.9, 0.99)}, {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.2}]
 
-    def work(link: SimTransport, together: bool) -> Tensor:
+    def work(transport: SimTransport, together: bool) -> Tensor:
         params = initial()
         halves = [params[:2], params[2:]]
         if together:
             groups = [{"params": half, **option} for half, option in zip(halves, options, strict=True)]
-            optimizers = [ShardedOnebitAdam(groups, link=link, warmup_steps=2)]
+            optimizers = [ShardedOnebitAdam(groups, transport=transport, warmup_steps=2)]
         else:
             pairs = zip(halves, options, strict=True)
-            optimizers = [ShardedOnebitAdam(half, link=link, warmup_steps=2, **option) for half, option in pairs]
+            optimizers = [
+                ShardedOnebitAdam(half, transport=transport, warmup_steps=2, **option) for half, option in pairs
+            ]
         for step in range(4):
-            for p, g in zip(params, gradient(step, link.rank), strict=True):
+            for p, g in zip(params, gradient(step, transport.rank), strict=True):
                 p.grad = g
             for optimizer in optimizers:
                 optimizer.step()
         return values(params)
 
-    one, two = (run_ranks(2, lambda link, t=t: work(link, t)) for t in (True, False))
+    one, two = (run_ranks(2, lambda transport, t=t: work(transport, t)) for t in (True, False))
     assert torch.equal(one[0], two[0])
 
 
 def test_step_takes_a_closure_and_gives_its_loss() -> None:
     p = torch.nn.Parameter(torch.ones(3))
-    optimizer = ShardedOnebitAdam([p], link=SimTransport())
+    optimizer = ShardedOnebitAdam([p], transport=SimTransport())
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -400,11 +404,11 @@ def test_ranks_that_differ_persistently_are_warned_about_once(
 ) -> None:
     """Noise around a small common mean, and the same with an offset of one rms of each rank's own."""
 
-    def work(link: SimTransport) -> ShardedOnebitAdam:
+    def work(transport: SimTransport) -> ShardedOnebitAdam:
         p = torch.nn.Parameter(torch.zeros(2048))
-        optimizer = ShardedOnebitAdam([p], link=link)
-        own = torch.randn(2048, generator=torch.Generator().manual_seed(link.rank))
-        generator = torch.Generator().manual_seed(100 + link.rank)
+        optimizer = ShardedOnebitAdam([p], transport=transport)
+        own = torch.randn(2048, generator=torch.Generator().manual_seed(transport.rank))
+        generator = torch.Generator().manual_seed(100 + transport.rank)
         for _ in range(105):
             p.grad = torch.randn(2048, generator=generator) + 0.1
             p.grad += own if has_offset else 0.0
@@ -424,11 +428,11 @@ def test_ranks_that_differ_persistently_are_warned_about_once(
 def test_agreement_is_no_offset() -> None:
     """Workers that all say the same are as healthy as can be, though their ratio is near 1."""
 
-    def work(link: SimTransport) -> ShardedOnebitAdam:
+    def work(transport: SimTransport) -> ShardedOnebitAdam:
         p = torch.nn.Parameter(torch.zeros(2048))
-        optimizer = ShardedOnebitAdam([p], link=link, warmup_steps=0)
+        optimizer = ShardedOnebitAdam([p], transport=transport, warmup_steps=0)
         common = torch.randn(2048, generator=torch.Generator().manual_seed(0))
-        generator = torch.Generator().manual_seed(1 + link.rank)
+        generator = torch.Generator().manual_seed(1 + transport.rank)
         for _ in range(60):
             p.grad = common + 0.1 * torch.randn(2048, generator=generator)
             optimizer.step()
@@ -454,18 +458,18 @@ def test_agreement_is_no_offset() -> None:
 )
 def test_bad_options_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ShardedOnebitAdam(initial(), link=SimTransport(), **options)
+        ShardedOnebitAdam(initial(), transport=SimTransport(), **options)
 
 
 def test_parameters_that_are_no_floats_of_a_kind_are_refused() -> None:
     with pytest.raises(TypeError, match="float64"):
-        ShardedOnebitAdam([torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))], link=SimTransport())
+        ShardedOnebitAdam([torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))], transport=SimTransport())
 
 
 def test_options_that_differ_between_ranks_are_refused() -> None:
-    def work(link: SimTransport) -> None:
+    def work(transport: SimTransport) -> None:
         with pytest.raises(ValueError, match="Int4Codec"):
-            ShardedOnebitAdam(initial(), link=link, differences=("int4", "sign")[link.rank])
+            ShardedOnebitAdam(initial(), transport=transport, differences=("int4", "sign")[transport.rank])
 
     run_ranks(2, work)
 

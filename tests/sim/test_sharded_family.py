@@ -21,17 +21,17 @@ LEAVES = {
 }
 
 
-def start(link: SimTransport, leaf: str, steps: int, **options: object) -> tuple:
+def start(transport: SimTransport, leaf: str, steps: int, **options: object) -> tuple:
     kind, own = LEAVES[leaf]
-    params, optimizer = new(link, torch.bfloat16, SIZES, kind, **own, **options)
+    params, optimizer = new(transport, torch.bfloat16, SIZES, kind, **own, **options)
     take_steps(params, optimizer, range(steps))
     return params, optimizer
 
 
-def resume(link: SimTransport, leaf: str, params: list[Tensor], states: list[dict], **options: object) -> tuple:
+def resume(transport: SimTransport, leaf: str, params: list[Tensor], states: list[dict], **options: object) -> tuple:
     kind, own = LEAVES[leaf]
     mine = [torch.nn.Parameter(p.clone()) for p in params]
-    optimizer = kind(mine, link=link, lr=1e-2, betas=(0.9, 0.99), **own, **options)
+    optimizer = kind(mine, transport=transport, lr=1e-2, betas=(0.9, 0.99), **own, **options)
     optimizer.load_state_dicts(states)
     return mine, optimizer
 
@@ -41,13 +41,13 @@ def test_stage_2_is_stage_1_to_the_bit_and_frees_gradients_in_backward(leaf: str
     """Also in steps that send nothing."""
     kind, own = LEAVES[leaf]
 
-    def work(link: SimTransport, stage: int) -> tuple[Tensor, list[Tensor], list[bool]]:
+    def work(transport: SimTransport, stage: int) -> tuple[Tensor, list[Tensor], list[bool]]:
         params = initial(sizes=(600, 7, 900))
-        optimizer = kind(params, link=link, lr=1e-2, stage=stage, bucket_cap_mb=600 * 4 / 2**20, **own)
+        optimizer = kind(params, transport=transport, lr=1e-2, stage=stage, bucket_cap_mb=600 * 4 / 2**20, **own)
         assert len(optimizer._buckets) > 1
         freed = []
         for step in range(9):
-            data = torch.Generator().manual_seed(100 * step + link.rank)
+            data = torch.Generator().manual_seed(100 * step + transport.rank)
             targets = [torch.randn(p.shape, generator=data) for p in params]
             torch.stack([(p - t).square().sum() for p, t in zip(params, targets, strict=True)]).sum().backward()
             freed.append(params[2].grad is None)
@@ -56,7 +56,7 @@ def test_stage_2_is_stage_1_to_the_bit_and_frees_gradients_in_backward(leaf: str
             optimizer.zero_grad()
         return values(params), state_of(optimizer), freed
 
-    whole, freed = (run_ranks(3, lambda link, s=s: work(link, s)) for s in (1, 2))
+    whole, freed = (run_ranks(3, lambda transport, s=s: work(transport, s)) for s in (1, 2))
     for (x, state, kept), (y, other, left) in zip(whole, freed, strict=True):
         assert torch.equal(x, y) and all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
         assert not any(kept) and any(left)
@@ -67,13 +67,13 @@ def test_stage_2_is_stage_1_to_the_bit_and_frees_gradients_in_backward(leaf: str
 def test_a_skipped_step_leaves_everything_untouched(leaf: str, stage: int) -> None:
     """Step 3 of nine, at the end of a cycle where there are any, is repeated after an overflow on one rank."""
 
-    def work(link: SimTransport, bad: bool) -> tuple[Tensor, list[Tensor]]:
-        params, optimizer = start(link, leaf, 3, stage=stage, bucket_cap_mb=CAP)
+    def work(transport: SimTransport, bad: bool) -> tuple[Tensor, list[Tensor]]:
+        params, optimizer = start(transport, leaf, 3, stage=stage, bucket_cap_mb=CAP)
         if bad:
             before, kept = values(params), state_of(optimizer)
 
             def spoil(step: int, grads: list[Tensor]) -> None:
-                for g in grads if link.rank == 1 else []:
+                for g in grads if transport.rank == 1 else []:
                     g[0] = float("inf")
 
             take_steps(params, optimizer, range(90, 91), spoil)
@@ -83,7 +83,7 @@ def test_a_skipped_step_leaves_everything_untouched(leaf: str, stage: int) -> No
         take_steps(params, optimizer, range(3, 9))
         return values(params), state_of(optimizer)
 
-    never, skipped = (run_ranks(3, lambda link, bad=bad: work(link, bad)) for bad in (False, True))
+    never, skipped = (run_ranks(3, lambda transport, bad=bad: work(transport, bad)) for bad in (False, True))
     for (x, state), (y, other) in zip(never, skipped, strict=True):
         assert torch.equal(x, y) and all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
 
@@ -93,8 +93,8 @@ def test_a_skipped_step_leaves_everything_untouched(leaf: str, stage: int) -> No
 def test_resume_equals_no_interruption(leaf: str, stop: int) -> None:
     """Within a cycle as well: steps 5 and 8 are in the middle of two."""
 
-    def save(link: SimTransport) -> tuple[object, Tensor, list[Tensor]]:
-        params, optimizer = start(link, leaf, stop, max_grad_norm=100.0)
+    def save(transport: SimTransport) -> tuple[object, Tensor, list[Tensor]]:
+        params, optimizer = start(transport, leaf, stop, max_grad_norm=100.0)
         kept = saved([[p.detach() for p in params], optimizer.state_dict()])
         take_steps(params, optimizer, range(stop, 12))
         return kept, values(params), state_of(optimizer)
@@ -102,8 +102,8 @@ def test_resume_equals_no_interruption(leaf: str, stop: int) -> None:
     before = run_ranks(3, save)
     states = [kept[1] for kept, *_ in before]
 
-    def load(link: SimTransport) -> tuple[Tensor, list[Tensor]]:
-        params, optimizer = resume(link, leaf, before[link.rank][0][0], states, max_grad_norm=100.0)
+    def load(transport: SimTransport) -> tuple[Tensor, list[Tensor]]:
+        params, optimizer = resume(transport, leaf, before[transport.rank][0][0], states, max_grad_norm=100.0)
         take_steps(params, optimizer, range(stop, 12))
         return values(params), state_of(optimizer)
 
@@ -116,12 +116,12 @@ def test_resume_equals_no_interruption(leaf: str, stop: int) -> None:
 def test_four_ranks_become_two_and_then_eight(leaf: str) -> None:
     """In the middle of a cycle. What waits on one rank alone waits for all of the next world."""
 
-    def begin(link: SimTransport) -> tuple[list[Tensor], dict]:
-        params, optimizer = start(link, leaf, 4)
+    def begin(transport: SimTransport) -> tuple[list[Tensor], dict]:
+        params, optimizer = start(transport, leaf, 4)
         for step in (4, 5):
             for p in params:
                 p.grad = None
-            if link.rank == 1 and leaf == "zero-one":
+            if transport.rank == 1 and leaf == "zero-one":
                 params[1].grad = torch.ones_like(params[1])
             elif leaf == "lamb":
                 take_steps(params, optimizer, range(step, step + 1))
@@ -129,8 +129,10 @@ def test_four_ranks_become_two_and_then_eight(leaf: str) -> None:
             optimizer.step()
         return [p.detach() for p in params], optimizer.state_dict()
 
-    def go_on(link: SimTransport, params: list[Tensor], states: list[dict]) -> tuple[list[Tensor], dict, dict, list]:
-        mine, optimizer = resume(link, leaf, params, states)
+    def go_on(
+        transport: SimTransport, params: list[Tensor], states: list[dict]
+    ) -> tuple[list[Tensor], dict, dict, list]:
+        mine, optimizer = resume(transport, leaf, params, states)
         loaded = copy.deepcopy(optimizer.state_dict())
         for _ in (6, 7):
             for p in mine:
@@ -144,7 +146,7 @@ def test_four_ranks_become_two_and_then_eight(leaf: str) -> None:
     four = run_ranks(4, begin)
     params, states = four[0][0], saved([state for _, state in four])
     for world_size in (2, 8):
-        ranks = run_ranks(world_size, lambda link, p=params, s=states: go_on(link, p, s))
+        ranks = run_ranks(world_size, lambda transport, p=params, s=states: go_on(transport, p, s))
         for _, _, loaded, moved in ranks:
             for key, entry in loaded["state"].items():
                 mean = torch.stack([state["state"][key]["momentum"].double() for state in states]).mean(0)
@@ -162,10 +164,10 @@ def test_one_leaf_does_not_load_the_state_of_another() -> None:
     take_steps(params, optimizer, range(1))
     for kind in (ShardedOnebitLamb, ShardedZeroOneAdam):
         with pytest.raises(ValueError, match=f"not that of a {kind.__name__}"):
-            kind(initial(), link=SimTransport()).load_state_dict(optimizer.state_dict())
-    other = ShardedOnebitLamb(initial(), link=SimTransport())
+            kind(initial(), transport=SimTransport()).load_state_dict(optimizer.state_dict())
+    other = ShardedOnebitLamb(initial(), transport=SimTransport())
     with pytest.raises(ValueError, match="not that of a ShardedOnebitAdam"):
-        ShardedOnebitAdam(initial(), link=SimTransport()).load_state_dict(other.state_dict())
+        ShardedOnebitAdam(initial(), transport=SimTransport()).load_state_dict(other.state_dict())
 
 
 @pytest.mark.parametrize("kind", [ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam])
@@ -173,10 +175,10 @@ def test_one_leaf_does_not_load_the_state_of_another() -> None:
 def test_at_lr_0_masters_stand_still_and_replicas_go_to_them(kind: type, differences: str) -> None:
     """What the differences owe is delivered; where there was no step before, nothing is owed, and nothing moves."""
 
-    def work(link: SimTransport, steps: int) -> list[float]:
+    def work(transport: SimTransport, steps: int) -> list[float]:
         p = torch.nn.Parameter(torch.randn(1024, generator=torch.Generator().manual_seed(0)))
-        optimizer = kind([p], lr=1e-3 if steps else 0.0, link=link, differences=differences)
-        data = torch.Generator().manual_seed(link.rank)
+        optimizer = kind([p], lr=1e-3 if steps else 0.0, transport=transport, differences=differences)
+        data = torch.Generator().manual_seed(transport.rank)
         gaps, masters = [], None
         for step in range(steps + 40):
             if step == steps:
@@ -190,7 +192,7 @@ def test_at_lr_0_masters_stand_still_and_replicas_go_to_them(kind: type, differe
                 gaps.append(float((bucket.gather_replica() - masters).abs().max()))
         return [gaps[0], gaps[-1]]
 
-    for first, last in run_ranks(2, lambda link: work(link, 10)):
+    for first, last in run_ranks(2, lambda transport: work(transport, 10)):
         assert 0 < first < 1e-2 and last < (0.5 if differences == "sign" else 1e-4) * first
-    for first, last in run_ranks(2, lambda link: work(link, 0)):
+    for first, last in run_ranks(2, lambda transport: work(transport, 0)):
         assert first == last == 0.0

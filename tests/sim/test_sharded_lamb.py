@@ -36,8 +36,8 @@ def test_equals_the_textbook_loop(form: str, world_size: int) -> None:
     """
     options = FORMS[form]
 
-    def work(link: SimTransport) -> tuple[Tensor, ShardedOnebitLamb]:
-        params, optimizer = new(link, kind=ShardedOnebitLamb, momentum_dtype=torch.float32, **options)
+    def work(transport: SimTransport) -> tuple[Tensor, ShardedOnebitLamb]:
+        params, optimizer = new(transport, kind=ShardedOnebitLamb, momentum_dtype=torch.float32, **options)
         take_steps(params, optimizer, range(STEPS))
         return values(params), optimizer
 
@@ -71,9 +71,9 @@ def test_equals_the_textbook_loop(form: str, world_size: int) -> None:
 def test_a_layer_without_weights_moves_as_adam_does_and_then_by_its_norm() -> None:
     """Ratio 1 where a norm is zero; then ‖p‖/‖u‖. Of a layer that two ranks own, both parts move by the same."""
 
-    def work(link: SimTransport) -> list[Tensor]:
+    def work(transport: SimTransport) -> list[Tensor]:
         p = torch.nn.Parameter(torch.zeros(512))
-        optimizer = ShardedOnebitLamb([p], lr=0.1, link=link, max_coeff=1e9)
+        optimizer = ShardedOnebitLamb([p], lr=0.1, transport=transport, max_coeff=1e9)
         masters = [torch.zeros(256)]
         for _ in range(2):
             p.grad = torch.ones_like(p)
@@ -87,10 +87,10 @@ def test_a_layer_without_weights_moves_as_adam_does_and_then_by_its_norm() -> No
 
 
 def test_a_layer_that_nobody_has_a_gradient_for_is_left_alone() -> None:
-    def work(link: SimTransport) -> None:
-        params, optimizer = new(link, kind=ShardedOnebitLamb, weight_decay=0.1)
+    def work(transport: SimTransport) -> None:
+        params, optimizer = new(transport, kind=ShardedOnebitLamb, weight_decay=0.1)
         for step in range(3):
-            for p, g in zip(params, gradient(step, link.rank), strict=True):
+            for p, g in zip(params, gradient(step, transport.rank), strict=True):
                 p.grad = None if p is params[2] else g
             optimizer.step()
         assert torch.equal(params[2], initial()[2]) and not torch.equal(params[0], initial()[0])
@@ -102,8 +102,8 @@ def test_a_layer_that_nobody_has_a_gradient_for_is_left_alone() -> None:
 @pytest.mark.parametrize("world_size", [1, 5])
 @pytest.mark.parametrize("sizes", [(1,), (1, 0, 2), (255, 1), (0,)])
 def test_degenerate_sizes(sizes: tuple[int, ...], world_size: int) -> None:
-    def work(link: SimTransport) -> Tensor:
-        params, optimizer = new(link, sizes=sizes, kind=ShardedOnebitLamb)
+    def work(transport: SimTransport) -> Tensor:
+        params, optimizer = new(transport, sizes=sizes, kind=ShardedOnebitLamb)
         take_steps(params, optimizer, range(WARMUP + 2))
         return values(params)
 
@@ -118,8 +118,8 @@ def test_norms_cost_thirty_two_bytes_per_layer_and_peer() -> None:
     up, down = (-(-(chunk * bytes_per_block) // 16) * 16 for bytes_per_block in (34, 130))
     vote = 26 + 48 + 1  # the step and its digests, six doubles, a bit for each of three parameters
 
-    def work(link: SimTransport) -> tuple[int, int]:
-        params, optimizer = new(link, sizes=sizes, kind=ShardedOnebitLamb)
+    def work(transport: SimTransport) -> tuple[int, int]:
+        params, optimizer = new(transport, sizes=sizes, kind=ShardedOnebitLamb)
         take_steps(params, optimizer, range(WARMUP + 1))
         assert optimizer.stats.bits_per_parameter <= 5.3
         return optimizer.stats.sent_bytes, optimizer.state_bytes()
@@ -140,12 +140,12 @@ def test_norms_cost_thirty_two_bytes_per_layer_and_peer() -> None:
 )
 def test_bad_options_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ShardedOnebitLamb(initial(), link=SimTransport(), **options)
+        ShardedOnebitLamb(initial(), transport=SimTransport(), **options)
 
 
 def test_bounds_that_differ_between_ranks_are_refused() -> None:
-    def work(link: SimTransport) -> None:
+    def work(transport: SimTransport) -> None:
         with pytest.raises(ValueError, match="max_coeff"):
-            ShardedOnebitLamb(initial(), link=link, max_coeff=(10.0, 5.0)[link.rank])
+            ShardedOnebitLamb(initial(), transport=transport, max_coeff=(10.0, 5.0)[transport.rank])
 
     run_ranks(2, work)

@@ -30,16 +30,16 @@ def saved(states: object) -> object:
     return torch.load(file, weights_only=True)
 
 
-def run_until(link: SimTransport, steps: int, **options: object) -> tuple[list, ShardedOnebitAdam]:
-    params, optimizer = new(link, torch.bfloat16, SIZES, **options)
+def run_until(transport: SimTransport, steps: int, **options: object) -> tuple[list, ShardedOnebitAdam]:
+    params, optimizer = new(transport, torch.bfloat16, SIZES, **options)
     take_steps(params, optimizer, range(steps))
     return params, optimizer
 
 
-def resumed(link: SimTransport, params: list[Tensor], states: list[dict], **options: object):
+def resumed(transport: SimTransport, params: list[Tensor], states: list[dict], **options: object):
     """A new optimizer on the saved replicas, with what these states say."""
     mine = [torch.nn.Parameter(p.clone()) for p in params]
-    optimizer = ShardedOnebitAdam(mine, link=link, **OPTIONS | options)
+    optimizer = ShardedOnebitAdam(mine, transport=transport, **OPTIONS | options)
     optimizer.load_state_dicts(states)
     return mine, optimizer
 
@@ -47,8 +47,8 @@ def resumed(link: SimTransport, params: list[Tensor], states: list[dict], **opti
 @pytest.mark.parametrize("stop", [0, 1, 7])
 @pytest.mark.parametrize("form", FORMS)
 def test_resume_equals_no_interruption(form: str, stop: int) -> None:
-    def save(link: SimTransport) -> tuple[object, dict, Tensor, list[Tensor]]:
-        params, optimizer = run_until(link, stop, **FORMS[form])
+    def save(transport: SimTransport) -> tuple[object, dict, Tensor, list[Tensor]]:
+        params, optimizer = run_until(transport, stop, **FORMS[form])
         kept = saved([[p.detach() for p in params], optimizer.state_dict()])
         take_steps(params, optimizer, range(stop, 10))
         return kept, values(params), state_of(optimizer)
@@ -56,8 +56,8 @@ def test_resume_equals_no_interruption(form: str, stop: int) -> None:
     before = run_ranks(3, save)
     states = [kept[1] for kept, *_ in before]
 
-    def load(link: SimTransport) -> tuple[Tensor, ShardedOnebitAdam]:
-        params, optimizer = resumed(link, before[link.rank][0][0], states, **FORMS[form])
+    def load(transport: SimTransport) -> tuple[Tensor, ShardedOnebitAdam]:
+        params, optimizer = resumed(transport, before[transport.rank][0][0], states, **FORMS[form])
         take_steps(params, optimizer, range(stop, 10))
         return values(params), optimizer
 
@@ -81,12 +81,12 @@ def test_four_ranks_become_two_and_then_eight(form: str, warmup: int) -> None:
     """Masters, variances and the mean of what is owed are what they were; the replicas go on from where they are."""
     options = FORMS[form] | {"warmup_steps": warmup}
 
-    def start(link: SimTransport) -> tuple[list[Tensor], dict]:
-        params, optimizer = run_until(link, 5, **options)
+    def start(transport: SimTransport) -> tuple[list[Tensor], dict]:
+        params, optimizer = run_until(transport, 5, **options)
         return [p.detach() for p in params], optimizer.state_dict()
 
-    def go_on(link: SimTransport, params: list[Tensor], states: list[dict]) -> tuple[list[Tensor], dict, dict]:
-        mine, optimizer = resumed(link, params, states, **options)
+    def go_on(transport: SimTransport, params: list[Tensor], states: list[dict]) -> tuple[list[Tensor], dict, dict]:
+        mine, optimizer = resumed(transport, params, states, **options)
         loaded = copy.deepcopy(optimizer.state_dict())
         take_steps(mine, optimizer, range(5, 9))
         optimizer.check_replicas()
@@ -95,7 +95,7 @@ def test_four_ranks_become_two_and_then_eight(form: str, warmup: int) -> None:
     four = run_ranks(4, start)
     params, states = four[0][0], saved([state for _, state in four])
     for world_size in (2, 8):
-        ranks = run_ranks(world_size, lambda link, p=params, s=states: go_on(link, p, s))
+        ranks = run_ranks(world_size, lambda transport, p=params, s=states: go_on(transport, p, s))
         loaded = [state for *_, state in ranks]
         exact = 1e-6 if form == "stage 2, float32" else 2**-8  # the mean is rounded to bfloat16
         for key, entry in loaded[0]["state"].items():
@@ -123,25 +123,27 @@ def _whole(states: list[dict], k: int, name: str) -> Tensor | None:
 def test_a_warm_up_that_is_over_does_not_begin_again(form: str) -> None:
     """Saved in one bit, by the count of the loading optimizer in its warm-up; or before states said so."""
 
-    def save(link: SimTransport) -> tuple[list[Tensor], dict, Tensor]:
-        params, optimizer = run_until(link, 3, **FORMS[form] | {"warmup_steps": 0})
+    def save(transport: SimTransport) -> tuple[list[Tensor], dict, Tensor]:
+        params, optimizer = run_until(transport, 3, **FORMS[form] | {"warmup_steps": 0})
         kept = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict())
         take_steps(params, optimizer, range(3, 6))
         return *kept, values(params)
 
     before = run_ranks(3, save)
 
-    def load(link: SimTransport, says_so: bool) -> tuple[Tensor, str]:
+    def load(transport: SimTransport, says_so: bool) -> tuple[Tensor, str]:
         states = copy.deepcopy([state for _, state, _ in before])
         for bucket in (bucket for state in states for bucket in state["onebit"]["buckets"]):
             if not says_so:
                 del bucket["is_warm"]
-        params, optimizer = resumed(link, before[link.rank][0], states, **FORMS[form] | {"warmup_steps": 8})
+        params, optimizer = resumed(transport, before[transport.rank][0], states, **FORMS[form] | {"warmup_steps": 8})
         take_steps(params, optimizer, range(3, 6))
         return values(params), optimizer.stats.phase
 
     for says_so in (True, False):
-        for (*_, x), (y, phase) in zip(before, run_ranks(3, lambda link, s=says_so: load(link, s)), strict=True):
+        for (*_, x), (y, phase) in zip(
+            before, run_ranks(3, lambda transport, s=says_so: load(transport, s)), strict=True
+        ):
             assert torch.equal(x, y) and phase == "compressed"
 
 
@@ -150,14 +152,14 @@ def test_a_world_of_another_size_does_as_well(warmup: int) -> None:
     """A quadratic, gradients with noise: after 4 -> 2 -> 8 the loss is where it would have been."""
     target = torch.linspace(-1, 1, 3000)
 
-    def run(link: SimTransport, x: Tensor, states: list[dict] | None, steps: range) -> tuple[Tensor, dict]:
+    def run(transport: SimTransport, x: Tensor, states: list[dict] | None, steps: range) -> tuple[Tensor, dict]:
         p = torch.nn.Parameter(x.clone())
         options = {"lr": 2e-2, "betas": (0.9, 0.99), "weight_decay": 0.0, "warmup_steps": warmup}
-        optimizer = ShardedOnebitAdam([p], link=link, **options)
+        optimizer = ShardedOnebitAdam([p], transport=transport, **options)
         if states is not None:
             optimizer.load_state_dicts(states)
         for step in steps:
-            generator = torch.Generator().manual_seed(1000 * step + link.rank)
+            generator = torch.Generator().manual_seed(1000 * step + transport.rank)
             p.grad = p.detach() - target + 0.1 * torch.randn(3000, generator=generator)
             optimizer.step()
         return p.detach(), optimizer.state_dict()
@@ -166,10 +168,10 @@ def test_a_world_of_another_size_does_as_well(warmup: int) -> None:
         return float((x - target).square().mean())
 
     x = torch.zeros(3000)
-    straight = run_ranks(4, lambda link: run(link, x, None, range(60)))[0][0]
+    straight = run_ranks(4, lambda transport: run(transport, x, None, range(60)))[0][0]
     states = None
     for world_size, steps in ((4, range(20)), (2, range(20, 40)), (8, range(40, 60))):
-        ranks = run_ranks(world_size, lambda link, x=x, s=states, k=steps: run(link, x, s, k))
+        ranks = run_ranks(world_size, lambda transport, x=x, s=states, k=steps: run(transport, x, s, k))
         x, states = ranks[0][0], [state for _, state in ranks]
     assert loss(torch.zeros(3000)) > 0.3 and loss(straight) < 0.01 and loss(x) < 1.5 * loss(straight)
 
@@ -217,8 +219,8 @@ def test_state_shows_in_the_way_of_torch() -> None:
 
 
 def test_groups_added_later_take_part() -> None:
-    def work(link: SimTransport) -> Tensor:
-        params, optimizer = run_until(link, 2)
+    def work(transport: SimTransport) -> Tensor:
+        params, optimizer = run_until(transport, 2)
         more = torch.nn.Parameter(torch.ones(300))
         optimizer.add_param_group({"params": [more], "lr": 0.1, "weight_decay": 0.0})
         for p in [*params, more]:
@@ -234,4 +236,4 @@ def test_groups_added_later_take_part() -> None:
 def test_a_mask_is_refused_rather_than_ignored() -> None:
     groups = [{"params": [torch.nn.Parameter(torch.ones(3))], "exp_avg_mask": torch.zeros(3)}]
     with pytest.raises(ValueError, match="rank 0: group 0 has an exp_avg_mask, which ShardedOnebitAdam does not have"):
-        ShardedOnebitAdam(groups, link=SimTransport(), **OPTIONS)
+        ShardedOnebitAdam(groups, transport=SimTransport(), **OPTIONS)

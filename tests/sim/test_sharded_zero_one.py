@@ -46,9 +46,9 @@ def test_equals_the_textbook_loop(form: str, world_size: int) -> None:
     """Under a learning rate that changes within the cycles."""
     rates = [OPTIONS["lr"] * (1.0 - 0.05 * step) for step in range(len(CYCLES))]
 
-    def work(link: SimTransport) -> tuple[Tensor, ShardedZeroOneAdam]:
+    def work(transport: SimTransport) -> tuple[Tensor, ShardedZeroOneAdam]:
         options = SCHEDULE | FORMS[form]
-        params, optimizer = new(link, kind=ShardedZeroOneAdam, momentum_dtype=torch.float32, **options)
+        params, optimizer = new(transport, kind=ShardedZeroOneAdam, momentum_dtype=torch.float32, **options)
         for step, lr in enumerate(rates):
             optimizer.param_groups[0]["lr"] = lr
             before = values(params)
@@ -87,13 +87,14 @@ def test_equals_the_textbook_loop(form: str, world_size: int) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_without_skipped_steps_it_is_sharded_onebit_adam_to_the_bit(form: str) -> None:
-    def work(link: SimTransport, kind: type) -> tuple[Tensor, list[Tensor], int]:
-        params, optimizer = new(link, torch.bfloat16, kind=kind, **FORMS[form])
+    def work(transport: SimTransport, kind: type) -> tuple[Tensor, list[Tensor], int]:
+        params, optimizer = new(transport, torch.bfloat16, kind=kind, **FORMS[form])
         take_steps(params, optimizer, range(8))
         return values(params), state_of(optimizer), optimizer.stats.sent_bytes
 
     pairs = zip(
-        *(run_ranks(3, lambda link, k=k: work(link, k)) for k in (ShardedOnebitAdam, ShardedZeroOneAdam)), strict=True
+        *(run_ranks(3, lambda transport, k=k: work(transport, k)) for k in (ShardedOnebitAdam, ShardedZeroOneAdam)),
+        strict=True,
     )
     for (x, state, sent), (y, other, sent_too) in pairs:
         assert torch.equal(x, y) and sent == sent_too
@@ -105,24 +106,24 @@ def test_a_skipped_step_costs_neither_bytes_nor_memory(clipper: int) -> None:
     """A cycle of H sends what one step of sharded one-bit Adam does, and keeps as much."""
     sizes = (64 * 256, 100)
 
-    def work(link: SimTransport, kind: type, **options: object) -> tuple[int, int]:
-        params, optimizer = new(link, sizes=sizes, kind=kind, **options)
-        before = link.sent_bytes
+    def work(transport: SimTransport, kind: type, **options: object) -> tuple[int, int]:
+        params, optimizer = new(transport, sizes=sizes, kind=kind, **options)
+        before = transport.sent_bytes
         take_steps(params, optimizer, range(2 * clipper))
-        return link.sent_bytes - before, optimizer.state_bytes()
+        return transport.sent_bytes - before, optimizer.state_bytes()
 
     options = {"local_step_clipper": clipper, "local_step_scaler": 1, "local_step_start": -10}
     unwarmed = {"warmup_steps": 0}
-    skipping = run_ranks(4, lambda link: work(link, ShardedZeroOneAdam, **options, **unwarmed))
-    every = run_ranks(4, lambda link: work(link, ShardedOnebitAdam, **unwarmed))
+    skipping = run_ranks(4, lambda transport: work(transport, ShardedZeroOneAdam, **options, **unwarmed))
+    every = run_ranks(4, lambda transport: work(transport, ShardedOnebitAdam, **unwarmed))
     assert [sent for sent, _ in skipping] == [sent // clipper for sent, _ in every]
     assert [state for _, state in skipping] == [state for _, state in every]
 
 
 def test_nothing_is_skipped_in_the_warm_up() -> None:
-    def work(link: SimTransport) -> list[str]:
+    def work(transport: SimTransport) -> list[str]:
         skipping = {"local_step_scaler": 1, "local_step_clipper": 4, "warmup_steps": 4}
-        params, optimizer = new(link, kind=ShardedZeroOneAdam, **skipping)
+        params, optimizer = new(transport, kind=ShardedZeroOneAdam, **skipping)
         phases = []
         for step in range(11):
             take_steps(params, optimizer, range(step, step + 1))
@@ -137,10 +138,10 @@ def test_nothing_is_skipped_in_the_warm_up() -> None:
 def test_the_mean_of_a_cycle_moves_as_far_as_its_steps() -> None:
     """A constant gradient: after cycles of four, masters are where four times as many steps would have led."""
 
-    def work(link: SimTransport, clipper: int) -> Tensor:
+    def work(transport: SimTransport, clipper: int) -> Tensor:
         params = initial()
         optimizer = ShardedZeroOneAdam(
-            params, lr=1e-3, link=link, weight_decay=0.1, local_step_scaler=1, local_step_clipper=clipper,
+            params, lr=1e-3, transport=transport, weight_decay=0.1, local_step_scaler=1, local_step_clipper=clipper,
             local_step_start=-10, warmup_steps=0,
         )  # fmt: skip
         for _ in range(40):
@@ -149,7 +150,7 @@ def test_the_mean_of_a_cycle_moves_as_far_as_its_steps() -> None:
             optimizer.step()
         return values(params)
 
-    every, skipping = (run_ranks(2, lambda link, h=h: work(link, h))[0] for h in (1, 4))
+    every, skipping = (run_ranks(2, lambda transport, h=h: work(transport, h))[0] for h in (1, 4))
     moved = (every - values(initial())).norm()
     assert float(moved) > 0.5 and float((every - skipping).norm()) < 0.03 * float(moved)
 
@@ -159,11 +160,11 @@ def test_a_gradient_that_is_not_finite_in_a_skipped_step_is_left_out_by_its_rank
 ) -> None:
     """As if that rank had had none; at the end of the cycle all ranks skip, and the step after takes its place."""
 
-    def work(link: SimTransport, bad: bool) -> tuple[Tensor, list[Tensor]]:
-        params, optimizer = new(link, kind=ShardedZeroOneAdam, **SCHEDULE)
+    def work(transport: SimTransport, bad: bool) -> tuple[Tensor, list[Tensor]]:
+        params, optimizer = new(transport, kind=ShardedZeroOneAdam, **SCHEDULE)
 
         def spoil(step: int, grads: list[Tensor]) -> None:
-            if link.rank == 1 and step in (7, 90):
+            if transport.rank == 1 and step in (7, 90):
                 for g in grads:
                     g.fill_(float("nan") if bad else 0.0)
 
@@ -171,15 +172,15 @@ def test_a_gradient_that_is_not_finite_in_a_skipped_step_is_left_out_by_its_rank
         if bad:
             before, kept = values(params), state_of(optimizer)
             take_steps(params, optimizer, range(90, 91), spoil)
-            assert optimizer.stats.is_skipped and optimizer.stats.skipped_steps == 1 + (link.rank == 1)
+            assert optimizer.stats.is_skipped and optimizer.stats.skipped_steps == 1 + (transport.rank == 1)
             assert torch.equal(values(params), before)
             assert all(torch.equal(a, b) for a, b in zip(state_of(optimizer), kept, strict=True))
         take_steps(params, optimizer, range(10, 15))
         return values(params), state_of(optimizer)
 
-    never = run_ranks(3, lambda link: work(link, False))
+    never = run_ranks(3, lambda transport: work(transport, False))
     with caplog.at_level(logging.WARNING, logger="onebit.zero"):
-        left_out = run_ranks(3, lambda link: work(link, True))
+        left_out = run_ranks(3, lambda transport: work(transport, True))
     assert any("rank 1: gradient not finite" in r.message and "leaves" in r.message for r in caplog.records)
     for (x, state), (y, other) in zip(never, left_out, strict=True):
         assert torch.equal(x, y) and all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
@@ -188,13 +189,13 @@ def test_a_gradient_that_is_not_finite_in_a_skipped_step_is_left_out_by_its_rank
 def test_what_a_parameter_got_in_a_skipped_step_is_sent_though_it_has_no_gradient_at_the_end() -> None:
     """And one that got none in the whole cycle, on any rank, is left alone."""
 
-    def work(link: SimTransport) -> list[int]:
+    def work(transport: SimTransport) -> list[int]:
         params, optimizer = new(
-            link, kind=ShardedZeroOneAdam, local_step_scaler=1, local_step_clipper=2, warmup_steps=0
+            transport, kind=ShardedZeroOneAdam, local_step_scaler=1, local_step_clipper=2, warmup_steps=0
         )
         for step in range(5):  # H = 1, then 2 twice
-            for p, g in zip(params, gradient(step, link.rank), strict=True):
-                only_early = p is params[1] and (link.rank > 0 or step not in (1, 3))
+            for p, g in zip(params, gradient(step, transport.rank), strict=True):
+                only_early = p is params[1] and (transport.rank > 0 or step not in (1, 3))
                 p.grad = None if p is params[0] or only_early else g
             optimizer.step()
         assert torch.equal(params[0], initial()[0]) and not torch.equal(params[1], initial()[1])
@@ -213,4 +214,4 @@ def test_what_a_parameter_got_in_a_skipped_step_is_sent_though_it_has_no_gradien
 )
 def test_bad_options_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ShardedZeroOneAdam(initial(), link=SimTransport(), **options)
+        ShardedZeroOneAdam(initial(), transport=SimTransport(), **options)

@@ -26,12 +26,12 @@ FAMILY: dict[str, tuple[type, dict]] = {
 }
 
 
-def make(name: str, link: SimTransport, **options: object) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+def make(name: str, transport: SimTransport, **options: object) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
     """Two parameters in a bucket each; "second" leaves first."""
     params = [nn.Parameter(torch.linspace(-1.0, 1.0, 300)) for _ in range(2)]
     kind, defaults = FAMILY[name]
     named = zip(("first", "second"), params, strict=True)
-    return params, kind(named, link=link, bucket_cap_mb=1e-3, **defaults | options)
+    return params, kind(named, transport=transport, bucket_cap_mb=1e-3, **defaults | options)
 
 
 def step(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, rank: int, bad: int | None = None) -> None:
@@ -47,18 +47,18 @@ def step(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, rank: int
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize("bad", [0, 1], ids=["leaves last", "leaves first"])
 def test_too_many_skipped_steps_in_a_row_end_the_run_on_all_ranks_by_name(name: str, bad: int) -> None:
-    def ours(link: SimTransport) -> str:
-        params, optimizer = make(name, link, max_consecutive_skips=4)
-        mine = bad if link.rank == 1 else None
+    def ours(transport: SimTransport) -> str:
+        params, optimizer = make(name, transport, max_consecutive_skips=4)
+        mine = bad if transport.rank == 1 else None
         for _ in range(4):
-            step(params, optimizer, link.rank)
+            step(params, optimizer, transport.rank)
         while optimizer.stats.skipped_steps < 3:
-            step(params, optimizer, link.rank, mine)
+            step(params, optimizer, transport.rank, mine)
         for _ in range(2):
-            step(params, optimizer, link.rank)  # good again: the count begins anew
+            step(params, optimizer, transport.rank)  # good again: the count begins anew
         with pytest.raises(SkippedStepsError) as caught:
             for _ in range(20):
-                step(params, optimizer, link.rank, mine)
+                step(params, optimizer, transport.rank, mine)
         assert all(p.isfinite().all() for p in params)
         return str(caught.value)
 
@@ -108,16 +108,16 @@ def test_every_part_of_a_model_hears_of_the_part_that_is_bad() -> None:
 def test_replicas_are_voted_on_in_skipped_steps_too(name: str) -> None:
     """Skipped steps count: a run that only skips still hears of a replica that has drifted."""
 
-    def ours(link: SimTransport) -> int:
+    def ours(transport: SimTransport) -> int:
         options = {"local_step_clipper": 1} if name == "ZeroOneAdam" else {}
-        params, optimizer = make(name, link, check_replicas_every=6, **options)
+        params, optimizer = make(name, transport, check_replicas_every=6, **options)
         for _ in range(4):
-            step(params, optimizer, link.rank)
-        if link.rank == 1:
+            step(params, optimizer, transport.rank)
+        if transport.rank == 1:
             params[0].data[0] += 1.0
         with pytest.raises(onebit.ReplicaError, match="holds other values than rank 0 in first"):
             for _ in range(20):
-                step(params, optimizer, link.rank, 1 if link.rank == 0 else None)
+                step(params, optimizer, transport.rank, 1 if transport.rank == 0 else None)
         return optimizer.stats.skipped_steps
 
     assert run_ranks(2, ours) == [2, 2]
@@ -142,12 +142,12 @@ REPLICATED = [
 
 @pytest.mark.parametrize(("name", "steps", "tensor", "expected"), REPLICATED)
 def test_a_bit_that_flips_in_replicated_state_is_found(name: str, steps: int, tensor: Callable, expected: str) -> None:
-    def ours(link: SimTransport) -> str:
-        params, optimizer = make(name, link)
+    def ours(transport: SimTransport) -> str:
+        params, optimizer = make(name, transport)
         for _ in range(steps):
-            step(params, optimizer, link.rank)
+            step(params, optimizer, transport.rank)
         optimizer.check_replicas()
-        if link.rank == 1:
+        if transport.rank == 1:
             flip(tensor(optimizer._buckets[0]))
         with pytest.raises(onebit.ReplicaError) as caught:
             optimizer.check_replicas()

@@ -27,11 +27,11 @@ ONE_BIT = {
 ALL = ["Lamb", *ONE_BIT]
 
 
-def make(name: str, params: object, link: SimTransport | None = None, **options: object) -> torch.optim.Optimizer:
+def make(name: str, params: object, transport: SimTransport | None = None, **options: object) -> torch.optim.Optimizer:
     if name == "Lamb":
         return onebit.Lamb(params, **options)
     kind, defaults = ONE_BIT[name]
-    return kind(params, link=link or SimTransport(), **defaults | options)
+    return kind(params, transport=transport or SimTransport(), **defaults | options)
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -128,11 +128,11 @@ def test_a_parameter_that_comes_twice_is_named(name: str) -> None:
 def test_a_frozen_parameter_may_have_any_dtype_and_is_made_equal(name: str, dtype: torch.dtype) -> None:
     """Quantised weights under adapters, as in QLoRA. Those of rank 0 are sent to all, or the ranks told apart."""
 
-    def ours(link: SimTransport) -> list[Tensor]:
-        frozen = nn.Parameter((torch.arange(7) + 5 * link.rank).to(dtype), requires_grad=False)
-        scalar = nn.Parameter(torch.tensor(3 * link.rank + 1).to(dtype), requires_grad=False)
+    def ours(transport: SimTransport) -> list[Tensor]:
+        frozen = nn.Parameter((torch.arange(7) + 5 * transport.rank).to(dtype), requires_grad=False)
+        scalar = nn.Parameter(torch.tensor(3 * transport.rank + 1).to(dtype), requires_grad=False)
         params = parameters()
-        train(make(name, [frozen, *params, scalar], link), params, range(3))
+        train(make(name, [frozen, *params, scalar], transport), params, range(3))
         return [frozen.detach(), scalar.detach()]
 
     first, second = run_ranks(2, ours)
@@ -143,10 +143,10 @@ def test_a_frozen_parameter_may_have_any_dtype_and_is_made_equal(name: str, dtyp
 def test_a_frozen_parameter_that_consists_of_several_tensors_is_made_equal() -> None:
     """As torchao's quantised weights do."""
 
-    def ours(link: SimTransport) -> tuple[Tensor, Tensor]:
+    def ours(transport: SimTransport) -> tuple[Tensor, Tensor]:
         codes, scales = torch.arange(6, dtype=torch.uint8), torch.ones(6, dtype=torch.uint8)
-        pair = TwoTensor(codes + link.rank, scales * 7 * link.rank)
-        make("OnebitAdam", [nn.Parameter(pair, requires_grad=False), *parameters()], link)
+        pair = TwoTensor(codes + transport.rank, scales * 7 * transport.rank)
+        make("OnebitAdam", [nn.Parameter(pair, requires_grad=False), *parameters()], transport)
         return pair.a, pair.b
 
     for codes, scales in run_ranks(2, ours):

@@ -20,11 +20,11 @@ def new_params() -> dict[str, Tensor]:
     return params
 
 
-def build(name: str, link: SimTransport, *parts: str) -> tuple[dict[str, Tensor], torch.optim.Optimizer]:
+def build(name: str, transport: SimTransport, *parts: str) -> tuple[dict[str, Tensor], torch.optim.Optimizer]:
     """A bucket for each parameter that is trained. parts: which there are; default: all."""
     params = {part: p for part, p in new_params().items() if part in parts or not parts}
     kind, defaults = FAMILY[name]
-    return params, kind(params.items(), link=link, bucket_cap_mb=1e-3, **defaults)
+    return params, kind(params.items(), transport=transport, bucket_cap_mb=1e-3, **defaults)
 
 
 def backward(params: dict[str, Tensor], rank: int, step: int, parts: list[str]) -> None:
@@ -38,17 +38,17 @@ def backward(params: dict[str, Tensor], rank: int, step: int, parts: list[str]) 
 def test_a_gradient_of_what_was_frozen_at_construction_is_an_error_on_all_ranks(name: str, on: tuple[int, ...]) -> None:
     """It never trained, without a word."""
 
-    def ours(link: SimTransport) -> str:
-        params, optimizer = build(name, link)
+    def ours(transport: SimTransport) -> str:
+        params, optimizer = build(name, transport)
         for step in range(4):
             optimizer.zero_grad()
-            backward(params, link.rank, step, ["body", "head"])
+            backward(params, transport.rank, step, ["body", "head"])
             optimizer.step()
         params["late"].requires_grad_(True)
         with pytest.raises(RuntimeError) as caught:
             for step in range(4, 8):  # local steps say nothing
                 optimizer.zero_grad()
-                backward(params, link.rank, step, ["body", "head", *(["late"] if link.rank in on else [])])
+                backward(params, transport.rank, step, ["body", "head", *(["late"] if transport.rank in on else [])])
                 optimizer.step()
         return str(caught.value)
 
@@ -69,10 +69,10 @@ def test_an_optimizer_of_frozen_parameters_alone_says_so_too(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_the_remedy_trains_it(name: str) -> None:
-    def ours(link: SimTransport) -> list[Tensor]:
+    def ours(transport: SimTransport) -> list[Tensor]:
         params = new_params()
         kind, defaults = FAMILY[name]
-        optimizer = kind([params["head"], params["body"]], link=link, **defaults)
+        optimizer = kind([params["head"], params["body"]], transport=transport, **defaults)
         start = params["late"].detach().clone()
         for step in range(9):
             if step == 4:
@@ -81,7 +81,7 @@ def test_the_remedy_trains_it(name: str) -> None:
                 params["late"].requires_grad_(True)
                 optimizer.add_param_group({"params": [params["late"]]})
             optimizer.zero_grad()
-            backward(params, link.rank, step, ["body", "head", *(["late"] if step >= 4 else [])])
+            backward(params, transport.rank, step, ["body", "head", *(["late"] if step >= 4 else [])])
             optimizer.step()
         if hasattr(optimizer, "sync"):
             optimizer.sync()
@@ -97,18 +97,18 @@ def test_the_remedy_trains_it(name: str) -> None:
 def test_what_is_frozen_later_stays_whatever_is_left_in_its_gradient(name: str, on: tuple[int, ...]) -> None:
     """Where one rank alone freezes it, it counts as a gradient of zero there, and replicas stay replicas."""
 
-    def ours(link: SimTransport) -> tuple[bool, list[Tensor]]:
-        params, optimizer = build(name, link)
+    def ours(transport: SimTransport) -> tuple[bool, list[Tensor]]:
+        params, optimizer = build(name, transport)
         for step in range(8):
             if step == 4:
                 if hasattr(optimizer, "sync"):
                     optimizer.sync()
                 start = params["head"].detach().clone()
-                params["head"].requires_grad_(link.rank not in on)
+                params["head"].requires_grad_(transport.rank not in on)
                 lingering = torch.ones(300)
             optimizer.zero_grad()
-            frozen = step >= 4 and link.rank in on
-            backward(params, link.rank, step, ["body"] if frozen else ["body", "head"])
+            frozen = step >= 4 and transport.rank in on
+            backward(params, transport.rank, step, ["body"] if frozen else ["body", "head"])
             if frozen:
                 params["head"].grad = lingering
             optimizer.step()
@@ -145,10 +145,10 @@ def test_resized_data_is_an_error_by_name_and_replaced_data_is_not(name: str) ->
 
 @pytest.mark.parametrize("on", [(0, 1), (1,)], ids=["all ranks", "one rank"])
 def test_the_dense_averager_takes_in_what_is_unfrozen_and_leaves_what_is_frozen(on: tuple[int, ...]) -> None:
-    def ours(link: SimTransport) -> list[Tensor | None]:
+    def ours(transport: SimTransport) -> list[Tensor | None]:
         params = {part: nn.Parameter(torch.ones(5)) for part in ("late", "head", "body")}
         params["late"].requires_grad_(False)
-        averager, seen = DenseAverager(params.values(), link), []
+        averager, seen = DenseAverager(params.values(), transport), []
         for step in range(3):
             for p in params.values():
                 p.grad = None
@@ -156,8 +156,8 @@ def test_the_dense_averager_takes_in_what_is_unfrozen_and_leaves_what_is_frozen(
                 params["late"].requires_grad_(True)
                 params["head"].requires_grad_(False)
             for part, p in params.items():
-                if p.requires_grad and (part != "late" or link.rank in on):
-                    (p * (1.0 + link.rank + step)).sum().backward()
+                if p.requires_grad and (part != "late" or transport.rank in on):
+                    (p * (1.0 + transport.rank + step)).sum().backward()
             averager.finish()
             seen += [copy.deepcopy(p.grad) for p in params.values()]
         return seen

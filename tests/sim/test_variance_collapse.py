@@ -14,12 +14,12 @@ LR = 1e-3
 PLACES = {"ZeroOneAdam": (64, "exp_avg_sq", 1e-8), "OnebitAdam": (108, "denominator", 1e-4)}
 
 
-def largest_move(link: SimTransport, name: str, beta2: float, size_after: float, by_hand: bool) -> float:
+def largest_move(transport: SimTransport, name: str, beta2: float, size_after: float, by_hand: bool) -> float:
     """In lr: of the dense step in which D collapses and of the two after it. size_after: of gradients, from there."""
     steps, key, factor = PLACES[name]
     p = nn.Parameter(torch.zeros(1024))
-    optimizer = getattr(onebit, name)([p], lr=LR, betas=(0.9, beta2), weight_decay=0.0, link=link)
-    generator, largest = torch.Generator().manual_seed(link.rank), 0.0
+    optimizer = getattr(onebit, name)([p], lr=LR, betas=(0.9, beta2), weight_decay=0.0, transport=transport)
+    generator, largest = torch.Generator().manual_seed(transport.rank), 0.0
     for step in range(steps + 3):
         if by_hand and step == steps:
             for bucket in optimizer._buckets:
@@ -37,12 +37,12 @@ def largest_move(link: SimTransport, name: str, beta2: float, size_after: float,
 @pytest.mark.parametrize("name", PLACES)
 def test_a_collapsed_variance_does_not_multiply_the_momentum(name: str, size_after: float) -> None:
     """Kept in units of moves it is what it was; 0/1 Adam at 5acfc44, which kept gradients, moved by 6,300 lr."""
-    for largest in run_ranks(4, lambda link: largest_move(link, name, 0.999, size_after, by_hand=True)):
+    for largest in run_ranks(4, lambda transport: largest_move(transport, name, 0.999, size_after, by_hand=True)):
         assert 0.1 < largest < 3.0
 
 
 @pytest.mark.parametrize("name", PLACES)
 def test_nor_does_one_that_collapses_within_the_step(name: str) -> None:
     """With β2 = 0 the variance is that of one gradient, 1e-8 of the one before."""
-    for largest in run_ranks(4, lambda link: largest_move(link, name, 0.0, 1e-4, by_hand=False)):
+    for largest in run_ranks(4, lambda transport: largest_move(transport, name, 0.0, 1e-4, by_hand=False)):
         assert 0.1 < largest < 3.0

@@ -38,15 +38,15 @@ def test_an_all_reduce_of_the_users_own_is_warned_of_once(
 ) -> None:
     """Behind backward, where no wrapper is to be seen. Zeros on all ranks, and a world of one, say nothing."""
 
-    def ours(link: SimTransport) -> None:
+    def ours(transport: SimTransport) -> None:
         params = [nn.Parameter(torch.linspace(-1.0, 1.0, 300)) for _ in range(2)]
-        optimizer = make(name, params, link)
+        optimizer = make(name, params, transport)
         for step in range(4):
-            generator = torch.Generator().manual_seed(100 * step + link.rank)
+            generator = torch.Generator().manual_seed(100 * step + transport.rank)
             for p in params:
                 p.grad = torch.randn(300, generator=generator)
                 if averages:
-                    link.all_reduce(p.grad).wait()
+                    transport.all_reduce(p.grad).wait()
             if step == 1 and not averages:
                 for p in params:
                     p.grad.zero_()

@@ -144,19 +144,19 @@ def test_ranks_may_hold_different_layers_of_one_model(tmp_path: Path) -> None:
     state = {name: x for name, x in net().state_dict().items()}
     halves = [{name: x for name, x in state.items() if name.startswith(f"{k}.")} for k in range(2)]
 
-    def check(link: SimTransport, model: dict) -> str:
-        names = _names_of_all(link, model)
+    def check(transport: SimTransport, model: dict) -> str:
+        names = _names_of_all(transport, model)
         try:
             _check_model(tmp_path, metadata, model, names)
         except CheckpointError as error:
             return str(error)
         return ""
 
-    assert run_ranks(2, lambda link: check(link, halves[link.rank])) == ["", ""]
-    found = run_ranks(2, lambda link: check(link, halves[0]))
+    assert run_ranks(2, lambda transport: check(transport, halves[transport.rank])) == ["", ""]
+    found = run_ranks(2, lambda transport: check(transport, halves[0]))
     assert all("the model has no 1." in text for text in found)
     more = [halves[0], halves[1] | {"2.weight": torch.zeros(1)}]
-    found = run_ranks(2, lambda link: check(link, more[link.rank]))
+    found = run_ranks(2, lambda transport: check(transport, more[transport.rank]))
     assert all("the checkpoint has no 2.weight" in text for text in found)
 
 
@@ -205,15 +205,15 @@ def test_kill_9_during_a_checkpoint_loses_nothing_that_was_saved(tmp_path: Path)
 def rank_of_many(folder: str) -> dict[str, object]:
     """Save sharded over all ranks, in the background too; load sharded and whole; fail and refuse together."""
     torch.set_num_threads(1)
-    link, place = init("gloo", levels=1), Path(folder)
-    checkpoints, facts = Checkpoints(place, link), {}
+    transport, place = init("gloo", levels=1), Path(folder)
+    checkpoints, facts = Checkpoints(place, transport), {}
     torch.manual_seed(1)
     whole = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
     expected = {name: p.detach().clone() for name, p in whole.named_parameters()}
-    fully_shard(whole, mesh=init_device_mesh("cpu", (link.world_size,)))
+    fully_shard(whole, mesh=init_device_mesh("cpu", (transport.world_size,)))
 
     def save(step: int, *, in_background: bool = False) -> None:
-        checkpoints.save(step, whole.state_dict(), {"rank": link.rank}, in_background=in_background)
+        checkpoints.save(step, whole.state_dict(), {"rank": transport.rank}, in_background=in_background)
 
     def said(work: Callable[[], object]) -> str:
         try:
@@ -228,7 +228,7 @@ def rank_of_many(folder: str) -> dict[str, object]:
     checkpoints.wait()
     plain = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
     sharded = fully_shard(
-        nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)), mesh=init_device_mesh("cpu", (link.world_size,))
+        nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)), mesh=init_device_mesh("cpu", (transport.world_size,))
     )
     for kind, model in {"plain": plain, "sharded": sharded}.items():
         loaded = checkpoints.load(model.state_dict())
@@ -236,20 +236,20 @@ def rank_of_many(folder: str) -> dict[str, object]:
         is_same = all(torch.equal(values[name].detach(), x) for name, x in expected.items())
         facts[kind] = [loaded.step, [own["rank"] for own in loaded.own], is_same]
 
-    with Faults(place, at=0 if link.rank == 1 else None, fault=errno.ENOSPC):
+    with Faults(place, at=0 if transport.rank == 1 else None, fault=errno.ENOSPC):
         facts["full disk"] = said(lambda: save(4))
-    with Faults(place, at=0 if link.rank == 1 else None, fault=errno.ENOSPC):
+    with Faults(place, at=0 if transport.rank == 1 else None, fault=errno.ENOSPC):
         save(4, in_background=True)
         facts["full disk in the background"] = said(checkpoints.wait)
     facts["left"] = sorted(path.name for path in place.iterdir())
     damaged = place / "step_00000003" / "__1_0.distcp"
     for damage in ("flipped", "missing"):
-        if link.rank == 1 and damage == "flipped":
+        if transport.rank == 1 and damage == "flipped":
             damaged.write_bytes(damaged.read_bytes()[:-9] + b"\xff" * 9)
-        elif link.rank == 1:
+        elif transport.rank == 1:
             damaged.unlink()
         facts[damage] = said(lambda: checkpoints.load(plain.state_dict()))
-    link.close()
+    transport.close()
     return facts
 
 

@@ -26,14 +26,14 @@ POLICIES = {
 }
 
 
-def train_flat(link: SimTransport, **options: object) -> tuple[list[np.ndarray], list[str]]:
+def train_flat(transport: SimTransport, **options: object) -> tuple[list[np.ndarray], list[str]]:
     params = [nn.Parameter(p.clone()) for p in split(torch.from_numpy(start()).float())]
-    optimizer = onebit.ZeroOneAdam(params, link=link, variance_codec=IdentityCodec(), **options)
+    optimizer = onebit.ZeroOneAdam(params, transport=transport, variance_codec=IdentityCodec(), **options)
     trajectory, rounds = [], []
     for step, lr in enumerate(LRS):
         optimizer.param_groups[0]["lr"] = lr
         x = torch.cat([p.detach() for p in params]).double().numpy()
-        for p, g in zip(params, split(torch.from_numpy(gradient(x, step, link.rank)).float()), strict=True):
+        for p, g in zip(params, split(torch.from_numpy(gradient(x, step, transport.rank)).float()), strict=True):
             p.grad = g.clone()
         optimizer.step()
         rounds.append(optimizer.stats.phase)
@@ -49,7 +49,7 @@ def test_equals_the_textbook_loop(world_size: int, policy: str) -> None:
     A sum that cancels to rounding may have another sign in float32: up to 1 % of the elements may leave the path. With
     3 ranks that is common (thirds are no binary fractions) and shifts scales of whole blocks: 26 steps there, and 5 %.
     """
-    results = run_ranks(world_size, lambda link: train_flat(link, **POLICIES[policy]))
+    results = run_ranks(world_size, lambda transport: train_flat(transport, **POLICIES[policy]))
     oracle = ZeroOneAdamOracle(start(), world_size, SIZES)
     rounds = results[0][1]
     assert ("local" in rounds) == (policy != "every step synchronises")
@@ -63,16 +63,18 @@ def test_equals_the_textbook_loop(world_size: int, policy: str) -> None:
             assert all(np.array_equal(trajectory[step], results[0][0][step]) for trajectory, _ in results)
 
 
-def fresh(link: SimTransport, **options: object) -> tuple[nn.Module, onebit.ZeroOneAdam]:
+def fresh(transport: SimTransport, **options: object) -> tuple[nn.Module, onebit.ZeroOneAdam]:
     net = model()
-    return net, onebit.ZeroOneAdam(net.parameters(), **{"lr": 0.01, "link": link, "local_step_clipper": 4} | options)
+    return net, onebit.ZeroOneAdam(
+        net.parameters(), **{"lr": 0.01, "transport": transport, "local_step_clipper": 4} | options
+    )
 
 
-def train(link: SimTransport, steps: range, net: nn.Module, optimizer: onebit.ZeroOneAdam) -> None:
+def train(transport: SimTransport, steps: range, net: nn.Module, optimizer: onebit.ZeroOneAdam) -> None:
     for step in steps:
         optimizer.param_groups[0]["lr"] = 0.01 * 0.5 ** (step // 12)
         optimizer.zero_grad()
-        loss_of(net, step, link.rank).backward()
+        loss_of(net, step, transport.rank).backward()
         optimizer.step()
 
 
@@ -81,10 +83,10 @@ def train(link: SimTransport, steps: range, net: nn.Module, optimizer: onebit.Ze
 def test_the_spread_after_every_sync_is_zero_for_2000_steps(world_size: int) -> None:
     """Replicas are rebuilt from an anchor, so nothing can accumulate: the same bits after 2,000 steps as after one."""
 
-    def work(link: SimTransport) -> list[tuple[str, int]]:
+    def work(transport: SimTransport) -> list[tuple[str, int]]:
         net = nn.Linear(30, 9)
-        optimizer = onebit.ZeroOneAdam(net.parameters(), link=link, local_step_clipper=16)
-        generator = torch.Generator().manual_seed(link.rank)
+        optimizer = onebit.ZeroOneAdam(net.parameters(), transport=transport, local_step_clipper=16)
+        generator = torch.Generator().manual_seed(transport.rank)
         seen = []
         for step in range(2000):
             optimizer.param_groups[0]["lr"] = 0.01 * 0.5 ** (step / 400)
@@ -101,12 +103,12 @@ def test_the_spread_after_every_sync_is_zero_for_2000_steps(world_size: int) -> 
 
 
 def test_a_local_step_sends_nothing() -> None:
-    def work(link: SimTransport) -> None:
-        net, optimizer = fresh(link)
+    def work(transport: SimTransport) -> None:
+        net, optimizer = fresh(transport)
         for step in range(60):
-            before = link.sent_bytes
-            train(link, range(step, step + 1), net, optimizer)
-            assert (link.sent_bytes == before) == (optimizer.stats.phase == "local")
+            before = transport.sent_bytes
+            train(transport, range(step, step + 1), net, optimizer)
+            assert (transport.sent_bytes == before) == (optimizer.stats.phase == "local")
 
     run_ranks(2, work)
 
@@ -116,26 +118,26 @@ def test_resume_at_20_random_steps_equals_no_interruption() -> None:
     """Between synchronisations too; the model file of rank 0 alone is given to all where the replicas are the same."""
     stops = sorted(random.Random(0).sample(range(1, 160), 20))
 
-    def work(link: SimTransport) -> list[str]:
-        net, optimizer = fresh(link)
+    def work(transport: SimTransport) -> list[str]:
+        net, optimizer = fresh(transport)
         saved: dict[int, bytes] = {}
         for step in range(170):
             if step in stops:
                 file = io.BytesIO()
                 torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
                 saved[step] = file.getvalue()
-            train(link, range(step, step + 1), net, optimizer)
+            train(transport, range(step, step + 1), net, optimizer)
         local = []
         for stop, data in saved.items():
             state = torch.load(io.BytesIO(data), weights_only=True)
-            net2, optimizer2 = fresh(link)
-            train(link, range(200, 200 + stop % 5), net2, optimizer2)
+            net2, optimizer2 = fresh(transport)
+            train(transport, range(200, 200 + stop % 5), net2, optimizer2)
             if state["optimizer"]["onebit"]["since_sync"]:
                 local.append(stop)  # this rank's own parameters are in its optimizer state
             else:
                 net2.load_state_dict(state["model"])
             optimizer2.load_state_dict(state["optimizer"])
-            train(link, range(stop, 170), net2, optimizer2)
+            train(transport, range(stop, 170), net2, optimizer2)
             assert torch.equal(flat(net2), flat(net)) and same(optimizer2.state_dict(), optimizer.state_dict()), stop
         return local
 
@@ -145,13 +147,13 @@ def test_resume_at_20_random_steps_equals_no_interruption() -> None:
 
 @pytest.mark.parametrize("zero_at", [0, 5, 17, 18, 30])
 def test_a_learning_rate_of_zero_moves_nothing_and_breaks_nothing(zero_at: int) -> None:
-    def work(link: SimTransport, clipper: int) -> Tensor:
-        net, optimizer = fresh(link, local_step_clipper=clipper, check_replicas_every=1)
+    def work(transport: SimTransport, clipper: int) -> Tensor:
+        net, optimizer = fresh(transport, local_step_clipper=clipper, check_replicas_every=1)
         for step in range(40):
             optimizer.param_groups[0]["lr"] = 0.0 if step == zero_at else 0.01
             before = flat(net).clone()
             optimizer.zero_grad()
-            loss_of(net, step, link.rank).backward()
+            loss_of(net, step, transport.rank).backward()
             optimizer.step()
             if step == zero_at:
                 assert torch.equal(flat(net), before)
@@ -159,16 +161,16 @@ def test_a_learning_rate_of_zero_moves_nothing_and_breaks_nothing(zero_at: int) 
         return flat(net)
 
     for clipper in (1, 4):
-        results = run_ranks(2, lambda link, c=clipper: work(link, c))
+        results = run_ranks(2, lambda transport, c=clipper: work(transport, c))
         assert torch.equal(results[0], results[1]) and results[0].isfinite().all()
 
 
 def test_weight_decay_is_no_part_of_what_is_sent() -> None:
     """With zero gradients parameters shrink by exactly the decay, local steps or not (the peer: up to 10.9 times)."""
 
-    def work(link: SimTransport) -> Tensor:
+    def work(transport: SimTransport) -> Tensor:
         p = nn.Parameter(torch.ones(300))
-        optimizer = onebit.ZeroOneAdam([p], weight_decay=0.1, link=link, local_step_clipper=4)
+        optimizer = onebit.ZeroOneAdam([p], weight_decay=0.1, transport=transport, local_step_clipper=4)
         for step in range(40):
             optimizer.param_groups[0]["lr"] = 0.01 * 0.5 ** (step // 10)
             p.grad = torch.zeros(300)
@@ -185,12 +187,14 @@ def test_weight_decay_is_no_part_of_what_is_sent() -> None:
 def test_a_bad_gradient_costs_one_gradient(bad_step: int) -> None:
     """In a step with traffic all ranks skip; in a local one it counts as zero. The replicas meet again either way."""
 
-    def work(link: SimTransport) -> tuple[Tensor, int]:
-        net, optimizer = fresh(link, check_replicas_every=1)
+    def work(transport: SimTransport) -> tuple[Tensor, int]:
+        net, optimizer = fresh(transport, check_replicas_every=1)
         for step in range(50):
             optimizer.param_groups[0]["lr"] = 0.01 * 0.5 ** (step // 12)
             optimizer.zero_grad()
-            (loss_of(net, step, link.rank) * (float("nan") if step == bad_step and link.rank else 1.0)).backward()
+            (
+                loss_of(net, step, transport.rank) * (float("nan") if step == bad_step and transport.rank else 1.0)
+            ).backward()
             optimizer.step()
         optimizer.sync()
         return flat(net), optimizer.stats.skipped_steps
@@ -203,53 +207,55 @@ def test_a_bad_gradient_costs_one_gradient(bad_step: int) -> None:
 def test_what_no_rank_has_a_gradient_for_stays_through_local_steps(ends: str) -> None:
     """Its momentum would carry it on. What one rank alone has had a gradient for moves on all of them."""
 
-    def new(link: SimTransport) -> tuple[dict[str, Tensor], onebit.ZeroOneAdam]:
+    def new(transport: SimTransport) -> tuple[dict[str, Tensor], onebit.ZeroOneAdam]:
         params = {name: nn.Parameter(torch.ones(300)) for name in ("all", "one", "none")}
         policy = {"var_freeze_step": 2, "local_step_scaler": 1, "local_step_clipper": 4}
-        return params, onebit.ZeroOneAdam(params.items(), lr=0.01, weight_decay=0.1, link=link, **policy)
+        return params, onebit.ZeroOneAdam(params.items(), lr=0.01, weight_decay=0.1, transport=transport, **policy)
 
     def gradients(params: dict[str, Tensor], rank: int, step: int, names: list[str]) -> None:
         for k, (name, p) in enumerate(params.items()):
             generator = torch.Generator().manual_seed(100 * step + 10 * k + rank)
             p.grad = torch.randn(300, generator=generator) if name in names else None
 
-    def begins(link: SimTransport) -> dict:
-        params, optimizer = new(link)
+    def begins(transport: SimTransport) -> dict:
+        params, optimizer = new(transport)
         while optimizer.stats.phase != "local":
-            gradients(params, link.rank, int(optimizer._steps[0]), ["all", "one", "none"])
+            gradients(params, transport.rank, int(optimizer._steps[0]), ["all", "one", "none"])
             optimizer.step()
         optimizer.sync()
         before = {name: p.detach().clone() for name, p in params.items()}
         for step in range(50, 53):
             # The one gradient that is not everybody's comes in the first step, and from rank 1.
-            gradients(params, link.rank, step, ["all", "one"] if step == 50 and link.rank == 1 else ["all"])
+            gradients(params, transport.rank, step, ["all", "one"] if step == 50 and transport.rank == 1 else ["all"])
             optimizer.step()
             assert optimizer.stats.phase == "local" and torch.equal(params["none"], before["none"])
         state = copy.deepcopy(optimizer.state_dict())
         return {"params": params, "optimizer": optimizer, "before": before, "state": state}
 
-    def finishes(link: SimTransport, params: dict[str, Tensor], optimizer: onebit.ZeroOneAdam) -> dict[str, Tensor]:
+    def finishes(
+        transport: SimTransport, params: dict[str, Tensor], optimizer: onebit.ZeroOneAdam
+    ) -> dict[str, Tensor]:
         if ends == "by sync()":
-            gradients(params, link.rank, 60, ["none"])  # of no step yet
+            gradients(params, transport.rank, 60, ["none"])  # of no step yet
             optimizer.sync()
         else:
-            gradients(params, link.rank, 60, ["all"])
+            gradients(params, transport.rank, 60, ["all"])
             optimizer.step()
             assert optimizer.stats.phase == "compressed"
         return {name: p.detach().clone() for name, p in params.items()}
 
-    def in_one_go(link: SimTransport) -> tuple[dict, dict]:
-        begun = begins(link)
+    def in_one_go(transport: SimTransport) -> tuple[dict, dict]:
+        begun = begins(transport)
         params, optimizer = begun["params"], begun["optimizer"]
         if ends == "behind a resume":
-            params, optimizer = new(link)
+            params, optimizer = new(transport)
             optimizer.load_state_dict(begun["state"])
-        return begun["before"], finishes(link, params, optimizer)
+        return begun["before"], finishes(transport, params, optimizer)
 
-    def in_another_world(link: SimTransport) -> tuple[dict, dict]:
-        params, optimizer = new(link)
+    def in_another_world(transport: SimTransport) -> tuple[dict, dict]:
+        params, optimizer = new(transport)
         optimizer.load_state_dicts([each["state"] for each in begun])
-        return begun[0]["before"], finishes(link, params, optimizer)
+        return begun[0]["before"], finishes(transport, params, optimizer)
 
     if ends == "in another world":
         begun = run_ranks(2, begins)
@@ -263,12 +269,12 @@ def test_what_no_rank_has_a_gradient_for_stays_through_local_steps(ends: str) ->
 
 
 def test_int8_variance_rounds_change_little() -> None:
-    def work(link: SimTransport, codec: object) -> float:
-        net, optimizer = fresh(link, local_step_clipper=1, variance_codec=codec)
-        train(link, range(40), net, optimizer)
+    def work(transport: SimTransport, codec: object) -> float:
+        net, optimizer = fresh(transport, local_step_clipper=1, variance_codec=codec)
+        train(transport, range(40), net, optimizer)
         return float(sum(loss_of(net, 900 + k, 0).detach() for k in range(20)) / 20)
 
-    exact, coarse = (run_ranks(2, lambda link, c=c: work(link, c))[0] for c in (IdentityCodec(), Int8Codec()))
+    exact, coarse = (run_ranks(2, lambda transport, c=c: work(transport, c))[0] for c in (IdentityCodec(), Int8Codec()))
     assert coarse == pytest.approx(exact, rel=0.02)
 
 
@@ -307,4 +313,4 @@ def test_local_steps_follow_step_or_learning_rate() -> None:
 )
 def test_bad_options_are_refused(options: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
-        onebit.ZeroOneAdam([nn.Parameter(torch.ones(3))], link=SimTransport(), **options)
+        onebit.ZeroOneAdam([nn.Parameter(torch.ones(3))], transport=SimTransport(), **options)

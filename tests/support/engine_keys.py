@@ -22,9 +22,9 @@ SAVED, MORE = 20, 20
 ONE_BIT = {"compression": "always", "block": 64}
 FP16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
 FORMS = {
-    "whole": ({"stage": 0}, 1, "OneBitAdam"),
-    "across": ({"stage": 1}, 1, "OneBitAdam"),
-    "inside": ({"stage": 3}, 2, "OneBitAdam"),
+    "replicated": ({"stage": 0}, 1, "OneBitAdam"),
+    "inter_node": ({"stage": 1}, 1, "OneBitAdam"),
+    "intra_node": ({"stage": 3}, 2, "OneBitAdam"),
     "dense": ({"stage": 2}, 2, "AdamW"),
 }
 GRIDS: dict[int, grids.Grid] = {}
@@ -58,7 +58,12 @@ def loss_of_all(engine: zero.Engine) -> float:
 def overflows() -> dict[str, dict]:
     """In fp16 the loss of the last rank is infinite at the third of four steps. The first's rate is 0."""
     facts = {}
-    for form, more in (("across", {}), ("across", {"zero_optimization": {"stage": 2}}), ("inside", {}), ("dense", {})):
+    for form, more in (
+        ("inter_node", {}),
+        ("inter_node", {"zero_optimization": {"stage": 2}}),
+        ("intra_node", {}),
+        ("dense", {}),
+    ):
         engine = start(form, fp16=FP16, **more)
         rank, world_size = engine.grid.world.rank, engine.grid.world.world_size
         batches = zero.data.forever(engine.loader)
@@ -174,7 +179,7 @@ def passes() -> dict[str, float]:
 
 def within_a_step() -> dict[str, object]:
     """Two micro-batches a step: saving is refused between them, and loading there is loading between steps."""
-    engine, refused = start("inside", onebit=ONE_BIT | {"keep_checkpoints": 1}), []
+    engine, refused = start("intra_node", onebit=ONE_BIT | {"keep_checkpoints": 1}), []
     tokens, targets = (x[: 4 * 2] for x in dataset().tensors)
 
     def try_to_save() -> None:
@@ -277,7 +282,7 @@ def buffers() -> dict[str, list[bool]]:
 def offloads() -> dict[str, list]:
     """With shards, gradients and state in host memory, where they are already: the same bits."""
     facts = {}
-    for form in ("inside", "dense"):
+    for form in ("intra_node", "dense"):
         results = []
         for device in ("none", "cpu"):
             offload = {"offload_optimizer": {"device": device, "pin_memory": False}}
@@ -329,7 +334,7 @@ def monitors() -> dict[str, object]:
     monitor = {"enabled": True, "output_path": "logs", "job_name": "run"}
     gathers = {"stage3_gather_16bit_weights_on_model_save": True}
     engine = start(
-        "inside", fp16=FP16, csv_monitor=monitor, tensorboard=monitor, wall_clock_breakdown=True, dump_state=True,
+        "intra_node", fp16=FP16, csv_monitor=monitor, tensorboard=monitor, wall_clock_breakdown=True, dump_state=True,
         steps_per_print=2, zero_optimization=gathers,
     )  # fmt: skip
     rates, losses = [], []
@@ -382,7 +387,7 @@ def keys(folder: str) -> dict[str, object]:
         "buffers": buffers(),
     }
     ends, phases = {}, {}
-    for form in ("whole", "across", "inside"):
+    for form in ("replicated", "inter_node", "intra_node"):
         engine = start(form, sums=1)
         train(engine, SAVED)
         engine.save_checkpoint(form)
@@ -401,14 +406,19 @@ def resumes_with_two(folder: str) -> dict[str, object]:
     init("gloo", levels=1)
     os.chdir(folder)
     facts: dict[str, object] = {}
-    for form, saved in (("whole", "whole"), ("across", "across"), ("inside", "inside"), ("whole", "inside")):
+    for form, saved in (
+        ("replicated", "replicated"),
+        ("inter_node", "inter_node"),
+        ("intra_node", "intra_node"),
+        ("replicated", "intra_node"),
+    ):
         engine = start(form, sums=1, micro=8)
         engine.load_checkpoint(saved)
         loaded = loss_of_all(engine)
         train(engine, MORE)
         facts[f"{saved} to {form}"] = [loaded, loss_of_all(engine), engine.global_steps]
     try:
-        start("whole", sums=1, micro=8).load_checkpoint("across")
+        start("replicated", sums=1, micro=8).load_checkpoint("inter_node")
     except zero.CheckpointError as error:
         facts["refused"] = str(error)
     for grid in GRIDS.values():

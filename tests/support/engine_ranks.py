@@ -130,8 +130,8 @@ def trains_json(files: Sequence[str], folder: str) -> dict[str, str]:
     """Each configuration file, a few steps: what went wrong, by file. Monitors write under `folder`."""
     torch.set_num_threads(1)
     os.chdir(folder)
-    link = init("gloo", levels=1)
-    sharded, whole, problems = grids.start(shard=link.world_size), grids.start(shard=1), {}
+    transport = init("gloo", levels=1)
+    sharded, whole, problems = grids.start(shard=transport.world_size), grids.start(shard=1), {}
     for file in files:
         text = Path(file).read_text()
         config = json.loads(text)

@@ -29,9 +29,9 @@ FAMILY: dict[str, tuple[type[CompressedOptimizer], dict]] = {
 }
 
 
-def make(name: str, net: nn.Module, link: Transport, **options: object) -> CompressedOptimizer:
+def make(name: str, net: nn.Module, transport: Transport, **options: object) -> CompressedOptimizer:
     kind, defaults = FAMILY[name]
-    return kind(net.parameters(), link=link, **COMMON | defaults | options)
+    return kind(net.parameters(), transport=transport, **COMMON | defaults | options)
 
 
 def aligned_net() -> nn.Module:
@@ -111,12 +111,12 @@ def flat(net: nn.Module) -> Tensor:
 
 
 def twin(
-    link: Transport, name: str, shards: int, micros: int = 1, reduces_once: bool = False, **options: object
+    transport: Transport, name: str, shards: int, micros: int = 1, reduces_once: bool = False, **options: object
 ) -> dict[str, list]:
-    """The same training without shards: rank r of the link takes the batches of all ranks of replica r."""
+    """The same training without shards: rank r of the transport takes the batches of all ranks of replica r."""
     net = aligned_net()
-    optimizer = make(name, net, link, **options)
-    sources = range(link.rank * shards, (link.rank + 1) * shards)
+    optimizer = make(name, net, transport, **options)
+    sources = range(transport.rank * shards, (transport.rank + 1) * shards)
     out: dict[str, list] = {"params": [], "clip": [], "fallback": [], "layers": []}
     for step in range(STEPS):
         twin_backward(net, step, sources, micros, reduces_once)

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import onebit
-from onebit.agreement.ballot import DesyncError
 from onebit.agreement.replicas import ReplicaError
+from onebit.agreement.step_vote import DesyncError
 from onebit.base import CompressedOptimizer
 from onebit.comm import IdentityCodec
 from onebit.dense import DenseAverager, average_gradients
-from onebit.shards import local
+from onebit.model_parallel import local
 from onebit.zero.grid import Grid
 from onebit.zero.parallel import fsdp
 
@@ -70,7 +70,7 @@ def train(here: Grid, net: nn.Module, optimizer: CompressedOptimizer, stage: int
 
 def like_twin(here: Grid, name: str, stage: int, micros: int = 1, **options: object) -> dict[str, list]:
     net = sharded(here, aligned_net(), stage)
-    optimizer = make(name, net, here.link, shards=here.shards, **options)
+    optimizer = make(name, net, here.transport, shards=here.model_parallel_group, **options)
     out: dict[str, list] = {
         "params": [],
         "clip": [],
@@ -120,8 +120,8 @@ def clipping_is_torchs(here: Grid) -> dict[str, list]:
     optimizer = make(
         "OnebitAdam",
         net,
-        here.link,
-        shards=here.shards,
+        here.transport,
+        shards=here.model_parallel_group,
         max_grad_norm=0.3,
         freeze_step=100,
         warmup_codec=IdentityCodec(),
@@ -160,11 +160,18 @@ def lamb_measures_whole_layers(here: Grid) -> dict[str, Tensor]:
     one_bit, dense, plain = (odd_net() for _ in range(3))
     sharded(here, one_bit, 3)
     sharded(here, dense, 2)
-    ours = make("OnebitLamb", one_bit, here.link, shards=here.shards, freeze_step=100, warmup_codec=IdentityCodec())
-    theirs = onebit.Lamb(dense.parameters(), shards=here.shards, **options)
+    ours = make(
+        "OnebitLamb",
+        one_bit,
+        here.transport,
+        shards=here.model_parallel_group,
+        freeze_step=100,
+        warmup_codec=IdentityCodec(),
+    )
+    theirs = onebit.Lamb(dense.parameters(), shards=here.model_parallel_group, **options)
     reference = onebit.Lamb(plain.parameters(), **options)
     used = [p for name, p in dense.named_parameters() if name != "unused"]  # it makes gradients that are not there
-    averager = DenseAverager(used, here.link, bucket_cap_mb=0.0005)
+    averager = DenseAverager(used, here.transport, bucket_cap_mb=0.0005)
     for step in range(4):
         for optimizer in (ours, theirs, reference):
             optimizer.zero_grad()
@@ -181,7 +188,7 @@ def lamb_measures_whole_layers(here: Grid) -> dict[str, Tensor]:
 
 @case
 def torchs_adamw_after_averaging(here: Grid) -> dict[str, Tensor]:
-    """The dense baseline over shards: average_gradients along the link, then torch's AdamW."""
+    """The dense baseline over shards: average_gradients along the transport, then torch's AdamW."""
     R, S = here.shape.size("replica"), here.shape.size("shard")
     net, plain = sharded(here, odd_net(), 2), odd_net()
     optimizers = [torch.optim.AdamW(n.parameters(), lr=0.01) for n in (net, plain)]
@@ -189,7 +196,7 @@ def torchs_adamw_after_averaging(here: Grid) -> dict[str, Tensor]:
         for optimizer in optimizers:
             optimizer.zero_grad()
         backward(here, net, step, 2)
-        average_gradients(net.parameters(), here.link)
+        average_gradients(net.parameters(), here.transport)
         for source in range(R * S):
             (loss_of(plain, step, source) / (R * S)).backward()
         plain.unused.grad = torch.zeros_like(plain.unused)  # average_gradients makes what is not there
@@ -228,7 +235,7 @@ def one_bad_shard_makes_all_skip(here: Grid) -> list:
         ("ZeroOneAdam", 2, {}),
     ):
         net = sharded(here, odd_net(), 2)
-        optimizer = make(name, net, here.link, shards=here.shards, overlap=False, **options)
+        optimizer = make(name, net, here.transport, shards=here.model_parallel_group, overlap=False, **options)
         train(here, net, optimizer, 2, range(step))
         before, state = flat(net), state_bytes(optimizer)
         backward(here, net, step, 2)
@@ -243,7 +250,15 @@ def one_bad_shard_makes_all_skip(here: Grid) -> list:
 @case
 def a_bad_shard_in_a_local_step_is_its_replicas_alone(here: Grid) -> tuple[int, bool, bool]:
     net = sharded(here, odd_net(), 2)
-    optimizer = make("ZeroOneAdam", net, here.link, shards=here.shards, overlap=False, local_step_clipper=4, lr=0.02)
+    optimizer = make(
+        "ZeroOneAdam",
+        net,
+        here.transport,
+        shards=here.model_parallel_group,
+        overlap=False,
+        local_step_clipper=4,
+        lr=0.02,
+    )
     step = 0
     while optimizer._decide() != "local":
         train(here, net, optimizer, 2, range(step, step + 1))
@@ -264,10 +279,14 @@ def errors_are_everybodys(here: Grid) -> dict[str, str]:
     out = {}
     net = sharded(here, odd_net(), 2)
     options = {"error_dtype": torch.bfloat16} if last else {}
-    out["options"] = message(ValueError, lambda: make("OnebitAdam", net, here.link, shards=here.shards, **options))
+    out["options"] = message(
+        ValueError, lambda: make("OnebitAdam", net, here.transport, shards=here.model_parallel_group, **options)
+    )
     options = {"variance_floor": 0.02} if here.coordinates["shard"] else {}
-    out["shards"] = message(ValueError, lambda: make("OnebitAdam", net, here.link, shards=here.shards, **options))
-    optimizer = make("OnebitAdam", net, here.link, shards=here.shards)
+    out["shards"] = message(
+        ValueError, lambda: make("OnebitAdam", net, here.transport, shards=here.model_parallel_group, **options)
+    )
+    optimizer = make("OnebitAdam", net, here.transport, shards=here.model_parallel_group)
     train(here, net, optimizer, 2, range(2))
     if last:
         with torch.no_grad():
@@ -279,13 +298,15 @@ def errors_are_everybodys(here: Grid) -> dict[str, str]:
 @case
 def shards_that_do_not_fit_are_refused(here: Grid) -> dict[str, str]:
     net, plain = sharded(here, odd_net(), 2), odd_net()
-    states = make("OnebitAdam", net, here.link, shards=here.shards)
+    states = make("OnebitAdam", net, here.transport, shards=here.model_parallel_group)
     other = copy.deepcopy(states.state_dict())
     other["onebit"]["shard"] = 1 - other["onebit"]["shard"]
     return {
-        "no shards": message(ValueError, lambda: make("OnebitAdam", net, here.link)),
+        "no shards": message(ValueError, lambda: make("OnebitAdam", net, here.transport)),
         "dense": message(ValueError, lambda: onebit.Lamb(net.parameters())),
-        "plain": message(ValueError, lambda: make("OnebitAdam", plain, here.link, shards=here.shards)),
+        "plain": message(
+            ValueError, lambda: make("OnebitAdam", plain, here.transport, shards=here.model_parallel_group)
+        ),
         "another's": message(ValueError, lambda: states.load_state_dict(other)),
         "stage": message(ValueError, lambda: fsdp.shard(odd_net(), here, 0)),
         "not sharded": message(TypeError, lambda: fsdp.begin_micro_batch(odd_net(), 1, is_last=True)),
@@ -441,7 +462,7 @@ def resume_is_no_interruption(here: Grid) -> dict[str, bool]:
         ("ZeroOneAdam", 2, 7),
     ):
         net = sharded(here, odd_net(), stage)
-        optimizer = make(name, net, here.link, shards=here.shards, max_grad_norm=2.0)
+        optimizer = make(name, net, here.transport, shards=here.model_parallel_group, max_grad_norm=2.0)
         train(here, net, optimizer, stage, range(at))
         buffer = io.BytesIO()
         torch.save(
@@ -450,7 +471,7 @@ def resume_is_no_interruption(here: Grid) -> dict[str, bool]:
         train(here, net, optimizer, stage, range(at, at + 3))
         again = sharded(here, odd_net(), stage)
         saved = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-        resumed = make(name, again, here.link, shards=here.shards, max_grad_norm=2.0)
+        resumed = make(name, again, here.transport, shards=here.model_parallel_group, max_grad_norm=2.0)
         with torch.no_grad():  # after construction, which makes replicas equal: between synchronisations they are not
             for p, kept in zip(again.parameters(), saved["model"], strict=True):
                 local(p).copy_(kept)
@@ -467,7 +488,9 @@ def groups_may_share_a_module(here: Grid) -> dict[str, object]:
     net = sharded(here, aligned_net(), stage=2)
     groups = [{"params": [p for p in net.parameters() if (p.dim() > 1) == is_matrix]} for is_matrix in (True, False)]
     common: dict = COMMON | {"bucket_cap_mb": 16.0}
-    optimizer = onebit.OnebitAdam(groups, lr=0.01, freeze_step=FREEZE, link=here.link, shards=here.shards, **common)
+    optimizer = onebit.OnebitAdam(
+        groups, lr=0.01, freeze_step=FREEZE, transport=here.transport, shards=here.model_parallel_group, **common
+    )
     early = []
     for step in range(3):
         optimizer.zero_grad()
@@ -488,8 +511,8 @@ def masked_elements_stay(here: Grid) -> tuple[bool, bool]:
     mask = (torch.arange(128) % 3 > 0).unsqueeze(1).expand(128, 8)
     optimizer = onebit.OnebitAdam(
         [{"params": [weight], "exp_avg_mask": mask}],
-        link=here.link,
-        shards=here.shards,
+        transport=here.transport,
+        shards=here.model_parallel_group,
         lr=0.01,
         weight_decay=0.0,
         freeze_step=FREEZE,
@@ -509,7 +532,7 @@ def low_precision_has_float32_masters(here: Grid) -> dict[str, object]:
     replica = here.coordinates["replica"]
     for stage in fsdp.STAGES:
         net, plain = sharded(here, aligned_net(), stage, dtype=torch.bfloat16), aligned_net().bfloat16()
-        optimizer = make("OnebitAdam", net, here.link, shards=here.shards, overlap=False)
+        optimizer = make("OnebitAdam", net, here.transport, shards=here.model_parallel_group, overlap=False)
         backward(here, net, 0, stage)
         mean = [torch.zeros_like(p, dtype=torch.float32) for p in plain.parameters()]
         for source in range(replica * S, (replica + 1) * S):
@@ -549,7 +572,7 @@ def what_a_rank_holds(here: Grid) -> dict[str, object]:
     """Coordinates as the mesh has them; state of the own shard only; gathered parameters let go of."""
     S = here.shape.size("shard")
     net = sharded(here, aligned_net(), 1)
-    optimizer = make("OnebitAdam", net, here.link, shards=here.shards)
+    optimizer = make("OnebitAdam", net, here.transport, shards=here.model_parallel_group)
     elements = sum(p.numel() for p in net.parameters())
     with torch.no_grad():
         loss_of(net, 0, 0)
@@ -557,7 +580,12 @@ def what_a_rank_holds(here: Grid) -> dict[str, object]:
     fsdp.reshard(net)
     return {
         "coordinates": tuple(here.coordinates.values()) == tuple(here.mesh.get_coordinate()),
-        "links": (here.link.rank, here.link.world_size, here.shards.link.rank, here.shards.link.world_size),
+        "transports": (
+            here.transport.rank,
+            here.transport.world_size,
+            here.model_parallel_group.transport.rank,
+            here.model_parallel_group.transport.world_size,
+        ),
         "state": optimizer.state_bytes() <= 8 * (elements // S + 2 * 64 * len(optimizer._buckets)),
         "gathered": gathered and all(hasattr(p, "to_local") for p in net.parameters()),
         "blocks": len(fsdp.blocks_of(odd_net())),

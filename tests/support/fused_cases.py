@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onebit.comm import SignCodec
 from onebit.comm.kernels import reference
-from onebit.comm.kernels.operands import Momentum, MomentumWeights, Outgoing, Segments, Update, Variance
+from onebit.comm.kernels.operands import EncodeOutput, MomentumInputs, MomentumWeights, ParamUpdate, Segments, Variance
 
 DTYPES = (torch.float32, torch.bfloat16)
 WEIGHTS = MomentumWeights(keep=0.9, add=0.1, own=0.25, unscale=0.5)
@@ -121,12 +121,12 @@ def check_encode_momentum(
     got = [x.clone().to(device) for x in expected]
     got[0].fill_(0xCD)
     options, segments = {"block": case.block, "scale": scale}, case.segments()
-    made_of = Momentum(grads, segments, operand, momentum, WEIGHTS)
-    reference.encode_momentum(made_of, Outgoing(error_KN, expected[0], counts, expected[1]), **options)
+    made_of = MomentumInputs(grads, segments, operand, momentum, WEIGHTS)
+    reference.encode_momentum(made_of, EncodeOutput(error_KN, expected[0], counts, expected[1]), **options)
     g_there = to(device, *grads)
     m_there, e_there, c_there = to(device, momentum, error_KN, counts)
-    made_of = Momentum(g_there, segments, there, m_there, WEIGHTS)
-    function(made_of, Outgoing(e_there, got[0], c_there, got[1]), **options)
+    made_of = MomentumInputs(g_there, segments, there, m_there, WEIGHTS)
+    function(made_of, EncodeOutput(e_there, got[0], c_there, got[1]), **options)
     assert_same(got[0], expected[0], "frames")
     assert_same(got[1], expected[1], "residual")
     for before, after in zip([*grads, momentum, error_KN], [*g_there, m_there, e_there], strict=True):
@@ -144,9 +144,9 @@ def check_encode_mean(
     expected = garbage(case, 1), torch.full((1, case.N), 7.0, dtype=error or torch.float32)
     got = [x.clone().to(device) for x in expected]
     options = {"block": case.block, "scale": scale}
-    reference.encode_mean(received, Outgoing(error_1N, expected[0], counts, expected[1]), **options)
+    reference.encode_mean(received, EncodeOutput(error_1N, expected[0], counts, expected[1]), **options)
     r_there, e_there, c_there = to(device, received, error_1N, counts)
-    function(r_there, Outgoing(e_there, got[0], c_there, got[1]), **options)
+    function(r_there, EncodeOutput(e_there, got[0], c_there, got[1]), **options)
     assert_same(got[0], expected[0], "frame")
     assert_same(got[1], expected[1], "residual")
 
@@ -165,9 +165,9 @@ def check_apply(function: Callable[..., None], case: Case, *, device: str = "cpu
     def inside(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         return [None if p is None else p[8:-8] for p in tensors]
 
-    reference.apply(frames, case.N, Update(inside(expected), segments, weight, keep), block=case.block)
+    reference.apply(frames, case.N, ParamUpdate(inside(expected), segments, weight, keep), block=case.block)
     f_there, w_there, k_there = to(device, frames, weight, keep)
-    function(f_there, case.N, Update(inside(there), segments, w_there, k_there), block=case.block)
+    function(f_there, case.N, ParamUpdate(inside(there), segments, w_there, k_there), block=case.block)
     for got, want in zip(there, expected, strict=True):
         if got is not None and want is not None:
             assert_same(got, want, "parameter")
@@ -184,10 +184,10 @@ def check_copies(kernel: ModuleType, dtype: torch.dtype) -> None:
     got = [weight.clone(memory_format=torch.preserve_format), other.clone()]
     outs = []
     for module, tensors in ((reference, expected), (kernel, got)):
-        module.apply(frames, 768, Update(tensors, segments, S, S), block=256)
-        out = Outgoing(None, torch.zeros_like(frames), None, torch.empty(1, 768))
+        module.apply(frames, 768, ParamUpdate(tensors, segments, S, S), block=256)
+        out = EncodeOutput(None, torch.zeros_like(frames), None, torch.empty(1, 768))
         module.encode_momentum(
-            Momentum(tensors, segments, torch.ones(1, 768), frames, WEIGHTS), out, block=256, scale="rms"
+            MomentumInputs(tensors, segments, torch.ones(1, 768), frames, WEIGHTS), out, block=256, scale="rms"
         )
         outs.append(out)
     assert got[0].is_contiguous(memory_format=torch.channels_last)

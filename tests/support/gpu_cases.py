@@ -31,7 +31,7 @@ from write_golden import PATH, frames_of
 
 from onebit.comm import ErrorFeedback, Int8Codec, SignCodec, SimTransport, allreduce_mean, run_ranks
 from onebit.comm.kernels import reference
-from onebit.comm.kernels.operands import Outgoing
+from onebit.comm.kernels.operands import EncodeOutput
 
 FRAMES = ("rms", "mean_abs", "int8")  # of which there are kernels for GPUs; int4 runs in the reference there
 WEIGHTS = ((1.0, 0.0), (0.1, 0.0), (1.0, 1.0), (0.1, 0.9), (-1.0, 1.0), (0.0, 0.5), (1.0, 1e-60))
@@ -277,12 +277,12 @@ def the_edge_rejects_what_the_kernel_cannot_take(kernel: ModuleType) -> None:
 @case
 def ranks_as_threads_do_not_disturb_each_other(kernel: ModuleType) -> None:
     def ranks(name: str) -> list[Tensor]:
-        def rank(link: SimTransport) -> Tensor:
+        def rank(transport: SimTransport) -> Tensor:
             codec = SignCodec(64, kernel=name)
             ef, sums = ErrorFeedback.zeros(3 * 128, 3), torch.zeros(3 * 128)
             for step in range(2):
-                x = random(1, 3 * 128, seed=10 * step + link.rank)[0]
-                assert allreduce_mean(x, ef, codec, link)
+                x = random(1, 3 * 128, seed=10 * step + transport.rank)[0]
+                assert allreduce_mean(x, ef, codec, transport)
                 sums += x
             return sums
 
@@ -346,7 +346,7 @@ def the_residual_may_lie_where_the_error_did(kernel: ModuleType) -> None:
         outs = []
         for module in (reference, kernel):
             owed, frame = error.clone(), fused_cases.garbage(each, 1)
-            module.encode_mean(received, Outgoing(owed, frame, each.counts(), owed), block=block, scale="rms")
+            module.encode_mean(received, EncodeOutput(owed, frame, each.counts(), owed), block=block, scale="rms")
             outs.append((owed, frame))
         assert_same(outs[1][0], outs[0][0])
         assert_same(outs[1][1], outs[0][1])

@@ -49,7 +49,7 @@ def eight_bits(c: np.ndarray, blocks: Sequence[slice]) -> np.ndarray:
 
 
 def mean_in_eight_bits(grads: np.ndarray, blocks: Sequence[slice]) -> np.ndarray:
-    """The mean over workers after two legs of eight bits."""
+    """The mean over workers after two phases of eight bits."""
     return eight_bits(np.mean([eight_bits(g, blocks) for g in grads], axis=0), blocks)
 
 
@@ -68,7 +68,7 @@ def late_weight(b2: float, gap: int) -> float:
 
 @dataclass
 class MomentumOracle:
-    """Bias-corrected Adam moments of n workers; from the first step that is not dense, two compressed legs of m/D.
+    """Bias-corrected Adam moments of n workers; from the first step that is not dense, two compressed phases of m/D.
 
     dense: whether gradients travel in a step (from 0). Later dense steps refresh the variance. `advance` gives m̂/D.
     The server error of all chunks is one vector: a chunk's owner is whoever holds it.

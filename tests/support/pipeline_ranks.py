@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from onebit import zero
 from onebit.comm import PeerError, init
 from onebit.comm.messages import gather_bytes
-from onebit.shards import local
+from onebit.model_parallel import local
 from onebit.zero import grid as grids
 
 STEPS, FREEZE, MICRO_BATCHES, ROWS = 5, 2, 2, 4
@@ -93,7 +93,7 @@ def trains(folder: str, cases: Sequence[dict]) -> None:
         batches = pipeline_model.micro_batches(*grid.data, engine.gradient_accumulation_steps(), ROWS)
         losses = [float(engine.train_batch(batches)) for _ in range(STEPS)]
         params = whole_parameters(engine)
-        texts = gather_bytes(grid.link, digest(params))
+        texts = gather_bytes(grid.transport, digest(params))
         found = {
             "losses": losses,
             "params": params,
@@ -128,7 +128,7 @@ def continues(folder: str, case: dict, first: int, last: int, save_at: int | Non
             engine.save_checkpoint(folder)
             facts["owed when saved"] = engine.optimizer.error_norm_ratio()  # type: ignore[attr-defined]
     params = whole_parameters(engine)
-    facts["same replicas"] = len(set(gather_bytes(grid.link, digest(params)))) == 1
+    facts["same replicas"] = len(set(gather_bytes(grid.transport, digest(params)))) == 1
     torch.save(params, Path(folder) / f"{'-'.join(map(str, grid.shape.sizes))}.{world.rank}.pt")
     if "export" in case:
         engine.save_16bit_model(folder)
@@ -197,7 +197,7 @@ def behaves(folder: str) -> dict:
     model = zero.split(net, ["blocks.1"], x, loss_fn=pipeline_model.loss_of)
     again = zero.initialize(model=model, config=config_of(case, grid.data[1]), grid=grid)[0]
     losses = [float(again.train_batch(iter([few[0]] * 2))) for _ in range(2)]
-    rows = [float(row.decode()) for row in gather_bytes(grid.link, f"{expected:.12f}".encode()[:12])]
+    rows = [float(row.decode()) for row in gather_bytes(grid.transport, f"{expected:.12f}".encode()[:12])]
     facts["a module that was cut trains"] = abs(losses[0] - sum(rows) / len(rows)) < 1e-5 and losses[1] < losses[0]
     made.close()
     return facts

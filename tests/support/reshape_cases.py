@@ -1,7 +1,7 @@
 """Layouts of a small model over ranks, written down by hand; what their optimizers know, as whole tensors in float64.
 
 A layout is the pieces that each part of the model holds; every part has as many replicas. Ranks are numbered as on the
-grid: part by part within a replica. Nothing here goes by the code that is tested but for `Piece` itself.
+grid: part by part within a replica. Nothing here goes by the code that is tested but for `ParamSlice` itself.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import onebit
 from onebit.base import CompressedOptimizer
 from onebit.bucketed import BucketedOptimizer
 from onebit.comm import SignCodec, SimTransport
-from onebit.shards import Shards
-from onebit.zero.checkpoint.reshard import Piece
+from onebit.model_parallel import ModelParallelGroup
+from onebit.zero.checkpoint.reshard import ParamSlice
 
 BLOCK = 64
 SHAPES = {"embed": (21, 8), "up": (40, 24), "norm": (24,), "down": (10, 40), "one": (1, 5)}
-Layout = Sequence[Sequence[Piece]]
+Layout = Sequence[Sequence[ParamSlice]]
 
 
-def whole(name: str) -> Piece:
-    return Piece(name, SHAPES[name], (0,) * len(SHAPES[name]), SHAPES[name])
+def whole(name: str) -> ParamSlice:
+    return ParamSlice(name, SHAPES[name], (0,) * len(SHAPES[name]), SHAPES[name])
 
 
-def cut(piece: Piece, dim: int, k: int, n: int) -> Piece:
+def cut(piece: ParamSlice, dim: int, k: int, n: int) -> ParamSlice:
     """The k-th of n slices along dim, as torch cuts: of ceil(size/n) rows, the last ones fewer or none."""
     rows = -(-piece.sizes[dim] // n)
     start = min(k * rows, piece.sizes[dim])
     stop = min(start + rows, piece.sizes[dim])
     offsets, sizes = list(piece.offsets), list(piece.sizes)
     offsets[dim], sizes[dim] = offsets[dim] + start, stop - start
-    return Piece(piece.name, piece.shape, tuple(offsets), tuple(sizes))
+    return ParamSlice(piece.name, piece.shape, tuple(offsets), tuple(sizes))
 
 
 def rows(n: int) -> Layout:
@@ -42,7 +42,7 @@ def rows(n: int) -> Layout:
     return [[cut(whole(name), 0, k, n) for name in SHAPES] for k in range(n)]
 
 
-def _tensor(name: str, k: int) -> Piece:
+def _tensor(name: str, k: int) -> ParamSlice:
     """Column- and row-wise, and what every rank of a tensor axis of two holds."""
     return {"up": cut(whole("up"), 0, k, 2), "down": cut(whole("down"), 1, k, 2)}.get(name, whole(name))
 
@@ -54,7 +54,7 @@ def three_axes() -> Layout:
 
 
 LAYOUTS: dict[str, Layout] = {
-    "whole": [[whole(name) for name in SHAPES]],
+    "replicated": [[whole(name) for name in SHAPES]],
     "rows": rows(2),
     "rows of 3": rows(3),
     "tensor": [[_tensor(name, t) for name in SHAPES] for t in range(2)],
@@ -75,20 +75,20 @@ FAMILY: dict[str, tuple[type[CompressedOptimizer], dict]] = {
 class Rank:
     """One rank of a layout: its parameters, its optimizer, and gradients that depend on the replica alone."""
 
-    def __init__(self, link: SimTransport, layout: Layout, name: str, **options: object):
-        W, P = link.world_size, len(layout)
-        self.replica, self.part = divmod(link.rank, P)
+    def __init__(self, transport: SimTransport, layout: Layout, name: str, **options: object):
+        W, P = transport.world_size, len(layout)
+        self.replica, self.part = divmod(transport.rank, P)
         self.pieces = layout[self.part]
         self.params = [nn.Parameter(values(piece)) for piece in self.pieces]
         # To the optimizer plain tensors are no shards: it takes all parts for stages, which have other layers each.
-        parts = link.split(range(self.replica * P, (self.replica + 1) * P))
+        parts = transport.split(range(self.replica * P, (self.replica + 1) * P))
         kind, defaults = FAMILY[name]
         decayed = {"params": [p for p in self.params if p.dim() > 1], "weight_decay": 0.01}
         rest = {"params": [p for p in self.params if p.dim() == 1], "weight_decay": 0.0}
         self.optimizer = kind(
             [decayed, rest],
-            link=link.split(range(self.part, W, P)),
-            shards=Shards(SimTransport(), stages=parts),
+            transport=transport.split(range(self.part, W, P)),
+            model_parallel_group=ModelParallelGroup(SimTransport(), stages=parts),
             **{"codec": SignCodec(BLOCK), "bucket_cap_mb": 1e-3, "compression": "always"} | defaults | options,
         )
 
@@ -98,7 +98,7 @@ class Rank:
         return nn.ParameterDict({piece.name: p for piece, p in zip(self.pieces, self.params, strict=True)})
 
     @property
-    def numbered(self) -> list[Piece]:
+    def numbered(self) -> list[ParamSlice]:
         """The pieces in the order of the optimizer's groups."""
         piece_of = dict(zip(self.params, self.pieces, strict=True))
         return [piece_of[p] for group in self.optimizer.param_groups for p in group["params"]]
@@ -112,26 +112,26 @@ class Rank:
             self.optimizer.step()
 
 
-def values(piece: Piece, *key: int) -> Tensor:
+def values(piece: ParamSlice, *key: int) -> Tensor:
     """A slice of a random whole parameter, the same for the same key."""
     seed = 1 + list(SHAPES).index(piece.name) + 100 * sum((k + 1) * 1000**i for i, k in enumerate(key))
     x = torch.randn(piece.shape, generator=torch.Generator().manual_seed(seed))
     return x[tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))].clone()
 
 
-Known = list[tuple[Piece, dict[str, Tensor]]]
+Known = list[tuple[ParamSlice, dict[str, Tensor]]]
 
 
-def known(optimizer: BucketedOptimizer, pieces: Mapping[Tensor, Piece]) -> Known:
+def known(optimizer: BucketedOptimizer, pieces: Mapping[Tensor, ParamSlice]) -> Known:
     """What a rank's optimizer says of the elements it holds. "owed": this rank's share of what the mean is owed."""
     found: Known = []
     for bucket in optimizer._buckets:
         flats = {name: flat.clone() for name, flat in bucket.flat.items() if name not in ("anchor", "accumulated")}
         if bucket.frames is not None:
             flats["momentum"] = torch.empty(bucket.layout.numel)
-            optimizer.codec.decode(bucket.frames, flats["momentum"].view(optimizer.link.world_size, -1))
+            optimizer.codec.decode(bucket.frames, flats["momentum"].view(optimizer.transport.world_size, -1))
         if bucket.ef is not None:
-            flats["owed"] = bucket.spread(bucket.ef.worker.double()) / bucket.levels.nodes
+            flats["owed"] = bucket.spread(bucket.ef.worker.double()) / bucket.hierarchy.nodes
             bucket.own_chunk(flats["owed"]).add_(bucket.ef.server.double())
         views = {name: bucket.layout.views(flat.double()) for name, flat in flats.items()}
         for k, p in enumerate(bucket.params):

@@ -16,7 +16,7 @@ from onebit import zero
 from onebit.bucketed import BucketedOptimizer
 from onebit.comm import init
 from onebit.comm.messages import gather_bytes
-from onebit.shards import local
+from onebit.model_parallel import local
 from onebit.zero import grid as grids
 
 ONE_BIT = {"OneBitAdam": {"freeze_step": 4}, "ZeroOneAdam": {"var_freeze_step": 4}, "OneBitLamb": {"freeze_step": 4}}
@@ -26,7 +26,7 @@ SAMPLES = 32  # of a step, whatever the layout
 def runs(folder: str, cases: Sequence[dict]) -> list[dict]:
     """Case after case: load where it says so, look, train, save, look. A shards of 0: of as many ranks as there are."""
     torch.set_num_threads(1)
-    link = init("gloo", levels=1)
+    transport = init("gloo", levels=1)
     made: dict[int, grids.Grid] = {}
     facts = []
     for case in cases:
@@ -36,7 +36,7 @@ def runs(folder: str, cases: Sequence[dict]) -> list[dict]:
         facts.append(run(Path(folder), made[shards], **case))
     for grid in made.values():
         grid.close()
-    link.close()
+    transport.close()
     return facts
 
 
@@ -81,7 +81,7 @@ def known(engine: zero.Engine) -> dict[str, dict[str, list]]:
     for p, tensors in _held(engine.optimizer):
         for what, x in tensors.items():
             if what == "owed":
-                engine.grid.link.all_reduce(x).wait()
+                engine.grid.transport.all_reduce(x).wait()
             if isinstance(p, DTensor):
                 x = DTensor.from_local(x, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()).full_tensor()
             found.setdefault(names[p], {})[what] = x.tolist()
@@ -102,10 +102,10 @@ def _held(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, dict[str, Tens
         flats = {name: flat.double() for name, flat in bucket.flat.items() if name not in ("anchor", "accumulated")}
         if bucket.frames is not None:
             m = torch.empty(bucket.layout.numel)
-            optimizer.codec.decode(bucket.frames, m.view(optimizer.link.world_size, -1))
+            optimizer.codec.decode(bucket.frames, m.view(optimizer.transport.world_size, -1))
             flats["momentum"] = m.double()
         if bucket.ef is not None:
-            flats["owed"] = bucket.spread(bucket.ef.worker.double()) / bucket.levels.nodes
+            flats["owed"] = bucket.spread(bucket.ef.worker.double()) / bucket.hierarchy.nodes
             bucket.own_chunk(flats["owed"]).add_(bucket.ef.server.double())
         views = {name: bucket.layout.views(flat) for name, flat in flats.items()}
         found += [(p, {name: view[k].clone() for name, view in views.items()}) for k, p in enumerate(bucket.params)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onebit.comm import SimTransport
 from onebit.zero import ShardedOnebitAdam
-from onebit.zero.sharded.bucket import Piece, ShardedBucket
+from onebit.zero.sharded.bucket import ParamSlice, ShardedBucket
 from onebit.zero.sharded.optimizer import ShardedOnebitOptimizer
 
 SIZES = (300, 7, 513, 256)
@@ -39,7 +39,7 @@ def take_steps(
 ) -> None:
     """Steps with this rank's gradients, after `spoil` has been at them."""
     for step in steps:
-        grads = gradient(step, optimizer.link.rank, [p.numel() for p in params])
+        grads = gradient(step, optimizer.transport.rank, [p.numel() for p in params])
         spoil(step, grads)
         for p, g in zip(params, grads, strict=True):
             p.grad = g.to(p.dtype)
@@ -47,7 +47,7 @@ def take_steps(
 
 
 def new(
-    link: SimTransport,
+    transport: SimTransport,
     dtype: torch.dtype = torch.float32,
     sizes: Sequence[int] = SIZES,
     kind: type[ShardedOnebitOptimizer] = ShardedOnebitAdam,
@@ -55,7 +55,7 @@ def new(
 ):
     """Parameters and their optimizer."""
     params = initial(dtype, sizes)
-    return params, kind(params, link=link, **{**OPTIONS, **options})
+    return params, kind(params, transport=transport, **{**OPTIONS, **options})
 
 
 def owners(optimizers: Sequence[ShardedOnebitOptimizer], sizes: Sequence[int] = SIZES) -> np.ndarray:
@@ -64,14 +64,14 @@ def owners(optimizers: Sequence[ShardedOnebitOptimizer], sizes: Sequence[int] = 
     for optimizer in optimizers:
         for bucket, piece, here in pieces_in_order(optimizer, sizes):
             assert (owner[here] == -1).all() and piece.at < bucket.layout.chunk
-            owner[here] = optimizer.link.rank
+            owner[here] = optimizer.transport.rank
     assert (owner >= 0).all()
     return owner
 
 
 def pieces_in_order(
     optimizer: ShardedOnebitOptimizer, sizes: Sequence[int] = SIZES
-) -> Iterator[tuple[ShardedBucket, Piece, slice]]:
+) -> Iterator[tuple[ShardedBucket, ParamSlice, slice]]:
     """Every bucket's pieces, and where each lies among all elements in the order of the parameters."""
     starts = np.cumsum([0, *sizes])
     params = [id(p) for p in optimizer.param_groups[0]["params"]]

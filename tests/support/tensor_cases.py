@@ -100,15 +100,15 @@ def record() -> dict[str, list]:
     return {name: [] for name in ("params", "loss", "clip", "norm", "phases", "fallback", "layers")}
 
 
-def twin(link: Transport, name: str, shards: int, blocks: Mapping[str, object]) -> dict[str, list]:
-    """Plain data parallelism over the link: rank r reads what the shards of replica r read, in one batch."""
-    config = zero.read_config(config_of(name, 0, **blocks), world_size=link.world_size)
+def twin(transport: Transport, name: str, shards: int, blocks: Mapping[str, object]) -> dict[str, list]:
+    """Plain data parallelism over the transport: rank r reads what the shards of replica r read, in one batch."""
+    config = zero.read_config(config_of(name, 0, **blocks), world_size=transport.world_size)
     net = gpt()
     params = list(net.parameters())
-    options = config.optimizer_options() | {"link": link}
+    options = config.optimizer_options() | {"transport": transport}
     assert config.optimizer is not None
     optimizer = build_optimizer(config.optimizer, params, **options)
-    sources = range(link.rank * shards, (link.rank + 1) * shards)
+    sources = range(transport.rank * shards, (transport.rank + 1) * shards)
     out = record()
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -117,7 +117,7 @@ def twin(link: Transport, name: str, shards: int, blocks: Mapping[str, object]) 
         loss = next_byte_loss(net(batch[:, :-1]), batch)
         loss.backward()
         if not isinstance(optimizer, CompressedOptimizer):
-            average_gradients(params, link)
+            average_gradients(params, transport)
             if config.gradient_clipping:
                 out["norm"].append(float(nn.utils.clip_grad_norm_(params, config.gradient_clipping)))
         optimizer.step()

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from onebit import zero
 from onebit.agreement.replicas import ReplicaError
-from onebit.shards import local
+from onebit.model_parallel import local
 from onebit.zero.grid import Grid
 from onebit.zero.parallel import tensor
 
@@ -159,7 +159,7 @@ def refused(here: Grid) -> dict[str, str]:
     return {
         "no plan": message(ValueError, initialize),
         "another grid": message(ValueError, lambda: initialize(other, tensor_plan=plan)),
-        "across": message(ValueError, lambda: initialize(config_of("OnebitAdam", 1), tensor_plan=plan)),
+        "inter_node": message(ValueError, lambda: initialize(config_of("OnebitAdam", 1), tensor_plan=plan)),
         "twice": message(ValueError, lambda: tensor.parallelize(net, here, plan)),
         "odd length": message(ValueError, lambda: net(torch.zeros(1, 15, dtype=torch.long))),
         "heads": message(ValueError, lambda: tensor_plan(SIZE.heads, 3)),
@@ -264,6 +264,6 @@ def any_module_by_a_plan(here: Grid) -> dict[str, object]:
         "placed": all(q.grad is None or q.grad.placements == q.placements for q in net.parameters()),
         "frozen": [name for name, (_, g) in grads.items() if g is None],
         "tied": net.head.weight is net.words.weight,
-        "cut": {name: here.shards.pieces(p) for name, p in net.named_parameters()},
+        "cut": {name: here.model_parallel_group.pieces(p) for name, p in net.named_parameters()},
         "values": flat(net),
     }

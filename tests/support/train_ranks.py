@@ -26,15 +26,15 @@ def runs(corpus: str, arguments: Sequence[list[str]], step: int | None = None) -
     torch.set_num_threads(1)
     text = pickle.loads(Path(corpus).read_bytes())
     train_run.read_corpus = lambda: text
-    link, ends = init("gloo", levels=1), []
+    transport, ends = init("gloo", levels=1), []
     for one in arguments:
         args = train_run.parse_args(one)
         if step is not None and args.resume:
             (args.checkpoint / "latest").write_text(f"step_{step:08d}\n")  # by all ranks, the same
-            gather_bytes(link, b"written")
+            gather_bytes(transport, b"written")
         try:
-            ends.append(train_run.train(args, link, lambda: False))
+            ends.append(train_run.train(args, transport, lambda: False))
         except (train_run.CheckpointError, ValueError) as error:
             ends.append(f"{type(error).__name__}: {error}")
-    link.close()
+    transport.close()
     return ends

@@ -1,4 +1,4 @@
-"""The contract of a transport, as checks on one rank's `link`. All ranks of a world run the same check together.
+"""The contract of a transport, as checks on one rank's `transport`. All ranks of a world run the same check together.
 
 `test_transport.py` applies all of it to every transport; `transport_ranks.py` runs it on real processes. The bytes that
 travel are a formula of sender, receiver and position, so that every rank can tell what must arrive.
@@ -35,65 +35,65 @@ def garbage(*shape: int) -> Tensor:
     return torch.full(shape, 255, dtype=torch.uint8)
 
 
-def check_all_to_all_transposes(link: Transport) -> None:
+def check_all_to_all_transposes(transport: Transport) -> None:
     """out[j] on rank i is in[i] of rank j, for 0, 1 and odd numbers of bytes."""
-    W = link.world_size
+    W = transport.world_size
     for B in SIZES:
         out_WB = garbage(W, B)
-        link.all_to_all(out_WB, rows(link.rank, W, B)).wait()
-        assert torch.equal(out_WB, torch.stack([row(src, link.rank, B) for src in range(W)]))
+        transport.all_to_all(out_WB, rows(transport.rank, W, B)).wait()
+        assert torch.equal(out_WB, torch.stack([row(src, transport.rank, B) for src in range(W)]))
 
 
-def check_all_gather_stacks(link: Transport) -> None:
+def check_all_gather_stacks(transport: Transport) -> None:
     """out[j] is in of rank j."""
-    W = link.world_size
+    W = transport.world_size
     for B in SIZES:
         out_WB = garbage(W, B)
-        link.all_gather(out_WB, row(link.rank, 0, B)).wait()
+        transport.all_gather(out_WB, row(transport.rank, 0, B)).wait()
         assert torch.equal(out_WB, torch.stack([row(src, 0, B) for src in range(W)]))
 
 
-def check_all_reduce_sums(link: Transport) -> None:
+def check_all_reduce_sums(transport: Transport) -> None:
     """Σ_r (r+1)·i mod 1000, integers below 2^24: exact in float32 in any order of summation."""
-    W = link.world_size
+    W = transport.world_size
     for shape in ((0,), (1,), (3, 5), (100_003,)):
         base = (torch.arange(torch.Size(shape).numel()) % 1000).to(torch.float32).view(shape)
-        x = base * (link.rank + 1)
-        link.all_reduce(x).wait()
+        x = base * (transport.rank + 1)
+        transport.all_reduce(x).wait()
         assert torch.equal(x, base * (W * (W + 1) // 2))
 
 
-def check_broadcast_copies_any_dtype_and_shape(link: Transport) -> None:
+def check_broadcast_copies_any_dtype_and_shape(transport: Transport) -> None:
     """x becomes src's, bit by bit, for every src."""
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint8):
         for shape in ((), (0,), (3, 5)):
-            for src in range(link.world_size):
+            for src in range(transport.world_size):
                 expected = torch.full(shape, src + 1.0).to(dtype)
-                x = expected.clone() if link.rank == src else torch.zeros(shape, dtype=dtype)
-                link.broadcast(x, src).wait()
+                x = expected.clone() if transport.rank == src else torch.zeros(shape, dtype=dtype)
+                transport.broadcast(x, src).wait()
                 assert torch.equal(x.view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8))
 
 
 @torch.no_grad()
-def check_broadcast_into_a_parameter(link: Transport) -> None:
+def check_broadcast_into_a_parameter(transport: Transport) -> None:
     """Under no_grad, as in an optimizer, a leaf that requires a gradient is overwritten like any tensor."""
-    x = torch.nn.Parameter(torch.full((5,), float(link.rank)))
-    link.broadcast(x, link.world_size - 1).wait()
-    assert torch.equal(x.detach(), torch.full((5,), link.world_size - 1.0))
+    x = torch.nn.Parameter(torch.full((5,), float(transport.rank)))
+    transport.broadcast(x, transport.world_size - 1).wait()
+    assert torch.equal(x.detach(), torch.full((5,), transport.world_size - 1.0))
 
 
-def check_operations_in_flight_may_be_waited_for_in_reverse(link: Transport) -> None:
+def check_operations_in_flight_may_be_waited_for_in_reverse(transport: Transport) -> None:
     """Ten operations of all kinds and several sizes are launched, then waited for last to first."""
-    W, rank = link.world_size, link.rank
+    W, rank = transport.world_size, transport.rank
     works, expectations = [], []
     for salt, B in enumerate((4096, 3, 0, 65_537)):
         gathered_WB, exchanged_WB = garbage(W, B), garbage(W, B)
         mine_WB, mine_B = rows(rank, W, B, salt), row(rank, 0, B, salt + 50)
-        works += [link.all_to_all(exchanged_WB, mine_WB), link.all_gather(gathered_WB, mine_B)]
+        works += [transport.all_to_all(exchanged_WB, mine_WB), transport.all_gather(gathered_WB, mine_B)]
         expectations.append((exchanged_WB, torch.stack([row(src, rank, B, salt) for src in range(W)]), mine_WB))
         expectations.append((gathered_WB, torch.stack([row(src, 0, B, salt + 50) for src in range(W)]), mine_B))
     total, news = torch.full((1000,), rank + 1.0), torch.full((9,), float(rank))
-    works += [link.all_reduce(total), link.broadcast(news, W - 1)]
+    works += [transport.all_reduce(total), transport.broadcast(news, W - 1)]
     for work in reversed(works):
         work.wait()
     for got, expected, _ in expectations:
@@ -102,52 +102,52 @@ def check_operations_in_flight_may_be_waited_for_in_reverse(link: Transport) -> 
     assert torch.equal(news, torch.full((9,), W - 1.0))
 
 
-def check_inputs_may_be_overwritten_after_wait(link: Transport) -> None:
+def check_inputs_may_be_overwritten_after_wait(transport: Transport) -> None:
     """Also where the receiver is late."""
-    W, B = link.world_size, 300_001
-    if link.rank == W - 1:
+    W, B = transport.world_size, 300_001
+    if transport.rank == W - 1:
         time.sleep(0.1)
-    out_WB, in_WB = garbage(W, B), rows(link.rank, W, B)
-    link.all_to_all(out_WB, in_WB).wait()
+    out_WB, in_WB = garbage(W, B), rows(transport.rank, W, B)
+    transport.all_to_all(out_WB, in_WB).wait()
     in_WB.fill_(255)
-    assert torch.equal(out_WB, torch.stack([row(src, link.rank, B) for src in range(W)]))
+    assert torch.equal(out_WB, torch.stack([row(src, transport.rank, B) for src in range(W)]))
 
 
-def check_large_rows(link: Transport) -> None:
+def check_large_rows(transport: Transport) -> None:
     """1.2 MB per peer: beyond every eager limit; two exchanges at once."""
-    W, B = link.world_size, 1_200_001
-    in_WB, outs = rows(link.rank, W, B), [garbage(W, B), garbage(W, B)]
-    for work in [link.all_to_all(out_WB, in_WB) for out_WB in outs]:
+    W, B = transport.world_size, 1_200_001
+    in_WB, outs = rows(transport.rank, W, B), [garbage(W, B), garbage(W, B)]
+    for work in [transport.all_to_all(out_WB, in_WB) for out_WB in outs]:
         work.wait()
     for out_WB in outs:
-        assert torch.equal(out_WB, torch.stack([row(src, link.rank, B) for src in range(W)]))
+        assert torch.equal(out_WB, torch.stack([row(src, transport.rank, B) for src in range(W)]))
 
 
-def check_sent_bytes_counts_payload(link: Transport) -> None:
+def check_sent_bytes_counts_payload(transport: Transport) -> None:
     """(W-1)·B for the exchanges, 2·(W-1)/W·4 per element of an all_reduce, (W-1)·nbytes at the source alone."""
-    W, B, n = link.world_size, 1001, 240
-    before = link.sent_bytes
-    link.all_to_all(garbage(W, B), garbage(W, B)).wait()
-    assert link.sent_bytes - before == (W - 1) * B
-    link.all_gather(garbage(W, B), garbage(B)).wait()
-    assert link.sent_bytes - before == 2 * (W - 1) * B
-    link.all_reduce(torch.ones(n)).wait()
-    assert link.sent_bytes - before == 2 * (W - 1) * B + 2 * (W - 1) * 4 * n // W
-    link.broadcast(torch.ones(n), 0).wait()
-    at_source = (W - 1) * 4 * n if link.rank == 0 else 0
-    assert link.sent_bytes - before == 2 * (W - 1) * B + 2 * (W - 1) * 4 * n // W + at_source
+    W, B, n = transport.world_size, 1001, 240
+    before = transport.sent_bytes
+    transport.all_to_all(garbage(W, B), garbage(W, B)).wait()
+    assert transport.sent_bytes - before == (W - 1) * B
+    transport.all_gather(garbage(W, B), garbage(B)).wait()
+    assert transport.sent_bytes - before == 2 * (W - 1) * B
+    transport.all_reduce(torch.ones(n)).wait()
+    assert transport.sent_bytes - before == 2 * (W - 1) * B + 2 * (W - 1) * 4 * n // W
+    transport.broadcast(torch.ones(n), 0).wait()
+    at_source = (W - 1) * 4 * n if transport.rank == 0 else 0
+    assert transport.sent_bytes - before == 2 * (W - 1) * B + 2 * (W - 1) * 4 * n // W + at_source
 
 
-def check_waiting_twice_is_harmless(link: Transport) -> None:
-    W = link.world_size
-    works = [link.all_gather(garbage(W, 5), row(link.rank, 0, 5)), link.all_reduce(torch.ones(3))]
+def check_waiting_twice_is_harmless(transport: Transport) -> None:
+    W = transport.world_size
+    works = [transport.all_gather(garbage(W, 5), row(transport.rank, 0, 5)), transport.all_reduce(torch.ones(3))]
     for work in works * 2:
         work.wait()
 
 
-def check_host_staging_gives_the_same(link: Transport) -> None:
+def check_host_staging_gives_the_same(transport: Transport) -> None:
     """The path of device tensors, forced on host tensors: both inputs and outputs go through copies."""
-    staged = _Staged(link)
+    staged = _Staged(transport)
     check_all_to_all_transposes(staged)
     check_all_gather_stacks(staged)
     check_all_reduce_sums(staged)
@@ -156,9 +156,9 @@ def check_host_staging_gives_the_same(link: Transport) -> None:
 
 
 class _Staged(HostStaged):
-    def __init__(self, link: Transport):
-        super().__init__(link)
-        self.rank, self.world_size = link.rank, link.world_size
+    def __init__(self, transport: Transport):
+        super().__init__(transport)
+        self.rank, self.world_size = transport.rank, transport.world_size
 
 
 CHECKS: dict[str, Callable[[Transport], None]] = {
@@ -166,20 +166,20 @@ CHECKS: dict[str, Callable[[Transport], None]] = {
 }
 
 
-def digest_of_compressed_rounds(link: Transport) -> str:
+def digest_of_compressed_rounds(transport: Transport) -> str:
     """SHA-256 over 5 rounds of error-compensated SignCodec exchanges of two interleaved buckets: frames and residuals.
 
     The sums run in rank order on every transport, so the digest depends on W and rank alone.
     """
-    W, codec, n = link.world_size, SignCodec(block=64, kernel="reference"), link.world_size * 64 * 5
+    W, codec, n = transport.world_size, SignCodec(block=64, kernel="reference"), transport.world_size * 64 * 5
     feedbacks = [ErrorFeedback.zeros(n, W) for _ in range(2)]
     wires = [Wire.empty(codec, n, W) for _ in range(2)]
-    generator = torch.Generator().manual_seed(1000 + link.rank)
+    generator = torch.Generator().manual_seed(1000 + transport.rank)
     digest = hashlib.sha256()
     for _ in range(5):
         buckets = [torch.randn(n, generator=generator) for _ in range(2)]
         interleave(
-            compressed_allreduce(x, ef, codec, link, wire)
+            compressed_allreduce(x, ef, codec, transport, wire)
             for x, ef, wire in zip(buckets, feedbacks, wires, strict=True)
         )
         for ef, wire in zip(feedbacks, wires, strict=True):
@@ -189,7 +189,7 @@ def digest_of_compressed_rounds(link: Transport) -> str:
     return digest.hexdigest()
 
 
-def run_checks(link: Transport, names: tuple[str, ...] = tuple(CHECKS)) -> dict[str, str]:
+def run_checks(transport: Transport, names: tuple[str, ...] = tuple(CHECKS)) -> dict[str, str]:
     """{check: "" or what went wrong}. After the first failure the ranks may be out of step: the rest is not run."""
     outcome = {}
     for name in names:
@@ -197,8 +197,8 @@ def run_checks(link: Transport, names: tuple[str, ...] = tuple(CHECKS)) -> dict[
             outcome[name] = "not run, because an earlier check failed"
             continue
         try:
-            CHECKS[name](link)
+            CHECKS[name](transport)
             outcome[name] = ""
         except Exception:
-            outcome[name] = f"rank {link.rank}: {traceback.format_exc()}"
+            outcome[name] = f"rank {transport.rank}: {traceback.format_exc()}"
     return outcome

@@ -16,7 +16,7 @@ import transport_contract as contract
 from ranks import report
 
 import onebit.comm
-from onebit.comm import PeerError, Transport, TwoLevelTransport, Work, launch
+from onebit.comm import HierarchicalTransport, PeerError, Transport, Work, launch
 
 VICTIM = 2
 TIMEOUT_S = 1.0
@@ -27,8 +27,8 @@ def contract_over_gloo(worlds: list[int]) -> dict[str, object]:
     base = onebit.comm.init(timeout_s=30.0)
     outcome = {}
     for W in worlds:
-        if link := of_first(W):
-            outcome[str(W)] = _all_of_it(link)
+        if transport := of_first(W):
+            outcome[str(W)] = _all_of_it(transport)
     outcome["description"] = launch.describe(base)
     base.close()
     base.close()
@@ -42,8 +42,8 @@ def contract_over_mpi(worlds: list[int]) -> dict[str, object]:
     base = onebit.comm.init(timeout_s=30.0)
     outcome: dict[str, object] = {}
     for W in worlds:
-        if link := of_first(W):
-            outcome[str(W)] = _all_of_it(link)
+        if transport := of_first(W):
+            outcome[str(W)] = _all_of_it(transport)
         base.all_reduce(torch.zeros(1)).wait()  # ranks that are done would spin in the next Split
     pieces = _on_mpi(MPI.COMM_WORLD, piece_bytes=64_000)
     outcome["pieces"] = contract.run_checks(pieces)
@@ -59,12 +59,12 @@ def contract_over_mpi(worlds: list[int]) -> dict[str, object]:
     return outcome
 
 
-def _all_of_it(link: Transport) -> dict[str, str]:
-    outcome = contract.run_checks(link)
+def _all_of_it(transport: Transport) -> dict[str, str]:
+    outcome = contract.run_checks(transport)
     if not any(outcome.values()):
-        outcome["digest"] = contract.digest_of_compressed_rounds(link)
-        link.close()
-        link.close()
+        outcome["digest"] = contract.digest_of_compressed_rounds(transport)
+        transport.close()
+        transport.close()
     return outcome
 
 
@@ -73,8 +73,8 @@ def outlive_a_peer_on_gloo(fate: str) -> dict[str, object]:
     base = onebit.comm.init(timeout_s=30.0)
     names = DISAGREEMENTS if fate == "stopped" else ()
     disagreed = _disagree(base, lambda: _on_gloo(torch.distributed.new_group(), TIMEOUT_S), names)
-    links = {name: _on_gloo(torch.distributed.new_group(), TIMEOUT_S) for name in OPERATIONS}
-    seen = disagreed | _meet(fate, base, links)
+    transports = {name: _on_gloo(torch.distributed.new_group(), TIMEOUT_S) for name in OPERATIONS}
+    seen = disagreed | _meet(fate, base, transports)
     if base.rank == 0 and fate == "stopped":
         os.kill(seen["victim"], signal.SIGKILL)  # who started the ranks waits for all of them
     base.abandon()
@@ -85,8 +85,8 @@ def outlive_a_peer_on_mpi(fate: str) -> None:
     """As on Gloo; then this rank ends on the PeerError, which must end the whole job though one rank hangs."""
     base = onebit.comm.init(timeout_s=30.0)
     disagreed = _disagree(base, lambda: _on_mpi(None, TIMEOUT_S), DISAGREEMENTS_OVER_MPI if fate == "stopped" else ())
-    links = {name: _on_mpi(None, TIMEOUT_S) for name in ("all_to_all", "all_reduce")}
-    report(disagreed | _meet(fate, base, links))
+    transports = {name: _on_mpi(None, TIMEOUT_S) for name in ("all_to_all", "all_reduce")}
+    report(disagreed | _meet(fate, base, transports))
     base.timeout_s = TIMEOUT_S
     OPERATIONS["all_to_all"](base).wait()
 
@@ -99,35 +99,39 @@ def levels_of_inits(hosts: list[str], local_size: int) -> dict[str, str]:
     logging.getLogger("onebit").addHandler(logging.StreamHandler(log))
     logging.getLogger("onebit").setLevel(logging.INFO)
     with unittest.mock.patch("socket.gethostname", lambda: hosts[rank]):
-        links = {"auto": onebit.comm.init(timeout_s=20.0)}
-        links |= {"again": onebit.comm.init(), "one": onebit.comm.init(levels=1), "two": onebit.comm.init(levels=2)}
-        outcome = {name: launch.describe(link) for name, link in links.items()}
+        transports = {"auto": onebit.comm.init(timeout_s=20.0)}
+        transports |= {
+            "again": onebit.comm.init(),
+            "one": onebit.comm.init(levels=1),
+            "two": onebit.comm.init(levels=2),
+        }
+        outcome = {name: launch.describe(transport) for name, transport in transports.items()}
         for name, levels in (("three", 3), ("unlike", 2 if rank else 1)):
             try:
                 onebit.comm.init(levels=levels)
             except ValueError as error:
                 outcome[name] = str(error)
-    for link in links.values():
+    for transport in transports.values():
         total = torch.full((3,), float(rank))
-        link.all_reduce(total).wait()
+        transport.all_reduce(total).wait()
         assert torch.equal(total, torch.full((3,), 6.0))
-    for link in reversed(links.values()):
-        link.close()
+    for transport in reversed(transports.values()):
+        transport.close()
     return outcome | {"log": log.getvalue()}
 
 
 def miss_a_peer_in_two_levels() -> None:
     """Rank 3 of two nodes of two ranks is silent: what its node and its peers across see. Then all end."""
-    link = onebit.comm.init(timeout_s=TIMEOUT_S, levels=2)
-    assert isinstance(link, TwoLevelTransport)
-    if link.rank == 3:
+    transport = onebit.comm.init(timeout_s=TIMEOUT_S, levels=2)
+    assert isinstance(transport, HierarchicalTransport)
+    if transport.rank == 3:
         time.sleep(8 * TIMEOUT_S)
     else:
-        with_3 = {1: link.across, 2: link.inside}.get(link.rank)
+        with_3 = {1: transport.across, 2: transport.inside}.get(transport.rank)
         seen = {} if with_3 is None else _what_happens(_all_to_all, with_3)
         began = time.monotonic()
         if with_3 is not None:
-            link.close()
+            transport.close()
         report(seen | {"closing": time.monotonic() - began})
         time.sleep(0.0 if with_3 is not None else 8 * TIMEOUT_S)
     os._exit(0)
@@ -135,13 +139,13 @@ def miss_a_peer_in_two_levels() -> None:
 
 def end_unlike_the_others(ends: str) -> None:
     """Rank 0 dies, or waits in torch's own barrier, while the others exchange. Nobody catches what comes of it."""
-    link = onebit.comm.init(timeout_s=TIMEOUT_S)
+    transport = onebit.comm.init(timeout_s=TIMEOUT_S)
     logging.basicConfig(format="%(message)s")
-    if link.rank == 0 and ends == "dies":
+    if transport.rank == 0 and ends == "dies":
         os._exit(17)
-    if link.rank == 0:
+    if transport.rank == 0:
         torch.distributed.barrier()
-    _all_to_all(link).wait()
+    _all_to_all(transport).wait()
 
 
 def gather_in_vain(ports: list[int]) -> dict[str, dict[str, object]]:
@@ -186,40 +190,49 @@ def _connect_without(rank: int) -> None:
 
 def exit_without_close() -> str:
     """A script that forgets close() still ends with status 0."""
-    link = onebit.comm.init(timeout_s=30.0)
-    x = torch.full((3,), float(link.rank))
-    link.all_reduce(x).wait()
-    return launch.describe(link)
+    transport = onebit.comm.init(timeout_s=30.0)
+    x = torch.full((3,), float(transport.rank))
+    transport.all_reduce(x).wait()
+    return launch.describe(transport)
 
 
-def _all_to_all(link: Transport, size: int = 1_000_000) -> Work:
-    rows_WB = torch.zeros(link.world_size, size, dtype=torch.uint8)
-    return link.all_to_all(torch.empty_like(rows_WB), rows_WB)
+def _all_to_all(transport: Transport, size: int = 1_000_000) -> Work:
+    rows_WB = torch.zeros(transport.world_size, size, dtype=torch.uint8)
+    return transport.all_to_all(torch.empty_like(rows_WB), rows_WB)
 
 
-def _all_gather(link: Transport, size: int = 1_000_000) -> Work:
-    rows_WB = torch.zeros(link.world_size, size, dtype=torch.uint8)
-    return link.all_gather(torch.empty_like(rows_WB), rows_WB[0])
+def _all_gather(transport: Transport, size: int = 1_000_000) -> Work:
+    rows_WB = torch.zeros(transport.world_size, size, dtype=torch.uint8)
+    return transport.all_gather(torch.empty_like(rows_WB), rows_WB[0])
 
 
-def _come_late(link: Transport) -> Work:
+def _come_late(transport: Transport) -> Work:
     time.sleep(TIMEOUT_S + 0.5)
-    return _all_to_all(link)
+    return _all_to_all(transport)
 
 
-def _split(link: Transport) -> None:
-    link.split(range(link.world_size))
+def _split(transport: Transport) -> None:
+    transport.split(range(transport.world_size))
 
 
 ODD = 1
 DISAGREEMENTS: dict[str, tuple[Callable[[Transport], Work | None], Callable[[Transport], Work | None]]] = {
     "kinds": (_all_to_all, _all_gather),
-    "larger": (_all_to_all, lambda link: _all_to_all(link, 1_000_001)),
-    "smaller": (_all_gather, lambda link: _all_gather(link, 999_999)),
-    "larger sum": (lambda link: link.all_reduce(torch.ones(9)), lambda link: link.all_reduce(torch.ones(90))),
-    "sources": (lambda link: link.broadcast(torch.ones(9), 0), lambda link: link.broadcast(torch.ones(9), ODD)),
-    "larger news": (lambda link: link.broadcast(torch.ones(9), 0), lambda link: link.broadcast(torch.ones(8), 0)),
-    "closing": (_all_to_all, lambda link: link.close()),
+    "larger": (_all_to_all, lambda transport: _all_to_all(transport, 1_000_001)),
+    "smaller": (_all_gather, lambda transport: _all_gather(transport, 999_999)),
+    "larger sum": (
+        lambda transport: transport.all_reduce(torch.ones(9)),
+        lambda transport: transport.all_reduce(torch.ones(90)),
+    ),
+    "sources": (
+        lambda transport: transport.broadcast(torch.ones(9), 0),
+        lambda transport: transport.broadcast(torch.ones(9), ODD),
+    ),
+    "larger news": (
+        lambda transport: transport.broadcast(torch.ones(9), 0),
+        lambda transport: transport.broadcast(torch.ones(8), 0),
+    ),
+    "closing": (_all_to_all, lambda transport: transport.close()),
     "splitting": (_split, _all_to_all),
     "late": (_all_to_all, _come_late),
 }
@@ -227,42 +240,42 @@ DISAGREEMENTS: dict[str, tuple[Callable[[Transport], Work | None], Callable[[Tra
 DISAGREEMENTS_OVER_MPI = ("kinds", "larger", "larger sum", "sources", "closing", "splitting")
 
 
-def disagree(link: Transport, name: str) -> dict[str, object]:
+def disagree(transport: Transport, name: str) -> dict[str, object]:
     """Launch, one rank another operation than the others; what comes of it here."""
     usual, odd = DISAGREEMENTS[name]
-    return _what_happens(odd if link.rank == ODD else usual, link)
+    return _what_happens(odd if transport.rank == ODD else usual, transport)
 
 
 def _disagree(base: Transport, new_link: Callable[[], Transport], names: Iterable[str]) -> dict[str, dict[str, object]]:
     seen = {}
     for name in names:
-        link = new_link()
-        seen[name] = disagree(link, name)
+        transport = new_link()
+        seen[name] = disagree(transport, name)
         base.all_reduce(torch.zeros(1)).wait()
     return seen
 
 
 OPERATIONS: dict[str, Callable[[Transport], Work]] = {
     "all_to_all": _all_to_all,
-    "all_reduce": lambda link: link.all_reduce(torch.ones(1_000_000)),
-    "broadcast": lambda link: link.broadcast(torch.ones(1_000_000), VICTIM),
+    "all_reduce": lambda transport: transport.all_reduce(torch.ones(1_000_000)),
+    "broadcast": lambda transport: transport.broadcast(torch.ones(1_000_000), VICTIM),
 }
 
 
-def _meet(fate: str, base: Transport, links: Mapping[str, Transport]) -> dict[str, dict | int]:
+def _meet(fate: str, base: Transport, transports: Mapping[str, Transport]) -> dict[str, dict | int]:
     pids = torch.empty(base.world_size, 8, dtype=torch.uint8)
     base.all_gather(pids, torch.tensor([os.getpid()]).view(torch.uint8)).wait()
     if base.rank == VICTIM:
         time.sleep(0.3)
         os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[fate])
-    seen = {name: _what_happens(OPERATIONS[name], link) for name, link in links.items()}
+    seen = {name: _what_happens(OPERATIONS[name], transport) for name, transport in transports.items()}
     return seen | {"victim": int(pids[VICTIM].view(torch.int64))}
 
 
-def _what_happens(operation: Callable[[Transport], Work | None], link: Transport) -> dict[str, object]:
+def _what_happens(operation: Callable[[Transport], Work | None], transport: Transport) -> dict[str, object]:
     started = time.monotonic()
     try:
-        work = operation(link)
+        work = operation(transport)
         if work is not None:
             work.wait()
     except PeerError as error:

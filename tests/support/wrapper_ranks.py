@@ -29,7 +29,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, k: int) -> None:
 def train(wrap: Callable[[nn.Module], nn.Module], at: int, kind: type, **options: object) -> None:
     """Five steps; from step `at` on through the wrapper."""
     plain = net()
-    optimizer = kind(plain.parameters(), link=comm.init(), bucket_cap_mb=0.002, **options)
+    optimizer = kind(plain.parameters(), transport=comm.init(), bucket_cap_mb=0.002, **options)
     model = plain
     for k in range(5):
         model = wrap(plain) if k == at else model
@@ -53,7 +53,7 @@ def initialize(wrap: Callable[[nn.Module], nn.Module]) -> None:
 
 def fully_sharded(use_orig_params: bool) -> None:
     model = FullyShardedDataParallel(net(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
-    onebit.OnebitAdam(model.parameters(), link=comm.init())
+    onebit.OnebitAdam(model.parameters(), transport=comm.init())
 
 
 CASES: dict[str, Callable[[], None]] = {

@@ -19,17 +19,17 @@ from onebit.comm import CODECS as REGISTRY
 from onebit.comm import (
     Bf16Codec,
     Codec,
+    EncodeOutput,
     FusedCodec,
     IdentityCodec,
     Int4Codec,
     Int8Codec,
     Log4Codec,
-    Momentum,
+    MomentumInputs,
     MomentumWeights,
-    Outgoing,
+    ParamUpdate,
     Segments,
     SignCodec,
-    Update,
     codec_named,
 )  # fmt: skip
 from onebit.comm.kernels import reference
@@ -128,7 +128,7 @@ class TestContract:
         codec.decode_mean(frames, mean[0])
         expected, residual = encode(codec, mean, error)
         frame, out = torch.full_like(frames[:1], 0xCD), torch.full_like(error, 7.0)
-        codec.encode_mean(frames, Outgoing(error, frame, None, out))
+        codec.encode_mean(frames, EncodeOutput(error, frame, None, out))
         assert torch.equal(frame, expected) and torch.equal(out, residual.to(dtype))
 
     def test_decode_can_scale_and_accumulate(self, codec: Codec) -> None:
@@ -352,9 +352,9 @@ class TestFusedContract:
         y = g / reference._sqrt(D * D + (g * g) * 0.01)
         expected, residual = encode(codec, y * 0.1 + old * 0.9, error)
         segments = Segments(first=(0,), numels=(K * N,), block=codec.block)
-        momentum = Momentum([grad.view(-1)], segments, D, packed if is_packed else old, weights)
+        momentum = MomentumInputs([grad.view(-1)], segments, D, packed if is_packed else old, weights)
         frames, kept = torch.full_like(packed, 0xEE), torch.empty(K, N)
-        codec.encode_momentum(momentum, Outgoing(error, frames, None, kept))
+        codec.encode_momentum(momentum, EncodeOutput(error, frames, None, kept))
         assert torch.equal(frames, expected) and torch.equal(kept, residual)
 
     def test_parameters_move_by_what_frames_say(self, codec: FusedCodec) -> None:
@@ -364,5 +364,5 @@ class TestFusedContract:
         expected = (p.detach() * 0.5) + decode(codec, frames, N)[0] * -2.0
         segments = Segments(first=(0,), numels=(N,), block=codec.block)
         with torch.no_grad():
-            codec.apply(frames, N, Update([p], segments, torch.tensor([-2.0]), torch.tensor([0.5])))
+            codec.apply(frames, N, ParamUpdate([p], segments, torch.tensor([-2.0]), torch.tensor([0.5])))
         assert torch.equal(p.detach(), expected)

@@ -61,7 +61,7 @@ def test_time_lies_between_perfect_overlap_and_none() -> None:
     assert times[0] < times[1] < times[2]
 
 
-def test_compression_pays_on_a_slow_link_only() -> None:
+def test_should_compress_on_a_slow_link_only() -> None:
     slow, fast = LinkCost(5e-5, 1e8 / 8), LinkCost(5e-5, float("inf"))
     assert exchange_s(10**7, 4, SIGN, slow) < exchange_s(10**7, 4, DENSE, slow) / 10
     assert exchange_s(10**7, 4, SIGN, fast) > exchange_s(10**7, 4, DENSE, fast)

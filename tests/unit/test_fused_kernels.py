@@ -13,7 +13,7 @@ from test_kernels import each_isa, needs_build
 
 from onebit.comm import SignCodec
 from onebit.comm.kernels import cpu, reference
-from onebit.comm.kernels.operands import Momentum, MomentumWeights, Outgoing, Segments, Variance
+from onebit.comm.kernels.operands import EncodeOutput, MomentumInputs, MomentumWeights, Segments, Variance
 
 each_case = pytest.mark.parametrize("case", cases.CASES, ids=str)
 ERRORS = (None, torch.float32, torch.bfloat16)
@@ -59,8 +59,10 @@ def test_a_gradient_that_is_not_finite_is_seen(isa: str, bad: float) -> None:
     function = partial(cpu.encode_momentum, isa=isa)
     cases.check_encode_momentum(function, case, error=torch.float32, packed=True, variance=False, grads=grads)
     frames = torch.zeros_like(cases.garbage(case, case.K))
-    momentum = Momentum(grads, case.segments(), torch.ones(case.K, case.N), cases.frames_of(case, 0), cases.WEIGHTS)
-    out = Outgoing(None, frames, case.counts(), torch.empty(case.K, case.N))
+    momentum = MomentumInputs(
+        grads, case.segments(), torch.ones(case.K, case.N), cases.frames_of(case, 0), cases.WEIGHTS
+    )
+    out = EncodeOutput(None, frames, case.counts(), torch.empty(case.K, case.N))
     cpu.encode_momentum(momentum, out, block=case.block, scale="rms")
     assert not SignCodec(case.block).is_finite(frames, case.N)
 
@@ -111,8 +113,8 @@ def test_the_reference_computes_what_rule_6_says_in_float64() -> None:
     variance = Variance(v.square(), torch.full((1, 2), 1e-3), 1.5, 1e-6)
     weights = MomentumWeights(keep=0.9, add=0.1, own=0.01, unscale=0.125)
     frames, residual = cases.garbage(case, 1), torch.empty(1, 512)
-    momentum = Momentum([g[0, :400]], case.segments(), variance, m, weights)
-    reference.encode_momentum(momentum, Outgoing(None, frames, case.counts(), residual), block=256, scale="rms")
+    momentum = MomentumInputs([g[0, :400]], case.segments(), variance, m, weights)
+    reference.encode_momentum(momentum, EncodeOutput(None, frames, case.counts(), residual), block=256, scale="rms")
     sent = torch.empty(1, 512)
     reference.decode(frames, sent, block=256, weight=1.0, keep=0.0)
     D = (v.double().square() * 1.5).clamp(min=1e-3).sqrt() + 1e-6
@@ -127,12 +129,12 @@ def test_the_reference_computes_what_rule_6_says_in_float64() -> None:
 def test_the_edge_says_what_is_wrong() -> None:
     frames, residual = cases.frames_of(cases.Case(1, 2, 256, (), ()), 0), torch.empty(1, 512)
     ones, segments = torch.ones(1, 512), Segments((0,), (300,), 256)
-    out = Outgoing(None, frames.clone(), None, residual)
+    out = EncodeOutput(None, frames.clone(), None, residual)
 
     def encode(
         grads: list, segments: Segments = segments, D: torch.Tensor | Variance = ones, scale: str = "rms"
     ) -> None:
-        cpu.encode_momentum(Momentum(grads, segments, D, frames, cases.WEIGHTS), out, block=256, scale=scale)
+        cpu.encode_momentum(MomentumInputs(grads, segments, D, frames, cases.WEIGHTS), out, block=256, scale=scale)
 
     with pytest.raises(ValueError, match="2 tensors for 1 segments"):
         encode([None, None])

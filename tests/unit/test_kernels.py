@@ -36,7 +36,7 @@ from kernel_inputs import (
 )
 from torch import Tensor
 
-from onebit.comm import Outgoing, Segments, Update, kernels
+from onebit.comm import EncodeOutput, ParamUpdate, Segments, kernels
 from onebit.comm.kernels import cpu, int4_reference, reference
 
 # The sign frame with its two scales, and the frames of whole steps.
@@ -325,10 +325,12 @@ def test_no_undefined_behaviour(
             decode_both(sent, x, block=block, frame=frame, weight=0.1, keep=0.9, isa=isa)
             decode_mean_both(sent, J * block, block=block, frame=frame, isa=isa)
         if frame == "rms":
-            out = Outgoing(None, torch.empty_like(frames[:1]), counts[:1], torch.empty(1, J * block))
+            out = EncodeOutput(None, torch.empty_like(frames[:1]), counts[:1], torch.empty(1, J * block))
             cpu.encode_mean(frames, out, block=block, scale=frame, isa=isa)
             segments = Segments((), (), block)
-            cpu.apply(frames, J * block, Update([], segments, torch.empty(0), torch.empty(0)), block=block, isa=isa)
+            cpu.apply(
+                frames, J * block, ParamUpdate([], segments, torch.empty(0), torch.empty(0)), block=block, isa=isa
+            )
     assert "runtime error" not in capfd.readouterr().err
 
 

@@ -140,9 +140,9 @@ def test_first_host_of_a_node_list(nodes: str, host: str) -> None:
 def test_single_process_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*TORCHRUN, *OPEN_MPI, *HYDRA, *SRUN):
         monkeypatch.delenv(name, raising=False)
-    link = onebit.comm.init()
-    assert (link.rank, link.world_size) == (0, 1)
-    assert describe(link) == "1 rank by a single process, transport none (in this process)"
+    transport = onebit.comm.init()
+    assert (transport.rank, transport.world_size) == (0, 1)
+    assert describe(transport) == "1 rank by a single process, transport none (in this process)"
 
 
 def test_unknown_backend_is_refused() -> None:

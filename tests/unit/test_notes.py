@@ -11,9 +11,9 @@ OURS = Operation("all_to_all", 7, 4096)
 OTHER = Operation("all_gather", 7, 4096)
 
 
-def waiting(*misses: int, operation: Operation = OURS, link: str = "world", gave_up: bool = False) -> Note:
+def waiting(*misses: int, operation: Operation = OURS, transport: str = "world", gave_up: bool = False) -> Note:
     before = tuple(Operation("all_to_all", number, 64) for number in range(3, operation.number))
-    return Note(link, operation, (*before, operation), misses, gave_up)
+    return Note(transport, operation, (*before, operation), misses, gave_up)
 
 
 def test_a_note_travels() -> None:
@@ -35,13 +35,13 @@ def test_a_note_travels() -> None:
             id="2 launched something else",
         ),
         pytest.param(
-            {1: waiting(2), 2: waiting(4, operation=Operation("all_to_all", 9, 8), link="across")},
+            {1: waiting(2), 2: waiting(4, operation=Operation("all_to_all", 9, 8), transport="inter_node")},
             (4,),
             "Missing: rank 4;",
             id="2 waits elsewhere, for 4",
         ),
         pytest.param(
-            {1: waiting(2), 2: waiting(0, operation=Operation("all_to_all", 9, 8), link="across")},
+            {1: waiting(2), 2: waiting(0, operation=Operation("all_to_all", 9, 8), transport="inter_node")},
             (2,),
             "Waiting elsewhere: rank 2 all_to_all (operation 9, 8 bytes)",
             id="2 waits elsewhere, for me",

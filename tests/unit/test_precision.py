@@ -109,16 +109,16 @@ def test_a_state_out_of_range_is_refused() -> None:
 def test_an_overflow_on_one_rank_lowers_the_scale_of_all_and_touches_nothing() -> None:
     """How an engine connects it: the optimizer's verdict, the same on all ranks, is what the rule is told."""
 
-    def train(link: SimTransport) -> tuple[list[float], list[torch.Tensor]]:
+    def train(transport: SimTransport) -> tuple[list[float], list[torch.Tensor]]:
         p = torch.nn.Parameter(torch.linspace(-1, 1, 500))
         optimizer = onebit.OnebitAdam(
-            [p], lr=1e-2, link=link, freeze_step=2, overlap=False, compression="always", weight_decay=0.0
+            [p], lr=1e-2, transport=transport, freeze_step=2, overlap=False, compression="always", weight_decay=0.0
         )
         scale, scales, states = loss_scale(Fp16(enabled=True, hysteresis=1)), [], []
         for step in range(6):
             loss = (p - 0.5).square().sum() * scale.value
             loss.backward()
-            if step == 3 and link.rank == 1:
+            if step == 3 and transport.rank == 1:
                 p.grad[7] = float("inf")
             optimizer.grad_scale = torch.tensor(scale.value)
             skipped = optimizer.stats.skipped_steps

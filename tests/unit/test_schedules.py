@@ -274,7 +274,7 @@ def test_a_one_bit_optimizer_follows_rate_and_momentum_as_adamw_does() -> None:
             places.append(p.detach().clone())
         return torch.stack(places)
 
-    options = {"link": SimTransport(), "freeze_step": 100, "warmup_codec": IdentityCodec(256), "weight_decay": 0.0}
+    options = {"transport": SimTransport(), "freeze_step": 100, "warmup_codec": IdentityCodec(256), "weight_decay": 0.0}
     ours = train(lambda p: onebit.OnebitAdam([p], **options))
     theirs = train(lambda p: torch.optim.AdamW([p], weight_decay=0.0))
     assert (theirs[0] == 1.0).all() and (theirs[1] != 1.0).any()

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from ...comm.messages import gather_bytes, raise_together
+from ...comm.messages import gather_bytes, raise_on_all_ranks
 from ..grid import AXES, GridShape
 from ..parallel import dense
 from . import reshard
 from .files import CheckpointError, Checkpoints, Loaded
-from .reshard import Cut, Piece
+from .reshard import CopyPlan, ParamSlice
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Forms whose optimizers keep the same state, of other slices.
-_ALIKE = ("whole", "inside")
+_ALIKE = ("replicated", "intra_node")
+_FORMER_NAMES = {"whole": "replicated", "inside": "intra_node", "across": "inter_node"}  # in the first files
 _ENGINES_OWN = {"scheduler", "loader", "loss_scale", "counts", "rng", "cuda_rng", "client"}
 
 
@@ -96,7 +97,7 @@ def _refuse_within_step(engine: Engine) -> None:
             f"asked for {when} of {count}; save when engine.micro_steps is a multiple of "
             "engine.gradient_accumulation_steps()"
         )
-    raise_together(engine.grid.world, problem, CheckpointError)
+    raise_on_all_ranks(engine.grid.world, problem, CheckpointError)
 
 
 def _load_rest(engine: Engine, own: dict) -> None:
@@ -127,7 +128,7 @@ def _check_stamp(engine: Engine, stamp: Mapping[str, object]) -> None:
     mine = _about(engine)
     if _shape(stamp).world_size != stamp["world_size"]:
         raise CheckpointError(f"{_shape(stamp)} is no grid of {stamp['world_size']} ranks: the checkpoint is damaged")
-    there, here = cast(str, stamp.get("form")), engine.form
+    there, here = _form(stamp), engine.form
     if there != here and not {there, here} <= set(_ALIKE):
         raise CheckpointError(
             f"the checkpoint's form is {there}, this run's is {here}, whose state is another; start it with the same "
@@ -135,7 +136,7 @@ def _check_stamp(engine: Engine, stamp: Mapping[str, object]) -> None:
         )
     if stamp.get("optimizer") != mine["optimizer"]:
         raise CheckpointError(f"the checkpoint's optimizer is {stamp.get('optimizer')}, not {mine['optimizer']}")
-    if here == "across" and not _differs_in_replicas_alone(engine, stamp):
+    if here == "inter_node" and not _differs_in_replicas_alone(engine, stamp):
         raise CheckpointError(
             f"the checkpoint is of a grid of {_shape(stamp)}, this run's is {engine.grid.shape}; sharding across nodes "
             "takes over the state of another number of replicas alone: start it with the other sizes as they were, or "
@@ -144,6 +145,12 @@ def _check_stamp(engine: Engine, stamp: Mapping[str, object]) -> None:
     batch, then = engine.config.train_batch_size, stamp.get("train_batch_size", engine.config.train_batch_size)
     if batch != then and engine.grid.world.rank == 0:
         log.warning("a step has %s samples, that of the checkpoint had %s: it goes on as another run", batch, then)
+
+
+def _form(stamp: Mapping[str, object]) -> str:
+    """The form (`forms.py`) of the run that wrote this."""
+    form = cast(str, stamp.get("form"))
+    return _FORMER_NAMES.get(form, form)
 
 
 def _shape(stamp: Mapping[str, object]) -> GridShape:
@@ -163,7 +170,7 @@ def _is_same_cut(engine: Engine, found: Loaded) -> bool:
     there = _shape(found.stamp)
     outline = cast(dict, found.own.outline(there.rank(engine.grid.coordinates | {"replica": 0})))
     if "pieces" not in outline:  # the first files: of one form, with the shards of their grid
-        return found.stamp["form"] == engine.form
+        return _form(found.stamp) == engine.form
     return reshard.saved_pieces(outline["pieces"]) == reshard.pieces_of(engine.module, engine.optimizer)
 
 
@@ -210,9 +217,9 @@ class _States(Sequence):
 class _Recutting:
     """What this rank takes of which ranks of the old layout. parts: the old ranks, by the part that they held."""
 
-    here: list[Piece]
+    here: list[ParamSlice]
     parts: list[list[int]]
-    cuts: list[list[Cut]]
+    cuts: list[list[CopyPlan]]
 
     @classmethod
     def of(cls, engine: Engine, found: Loaded) -> _Recutting:

@@ -62,17 +62,17 @@ class Checkpoints(Checkpointing):
 
     _unreadable: ClassVar = (Exception, dcp.api.CheckpointException)
 
-    def __init__(self, folder: Path, link: Transport, keep: int | None = None):
-        super().__init__(folder, link, keep)
+    def __init__(self, folder: Path, transport: Transport, keep: int | None = None):
+        super().__init__(folder, transport, keep)
         self._group: dist.ProcessGroup | None = None
         self._writing = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future | None = None
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
-        elif self.link.world_size > 1:
+        elif self.transport.world_size > 1:
             raise ValueError(
-                f"{self.link.world_size} ranks without torch.distributed: checkpoints are written through it; start "
-                "the run with a grid (onebit.zero.grid.start) or torch.distributed.init_process_group"
+                f"{self.transport.world_size} ranks without torch.distributed: checkpoints are written through it; "
+                "start the run with a grid (onebit.zero.grid.start) or torch.distributed.init_process_group"
             )
 
     def save(
@@ -93,11 +93,11 @@ class Checkpoints(Checkpointing):
         """
         self.wait()
         is_foreground = self._group is None or not in_background
-        state = self.together(_flat_state, self.link.rank, model, own)
+        state = self.together(_flat_state, self.transport.rank, model, own)
         if not is_foreground:
             state = self.together(BlockingAsyncStager().stage, state)
         partial, is_maker = self._begin(step, is_shared=True)
-        stamp = dict(about or {}) | {"step": step, "world_size": self.link.world_size}
+        stamp = dict(about or {}) | {"step": step, "world_size": self.transport.world_size}
         writer = Writer(partial)
 
         def write() -> None:
@@ -144,7 +144,7 @@ class Checkpoints(Checkpointing):
         stamp, target = self._whole(name), self.folder / name
         metadata = self.together(self._read_table, target, stamp, hint=lambda: self._offer(name))
         loaded = Loaded(target, stamp, Own(target, metadata, stamp["world_size"]))
-        names = _names_of_all(self.link, model)
+        names = _names_of_all(self.transport, model)
         self.together(check, loaded)
         self.together(_check_model, target, metadata, model, names)
         state = {f"model/{key}": tensor for key, tensor in model.items()}
@@ -158,7 +158,7 @@ class Checkpoints(Checkpointing):
 
     def _check(self, name: str) -> dict:
         stamp = self._files.stamp(name)
-        check_files(self.folder / name, stamp, sorted(stamp["files"])[self.link.rank :: self.link.world_size])
+        check_files(self.folder / name, stamp, sorted(stamp["files"])[self.transport.rank :: self.transport.world_size])
         return stamp
 
     def _read_table(self, target: Path, stamp: dict) -> Metadata:
@@ -178,7 +178,7 @@ class Checkpoints(Checkpointing):
         """In the thread that writes: through its own process group."""
         every: list[dict[str, Sum]] = [mine]
         if self._group is not None:
-            every = [{} for _ in range(self.link.world_size)]
+            every = [{} for _ in range(self.transport.world_size)]
             dist.all_gather_object(every, mine, self._group)
         return {name: one for sums in every for name, one in sums.items()}
 
@@ -236,9 +236,9 @@ class Own(Sequence):
         return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
 
 
-def _names_of_all(link: Transport, model: Mapping[str, Tensor]) -> set[str]:
+def _names_of_all(transport: Transport, model: Mapping[str, Tensor]) -> set[str]:
     """What the ranks hold between them. All ranks; sends the names to every other."""
-    return {name for text in gather_texts(link, "\n".join(model)) for name in text.splitlines()}
+    return {name for text in gather_texts(transport, "\n".join(model)) for name in text.splitlines()}
 
 
 def _check_model(target: Path, metadata: Metadata, model: Mapping[str, Tensor], names: Set[str]) -> None:

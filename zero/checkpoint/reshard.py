@@ -1,7 +1,7 @@
 """From one layout of a model over ranks to any other: which slices of the old ranks' states make a new rank's own.
 
 Every rank saves its optimizer's state as it is, and with it, for each parameter, which slice of the whole it holds: its
-`Piece`. A new rank looks in the outlines of the old ones for the pieces that overlap its own (`plan`), reads those
+`ParamSlice`. A new rank looks in the outlines of the old ones for the pieces that overlap its own (`plan`), reads those
 parts of the old model, one at a time, each as the world of its replicas (`onebit.checkpoint.change_world_size`), and
 cuts what it needs out of them (`recut`). What a state means for single parameters is in `onebit.checkpoint.portable`.
 Pure but for reading: no communication; tensor and pipeline axes are nothing but other slices and other names.
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from ...bucketed import BucketedOptimizer
 from ...checkpoint.change_world_size import gather_states
 from ...checkpoint.portable import ParameterState, Shared, put_together, take_apart
-from ...shards import local
+from ...model_parallel import local
 from ..grid import GridShape
 
 Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParamSlice:
     """The slice of a parameter that a rank holds: `sizes` elements from `offsets` on, along each dim of `shape`.
 
     name: the parameter's in the model. A parameter that is no shard is whole; a shard may be empty.
@@ -42,7 +42,7 @@ class Piece:
     def numel(self) -> int:
         return math.prod(self.sizes)
 
-    def overlap(self, other: Piece) -> tuple[Index, Index] | None:
+    def overlap(self, other: ParamSlice) -> tuple[Index, Index] | None:
         """The elements that both hold, as an index into this one's and into the other's; None where there are none."""
         starts = [max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True)]
         stops = [
@@ -57,7 +57,7 @@ class Piece:
         return mine, theirs
 
 
-def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Piece]:
+def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[ParamSlice]:
     """What this rank holds of the optimizer's parameters, in the order of their numbers in its state.
 
     A parameter that is none of the model's has no name. Raises ValueError where a shard is not one slice.
@@ -66,14 +66,14 @@ def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Piece]
     return [_piece(names.get(p, ""), p) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _piece(name: str, p: Tensor) -> Piece:
+def _piece(name: str, p: Tensor) -> ParamSlice:
     shape, held = tuple(p.shape), tuple(local(p).shape)
     if not hasattr(p, "to_local"):
-        return Piece(name, shape, (0,) * len(shape), shape)
+        return ParamSlice(name, shape, (0,) * len(shape), shape)
     chunks = p.__create_chunk_list__()  # type: ignore[attr-defined]  # what torch.distributed.checkpoint goes by
     if len(chunks) != 1 or tuple(chunks[0].sizes) != held:
         raise ValueError(f"this rank holds {held} of {name}, which is no one slice of it: {chunks}")
-    return Piece(name, shape, tuple(chunks[0].offsets), held)
+    return ParamSlice(name, shape, tuple(chunks[0].offsets), held)
 
 
 def parts_of(shape: GridShape) -> list[list[int]]:
@@ -82,7 +82,7 @@ def parts_of(shape: GridShape) -> list[list[int]]:
     return [shape.along("replica", rank) for rank in firsts]
 
 
-class Cut(NamedTuple):
+class CopyPlan(NamedTuple):
     """What goes from the old parameter of that number to the new one: the elements `there` to `here`; None: no element,
     but what is of the parameter as a whole."""
 
@@ -92,15 +92,15 @@ class Cut(NamedTuple):
     here: Index | None
 
 
-def plan(parts: Sequence[Sequence[Piece]], here: Sequence[Piece]) -> list[list[Cut]]:
+def plan(parts: Sequence[Sequence[ParamSlice]], here: Sequence[ParamSlice]) -> list[list[CopyPlan]]:
     """What to take of each part for the pieces that are held here.
 
     parts: the pieces of each part of the old model. Pieces that are the same in several parts (norms of a tensor axis,
     embeddings tied between stages) are taken from the first. A parameter of which no part knows anything has no cut.
     Raises ValueError where shapes differ, or the parts' pieces do not cover one of here, or cover it twice.
     """
-    cuts: list[list[Cut]] = [[] for _ in parts]
-    places: dict[str, dict[Piece, tuple[int, int]]] = {}
+    cuts: list[list[CopyPlan]] = [[] for _ in parts]
+    places: dict[str, dict[ParamSlice, tuple[int, int]]] = {}
     for part, pieces in enumerate(parts):
         for number, piece in enumerate(pieces):
             places.setdefault(piece.name, {}).setdefault(piece, (part, number))
@@ -111,20 +111,20 @@ def plan(parts: Sequence[Sequence[Piece]], here: Sequence[Piece]) -> list[list[C
             if piece.shape != mine.shape:
                 raise ValueError(f"{mine.name} has shape {piece.shape} there and {mine.shape} here")
             if (both := piece.overlap(mine)) is not None:
-                cuts[part].append(Cut(number, new, *both))
+                cuts[part].append(CopyPlan(number, new, *both))
                 covered += math.prod(s.stop - s.start for s in both[1])
         if found and covered != mine.numel:
             raise ValueError(f"the parts that were saved hold {covered} of {mine.numel} elements of {mine.name}")
         if found and covered == 0:  # a shard without elements
             part, number = next(iter(found.values()))
-            cuts[part].append(Cut(number, new, None, None))
+            cuts[part].append(CopyPlan(number, new, None, None))
     return cuts
 
 
 def recut(
     optimizer: torch.optim.Optimizer,
-    here: Sequence[Piece],
-    cuts: Sequence[Sequence[Cut]],
+    here: Sequence[ParamSlice],
+    cuts: Sequence[Sequence[CopyPlan]],
     read: Callable[[int], Iterable[dict]],
 ) -> dict:
     """The state of this rank's optimizer, for its `load_state_dict`, of what `plan` says.
@@ -158,7 +158,7 @@ def _take_part(optimizer: torch.optim.Optimizer, replicas: Iterable[dict]) -> tu
     return take_apart(next(iter(replicas)))  # a dense optimizer's is the same in all replicas
 
 
-def _paste(states: dict[int, ParameterState], cut: Cut, here: Piece, old: ParameterState) -> None:
+def _paste(states: dict[int, ParameterState], cut: CopyPlan, here: ParamSlice, old: ParameterState) -> None:
     """Copy a cut's elements; of a parameter that is met for the first time, all that is of it as a whole."""
     if cut.new not in states:
         empty = {name: torch.zeros(here.sizes, dtype=x.dtype) for name, x in old.elements.items()}
@@ -174,11 +174,11 @@ def _paste(states: dict[int, ParameterState], cut: Cut, here: Piece, old: Parame
             mine.elements[name][cut.here] = x[cut.there]
 
 
-def saved_pieces(packed: Iterable[Sequence[Any]]) -> list[Piece]:
+def saved_pieces(packed: Iterable[Sequence[Any]]) -> list[ParamSlice]:
     """What `packed_pieces` gave."""
-    return [Piece(name, *map(tuple, box)) for name, *box in packed]
+    return [ParamSlice(name, *map(tuple, box)) for name, *box in packed]
 
 
-def packed_pieces(pieces: Iterable[Piece]) -> list[tuple]:
+def packed_pieces(pieces: Iterable[ParamSlice]) -> list[tuple]:
     """Pieces, as plain values for a checkpoint."""
     return [(piece.name, piece.shape, piece.offsets, piece.sizes) for piece in pieces]

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from ...checkpoint.files import make_folder, reason, remove, sync_folder
 from ...comm import Transport
-from ...comm.messages import gather_texts, raise_together
+from ...comm.messages import gather_texts, raise_on_all_ranks
 from ..grid import Grid
 
 _SUMS = "onebit.crc32"  # in the metadata of a file: the CRC-32 of each tensor, as JSON
@@ -26,7 +26,7 @@ _SUMS = "onebit.crc32"  # in the metadata of a file: the CRC-32 of each tensor, 
 def export_weights(
     model: nn.Module,
     file: str | os.PathLike,
-    link: Transport,
+    transport: Transport,
     dtype: torch.dtype | None = None,
     *,
     grid: Grid | None = None,
@@ -46,18 +46,18 @@ def export_weights(
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole = cast(dict[str, Tensor], get_model_state_dict(model, options=options))
     path, problem = Path(file), None
-    if link.rank == 0:
+    if transport.rank == 0:
         try:
             _write(torch_form, path, _once({name: _in(dtype, x) for name, x in whole.items()}))
         except (OSError, _error_of_safetensors()) as error:
             problem = f"rank 0: {path} cannot be written: {reason(error)}"
-    raise_together(link, problem, OSError)
+    raise_on_all_ranks(transport, problem, OSError)
 
 
 @torch.no_grad()
 def _of_all_stages(model: nn.Module, grid: Grid) -> dict[str, Tensor]:
     """On rank 0 every stage's weights, in host memory; elsewhere nothing that lasts. A stage sends its weights once."""
-    here, pipe, whole = grid.coordinates, grid.links["pipe"], {}
+    here, pipe, whole = grid.coordinates, grid.transports["pipe"], {}
     is_first = not any(place for axis, place in here.items() if axis != "pipe")
     for name, x in model.state_dict().items():
         gathered = x.full_tensor() if hasattr(x, "full_tensor") else x
@@ -82,7 +82,9 @@ def _of_all_stages(model: nn.Module, grid: Grid) -> dict[str, Tensor]:
     return whole if pipe.rank == 0 else {}
 
 
-def import_weights(model: nn.Module, file: str | os.PathLike, link: Transport, *, grid: Grid | None = None) -> None:
+def import_weights(
+    model: nn.Module, file: str | os.PathLike, transport: Transport, *, grid: Grid | None = None
+) -> None:
     """Read weights that `export_weights` wrote into a model, sharded or not, in place. All ranks; each reads the file.
 
     Dtypes are converted. grid: where the model is one of several pipeline stages; it takes what is its own. Raises
@@ -95,14 +97,14 @@ def import_weights(model: nn.Module, file: str | os.PathLike, link: Transport, *
         whole = torch_form.load_file(path)
         _check_sums(torch_form, path, whole)
     except Exception as error:
-        problem = f"rank {link.rank}: {path} cannot be read: {error}"
+        problem = f"rank {transport.rank}: {path} cannot be read: {error}"
     state = model.state_dict()
     if problem is None:
         whole |= {name: whole[first] for name, first in _tied(model).items() if first in whole and name not in whole}
         if grid is not None and grid.shape.size("pipe") > 1:
             whole = {name: x for name, x in whole.items() if name in state}
         problem = _difference(path, whole, state)
-    raise_together(link, problem, ValueError)
+    raise_on_all_ranks(transport, problem, ValueError)
     whole = {name: x.to(state[name].dtype) for name, x in whole.items()}
     set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))
 

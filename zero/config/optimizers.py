@@ -1,7 +1,7 @@
 """The block "optimizer": the six optimizers by the peer's names and hyper-parameters, and what they are here.
 
     choice = config.optimizer
-    optimizer = build_optimizer(choice, model.parameters(), link=link, **config.optimizer_options())
+    optimizer = build_optimizer(choice, model.parameters(), transport=transport, **config.optimizer_options())
 
 Hyper-parameters mean what their names say: Adam under `adam_w_mode` (the default) decays as AdamW does, without it by
 an L2 term in the gradient; `bias_correction` acts in all of them. The one-bit optimizers' decay is decoupled, as the
@@ -19,9 +19,9 @@ import torch
 
 from ...comm import Codec, Transport
 from ...lamb import Lamb
+from ...model_parallel import ModelParallelGroup
 from ...onebit_adam import OnebitAdam
 from ...onebit_lamb import OnebitLamb
-from ...shards import Shards
 from ...zero_one_adam import ZeroOneAdam
 from .reader import Reading, nearest, read_block, read_object, refuse_unknown, write_block
 from .schema import ANYTHING, BOOL, FLOAT, INT, PAIR, STEPS, TEXT, Inert, check_block, key, keys_of
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ...base import CommonOptions
 
 _ONE_KERNEL = "torch chooses the kernel"
-_TRANSPORT = "the transport is the link given to build_optimizer, by default the launcher's (onebit.comm.init)"
+_TRANSPORT = "the transport is the transport given to build_optimizer, by default the launcher's (onebit.comm.init)"
 _COMMON = {
     "torch_adam": Inert(BOOL, "torch's Adam is the one there is", fine=(True, False)),
     "eps_inside_sqrt": Inert(BOOL, "eps is added outside the root, as in the peer's one-bit optimizers", fine=(False,)),
@@ -223,8 +223,8 @@ def build_optimizer(
     """The optimizer of the choice. One-bit ones: all ranks construct it together, with the same arguments.
 
     gradient_codec: what gradients travel in, in warm-up and variance steps (None: eight bits). common: see
-    `onebit.base.CommonOptions`, the link among them. Adam, AdamW and Lamb take none of these, but Lamb the shards: they
-    step on the gradients they find, which whoever steps them averages and clips before (`onebit.dense`).
+    `onebit.base.CommonOptions`, the transport among them. Adam, AdamW and Lamb take none of these, but Lamb the shards:
+    they step on the gradients they find, which whoever steps them averages and clips before (`onebit.dense`).
     """
     p = choice.params
     adam: dict[str, Any] = {"lr": p.lr, "betas": p.betas, "eps": p.eps, "weight_decay": p.weight_decay}
@@ -256,19 +256,31 @@ def build_optimizer(
             factor_threshold=p.factor_threshold,
             **wire,
         )
-    return _build_dense(choice, params, adam, common.get("shards"))
+    return _build_dense(choice, params, adam, common.get("model_parallel_group"))
 
 
 def _build_dense(
-    choice: OptimizerChoice, params: object, adam: dict[str, Any], shards: Shards | Transport | None
+    choice: OptimizerChoice,
+    params: object,
+    adam: dict[str, Any],
+    model_parallel_group: ModelParallelGroup | Transport | None,
 ) -> torch.optim.Optimizer:
     p = choice.params
     if isinstance(p, LambParams):
         bounds: dict[str, Any] = {"max_coeff": p.max_coeff, "min_coeff": p.min_coeff}
-        return Lamb(params, **adam, **bounds, bias_correction=p.bias_correction, shards=shards)
+        return Lamb(
+            params, **adam, **bounds, bias_correction=p.bias_correction, model_parallel_group=model_parallel_group
+        )
     if not p.bias_correction:
         # torch's AdamW always corrects. LAMB whose trust ratios are all 1 is AdamW, and need not.
-        return Lamb(params, **adam, max_coeff=1.0, min_coeff=1.0, bias_correction=False, shards=shards)
+        return Lamb(
+            params,
+            **adam,
+            max_coeff=1.0,
+            min_coeff=1.0,
+            bias_correction=False,
+            model_parallel_group=model_parallel_group,
+        )
     if choice.is_l2:
         return torch.optim.Adam(params, **adam, amsgrad=p.amsgrad)  # type: ignore[arg-type]
     return torch.optim.AdamW(params, **adam, amsgrad=p.amsgrad)  # type: ignore[arg-type]

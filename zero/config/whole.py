@@ -1,9 +1,9 @@
 # ruff: noqa: RUF009  (`key` and `block` are dataclasses.field)
 """A DeepSpeed configuration, file or dict, as frozen dataclasses.
 
-    config = read_config("ds_config.json", world_size=link.world_size, rank=link.rank, lr=3e-4, total_num_steps=10_000)
-    optimizer = build_optimizer(config.optimizer, model.parameters(), link=link, **config.optimizer_options())
-    scheduler = build_scheduler(config.scheduler, optimizer)
+    config = read_config("ds_config.json", world_size=transport.world_size, rank=transport.rank, lr=3e-4,
+    total_num_steps=10_000) optimizer = build_optimizer(config.optimizer, model.parameters(), transport=transport,
+    **config.optimizer_options()) scheduler = build_scheduler(config.scheduler, optimizer)
 
 Keys that act here become fields; a known key that has no effect is warned about; an unknown one is refused with the
 nearest known name. `sections.py`, `optimizers.py` and `lr_schedules.py` hold the keys of the blocks, `ignored_keys.py`
@@ -135,7 +135,7 @@ class Config(_TopLevel):
         return self.onebit.ranks_per_node or self.zero_optimization.ranks_per_shard_group
 
     def optimizer_options(self) -> dict[str, Any]:
-        """Keyword arguments of `build_optimizer`, but for the link. Under fp16 without overlap: see `precision.py`."""
+        """Keyword arguments of `build_optimizer`, without the transport. fp16 and overlap: see `precision.py`."""
         return {
             "gradient_codec": self._gradient_codec(),
             "variance_floor": self.onebit.variance_floor,

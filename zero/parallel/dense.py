@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ...agreement.ballot import Header, Summary, check_summaries
+from ...agreement.step_vote import Header, Summary, check_summaries
 from ...clip import LARGEST_GRADIENT, has_squares
 from ...comm import Transport
 from ...comm.messages import gather_bytes
 from ...lamb import Lamb, norms
-from ...shards import Shards, local
+from ...model_parallel import ModelParallelGroup, local
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +35,19 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def prepare(
-    optimizer: torch.optim.Optimizer, link: Transport, shards: Shards, step: int, scale: float, max_norm: float
+    optimizer: torch.optim.Optimizer,
+    transport: Transport,
+    model_parallel_group: ModelParallelGroup,
+    step: int,
+    scale: float,
+    max_norm: float,
 ) -> tuple[bool, float | None]:
     """Take the loss scale out of the gradients and clip them by their global norm: (is_finite, norm before clipping).
 
     is_finite: False, on all ranks, where a gradient is not finite on any, or, unless it is clipped, too large for a
-    variance: then nothing has been changed. All ranks; link: between all of them; shards: those that hold this
-    replica; step: which one this is. max_norm: 0: no clipping, and no norm. Raises DesyncError, on all ranks, where
-    they are not in the same step with the same options.
+    variance: then nothing has been changed. All ranks; transport: between all of them; model_parallel_group: those that
+    hold this replica; step: which one this is. max_norm: 0: no clipping, and no norm. Raises DesyncError, on all ranks,
+    where they are not in the same step with the same options.
     """
     with_grad = [p for p in parameters(optimizer) if p.grad is not None]
     grads = [local(cast(Tensor, p.grad)) for p in with_grad]
@@ -51,17 +56,17 @@ def prepare(
     mine = not largest or bool((torch.stack(largest) <= limit).all())
     # Stages may have other groups, but the first one's options are everybody's.
     header = Header.of(optimizer.param_groups[:1], step, f"{type(optimizer).__name__}, step()")
-    messages = gather_bytes(link, bytes([mine]) + header.summary().to_bytes())
-    check_summaries(link, header, [Summary.from_bytes(said[1:]) for said in messages])
+    messages = gather_bytes(transport, bytes([mine]) + header.summary().to_bytes())
+    check_summaries(transport, header, [Summary.from_bytes(said[1:]) for said in messages])
     if any(said[:1] != b"\1" for said in messages):
-        if link.rank == 0:
+        if transport.rank == 0:
             log.warning("a gradient is not finite; all ranks skip the step")
         return False, None
     if scale != 1.0 and grads:
         torch._foreach_div_(grads, scale)
     if max_norm <= 0:
         return True, None
-    norm = _norm(with_grad, grads, shards)
+    norm = _norm(with_grad, grads, model_parallel_group)
     if grads:
         torch._foreach_mul_(grads, min(1.0, max_norm / (norm + 1e-6)))
     return True, norm
@@ -73,12 +78,14 @@ def bad_gradients(model: nn.Module) -> list[str]:
     return [name for name, grad in named if not bool(has_squares(grad))]
 
 
-def _norm(params: Sequence[Tensor], grads: list[Tensor], shards: Shards) -> float:
+def _norm(params: Sequence[Tensor], grads: list[Tensor], model_parallel_group: ModelParallelGroup) -> float:
     """Of all gradients of the model, those of other ranks included. Not torch's clip_grad_norm_: that takes tensors of
     one mesh, and a tensor-parallel model has plain ones, or sharded over one axis, among those sharded over two.
     """
     squares = norms(grads).double().square().tolist() if grads else []
-    (total,) = shards.total(sum(square / shards.copies(p) for square, p in zip(squares, params, strict=True)))
+    (total,) = model_parallel_group.total(
+        sum(square / model_parallel_group.copies(p) for square, p in zip(squares, params, strict=True))
+    )
     return float(total**0.5)
 
 

@@ -2,8 +2,8 @@
 
     grid = onebit.zero.grid.start()
     fsdp.shard(model, grid, stage=2, dtype=torch.bfloat16)
-    optimizer = onebit.OnebitAdam(model.parameters(), link=grid.link, shards=grid.shards)
-    for k, batch in enumerate(micro_batches):
+    optimizer = onebit.OnebitAdam(model.parameters(), transport=grid.transport,
+    model_parallel_group=grid.model_parallel_group) for k, batch in enumerate(micro_batches):
         fsdp.begin_micro_batch(model, stage=2, is_last=k == len(micro_batches) - 1)
         (loss_of(model, batch) / len(micro_batches)).backward()
     optimizer.step()
@@ -82,7 +82,7 @@ def shard(
     # The root is never resharded after its forward pass: backward begins with it. At stage 3 that is FSDP2's default.
     fully_shard(model, reshard_after_forward=None if stage == 3 else False, **options)
     if grid.shape.size("shard") > 1:
-        take_turns(model, modules, grid.links["shard"], stage)
+        take_turns(model, modules, grid.transports["shard"], stage)
     model.zero_grad = partial(zero_grad, model)  # type: ignore[method-assign]
     return model
 

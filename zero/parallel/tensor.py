@@ -3,12 +3,14 @@
     grid = onebit.zero.grid.start(tensor=2)
     tensor.parallelize(model, grid, {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})
     fsdp.shard(model, grid, stage=2)    # for stages 1 to 3
-    optimizer = onebit.OnebitAdam(model.parameters(), link=grid.link, shards=grid.shards)
+    optimizer = onebit.OnebitAdam(model.parameters(), transport=grid.transport,
+    model_parallel_group=grid.model_parallel_group)
 
 A plan says by name what becomes of which modules; the styles are those of torch.distributed.tensor.parallel, with
 `split_sequence` and `join_sequence` for the two ends of a stretch whose norms are sequence-parallel. Parameters that a
 style takes become DTensors over the tensor axis, cut or held alike; all others stay plain, held alike. The ranks of one
-tensor group read the same batches, and step with the same bits, each over its own replica link (`onebit.shards`).
+tensor group read the same batches, and step with the same bits, each over its own replica transport
+(`onebit.model_parallel_group`).
 
 Traffic is torch's, in the dtype computed in: for a column-wise and a row-wise layer one all-gather and one
 reduce-scatter of the activations in forward, and the same in backward.
@@ -60,10 +62,10 @@ def parallelize(model: nn.Module, grid: Grid, plan: Plan, *, is_stage: bool = Fa
     found = resolve(model, plan, ranks, is_stage=is_stage)
     if ranks == 1:
         return model
-    mesh, link = grid.mesh["tensor"], grid.links["tensor"]
+    mesh, transport = grid.mesh["tensor"], grid.transports["tensor"]
     tensors = [*model.parameters(), *model.buffers()]
-    make_equal(link, [x for x in tensors if x.is_floating_point() and x.element_size() in (2, 4)])
-    broadcast_parameters([x for x in tensors if not (x.is_floating_point() and x.element_size() in (2, 4))], link)
+    make_equal(transport, [x for x in tensors if x.is_floating_point() and x.element_size() in (2, 4)])
+    broadcast_parameters([x for x in tensors if not (x.is_floating_point() and x.element_size() in (2, 4))], transport)
     ties = [places for places in _holders(model).values() if len(places) > 1]
     trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
     for _, module, style in found:

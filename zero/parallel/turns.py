@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ...agreement.ballot import DesyncError
+from ...agreement.step_vote import DesyncError
 from ...comm import Transport, Work
 
 _GATHER, _REDUCE = 0, 1
@@ -44,14 +44,14 @@ def groups_of(module: nn.Module) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
 
 
-def take_turns(model: nn.Module, modules: Sequence[nn.Module], link: Transport, stage: int) -> None:
-    """Let FSDP2's collectives of a sharded model wait for their turns. All ranks of the link, the shards; once.
+def take_turns(model: nn.Module, modules: Sequence[nn.Module], transport: Transport, stage: int) -> None:
+    """Let FSDP2's collectives of a sharded model wait for their turns. All ranks of the transport, the shards; once.
 
     modules: those that went through fully_shard, the root first, in the order in which they run, best. Sends a bit for
     each parameter and 3 bytes for each module to each peer in a backward pass that reduces; at stage 3 as much with
-    every gather, and waits for it, but not where the link serves CUDA alone.
+    every gather, and waits for it, but not where the transport serves CUDA alone.
     """
-    model._onebit_turns = _Turns(model, modules, link, stage)  # type: ignore[assignment]
+    model._onebit_turns = _Turns(model, modules, transport, stage)  # type: ignore[assignment]
 
 
 def forget_uses(model: nn.Module) -> None:
@@ -64,11 +64,11 @@ def forget_uses(model: nn.Module) -> None:
 class _Turns:
     """uses: forward passes of each group whose backward pass is still to come. A group's number is its turn."""
 
-    def __init__(self, model: nn.Module, modules: Sequence[nn.Module], link: Transport, stage: int):
+    def __init__(self, model: nn.Module, modules: Sequence[nn.Module], transport: Transport, stage: int):
         self.groups = [group for module in modules for group in groups_of(module)]
         self.uses = [0] * len(self.groups)
-        self._link, self._stage = link, stage
-        self._device = link.device
+        self._transport, self._stage = transport, stage
+        self._device = transport.device
         self._ready = [False] * len(self.groups)
         self._next = len(self.groups) - 1
         self._votes: list[Work] = []
@@ -164,8 +164,8 @@ class _Turns:
         bits = sum(1 << j for j, is_here in enumerate(present) if is_here)
         row = bytes([kind]) + k.to_bytes(2, "little") + bits.to_bytes(self._row_bytes - _HEADER_BYTES, "little")
         row_B = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(self._device)
-        rows_WB = torch.empty(self._link.world_size, len(row), dtype=torch.uint8, device=self._device)
-        vote = self._link.all_gather(rows_WB, row_B)
+        rows_WB = torch.empty(self._transport.world_size, len(row), dtype=torch.uint8, device=self._device)
+        vote = self._transport.all_gather(rows_WB, row_B)
         compares = self._stage == 3 and self._device.type == "cpu"
         if all(present) and not compares:
             self._votes.append(vote)
@@ -179,9 +179,9 @@ class _Turns:
         if unlike:
             here, there = (self._describe(row) for row in (mine, rows[unlike[0]]))
             raise DesyncError(
-                f"rank {self._link.rank} of the shards {here}, rank {unlike[0]} {there}: at stage {self._stage} all "
-                "ranks of a node must run the same blocks of the model in the same order; use stage 2, where they need "
-                "not, or make what they choose between part of one block"
+                f"rank {self._transport.rank} of the shards {here}, rank {unlike[0]} {there}: at stage {self._stage} "
+                "all ranks of a node must run the same blocks of the model in the same order; use stage 2, where "
+                "they need not, or make what they choose between part of one block"
             )
         bits = 0
         for row in rows:

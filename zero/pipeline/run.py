@@ -25,8 +25,8 @@ from torch.distributed.pipelining import (
 )
 
 from ...comm import Transport, Work
-from ...comm.messages import gather_bytes, gather_texts, raise_together
-from ...shards import local
+from ...comm.messages import gather_bytes, gather_texts, raise_on_all_ranks
+from ...model_parallel import local
 from ..config.sections import Pipelining
 from ..config.whole import Config
 from ..grid import Grid
@@ -129,7 +129,7 @@ def build_stages(model: PipelineModule, settings: Pipelining, grid: Grid) -> dic
     stages = dict(zip(numbers, model.stages([parts[number] for number in numbers]), strict=True))
     idle = [number for number, stage in stages.items() if not any(p.requires_grad for p in stage.parameters())]
     problem = f"pipeline stage {idle[0]} has nothing to train; use fewer stages or another partition" if idle else None
-    raise_together(grid.world, problem, ValueError)
+    raise_on_all_ranks(grid.world, problem, ValueError)
     return {number: stage.to(grid.device) for number, stage in stages.items()}
 
 
@@ -142,7 +142,7 @@ def _seconds(model: PipelineModule, world: Transport) -> list[float]:
         except Exception as error:
             log.exception("rank 0: a layer fails with the example")
             problem = f"rank 0 cannot time the layers with the example of the PipelineModule: {error!r}"
-    raise_together(world, problem, RuntimeError)
+    raise_on_all_ranks(world, problem, RuntimeError)
     return json.loads(gather_texts(world, json.dumps(seconds))[0])
 
 
@@ -172,7 +172,7 @@ class Pipeline:
         self.stages, self.settings = stages, config.pipeline
         self.micro_batches = config.gradient_accumulation_steps
         self._zero_stage = zero_stage
-        self._link = grid.links["pipe"]
+        self._transport = grid.transports["pipe"]
         self._loss_fn, self._device = loss_fn, grid.device
         self._scale = 1.0
         self._schedules: dict[tuple, object] = {}
@@ -235,7 +235,7 @@ class Pipeline:
 
     def _schedule(self, trains: bool) -> object:
         """A schedule for micro-batches of one shape: torch's stages keep the buffers of the first they see."""
-        settings, group = self.settings, self._link.group  # type: ignore[attr-defined]
+        settings, group = self.settings, self._transport.group  # type: ignore[attr-defined]
         reduces_each = (self._zero_stage or 0) >= 2 and settings.schedule not in SPLIT_BACKWARD
         if reduces_each:
             for module in self.stages.values():
@@ -262,7 +262,7 @@ class Pipeline:
 
     @contextmanager
     def _naming_peers(self) -> Iterator[None]:
-        with self._link.naming_peers("a pipeline step"):
+        with self._transport.naming_peers("a pipeline step"):
             yield
 
 
@@ -308,9 +308,9 @@ def _shape(x: object) -> tuple:
 
 @dataclass(frozen=True)
 class Tie:
-    """Parameters, by name, that the stages of this link's ranks hold."""
+    """Parameters, by name, that the stages of this transport's ranks hold."""
 
-    link: Transport
+    transport: Transport
     names: tuple[str, ...]
 
 
@@ -319,11 +319,11 @@ class Ties:
 
     def __init__(self, module: nn.Module, grid: Grid):
         self._module = module
-        self.ties = [Tie(link, names) for link, names in _find(module, grid)]
+        self.ties = [Tie(transport, names) for transport, names in _find(module, grid)]
 
     def holders(self) -> dict[Tensor, int]:
-        """How many stages hold each tied parameter; see `Shards.tied`."""
-        return {p: tie.link.world_size for tie, p in self._pairs()}
+        """How many stages hold each tied parameter; see `ModelParallelGroup.tied`."""
+        return {p: tie.transport.world_size for tie, p in self._pairs()}
 
     @torch.no_grad()
     def equalise(self) -> None:
@@ -333,8 +333,8 @@ class Ties:
             held = local(p).detach()
             whole = held.contiguous()
             if whole.numel() > 0:
-                sent.append((tie.link.broadcast(whole, 0), held, whole))
-        _land(sent)
+                sent.append((tie.transport.broadcast(whole, 0), held, whole))
+        _wait_all(sent)
 
     @torch.no_grad()
     def add_gradients(self) -> None:
@@ -345,7 +345,7 @@ class Ties:
         named = dict(self._module.named_parameters())
         for tie in self.ties:
             params = [named[name] for name in tie.names]
-            rows = gather_bytes(tie.link, bytes(p.grad is not None for p in params))
+            rows = gather_bytes(tie.transport, bytes(p.grad is not None for p in params))
             waiting = []
             for k, p in enumerate(params):
                 if not any(row[k] for row in rows):
@@ -355,15 +355,15 @@ class Ties:
                 held = local(p.grad)
                 whole = held.contiguous()
                 if whole.numel() > 0:
-                    waiting.append((tie.link.all_reduce(whole), held, whole))
-            _land(waiting)
+                    waiting.append((tie.transport.all_reduce(whole), held, whole))
+            _wait_all(waiting)
 
     def _pairs(self) -> Iterator[tuple[Tie, Tensor]]:
         named = dict(self._module.named_parameters())
         return ((tie, named[name]) for tie in self.ties for name in tie.names)
 
 
-def _land(sent: Sequence[tuple[Work, Tensor, Tensor]]) -> None:
+def _wait_all(sent: Sequence[tuple[Work, Tensor, Tensor]]) -> None:
     """Wait for each, and put what came where it belongs, if it does not lie there already."""
     for work, held, whole in sent:
         work.wait()
@@ -372,8 +372,8 @@ def _land(sent: Sequence[tuple[Work, Tensor, Tensor]]) -> None:
 
 
 def _find(module: nn.Module, grid: Grid) -> Iterator[tuple[Transport, tuple[str, ...]]]:
-    """A link for each set of stages that share parameters, and the names of these, in the same order on all ranks."""
-    pipe, here = grid.links["pipe"], grid.coordinates
+    """A transport for each set of stages that share parameters, and their names; the same order on all ranks."""
+    pipe, here = grid.transports["pipe"], grid.coordinates
     texts = gather_texts(pipe, "\n".join(name for name, _ in module.named_parameters()))
     held = [dict.fromkeys(text.split("\n")) for text in texts]
     shared: dict[tuple[int, ...], list[str]] = {}

@@ -116,7 +116,7 @@ def direction_(
     return D_Jn
 
 
-def tally(g: Tensor, q: Tensor, q_hat: Tensor, mean_hat: Tensor) -> Tensor:
+def grad_stats(g: Tensor, q: Tensor, q_hat: Tensor, mean_hat: Tensor) -> Tensor:
     """‖g‖², ‖q‖², <g, q̂>, <g, m̂> of a chunk, float64 [4]. q: what the rank's own frame says; q̂: corrected like m̂."""
     pairs = ((g, g), (q, q), (g, q_hat), (g, mean_hat))
     return torch.stack([torch.dot(a, b) for a, b in pairs]).to(torch.float64)

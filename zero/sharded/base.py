@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ... import comm
 from ...agreement import replicas
-from ...agreement.ballot import option_lines
+from ...agreement.step_vote import option_lines
 from ...clip import GlobalNormClip
 from ...comm import Transport
 from ...contract import check_group, check_parameters, check_saved_groups, load_checked, refuse_copy
@@ -26,7 +26,7 @@ from ...marks import is_inspected
 from . import state as shard_state
 from . import vote as shard_vote
 from .bucket import ShardedBucket
-from .exchange import Recipe
+from .exchange import ShardedConfig
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +44,9 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         params: object,
         defaults: dict[str, object],
         *,
-        recipe: Recipe,
+        config: ShardedConfig,
         max_grad_norm: float,
-        link: Transport | None,
+        transport: Transport | None,
         momentum_dtype: torch.dtype,
         bucket_cap_mb: float,
     ):
@@ -57,11 +57,11 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
                 "bucket_cap_mb must be above 0 and finite, max_grad_norm at least 0 (0: off), got "
                 f"{bucket_cap_mb}, {max_grad_norm}"
             )
-        self.link = comm.init() if link is None else link
-        comm.check_transport(self.link)
-        self._recipe, self.momentum_dtype = recipe, momentum_dtype
+        self.transport = comm.init() if transport is None else transport
+        comm.check_transport(self.transport)
+        self._config, self.momentum_dtype = config, momentum_dtype
         self._clip = GlobalNormClip(max_grad_norm)
-        self._tally, self._health, self._skipped_steps = shard_vote.Tally(), shard_vote.Health(), 0
+        self._grad_stats, self._health, self._skipped_steps = shard_vote.GradStats(), shard_vote.Health(), 0
         self._bucket_elements = max(1, int(bucket_cap_mb * 2**20 / 4))
         self._buckets: list[ShardedBucket] = []
         self._bucket_of: dict[Tensor, ShardedBucket] = {}
@@ -97,7 +97,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
 
     def _check_group(self, g: int) -> None:
         """Raise ValueError or TypeError where a group's options are not for this optimizer."""
-        where, group = f"rank {self.link.rank}: group {g}", self.param_groups[g]
+        where, group = f"rank {self.transport.rank}: group {g}", self.param_groups[g]
         check_group(where, group)
         if not group["eps"] > 0:
             raise ValueError(f"{where}: eps must be above 0, got {group['eps']}")
@@ -111,21 +111,21 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         """Check, equalise and bucket the groups that have been added since the last call."""
         new = range(self._built_groups, len(self.param_groups))
         named = [(p, name) for g in new for p, name in self._named(g)]
-        check_parameters(self.link.rank, named)
+        check_parameters(self.transport.rank, named)
         device = named[0][0].device if named else torch.device("cpu")
         lines = [f"{name}: {p.dtype} {tuple(p.shape)} requires_grad={p.requires_grad}" for p, name in named]
         lines += [*self._options(), *option_lines(self.param_groups[g] for g in new)]
-        replicas.check_same_lines(self.link, "the parameters", lines, device)
-        replicas.make_equal(self.link, [p for p, _ in named])
+        replicas.check_same_lines(self.transport, "the parameters", lines, device)
+        replicas.make_equal(self.transport, [p for p, _ in named])
         for g in new:
             self._build_buckets(g)
         self._built_groups = len(self.param_groups)
         # What construction sends belongs to no step.
-        self._sent_before = self.link.sent_bytes, self.link.sent_bytes_inter_node
+        self._sent_before = self.transport.sent_bytes, self.transport.sent_bytes_inter_node
 
     def _options(self) -> list[str]:
         """The options that must be the same on all ranks, as text."""
-        names = ("_recipe", "momentum_dtype", "_clip", "_bucket_elements")
+        names = ("_config", "momentum_dtype", "_clip", "_bucket_elements")
         return [f"option {name.lstrip('_')} = {getattr(self, name)}" for name in names]
 
     def _named(self, g: int) -> Iterator[tuple[Tensor, str]]:
@@ -140,23 +140,23 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
             here = [(p, name) for p, name in trained if p.device == device]
             for indices in partition([p.numel() for p, _ in here], self._bucket_elements):
                 members = [here[i] for i in indices]
-                layout = lay_out([p.shape for p, _ in members], self._recipe.codec.block, self.link.world_size)
+                layout = lay_out([p.shape for p, _ in members], self._config.codec.block, self.transport.world_size)
                 bucket = ShardedBucket.new(
                     len(self._buckets),
                     g,
                     members,
                     layout,
-                    self.link.rank,
+                    self.transport.rank,
                     self.momentum_dtype,
-                    is_warm=self._recipe.warmup_steps > 0,
+                    is_warm=self._config.warmup_steps > 0,
                 )
-                if self._recipe.stage > 0 and self._has_masters:
+                if self._config.stage > 0 and self._has_masters:
                     bucket.owned.copy_(bucket.gather_replica())
                 self._buckets.append(bucket)
                 self._publish(bucket)
                 for p in bucket.params:
                     self._bucket_of[p] = bucket
-                    if self._recipe.stage == 2:
+                    if self._config.stage == 2:
                         self._hook(p)
         self._versions = None
 
@@ -169,7 +169,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
     @torch.no_grad()
     def adopt_parameters(self) -> None:
         """Masters ← the parameters as they are now. All ranks, after changing them outside step(), alike on all."""
-        if self._recipe.stage > 0:
+        if self._config.stage > 0:
             for bucket in self._buckets:
                 bucket.owned.copy_(bucket.gather_replica())
         self._has_masters, self._versions = True, None
@@ -182,19 +182,19 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
             self._versions != [p._version for p in self._bucket_of]
             or (self._bits is not None and not torch.equal(self._bits, replicas.fingerprints(list(self._bucket_of))))
         )
-        if is_edited and self._recipe.stage > 0 and not self._is_warned_of_edits:
+        if is_edited and self._config.stage > 0 and not self._is_warned_of_edits:
             self._is_warned_of_edits = True
             log.warning(
                 "rank %d: parameters were changed outside of step(); the masters were not, and will pull them back; "
                 "call adopt_parameters() on all ranks after such a change",
-                self.link.rank,
+                self.transport.rank,
             )
 
     def _remember_parameters(self) -> None:
         """As they are now, which is as the masters have them; in some steps their bits, for edits through .data."""
         self._versions = [p._version for p in self._bucket_of]
         params, self._bits = list(self._bucket_of), None
-        if self._recipe.stage > 0 and not self._is_warned_of_edits and is_inspected(self._steps_here):
+        if self._config.stage > 0 and not self._is_warned_of_edits and is_inspected(self._steps_here):
             self._bits = replicas.fingerprints(params)
         self._steps_here += 1
 
@@ -211,7 +211,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
     def check_replicas(self) -> None:
         """Vote on the bits of all parameters; ReplicaError on all ranks if they differ. Sends 16 bytes per peer."""
         names = [name for bucket in self._buckets for name in bucket.names]
-        replicas.check_replicas(self.link, list(self._bucket_of), names, self.steps_taken())
+        replicas.check_replicas(self.transport, list(self._bucket_of), names, self.steps_taken())
 
     def steps_taken(self) -> int:
         """The most steps that any parameter has taken."""
@@ -228,10 +228,10 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         return {
             "kind": self.kind,
             "version": shard_state.VERSION,
-            "rank": self.link.rank,
-            "world_size": self.link.world_size,
-            "block": self._recipe.codec.block,
-            "has_masters": self._recipe.stage > 0,
+            "rank": self.transport.rank,
+            "world_size": self.transport.world_size,
+            "block": self._config.codec.block,
+            "has_masters": self._config.stage > 0,
         }
 
     def state_dict(self) -> dict:
@@ -244,10 +244,10 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         state = super().state_dict()
         state["onebit"] = {
             **self._identity(),
-            "buckets": shard_state.bucket_records(self._buckets, self._recipe.codec),
+            "buckets": shard_state.bucket_records(self._buckets, self._config.codec),
             "clip_average": self._clip.average,
             "skipped_steps": self._skipped_steps,
-            "tally": vars(self._tally).copy(),
+            "grad_stats": vars(self._grad_stats).copy(),
             "health": vars(self._health).copy(),
             **self._extra_state(),
         }
@@ -272,23 +272,23 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         delivered, over ranks and times lr/W, is what it was. Rank 0 logs that. `states` may load an item when it is
         asked for. Raises ValueError as `load_state_dict`, and where the states are not those of one world.
         """
-        if len(states) == self.link.world_size:
-            self.load_state_dict(states[self.link.rank])
+        if len(states) == self.transport.world_size:
+            self.load_state_dict(states[self.transport.rank])
             return
-        self.load_state_dict(shard_state.regather(states, self.kind, self._buckets, self.link.world_size))
-        if self.link.rank == 0:
+        self.load_state_dict(shard_state.regather(states, self.kind, self._buckets, self.transport.world_size))
+        if self.transport.rank == 0:
             log.info(
                 "optimizer state of %d ranks taken over by %d: each owes the mean of what was owed",
                 len(states),
-                self.link.world_size,
+                self.transport.world_size,
             )
 
     def _check_loadable(self, state: dict) -> None:
-        where = f"rank {self.link.rank}: cannot load this optimizer state: "
+        where = f"rank {self.transport.rank}: cannot load this optimizer state: "
         check_saved_groups(where, state["param_groups"], self.param_groups)
         shard_state.check_record(state.get("onebit"), self._identity(), self._buckets, type(self).__name__)
         for name, p, entry in self._saved_entries(state):
-            shard_state.check_entry(entry, p, name, self.momentum_dtype, self.link.rank)
+            shard_state.check_entry(entry, p, name, self.momentum_dtype, self.transport.rank)
 
     def _saved_entries(self, state: dict) -> Iterator[tuple[str, Tensor, dict]]:
         """(name, parameter, its saved state) for every trained parameter."""
@@ -305,7 +305,10 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
             self._publish(bucket)
         self._clip.average = tuple(record["clip_average"])
         self._skipped_steps = record["skipped_steps"]
-        self._tally, self._health = shard_vote.Tally(**record["tally"]), shard_vote.Health(**record["health"])
+        self._grad_stats, self._health = (
+            shard_vote.GradStats(**record["grad_stats"]),
+            shard_vote.Health(**record["health"]),
+        )
         self._has_masters, self._versions = True, None
         self._load_extra_state(record)
 

@@ -17,12 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm import Flight, SignCodec
+from ...comm import ExchangeTask, SignCodec
 from ...flat import Layout
 from ...frozen import check_place, gradient_of
 
 
-class Piece(NamedTuple):
+class ParamSlice(NamedTuple):
     """Elements start to stop of parameter k, flat, lie in the chunk from element `at` on."""
 
     k: int
@@ -31,14 +31,14 @@ class Piece(NamedTuple):
     at: int
 
 
-def pieces_of(layout: Layout, rank: int) -> list[Piece]:
+def pieces_of(layout: Layout, rank: int) -> list[ParamSlice]:
     """The parts of the parameters that lie in this rank's chunk."""
     first, end = rank * layout.chunk, (rank + 1) * layout.chunk
     pieces = []
     for k, (offset, shape) in enumerate(zip(layout.offsets, layout.shapes, strict=True)):
         start, stop = max(offset, first), min(offset + shape.numel(), end)
         if start < stop:
-            pieces.append(Piece(k, start - offset, stop - offset, start - first))
+            pieces.append(ParamSlice(k, start - offset, stop - offset, start - first))
     return pieces
 
 
@@ -51,7 +51,8 @@ class ShardedBucket:
     the updates that were sent. steps: per parameter, the steps in which some rank had a gradient for it, 0-dimensional.
     is_warm: whether the last step was one of the warm-up, and until the first, whether there is one. received:
     everybody's last frames of the own chunk, kept only for clipping. mean: float32 [N], their mean: in the
-    warm-up, and where they were loaded from a checkpoint. tally: float64 [4], of the last step, see `shard_vote.Tally`.
+    warm-up, and where they were loaded from a checkpoint. grad_stats: float64 [4], of the last step, see
+    `shard_vote.GradStats`.
     """
 
     index: int
@@ -69,9 +70,9 @@ class ShardedBucket:
     is_warm: bool = False
     received: Tensor | None = None
     mean: Tensor | None = None
-    tally: Tensor | None = None
+    grad_stats: Tensor | None = None
     ready: set[Tensor] = field(default_factory=set)
-    flight: Flight | None = None
+    task: ExchangeTask | None = None
 
     @classmethod
     def new(
@@ -103,7 +104,7 @@ class ShardedBucket:
         )
 
     @cached_property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ParamSlice]:
         """What of the parameters this rank owns."""
         return pieces_of(self.layout, self.rank)
 

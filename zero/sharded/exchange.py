@@ -22,7 +22,7 @@ from .bucket import ShardedBucket
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ShardedConfig:
     """What is the same for all buckets. keeps_frames: the clipping needs the last m̂.
 
     codec: up. warmup_codec: up, in a bucket's first warmup_steps steps. codec_down: down.
@@ -75,37 +75,37 @@ class Arrived(NamedTuple):
 
 
 def send_up(
-    bucket: ShardedBucket, step: Step, recipe: Recipe, link: Transport, seen: Sequence[bool], scale: float
+    bucket: ShardedBucket, step: Step, config: ShardedConfig, transport: Transport, seen: Sequence[bool], scale: float
 ) -> Generator[Work, None, Arrived]:
     """What becomes of everybody's gradients in the own chunk. Yields one Work; sends (W-1)·B up per rank. All ranks.
 
     seen: by parameter, whether any rank has a gradient for it; the others stay as they are. scale: what gradients are
     to be multiplied by. At stage 2 gradients are freed before the Work.
     """
-    W, N, block = link.world_size, bucket.layout.chunk, recipe.codec.block
+    W, N, block = transport.world_size, bucket.layout.chunk, config.codec.block
     for count, is_seen in zip(bucket.steps, seen, strict=True):
         count += is_seen
-    bucket.is_warm = recipe.warms_up(bucket)
-    codec: Codec = recipe.warmup_codec if bucket.is_warm else recipe.codec
+    bucket.is_warm = config.warms_up(bucket)
+    codec: Codec = config.warmup_codec if bucket.is_warm else config.codec
 
     x_WN = bucket.gather_gradients(scale).view(W, N)
-    g = x_WN[link.rank].clone()
+    g = x_WN[transport.rank].clone()
     sent_WB = torch.empty(W, codec.frame_bytes(N), dtype=torch.uint8, device=bucket.device)
     momentum_WN, seen_WJ = bucket.momentum.view(W, N), bucket.blocks_of(seen)
     arithmetic.advance_momentum_(
         x_WN, momentum_WN, codec, block, sent_WB, bucket.counts, seen_WJ, step.betas[0], step.share
     )
     del x_WN
-    if recipe.stage == 2:
+    if config.stage == 2:
         for p in bucket.params:
             p.grad = None
     received_WB = torch.empty_like(sent_WB)
-    yield link.all_to_all(received_WB, sent_WB)
+    yield transport.all_to_all(received_WB, sent_WB)
 
     q, mean = _means(bucket, codec, received_WB)
-    own_seen_J = None if seen_WJ is None else seen_WJ[link.rank]
-    arrived = _update(bucket, step, recipe, Received(g, q, mean, received_WB, own_seen_J))
-    bucket.received = received_WB if recipe.keeps_frames and not bucket.is_warm else None
+    own_seen_J = None if seen_WJ is None else seen_WJ[transport.rank]
+    arrived = _update(bucket, step, config, Received(g, q, mean, received_WB, own_seen_J))
+    bucket.received = received_WB if config.keeps_frames and not bucket.is_warm else None
     bucket.mean = _kept_mean(bucket, mean, own_seen_J, block) if bucket.is_warm else None
     return arrived
 
@@ -127,21 +127,21 @@ def keep(bucket: ShardedBucket, step: Step, world_size: int, scale: float) -> No
 
 
 def send_down(
-    bucket: ShardedBucket, step: Step, recipe: Recipe, link: Transport, seen: Sequence[bool], update: Tensor
+    bucket: ShardedBucket, step: Step, config: ShardedConfig, transport: Transport, seen: Sequence[bool], update: Tensor
 ) -> Exchange:
     """Take the update into what this rank owns, and tell all. Yields one Work. Sends (W-1)·B down per rank.
 
     update: of the own chunk, float32 [N]; garbage afterwards. seen: as in `send_up`.
     """
-    frame_B = _own(bucket, step, recipe, update, bucket.own_blocks_of(seen))
-    down_WB = torch.empty(link.world_size, len(frame_B), dtype=torch.uint8, device=bucket.device)
-    yield link.all_gather(down_WB, frame_B)
-    if not bool(recipe.codec_down.is_finite(down_WB, bucket.layout.chunk)):
+    frame_B = _own(bucket, step, config, update, bucket.own_blocks_of(seen))
+    down_WB = torch.empty(transport.world_size, len(frame_B), dtype=torch.uint8, device=bucket.device)
+    yield transport.all_gather(down_WB, frame_B)
+    if not bool(config.codec_down.is_finite(down_WB, bucket.layout.chunk)):
         raise NotFiniteError(
-            f"rank {link.rank}: the update of {bucket.names[0]} and its bucket is not finite: a frame was spoilt on "
-            "the way, or a gradient was too large for a variance; resume from a checkpoint"
+            f"rank {transport.rank}: the update of {bucket.names[0]} and its bucket is not finite: a frame was spoilt "
+            "on the way, or a gradient was too large for a variance; resume from a checkpoint"
         )
-    _apply(bucket, step, recipe, down_WB, seen)
+    _apply(bucket, step, config, down_WB, seen)
 
 
 class Received(NamedTuple):
@@ -178,12 +178,12 @@ def _kept_mean(bucket: ShardedBucket, mean: Tensor, seen_J: Tensor | None, block
     return mean
 
 
-def _update(bucket: ShardedBucket, step: Step, recipe: Recipe, got: Received) -> Arrived:
+def _update(bucket: ShardedBucket, step: Step, config: ShardedConfig, got: Received) -> Arrived:
     """What becomes of what has come up. Advances the variance."""
-    block, W, (beta1, beta2) = recipe.codec.block, len(got.frames_WB), step.betas
+    block, W, (beta1, beta2) = config.codec.block, len(got.frames_WB), step.betas
     correction_J1 = bucket.correction(beta1)
     mean_hat, q_hat = ((x.view(-1, block) * correction_J1).view(-1) for x in (got.mean, got.q))
-    bucket.tally = arithmetic.tally(got.g, got.q, q_hat, mean_hat)
+    bucket.grad_stats = arithmetic.grad_stats(got.g, got.q, q_hat, mean_hat)
 
     if bucket.is_warm:
         target = arithmetic.mean_gradient(got.mean, bucket.mean, beta1).square_()
@@ -199,19 +199,19 @@ def _update(bucket: ShardedBucket, step: Step, recipe: Recipe, got: Received) ->
         bucket.correction(beta2),
         bucket.own_counts,
         eps=step.eps,
-        floor=recipe.variance_floor,
-        limit=recipe.update_limit,
+        floor=config.variance_floor,
+        limit=config.update_limit,
         block=block,
     )
     return Arrived(mean_hat, D, got.g)
 
 
-def _own(bucket: ShardedBucket, step: Step, recipe: Recipe, update: Tensor, seen_J: Tensor | None) -> Tensor:
+def _own(bucket: ShardedBucket, step: Step, config: ShardedConfig, update: Tensor, seen_J: Tensor | None) -> Tensor:
     """Take the update into what this rank owns; the frame of what all ranks are to hear of it. update: garbage."""
-    codec, block, N = recipe.codec_down, recipe.codec.block, len(update)
+    codec, block, N = config.codec_down, config.codec.block, len(update)
     frame_1B = torch.empty(1, codec.frame_bytes(N), dtype=torch.uint8, device=bucket.device)
     counts_1J = (bucket.own_counts if seen_J is None else bucket.own_counts * seen_J).view(1, -1)
-    if recipe.stage == 0:
+    if config.stage == 0:
         codec.encode(update.view(1, N), bucket.owned.view(1, N), frame_1B, counts_1J)
         arithmetic.keep_unseen_(bucket.owned, update, seen_J, block)
     else:
@@ -222,12 +222,12 @@ def _own(bucket: ShardedBucket, step: Step, recipe: Recipe, update: Tensor, seen
     return frame_1B[0]
 
 
-def _apply(bucket: ShardedBucket, step: Step, recipe: Recipe, down_WB: Tensor, seen: Sequence[bool]) -> None:
+def _apply(bucket: ShardedBucket, step: Step, config: ShardedConfig, down_WB: Tensor, seen: Sequence[bool]) -> None:
     """Move the parameters by what has come down: the same operations on the same bits on every rank."""
     x = torch.empty(bucket.layout.numel, device=bucket.device)
-    recipe.codec_down.decode(down_WB, x.view(len(down_WB), -1))
+    config.codec_down.decode(down_WB, x.view(len(down_WB), -1))
     for p, view, is_seen in zip(bucket.params, bucket.layout.views(x), seen, strict=True):
-        if is_seen and recipe.stage == 0:
+        if is_seen and config.stage == 0:
             p.copy_(view.mul_(-step.lr).add_(p, alpha=1.0 - step.decay))
         elif is_seen:
             p.add_(view)

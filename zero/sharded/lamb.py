@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 class ShardedOnebitLamb(ShardedOnebitOptimizer):
     """LAMB with its state sharded over all ranks, and about 5.1 bits (or 2.1) per parameter and step on the wire.
 
-    Used as `ShardedOnebitAdam` is, whose steps 1, 2 and 4 and whose m̂ and D it shares. Each parameter l is a layer, and
-    its owners (one, or several with a part each) move it by
+    Used as `ShardedOnebitAdam` is, whose steps 1, 2 and 4 and whose m̂ and D it shares. Each parameter l is a layer,
+    and its owners (one, or several with a part each) move it by
 
     3. u = m̂/D + wd·master;  r_l = ‖master_l‖/‖ũ_l‖ within [min_coeff, max_coeff], 1 where either norm is zero
        master = master - lr·r_l·u
 
     ‖ũ_l‖ is what ‖u_l‖ would be had the momentum not been compressed. A block has one scale, so in m̂/D elements of
-    small variance are too large, and r_l would be too small. Of an exact m̂_k, what the gradients have in common is left
-    whole, and of their noise the share λ_k = (1-β1)(1+β1^k)/((1+β1)(1-β1^k)). So
+    small variance are too large, and r_l would be too small. Of an exact m̂_k, what the gradients have in common is
+    left whole, and of their noise the share λ_k = (1-β1)(1+β1^k)/((1+β1)(1-β1^k)). So
 
        ‖ũ_l‖² = λ_k·Σ v̂/D² + (1-λ_k)·a_l + 2·wd·<m̂/D, master_l> + wd²·‖master_l‖²
        a_l    = the moving average (coeff_beta) of Σ g·m̂/D², g the owner's gradient, within [0, Σ v̂/D²]
@@ -82,17 +82,17 @@ class ShardedOnebitLamb(ShardedOnebitOptimizer):
         return [*super()._options(), *(f"option {name} = {getattr(self, name)}" for name in names)]
 
     def _exchange(self, bucket: ShardedBucket, seen: Sequence[bool], scale: float) -> Exchange:
-        step, recipe = self._step_of(bucket), self._recipe
-        arrived = yield from send_up(bucket, step, recipe, self.link, seen, scale)
+        step, config = self._step_of(bucket), self._config
+        arrived = yield from send_up(bucket, step, config, self.transport, seen, scale)
         sums_K4 = self._own_sums(bucket, arrived)
-        rows = torch.empty(self.link.world_size, sums_K4.nbytes, dtype=torch.uint8, device=bucket.device)
-        yield self.link.all_gather(rows, sums_K4.view(-1).view(torch.uint8))
-        total_K4 = sum_in_order(rows.view(torch.float64).view(self.link.world_size, -1, 4))
+        rows = torch.empty(self.transport.world_size, sums_K4.nbytes, dtype=torch.uint8, device=bucket.device)
+        yield self.transport.all_gather(rows, sums_K4.view(-1).view(torch.uint8))
+        total_K4 = sum_in_order(rows.view(torch.float64).view(self.transport.world_size, -1, 4))
         ratio_K = self._trust_ratios(bucket, total_K4, seen)
         ratio_J = ratio_K[bucket.parameter_of_block[bucket.rank]]
         u = arrived.update.add_(bucket.owned, alpha=self.param_groups[bucket.group_index]["weight_decay"])
-        u.view(-1, recipe.codec.block).mul_(ratio_J.unsqueeze(1))
-        yield from send_down(bucket, replace(step, decay=0.0), recipe, self.link, seen, u)
+        u.view(-1, config.codec.block).mul_(ratio_J.unsqueeze(1))
+        yield from send_down(bucket, replace(step, decay=0.0), config, self.transport, seen, u)
 
     def _own_sums(self, bucket: ShardedBucket, arrived: Arrived) -> Tensor:
         """‖master‖², <m̂/D, master>, Σ v̂/D² and Σ g·m̂/D² of this rank's part of each layer, float64 [K, 4]."""

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ... import comm
-from ...agreement.ballot import Ballot, Header, check_headers, gather_headers, present_anywhere
 from ...agreement.join import Join
 from ...agreement.skips import MOST_SKIPS, SkipLimit
+from ...agreement.step_vote import Header, StepVote, check_headers, gather_headers, present_anywhere
 from ...agreement.wrappers import (
     COMPARED_STEPS,
     NOT_COMPARED,
@@ -30,14 +30,14 @@ from ...agreement.wrappers import (
     refuse_wrapper,
     warn_of_averaging,
 )
-from ...comm import Codec, Exchange, Flight, Int4Codec, Int8Codec, SignCodec, Transport, Work
+from ...comm import Codec, Exchange, ExchangeTask, Int4Codec, Int8Codec, SignCodec, Transport, Work
 from ...contract import TorchOptions, check_arguments, check_number
 from ...frozen import gradient_of, refuse_unfrozen
 from ...marks import GradientMark, are_used_again
 from . import vote as shard_vote
 from .base import ShardedOptimizer
 from .bucket import ShardedBucket
-from .exchange import Recipe, Step, send_down, send_up
+from .exchange import ShardedConfig, Step, send_down, send_up
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -61,7 +61,7 @@ class ShardStats:
 
     phase: str = "warmup"
     sent_bytes: int = 0
-    sent_bytes_across: int = 0
+    sent_bytes_inter_node: int = 0
     bits_per_parameter: float = 0.0
     comm_ms: float = 0.0
     skipped_steps: int = 0
@@ -91,18 +91,18 @@ class ShardedOptions(TorchOptions, total=False):
     max_grad_norm: no global norm is known when the first bucket leaves. 0 (ShardedOnebitAdam alone): parameters whole
     on every rank, no masters.
     differences: what comes down at stages 1 and 2, "int4" or "sign". max_grad_norm: clip by an estimate of the global
-    norm (0: off). link: the transport; default `onebit.comm.init()`. momentum_dtype: of c. block: elements per scale.
-    variance_floor, update_limit: see D in `ShardedOnebitAdam`. warmup_steps: how many steps at the beginning send eight
-    bits up; one bit then is too coarse for a variance that is still young, and some runs never make it up
-    (scripts/records/sharded_2026-11.md). 0: none. bucket_cap_mb: float32 MiB of a bucket.
-    check_replicas_every: steps, taken or skipped, between votes on the replicas' bits (0: never).
-    max_consecutive_skips: so many steps in a row of which anything was skipped are an error (0: never).
+    norm (0: off). transport: the transport; default `onebit.comm.init()`. momentum_dtype: of c. block: elements per
+    scale. variance_floor, update_limit: see D in `ShardedOnebitAdam`. warmup_steps: how many steps at the beginning
+    send eight bits up; one bit then is too coarse for a variance that is still young, and some runs never make it up
+    (scripts/records/sharded_2026-11.md). 0: none. bucket_cap_mb: float32 MiB of a bucket. check_replicas_every: steps,
+    taken or skipped, between votes on the replicas' bits (0: never). max_consecutive_skips: so many steps in a row of
+    which anything was skipped are an error (0: never).
     """
 
     stage: int
     differences: str
     max_grad_norm: float
-    link: Transport | None
+    transport: Transport | None
     block: int
     momentum_dtype: torch.dtype
     variance_floor: float
@@ -139,7 +139,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         stage: int = 1,
         differences: str = "int4",
         max_grad_norm: float = 0.0,
-        link: Transport | None = None,
+        transport: Transport | None = None,
         block: int = 256,
         momentum_dtype: torch.dtype = torch.bfloat16,
         variance_floor: float = 0.01,
@@ -187,7 +187,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         super().__init__(
             params,
             defaults,
-            recipe=Recipe(
+            config=ShardedConfig(
                 stage=stage,
                 codec=codec,
                 warmup_codec=Int8Codec(block),
@@ -198,7 +198,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
                 keeps_frames=max_grad_norm > 0,
             ),
             max_grad_norm=max_grad_norm,
-            link=link,
+            transport=transport,
             momentum_dtype=momentum_dtype,
             bucket_cap_mb=bucket_cap_mb,
         )
@@ -224,13 +224,13 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         if not self._buckets:
             self._join.is_finished = False  # no rank has any
             present = [[gradient_of(p) is not None for p in self._frozen]]
-            refuse_unfrozen(self.link.rank, list(self._frozen.values()), present)
+            refuse_unfrozen(self.transport.rank, list(self._frozen.values()), present)
             return loss
         self._waited_s, self.stats.clip_factor, self._clip.norm = 0.0, 1.0, None
         if self._join.is_on and not self._anybody_goes_on():
             return loss
         self._check_masters()
-        if self._recipe.stage == 2:
+        if self._config.stage == 2:
             self._finish_launched()
         else:
             self._step_whole()
@@ -246,7 +246,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         if every and self._attempts // every > self._voted // every and self._is_sending():
             self._voted = self._attempts
             self.check_replicas()
-        self._skips.observe(left_out.by_all, left_out.names, self.link)
+        self._skips.observe(left_out.by_all, left_out.names, self.transport)
         return loss
 
     def _is_sending(self) -> bool:
@@ -259,7 +259,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         verdict = _finish(self._timed(self._vote(self._buckets, scale)))
         self._look_for_averaging()
         if verdict is None:
-            self._tally = shard_vote.Tally()
+            self._grad_stats = shard_vote.GradStats()
             return
         self.stats.clip_factor = verdict.clip_factor
         self._clip.remember(verdict.clip_factor, self.param_groups[0]["betas"][0])
@@ -269,7 +269,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
             for bucket, seen in pairs
             if any(seen)
         )
-        self._take_tally()
+        self._take_grad_stats()
 
     def _look_for_averaging(self) -> None:
         """Refuse a wrapper that averages gradients as well, warn of what looks like one. All ranks, behind a vote.
@@ -277,11 +277,11 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         At stage 2 gradients leave before a wrapper averages them, so that it is looked for in any case, in the first
         step.
         """
-        if self._is_alike or (self._recipe.stage == 2 and self._steps_here == 0 and self.link.world_size > 1):
-            refuse_wrapper(self.link, self._bucket_of)
+        if self._is_alike or (self._config.stage == 2 and self._steps_here == 0 and self.transport.world_size > 1):
+            refuse_wrapper(self.transport, self._bucket_of)
         if self._is_alike and not self._is_warned_of_averaging:
             self._is_warned_of_averaging = True
-            warn_of_averaging(self.link)
+            warn_of_averaging(self.transport)
         self._is_alike = False
 
     def _unscale(self) -> float:
@@ -290,27 +290,27 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
 
     def _vote(self, buckets: Sequence[ShardedBucket], scale: float) -> Generator[Work, None, Verdict | None]:
         """Ask all ranks about the gradients of these buckets. None, on all ranks, where any is not finite."""
-        ballot = self._ballot(buckets, scale)
-        ballots, tallies = yield from shard_vote.gather_votes(
-            self.link, self._header(), ballot, self._tally, buckets[0].device
+        vote = self._my_vote(buckets, scale)
+        votes, tallies = yield from shard_vote.gather_votes(
+            self.transport, self._header(), vote, self._grad_stats, buckets[0].device
         )
         trained = sum(len(bucket.params) for bucket in buckets)
         if buckets[-1] is self._buckets[-1]:
-            unfrozen = [each.present[trained:] for each in ballots]
-            refuse_unfrozen(self.link.rank, list(self._frozen.values()), unfrozen)
-        self._is_alike |= are_alike([each.summary.gradients for each in ballots])
+            unfrozen = [each.present[trained:] for each in votes]
+            refuse_unfrozen(self.transport.rank, list(self._frozen.values()), unfrozen)
+        self._is_alike |= are_alike([each.summary.gradients for each in votes])
         if buckets[0].index == 0:
-            self._health.observe(tallies, self.link.rank)
-        if not shard_vote.is_finite(ballots):
-            what = "these parameters" if self._recipe.stage == 2 else "the step"
+            self._health.observe(tallies, self.transport.rank)
+        if not shard_vote.is_finite(votes):
+            what = "these parameters" if self._config.stage == 2 else "the step"
             self._report_skip(buckets, f"all ranks skip {what}")
             self._left_out.by_all = True
             return None
-        factor = self._clip.estimated_factor(ballots, self.link.world_size) if self._clip.max_norm > 0 else 1.0
-        everywhere = iter(present_anywhere(ballots))
+        factor = self._clip.estimated_factor(votes, self.transport.world_size) if self._clip.max_norm > 0 else 1.0
+        everywhere = iter(present_anywhere(votes))
         return Verdict([[next(everywhere) for _ in bucket.params] for bucket in buckets], factor)
 
-    def _ballot(self, buckets: Sequence[ShardedBucket], scale: float) -> Ballot:
+    def _my_vote(self, buckets: Sequence[ShardedBucket], scale: float) -> StepVote:
         norm_squared = product = 0.0
         for bucket in buckets:
             grads = bucket.gradients()
@@ -324,10 +324,10 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         if buckets[-1] is self._buckets[-1]:
             present += [gradient_of(p) is not None for p in self._frozen]
         repeats = are_used_again(list(self._bucket_of), self._used)
-        is_compared = self._steps_here < COMPARED_STEPS and self.link.world_size > 1
+        is_compared = self._steps_here < COMPARED_STEPS and self.transport.world_size > 1
         gradients = gradient_digest(bucket.gradients() for bucket in buckets) if is_compared else NOT_COMPARED
         summary = self._header().summary(repeats=repeats, gradients=gradients)
-        return Ballot(summary, present, norm_squared, self.link.world_size * product)
+        return StepVote(summary, present, norm_squared, self.transport.world_size * product)
 
     def _header(self, kind: str = "step()") -> Header:
         """What this rank is about to do."""
@@ -344,7 +344,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
 
     def _product(self, bucket: ShardedBucket, grads: Sequence[Tensor | None]) -> float:
         """<g, m̂> on the own chunk, with m̂ as the last step left it."""
-        mean_hat = bucket.mean_momentum(self._recipe.codec, self.param_groups[bucket.group_index]["betas"][0])
+        mean_hat = bucket.mean_momentum(self._config.codec, self.param_groups[bucket.group_index]["betas"][0])
         if mean_hat is None:
             return 0.0
         products = []
@@ -355,9 +355,9 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
 
     def _exchange(self, bucket: ShardedBucket, seen: Sequence[bool], scale: float) -> Exchange:
         """A bucket's way up and down again."""
-        step, recipe = self._step_of(bucket), self._recipe
-        update = (yield from send_up(bucket, step, recipe, self.link, seen, scale)).update
-        yield from send_down(bucket, step, recipe, self.link, seen, update)
+        step, config = self._step_of(bucket), self._config
+        update = (yield from send_up(bucket, step, config, self.transport, seen, scale)).update
+        yield from send_down(bucket, step, config, self.transport, seen, update)
 
     def _step_of(self, bucket: ShardedBucket) -> Step:
         return Step.of(self.param_groups[bucket.group_index])
@@ -380,26 +380,26 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         self._left_out.is_any = True
         self._left_out.names += bad
         if bad:
-            log.warning("rank %d: gradient not finite in %s; %s", self.link.rank, ", ".join(bad[:5]), what_follows)
-        elif self.link.rank == 0:
+            log.warning("rank %d: gradient not finite in %s; %s", self.transport.rank, ", ".join(bad[:5]), what_follows)
+        elif self.transport.rank == 0:
             log.warning("a gradient is not finite on another rank; %s", what_follows)
 
-    def _take_tally(self) -> None:
+    def _take_grad_stats(self) -> None:
         """This rank's sums over the buckets that took a step, for the next vote."""
         sums = [0.0] * 4
         for bucket in self._buckets:
-            if bucket.tally is not None:
-                sums = [a + b for a, b in zip(sums, bucket.tally.tolist(), strict=True)]
-            bucket.tally = None
-        self._tally = shard_vote.Tally(*sums)
+            if bucket.grad_stats is not None:
+                sums = [a + b for a, b in zip(sums, bucket.grad_stats.tolist(), strict=True)]
+            bucket.grad_stats = None
+        self._grad_stats = shard_vote.GradStats(*sums)
 
     def _fill_stats(self) -> None:
-        now = self.link.sent_bytes, self.link.sent_bytes_inter_node
+        now = self.transport.sent_bytes, self.transport.sent_bytes_inter_node
         stats, health = self.stats, self._health
         stats.grad_norm = self._clip.norm
-        stats.sent_bytes, stats.sent_bytes_across = (a - b for a, b in zip(now, self._sent_before, strict=True))
+        stats.sent_bytes, stats.sent_bytes_inter_node = (a - b for a, b in zip(now, self._sent_before, strict=True))
         self._sent_before = now
-        stats.bits_per_parameter = 8.0 * stats.sent_bytes_across / sum(p.numel() for p in self._bucket_of)
+        stats.bits_per_parameter = 8.0 * stats.sent_bytes_inter_node / sum(p.numel() for p in self._bucket_of)
         stats.comm_ms, stats.skipped_steps = 1e3 * self._waited_s, self._skipped_steps
         stats.health, stats.agreement, stats.offset = health.ratio, health.agreement, health.offset
 
@@ -439,8 +439,8 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         self.step()
 
     def _anybody_goes_on(self) -> bool:
-        headers = gather_headers(self.link, self._header("in join()"), self._buckets[0].device)
-        check_headers(self.link.rank, headers)
+        headers = gather_headers(self.transport, self._header("in join()"), self._buckets[0].device)
+        check_headers(self.transport.rank, headers)
         goes_on = self._join.goes_on(headers, self.param_groups)
         self.stats.shadow_steps = self._join.shadow_steps
         return goes_on
@@ -452,9 +452,9 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         bucket = self._bucket_of[p]
         if p in bucket.ready:
             raise RuntimeError(
-                f"rank {self.link.rank}: a second backward pass before step(); at stage 2 gradients leave in the first "
-                "one: run all passes of a step but the last in optimizer.no_sync(), and those that no step follows "
-                "(another network's loss, a batch given up), or use stage=1"
+                f"rank {self.transport.rank}: a second backward pass before step(); at stage 2 gradients leave in the "
+                "first one: run all passes of a step but the last in optimizer.no_sync(), and those that no step "
+                "follows (another network's loss, a batch given up), or use stage=1"
             )
         bucket.ready.add(p)
         while self._launched < len(self._buckets) and self._is_complete(self._buckets[self._launched]):
@@ -470,10 +470,10 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         """Vote on a bucket's gradients, and send those of the bucket before it. In bucket order on every rank."""
         if bucket.index == 0:
             self._launched_scale = self._unscale()
-        bucket.flight = Flight(self._timed(self._vote_and_exchange(bucket, self._launched_scale)))
+        bucket.task = ExchangeTask(self._timed(self._vote_and_exchange(bucket, self._launched_scale)))
         self._launched += 1
-        if bucket.index > 0 and (flight := self._buckets[bucket.index - 1].flight):
-            flight.advance()
+        if bucket.index > 0 and (task := self._buckets[bucket.index - 1].task):
+            task.advance()
 
     def _vote_and_exchange(self, bucket: ShardedBucket, scale: float) -> Exchange:
         verdict = yield from self._vote([bucket], scale)
@@ -489,18 +489,19 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
             raise RuntimeError("at stage 2 gradients leave during backward: GradScaler's scale is known too late")
         for bucket in self._buckets[self._launched :]:
             self._launch(bucket)
-        comm.land([bucket.flight for bucket in self._buckets if bucket.flight is not None])
+        comm.wait_all([bucket.task for bucket in self._buckets if bucket.task is not None])
         self._launched = 0
         for bucket in self._buckets:
-            bucket.flight = None
+            bucket.task = None
             bucket.ready.clear()
         self._look_for_averaging()
-        self._take_tally()
+        self._take_grad_stats()
 
     def _check_at_rest(self) -> None:
         if self._launched:
             raise RuntimeError(
-                f"rank {self.link.rank}: gradients of this backward pass have gone into the momentum; call step() first"
+                f"rank {self.transport.rank}: gradients of this backward pass have gone into the momentum; call "
+                "step() first"
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -13,19 +13,19 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from ...agreement.ballot import Ballot, Header, check_ballots
+from ...agreement.step_vote import Header, StepVote, check_votes
 from ...comm import Transport, Work
 from ...comm.messages import exchange_bytes
 
 log = logging.getLogger(__name__)
 
-_TALLY = struct.Struct("<4d")
+_GRAD_STATS = struct.Struct("<4d")
 _AVERAGED_STEPS = 100
 _WARN_ABOVE = 0.25
 
 
 @dataclass(frozen=True)
-class Tally:
+class GradStats:
     """Sums over this rank's own chunks in its last step. grad: ‖g‖² after clipping. sent: ‖q‖². kept: <g, q>/(1-β1^k).
 
     agreed: <g, m̂>. q averages to what persists in this rank's gradients, m̂ to what persists in all ranks'.
@@ -38,22 +38,22 @@ class Tally:
 
 
 def gather_votes(
-    link: Transport, header: Header, ballot: Ballot, tally: Tally, device: torch.device
-) -> Generator[Work, None, tuple[list[Ballot], list[Tally]]]:
-    """Every rank's ballot and tally, in rank order. Yields one Work. Sends 74 bytes and a bit per parameter to each.
+    transport: Transport, header: Header, vote: StepVote, grad_stats: GradStats, device: torch.device
+) -> Generator[Work, None, tuple[list[StepVote], list[GradStats]]]:
+    """Every rank's vote and grad_stats, in rank order. Yields one Work. Sends 74 bytes and a bit per parameter to each.
 
     Raises DesyncError, on all ranks, where they are not in the same step with the same options.
     """
-    mine = _TALLY.pack(*astuple(tally)) + ballot.to_bytes()
-    messages = yield from exchange_bytes(link, mine, device)
-    ballots = [Ballot.from_bytes(message[_TALLY.size :], len(ballot.present)) for message in messages]
-    check_ballots(link, header, ballots, device)
-    return ballots, [Tally(*_TALLY.unpack_from(message)) for message in messages]
+    mine = _GRAD_STATS.pack(*astuple(grad_stats)) + vote.to_bytes()
+    messages = yield from exchange_bytes(transport, mine, device)
+    votes = [StepVote.from_bytes(message[_GRAD_STATS.size :], len(vote.present)) for message in messages]
+    check_votes(transport, header, votes, device)
+    return votes, [GradStats(*_GRAD_STATS.unpack_from(message)) for message in messages]
 
 
-def is_finite(ballots: Sequence[Ballot]) -> bool:
+def is_finite(votes: Sequence[StepVote]) -> bool:
     """Whether every rank's gradients are, and their squares in float32."""
-    return all(math.isfinite(ballot.norm_squared) and math.isfinite(ballot.product) for ballot in ballots)
+    return all(math.isfinite(vote.norm_squared) and math.isfinite(vote.product) for vote in votes)
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Health:
     steps: int = 0
     is_warned: bool = False
 
-    def observe(self, tallies: Sequence[Tally], rank: int) -> None:
+    def observe(self, tallies: Sequence[GradStats], rank: int) -> None:
         """Take in what the ranks say of their last step; warn on rank 0, once. Same tallies on all ranks."""
         grad, sent, kept, agreed = (sum(column) for column in zip(*map(astuple, tallies), strict=True))
         if not (math.isfinite(grad) and grad > 0.0):

@@ -103,7 +103,7 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
         lr = float(self.param_groups[0]["lr"])
         if self._since_sync == 0:
             self._interval = self.local_steps.interval(self._steps, lr, max(self._peak_lr, lr))
-            if any(self._recipe.warms_up(bucket, ahead=1) for bucket in self._buckets):
+            if any(self._config.warms_up(bucket, ahead=1) for bucket in self._buckets):
                 self._interval = 1
         self._is_skipping, self._has_sent = self._since_sync + 1 < self._interval, False
 
@@ -155,16 +155,16 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
 
     def _keep(self, buckets: Sequence[ShardedBucket], scale: float) -> None:
         """A skipped step: into the momentum and the own variance, if everything is finite here. Sends nothing."""
-        ballot = self._ballot(buckets, scale)
-        if not shard_vote.is_finite([ballot]):
+        vote = self._my_vote(buckets, scale)
+        if not shard_vote.is_finite([vote]):
             self._report_skip(buckets, "this rank leaves its gradients of this step out")
         else:
             if self._clip.max_norm > 0:
-                self.stats.clip_factor = self._clip.estimated_factor([ballot], self.link.world_size)
+                self.stats.clip_factor = self._clip.estimated_factor([vote], self.transport.world_size)
             for bucket in buckets:
                 self._waiting.update(p for p in bucket.params if gradient_of(p) is not None)
-                keep(bucket, self._step_of(bucket), self.link.world_size, scale * self.stats.clip_factor)
-        if self._recipe.stage == 2:
+                keep(bucket, self._step_of(bucket), self.transport.world_size, scale * self.stats.clip_factor)
+        if self._config.stage == 2:
             for p in (p for bucket in buckets for p in bucket.params):
                 p.grad = None
 
@@ -176,9 +176,9 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
     def _present(self, p: Tensor) -> bool:
         return super()._present(p) or p in self._waiting
 
-    def _take_tally(self) -> None:
+    def _take_grad_stats(self) -> None:
         if not self._is_skipping:
-            super()._take_tally()
+            super()._take_grad_stats()
 
     # ---------------------------------------------------------------- checkpoints
 

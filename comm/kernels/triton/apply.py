@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ..arguments import SIGN
 from ..gpu_tables import Table, readable, write_back
-from ..operands import Update
+from ..operands import ParamUpdate
 from .decode import UNITS, values_at
 from .lanes import EDGE, OPTIONS, launching_on
 from .tensors import are_aligned, kinds_of, load_where_they_lie, store_where_they_lie
 
 
-def apply(frames_KB: Tensor, n: int, update: Update, *, block: int) -> None:
+def apply(frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int) -> None:
     """p ← keep·p + weight·value for the parameters where they lie, frames of rows of n elements (rule 7).
 
     One pass over each. A parameter of another type than float32, bfloat16 and float16, or not contiguous, goes through

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..arguments import SIGN, check_scale
-from ..operands import Outgoing
+from ..operands import EncodeOutput
 from .lanes import (
     EDGE,
     LARGEST_KEPT,
@@ -30,7 +30,7 @@ from .lanes import (
 )
 
 
-def encode_mean(received_WB: Tensor, out: Outgoing, *, block: int, scale: str) -> None:
+def encode_mean(received_WB: Tensor, out: EncodeOutput, *, block: int, scale: str) -> None:
     """frame ← frame of the mean of the W frames + error; residual ← what it does not say. Reads each frame once."""
     check_scale(scale)
     W, J = EDGE.check_encode_mean(SIGN, received_WB, out, block=block)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..arguments import SIGN, check_scale
 from ..gpu_tables import Table, readable
-from ..operands import Momentum, Outgoing
+from ..operands import EncodeOutput, MomentumInputs
 from .lanes import (
     EDGE,
     LARGEST_KEPT,
@@ -32,7 +32,7 @@ from .lanes import (
 from .tensors import are_aligned, kinds_of, load_where_they_lie
 
 
-def encode_momentum(momentum: Momentum, out: Outgoing, *, block: int, scale: str) -> None:
+def encode_momentum(momentum: MomentumInputs, out: EncodeOutput, *, block: int, scale: str) -> None:
     """frames ← frames of the momentum with this rank's gradient and what it owes (rule 6); residual ← the rest.
 
     One pass: reads gradients where they lie, D, the old momentum and the error; writes frames and residual. A gradient

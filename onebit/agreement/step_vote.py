@@ -1,6 +1,6 @@
 """One small message per rank and step: what all must know before anything is decided.
 
-A ballot begins with the summary of a header: which step the rank is taking, and with which numbers. Ranks that are not
+A vote begins with the summary of a header: which step the rank is taking, and with which numbers. Ranks that are not
 in the same step, or not with the same numbers, end with a `DesyncError` that names them, before anything is written.
 """
 
@@ -41,7 +41,7 @@ class DesyncError(RuntimeError):
 
 @dataclass(frozen=True)
 class Summary:
-    """A header as it travels in a ballot.
+    """A header as it travels in a vote.
 
     resends: a gradient of this rank has changed since it was sent. repeats: its gradients are those of the last step.
     gradients: see `wrappers.gradient_digest`.
@@ -120,18 +120,18 @@ def adopt_numbers(groups: Sequence[dict], numbers: Sequence[float]) -> None:
         group.update({name: value for name, value in theirs.items() if name in group})
 
 
-def gather_headers(link: Transport, mine: Header, device: torch.device | str | None = None) -> list[Header]:
+def gather_headers(transport: Transport, mine: Header, device: torch.device | str | None = None) -> list[Header]:
     """Every rank's header, in rank order. All ranks. Sends 41 bytes and 40 for each group to each peer."""
-    return [Header.from_bytes(data) for data in gather_bytes(link, mine.to_bytes(), device)]
+    return [Header.from_bytes(data) for data in gather_bytes(transport, mine.to_bytes(), device)]
 
 
 def check_summaries(
-    link: Transport, mine: Header, every: Sequence[Summary], device: torch.device | str | None = None
+    transport: Transport, mine: Header, every: Sequence[Summary], device: torch.device | str | None = None
 ) -> None:
     """Raise as `check_headers` unless all are alike; only then does it send anything. All ranks, the same summaries."""
     are_alike = len({(one.step, one.digest) for one in every}) == 1
     if not are_alike or not all(map(math.isfinite, mine.numbers)):
-        check_headers(link.rank, gather_headers(link, mine, device))
+        check_headers(transport.rank, gather_headers(transport, mine, device))
 
 
 def check_headers(rank: int, headers: Sequence[Header]) -> None:
@@ -174,7 +174,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Ballot:
+class StepVote:
     """One rank's contribution. present: which parameters have a gradient here. The rest is its replica's share of sums.
 
     norm_squared: ‖g_i‖². product: <g_i, m̂>. Both of all the replica's shards together.
@@ -191,38 +191,38 @@ class Ballot:
         return self.summary.to_bytes() + _SUMS.pack(self.norm_squared, self.product) + presence
 
     @classmethod
-    def from_bytes(cls, data: bytes, parameters: int) -> Ballot:
+    def from_bytes(cls, data: bytes, parameters: int) -> StepVote:
         start = _SUMMARY.size
         bits = int.from_bytes(data[start + _SUMS.size :], "little")
         present = [bool(bits >> k & 1) for k in range(parameters)]
         return cls(Summary.from_bytes(data[:start]), present, *_SUMS.unpack_from(data, start))
 
 
-def cast_ballots(link: Transport, header: Header, mine: Ballot, device: torch.device | str) -> list[Ballot]:
-    """Every rank's ballot, in rank order. All ranks. Sends 42 bytes and a bit per parameter to each peer.
+def cast_votes(transport: Transport, header: Header, mine: StepVote, device: torch.device | str) -> list[StepVote]:
+    """Every rank's vote, in rank order. All ranks. Sends 42 bytes and a bit per parameter to each peer.
 
-    header: of which the ballot has the summary. Raises DesyncError; see `check_headers` and `check_ballots`.
+    header: of which the vote has the summary. Raises DesyncError; see `check_headers` and `check_votes`.
     """
-    ballots = [Ballot.from_bytes(data, len(mine.present)) for data in gather_bytes(link, mine.to_bytes(), device)]
-    check_ballots(link, header, ballots, device)
-    return ballots
+    votes = [StepVote.from_bytes(data, len(mine.present)) for data in gather_bytes(transport, mine.to_bytes(), device)]
+    check_votes(transport, header, votes, device)
+    return votes
 
 
-def check_ballots(
-    link: Transport, header: Header, ballots: Sequence[Ballot], device: torch.device | str | None = None
+def check_votes(
+    transport: Transport, header: Header, votes: Sequence[StepVote], device: torch.device | str | None = None
 ) -> None:
     """Raise as `check_summaries`; DesyncError too where some ranks use a gradient again, and others have new ones."""
-    check_summaries(link, header, [ballot.summary for ballot in ballots], device)
-    again = [rank for rank, ballot in enumerate(ballots) if ballot.summary.repeats]
-    anew = [rank for rank, ballot in enumerate(ballots) if not ballot.summary.repeats and any(ballot.present)]
+    check_summaries(transport, header, [vote.summary for vote in votes], device)
+    again = [rank for rank, vote in enumerate(votes) if vote.summary.repeats]
+    anew = [rank for rank, vote in enumerate(votes) if not vote.summary.repeats and any(vote.present)]
     if again and anew:
         raise DesyncError(
-            f"rank {link.rank}: rank {_listed(again)} calls step() with the gradients of its last step, rank "
+            f"rank {transport.rank}: rank {_listed(again)} calls step() with the gradients of its last step, rank "
             f"{_listed(anew)} with new ones; every rank must call backward() and step() equally often, and zero_grad() "
             "where it has no batch"
         )
 
 
-def present_anywhere(ballots: Sequence[Ballot]) -> list[bool]:
+def present_anywhere(votes: Sequence[StepVote]) -> list[bool]:
     """Per parameter: whether any rank has a gradient for it."""
-    return [any(column) for column in zip(*(ballot.present for ballot in ballots), strict=True)]
+    return [any(column) for column in zip(*(vote.present for vote in votes), strict=True)]

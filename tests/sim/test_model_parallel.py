@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard as Cut
 
 import onebit
 from onebit.comm import SignCodec, SimTransport, run_ranks
-from onebit.shards import Shards
+from onebit.model_parallel import ModelParallelGroup
 
 SHARD, TENSOR = 2, 3
 WAYS = {
@@ -50,9 +50,9 @@ def test_every_element_counts_once() -> None:
     ways = ["both", "shard alone", "shard, held alike", "no names", "shard, no names"]
     wholes = [torch.randn(4, 6, generator=torch.Generator().manual_seed(k)) for k in range(len(ways))]
 
-    def work(link: SimTransport) -> tuple:
-        shards = Shards(link, tensor=TENSOR)
-        params = [held(whole, way, link.rank) for whole, way in zip(wholes, ways, strict=True)]
+    def work(transport: SimTransport) -> tuple:
+        shards = ModelParallelGroup(transport, tensor=TENSOR)
+        params = [held(whole, way, transport.rank) for whole, way in zip(wholes, ways, strict=True)]
         for p, way in zip(params, ways, strict=True):
             shards.check_holds(p, way)
         norms = shards.norms(torch.stack([p.norm() for p in params]).unsqueeze(1), params)
@@ -68,9 +68,9 @@ def test_every_element_counts_once() -> None:
 def test_tied_parameters_of_two_stages_count_once() -> None:
     """Two stages, each with a layer of its own; both hold the tied one."""
 
-    def work(link: SimTransport) -> float:
-        tied, own = torch.full((3,), 2.0), torch.full((2,), float(link.rank))
-        shards = Shards(SimTransport(), stages=link, tied={tied: 2})
+    def work(transport: SimTransport) -> float:
+        tied, own = torch.full((3,), 2.0), torch.full((2,), float(transport.rank))
+        shards = ModelParallelGroup(SimTransport(), stages=transport, tied={tied: 2})
         (total,) = shards.total(sum(float(p.square().sum()) / shards.copies(p) for p in (tied, own)))
         return total
 
@@ -93,9 +93,9 @@ def test_tied_parameters_of_two_stages_count_once() -> None:
     ],
 )
 def test_what_the_ranks_do_not_hold_between_them_is_refused(way: str, tensor: int, fits: bool) -> None:
-    def work(link: SimTransport) -> str:
+    def work(transport: SimTransport) -> str:
         try:
-            Shards(link, tensor=tensor).check_holds(held(torch.ones(4, 6), way, link.rank), "p")
+            ModelParallelGroup(transport, tensor=tensor).check_holds(held(torch.ones(4, 6), way, transport.rank), "p")
         except ValueError as error:
             return str(error)
         return ""
@@ -107,9 +107,9 @@ def test_what_the_ranks_do_not_hold_between_them_is_refused(way: str, tensor: in
 
 @pytest.mark.parametrize("way", ["plain", "tensor alone", "alike"])
 def test_without_shards_tensor_ranks_hold_plain_parameters_alike(way: str) -> None:
-    def work(link: SimTransport) -> int:
-        shards = Shards(link, tensor=TENSOR)
-        p = held(torch.ones(2, 6), way, link.rank)
+    def work(transport: SimTransport) -> int:
+        shards = ModelParallelGroup(transport, tensor=TENSOR)
+        p = held(torch.ones(2, 6), way, transport.rank)
         shards.check_holds(p, "p")
         return shards.copies(p)
 
@@ -119,13 +119,19 @@ def test_without_shards_tensor_ranks_hold_plain_parameters_alike(way: str) -> No
 def test_a_layer_has_a_momentum_if_any_of_its_shards_has() -> None:
     """LAMB's mean trust ratio, of a layer of which one shard has seen no gradient in warm-up: the same on both."""
 
-    def work(link: SimTransport) -> list[float]:
+    def work(transport: SimTransport) -> list[float]:
         p = torch.nn.Parameter(torch.ones(2, 64))
-        for x in (p, grad := torch.full_like(p, float(link.rank == 0))):
+        for x in (p, grad := torch.full_like(p, float(transport.rank == 0))):
             x.device_mesh = SimpleNamespace(shape=(2,), mesh_dim_names=("shard",))  # type: ignore[attr-defined]
             x.placements = (Cut(0),)  # type: ignore[attr-defined]
         optimizer = onebit.OnebitLamb(
-            [p], lr=0.01, freeze_step=2, link=SimTransport(), shards=link, codec=SignCodec(64), compression="always"
+            [p],
+            lr=0.01,
+            freeze_step=2,
+            transport=SimTransport(),
+            model_parallel_group=transport,
+            codec=SignCodec(64),
+            compression="always",
         )
         for _ in range(3):
             p.grad = grad
@@ -137,15 +143,15 @@ def test_a_layer_has_a_momentum_if_any_of_its_shards_has() -> None:
 
 
 def test_tensor_ranks_vote_on_what_they_hold_alike() -> None:
-    """Shards differ, and so do parts; only what the ranks of one shard should hold alike may not."""
+    """ModelParallelGroup differ, and so do parts; only what the ranks of one shard should hold alike may not."""
     whole = torch.arange(24.0).view(4, 6)
 
-    def work(link: SimTransport, bad: int = 4) -> list[str]:
-        shards, said = Shards(link, tensor=TENSOR), []
+    def work(transport: SimTransport, bad: int = 4) -> list[str]:
+        shards, said = ModelParallelGroup(transport, tensor=TENSOR), []
         ways = ["both", "shard alone", "shard, held alike"]
         for spoilt in (None, *ways):
-            params = [held(whole, way, link.rank) for way in ways]
-            if spoilt is not None and link.rank == bad:
+            params = [held(whole, way, transport.rank) for way in ways]
+            if spoilt is not None and transport.rank == bad:
                 params[ways.index(spoilt)][0, 0] += 1.0
             said.append(shards.unlike(params, ways))
         return said

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .comm import Codec, Levels, Transport, Wire, compressed_allreduce, interleave
+from .comm import Codec, Hierarchy, Transport, Wire, compressed_allreduce, interleave
 from .comm.messages import gather_bytes
 
 SAMPLE = 4  # buckets that are exchanged; the rest is taken to be like them
@@ -28,7 +28,7 @@ LEAST_GAIN = 0.05
 
 
 @dataclass(frozen=True)
-class Payoff:
+class LinkProbe:
     """Seconds of the slowest rank: of computing in a step, and of one exchange of all gradients in either codec."""
 
     compute_s: float
@@ -40,7 +40,7 @@ class Payoff:
         return self.compute_s + max(0.0, exchange_s - HIDDEN * self.compute_s)
 
     @property
-    def pays(self) -> bool:
+    def should_compress(self) -> bool:
         """Whether steps with one-bit traffic are at least `LEAST_GAIN` shorter."""
         return self.step_s(self.onebit_s) <= (1.0 - LEAST_GAIN) * self.step_s(self.bf16_s)
 
@@ -83,25 +83,25 @@ class StopWatch:
 
 
 def measure(
-    link: Transport, compute_s: float, numels: Sequence[int], onebit: Codec, bf16: Codec, device: torch.device
-) -> Payoff:
+    transport: Transport, compute_s: float, numels: Sequence[int], onebit: Codec, bf16: Codec, device: torch.device
+) -> LinkProbe:
     """The same on every rank. All ranks; sends a few buckets of these lengths, `REPEATS` + 1 times in each codec."""
-    seconds = [compute_s, *(_exchange_s(link, codec, numels, device) for codec in (onebit, bf16))]
-    every = [struct.unpack("<3d", row) for row in gather_bytes(link, struct.pack("<3d", *seconds), device)]
-    return Payoff(*(max(column) for column in zip(*every, strict=True)))
+    seconds = [compute_s, *(_exchange_s(transport, codec, numels, device) for codec in (onebit, bf16))]
+    every = [struct.unpack("<3d", row) for row in gather_bytes(transport, struct.pack("<3d", *seconds), device)]
+    return LinkProbe(*(max(column) for column in zip(*every, strict=True)))
 
 
-def _exchange_s(link: Transport, codec: Codec, numels: Sequence[int], device: torch.device) -> float:
+def _exchange_s(transport: Transport, codec: Codec, numels: Sequence[int], device: torch.device) -> float:
     sample = list(numels[:SAMPLE])
     generator = torch.Generator(device).manual_seed(0)  # the training's own is resumed to the bit, and not touched
     xs = [torch.randn(n, device=device, generator=generator) for n in sample]
-    W, levels = link.world_size, Levels.of(link)
-    wires = [Wire.empty(codec, n, W, levels=levels, device=device) for n in sample]
+    W, hierarchy = transport.world_size, Hierarchy.of(transport)
+    wires = [Wire.empty(codec, n, W, hierarchy=hierarchy, device=device) for n in sample]
     times = []
     for _ in range(REPEATS + 1):
-        gather_bytes(link, b"ready", device)
+        gather_bytes(transport, b"ready", device)
         began = time.perf_counter()
-        interleave(compressed_allreduce(x, None, codec, link, wire) for x, wire in zip(xs, wires, strict=True))
+        interleave(compressed_allreduce(x, None, codec, transport, wire) for x, wire in zip(xs, wires, strict=True))
         for x, wire in zip(xs, wires, strict=True):
             codec.decode(wire.frames_WB, x.view(W, -1))
         if device.type == "cuda":

@@ -12,14 +12,14 @@ from test_optimizer_contract import FAMILY, flat, fresh, loss_of, model
 from torch import Tensor
 
 import onebit
-from onebit import payoff
+from onebit import link_probe
 from onebit.comm import IdentityCodec, SimTransport, run_ranks
 from onebit.comm.messages import gather_bytes
-from onebit.payoff import Payoff, StopWatch
+from onebit.link_probe import LinkProbe, StopWatch
 
 
 @pytest.mark.parametrize(
-    ("compute_s", "onebit_s", "bf16_s", "pays"),
+    ("compute_s", "onebit_s", "bf16_s", "should_compress"),
     [
         (0.5, 0.5, 6.0, True),  # 25 M parameters at 100 Mbit/s
         (0.0, 1.0, 1.04, False),  # gains less than it is worth
@@ -30,13 +30,13 @@ from onebit.payoff import Payoff, StopWatch
         (1.0, 0.0, 0.0, False),
     ],
 )
-def test_the_rule(compute_s: float, onebit_s: float, bf16_s: float, pays: bool) -> None:
-    assert Payoff(compute_s, onebit_s, bf16_s).pays is pays
+def test_the_rule(compute_s: float, onebit_s: float, bf16_s: float, should_compress: bool) -> None:
+    assert LinkProbe(compute_s, onebit_s, bf16_s).should_compress is should_compress
 
 
 def test_the_stop_watch_leaves_out_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 1.5, 4.0, 10.0, 12.0])
-    monkeypatch.setattr(payoff.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(link_probe.time, "perf_counter", lambda: next(now))
     watch = StopWatch()
     watch.stop()  # before the first step there is nothing to measure
     assert watch.median_s() == 0.0
@@ -54,17 +54,17 @@ def test_the_stop_watch_leaves_out_pauses(monkeypatch: pytest.MonkeyPatch) -> No
 def a_network_where_it(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Simulated ranks count as a network, with this result of measuring."""
     monkeypatch.setattr(SimTransport, "has_network", True)
-    monkeypatch.setattr("onebit.payoff.measure", lambda *_: Payoff(1.0, 0.1, 10.0 if request.param else 0.1))
+    monkeypatch.setattr("onebit.link_probe.measure", lambda *_: LinkProbe(1.0, 0.1, 10.0 if request.param else 0.1))
 
 
-def train(link: SimTransport, name: str, steps: range, state: dict | None = None, **options: object) -> tuple:
-    net, optimizer = fresh(link, name, lr=0.01, **options)
+def train(transport: SimTransport, name: str, steps: range, state: dict | None = None, **options: object) -> tuple:
+    net, optimizer = fresh(transport, name, lr=0.01, **options)
     if state is not None:
         net.load_state_dict(state["net"])
         optimizer.load_state_dict(state["optimizer"])
     bits = []
     for step in steps:
-        loss_of(net, step, link.rank).backward()
+        loss_of(net, step, transport.rank).backward()
         optimizer.step()
         optimizer.zero_grad()
         bits.append(optimizer.stats.bits_per_parameter)
@@ -80,17 +80,17 @@ def test_where_it_does_not_pay_gradients_travel_in_bfloat16(
 ) -> None:
     """Said once, by rank 0; resumes to the bit; and the run stays within bfloat16 of a dense twin's."""
     with caplog.at_level(logging.INFO):
-        whole = run_ranks(2, lambda link: train(link, name, range(20)))
+        whole = run_ranks(2, lambda transport: train(transport, name, range(20)))
     assert sum("does not pay" in record.message for record in caplog.records) == 1
     assert torch.equal(whole[0][0], whole[1][0])
     elements = sum(p.numel() for p in model().parameters())
     padded = sum(-(-p.numel() // 256) * 256 for p in model().parameters())
-    for bits in whole[0][1][10:]:  # 16 bits, both legs, half of which stay at home; ballots and trust ratios
+    for bits in whole[0][1][10:]:  # 16 bits, both phases, half of which stay at home; votes and trust ratios
         assert 16.0 * padded / elements <= bits <= 16.0 * (padded + 256) / elements + 2.0
 
-    def resumed(link: SimTransport) -> Tensor:
-        state = train(link, name, range(11))[2]
-        return train(link, name, range(11, 20), state)[0]
+    def resumed(transport: SimTransport) -> Tensor:
+        state = train(transport, name, range(11))[2]
+        return train(transport, name, range(11, 20), state)[0]
 
     assert torch.equal(run_ranks(2, resumed)[0], whole[0][0])
 
@@ -98,7 +98,7 @@ def test_where_it_does_not_pay_gradients_travel_in_bfloat16(
 @pytest.mark.parametrize("a_network_where_it", [False], indirect=True)
 def test_onebit_adam_without_compression_is_adamw(a_network_where_it: None) -> None:
     """On the mean gradient, to what bfloat16 changes: 2 % of the distance travelled."""
-    ours = run_ranks(2, lambda link: train(link, "OnebitAdam", range(30), warmup_codec=IdentityCodec()))[0][0]
+    ours = run_ranks(2, lambda transport: train(transport, "OnebitAdam", range(30), warmup_codec=IdentityCodec()))[0][0]
     net = model()
     twin = torch.optim.AdamW(net.parameters(), lr=0.01)
     for step in range(30):
@@ -112,8 +112,8 @@ def test_onebit_adam_without_compression_is_adamw(a_network_where_it: None) -> N
 @pytest.mark.parametrize("a_network_where_it", [True], indirect=True)
 @pytest.mark.parametrize("name", FAMILY)
 def test_where_it_pays_it_is_as_always(name: str, a_network_where_it: None) -> None:
-    auto = run_ranks(2, lambda link: train(link, name, range(15)))
-    always = run_ranks(2, lambda link: train(link, name, range(15), compression="always"))
+    auto = run_ranks(2, lambda transport: train(transport, name, range(15)))
+    always = run_ranks(2, lambda transport: train(transport, name, range(15), compression="always"))
     assert torch.equal(auto[0][0], always[0][0])
 
 
@@ -123,31 +123,33 @@ def test_the_step_that_measures_the_network_counts_its_own_traffic_alone(
 ) -> None:
     """Measuring sends real buckets: they belong to no step, and the step's own traffic is not lost with them."""
 
-    def measure(link: SimTransport, *_: object) -> Payoff:
-        gather_bytes(link, bytes(1000), torch.device("cpu"))
-        return Payoff(1.0, 0.1, 10.0)
+    def measure(transport: SimTransport, *_: object) -> LinkProbe:
+        gather_bytes(transport, bytes(1000), torch.device("cpu"))
+        return LinkProbe(1.0, 0.1, 10.0)
 
-    monkeypatch.setattr("onebit.payoff.measure", measure)
-    asked = run_ranks(2, lambda link: train(link, name, range(20), compression="always"))[0][1]
+    monkeypatch.setattr("onebit.link_probe.measure", measure)
+    asked = run_ranks(2, lambda transport: train(transport, name, range(20), compression="always"))[0][1]
     monkeypatch.setattr(SimTransport, "has_network", True)
-    assert run_ranks(2, lambda link: train(link, name, range(20)))[0][1] == asked
+    assert run_ranks(2, lambda transport: train(transport, name, range(20)))[0][1] == asked
 
 
 def test_a_bad_option_is_refused() -> None:
     with pytest.raises(ValueError, match='"auto" or "always"'):
-        onebit.OnebitAdam([torch.nn.Parameter(torch.ones(3))], compression="never", link=SimTransport())
+        onebit.OnebitAdam([torch.nn.Parameter(torch.ones(3))], compression="never", transport=SimTransport())
 
 
 def decide() -> list[bool]:
     """One rank over Gloo: what it decides with nothing to compute, and with more than any exchange takes."""
     torch.set_num_threads(1)
     decisions = []
-    link = onebit.comm.init()
-    for compute_s in (0.0, 3600.0 if link.rank else 0.0):
-        optimizer = onebit.OnebitAdam([torch.nn.Parameter(torch.ones(300_000))], link=link, bucket_cap_mb=0.25)
+    transport = onebit.comm.init()
+    for compute_s in (0.0, 3600.0 if transport.rank else 0.0):
+        optimizer = onebit.OnebitAdam(
+            [torch.nn.Parameter(torch.ones(300_000))], transport=transport, bucket_cap_mb=0.25
+        )
         optimizer._computing._times.append(compute_s)
-        decisions.append(optimizer._compression_pays())
-    link.close()
+        decisions.append(optimizer._should_compress())
+    transport.close()
     return decisions
 
 

@@ -1,8 +1,8 @@
 """One replica in several parts: what the ranks that hold them must know of each other.
 
-An optimizer's link joins the ranks that hold the same part of different replicas, and carries all it compresses. What
-concerns a layer or the model as a whole (norms, whether a step is good, an error that ends it) is settled here, by the
-ranks that hold the parts of one replica. A model in one piece is one part, and takes the same path.
+An optimizer's transport joins the ranks that hold the same part of different replicas, and carries all it compresses.
+What concerns a layer or the model as a whole (norms, whether a step is good, an error that ends it) is settled here, by
+the ranks that hold the parts of one replica. A model in one piece is one part, and takes the same path.
 """
 
 from __future__ import annotations
@@ -33,9 +33,13 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
 
 
-def shards_of(given: Shards | Transport | None) -> Shards:
+def model_parallel_group_of(given: ModelParallelGroup | Transport | None) -> ModelParallelGroup:
     """What an optimizer is given as `shards`: the transport between the model's pieces, or None if it is whole."""
-    return given if isinstance(given, Shards) else Shards(SimTransport() if given is None else given)
+    return (
+        given
+        if isinstance(given, ModelParallelGroup)
+        else ModelParallelGroup(SimTransport() if given is None else given)
+    )
 
 
 def _cuts(p: Tensor) -> list[tuple[str, int]]:
@@ -59,39 +63,40 @@ def count_edits_apart_(grad: Tensor | None) -> None:
 
 
 @dataclass(frozen=True)
-class Shards:
+class ModelParallelGroup:
     """The ranks that hold the parts of this replica; each operation by all of them, alike, the same bits on all.
 
-    link: the ranks that hold the parts of this rank's layers; sums over a layer go over these. stages: all that hold a
-    part of the model, where others hold other layers (pipeline stages); default: link. tensor: how many ranks of the
-    link, next to each other, hold one shard between them (tensor parallelism): a parameter is cut among these, or they
-    hold it each, alike. tied: parameters that so many stages hold, alike. What several ranks hold alike counts once in
-    every sum; each of them steps on it for itself, from the same gradients, over its own link to other replicas.
+    transport: the ranks that hold the parts of this rank's layers; sums over a layer go over these. stages: all that
+    hold a part of the model, where others hold other layers (pipeline stages); default: transport. tensor: how many
+    ranks of the transport, next to each other, hold one shard between them (tensor parallelism): a parameter is cut
+    among these, or they hold it each, alike. tied: parameters that so many stages hold, alike. What several ranks hold
+    alike counts once in every sum; each of them steps on it for itself, from the same gradients, over its own transport
+    to other replicas.
 
     Which parameters have a gradient needs no vote: FSDP2 reduces a gradient over all shards, or none has it.
     """
 
-    link: Transport
+    transport: Transport
     stages: Transport | None = None
     tensor: int = 1
     tied: Mapping[Tensor, int] = field(default_factory=dict)
 
-    def __deepcopy__(self, memo: dict) -> Shards:
+    def __deepcopy__(self, memo: dict) -> ModelParallelGroup:
         """The same ranks, of a copy of the parameters."""
         return replace(self, tied={copy.deepcopy(p, memo): stages for p, stages in self.tied.items()})
 
     @property
     def whole(self) -> Transport:
         """The ranks that hold all of this replica."""
-        return self.link if self.stages is None else self.stages
+        return self.transport if self.stages is None else self.stages
 
     def pieces(self, p: Tensor) -> int:
-        """Into how many disjoint pieces the ranks of the link have cut a parameter."""
+        """Into how many disjoint pieces the ranks of the transport have cut a parameter."""
         return math.prod(size for _, size in _cuts(p))
 
     def copies(self, p: Tensor) -> int:
         """How many ranks of this replica hold each element of a parameter."""
-        return self.link.world_size // self.pieces(p) * self.tied.get(p, 1)
+        return self.transport.world_size // self.pieces(p) * self.tied.get(p, 1)
 
     def gather(self, *numbers: float) -> list[tuple[float, ...]]:
         """The numbers of every part of the model, in rank order. Sends 8 bytes per number to each peer."""
@@ -113,7 +118,7 @@ class Shards:
 
         Sends (S-1)·nbytes per rank.
         """
-        first, *others = gather_tensors(self.link, self._shares(table, params))
+        first, *others = gather_tensors(self.transport, self._shares(table, params))
         for other in others:
             first = first + other
         return first
@@ -123,13 +128,13 @@ class Shards:
         return self.total_of_rows(held.double().square(), params).sqrt().float()
 
     def _shares(self, table: Tensor, params: Sequence[Tensor]) -> Tensor:
-        """A table of sums, a row for each parameter: this rank's share of those that others of the link hold alike."""
+        """A table of sums, a row for each parameter: its share of those that several ranks hold."""
         if self.tensor == 1:
             return table
-        alike = [self.link.world_size // self.pieces(p) for p in params]
+        alike = [self.transport.world_size // self.pieces(p) for p in params]
         return table / torch.tensor(alike, dtype=table.dtype, device=table.device).view(-1, *[1] * (table.dim() - 1))
 
-    def together(self, kind: type[Exception], check: Callable[[], None]) -> None:
+    def raise_on_all_ranks(self, kind: type[Exception], check: Callable[[], None]) -> None:
         """Run a check of this part; where it raises `kind` on one part, that is raised on all."""
         mine: Exception | None = None
         try:
@@ -142,17 +147,17 @@ class Shards:
         if found := next(filter(None, texts), None):
             raise kind(found)
 
-    def unlike(self, params: Sequence[Tensor], names: Sequence[str]) -> str:
+    def find_divergence(self, params: Sequence[Tensor], names: Sequence[str]) -> str:
         """Where ranks of this rank's shard hold other bits of what they hold alike, in words; "" where they do not.
 
-        Sends 8 bytes for each such parameter to each peer of the link; nothing without tensor parallelism.
+        Sends 8 bytes for each such parameter to each peer of the transport; nothing without tensor parallelism.
         """
         pairs = zip(params, names, strict=True)
-        alike = [(local(p), name) for p, name in pairs if self.pieces(p) < self.link.world_size]
+        alike = [(local(p), name) for p, name in pairs if self.pieces(p) < self.transport.world_size]
         if self.tensor == 1 or not alike:
             return ""
-        first = self.link.rank // self.tensor * self.tensor
-        prints = gather_tensors(self.link, fingerprints([held for held, _ in alike]))[first : first + self.tensor]
+        first = self.transport.rank // self.tensor * self.tensor
+        prints = gather_tensors(self.transport, fingerprints([held for held, _ in alike]))[first : first + self.tensor]
         for rank, row in enumerate(prints):
             if not torch.equal(row, prints[0]):
                 found = [name for (_, name), differs in zip(alike, row != prints[0], strict=True) if differs]
@@ -164,8 +169,8 @@ class Shards:
         return ""
 
     def check_holds(self, p: Tensor, name: str) -> None:
-        """Raise ValueError unless the ranks of the link hold p between them; those of one shard cut it, or do not."""
-        pieces, ranks = self.pieces(p), self.link.world_size
+        """Raise ValueError unless the ranks of the transport hold p between them."""
+        pieces, ranks = self.pieces(p), self.transport.world_size
         by_tensor = math.prod(size for axis, size in _cuts(p) if axis == TENSOR_AXIS)
         # A mesh whose axes have no names says less: then a cut over the one axis passes for one over the other.
         fits = pieces // by_tensor == ranks // self.tensor and by_tensor in (1, self.tensor)
@@ -173,7 +178,7 @@ class Shards:
             mesh = getattr(p, "device_mesh", None)
             found = "replicated" if mesh is not None and mesh.size() > pieces == 1 else f"in {pieces} shard"
             raise ValueError(
-                f"shard {self.link.rank}: {name} is {found}{'s' * (pieces > 1)}, the optimizer's shards are {ranks} "
-                "ranks; shard all parameters over one mesh axis (onebit.zero.fsdp.shard does) and pass shards=, the "
-                "transport between the ranks of that axis"
+                f"shard {self.transport.rank}: {name} is {found}{'s' * (pieces > 1)}, the optimizer's shards are "
+                f"{ranks} ranks; shard all parameters over one mesh axis (onebit.zero.fsdp.shard does) and pass "
+                "model_parallel_group=, the transport between the ranks of that axis"
             )

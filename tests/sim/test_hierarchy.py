@@ -19,16 +19,16 @@ from torch import Tensor, nn
 import onebit
 from onebit.comm import (
     ErrorFeedback,
+    HierarchicalTransport,
+    Hierarchy,
     IdentityCodec,
     Int8Codec,
-    Levels,
     SignCodec,
     SimTransport,
     Transport,
-    TwoLevelTransport,
     allreduce_mean,
+    hierarchical,
     run_ranks,
-    two_levels,
 )
 from onebit.comm.hierarchy import Seen, decide
 
@@ -38,8 +38,8 @@ SHAPES = [(2, 2), (2, 3), (3, 2), (2, 1), (1, 2), (4, 2)]  # (H, L)
 
 
 def run_nodes(nodes: int, local_size: int, work: Callable[[Transport], T], timeout_s: float = 60.0) -> list[T]:
-    """work(link) on every rank of so many simulated nodes; the results in rank order."""
-    return run_ranks(nodes * local_size, lambda link: work(two_levels(link, local_size)), timeout_s)
+    """work(transport) on every rank of so many simulated nodes; the results in rank order."""
+    return run_ranks(nodes * local_size, lambda transport: work(hierarchical(transport, local_size)), timeout_s)
 
 
 def vector(seed: int, n: int) -> Tensor:
@@ -51,10 +51,10 @@ def vector(seed: int, n: int) -> Tensor:
 
 @pytest.mark.parametrize(("H", "L"), SHAPES)
 def test_ranks_are_numbered_node_by_node_and_rows_by_local_rank(H: int, L: int) -> None:
-    def work(link: Transport) -> tuple[int, range]:
-        levels = Levels.of(link)
-        assert (levels.nodes, levels.local_size, levels.legs) == (H, L, 2 if L == 1 else 4)
-        return levels.owner, range(levels.own.start, levels.own.stop)
+    def work(transport: Transport) -> tuple[int, range]:
+        hierarchy = Hierarchy.of(transport)
+        assert (hierarchy.nodes, hierarchy.local_size, hierarchy.phases) == (H, L, 2 if L == 1 else 4)
+        return hierarchy.owner, range(hierarchy.own.start, hierarchy.own.stop)
 
     for rank, (owner, own) in enumerate(run_nodes(H, L, work)):
         node, local_rank = divmod(rank, L)
@@ -64,10 +64,10 @@ def test_ranks_are_numbered_node_by_node_and_rows_by_local_rank(H: int, L: int) 
 def test_it_is_a_transport() -> None:
     """Operations are the world's; its parts obey the contract among themselves."""
 
-    def work(link: Transport) -> list[dict[str, str]]:
-        assert isinstance(link, TwoLevelTransport)
+    def work(transport: Transport) -> list[dict[str, str]]:
+        assert isinstance(transport, HierarchicalTransport)
         names = tuple(name for name in contract.CHECKS if name != "large_rows")
-        return [contract.run_checks(part, names) for part in (link, link.inside, link.across)]
+        return [contract.run_checks(part, names) for part in (transport, transport.intra_node, transport.inter_node)]
 
     for outcomes in run_nodes(2, 3, work):
         assert all(set(outcome.values()) == {""} for outcome in outcomes)
@@ -76,21 +76,21 @@ def test_it_is_a_transport() -> None:
 def test_bytes_to_other_nodes_are_counted_apart() -> None:
     """all_gather and all_to_all: (W-L)·B of (W-1)·B."""
 
-    def work(link: Transport) -> tuple[int, int]:
-        assert isinstance(link, TwoLevelTransport)
-        link.all_gather(contract.garbage(6, 10), contract.garbage(10)).wait()
-        link.inside.all_gather(contract.garbage(3, 100), contract.garbage(100)).wait()
-        link.across.all_gather(contract.garbage(2, 1000), contract.garbage(1000)).wait()
-        return link.sent_bytes, link.sent_bytes_inter_node
+    def work(transport: Transport) -> tuple[int, int]:
+        assert isinstance(transport, HierarchicalTransport)
+        transport.all_gather(contract.garbage(6, 10), contract.garbage(10)).wait()
+        transport.intra_node.all_gather(contract.garbage(3, 100), contract.garbage(100)).wait()
+        transport.inter_node.all_gather(contract.garbage(2, 1000), contract.garbage(1000)).wait()
+        return transport.sent_bytes, transport.sent_bytes_inter_node
 
     assert run_nodes(2, 3, work) == [(50 + 200 + 1000, 30 + 1000)] * 6
 
 
 @pytest.mark.parametrize("local_size", [0, 3, 8])
 def test_a_local_size_that_does_not_divide_is_refused(local_size: int) -> None:
-    def work(link: SimTransport) -> str:
+    def work(transport: SimTransport) -> str:
         with pytest.raises(ValueError) as caught:
-            two_levels(link, local_size)
+            hierarchical(transport, local_size)
         return str(caught.value)
 
     for rank, message in enumerate(run_ranks(4, work)):
@@ -98,9 +98,9 @@ def test_a_local_size_that_does_not_divide_is_refused(local_size: int) -> None:
 
 
 def test_links_that_do_not_fit_are_refused() -> None:
-    def work(link: SimTransport) -> None:
+    def work(transport: SimTransport) -> None:
         with pytest.raises(ValueError, match=r"expected rank = node·2 \+ local rank"):
-            TwoLevelTransport(link, link.split([0, 1]), link.split([0, 1]))
+            HierarchicalTransport(transport, transport.split([0, 1]), transport.split([0, 1]))
 
     run_ranks(2, work)
 
@@ -114,18 +114,18 @@ def test_the_mean_is_that_of_the_node_means(codec: SignCodec, H: int, L: int) ->
     """Three rounds with what is owed: bitwise those of H ranks that hold the nodes' means, computed the same way."""
     n = H * L * 192
 
-    def ours(link: Transport) -> list[Tensor]:
-        ef = ErrorFeedback.zeros(n, link.world_size, local_size=Levels.of(link).local_size)
-        rounds = [vector(10 * k + link.rank, n) for k in range(3)]
-        assert all(allreduce_mean(x, ef, codec, link) for x in rounds)
+    def ours(transport: Transport) -> list[Tensor]:
+        ef = ErrorFeedback.zeros(n, transport.world_size, local_size=Hierarchy.of(transport).local_size)
+        rounds = [vector(10 * k + transport.rank, n) for k in range(3)]
+        assert all(allreduce_mean(x, ef, codec, transport) for x in rounds)
         return rounds
 
-    def flat_world(link: SimTransport) -> list[Tensor]:
+    def flat_world(transport: SimTransport) -> list[Tensor]:
         ef, rounds = ErrorFeedback.zeros(n, H), []
         for k in range(3):
-            first, *others = (vector(10 * k + link.rank * L + i, n) for i in range(L))
+            first, *others = (vector(10 * k + transport.rank * L + i, n) for i in range(L))
             rounds.append(sum(others, first) * (1.0 / L))
-        assert all(allreduce_mean(x, ef, codec, link) for x in rounds)
+        assert all(allreduce_mean(x, ef, codec, transport) for x in rounds)
         return rounds
 
     expected = run_ranks(H, flat_world)[0]
@@ -134,9 +134,9 @@ def test_the_mean_is_that_of_the_node_means(codec: SignCodec, H: int, L: int) ->
 
 
 def test_an_error_of_the_wrong_size_is_refused() -> None:
-    def work(link: Transport) -> None:
+    def work(transport: Transport) -> None:
         with pytest.raises(ValueError, match=r"local_size=2; make it with ErrorFeedback\.zeros"):
-            allreduce_mean(torch.zeros(1024), ErrorFeedback.zeros(1024, 4), SignCodec(64), link)
+            allreduce_mean(torch.zeros(1024), ErrorFeedback.zeros(1024, 4), SignCodec(64), transport)
 
     run_nodes(2, 2, work)
 
@@ -170,16 +170,16 @@ def test_equals_a_flat_world_of_nodes(H: int, L: int, name: str) -> None:
         options |= {"factor_threshold": 0.0}
     steps = 12
 
-    def ours(link: Transport) -> list[Tensor]:
+    def ours(transport: Transport) -> list[Tensor]:
         net = model()
-        return train(link, range(steps), net, make(name, net, link, **options))
+        return train(transport, range(steps), net, make(name, net, transport, **options))
 
-    def flat_world(link: SimTransport) -> list[Tensor]:
+    def flat_world(transport: SimTransport) -> list[Tensor]:
         net = model()
-        optimizer = make(name, net, link, **options)
+        optimizer = make(name, net, transport, **options)
         out = []
         for step in range(steps):
-            node_losses(net, step, link.rank, L)
+            node_losses(net, step, transport.rank, L)
             optimizer.step()
             out.append(flat(net).clone())
         return out
@@ -199,12 +199,12 @@ def test_equals_a_flat_world_of_nodes(H: int, L: int, name: str) -> None:
 def test_replicas_are_bit_identical_and_learn(H: int, L: int, name: str) -> None:
     """Every round of each optimizer, buckets that leave during backward, clipping in warm-up or throughout."""
 
-    def ours(link: Transport) -> list[Tensor]:
-        net = model(seed=link.rank)
+    def ours(transport: Transport) -> list[Tensor]:
+        net = model(seed=transport.rank)
         options = {"bucket_cap_mb": 0.003, "max_grad_norm": 5.0 if name == "OnebitAdam" else 0.0}
-        optimizer = make(name, net, link, check_replicas_every=1, **options)
+        optimizer = make(name, net, transport, check_replicas_every=1, **options)
         assert len(optimizer._buckets) > 2
-        steps = [(train(link, range(k, k + 1), net, optimizer)[0], optimizer.stats.phase) for k in range(24)]
+        steps = [(train(transport, range(k, k + 1), net, optimizer)[0], optimizer.stats.phase) for k in range(24)]
         return [weights for weights, phase in steps if phase != "local"]
 
     results = run_nodes(H, L, ours)
@@ -216,18 +216,18 @@ def test_replicas_are_bit_identical_and_learn(H: int, L: int, name: str) -> None
 @pytest.mark.parametrize("error_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stop", [3, 11, 23])
 def test_resume_equals_no_interruption(stop: int, error_dtype: torch.dtype, name: str) -> None:
-    def ours(link: Transport) -> bool:
+    def ours(transport: Transport) -> bool:
         net = model()
-        optimizer = make(name, net, link, error_dtype=error_dtype)
-        train(link, range(stop), net, optimizer)
+        optimizer = make(name, net, transport, error_dtype=error_dtype)
+        train(transport, range(stop), net, optimizer)
         weights, state = copy.deepcopy(net.state_dict()), snapshot(optimizer)
-        expected = train(link, range(stop, 27), net, optimizer)[-1]
+        expected = train(transport, range(stop, 27), net, optimizer)[-1]
         net2 = model(seed=5)
-        optimizer2 = make(name, net2, link, error_dtype=error_dtype)
-        train(link, range(50, 57), net2, optimizer2)
+        optimizer2 = make(name, net2, transport, error_dtype=error_dtype)
+        train(transport, range(50, 57), net2, optimizer2)
         net2.load_state_dict(weights)
         optimizer2.load_state_dict(state)
-        train(link, range(stop, 27), net2, optimizer2)
+        train(transport, range(stop, 27), net2, optimizer2)
         assert optimizer.error_norm_ratio() == optimizer2.error_norm_ratio() > 0.0
         return torch.equal(flat(net2), expected) and same(optimizer.state_dict(), optimizer2.state_dict())
 
@@ -235,34 +235,34 @@ def test_resume_equals_no_interruption(stop: int, error_dtype: torch.dtype, name
 
 
 def test_overlap_changes_nothing() -> None:
-    """Six buckets: every leg is launched during backward, or none is."""
+    """Six buckets: every phase is launched during backward, or none is."""
 
-    def ours(link: Transport, overlap: bool) -> Tensor:
+    def ours(transport: Transport, overlap: bool) -> Tensor:
         net = nn.Sequential(*(nn.Linear(20, 20) for _ in range(8)), nn.Linear(20, 3))
         net.load_state_dict({k: 0.2 * vector(len(k), v.numel()).view(v.shape) for k, v in net.state_dict().items()})
-        optimizer = make("OnebitAdam", net, link, overlap=overlap, bucket_cap_mb=0.0015)
+        optimizer = make("OnebitAdam", net, transport, overlap=overlap, bucket_cap_mb=0.0015)
         assert len(optimizer._buckets) > 7
-        return train(link, range(12), net, optimizer)[-1]
+        return train(transport, range(12), net, optimizer)[-1]
 
-    with_overlap, without = (run_nodes(2, 2, lambda link, o=o: ours(link, o)) for o in (True, False))
+    with_overlap, without = (run_nodes(2, 2, lambda transport, o=o: ours(transport, o)) for o in (True, False))
     assert same(with_overlap, without)
 
 
 @pytest.mark.parametrize("name", ["OnebitAdam", "OnebitLamb"])
 @pytest.mark.parametrize("bad_step", [2, 9])
 def test_a_bad_gradient_on_one_rank_makes_all_skip_and_leaves_no_trace(bad_step: int, name: str) -> None:
-    def ours(link: Transport) -> bool:
+    def ours(transport: Transport) -> bool:
         net, clean_net = model(), model()
-        optimizer, clean = make(name, net, link), make(name, clean_net, link)
-        train(link, range(bad_step), net, optimizer)
+        optimizer, clean = make(name, net, transport), make(name, clean_net, transport)
+        train(transport, range(bad_step), net, optimizer)
         before, weights = snapshot(optimizer), flat(net).clone()
         optimizer.zero_grad()
-        (loss_of(net, 77, link.rank) * (float("nan") if link.rank == 1 else 1.0)).backward()
+        (loss_of(net, 77, transport.rank) * (float("nan") if transport.rank == 1 else 1.0)).backward()
         optimizer.step()
         before["onebit"]["skipped_steps"] = 1
         assert same(before, optimizer.state_dict()) and torch.equal(flat(net), weights)
-        train(link, range(bad_step, 12), net, optimizer)
-        train(link, range(12), clean_net, clean)
+        train(transport, range(bad_step, 12), net, optimizer)
+        train(transport, range(12), clean_net, clean)
         return torch.equal(flat(net), flat(clean_net))
 
     assert run_nodes(2, 2, ours) == [True] * 4
@@ -271,11 +271,11 @@ def test_a_bad_gradient_on_one_rank_makes_all_skip_and_leaves_no_trace(bad_step:
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize("shapes", [[(1,)], [(3,), (0,)], [(256,), (1,), (700,)]])
 def test_buckets_smaller_than_a_block_per_rank(shapes: list[tuple[int, ...]], name: str) -> None:
-    def ours(link: Transport) -> Tensor:
+    def ours(transport: Transport) -> Tensor:
         params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
         kind, defaults = FAMILY[name]
-        optimizer = kind(params, link=link, check_replicas_every=1, **defaults)
-        generator = torch.Generator().manual_seed(link.rank)
+        optimizer = kind(params, transport=transport, check_replicas_every=1, **defaults)
+        generator = torch.Generator().manual_seed(transport.rank)
         for _ in range(16):
             for p in params:
                 p.grad = 1.0 + 0.1 * torch.randn(p.shape, generator=generator)
@@ -290,8 +290,8 @@ def test_buckets_smaller_than_a_block_per_rank(shapes: list[tuple[int, ...]], na
 
 
 def test_no_parameters_at_all() -> None:
-    def ours(link: Transport) -> None:
-        onebit.OnebitAdam([nn.Parameter(torch.ones(0))], link=link).step()
+    def ours(transport: Transport) -> None:
+        onebit.OnebitAdam([nn.Parameter(torch.ones(0))], transport=transport).step()
 
     run_nodes(2, 2, ours)
 
@@ -301,31 +301,31 @@ def test_what_crosses_nodes_is_an_lth_of_what_a_flat_world_sends(H: int, L: int)
     """A one-bit step: 2·(H-1)·B across nodes, B the frame of a W-th; 4·(W-H)/W bytes per element and frames inside."""
     n = H * L * 2048
 
-    def ours(link: Transport) -> list[tuple[int, int, float]]:
+    def ours(transport: Transport) -> list[tuple[int, int, float]]:
         p = nn.Parameter(torch.zeros(n))
-        optimizer = onebit.OnebitAdam([p], freeze_step=1, link=link, check_replicas_every=0)
+        optimizer = onebit.OnebitAdam([p], freeze_step=1, transport=transport, check_replicas_every=0)
         out = []
         for _ in range(3):
-            p.grad = torch.full((n,), 1.0 + link.rank)
+            p.grad = torch.full((n,), 1.0 + transport.rank)
             optimizer.step()
             stats = optimizer.stats
-            out.append((stats.sent_bytes, stats.sent_bytes_across, stats.bits_per_parameter))
+            out.append((stats.sent_bytes, stats.sent_bytes_inter_node, stats.bits_per_parameter))
         return out
 
-    W, ballot = H * L, 17 + 26  # with the summary of a header
+    W, vote = H * L, 17 + 26  # with the summary of a header
     B, int8 = SignCodec().frame_bytes(2048), Int8Codec().frame_bytes(2048)
     inside = (L - 1) * 4 * n // L
     for steps in run_nodes(H, L, ours):
         for (sent, across, bits), frame in zip(steps, (int8, B, B), strict=True):
-            assert across == 2 * (H - 1) * frame + (W - L) * ballot
-            assert sent == across + inside + (L - 1) * H * frame + (L - 1) * ballot
+            assert across == 2 * (H - 1) * frame + (W - L) * vote
+            assert sent == across + inside + (L - 1) * H * frame + (L - 1) * vote
             assert bits == pytest.approx(8 * across / n)
 
 
 def test_what_is_owed_takes_an_lth_of_the_memory() -> None:
-    def ours(link: Transport) -> float:
+    def ours(transport: Transport) -> float:
         p = nn.Parameter(torch.zeros(1 << 16))
-        optimizer = onebit.OnebitAdam([p], freeze_step=1, link=link)
+        optimizer = onebit.OnebitAdam([p], freeze_step=1, transport=transport)
         p.grad = torch.ones_like(p)
         optimizer.step()
         return optimizer.state_bytes() / p.numel()
@@ -345,22 +345,22 @@ def test_what_is_owed_takes_an_lth_of_the_memory() -> None:
 def test_what_is_owed_is_kept_where_the_world_changes(
     name: str, old: tuple[int, int], new: tuple[int, int], steps: int
 ) -> None:
-    def before(link: Transport) -> tuple[dict, dict, Tensor]:
+    def before(transport: Transport) -> tuple[dict, dict, Tensor]:
         net = model()
-        optimizer = make(name, net, link)
-        train(link, range(steps), net, optimizer)
+        optimizer = make(name, net, transport)
+        train(transport, range(steps), net, optimizer)
         return snapshot(optimizer), copy.deepcopy(net.state_dict()), owed(optimizer)
 
     saved = run_nodes(*old, before)
     states = [state for state, _, _ in saved]
 
-    def after(link: Transport) -> tuple[Tensor, Tensor]:
+    def after(transport: Transport) -> tuple[Tensor, Tensor]:
         net = model(seed=3)
-        optimizer = make(name, net, link)
+        optimizer = make(name, net, transport)
         net.load_state_dict(saved[0][1])
         optimizer.load_state_dicts(copy.deepcopy(states))
         share = owed(optimizer)
-        train(link, range(steps, steps + 12), net, optimizer)
+        train(transport, range(steps, steps + 12), net, optimizer)
         if isinstance(optimizer, onebit.ZeroOneAdam):
             optimizer.sync()
         return share, flat(net).clone()
@@ -372,10 +372,10 @@ def test_what_is_owed_is_kept_where_the_world_changes(
 
 
 def test_a_state_of_other_levels_is_refused_untouched() -> None:
-    def saved(link: Transport) -> dict:
+    def saved(transport: Transport) -> dict:
         net = model()
-        optimizer = make("OnebitAdam", net, link)
-        train(link, range(8), net, optimizer)
+        optimizer = make("OnebitAdam", net, transport)
+        train(transport, range(8), net, optimizer)
         return snapshot(optimizer)
 
     flat_state = run_ranks(4, saved)[0]
@@ -383,12 +383,12 @@ def test_a_state_of_other_levels_is_refused_untouched() -> None:
     old_state = copy.deepcopy(flat_state)
     del old_state["onebit"]["local_size"]  # as saved before there were levels
 
-    def work(link: Transport) -> None:
-        if link.rank:
-            make("OnebitAdam", model(), link)
+    def work(transport: Transport) -> None:
+        if transport.rank:
+            make("OnebitAdam", model(), transport)
             return
-        optimizer = make("OnebitAdam", model(), link)
-        two = isinstance(link, TwoLevelTransport)
+        optimizer = make("OnebitAdam", model(), transport)
+        two = isinstance(transport, HierarchicalTransport)
         before = snapshot(optimizer)
         wrong, message = (flat_state, "1 there and 2 here") if two else (nodes_state, "2 there and 1 here")
         with pytest.raises(ValueError, match=f"local_size is {message}.*load_state_dicts"):
