@@ -188,7 +188,7 @@ class ExchangeTask:
         return self._work is not None
 
     def advance(self) -> bool:
-        """Wait for the Work in task and launch the next. False once there is none."""
+        """Wait for the Work under way and launch the next. False once there is none."""
         if self._work is None:
             return False
         self._work.wait()

@@ -81,7 +81,7 @@ def average_gradients(parameters: Iterable[Tensor], transport: Transport, bucket
     """Replace each gradient by its mean over all ranks; return the milliseconds spent waiting for the network.
 
     Gradients travel in flat float32 buckets of up to bucket_cap_mb·2²⁰ bytes (the first of 1 MiB, a larger parameter by
-    itself), last parameter first, all in task at once: buckets are filled and emptied while others are on the wire.
+    itself), last parameter first, all under way at once: buckets are filled and emptied while others are on the wire.
     A gradient that is not there counts as zero and is made. All ranks, same parameters in the same order, after the
     backward pass. Sends about 2·(W-1)/W·4 bytes per element and rank.
     """

@@ -92,7 +92,7 @@ class Lamb(torch.optim.Optimizer):
             raise
 
     def __getstate__(self) -> dict:
-        return super().__getstate__() | {"shards": self.model_parallel_group}
+        return super().__getstate__() | {"model_parallel_group": self.model_parallel_group}
 
     def load_state_dict(self, state_dict: dict) -> None:
         """As torch's, but moments stay float32. Raises ValueError, before anything has changed, at a state of others.

@@ -69,18 +69,18 @@ def _networks(cluster: Cluster) -> Iterator[Net]:
 
 def _cut(net: Net, host: int) -> None:
     """Frames vanish in the switch; nobody is told."""
-    net.do(-1, f"ip transport set p{host} nomaster")
+    net.do(-1, f"ip link set p{host} nomaster")
 
 
 def _mend(net: Net, host: int) -> None:
-    net.do(-1, f"ip transport set p{host} up", f"ip transport set p{host} master {BRIDGE}")
+    net.do(-1, f"ip link set p{host} up", f"ip link set p{host} master {BRIDGE}")
     net.do(host, f"tc qdisc replace dev {INTERFACE} root pfifo limit 10000")
     net.do(-1, f"tc qdisc replace dev p{host} root pfifo limit 10000")
 
 
 def _pull(net: Net, host: int) -> None:
     """The host sees that its carrier is gone."""
-    net.do(-1, f"ip transport set p{host} down")
+    net.do(-1, f"ip link set p{host} down")
 
 
 def _mute(net: Net, host: int) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-_ON_PATHS = ("mkdir", "rename", "replace", "unlink", "remove", "rmdir", "truncate", "symlink", "transport", "chmod")
+_ON_PATHS = ("mkdir", "rename", "replace", "unlink", "remove", "rmdir", "truncate", "symlink", "link", "chmod")
 _ON_FILES = ("write", "fsync", "ftruncate", "fchmod")
 
 

@@ -24,7 +24,7 @@ from faults.ranks import call_in_fork
 KILL, TORN, POWER, FULL, EIO = range(5)
 _MODES = {KILL: "killed before", TORN: "killed after half of", POWER: "power lost before", FULL: "disk full from",
           EIO: "EIO in"}  # fmt: skip
-_MAKES = ("open", "write", "mkdir", "truncate", "transport")
+_MAKES = ("open", "write", "mkdir", "truncate", "link")
 _WHOLE = re.compile(r"latest|step_\d+")
 _PATIENCE_S = 60.0
 

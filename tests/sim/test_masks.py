@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from test_levels import run_nodes
+from test_hierarchy import run_nodes
 from test_optimizer_contract import FAMILY
 from torch import Tensor, nn
 

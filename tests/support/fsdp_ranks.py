@@ -70,7 +70,7 @@ def train(here: Grid, net: nn.Module, optimizer: CompressedOptimizer, stage: int
 
 def like_twin(here: Grid, name: str, stage: int, micros: int = 1, **options: object) -> dict[str, list]:
     net = sharded(here, aligned_net(), stage)
-    optimizer = make(name, net, here.transport, shards=here.model_parallel_group, **options)
+    optimizer = make(name, net, here.transport, model_parallel_group=here.model_parallel_group, **options)
     out: dict[str, list] = {
         "params": [],
         "clip": [],
@@ -121,7 +121,7 @@ def clipping_is_torchs(here: Grid) -> dict[str, list]:
         "OnebitAdam",
         net,
         here.transport,
-        shards=here.model_parallel_group,
+        model_parallel_group=here.model_parallel_group,
         max_grad_norm=0.3,
         freeze_step=100,
         warmup_codec=IdentityCodec(),
@@ -164,11 +164,11 @@ def lamb_measures_whole_layers(here: Grid) -> dict[str, Tensor]:
         "OnebitLamb",
         one_bit,
         here.transport,
-        shards=here.model_parallel_group,
+        model_parallel_group=here.model_parallel_group,
         freeze_step=100,
         warmup_codec=IdentityCodec(),
     )
-    theirs = onebit.Lamb(dense.parameters(), shards=here.model_parallel_group, **options)
+    theirs = onebit.Lamb(dense.parameters(), model_parallel_group=here.model_parallel_group, **options)
     reference = onebit.Lamb(plain.parameters(), **options)
     used = [p for name, p in dense.named_parameters() if name != "unused"]  # it makes gradients that are not there
     averager = DenseAverager(used, here.transport, bucket_cap_mb=0.0005)
@@ -235,7 +235,7 @@ def one_bad_shard_makes_all_skip(here: Grid) -> list:
         ("ZeroOneAdam", 2, {}),
     ):
         net = sharded(here, odd_net(), 2)
-        optimizer = make(name, net, here.transport, shards=here.model_parallel_group, overlap=False, **options)
+        optimizer = make(name, net, here.transport, model_parallel_group=here.model_parallel_group, overlap=False, **options)
         train(here, net, optimizer, 2, range(step))
         before, state = flat(net), state_bytes(optimizer)
         backward(here, net, step, 2)
@@ -254,7 +254,7 @@ def a_bad_shard_in_a_local_step_is_its_replicas_alone(here: Grid) -> tuple[int, 
         "ZeroOneAdam",
         net,
         here.transport,
-        shards=here.model_parallel_group,
+        model_parallel_group=here.model_parallel_group,
         overlap=False,
         local_step_clipper=4,
         lr=0.02,
@@ -280,13 +280,13 @@ def errors_are_everybodys(here: Grid) -> dict[str, str]:
     net = sharded(here, odd_net(), 2)
     options = {"error_dtype": torch.bfloat16} if last else {}
     out["options"] = message(
-        ValueError, lambda: make("OnebitAdam", net, here.transport, shards=here.model_parallel_group, **options)
+        ValueError, lambda: make("OnebitAdam", net, here.transport, model_parallel_group=here.model_parallel_group, **options)
     )
     options = {"variance_floor": 0.02} if here.coordinates["shard"] else {}
     out["shards"] = message(
-        ValueError, lambda: make("OnebitAdam", net, here.transport, shards=here.model_parallel_group, **options)
+        ValueError, lambda: make("OnebitAdam", net, here.transport, model_parallel_group=here.model_parallel_group, **options)
     )
-    optimizer = make("OnebitAdam", net, here.transport, shards=here.model_parallel_group)
+    optimizer = make("OnebitAdam", net, here.transport, model_parallel_group=here.model_parallel_group)
     train(here, net, optimizer, 2, range(2))
     if last:
         with torch.no_grad():
@@ -298,14 +298,14 @@ def errors_are_everybodys(here: Grid) -> dict[str, str]:
 @case
 def shards_that_do_not_fit_are_refused(here: Grid) -> dict[str, str]:
     net, plain = sharded(here, odd_net(), 2), odd_net()
-    states = make("OnebitAdam", net, here.transport, shards=here.model_parallel_group)
+    states = make("OnebitAdam", net, here.transport, model_parallel_group=here.model_parallel_group)
     other = copy.deepcopy(states.state_dict())
     other["onebit"]["shard"] = 1 - other["onebit"]["shard"]
     return {
         "no shards": message(ValueError, lambda: make("OnebitAdam", net, here.transport)),
         "dense": message(ValueError, lambda: onebit.Lamb(net.parameters())),
         "plain": message(
-            ValueError, lambda: make("OnebitAdam", plain, here.transport, shards=here.model_parallel_group)
+            ValueError, lambda: make("OnebitAdam", plain, here.transport, model_parallel_group=here.model_parallel_group)
         ),
         "another's": message(ValueError, lambda: states.load_state_dict(other)),
         "stage": message(ValueError, lambda: fsdp.shard(odd_net(), here, 0)),
@@ -462,7 +462,7 @@ def resume_is_no_interruption(here: Grid) -> dict[str, bool]:
         ("ZeroOneAdam", 2, 7),
     ):
         net = sharded(here, odd_net(), stage)
-        optimizer = make(name, net, here.transport, shards=here.model_parallel_group, max_grad_norm=2.0)
+        optimizer = make(name, net, here.transport, model_parallel_group=here.model_parallel_group, max_grad_norm=2.0)
         train(here, net, optimizer, stage, range(at))
         buffer = io.BytesIO()
         torch.save(
@@ -471,7 +471,7 @@ def resume_is_no_interruption(here: Grid) -> dict[str, bool]:
         train(here, net, optimizer, stage, range(at, at + 3))
         again = sharded(here, odd_net(), stage)
         saved = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-        resumed = make(name, again, here.transport, shards=here.model_parallel_group, max_grad_norm=2.0)
+        resumed = make(name, again, here.transport, model_parallel_group=here.model_parallel_group, max_grad_norm=2.0)
         with torch.no_grad():  # after construction, which makes replicas equal: between synchronisations they are not
             for p, kept in zip(again.parameters(), saved["model"], strict=True):
                 local(p).copy_(kept)
@@ -489,7 +489,7 @@ def groups_may_share_a_module(here: Grid) -> dict[str, object]:
     groups = [{"params": [p for p in net.parameters() if (p.dim() > 1) == is_matrix]} for is_matrix in (True, False)]
     common: dict = COMMON | {"bucket_cap_mb": 16.0}
     optimizer = onebit.OnebitAdam(
-        groups, lr=0.01, freeze_step=FREEZE, transport=here.transport, shards=here.model_parallel_group, **common
+        groups, lr=0.01, freeze_step=FREEZE, transport=here.transport, model_parallel_group=here.model_parallel_group, **common
     )
     early = []
     for step in range(3):
@@ -512,7 +512,7 @@ def masked_elements_stay(here: Grid) -> tuple[bool, bool]:
     optimizer = onebit.OnebitAdam(
         [{"params": [weight], "exp_avg_mask": mask}],
         transport=here.transport,
-        shards=here.model_parallel_group,
+        model_parallel_group=here.model_parallel_group,
         lr=0.01,
         weight_decay=0.0,
         freeze_step=FREEZE,
@@ -532,7 +532,7 @@ def low_precision_has_float32_masters(here: Grid) -> dict[str, object]:
     replica = here.coordinates["replica"]
     for stage in fsdp.STAGES:
         net, plain = sharded(here, aligned_net(), stage, dtype=torch.bfloat16), aligned_net().bfloat16()
-        optimizer = make("OnebitAdam", net, here.transport, shards=here.model_parallel_group, overlap=False)
+        optimizer = make("OnebitAdam", net, here.transport, model_parallel_group=here.model_parallel_group, overlap=False)
         backward(here, net, 0, stage)
         mean = [torch.zeros_like(p, dtype=torch.float32) for p in plain.parameters()]
         for source in range(replica * S, (replica + 1) * S):
@@ -572,7 +572,7 @@ def what_a_rank_holds(here: Grid) -> dict[str, object]:
     """Coordinates as the mesh has them; state of the own shard only; gathered parameters let go of."""
     S = here.shape.size("shard")
     net = sharded(here, aligned_net(), 1)
-    optimizer = make("OnebitAdam", net, here.transport, shards=here.model_parallel_group)
+    optimizer = make("OnebitAdam", net, here.transport, model_parallel_group=here.model_parallel_group)
     elements = sum(p.numel() for p in net.parameters())
     with torch.no_grad():
         loss_of(net, 0, 0)

@@ -54,7 +54,7 @@ def three_axes() -> Layout:
 
 
 LAYOUTS: dict[str, Layout] = {
-    "replicated": [[whole(name) for name in SHAPES]],
+    "whole": [[whole(name) for name in SHAPES]],
     "rows": rows(2),
     "rows of 3": rows(3),
     "tensor": [[_tensor(name, t) for name in SHAPES] for t in range(2)],
