@@ -35,7 +35,7 @@ from train.corpus import first_difference, read_corpus
 from train.report import read_csv
 
 HERE = Path(__file__).parent
-README, RECORD = HERE.parent / "README.md", HERE / "records" / "demo.json"
+RESULTS, RECORD = HERE.parent / "docs" / "results.md", HERE / "records" / "demo.json"
 BEGIN, END = "<!-- demo.py --write: from here -->", "<!-- to here -->"
 
 ON_THE_NETWORK = {"adamw": "AdamW, dense", "onebit-adam": "OnebitAdam"}
@@ -112,7 +112,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train with dense AdamW and with OnebitAdam, and compare.")
     add = parser.add_argument
     add("--ranks", type=int, default=4)
-    add("--rate", default="100mbit", help="of each emulated host's transport, as tc writes it")
+    add("--rate", default="100mbit", help="of each emulated host's link, as tc writes it")
     add("--network", choices=("auto", "emulated", "loopback"), default="auto")
     add("--size", choices=TASKS, default="small")
     add("--steps", type=int, default=200)
@@ -121,7 +121,11 @@ def parse_args() -> argparse.Namespace:
     add("--seeds", type=int, default=2, help="of the losses; each takes four runs")
     add("--quick", action="store_true", help="a few steps of a tiny model: does it run?")
     add("--out", type=Path, default=Path("runs/demo"))
-    add("--write", action="store_true", help="put the tables into README.md, and what they say into scripts/records")
+    add(
+        "--write",
+        action="store_true",
+        help="put the tables into docs/results.md, and the numbers into scripts/records",
+    )
     args = parser.parse_args()
     args.freeze_step = "auto"
     if args.quick:
@@ -257,7 +261,7 @@ def noise(losses: dict[str, list[float]]) -> str:
 
 
 def markdown(outcome: Outcome) -> str:
-    """What the README shows."""
+    """What docs/results.md shows."""
     return f"""\
 {outcome.about}
 
@@ -274,9 +278,9 @@ Validation loss after {outcome.steps} steps, nats per byte, simulated ranks:
 
 
 def write(outcome: Outcome) -> None:
-    """Into the README, between its marks, and into the record."""
-    before, _, rest = README.read_text().partition(BEGIN)
-    README.write_text(f"{before}{BEGIN}\n\n{markdown(outcome)}\n{END}{rest.partition(END)[2]}")
+    """Into docs/results.md, between its marks, and into the record."""
+    before, _, rest = RESULTS.read_text().partition(BEGIN)
+    RESULTS.write_text(f"{before}{BEGIN}\n\n{markdown(outcome)}\n{END}{rest.partition(END)[2]}")
     RECORD.write_text(json.dumps(asdict(outcome), indent=1) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""The demo's tables: README.md shows its own output, and no gap without the baseline's better β2 and its noise."""
+"""The demo's tables: docs/results.md shows its output, and no gap without the baseline's better β2 and its noise."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ TRAFFIC = {
 }
 
 
-def shown(readme: Path) -> str:
-    return readme.read_text().partition(demo.BEGIN)[2].partition(demo.END)[0].strip()
+def shown(page: Path) -> str:
+    return page.read_text().partition(demo.BEGIN)[2].partition(demo.END)[0].strip()
 
 
 @pytest.mark.skipif(not demo.RECORD.exists(), reason="needs scripts/records/demo.json: make demo ARGS=--write")
-def test_the_readme_shows_the_demos_own_output() -> None:
-    assert shown(demo.README) == demo.markdown(demo.read_record()).strip()
+def test_the_results_show_the_demos_own_output() -> None:
+    assert shown(demo.RESULTS) == demo.markdown(demo.read_record()).strip()
 
 
 def test_what_is_written_is_what_the_record_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice: between its marks, and nowhere else."""
     monkeypatch.setattr(demo, "RECORD", tmp_path / "demo.json")
-    monkeypatch.setattr(demo, "README", tmp_path / "README.md")
-    demo.README.write_text(f"before\n{demo.BEGIN}\nold\n{demo.END}\nafter\n")
+    monkeypatch.setattr(demo, "RESULTS", tmp_path / "results.md")
+    demo.RESULTS.write_text(f"before\n{demo.BEGIN}\nold\n{demo.END}\nafter\n")
     for loss in (2.5, 2.6):
         outcome = demo.Outcome("about", "loopback", 200, TRAFFIC, {method: [loss, 2.7] for method in demo.LOSSES})
         demo.write(outcome)
         assert demo.read_record() == outcome
-        assert shown(demo.README) == demo.markdown(outcome).strip()
-        assert demo.README.read_text().startswith("before\n") and demo.README.read_text().endswith("\nafter\n")
+        assert shown(demo.RESULTS) == demo.markdown(outcome).strip()
+        assert demo.RESULTS.read_text().startswith("before\n") and demo.RESULTS.read_text().endswith("\nafter\n")
 
 
-def test_the_readme_has_the_marks() -> None:
-    text = demo.README.read_text()
+def test_the_results_have_the_marks() -> None:
+    text = demo.RESULTS.read_text()
     assert text.count(demo.BEGIN) == text.count(demo.END) == 1
 
 
