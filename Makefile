@@ -2,6 +2,7 @@
 # make bench   install, DeepSpeed into .venv-deepspeed, then measure everything against each other (an hour)
 # make test    install, then run the tests
 # make lint    install, then ruff and mypy
+# make docs    install mkdocs, then build the site into site/; a link that leads nowhere is an error
 #
 # Needs Python 3.10 or later with venv, make and a C++ compiler. ARGS goes to the command: make demo ARGS=--quick
 
@@ -12,7 +13,7 @@ INSTALLED := .venv/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench test lint clean
+.PHONY: help demo bench test lint docs clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -32,6 +33,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy -p onebit
 
+docs: $(INSTALLED)
+	@$(PIP) --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 $(INSTALLED): pyproject.toml setup.py .ci/constraints.txt $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$(PYTHON) is too old: needs 3.10"; exit 1; }
 	@test -x $(BIN)/python || { echo "Making .venv ..."; $(PYTHON) -m venv .venv; }
@@ -41,4 +46,4 @@ $(INSTALLED): pyproject.toml setup.py .ci/constraints.txt $(wildcard csrc/*)
 	@touch $@
 
 clean:
-	rm -rf runs build onebit.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf runs build site onebit.egg-info .pytest_cache .mypy_cache .ruff_cache
