@@ -16,11 +16,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = ("LICENSE", "MANIFEST.in", "Makefile", "README.md", "pyproject.toml", "setup.py")
+FILES = (
+    "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "mkdocs.yml",
+    "pyproject.toml", "setup.py",
+)  # fmt: skip
 FOLDERS = (".ci", "csrc", "docs", "onebit", "scripts", "tests")
 READ_FILES = (  # tests that read other files than their own
     "unit/test_codec.py::test_frames_are_golden",
     "unit/test_cuda_source.py::test_the_launches_fit_the_source",
+    "unit/test_docs.py::test_links_lead_somewhere",
+    "unit/test_docs.py::test_names_in_the_code_are_there",
     "unit/test_structure.py::test_dependencies_point_one_way",
     "unit/test_zero_plan.py::test_all_contenders_are_recorded",
 )
