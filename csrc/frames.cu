@@ -5,7 +5,7 @@
 // has none.
 //
 // A half-warp of 16 threads does one block, thread l the elements of lane l, one in each row of 16: l, l+16, l+32, … Then
-// - the specified sum needs nothing but a float per thread and four exchanges at the end, and 16 sign bits are one vote;
+// - the specified sum needs nothing but a float per thread and four exchanges at the end, and 16 sign bits are one ballot;
 // - c stays in registers between the sum and the residual, 16 of them for a block of 256: each byte of memory is read
 //   once and written once. Blocks above kLargestKept elements compute c twice instead.
 // - A load instruction of a warp takes 64 bytes of each of two blocks, whole sectors, and needs no alignment but the

@@ -2,7 +2,7 @@
 
     optimizer = onebit.OnebitAdam(model.parameters(), lr=1e-3)
 
-Start reading at `onebit_adam.py` (one paper, one leaf), then `base.py` (what the family shares), then `comm/`.
+Start reading at `onebit_adam.py` (one paper), then `optimizer.py` (what the family shares), then `comm/`.
 """
 
 from __future__ import annotations

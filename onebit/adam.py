@@ -14,21 +14,12 @@ from torch import Tensor
 from .flat import Layout
 
 
-def adamw_update_(
-    g: Tensor,
-    m: Tensor,
-    v: Tensor,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    step: int,
-    bias_correction: bool,
+def adam_direction_(
+    g: Tensor, m: Tensor, v: Tensor, *, betas: tuple[float, float], eps: float, step: int, bias_correction: bool
 ) -> None:
-    """Advance m and v by the mean gradient g, and leave the step in it: g ← lr·m̂/(√v̂ + eps). float32 [n], in place.
+    """Advance m and v by the mean gradient g, and leave the direction in it: g ← m̂/(√v̂ + eps). float32 [n], in place.
 
-    m ← β1·m + (1-β1)·g,  v ← β2·v + (1-β2)·g²,  m̂ = m/(1-β1^step),  v̂ = v/(1-β2^step)   (Adam, arXiv 1412.6980, Alg.
-    1)
+    m ← β1·m + (1-β1)·g,  v ← β2·v + (1-β2)·g²,  m̂ = m/(1-β1^step),  v̂ = v/(1-β2^step)   (arXiv 1412.6980, Alg. 1)
     """
     beta1, beta2 = betas
     m.lerp_(g, 1.0 - beta1)
@@ -36,8 +27,9 @@ def adamw_update_(
     torch.sqrt(v, out=g)
     if bias_correction:
         g.mul_((1.0 - beta2**step) ** -0.5)
-        lr = lr / (1.0 - beta1**step)
-    torch.div(m, g.add_(eps), out=g).mul_(lr)
+    torch.div(m, g.add_(eps), out=g)
+    if bias_correction:
+        g.mul_(1.0 / (1.0 - beta1**step))
 
 
 def floor_of_blocks(v: Tensor, layout: Layout, counts: Tensor, *, floor: float, fallback: float) -> Tensor:

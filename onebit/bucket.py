@@ -1,4 +1,4 @@
-"""A bucket: some parameters of one group, where they lie flat, their state, and their exchange under way."""
+"""A bucket: some parameters of one group, where they lie flat, and the state that belongs to them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ import torch
 from torch import Tensor
 
 from .clip import dot, has_squares
-from .comm import Codec, ErrorFeedback, ExchangeTask, Hierarchy, Wire
+from .comm import Codec, ErrorFeedback, Hierarchy, Wire
 from .flat import Layout
-from .frozen import gradient_of
-from .marks import GradientMark, gradient_bits
+from .frozen import check_place, gradient_of
 from .model_parallel import local
 
 
 @dataclass
 class Bucket:
-    """Some parameters of one group, their flat state, and their exchange.
+    """Some parameters of one group, and their flat state.
 
-    first: how many parameters the buckets before it hold. hierarchy: says which rows this rank exchanges across nodes
-    (all of them in a flat world), and which it averages. share_K: of each parameter's squares, what this rank counts in
-    sums over the model (see `ModelParallelGroup.copies`). flat: the state that has one element per element, by name.
-    layers: what a leaf knows of each parameter, by name. live_J: which blocks have ever seen a gradient. floor_J: the
-    least variance in each block. frames: the packed m/D, uint8 [W, B], once compression has begun. wires: buffers by
-    codec; wire: the one of the exchange under way.
+    first: how many parameters the buckets before it hold. rank: this one, for messages. hierarchy: says which rows this
+    rank exchanges between nodes (all of them in a flat world), and which it averages. share_K: of each parameter's
+    squares, what this rank counts in sums over the model (see `ModelParallelGroup.copies`). steps: of the group, 0-dim.
+    phase: "warmup", and what the rule calls those after it. flat: the state that has one element per element, by name.
+    layers: what a rule knows of each parameter, by name. live_J: which blocks have ever seen a gradient. floor_J: the
+    least variance in each block. frames: the packed m/D, uint8 [W, B], once compression has begun. wires: buffers of
+    exchanges, by codec.
     """
 
     index: int
     first: int
+    rank: int
     hierarchy: Hierarchy
     group_index: int
     device: torch.device
@@ -39,6 +40,7 @@ class Bucket:
     layout: Layout
     counts: Tensor
     share_K: tuple[float, ...]
+    steps: Tensor
     phase: str = ""
     flat: dict[str, Tensor] = field(default_factory=dict)
     frames: Tensor | None = None
@@ -47,85 +49,73 @@ class Bucket:
     floor_J: Tensor | None = None
     ef: ErrorFeedback | None = None
     wires: dict[Codec, Wire] = field(default_factory=dict)
-    wire: Wire | None = None
-    task: ExchangeTask | None = None
-    sent: list[GradientMark] = field(default_factory=list)
-    sent_bits: Tensor | None = None
-    complete: int = 0
-    _x: Tensor | None = None
-    _x_views: list[Tensor] = field(default_factory=list)
+    _buffer: Tensor | None = None
+    _views: list[Tensor] = field(default_factory=list)
 
     @property
-    def x(self) -> Tensor:
-        """float32 [W·N], zeros when first asked for; gradients come in, what is to be subtracted goes out."""
-        if self._x is None:
-            self._x = torch.zeros(self.layout.numel, device=self.device)
-        return self._x
+    def step(self) -> int:
+        """How many steps its group has taken."""
+        return int(self.steps)
 
     @property
-    def x_views(self) -> list[Tensor]:
-        """x, by parameter."""
-        if not self._x_views:
-            self._x_views = self.layout.views(self.x)
-        return self._x_views
+    def buffer(self) -> Tensor:
+        """float32 [W·N], zeros when first asked for: gradients at the beginning of a step, its move at the end."""
+        if self._buffer is None:
+            self._buffer = torch.zeros(self.layout.numel, device=self.device)
+        return self._buffer
 
     @property
-    def x_bytes(self) -> int:
-        """What x takes now."""
-        return 0 if self._x is None else self._x.nbytes
+    def views(self) -> list[Tensor]:
+        """The buffer, by parameter."""
+        if not self._views:
+            self._views = self.layout.views(self.buffer)
+        return self._views
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What the buffer takes now."""
+        return 0 if self._buffer is None else self._buffer.nbytes
+
+    def release_buffer(self) -> None:
+        """Give its memory back until it is asked for again."""
+        self._buffer, self._views = None, []
 
     @property
     def held(self) -> list[Tensor]:
         """What this rank holds of the parameters, where it lies."""
         return [local(p) for p in self.params]
 
-    def release_x(self) -> None:
-        """Give x's memory back until it is asked for again."""
-        self._x, self._x_views = None, []
-
     def gradients(self) -> list[Tensor | None]:
         """The gradients where they lie, of what this rank holds; None for what is frozen now.
 
-        Raises RuntimeError on sparse and partial ones.
+        Raises RuntimeError on sparse and partial ones, and where a parameter was moved or resized.
         """
-        for p, name in zip(self.params, self.names, strict=True):
+        for p, name, shape in zip(self.params, self.names, self.layout.shapes, strict=True):
+            check_place(self.rank, p, name, shape, self.device)
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise RuntimeError(
-                    f"{name} has a {p.grad.layout} gradient; onebit needs dense ones (nn.Embedding(..., sparse=False))"
+                    f"rank {self.rank}: {name} has a {p.grad.layout} gradient; onebit needs dense ones "
+                    "(nn.Embedding(..., sparse=False))"
                 )
             if p.grad is not None and getattr(p.grad, "placements", None) != getattr(p, "placements", None):
                 raise RuntimeError(
-                    f"the gradient of {name} is placed as {getattr(p.grad, 'placements', 'a plain tensor')}, the "
-                    f"parameter as {getattr(p, 'placements', 'a plain tensor')}; redistribute it in a hook"
+                    f"rank {self.rank}: the gradient of {name} is placed as "
+                    f"{getattr(p.grad, 'placements', 'a plain tensor')}, the parameter as "
+                    f"{getattr(p, 'placements', 'a plain tensor')}; redistribute it in a hook"
                 )
         grads = map(gradient_of, self.params)
         return [None if grad is None else local(grad) for grad in grads]
 
-    def gather(self, grads: Sequence[Tensor | None], scale: float = 1.0) -> None:
-        """x ← scale · the gradients; zeros where there is none."""
-        for view, grad in zip(self.x_views, grads, strict=True):
+    def gather(self, grads: Sequence[Tensor | None], scale: float = 1.0) -> Tensor:
+        """The buffer ← scale · the gradients; zeros where there is none."""
+        for view, grad in zip(self.views, grads, strict=True):
             if grad is None:
                 view.zero_()
-        present = [(view, grad) for view, grad in zip(self.x_views, grads, strict=True) if grad is not None]
+        present = [(view, grad) for view, grad in zip(self.views, grads, strict=True) if grad is not None]
         if present:
             views, gathered = zip(*present, strict=True)
             torch._foreach_copy_(views, gathered)
-        if scale != 1.0:
-            self.x.mul_(scale)
-
-    def mark_sent(self, *, with_bits: bool) -> None:
-        """The gradients are being sent as they are now."""
-        self.sent = [GradientMark.of(p) for p in self.params]
-        self.sent_bits = gradient_bits(self.gradients()) if with_bits else None
-
-    def changed(self) -> list[str]:
-        """The parameters whose gradients are no longer those that were sent."""
-        triples = zip(self.params, self.names, self.sent, strict=True)
-        return [name for p, name, mark in triples if not mark.is_still(p)]
-
-    def is_edited_unseen(self) -> bool:
-        """Whether gradients that have not changed as far as torch can tell have other bits. False if not marked."""
-        return self.sent_bits is not None and not torch.equal(self.sent_bits, gradient_bits(self.gradients()))
+        return self.buffer.mul_(scale) if scale != 1.0 else self.buffer
 
     def bad(self) -> list[str]:
         """The parameters whose gradients on this rank are not finite, or too large for a variance."""
@@ -138,13 +128,12 @@ class Bucket:
             if tensor is not None:
                 yield f"{name} of the bucket that begins with {self.names[0]}", tensor
 
-    def new_errors(self, dtype: torch.dtype) -> ErrorFeedback:
-        """Nothing owed: worker error [H·N], for the own rows, and server error [N]."""
-        layout, L = self.layout, self.hierarchy.local_size
-        return ErrorFeedback.zeros(layout.numel, layout.world_size, local_size=L, dtype=dtype, device=self.device)
+    def rows(self, flat: Tensor) -> Tensor:
+        """A flat tensor, one row for each owner."""
+        return flat.view(self.layout.world_size, -1)
 
     def own_rows(self, flat: Tensor) -> Tensor:
-        """The rows of a flat tensor that this rank exchanges across nodes, [H, ...]. A view."""
+        """The rows of a flat tensor that this rank exchanges between nodes, [H, ...]. A view."""
         return self.hierarchy.rows(flat)
 
     def own_chunk(self, flat: Tensor) -> Tensor:
@@ -161,9 +150,9 @@ class Bucket:
             view.fill_(share)
         return shares
 
-    def own_squares(self) -> float:
-        """The sum of squares of x over the chunk that this rank averages, of what counts here."""
-        chunk = self.own_chunk(self.x)
+    def own_squares(self, flat: Tensor) -> float:
+        """The sum of squares of a flat tensor over the chunk that this rank averages, of what counts here."""
+        chunk = self.own_chunk(flat)
         if self.share_J is None:
             return dot(chunk, chunk)
         squares_J = chunk.view(-1, self.layout.block).double().square().sum(1)
@@ -177,3 +166,15 @@ class Bucket:
         rows = self.own_rows(flat)
         rows.copy_(own.view(rows.shape))
         return flat
+
+    def state_bytes(self) -> int:
+        """Bytes of its state: moments, errors, packed momentum."""
+        kept = [*self.flat.values(), self.frames, *(() if self.ef is None else (self.ef.worker, self.ef.server))]
+        return sum(t.nbytes for t in kept if t is not None)
+
+    def buffers(self) -> list[Tensor]:
+        """The tensors that hold nothing between steps: the buffer, wires, next errors."""
+        tensors = [self.buffer] if self.buffer_bytes else []
+        for wire in self.wires.values():
+            tensors += [t for t in (wire.frames_WB, wire.received_HB, wire.mean) if t is not None]
+        return tensors if self.ef is None else [*tensors, self.ef.worker_next, self.ef.server_next]

@@ -21,7 +21,7 @@ from .model_parallel import ModelParallelGroup
 
 
 @dataclass
-class GlobalNormClip:
+class Clipper:
     """The rule of torch.nn.utils.clip_grad_norm_: factor = min(1, max_norm/norm); max_norm 0: off.
 
     average: the momentum's moving average, of the factors instead of the gradients, and its weight. norm: the last one

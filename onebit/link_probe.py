@@ -7,6 +7,7 @@ one bit gains nothing, gradients had better travel in bfloat16.
 from __future__ import annotations
 
 import collections
+import logging
 import statistics
 import struct
 import time
@@ -16,8 +17,14 @@ from dataclasses import dataclass
 
 import torch
 
-from .comm import Codec, Hierarchy, Transport, Wire, compressed_allreduce, interleave
+from .bucket import Bucket
+from .buckets import Buckets
+from .comm import Bf16Codec, Codec, Hierarchy, Transport, Wire, compressed_allreduce, interleave
 from .comm.messages import gather_bytes
+from .model_parallel import ModelParallelGroup
+from .stats import Traffic
+
+log = logging.getLogger(__name__)
 
 SAMPLE = 4  # buckets that are exchanged; the rest is taken to be like them
 REPEATS = 2
@@ -80,6 +87,56 @@ class StopWatch:
     def median_s(self) -> float:
         """Of the last steps; 0 where there were none."""
         return statistics.median(self._times) if self._times else 0.0
+
+
+class CompressionPolicy:
+    """Whether gradients go over to momentum in one bit. Asks the network once, and says what it has found.
+
+    mode: "auto", or "always": ask nothing. compresses: the decision; None: there is none yet. computing: how long a
+    step computes. All ranks bind and decide alike.
+    """
+
+    def __init__(self, mode: str):
+        if mode not in ("auto", "always"):
+            raise ValueError(f'compression must be "auto" or "always", got {mode!r}')
+        self.mode = mode
+        self.compresses: bool | None = True if mode == "always" else None
+        self.computing = StopWatch()
+
+    def bind(
+        self, transport: Transport, codec: Codec, buckets: Buckets[Bucket], parts: ModelParallelGroup, traffic: Traffic
+    ) -> None:
+        """What to measure with: a sample of the buckets, in this codec."""
+        self._transport, self._codec, self._buckets, self._parts, self._traffic = (
+            transport, codec, buckets, parts, traffic
+        )  # fmt: skip
+
+    def decide(self) -> bool:
+        """Whether it pays to compress; measured when first asked. All ranks, between two steps. Sends a few buckets."""
+        if self.compresses is None and not Hierarchy.of(self._transport).inter_node.has_network:
+            self.compresses = True  # there is no network to measure
+        if self.compresses is None:
+            numels = [bucket.layout.numel for bucket in self._buckets]
+            compute_s, device = self.computing.median_s(), self._buckets[0].device
+            with self._traffic.left_out():
+                mine = measure(self._transport, compute_s, numels, self._codec, Bf16Codec(self._codec.block), device)
+                every = self._parts.gather(mine.compute_s, mine.onebit_s, mine.bf16_s)
+            found = LinkProbe(*(max(column) for column in zip(*every, strict=True)))
+            self.compresses = found.should_compress
+            if self._transport.rank == 0 and found.should_compress:
+                log.info("one-bit compression pays here: %s", found)
+            elif self._transport.rank == 0:
+                log.warning(
+                    "one-bit compression does not pay here (%s): gradients travel in bfloat16 instead; "
+                    'compression="always" sends one bit all the same',
+                    found,
+                )
+        return self.compresses
+
+    def load(self, compresses: bool | None) -> None:
+        """Take over what a run that goes on here has decided; "always" stays what it is."""
+        if self.mode == "auto":
+            self.compresses = compresses
 
 
 def measure(

@@ -1,23 +1,278 @@
 """1-bit Adam (Tang et al., ICML 2021, arXiv 2102.02888): AdamW for a short warm-up, then one-bit momentum.
 
-What it shares with 1-bit LAMB is in `frozen_variance.py`, what the family shares in `base.py`.
+`AdamRule` is the paper, a step of one bucket from top to bottom; `OnebitAdam` the optimizer that takes it. The variance
+between dense steps is in `frozen_variance.py`, the schedule in `schedule.py`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor
 
-from .base import CommonOptions
-from .comm import Codec
-from .frozen_variance import FrozenVarianceOptimizer
+from .adam import adam_direction_
+from .bucket import Bucket
+from .bucket_step import Answer, BucketStep, Decision, Meeting
+from .checkpoint.parameter_state import ParameterState, flat_of, spread_over
+from .comm import Bf16Codec, Codec, MomentumWeights, Work, codec_named
+from .contract import check_number
+from .flat import Layout
+from .frozen_variance import FrozenVariance, pack_momentum
+from .optimizer import CommonOptions, CompressedOptimizer
+from .rule import Rule, codec_of_gradients
+from .schedule import DenseSteps
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+log = logging.getLogger(__name__)
 
-class OnebitAdam(FrozenVarianceOptimizer):
+
+class AdamRule(Rule):
+    """1-bit Adam's three kinds of steps, by `DenseSteps`.
+
+    - *warmup*: the mean gradient travels in `warmup_codec`; m and v are Adam's.
+    - *compressed*: c_i = β1·m/D + (1-β1)·g_i/D + e_i travels in one bit in both phases; what comes back is the new m/D.
+      g_i/D is g_i/√(D² + w·g_i²): a gradient far beyond the old D counts in D.
+    - *refresh*: the mean gradient ḡ travels in `warmup_codec` again; v takes it in, D is made anew, and
+      m/D ← β1·m/D + (1-β1)·ḡ/D.
+    """
+
+    kind = "1-bit Adam"
+    of_parameters: ClassVar[tuple[str, ...]] = ("live_blocks",)
+
+    def __init__(self, freeze_step: int | str, warmup_codec: Codec, *, bias_correction: bool, variance_floor: float):
+        check_number("OnebitAdam", "variance_floor", variance_floor)
+        self.schedule = DenseSteps(freeze_step)
+        self.warmup_codec = warmup_codec
+        self.bias_correction = bias_correction
+        self.variance = FrozenVariance(variance_floor)
+
+    def options(self) -> dict[str, object]:
+        return {
+            "rule": self.schedule,
+            "warmup_codec": self.warmup_codec,
+            "variance_floor": self.variance.floor,
+            "bias_correction": self.bias_correction,
+        }
+
+    # ---------------------------------------------------------------- a step of one bucket
+
+    def step(self, bucket: Bucket, scale: float) -> BucketStep:
+        if self.averages_gradients(bucket):
+            return self.dense_step(bucket, scale)
+        return self.compressed_step(bucket, scale)
+
+    def dense_step(self, bucket: Bucket, scale: float) -> BucketStep:
+        group = self.buckets.group(bucket)
+        g, decision = yield from self.placement.mean_gradient(bucket, self._codec_of_gradients(), scale)
+        if bucket.phase == "warmup":
+            m, v = bucket.flat["exp_avg"], bucket.flat["exp_avg_sq"]
+            options = {"betas": group["betas"], "eps": group["eps"], "bias_correction": self.bias_correction}
+            adam_direction_(g, m, v, step=bucket.step, **options)  # g ← m̂/D
+        else:
+            self.variance.refresh(bucket, g, self.last_average(bucket), group)  # g ← m/D
+            pack_momentum(self.placement, bucket, g.clone(), group["betas"][0])
+            self.mask_state(bucket)
+            bucket.wires.pop(self.warmup_codec, None)  # refreshes are rare: their buffers are not kept
+            g.mul_(self._correction(bucket))
+        weight_K, decay_K = yield from self.weights(bucket, was_dense=True)
+        self._move(bucket, decision, weight_K, decay_K)
+
+    def compressed_step(self, bucket: Bucket, scale: float) -> BucketStep:
+        (beta1, _), share = self.buckets.group(bucket)["betas"], self._share_of_a_gradient(bucket)
+        D, old = bucket.rows(bucket.flat["denominator"]), bucket.frames
+        assert old is not None and bucket.ef is not None
+        self.observe(bucket, scale, share / self.placement.world_size)
+        own = share / self.placement.hierarchy.nodes
+        momentum = MomentumWeights(keep=beta1, add=1.0 - beta1, own=own, unscale=scale)
+        decision = yield from self.placement.average_momentum(bucket, D, old, momentum)
+        bucket.ef.commit()
+        frames = self.placement.swap_frames(bucket)  # what has arrived is the new m/D
+        self.mask_state(bucket)
+        weight_K, decay_K = yield from self.weights(bucket, was_dense=False)
+        weight_K.mul_(self._correction(bucket))
+        if bucket in self.masks:
+            self.codec.decode(frames, bucket.rows(bucket.buffer))
+            self._move(bucket, decision, weight_K, decay_K)
+        else:
+            self.placement.apply(bucket, decision, frames, -weight_K, 1.0 - decay_K)
+
+    def observe(self, bucket: Bucket, scale: float, own: float) -> None:
+        """What LAMB wants to know of scale·g_i over D before it is sent."""
+
+    def weights(self, bucket: Bucket, *, was_dense: bool) -> Generator[Work | Meeting, Answer, tuple[Tensor, Tensor]]:
+        """weight, decay: p ← (1 - decay)·p - weight·m̂/D for each parameter of the bucket. float32 [K]."""
+        group, K = self.buckets.group(bucket), len(bucket.params)
+        lr = float(group["lr"])
+        weight, decay = (torch.full((K,), number, device=bucket.device) for number in (lr, lr * group["weight_decay"]))
+        return weight, decay
+        yield  # a generator, as LAMB's, which asks for norms here
+
+    def _move(self, bucket: Bucket, decision: Decision, weight_K: Tensor, decay_K: Tensor) -> None:
+        """The same with m̂/D in the buffer."""
+        for view, p, weight, decay in zip(bucket.views, bucket.held, weight_K, decay_K, strict=True):
+            view.mul_(weight).addcmul_(p.float(), decay)
+        self.placement.move(bucket, decision)
+
+    # ---------------------------------------------------------------- which kind of step
+
+    def averages_gradients(self, bucket: Bucket) -> bool:
+        return self._is_dense(bucket.step)
+
+    def _is_dense(self, step: int) -> bool:
+        """Whether gradients travel in the step behind so many."""
+        return self.policy.compresses is False or self.schedule.is_dense(step)
+
+    def round_name(self) -> str:
+        return "compressed" if any(not self.averages_gradients(bucket) for bucket in self.buckets) else "dense"
+
+    def _codec_of_gradients(self) -> Codec:
+        return Bf16Codec(self.codec.block) if self.policy.compresses is False else self.warmup_codec
+
+    def _share_of_a_gradient(self, bucket: Bucket) -> float:
+        """What a gradient would weigh in a refresh in this step. Divided among those who send one: see `normalised`.
+
+        Where there are no refreshes, 1 - β2: a weight that grew with the age of a variance that is frozen for good cost
+        2 % of the byte LM's loss (scripts/records/study_2026-11.md).
+        """
+        beta2 = self.buckets.group(bucket)["betas"][1]
+        if isinstance(self.schedule.freeze_step, int):
+            return 1.0 - beta2
+        return self.variance.share(bucket.group_index, beta2, bucket.step + 1)
+
+    def _correction(self, bucket: Bucket) -> float:
+        """1/(1 - β1^t)."""
+        beta1, step = self.buckets.group(bucket)["betas"][0], bucket.step
+        return 1.0 / (1.0 - beta1**step) if self.bias_correction and step > 0 else 1.0
+
+    # ---------------------------------------------------------------- the freeze
+
+    def after_step(self) -> str:
+        for g, count in enumerate(self.steps):
+            if self._is_dense(int(count) - 1):
+                self.variance.count_dense(g, self.buckets.groups[g]["betas"][1], int(count))
+        first = self.buckets[0]
+        is_refresh = first.phase == "compressed" and self._is_dense(first.step - 1)
+        phase = "refresh" if is_refresh else first.phase
+        self._freeze_where_due()
+        for bucket in self.buckets:
+            # In a hierarchy gradients come through the buffer in every step.
+            rests = self.placement.hierarchy.local_size == 1 and self.schedule.rests(bucket.step)
+            if self.policy.compresses and rests and bucket not in self.masks:
+                bucket.release_buffer()
+        return phase
+
+    def _freeze_where_due(self) -> None:
+        """End the warm-up of the groups whose momentum is to travel next: v becomes D, m goes into frames."""
+        due = [bucket for bucket in self.buckets if bucket.phase == "warmup" and not self.averages_gradients(bucket)]
+        if not due or not self.policy.decide():
+            return
+        is_first = all(bucket.phase == "warmup" for bucket in self.buckets)
+        totals = [self._total(bucket) for bucket in due]
+        self.variance.begin(list(zip(due, totals, strict=True)), self.parts, is_first=is_first)
+        for bucket in due:
+            self.freeze(bucket)
+        if self.placement.transport.rank == 0:
+            log.info("one-bit momentum from here, after step %d", due[0].step)
+
+    def _total(self, bucket: Bucket) -> float:
+        """The sum of the weights in Adam's v."""
+        beta2 = self.buckets.group(bucket)["betas"][1]
+        return 1.0 - beta2**bucket.step if self.bias_correction else 1.0
+
+    def freeze(self, bucket: Bucket) -> None:
+        """The bucket's warm-up is over."""
+        group, m, v_hat = self.buckets.group(bucket), bucket.flat["exp_avg"], bucket.flat["exp_avg_sq"]
+        self.allocate(bucket, "compressed")
+        m_over_D = self.variance.freeze(bucket, m, v_hat, group["eps"])
+        pack_momentum(self.placement, bucket, m_over_D, group["betas"][0])
+        self.mask_state(bucket)
+        self.buckets.publish(bucket)
+
+    # ---------------------------------------------------------------- state
+
+    def allocate(self, bucket: Bucket, phase: str) -> None:
+        n, W, device = bucket.layout.numel, self.placement.world_size, bucket.device
+        bucket.phase, bucket.frames, bucket.ef, bucket.live_J = phase, None, None, None
+        bucket.wires.clear()
+        if phase == "warmup":
+            bucket.flat = {name: torch.zeros(n, device=device) for name in ("exp_avg", "exp_avg_sq")}
+        else:
+            bucket.ef = self.placement.new_errors(bucket)
+            bucket.flat = {"denominator": torch.ones(n, device=device)}
+            bucket.frames = torch.zeros(W, self.codec.frame_bytes(n // W), dtype=torch.uint8, device=device)
+            bucket.live_J = torch.zeros(n // bucket.layout.block, dtype=torch.bool, device=device)
+
+    def momentum(self, bucket: Bucket) -> Tensor:
+        correction = self._correction(bucket)
+        if bucket.frames is None:
+            return bucket.flat["exp_avg"] * correction
+        return self.last_average(bucket).mul_(bucket.flat["denominator"]).mul_(correction)
+
+    def last_average(self, bucket: Bucket) -> Tensor:
+        update, may_move = self.placement.unpacked(bucket, bucket.frames), self.masks.may_move(bucket)
+        return update if may_move is None else update.mul_(may_move)
+
+    def mask_state(self, bucket: Bucket) -> None:
+        super().mask_state(bucket)
+        may_move = self.masks.may_move(bucket)
+        if may_move is not None and bucket.frames is not None and bucket.ef is not None:
+            # A frame of signs holds no zeros. Every rank owes what it says too much, so that β1·m + owed is 0 there.
+            too_much = self.placement.unpacked(bucket, bucket.frames).mul_(1.0 - may_move)
+            beta1 = self.buckets.group(bucket)["betas"][0]
+            bucket.ef.worker.sub_(bucket.own_rows(too_much).reshape(-1), alpha=beta1)
+
+    def record(self) -> dict:
+        return self.variance.record(list(self.buckets))
+
+    def load_record(self, record: dict) -> None:
+        self.variance.load_record(record, list(self.buckets))
+
+    def take_apart(self, record: Mapping, index: int, layout: Layout, states: Sequence[ParameterState]) -> None:
+        frames, live_J = record["buckets"][index]["frames"], record["live_blocks"][index]
+        if frames is not None:
+            m = torch.empty(layout.numel)
+            codec = codec_named(record.get("codec", "sign"), layout.block)
+            codec.decode(frames.cpu(), m.view(layout.world_size, -1))
+            spread_over(layout, states, "momentum", m)
+        if live_J is not None:
+            spread_over(layout, states, "is_live", live_J.repeat_interleave(layout.block))
+
+    def pack(self, bucket: Bucket, states: Sequence[ParameterState], beta1: float) -> Tensor | None:
+        """m is packed anew. Where its blocks are not those it was packed in, that leaves a residual r.
+
+        β1·r is added to what is owed: the next exchange sends β1·m + owed, as if nothing had been packed.
+        """
+        layout, codec = bucket.layout, self.codec.on_host()
+        m = flat_of(layout, states, "momentum")
+        if m is None:
+            return None
+        frames = torch.empty(layout.world_size, codec.frame_bytes(layout.chunk), dtype=torch.uint8)
+        codec.encode(m.view(layout.world_size, -1), None, frames, layout.counts())
+        for one, residual in zip(states, layout.views(m), strict=True):
+            del one.elements["momentum"]
+            one.elements["worker_error"] = one.elements["worker_error"].float().add(residual, alpha=beta1)
+        return frames
+
+    def put_together(self, of_buckets: Sequence[tuple[Bucket, Sequence[ParameterState]]]) -> dict:
+        """A block is live where any of its elements was."""
+        live = []
+        for bucket, states in of_buckets:
+            is_live = flat_of(bucket.layout, states, "is_live")
+            live.append(None if is_live is None else is_live.view(-1, bucket.layout.block).any(1))
+            for one in states:
+                one.elements.pop("is_live", None)
+        return {"live_blocks": live}
+
+    def adopt_dense_state(self) -> None:
+        self._freeze_where_due()
+
+
+class OnebitAdam(CompressedOptimizer):
     """AdamW whose data-parallel traffic is about two bits per parameter and step, after a short warm-up.
 
     Give it the plain model's parameters (not wrapped in DDP) and each rank's own loss; it averages over ranks itself.
@@ -32,7 +287,7 @@ class OnebitAdam(FrozenVarianceOptimizer):
 
     The paper compresses m. D is the same on all ranks and fixed, so compressing m/D is the same algorithm in other
     coordinates: those in which all elements of a block are of a size. Otherwise an element with a small D takes its
-    block's scale and moves by s/D; see README, "Differences".
+    block's scale and moves by s/D; see `docs/differences.md`.
 
     lr, betas, eps, weight_decay: as in torch.optim.AdamW; read anew from param_groups in every step (eps and betas[1]
     act in dense steps). bias_correction: False leaves out both corrections.
@@ -49,8 +304,6 @@ class OnebitAdam(FrozenVarianceOptimizer):
     ranks (named).
     """
 
-    kind = "1-bit Adam"
-
     def __init__(
         self,
         params: object,
@@ -65,12 +318,10 @@ class OnebitAdam(FrozenVarianceOptimizer):
         variance_floor: float = 0.01,
         **common: Unpack[CommonOptions],
     ):
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-            freeze_step=freeze_step,
-            warmup_codec=warmup_codec,
+        rule = AdamRule(
+            freeze_step,
+            codec_of_gradients(warmup_codec, common.get("codec")),
             bias_correction=bias_correction,
             variance_floor=variance_floor,
-            **common,
         )
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, rule, **common)

@@ -1,38 +1,378 @@
 """0/1 Adam (Lu et al., ICLR 2023, arXiv 2202.06009): the variance refreshed ever more rarely, momentum in one bit, and
 steps in between that send nothing at all. There is no dense warm-up.
 
-The policies are in `schedule.py`; what the family shares is in `base.py`.
+`ZeroOneRule` is the paper, a step of one bucket from top to bottom; the policies are in `schedule.py`.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from .adam import floor_of_blocks, normalised
-from .agreement.step_vote import StepVote, cast_votes, present_anywhere
-from .base import CommonOptions, CompressedOptimizer, codec_of_gradients
+from .adam import floor_of_blocks, normalised, sums_of_live_blocks
 from .bucket import Bucket
-from .comm import Bf16Codec, Codec, ErrorFeedback, Exchange, MomentumWeights, Variance
+from .bucket_step import Answer, Arrived, BucketStep, Decision, Meeting
+from .checkpoint.parameter_state import ParameterState
+from .comm import Bf16Codec, Codec, MomentumWeights, Variance
 from .contract import check_number
+from .flat import Layout
 from .frozen import gradient_of
 from .model_parallel import local
+from .optimizer import CommonOptions, CompressedOptimizer
+from .rule import Rule, codec_of_gradients
 from .schedule import LocalSteps, VarianceUpdates, variance_weight
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-log = logging.getLogger(__name__)
 
 # Elements of which a local step makes some ten temporaries: 256 KiB each with blocks of 256.
 BLOCKS_AT_A_TIME = 256
 
 # The rounds. Idle: every step synchronises and the learning rate is zero, so there is nothing to say.
 _VARIANCE, _SYNC, _LOCAL, _IDLE = "variance", "compressed", "local", "idle"
+
+
+class ZeroOneRule(Rule):
+    """0/1 Adam's four kinds of steps, by `VarianceUpdates` and `LocalSteps`; the mathematics are in `ZeroOneAdam`."""
+
+    kind = "0/1 Adam"
+    adam_names: ClassVar = {"exp_avg_update": "exp_avg"}  # m/D by a name of its own: torch's AdamW takes m for it
+    of_parameters = ("parameters", "waiting")
+
+    def __init__(
+        self,
+        updates: VarianceUpdates,
+        local_steps: LocalSteps,
+        variance_codec: Codec,
+        *,
+        bias_correction: bool,
+        variance_floor: float,
+    ):
+        check_number("ZeroOneAdam", "variance_floor", variance_floor)
+        self.updates, self.local_steps, self.variance_codec = updates, local_steps, variance_codec
+        self.variance_floor, self.bias_correction = variance_floor, bias_correction
+        self.since_sync = 0  # local steps since the last synchronisation
+        self._round = ""  # of the step under way
+        self._step_under_way = 1
+        self._weights: list[float] = []  # γ of the step under way, by group
+        self._is_forced = False
+        self._peak_lr = 0.0
+        self._variance_steps = 0  # steps up to and including the last variance step
+        self._variance_total: list[float] = []  # the sum of the weights in v, by group
+        self._fallback = 1.0
+        self._seen_since_sync: set[Tensor] = set()  # parameters that this rank has had a gradient for since
+        self._accumulated_weight: list[float] = []  # G, by group
+        self._kept_share: list[float] = []  # what weight decay has left of the anchor, by group
+
+    def options(self) -> dict[str, object]:
+        names = ("updates", "local_steps", "variance_codec", "variance_floor", "bias_correction")
+        return {name: getattr(self, name) for name in names}
+
+    # ---------------------------------------------------------------- which kind of step
+
+    def begin_step(self) -> None:
+        self._weights = [self._weight(g) for g in range(len(self.steps))]
+        self._round, self._step_under_way = self._decide(), int(self.steps[0]) + 1
+
+    def _decide(self) -> str:
+        if self.policy.compresses is False:
+            return _VARIANCE
+        step, lr = int(self.steps[0]), float(self.buckets.groups[0]["lr"])
+        interval = self.local_steps.interval(step, lr, max(self._peak_lr, lr))
+        if interval == 1 and self.since_sync == 0 and self.updates.is_due(step):
+            return _VARIANCE
+        if self.since_sync + 1 < interval:
+            return _LOCAL
+        moves = any(w > 0.0 for w in self._weights) or any(w > 0.0 for w in self._accumulated_weight)
+        return _SYNC if moves else _IDLE if interval == 1 else _LOCAL
+
+    def _weight(self, g: int) -> float:
+        """γ = lr/(1-β1^t) of the step under way."""
+        return float(self.buckets.groups[g]["lr"]) / self._correction(g, int(self.steps[g]) + 1)
+
+    def begin_forced_sync(self) -> None:
+        """The next step is none of the training's: it brings the replicas together as they are."""
+        self._round, self._is_forced = _SYNC, True
+        self._weights = [0.0] * len(self.steps)
+
+    def end_step(self) -> None:
+        self._round, self._is_forced = "", False
+
+    def round_name(self) -> str:
+        return "sync()" if self._is_forced else self._round
+
+    def averages_gradients(self, bucket: Bucket) -> bool:
+        return self._round == _VARIANCE
+
+    def is_silent(self) -> bool:
+        return self._round in (_LOCAL, _IDLE)
+
+    @property
+    def asks_first(self) -> bool:
+        # Where rounds follow the learning rate, ranks whose rates differ would be in different ones.
+        return self.local_steps.longest > 1
+
+    def is_synchronised(self) -> bool:
+        return self.since_sync == 0
+
+    def is_present(self, p: Tensor) -> bool:
+        """Whether this rank has a gradient for p, or has had one since the last synchronisation."""
+        return p in self._seen_since_sync or (super().is_present(p) and not self._is_forced)
+
+    # ---------------------------------------------------------------- a step of one bucket
+
+    def step(self, bucket: Bucket, scale: float) -> BucketStep:
+        if self._round == _SYNC and not self.since_sync:
+            return self.sync_step(bucket, scale)
+        steps = {_VARIANCE: self.variance_step, _SYNC: self.end_local_steps, _LOCAL: self.local_step}
+        return steps.get(self._round, self.idle_step)(bucket, scale)
+
+    def variance_step(self, bucket: Bucket, scale: float) -> BucketStep:
+        group, m, v = self.buckets.group(bucket), bucket.flat["exp_avg_update"], bucket.flat["exp_avg_sq"]
+        dense = Bf16Codec(self.codec.block) if self.policy.compresses is False else self.variance_codec
+        g, decision = yield from self.placement.mean_gradient(bucket, dense, scale)
+        weight = self._weight_of_variance_step(bucket.group_index)
+        v.mul_(1.0 - weight).addcmul_(g, g, value=weight)
+        bucket.floor_J = None
+        D = self._variance(bucket, self._total_after(bucket.group_index, weight)).denominator().view(-1)
+        m.lerp_(g.div_(D), 1.0 - group["betas"][0])
+        torch.mul(m, self._weights[bucket.group_index], out=bucket.buffer)
+        self._decay(bucket)
+        bucket.wires.pop(self.variance_codec, None)  # ever rarer: its buffers are not kept
+        self.placement.move(bucket, decision)
+
+    def sync_step(self, bucket: Bucket, scale: float) -> BucketStep:
+        """A synchronisation in every step: γ·(β1·m + (1-β1)·g/D) travels, made and encoded in one pass."""
+        group, weight = self.buckets.group(bucket), self._weights[bucket.group_index]
+        beta1, own = group["betas"][0], self._share_of_a_gradient(bucket) / self.placement.hierarchy.nodes
+        weights = MomentumWeights(keep=weight * beta1, add=weight * (1.0 - beta1), own=own, unscale=scale)
+        m = bucket.flat["exp_avg_update"]
+        decision = yield from self.placement.average_momentum(bucket, self._variance(bucket), bucket.rows(m), weights)
+        self._take_average(bucket)
+        if bucket in self.masks:
+            self.codec.decode(self.placement.frames(bucket), bucket.rows(bucket.buffer))
+            self._decay(bucket)
+            self.placement.move(bucket, decision)
+        else:
+            K, kept = len(bucket.params), self._kept_this_step(group)
+            weight_K, keep_K = (torch.full((K,), number, device=bucket.device) for number in (-1.0, kept))
+            self.placement.apply(bucket, decision, self.placement.frames(bucket), weight_K, keep_K)
+
+    def end_local_steps(self, bucket: Bucket, scale: float) -> BucketStep:
+        """u + γ·(β1·m + (1-β1)·g/D) travels, or u where it is forced; the replicas meet at the anchor less the mean."""
+        group, u, anchor = self.buckets.group(bucket), bucket.flat["accumulated"], bucket.flat["anchor"]
+        g, move = bucket.group_index, bucket.buffer
+        if self._is_forced:
+            move.copy_(u)
+        else:
+            beta1 = group["betas"][0]
+            bucket.gather(self.masks.gradients(bucket), scale)
+            self._normalise(bucket)
+            move.mul_(1.0 - beta1).add_(bucket.flat["exp_avg_update"], alpha=beta1)
+            move.mul_(self._weights[g]).add_(u)
+        decision = yield from self.placement.average(bucket)
+        self._take_average(bucket)
+        self.codec.decode(self.placement.frames(bucket), bucket.rows(move))
+        anchor_views = bucket.layout.views(anchor)
+        torch._foreach_copy_(bucket.held, anchor_views)
+        lost = 1.0 - self._kept_share[g] * self._kept_this_step(group)
+        torch._foreach_add_(bucket.views, anchor_views, alpha=lost)
+        u.zero_()
+        self.placement.move(bucket, decision)
+
+    def local_step(self, bucket: Bucket, scale: float) -> BucketStep:
+        """This rank's own parameters move by γ·m_i; nothing is sent."""
+        m, u, weight = bucket.flat["exp_avg_update"], bucket.flat["accumulated"], self._weights[bucket.group_index]
+        decision = yield from self._own_gradient(bucket, scale)
+        if self.since_sync == 0:
+            torch._foreach_copy_(bucket.layout.views(bucket.flat["anchor"]), bucket.held)
+        self._normalise(bucket)
+        m.lerp_(bucket.buffer, 1.0 - self.buckets.group(bucket)["betas"][0])
+        u.add_(m, alpha=weight)
+        torch.mul(m, weight, out=bucket.buffer)
+        self._decay(bucket)
+        self.placement.move(bucket, decision)
+
+    def idle_step(self, bucket: Bucket, scale: float) -> BucketStep:
+        """Nothing moves; the gradient is dropped, and looked at."""
+        yield from self._own_gradient(bucket, scale)
+
+    # ---------------------------------------------------------------- parts of steps
+
+    def _own_gradient(self, bucket: Bucket, scale: float) -> Generator[Meeting, Answer, Decision]:
+        """This rank's gradient, times scale, in the buffer; zeros where it is not finite."""
+        g = bucket.gather(self.masks.gradients(bucket), scale)
+        decision = yield Arrived(g.isfinite().all())
+        if decision.is_spoilt:
+            g.zero_()
+        return decision
+
+    def _take_average(self, bucket: Bucket) -> None:
+        """m ← U/G, from the frames that have arrived; errors are taken over."""
+        assert bucket.ef is not None
+        g, m = bucket.group_index, bucket.flat["exp_avg_update"]
+        bucket.ef.commit()
+        weight = self._accumulated_weight[g] + self._weights[g]
+        if weight > 0.0:
+            self.codec.decode(self.placement.frames(bucket), bucket.rows(m), weight=1.0 / weight)
+        self.mask_state(bucket)
+
+    def _variance(self, bucket: Bucket, total: float | None = None) -> Variance:
+        """What D is made of. total: the sum of the weights in v, where it has just changed."""
+        v, eps = bucket.flat["exp_avg_sq"], self.buckets.group(bucket)["eps"]
+        total = self._variance_total[bucket.group_index] if total is None else total
+        correction = 1.0 / total if self.bias_correction and total > 0.0 else 1.0
+        if bucket.floor_J is None:
+            bucket.floor_J = floor_of_blocks(
+                v * correction, bucket.layout, bucket.counts, floor=self.variance_floor, fallback=self._fallback
+            )
+        return Variance(bucket.rows(v), bucket.rows(bucket.floor_J), correction, eps)
+
+    def _normalise(self, bucket: Bucket) -> None:
+        """The buffer: this rank's gradient in, a move out. In parts whose temporaries stay in a cache."""
+        variance = self._variance(bucket)
+        own = self._share_of_a_gradient(bucket) / self.placement.world_size
+        block, at_a_time = self.codec.block, BLOCKS_AT_A_TIME
+        parts = (bucket.buffer.split(at_a_time * block), variance.v_KN.view(-1).split(at_a_time * block))
+        for x, v, floor in zip(*parts, variance.floor_KJ.view(-1).split(at_a_time), strict=True):
+            part = Variance(v.unsqueeze(0), floor.unsqueeze(0), variance.correction, variance.eps)
+            x.copy_(normalised(x, part.denominator()[0], own))
+
+    def _share_of_a_gradient(self, bucket: Bucket) -> float:
+        """What a gradient would weigh in a variance step now. Divided among those who send one: see `normalised`."""
+        beta2 = self.buckets.group(bucket)["betas"][1]
+        weight = variance_weight(beta2, self._step_under_way - self._variance_steps)
+        return weight / self._total_after(bucket.group_index, weight)
+
+    def _weight_of_variance_step(self, g: int) -> float:
+        return variance_weight(self.buckets.groups[g]["betas"][1], int(self.steps[0]) - self._variance_steps)
+
+    def _total_after(self, g: int, weight: float) -> float:
+        return (1.0 - weight) * self._variance_total[g] + weight
+
+    def _kept_this_step(self, group: dict) -> float:
+        return 1.0 if self._is_forced else 1.0 - float(group["lr"]) * group["weight_decay"]
+
+    def _decay(self, bucket: Bucket) -> None:
+        lost = 1.0 - self._kept_this_step(self.buckets.group(bucket))
+        if lost != 0.0:
+            torch._foreach_add_(bucket.views, bucket.held, alpha=lost)
+
+    def _correction(self, g: int, step: int) -> float:
+        """1 - β1^step."""
+        return 1.0 - self.buckets.groups[g]["betas"][0] ** step if self.bias_correction and step > 0 else 1.0
+
+    def after_step(self) -> str:
+        step, groups = int(self.steps[0]), self.buckets.groups
+        self._peak_lr = max(self._peak_lr, float(groups[0]["lr"]))
+        if self._round == _VARIANCE:
+            self._end_variance_step(step)
+        if self._round == _LOCAL:
+            self.since_sync += 1
+            self._seen_since_sync.update(p for p in self.buckets.params if gradient_of(p) is not None)
+            for g, group in enumerate(groups):
+                self._accumulated_weight[g] += self._weights[g]
+                self._kept_share[g] *= self._kept_this_step(group)
+        elif self.since_sync:
+            self.since_sync = 0
+            self._seen_since_sync.clear()
+            self._accumulated_weight = [0.0] * len(groups)
+            self._kept_share = [1.0] * len(groups)
+        return self._round
+
+    def _end_variance_step(self, step: int) -> None:
+        for g in range(len(self._variance_total)):
+            self._variance_total[g] = self._total_after(g, self._weight_of_variance_step(g))
+        self._variance_steps = step
+        variances = [bucket.flat["exp_avg_sq"] for bucket in self.buckets]
+        shares = [bucket.share_J for bucket in self.buckets]
+        total, elements = self.parts.total(*sums_of_live_blocks(variances, shares, self.codec.block))
+        self._fallback = total / elements if elements else 1.0
+        for bucket in self.buckets:
+            bucket.floor_J = None
+        if not self.updates.is_due(step):  # the next step would be the first in one bit
+            self.policy.decide()
+
+    # ---------------------------------------------------------------- state
+
+    def allocate(self, bucket: Bucket, phase: str) -> None:
+        bucket.phase = phase
+        bucket.ef = self.placement.new_errors(bucket)
+        names = ["exp_avg_update", "exp_avg_sq"]
+        if self.local_steps.longest > 1:
+            names += ["accumulated", "anchor"]
+        bucket.flat = {name: torch.zeros(bucket.layout.numel, device=bucket.device) for name in names}
+        bucket.floor_J = None
+        bucket.wires.clear()
+        groups = len(self.buckets.groups)  # some may have nothing here: a pipeline stage without norms
+        self._variance_total += [0.0] * (groups - len(self._variance_total))
+        self._accumulated_weight += [0.0] * (groups - len(self._accumulated_weight))
+        self._kept_share += [1.0] * (groups - len(self._kept_share))
+
+    def momentum(self, bucket: Bucket) -> Tensor:
+        D = self._variance(bucket).denominator().view(-1)
+        return D.mul_(bucket.flat["exp_avg_update"]).div_(self._correction(bucket.group_index, bucket.step))
+
+    def last_average(self, bucket: Bucket) -> Tensor:
+        lr = float(self.buckets.group(bucket)["lr"])
+        return bucket.flat["exp_avg_update"] * (lr / self._correction(bucket.group_index, bucket.step))
+
+    def record(self) -> dict:
+        is_apart = self.since_sync > 0
+        return {
+            "peak_lr": self._peak_lr,
+            "variance_steps": self._variance_steps,
+            "variance_total": list(self._variance_total),
+            "fallback": self._fallback,
+            "since_sync": self.since_sync,
+            "accumulated_weight": list(self._accumulated_weight),
+            "kept_share": list(self._kept_share),
+            # Between synchronisations this rank's parameters are its own, and no other file holds them.
+            "waiting": [p in self._seen_since_sync for p in self.buckets.params] if is_apart else [],
+            "parameters": [local(p).detach().clone() for p in self.buckets.params] if is_apart else [],
+        }
+
+    def load_record(self, record: dict) -> None:
+        self._peak_lr = record["peak_lr"]
+        self._variance_steps = record["variance_steps"]
+        self._variance_total = list(record["variance_total"])
+        self._fallback = record["fallback"]
+        self.since_sync = record["since_sync"]
+        self._accumulated_weight = list(record["accumulated_weight"])
+        self._kept_share = list(record["kept_share"])
+        params = self.buckets.params
+        waiting = record.get("waiting") or [self.since_sync > 0] * len(params)  # not in the first files
+        self._seen_since_sync = {p for p, waits in zip(params, waiting, strict=True) if waits}
+        with torch.no_grad():
+            for p, saved in zip(params, record["parameters"], strict=False):
+                local(p).copy_(saved)
+
+    def take_apart(self, record: Mapping, index: int, layout: Layout, states: Sequence[ParameterState]) -> None:
+        first = sum(len(saved["params"]) for saved in record["buckets"][:index])
+        if not record["parameters"]:
+            return
+        for k, one in enumerate(states, first):
+            one.elements["value"] = record["parameters"][k]
+            if record.get("waiting"):
+                one.numbers["waits"] = torch.tensor(record["waiting"][k])
+
+    def put_together(self, of_buckets: Sequence[tuple[Bucket, Sequence[ParameterState]]]) -> dict:
+        states = [one for _, of_bucket in of_buckets for one in of_bucket]
+        return {
+            "parameters": [one.elements.pop("value") for one in states if "value" in one.elements],
+            "waiting": [bool(one.numbers["waits"]) for one in states if "waits" in one.numbers],
+        }
+
+    def adopt_dense_state(self) -> None:
+        self._variance_steps = int(self.steps[0]) if self.steps else 0
+        for g, group in enumerate(self.buckets.groups[: len(self._variance_total)]):
+            self._variance_total[g] = 1.0 - group["betas"][1] ** int(self.steps[g])
+        for bucket in self.buckets:
+            bucket.floor_J = None
+            bucket.flat["exp_avg_update"].div_(self._variance(bucket).denominator().view(-1))
 
 
 class ZeroOneAdam(CompressedOptimizer):
@@ -51,8 +391,9 @@ class ZeroOneAdam(CompressedOptimizer):
 
     The paper's m averages gradients and is divided by D when it moves. While D stands still that is the same; when D
     changes, the noise of compression in m would be multiplied by the change, and a block whose variance collapses
-    (units that die and wake) would blow up. A g_i far beyond an old D counts in D (`normalised`). See README,
-    "Differences".
+    (units that die and wake) would blow up. A g_i far beyond an old D counts in D (`normalised`). See
+    `docs/differences.md`.
+
 
     Weight decay (decoupled) acts in every step and is no part of u. A step with lr = 0 moves nothing; while every step
     synchronises, its gradient is dropped. Between synchronisations the replicas differ: call `sync()` on all ranks
@@ -65,9 +406,6 @@ class ZeroOneAdam(CompressedOptimizer):
     local_step_clipper > 1 another 8 (u and the anchor). Sends per rank 2·(W-1)/W·(1 + 16/block) bits per parameter and
     synchronisation, 2·(W-1)/W·(8 + 16/block) per variance step.
     """
-
-    kind = "0/1 Adam"
-    adam_names: ClassVar = {"exp_avg_update": "exp_avg"}  # m/D by a name of its own: torch's AdamW takes m for it
 
     def __init__(
         self,
@@ -86,265 +424,15 @@ class ZeroOneAdam(CompressedOptimizer):
         variance_floor: float = 0.01,
         **common: Unpack[CommonOptions],
     ):
-        check_number(type(self).__name__, "variance_floor", variance_floor)
-        self.updates = VarianceUpdates(var_update_scaler, var_freeze_step)
-        self.local_steps = LocalSteps(local_step_scaler, local_step_clipper, var_freeze_step or 0)
-        self.variance_codec = codec_of_gradients(variance_codec, common)
-        self.variance_floor = variance_floor
-        self.bias_correction = bias_correction
-        self._round = ""  # of the step under way; decided once, as learning rates may be edited before step()
-        self._step_under_way = 1
-        self._weights: list[float] = []  # γ of the step under way, per group
-        self._peak_lr = 0.0
-        self._variance_steps = 0  # steps up to and including the last variance step
-        self._variance_total: list[float] = []  # the sum of the weights in v, per group
-        self._fallback = 1.0
-        self._since_sync = 0
-        self._seen_since_sync: set[Tensor] = set()  # parameters that this rank has had a gradient for since
-        self._is_forced = False
-        self._accumulated_weight: list[float] = []  # G, per group
-        self._kept_share: list[float] = []  # what weight decay has left of the anchor, per group
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **common)
-
-    def _options(self) -> list[str]:
-        names = ("updates", "local_steps", "variance_codec", "variance_floor", "bias_correction")
-        return [*super()._options(), *(f"option {name} = {getattr(self, name)}" for name in names)]
-
-    # ---------------------------------------------------------------- which round this is
-
-    def _this_round(self) -> str:
-        if not self._round:
-            self._weights = [self._weight(g) for g in range(len(self.param_groups))]
-            self._round, self._step_under_way = self._decide(), int(self._steps[0]) + 1
-        return self._round
-
-    def _decide(self) -> str:
-        if self._compresses is False:
-            return _VARIANCE
-        step, lr = int(self._steps[0]), float(self.param_groups[0]["lr"])
-        interval = self.local_steps.interval(step, lr, max(self._peak_lr, lr))
-        if interval == 1 and self._since_sync == 0 and self.updates.is_due(step):
-            return _VARIANCE
-        if self._since_sync + 1 < interval:
-            return _LOCAL
-        moves = any(w > 0.0 for w in self._weights) or any(w > 0.0 for w in self._accumulated_weight)
-        return _SYNC if moves else _IDLE if interval == 1 else _LOCAL
-
-    def _weight(self, g: int) -> float:
-        """γ = lr/(1-β1^t) of the step under way."""
-        return float(self.param_groups[g]["lr"]) / self._correction(g, int(self._steps[g]) + 1)
-
-    def _codec(self, bucket: Bucket) -> Codec | None:
-        dense = Bf16Codec(self.codec.block) if self._compresses is False else self.variance_codec
-        return {_VARIANCE: dense, _SYNC: self.codec}.get(self._this_round())
-
-    def _sends_gradients(self, bucket: Bucket) -> bool:
-        return self._this_round() == _VARIANCE
-
-    def _round_name(self) -> str:
-        return "sync()" if self._is_forced else self._this_round()
-
-    @property
-    def _asks_before_sending(self) -> bool:
-        # Where rounds follow the learning rate, ranks whose rates differ would be in different ones.
-        return self.local_steps.longest > 1
-
-    def _error_feedback(self, bucket: Bucket) -> ErrorFeedback | None:
-        return None if self._this_round() == _VARIANCE else bucket.ef
-
-    def _is_synchronised(self) -> bool:
-        return self._since_sync == 0
-
-    # ---------------------------------------------------------------- state
-
-    def _allocate(self, bucket: Bucket, phase: str) -> None:
-        n, device = bucket.layout.numel, bucket.device
-        bucket.phase = phase
-        bucket.ef = bucket.new_errors(self.error_dtype)
-        names = ["exp_avg_update", "exp_avg_sq"]
-        if self.local_steps.longest > 1:
-            names += ["accumulated", "anchor"]
-        bucket.flat = {name: torch.zeros(n, device=device) for name in names}
-        bucket.floor_J = None
-        bucket.wires.clear()
-        groups = len(self.param_groups)  # some may have nothing here: a pipeline stage without norms
-        self._variance_total += [0.0] * (groups - len(self._variance_total))
-        self._accumulated_weight += [0.0] * (groups - len(self._accumulated_weight))
-        self._kept_share += [1.0] * (groups - len(self._kept_share))
-
-    def momentum(self, bucket: Bucket) -> Tensor:
-        g = bucket.group_index
-        D = self._variance(bucket, self.param_groups[g]).denominator().view(-1)
-        return D.mul_(bucket.flat["exp_avg_update"]).div_(self._correction(g, int(self._steps[g])))
-
-    def _correction(self, g: int, step: int) -> float:
-        """1 - β1^step."""
-        return 1.0 - self.param_groups[g]["betas"][0] ** step if self.bias_correction and step > 0 else 1.0
-
-    def _last_average(self, bucket: Bucket) -> Tensor:
-        g, lr = bucket.group_index, float(self.param_groups[bucket.group_index]["lr"])
-        return bucket.flat["exp_avg_update"] * (lr / self._correction(g, int(self._steps[g])))
-
-    # ---------------------------------------------------------------- what is sent
-
-    def _phases(self, bucket: Bucket, group: dict, codec: Codec, scale: float) -> Exchange:
-        """A synchronisation in every step: γ·(β1·m + (1-β1)·g/D) in one pass. Otherwise see `_make_payload`."""
-        if self._round == _VARIANCE or self._since_sync or self._is_forced:
-            yield from super()._phases(bucket, group, codec, scale)
-            return
-        beta1, weight = group["betas"][0], self._weights[bucket.group_index]
-        own = self._weight_of_a_gradient(bucket, group) / self._hierarchy.nodes
-        weights = MomentumWeights(keep=weight * beta1, add=weight * (1.0 - beta1), own=own, unscale=scale)
-        m_WN = self._rows(bucket.flat["exp_avg_update"])
-        yield from self._phases_of_momentum(
-            bucket, self._gradients(bucket), self._variance(bucket, group), m_WN, weights
+        rule = ZeroOneRule(
+            VarianceUpdates(var_update_scaler, var_freeze_step),
+            LocalSteps(local_step_scaler, local_step_clipper, var_freeze_step or 0),
+            codec_of_gradients(variance_codec, common.get("codec")),
+            bias_correction=bias_correction,
+            variance_floor=variance_floor,
         )
-
-    def _make_payload(self, bucket: Bucket, group: dict) -> None:
-        """Variance step: the gradient. After local steps: u + γ·(β1·m + (1-β1)·g/D), or u where it is forced."""
-        if self._round == _VARIANCE:
-            return
-        u = bucket.flat["accumulated"]
-        if self._is_forced:
-            bucket.x.copy_(u)
-            return
-        beta1 = group["betas"][0]
-        self._normalise(bucket, group)
-        bucket.x.mul_(1.0 - beta1).add_(bucket.flat["exp_avg_update"], alpha=beta1)
-        bucket.x.mul_(self._weights[bucket.group_index]).add_(u)
-
-    # ---------------------------------------------------------------- what is done with it
-
-    def _commit(self, bucket: Bucket, group: dict, step: int) -> None:
-        """Moments, errors, accumulators; bucket.x ← what is to be subtracted from p."""
-        rounds = {_VARIANCE: self._refresh, _SYNC: self._synchronise, _LOCAL: self._go_alone, _IDLE: self._rest}
-        rounds[self._round](bucket, group, step)
-
-    def _refresh(self, bucket: Bucket, group: dict, step: int) -> None:
-        m, v, g = bucket.flat["exp_avg_update"], bucket.flat["exp_avg_sq"], bucket.x
-        weight = self._weight_of_variance_step(bucket.group_index)
-        v.mul_(1.0 - weight).addcmul_(g, g, value=weight)
-        bucket.floor_J = None
-        D = self._variance(bucket, group, self._total_after(bucket.group_index, weight)).denominator().view(-1)
-        m.lerp_(g.div_(D), 1.0 - group["betas"][0])
-        torch.mul(m, self._weights[bucket.group_index], out=bucket.x)
-        self._decay(bucket, group)
-        bucket.wires.pop(self.variance_codec, None)  # ever rarer: its buffers are not kept
-
-    def _weight_of_variance_step(self, g: int) -> float:
-        return variance_weight(self.param_groups[g]["betas"][1], int(self._steps[0]) - self._variance_steps)
-
-    def _total_after(self, g: int, weight: float) -> float:
-        return (1.0 - weight) * self._variance_total[g] + weight
-
-    def _synchronise(self, bucket: Bucket, group: dict, step: int) -> None:
-        assert bucket.wire is not None
-        g, frames_WB = bucket.group_index, bucket.wire.frames_WB
-        assert bucket.ef is not None
-        bucket.ef.commit()
-        weight = self._accumulated_weight[g] + self._weights[g]
-        if weight > 0.0:
-            self.codec.decode(frames_WB, self._rows(bucket.flat["exp_avg_update"]), weight=1.0 / weight)
-        self._mask_state(bucket)
-        if not self._since_sync:
-            if g in self._masks:
-                self.codec.decode(frames_WB, self._rows(bucket.x))
-                self._decay(bucket, group)
-            return
-        self.codec.decode(frames_WB, self._rows(bucket.x))
-        anchor_views = bucket.layout.views(bucket.flat["anchor"])
-        torch._foreach_copy_(bucket.held, anchor_views)
-        lost = 1.0 - self._kept_share[g] * self._kept_this_step(group)
-        torch._foreach_add_(bucket.x_views, anchor_views, alpha=lost)
-        bucket.flat["accumulated"].zero_()
-
-    def _go_alone(self, bucket: Bucket, group: dict, step: int) -> None:
-        m, u, weight = bucket.flat["exp_avg_update"], bucket.flat["accumulated"], self._weights[bucket.group_index]
-        if self._since_sync == 0:
-            torch._foreach_copy_(bucket.layout.views(bucket.flat["anchor"]), bucket.held)
-        self._normalise(bucket, group)
-        m.lerp_(bucket.x, 1.0 - group["betas"][0])
-        u.add_(m, alpha=weight)
-        torch.mul(m, weight, out=bucket.x)
-        self._decay(bucket, group)
-
-    def _rest(self, bucket: Bucket, group: dict, step: int) -> None:
-        bucket.x.zero_()
-
-    def _variance(self, bucket: Bucket, group: dict, total: float | None = None) -> Variance:
-        """What D is made of. total: the sum of the weights in v, where it has just changed."""
-        v = bucket.flat["exp_avg_sq"]
-        total = self._variance_total[bucket.group_index] if total is None else total
-        correction = 1.0 / total if self.bias_correction and total > 0.0 else 1.0
-        if bucket.floor_J is None:
-            bucket.floor_J = floor_of_blocks(
-                v * correction, bucket.layout, bucket.counts, floor=self.variance_floor, fallback=self._fallback
-            )
-        return Variance(self._rows(v), self._rows(bucket.floor_J), correction, group["eps"])
-
-    def _normalise(self, bucket: Bucket, group: dict) -> None:
-        """bucket.x: this rank's gradient in, a move out. In pieces whose temporaries stay in a cache."""
-        variance = self._variance(bucket, group)
-        own = self._weight_of_a_gradient(bucket, group) / self.transport.world_size
-        block, pieces = self.codec.block, BLOCKS_AT_A_TIME
-        parts = (bucket.x.split(pieces * block), variance.v_KN.view(-1).split(pieces * block))
-        for x, v, floor in zip(*parts, variance.floor_KJ.view(-1).split(pieces), strict=True):
-            part = Variance(v.unsqueeze(0), floor.unsqueeze(0), variance.correction, variance.eps)
-            x.copy_(normalised(x, part.denominator()[0], own))
-
-    def _weight_of_a_gradient(self, bucket: Bucket, group: dict) -> float:
-        """What a gradient would weigh in a variance step now. Divided among those who send one: see `normalised`."""
-        weight = variance_weight(group["betas"][1], self._step_under_way - self._variance_steps)
-        return weight / self._total_after(bucket.group_index, weight)
-
-    def _kept_this_step(self, group: dict) -> float:
-        return 1.0 if self._is_forced else 1.0 - float(group["lr"]) * group["weight_decay"]
-
-    def _decay(self, bucket: Bucket, group: dict) -> None:
-        lost = 1.0 - self._kept_this_step(group)
-        if lost != 0.0:
-            torch._foreach_add_(bucket.x_views, bucket.held, alpha=lost)
-
-    def _move(self, bucket: Bucket, seen: Sequence[bool]) -> None:
-        if self._round != _SYNC or self._since_sync or bucket.group_index in self._masks:
-            super()._move(bucket, seen)
-            return
-        assert bucket.wire is not None
-        kept = self._kept_this_step(self.param_groups[bucket.group_index])
-        weight, keep = (torch.full((len(bucket.params),), number, device=bucket.device) for number in (-1.0, kept))
-        self._apply(bucket, seen, bucket.wire.frames_WB, weight, keep)
-
-    def _after_step(self, votes: Sequence[StepVote], step: int) -> None:
-        self.stats.phase = self._round
-        self._peak_lr = max(self._peak_lr, float(self.param_groups[0]["lr"]))
-        if self._round == _VARIANCE:
-            for g in range(len(self._variance_total)):
-                self._variance_total[g] = self._total_after(g, self._weight_of_variance_step(g))
-            self._variance_steps = step
-            self._fallback = self._mean_of_live_blocks(self._buckets, [b.flat["exp_avg_sq"] for b in self._buckets])
-            for bucket in self._buckets:
-                bucket.floor_J = None
-            if not self.updates.is_due(step):  # the next step would be the first in one bit
-                self._should_compress()
-        if self._round == _LOCAL:
-            self._since_sync += 1
-            self._seen_since_sync.update(p for p in self._slots if gradient_of(p) is not None)
-            for g, group in enumerate(self.param_groups):
-                self._accumulated_weight[g] += self._weights[g]
-                self._kept_share[g] *= self._kept_this_step(group)
-        elif self._since_sync:
-            self._since_sync = 0
-            self._seen_since_sync.clear()
-            self._accumulated_weight = [0.0] * len(self.param_groups)
-            self._kept_share = [1.0] * len(self.param_groups)
-
-    def _present(self, p: Tensor) -> bool:
-        """Whether this rank has a gradient for p, or has had one since the last synchronisation."""
-        return p in self._seen_since_sync or (super()._present(p) and not self._is_forced)
-
-    def _start_over(self) -> None:
-        super()._start_over()
-        self._round = ""
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, rule, **common)
+        self.rule: ZeroOneRule = rule
 
     @torch.no_grad()
     def sync(self) -> None:
@@ -352,63 +440,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
         All ranks. Sends a one-bit round if local steps were taken since the last one, else nothing.
         """
-        if self._since_sync == 0:
-            return
-        self._give_up_step()
-        self._round, self._is_forced = _SYNC, True
-        self._weights = [0.0] * len(self.param_groups)
-        try:
-            for bucket in self._buckets:
-                self._launch(bucket)
-            header = self._header(self._round_name())
-            mine = StepVote(header.summary(), [self._present(p) for p in self._slots])
-            seen = present_anywhere(cast_votes(self.transport, header, mine, self._buckets[0].device))
-            self._wait_all()
-            for bucket in self._buckets:
-                group = self.param_groups[bucket.group_index]
-                self._commit(bucket, group, int(self._steps[bucket.group_index]))
-                self._move(bucket, seen)
-            self._after_step([], int(self._steps[0]))
-        finally:
-            self._is_forced = False
-            self._start_over()
-
-    # ---------------------------------------------------------------- checkpoints
-
-    def _extra_state(self) -> dict:
-        return super()._extra_state() | {
-            "peak_lr": self._peak_lr,
-            "variance_steps": self._variance_steps,
-            "variance_total": list(self._variance_total),
-            "fallback": self._fallback,
-            "since_sync": self._since_sync,
-            "accumulated_weight": list(self._accumulated_weight),
-            "kept_share": list(self._kept_share),
-            # Between synchronisations this rank's parameters are its own, and no other file holds them.
-            "waiting": [p in self._seen_since_sync for p in self._slots] if self._since_sync else [],
-            "parameters": [local(p).detach().clone() for p in self._slots] if self._since_sync else [],
-        }
-
-    def _load_extra_state(self, record: dict) -> None:
-        super()._load_extra_state(record)
-        self._peak_lr = record["peak_lr"]
-        self._variance_steps = record["variance_steps"]
-        self._variance_total = list(record["variance_total"])
-        self._fallback = record["fallback"]
-        self._since_sync = record["since_sync"]
-        self._accumulated_weight = list(record["accumulated_weight"])
-        self._kept_share = list(record["kept_share"])
-        waiting = record.get("waiting") or [self._since_sync > 0] * len(self._slots)  # not in the first files
-        self._seen_since_sync = {p for p, waits in zip(self._slots, waiting, strict=True) if waits}
-        with torch.no_grad():
-            for p, saved in zip(self._slots, record["parameters"], strict=False):
-                local(p).copy_(saved)
-
-    def _adopt_dense_state(self) -> None:
-        self._variance_steps = int(self._steps[0]) if self._steps else 0
-        for g, group in enumerate(self.param_groups[: len(self._variance_total)]):
-            self._variance_total[g] = 1.0 - group["betas"][1] ** int(self._steps[g])
-        for bucket in self._buckets:
-            bucket.floor_J = None
-            D = self._variance(bucket, self.param_groups[bucket.group_index]).denominator()
-            bucket.flat["exp_avg_update"].div_(D.view(-1))
+        if self.rule.since_sync:
+            self._give_up_step()
+            self.rule.begin_forced_sync()
+            self._take_extra_step()

@@ -1,10 +1,11 @@
 """Which form a configuration takes on this grid, and the model and optimizer that it makes.
 
-    whole    stage 0, float32         the model as it is; a one-bit optimizer sends buckets during backward
-    inside   stages 1 to 3, and any   FSDP2 over the ranks of a node (`parallel/fsdp.py`); a one-bit optimizer on the
-             stage in bf16 and fp16   local shards, between nodes. Masters are float32, computing is in dtype
-    across   stages 1 and 2           `sharded/`: sharding itself crosses the slow network, in one bit and four
-    dense    Adam, AdamW, Lamb        the same with gradients averaged between replicas in float32; stage 0: whole
+    replicated   stage 0, float32         the model as it is; a one-bit optimizer sends buckets during backward
+    intra_node   stages 1 to 3, and any   FSDP2 over the ranks of a node (`parallel/fsdp.py`); a one-bit optimizer on
+                 stage in bf16 and fp16   the local shards, between nodes. Masters are float32, computing is in dtype
+    inter_node   stages 1 and 2           `sharded/`: sharding itself crosses the slow network, in one bit and four
+    dense        Adam, AdamW, Lamb        as intra_node, with gradients averaged between replicas in float32; stage 0:
+                                          as replicated
 
 `choose` is pure; `build` acts on it, on all ranks.
 """
@@ -48,8 +49,8 @@ def choose(config: Config, shape: GridShape) -> str:
         return "replicated" if config.dtype == torch.float32 else "intra_node"
     has_shards, is_alone = shape.size("shard") > 1, shape.size("shard") == shape.size("replica") == 1
     # A stage's only rank has all that is to be shared out, and crosses no network for it.
-    is_inside_alone = is_alone and (stage == 3 or config.pipeline.ranks > 1)
-    if sharding == "intra_node" or (sharding == "auto" and (has_shards or is_inside_alone)):
+    is_alone_in_node = is_alone and (stage == 3 or config.pipeline.ranks > 1)
+    if sharding == "intra_node" or (sharding == "auto" and (has_shards or is_alone_in_node)):
         if not (has_shards or is_alone):
             raise ValueError(
                 'onebit.sharding is "intra_node" and a node has one rank: there is nobody to shard with; leave it to '
@@ -135,7 +136,7 @@ def build(
                 "offload_optimizer with one rank per node: the sharded form keeps master weights and variance with the "
                 'parameters; leave it out, or shard inside nodes ("onebit": {"sharding": "intra_node"})'
             )
-        return Built(form, _across(config, grid, groups(model.to(dtype))))
+        return Built(form, _inter_node(config, grid, groups(model.to(dtype))))
     if tensor_plan is not None:
         tensor.parallelize(model, grid, tensor_plan, is_stage=ties is not None)
     sharded = None if is_plain else max(stage, 1)
@@ -178,7 +179,7 @@ def parts_of(model: nn.Module) -> Sequence[nn.Module]:
     return model.parts if isinstance(model, Stages) else (model,)
 
 
-def _across(config: Config, grid: Grid, params: Iterable) -> ShardedOnebitOptimizer:
+def _inter_node(config: Config, grid: Grid, params: Iterable) -> ShardedOnebitOptimizer:
     p, ours, stage = _choice(config).params, config.onebit, config.zero_optimization.stage
     if stage == 2 and config.gradient_clipping > 0:
         stage = 1

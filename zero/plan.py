@@ -9,7 +9,7 @@ same for all three optimizers, but that ZeroOneAdam's skipped rounds send nothin
 costs that were fitted on one machine (scripts/records/growth_2026-11.md), an estimate for others: from all traffic that
 can hide behind two thirds of the computing does, to none does, as where ranks have no processor to spare. Recorded
 steps of ours and of DDP (scripts/records/bench_2026-11.jsonl) lie in between, within 15 %, which is a test. The
-formulas are in README, "Memory".
+formulas are in `docs/memory.md`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The one-bit codec: a sign per element and a scale per block, in one frame. Byte layout: `kernels/reference.py`.
 
 Source: the compression operator of 1-bit Adam (Tang et al., arXiv 2102.02888, section 3), with a scale per block of
-`block` elements instead of one for the whole tensor; README, "Differences", says why.
+`block` elements instead of one for the whole tensor; `docs/differences.md` says why.
 """
 
 from __future__ import annotations

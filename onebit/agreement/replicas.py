@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +24,30 @@ _CHUNK = 1 << 20
 
 class ReplicaError(RuntimeError):
     """The replicas of a parameter are no longer bit-identical."""
+
+
+@dataclass
+class ReplicaCheck:
+    """When replicas are compared: every so many steps, taken or skipped (0: never), but while they are meant to differ.
+
+    counted: steps so far. compared: how many there were when they were last compared.
+    """
+
+    every: int
+    counted: int = 0
+    compared: int = 0
+
+    def is_due(self, *, are_synchronised: bool) -> bool:
+        """Count a step; whether it is one after which to compare."""
+        self.counted += 1
+        if not self.every or not are_synchronised or self.counted // self.every <= self.compared // self.every:
+            return False
+        self.compared = self.counted
+        return True
+
+    def restart(self, step: int) -> None:
+        """A state was loaded that has taken so many steps."""
+        self.counted = self.compared = step
 
 
 def check_same_lines(

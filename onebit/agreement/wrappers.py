@@ -18,11 +18,33 @@ from torch import Tensor
 from ..comm import Transport
 from ..comm.messages import raise_on_all_ranks
 from ..marks import gradient_bits
+from ..model_parallel import ModelParallelGroup
 
 log = logging.getLogger(__name__)
 
 COMPARED_STEPS = 2
 NOT_COMPARED = b"\0" * 8
+
+
+class WrapperWatch:
+    """Compares the ranks' gradients in the first steps, and looks for who has averaged them where they are the same."""
+
+    def __init__(self, transport: Transport, parts: ModelParallelGroup):
+        self._transport, self._parts = transport, parts
+        self._is_warned = False
+
+    def is_on(self, step: int) -> bool:
+        """Whether gradients are compared in this step, counted from 0."""
+        return step < COMPARED_STEPS and self._transport.world_size > 1
+
+    def look(self, digests: Sequence[bytes], params: Iterable[Tensor]) -> None:
+        """Refuse a wrapper that averages gradients as well, warn of what looks like one. All parts of the model."""
+        is_alike = are_alike(digests)
+        if any(flag for (flag,) in self._parts.gather(float(is_alike))):
+            self._parts.raise_on_all_ranks(RuntimeError, lambda: refuse_wrapper(self._transport, params))
+            if is_alike and not self._is_warned:
+                self._is_warned = True
+                warn_of_averaging(self._transport)
 
 
 def gradient_digest(grads_by_bucket: Iterable[Sequence[Tensor | None]]) -> bytes:

@@ -15,8 +15,8 @@ import torch
 from train.model import build_model
 
 import onebit
-from onebit.base import CompressedOptimizer
 from onebit.comm import SimTransport, run_ranks
+from onebit.optimizer import CompressedOptimizer
 
 OPTIMIZERS: dict[str, Callable[..., CompressedOptimizer]] = {
     "OnebitAdam, OnebitLamb": partial(onebit.OnebitAdam, freeze_step=2),

@@ -113,7 +113,7 @@ def _measure(contender: Contender, grid: grids.Grid, windows: Windows, args: arg
 
 
 def _counters(pipeline: zero.pipeline.Pipeline, grid: grids.Grid) -> tuple[int, int, int]:
-    return pipeline.sent_bytes, grid.link.sent_bytes, sent_on_wire() or 0
+    return pipeline.sent_bytes, grid.transport.sent_bytes, sent_on_wire() or 0
 
 
 def run(network: str, args: argparse.Namespace) -> dict[str, dict]:

@@ -33,10 +33,10 @@ from train.model import GPT, SIZES, VOCABULARY, build_model, decay_groups
 import onebit
 from bench.collective import measure
 from onebit import comm
-from onebit.base import CompressedOptimizer
 from onebit.comm import Transport
 from onebit.comm.transports.torch_distributed import TorchTransport
-from onebit.frozen_variance import FrozenVarianceOptimizer
+from onebit.onebit_adam import AdamRule
+from onebit.optimizer import CompressedOptimizer
 from onebit.schedule import DenseSteps, VarianceUpdates
 from onebit.zero import ShardedOnebitAdam
 from onebit.zero.parallel import fsdp
@@ -246,17 +246,17 @@ class Onebit(Local):
         self.optimizer = make(
             decay_groups(model, WEIGHT_DECAY), lr=LR, transport=transport, compression="always", **options
         )
-        if isinstance(self.optimizer, FrozenVarianceOptimizer):
-            skip_warmup(self.optimizer)
+        if isinstance(self.optimizer.rule, AdamRule):
+            skip_warmup(self.optimizer.rule)
 
     def settle(self) -> None:
         if isinstance(self.optimizer, onebit.ZeroOneAdam):
             self.optimizer.sync()  # a cycle of local steps begins
 
 
-def skip_warmup(optimizer: FrozenVarianceOptimizer) -> None:
+def skip_warmup(rule: AdamRule) -> None:
     """One step of warm-up and no refresh: what its steps in "auto" are after warm-up, from the second on."""
-    optimizer.rule = DenseSteps("auto", warmup=1, refreshes=VarianceUpdates(1, var_freeze_step=0))
+    rule.schedule = DenseSteps("auto", warmup=1, refreshes=VarianceUpdates(1, var_freeze_step=0))
 
 
 @dataclass(frozen=True)

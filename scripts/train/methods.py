@@ -22,9 +22,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import onebit
 from onebit import comm
-from onebit.base import CompressedOptimizer
 from onebit.checkpoint.folder import is_empty
 from onebit.dense import DenseAverager, broadcast_parameters
+from onebit.optimizer import CompressedOptimizer
 from train.checkpoint import CheckpointFolder
 from train.model import GPT, build_model, decay_groups
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from onebit import comm, zero
-from onebit.base import CompressedOptimizer
 from onebit.checkpoint.files import CheckpointError
 from onebit.checkpoint.folder import is_empty
 from onebit.comm.messages import raise_on_all_ranks
 from onebit.model_parallel import local
+from onebit.optimizer import CompressedOptimizer
 from onebit.zero.sharded.optimizer import ShardedOnebitOptimizer
 from train.layouts import tensor_plan
 from train.methods import SHARDED_ONLY, ByParts, Exchange, HasSent, RunCheckpoints, lr_fraction

@@ -247,8 +247,8 @@ def test_an_error_of_one_shard_is_raised_by_all() -> None:
                 raise ValueError("found by shard 1")
 
         with pytest.raises(ValueError, match="found by shard 1") as raised:
-            ModelParallelGroup(transport).together(ValueError, check)
-        ModelParallelGroup(transport).together(ValueError, lambda: None)
+            ModelParallelGroup(transport).raise_on_all_ranks(ValueError, check)
+        ModelParallelGroup(transport).raise_on_all_ranks(ValueError, lambda: None)
         return str(raised.value)
 
     assert run_ranks(3, work) == ["found by shard 1"] * 3

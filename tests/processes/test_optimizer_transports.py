@@ -34,7 +34,7 @@ def train(transport: Transport, max_grad_norm: float = 0.7) -> str:
         max_grad_norm=max_grad_norm,
         check_replicas_every=3,
     )
-    assert len(optimizer._buckets) == 2
+    assert len(optimizer.buckets) == 2
     for step in range(12):
         generator = torch.Generator().manual_seed(100 * step + transport.rank)
         x, y = torch.randn(8, 20, generator=generator), torch.randint(0, 9, (8,), generator=generator)
@@ -62,7 +62,7 @@ def train_sharded(transport: Transport, stage: int = 1, kind: type = ShardedOneb
         warmup_steps=3,
         **options,
     )
-    assert len(optimizer._buckets) > 1
+    assert len(optimizer.buckets) > 1
     for step in range(10):
         generator = torch.Generator().manual_seed(100 * step + transport.rank)
         x, y = torch.randn(8, 20, generator=generator), torch.randint(0, 9, (8,), generator=generator)

@@ -45,7 +45,7 @@ def test_freeze_step_ends_the_warm_up_of_every_form(ranks: list[dict]) -> None:
 
 @pytest.mark.dist
 def test_an_overflow_on_one_rank_is_skipped_by_all(ranks: list[dict]) -> None:
-    assert ranks[0]["overflow"].keys() == {"across 1", "across 2", "inside 3", "dense 2"}
+    assert ranks[0]["overflow"].keys() == {"inter_node 1", "inter_node 2", "intra_node 3", "dense 2"}
     for form in ranks[0]["overflow"]:
         for facts in ranks:
             _, before, skipped, after = facts["overflow"][form]["seen"]
@@ -135,7 +135,7 @@ def test_two_ranks_go_on_from_where_four_were(folder: Path, ranks: list[dict]) -
             assert uninterrupted < 0.8 * saved
             assert abs(resumed - uninterrupted) < 0.03 * saved, f"{forms}: {resumed}, not {uninterrupted}"
         assert len(facts) == 4
-        assert "form is across, this run's is whole" in refused and "import_weights" in refused
+        assert "form is inter_node, this run's is replicated" in refused and "import_weights" in refused
 
 
 # ---------------------------------------------------------------- without processes

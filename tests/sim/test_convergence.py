@@ -82,7 +82,7 @@ def test_sharded_onebit_adam_reaches_the_loss_of_adamw_and_would_not_if_it_forgo
     class Forgetful(ShardedOnebitAdam):
         def step(self, closure: Callable[[], float] | None = None) -> float | None:
             loss = super().step(closure)
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 bucket.momentum.zero_()
             return loss
 

@@ -10,8 +10,8 @@ import torch
 from test_optimizer_contract import FAMILY, flat, make, model, same, train
 from torch import Tensor
 
-from onebit.base import CompressedOptimizer
 from onebit.comm import SimTransport, run_ranks
+from onebit.optimizer import CompressedOptimizer
 
 
 def trained(world_size: int, name: str, steps: int, **options: object) -> list[tuple[dict, dict, Tensor]]:
@@ -31,7 +31,7 @@ def trained(world_size: int, name: str, steps: int, **options: object) -> list[t
 def owed(optimizer: CompressedOptimizer) -> Tensor:
     """This rank's share of what the mean is still owed: worker error / H, and the server error of its chunk."""
     parts = []
-    for bucket in optimizer._buckets:
+    for bucket in optimizer.buckets:
         if bucket.ef is None:
             continue
         mine = bucket.spread(bucket.ef.worker.double()) / bucket.hierarchy.nodes

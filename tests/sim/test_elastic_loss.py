@@ -16,8 +16,8 @@ import pytest
 from study.tasks import load_task
 
 import onebit
-from onebit.base import CompressedOptimizer
 from onebit.comm import SimTransport, run_ranks
+from onebit.optimizer import CompressedOptimizer
 
 STEPS, CUTS = 150, (0, 68, 108, 150)
 FAMILY: dict[str, tuple[type[CompressedOptimizer], float, dict]] = {

@@ -203,7 +203,7 @@ def test_replicas_are_bit_identical_and_learn(H: int, L: int, name: str) -> None
         net = model(seed=transport.rank)
         options = {"bucket_cap_mb": 0.003, "max_grad_norm": 5.0 if name == "OnebitAdam" else 0.0}
         optimizer = make(name, net, transport, check_replicas_every=1, **options)
-        assert len(optimizer._buckets) > 2
+        assert len(optimizer.buckets) > 2
         steps = [(train(transport, range(k, k + 1), net, optimizer)[0], optimizer.stats.phase) for k in range(24)]
         return [weights for weights, phase in steps if phase != "local"]
 
@@ -241,7 +241,7 @@ def test_overlap_changes_nothing() -> None:
         net = nn.Sequential(*(nn.Linear(20, 20) for _ in range(8)), nn.Linear(20, 3))
         net.load_state_dict({k: 0.2 * vector(len(k), v.numel()).view(v.shape) for k, v in net.state_dict().items()})
         optimizer = make("OnebitAdam", net, transport, overlap=overlap, bucket_cap_mb=0.0015)
-        assert len(optimizer._buckets) > 7
+        assert len(optimizer.buckets) > 7
         return train(transport, range(12), net, optimizer)[-1]
 
     with_overlap, without = (run_nodes(2, 2, lambda transport, o=o: ours(transport, o)) for o in (True, False))

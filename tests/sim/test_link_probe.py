@@ -147,8 +147,8 @@ def decide() -> list[bool]:
         optimizer = onebit.OnebitAdam(
             [torch.nn.Parameter(torch.ones(300_000))], transport=transport, bucket_cap_mb=0.25
         )
-        optimizer._computing._times.append(compute_s)
-        decisions.append(optimizer._should_compress())
+        optimizer.policy.computing._times.append(compute_s)
+        decisions.append(optimizer.policy.decide())
     transport.close()
     return decisions
 

@@ -11,8 +11,8 @@ from test_optimizer_contract import FAMILY
 from torch import Tensor, nn
 
 import onebit
-from onebit.base import CompressedOptimizer
 from onebit.comm import SimTransport, Transport
+from onebit.optimizer import CompressedOptimizer
 
 KINDS = {name: (kind, {**options, "betas": (0.9, 0.99)}) for name, (kind, options) in FAMILY.items()}
 KINDS["auto"] = (onebit.OnebitAdam, {"lr": 0.01})  # 100 steps of warm-up, refreshes at 104, 108, ...
@@ -32,9 +32,9 @@ def build(
 
 def masked_parts(optimizer: CompressedOptimizer) -> list[Tensor]:
     """What is kept of the elements that may not move: momentum, moves to come, and what the next exchange sends."""
-    bucket, rows = optimizer._buckets[0], optimizer.transport.world_size
+    bucket, rows = optimizer.buckets[0], optimizer.transport.world_size
     parts = {name: flat for name, flat in bucket.flat.items() if name in ("exp_avg", "exp_avg_update", "accumulated")}
-    parts["momentum"] = optimizer.momentum(bucket)
+    parts["momentum"] = optimizer.rule.momentum(bucket)
     if bucket.ef is not None:
         sent = bucket.own_rows(parts.get("exp_avg_update", torch.zeros(bucket.layout.numel))).clone()
         if bucket.frames is not None:

@@ -136,7 +136,7 @@ def test_a_layer_has_a_momentum_if_any_of_its_shards_has() -> None:
         for _ in range(3):
             p.grad = grad
             optimizer.step()
-        return [float(optimizer._buckets[0].layers[name]) for name in ("ratio_total", "mean_ratio", "coeff")]
+        return [float(optimizer.buckets[0].layers[name]) for name in ("ratio_total", "mean_ratio", "coeff")]
 
     first, second = run_ranks(2, work)
     assert first == second and first[0] > 0.0
@@ -153,7 +153,7 @@ def test_tensor_ranks_vote_on_what_they_hold_alike() -> None:
             params = [held(whole, way, transport.rank) for way in ways]
             if spoilt is not None and transport.rank == bad:
                 params[ways.index(spoilt)][0, 0] += 1.0
-            said.append(shards.unlike(params, ways))
+            said.append(shards.find_divergence(params, ways))
         return said
 
     for rank, said in enumerate(run_ranks(SHARD * TENSOR, work)):

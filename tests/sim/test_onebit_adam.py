@@ -86,7 +86,7 @@ def test_equals_the_textbook_loop_over_refreshes(
     )
     expected = run(oracle, gradient, LRS)
     codec = Int8Codec() if in_eight_bits else IdentityCodec()
-    monkeypatch.setattr("onebit.frozen_variance.DenseSteps", lambda _: rule)
+    monkeypatch.setattr("onebit.onebit_adam.DenseSteps", lambda _: rule)
     results = run_ranks(world_size, lambda transport: train(transport, LRS, warmup_codec=codec)[0])
     for trajectory in results:
         np.testing.assert_array_equal(trajectory, results[0])

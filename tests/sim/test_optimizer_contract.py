@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import onebit
-from onebit.base import CompressedOptimizer
 from onebit.comm import IdentityCodec, Int8Codec, SignCodec, SimTransport, run_ranks
+from onebit.optimizer import CompressedOptimizer
 from onebit.schedule import DenseSteps, VarianceUpdates
 
 FREEZE = 5
@@ -330,7 +330,7 @@ def test_a_group_added_later_warms_up_for_as_long() -> None:
         phases = []
         for step in range(5, 12):
             train(transport, range(step, step + 1), net, optimizer)
-            phases.append(optimizer._buckets[-1].phase)
+            phases.append(optimizer.buckets[-1].phase)
         assert optimizer.stats.phase == "compressed"
         return phases
 
@@ -341,7 +341,7 @@ def test_a_group_added_later_warms_up_for_as_long() -> None:
 def test_a_group_added_later_does_not_change_what_a_dead_parameter_waits_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter without a gradient has the mean denominator of those it was frozen with, at a refresh too."""
     rule = DenseSteps("auto", warmup=6, refreshes=VarianceUpdates(2))
-    monkeypatch.setattr("onebit.frozen_variance.DenseSteps", lambda _: rule)
+    monkeypatch.setattr("onebit.onebit_adam.DenseSteps", lambda _: rule)
     live, dead, late = (nn.Parameter(torch.zeros(256)) for _ in range(3))
     optimizer = onebit.OnebitAdam([live, dead], transport=SimTransport())
     for step in range(23):
@@ -351,7 +351,7 @@ def test_a_group_added_later_does_not_change_what_a_dead_parameter_waits_with(mo
         optimizer.step()
         if step == 6:
             before = optimizer.state[dead]["denominator"].clone()
-    assert optimizer.stats.phase == "refresh" and {bucket.phase for bucket in optimizer._buckets} == {"compressed"}
+    assert optimizer.stats.phase == "refresh" and {bucket.phase for bucket in optimizer.buckets} == {"compressed"}
     torch.testing.assert_close(optimizer.state[dead]["denominator"], before)
     torch.testing.assert_close(before, torch.ones(256), atol=0, rtol=1e-3)  # int8
 
@@ -365,7 +365,7 @@ def test_a_gradient_that_is_missing_on_one_rank_holds_nobody_up(name: str) -> No
 
     def ours(transport: SimTransport) -> Tensor:
         net, optimizer = fresh(transport, name, bucket_cap_mb=0.003)
-        assert len(optimizer._buckets) > 2
+        assert len(optimizer.buckets) > 2
         for step in range(3 * FREEZE):
             x, y = batch(step, transport.rank)
             skips = transport.rank == 1 and step % 3 == 2  # the layer in the middle
@@ -744,7 +744,7 @@ def test_buckets_leave_during_backward_and_change_nothing() -> None:
     def ours(transport: SimTransport) -> bool:
         recorder = Recorder(transport)
         net, optimizer = fresh(recorder, bucket_cap_mb=0.004)
-        assert len(optimizer._buckets) > 2
+        assert len(optimizer.buckets) > 2
         net[0].weight.register_hook(lambda _: recorder.events.append("first layer's backward"))
         train(recorder, range(9), net, optimizer)
         recorder.events.clear()
@@ -872,7 +872,7 @@ def test_state_needs_no_more_than_adamw() -> None:
         warm = optimizer.state_bytes() / p.numel()
         p.grad = torch.ones_like(p)
         optimizer.step()
-        assert optimizer.stats.phase == "warmup" and optimizer._buckets[0].phase == "compressed"
+        assert optimizer.stats.phase == "warmup" and optimizer.buckets[0].phase == "compressed"
         return warm, optimizer.state_bytes() / p.numel()
 
     warm, compressed = run_ranks(4, ours)[0]

@@ -152,7 +152,7 @@ def test_between_synchronisations_parameters_become_the_mean() -> None:
     def train(transport: SimTransport) -> tuple[dict, list[Tensor], bool]:
         rank = Rank(transport, LAYOUTS["rows"], "ZeroOneAdam")
         rank.train(range(7))
-        return copy.deepcopy(rank.optimizer.state_dict()), list(rank.params), rank.optimizer._is_synchronised()
+        return copy.deepcopy(rank.optimizer.state_dict()), list(rank.params), rank.optimizer.rule.is_synchronised()
 
     ranks = run_ranks(4, train)
     assert not any(is_synchronised for _, _, is_synchronised in ranks)

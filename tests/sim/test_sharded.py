@@ -119,7 +119,7 @@ def test_stage_2_is_stage_1_to_the_bit_and_frees_gradients_in_backward() -> None
         optimizer = ShardedOnebitAdam(
             model.parameters(), transport=transport, stage=stage, bucket_cap_mb=1024 * 4 / 2**20, **OPTIONS
         )
-        assert len(optimizer._buckets) > 2
+        assert len(optimizer.buckets) > 2
         for step in range(8):
             data = torch.Generator().manual_seed(100 * step + transport.rank)
             for part in range(2):
@@ -267,10 +267,10 @@ def test_no_element_moves_further_than_the_limit() -> None:
         for step in range(20):
             p.grad = torch.randn(4, 256, generator=torch.Generator().manual_seed(step))
             p.grad[transport.rank] = 0.0  # the chunk it owns
-            before = [bucket.owned.clone() for bucket in optimizer._buckets]
+            before = [bucket.owned.clone() for bucket in optimizer.buckets]
             optimizer.step()
             if step:
-                worst = max(float((optimizer._buckets[0].owned - before[0]).abs().max()), worst)
+                worst = max(float((optimizer.buckets[0].owned - before[0]).abs().max()), worst)
         return worst
 
     assert all(0.5 < moved <= 3.0 * (1 + 1e-5) for moved in run_ranks(4, work))

@@ -44,7 +44,7 @@ def test_stage_2_is_stage_1_to_the_bit_and_frees_gradients_in_backward(leaf: str
     def work(transport: SimTransport, stage: int) -> tuple[Tensor, list[Tensor], list[bool]]:
         params = initial(sizes=(600, 7, 900))
         optimizer = kind(params, transport=transport, lr=1e-2, stage=stage, bucket_cap_mb=600 * 4 / 2**20, **own)
-        assert len(optimizer._buckets) > 1
+        assert len(optimizer.buckets) > 1
         freed = []
         for step in range(9):
             data = torch.Generator().manual_seed(100 * step + transport.rank)
@@ -185,7 +185,7 @@ def test_at_lr_0_masters_stand_still_and_replicas_go_to_them(kind: type, differe
                 optimizer.param_groups[0]["lr"] = 0.0
             p.grad = torch.randn(1024, generator=data)
             optimizer.step()
-            bucket = optimizer._buckets[0]
+            bucket = optimizer.buckets[0]
             if step >= steps:
                 assert masters is None or torch.equal(bucket.owned, masters)
                 masters = bucket.owned.clone()

@@ -78,7 +78,7 @@ def test_a_layer_without_weights_moves_as_adam_does_and_then_by_its_norm() -> No
         for _ in range(2):
             p.grad = torch.ones_like(p)
             optimizer.step()
-            masters.append(optimizer._buckets[0].owned.clone())
+            masters.append(optimizer.buckets[0].owned.clone())
         return [before - after for before, after in pairwise(masters)]
 
     for first, second in run_ranks(2, work):  # of either half; ‖p‖/‖u‖ is 0.1 in the second step

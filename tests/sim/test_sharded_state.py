@@ -63,7 +63,7 @@ def test_resume_equals_no_interruption(form: str, stop: int) -> None:
 
     for (_, x, _), (y, optimizer), end in zip(before, run_ranks(3, load), before, strict=True):
         assert torch.equal(x, y)
-        for bucket, other in zip(optimizer._buckets, _by_bucket(end[2]), strict=True):
+        for bucket, other in zip(optimizer.buckets, _by_bucket(end[2]), strict=True):
             momentum, variance, owned, steps = other
             assert torch.equal(bucket.variance, variance) and torch.equal(bucket.owned, owned)
             assert torch.equal(torch.stack(bucket.steps), steps)

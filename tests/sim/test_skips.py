@@ -148,7 +148,7 @@ def test_a_bit_that_flips_in_replicated_state_is_found(name: str, steps: int, te
             step(params, optimizer, transport.rank)
         optimizer.check_replicas()
         if transport.rank == 1:
-            flip(tensor(optimizer._buckets[0]))
+            flip(tensor(optimizer.buckets[0]))
         with pytest.raises(onebit.ReplicaError) as caught:
             optimizer.check_replicas()
         return str(caught.value)

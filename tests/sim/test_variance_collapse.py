@@ -22,7 +22,7 @@ def largest_move(transport: SimTransport, name: str, beta2: float, size_after: f
     generator, largest = torch.Generator().manual_seed(transport.rank), 0.0
     for step in range(steps + 3):
         if by_hand and step == steps:
-            for bucket in optimizer._buckets:
+            for bucket in optimizer.buckets:
                 bucket.flat[key].mul_(factor)
         before = p.detach().clone()
         p.grad = (1.0 if step < steps else size_after) * (0.3 + torch.randn(1024, generator=generator))

@@ -220,7 +220,7 @@ def test_what_no_rank_has_a_gradient_for_stays_through_local_steps(ends: str) ->
     def begins(transport: SimTransport) -> dict:
         params, optimizer = new(transport)
         while optimizer.stats.phase != "local":
-            gradients(params, transport.rank, int(optimizer._steps[0]), ["all", "one", "none"])
+            gradients(params, transport.rank, int(optimizer.steps[0]), ["all", "one", "none"])
             optimizer.step()
         optimizer.sync()
         before = {name: p.detach().clone() for name, p in params.items()}

@@ -64,9 +64,9 @@ float __shfl_xor_sync(uint32_t mask, float value, int apart) {
 }
 uint32_t __ballot_sync(uint32_t, bool vote) {
   const uint32_t* votes = exchange(vote);
-  uint32_t vote = 0;
-  for (int l = 0; l < kWarp; ++l) vote |= votes[l] << l;
-  return vote;
+  uint32_t ballot = 0;
+  for (int l = 0; l < kWarp; ++l) ballot |= votes[l] << l;
+  return ballot;
 }
 
 }  // namespace

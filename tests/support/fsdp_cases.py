@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import onebit
-from onebit.base import CompressedOptimizer
 from onebit.comm import SignCodec, Transport
+from onebit.onebit_adam import AdamRule
+from onebit.optimizer import CompressedOptimizer
 
 _GLOBAL_RNG = threading.Lock()  # simulated ranks are threads: seeding and drawing must not interleave
 
@@ -128,11 +129,17 @@ def twin(
     return out
 
 
+def fallback_of(optimizer: CompressedOptimizer) -> float:
+    """The variance of blocks that have never seen a gradient."""
+    rule = optimizer.rule
+    return rule.variance.fallback if isinstance(rule, AdamRule) else rule._fallback
+
+
 def note(out: dict[str, list], net: nn.Module, optimizer: CompressedOptimizer) -> None:
     """What is compared: all parameters, the clip factor, the model's mean variance, what LAMB knows of its layers."""
     out["params"].append(flat(net))
     out["clip"].append(optimizer.stats.clip_factor)
-    layers = [dict(bucket.layers) for bucket in optimizer._buckets]
+    layers = [dict(bucket.layers) for bucket in optimizer.buckets]
     names = layers[0].keys()
-    out["fallback"].append(optimizer._fallback)
+    out["fallback"].append(fallback_of(optimizer))
     out["layers"].append({name: torch.cat([table[name] for table in layers]) for name in names})

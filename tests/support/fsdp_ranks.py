@@ -29,10 +29,10 @@ from torch.utils.checkpoint import checkpoint
 import onebit
 from onebit.agreement.replicas import ReplicaError
 from onebit.agreement.step_vote import DesyncError
-from onebit.base import CompressedOptimizer
 from onebit.comm import IdentityCodec
 from onebit.dense import DenseAverager, average_gradients
 from onebit.model_parallel import local
+from onebit.optimizer import CompressedOptimizer
 from onebit.zero.grid import Grid
 from onebit.zero.parallel import fsdp
 
@@ -58,6 +58,11 @@ def backward(here: Grid, net: nn.Module, step: int, stage: int, micros: int = 1)
         (loss_of(net, step, here.world.rank, k) / micros).backward()
 
 
+def make_here(here: Grid, name: str, net: nn.Module, **options: object) -> CompressedOptimizer:
+    """The optimizer of this rank's shards."""
+    return make(name, net, here.transport, model_parallel_group=here.model_parallel_group, **options)
+
+
 def train(here: Grid, net: nn.Module, optimizer: CompressedOptimizer, stage: int, steps: range) -> None:
     for step in steps:
         optimizer.zero_grad()
@@ -70,7 +75,7 @@ def train(here: Grid, net: nn.Module, optimizer: CompressedOptimizer, stage: int
 
 def like_twin(here: Grid, name: str, stage: int, micros: int = 1, **options: object) -> dict[str, list]:
     net = sharded(here, aligned_net(), stage)
-    optimizer = make(name, net, here.transport, model_parallel_group=here.model_parallel_group, **options)
+    optimizer = make_here(here, name, net, **options)
     out: dict[str, list] = {
         "params": [],
         "clip": [],
@@ -83,7 +88,7 @@ def like_twin(here: Grid, name: str, stage: int, micros: int = 1, **options: obj
     for step in range(STEPS):
         optimizer.zero_grad()
         backward(here, net, step, stage, micros)
-        out["early"].append(optimizer._launched / len(optimizer._buckets))
+        out["early"].append(optimizer._launched / len(optimizer.buckets))
         optimizer.step()
         note(out, net, optimizer)
         out["bits"].append(optimizer.stats.bits_per_parameter)
@@ -235,7 +240,9 @@ def one_bad_shard_makes_all_skip(here: Grid) -> list:
         ("ZeroOneAdam", 2, {}),
     ):
         net = sharded(here, odd_net(), 2)
-        optimizer = make(name, net, here.transport, model_parallel_group=here.model_parallel_group, overlap=False, **options)
+        optimizer = make(
+            name, net, here.transport, model_parallel_group=here.model_parallel_group, overlap=False, **options
+        )
         train(here, net, optimizer, 2, range(step))
         before, state = flat(net), state_bytes(optimizer)
         backward(here, net, step, 2)
@@ -250,17 +257,16 @@ def one_bad_shard_makes_all_skip(here: Grid) -> list:
 @case
 def a_bad_shard_in_a_local_step_is_its_replicas_alone(here: Grid) -> tuple[int, bool, bool]:
     net = sharded(here, odd_net(), 2)
-    optimizer = make(
-        "ZeroOneAdam",
-        net,
-        here.transport,
-        model_parallel_group=here.model_parallel_group,
-        overlap=False,
-        local_step_clipper=4,
-        lr=0.02,
-    )
-    step = 0
-    while optimizer._decide() != "local":
+    optimizer = make_here(here, "ZeroOneAdam", net, overlap=False, local_step_clipper=4, lr=0.02)
+    step, rule = 0, optimizer.rule
+
+    def comes_local() -> bool:
+        rule.begin_step()
+        is_local = rule.round_name() == "local"
+        rule.end_step()
+        return is_local
+
+    while not comes_local():
         train(here, net, optimizer, 2, range(step, step + 1))
         step += 1
     backward(here, net, step, 2)
@@ -280,13 +286,15 @@ def errors_are_everybodys(here: Grid) -> dict[str, str]:
     net = sharded(here, odd_net(), 2)
     options = {"error_dtype": torch.bfloat16} if last else {}
     out["options"] = message(
-        ValueError, lambda: make("OnebitAdam", net, here.transport, model_parallel_group=here.model_parallel_group, **options)
+        ValueError,
+        lambda: make_here(here, "OnebitAdam", net, **options),
     )
     options = {"variance_floor": 0.02} if here.coordinates["shard"] else {}
     out["shards"] = message(
-        ValueError, lambda: make("OnebitAdam", net, here.transport, model_parallel_group=here.model_parallel_group, **options)
+        ValueError,
+        lambda: make_here(here, "OnebitAdam", net, **options),
     )
-    optimizer = make("OnebitAdam", net, here.transport, model_parallel_group=here.model_parallel_group)
+    optimizer = make_here(here, "OnebitAdam", net)
     train(here, net, optimizer, 2, range(2))
     if last:
         with torch.no_grad():
@@ -298,14 +306,15 @@ def errors_are_everybodys(here: Grid) -> dict[str, str]:
 @case
 def shards_that_do_not_fit_are_refused(here: Grid) -> dict[str, str]:
     net, plain = sharded(here, odd_net(), 2), odd_net()
-    states = make("OnebitAdam", net, here.transport, model_parallel_group=here.model_parallel_group)
+    states = make_here(here, "OnebitAdam", net)
     other = copy.deepcopy(states.state_dict())
     other["onebit"]["shard"] = 1 - other["onebit"]["shard"]
     return {
         "no shards": message(ValueError, lambda: make("OnebitAdam", net, here.transport)),
         "dense": message(ValueError, lambda: onebit.Lamb(net.parameters())),
         "plain": message(
-            ValueError, lambda: make("OnebitAdam", plain, here.transport, model_parallel_group=here.model_parallel_group)
+            ValueError,
+            lambda: make_here(here, "OnebitAdam", plain),
         ),
         "another's": message(ValueError, lambda: states.load_state_dict(other)),
         "stage": message(ValueError, lambda: fsdp.shard(odd_net(), here, 0)),
@@ -462,7 +471,7 @@ def resume_is_no_interruption(here: Grid) -> dict[str, bool]:
         ("ZeroOneAdam", 2, 7),
     ):
         net = sharded(here, odd_net(), stage)
-        optimizer = make(name, net, here.transport, model_parallel_group=here.model_parallel_group, max_grad_norm=2.0)
+        optimizer = make_here(here, name, net, max_grad_norm=2.0)
         train(here, net, optimizer, stage, range(at))
         buffer = io.BytesIO()
         torch.save(
@@ -471,7 +480,7 @@ def resume_is_no_interruption(here: Grid) -> dict[str, bool]:
         train(here, net, optimizer, stage, range(at, at + 3))
         again = sharded(here, odd_net(), stage)
         saved = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-        resumed = make(name, again, here.transport, model_parallel_group=here.model_parallel_group, max_grad_norm=2.0)
+        resumed = make_here(here, name, again, max_grad_norm=2.0)
         with torch.no_grad():  # after construction, which makes replicas equal: between synchronisations they are not
             for p, kept in zip(again.parameters(), saved["model"], strict=True):
                 local(p).copy_(kept)
@@ -489,7 +498,12 @@ def groups_may_share_a_module(here: Grid) -> dict[str, object]:
     groups = [{"params": [p for p in net.parameters() if (p.dim() > 1) == is_matrix]} for is_matrix in (True, False)]
     common: dict = COMMON | {"bucket_cap_mb": 16.0}
     optimizer = onebit.OnebitAdam(
-        groups, lr=0.01, freeze_step=FREEZE, transport=here.transport, model_parallel_group=here.model_parallel_group, **common
+        groups,
+        lr=0.01,
+        freeze_step=FREEZE,
+        transport=here.transport,
+        model_parallel_group=here.model_parallel_group,
+        **common,
     )
     early = []
     for step in range(3):
@@ -532,7 +546,9 @@ def low_precision_has_float32_masters(here: Grid) -> dict[str, object]:
     replica = here.coordinates["replica"]
     for stage in fsdp.STAGES:
         net, plain = sharded(here, aligned_net(), stage, dtype=torch.bfloat16), aligned_net().bfloat16()
-        optimizer = make("OnebitAdam", net, here.transport, model_parallel_group=here.model_parallel_group, overlap=False)
+        optimizer = make(
+            "OnebitAdam", net, here.transport, model_parallel_group=here.model_parallel_group, overlap=False
+        )
         backward(here, net, 0, stage)
         mean = [torch.zeros_like(p, dtype=torch.float32) for p in plain.parameters()]
         for source in range(replica * S, (replica + 1) * S):
@@ -572,7 +588,7 @@ def what_a_rank_holds(here: Grid) -> dict[str, object]:
     """Coordinates as the mesh has them; state of the own shard only; gathered parameters let go of."""
     S = here.shape.size("shard")
     net = sharded(here, aligned_net(), 1)
-    optimizer = make("OnebitAdam", net, here.transport, model_parallel_group=here.model_parallel_group)
+    optimizer = make_here(here, "OnebitAdam", net)
     elements = sum(p.numel() for p in net.parameters())
     with torch.no_grad():
         loss_of(net, 0, 0)
@@ -586,7 +602,7 @@ def what_a_rank_holds(here: Grid) -> dict[str, object]:
             here.model_parallel_group.transport.rank,
             here.model_parallel_group.transport.world_size,
         ),
-        "state": optimizer.state_bytes() <= 8 * (elements // S + 2 * 64 * len(optimizer._buckets)),
+        "state": optimizer.state_bytes() <= 8 * (elements // S + 2 * 64 * len(optimizer.buckets)),
         "gathered": gathered and all(hasattr(p, "to_local") for p in net.parameters()),
         "blocks": len(fsdp.blocks_of(odd_net())),
     }

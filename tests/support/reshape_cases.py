@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import onebit
-from onebit.base import CompressedOptimizer
-from onebit.bucketed import BucketedOptimizer
 from onebit.comm import SignCodec, SimTransport
 from onebit.model_parallel import ModelParallelGroup
+from onebit.optimizer import CompressedOptimizer
 from onebit.zero.checkpoint.reshard import ParamSlice
 
 BLOCK = 64
@@ -122,10 +121,10 @@ def values(piece: ParamSlice, *key: int) -> Tensor:
 Known = list[tuple[ParamSlice, dict[str, Tensor]]]
 
 
-def known(optimizer: BucketedOptimizer, pieces: Mapping[Tensor, ParamSlice]) -> Known:
+def known(optimizer: CompressedOptimizer, pieces: Mapping[Tensor, ParamSlice]) -> Known:
     """What a rank's optimizer says of the elements it holds. "owed": this rank's share of what the mean is owed."""
     found: Known = []
-    for bucket in optimizer._buckets:
+    for bucket in optimizer.buckets:
         flats = {name: flat.clone() for name, flat in bucket.flat.items() if name not in ("anchor", "accumulated")}
         if bucket.frames is not None:
             flats["momentum"] = torch.empty(bucket.layout.numel)

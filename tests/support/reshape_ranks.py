@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from onebit import zero
-from onebit.bucketed import BucketedOptimizer
 from onebit.comm import init
 from onebit.comm.messages import gather_bytes
 from onebit.model_parallel import local
+from onebit.optimizer import CompressedOptimizer
 from onebit.zero import grid as grids
 
 ONE_BIT = {"OneBitAdam": {"freeze_step": 4}, "ZeroOneAdam": {"var_freeze_step": 4}, "OneBitLamb": {"freeze_step": 4}}
@@ -92,13 +92,13 @@ def known(engine: zero.Engine) -> dict[str, dict[str, list]]:
 def _held(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, dict[str, Tensor]]]:
     """The local elements of each parameter's state, float64."""
     found = []
-    if not isinstance(optimizer, BucketedOptimizer):
+    if not isinstance(optimizer, CompressedOptimizer):
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             state, none = optimizer.state[p], torch.zeros_like(local(p))  # our Lamb has none of an empty shard
             moments = {what: local(state.get(what, none)) for what in ("exp_avg", "exp_avg_sq")}
             found.append((p, {what: x.double() for what, x in moments.items()}))
         return found
-    for bucket in optimizer._buckets:
+    for bucket in optimizer.buckets:
         flats = {name: flat.double() for name, flat in bucket.flat.items() if name not in ("anchor", "accumulated")}
         if bucket.frames is not None:
             m = torch.empty(bucket.layout.numel)

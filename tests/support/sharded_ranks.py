@@ -75,7 +75,7 @@ def pieces_in_order(
     """Every bucket's pieces, and where each lies among all elements in the order of the parameters."""
     starts = np.cumsum([0, *sizes])
     params = [id(p) for p in optimizer.param_groups[0]["params"]]
-    for bucket in optimizer._buckets:
+    for bucket in optimizer.buckets:
         for piece in bucket.pieces:
             first = starts[params.index(id(bucket.params[piece.k]))]
             yield bucket, piece, slice(first + piece.start, first + piece.stop)
@@ -88,6 +88,6 @@ def values(params: Sequence[Tensor]) -> Tensor:
 def state_of(optimizer: ShardedOnebitOptimizer) -> list[Tensor]:
     """Copies of all that a rank keeps."""
     kept = []
-    for bucket in optimizer._buckets:
+    for bucket in optimizer.buckets:
         kept += [bucket.momentum, bucket.variance, bucket.owned, torch.stack(bucket.steps)]
     return [t.clone() for t in kept]

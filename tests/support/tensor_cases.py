@@ -6,15 +6,16 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import fsdp_cases
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import onebit
 from onebit import zero
-from onebit.base import CompressedOptimizer
 from onebit.comm import Transport
 from onebit.dense import average_gradients
+from onebit.optimizer import CompressedOptimizer
 from onebit.zero.config.optimizers import build_optimizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -88,9 +89,9 @@ def note(out: dict[str, list], net: nn.Module, optimizer: torch.optim.Optimizer,
     if isinstance(optimizer, CompressedOptimizer):
         out["clip"].append(optimizer.stats.clip_factor)
         out["phases"].append(optimizer.stats.phase)
-        out["fallback"].append(optimizer._fallback)
-        layers = [dict(bucket.layers) for bucket in optimizer._buckets]
-        order = [p for bucket in optimizer._buckets for p in bucket.params]
+        out["fallback"].append(fsdp_cases.fallback_of(optimizer))
+        layers = [dict(bucket.layers) for bucket in optimizer.buckets]
+        order = [p for bucket in optimizer.buckets for p in bucket.params]
         place = {p: k for k, p in enumerate(order)}
         rows = torch.tensor([place[p] for p in net.parameters()])
         out["layers"].append({name: torch.cat([table[name] for table in layers])[rows] for name in layers[0]})

@@ -27,8 +27,8 @@ from typing import NoReturn
 import pytest
 
 import onebit
-from onebit.base import Stats
 from onebit.comm import Transport
+from onebit.stats import Stats
 from onebit.zero.config.sections import Onebit
 
 ROOT = Path(__file__).parents[2]

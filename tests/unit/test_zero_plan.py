@@ -20,19 +20,19 @@ N = 1 << 20
 KINDS = {"OneBitAdam": onebit.OnebitAdam, "ZeroOneAdam": onebit.ZeroOneAdam, "OneBitLamb": onebit.OnebitLamb}
 
 
-def measured(link: SimTransport, name: str, error_bytes: int = 4) -> tuple[float, float]:
+def measured(transport: SimTransport, name: str, error_bytes: int = 4) -> tuple[float, float]:
     """Bytes of state and bits sent, per parameter, once compression has begun."""
     p = nn.Parameter(torch.zeros(N))
     if name.startswith("sharded"):
         p = nn.Parameter(p.detach().bfloat16())
         options = {"differences": name.split()[1], "warmup_steps": 1, "check_replicas_every": 0}
-        optimizer = ShardedOnebitAdam([p], lr=1e-3, link=link, **options)
+        optimizer = ShardedOnebitAdam([p], lr=1e-3, transport=transport, **options)
     else:
         options: dict = {"error_dtype": {2: torch.bfloat16, 4: torch.float32}[error_bytes], "check_replicas_every": 0}
         options |= {"freeze_step": 1} if name != "ZeroOneAdam" else {}
-        optimizer = KINDS[name]([p], lr=1e-3, link=link, **options)
+        optimizer = KINDS[name]([p], lr=1e-3, transport=transport, **options)
     for step in range(4):
-        p.grad = torch.randn(N, generator=torch.Generator().manual_seed(10 * step + link.rank)).to(p.dtype)
+        p.grad = torch.randn(N, generator=torch.Generator().manual_seed(10 * step + transport.rank)).to(p.dtype)
         optimizer.step()
     sent = optimizer.stats.bits_per_parameter
     while name == "ZeroOneAdam" and sent > 3:  # a variance round
@@ -46,13 +46,13 @@ def measured(link: SimTransport, name: str, error_bytes: int = 4) -> tuple[float
 def test_it_agrees_with_what_a_run_measures(name: str, hosts: int) -> None:
     expected = plan(Run(N, hosts, dtype="fp32"), name, 1 if name.startswith("sharded") else 0)
     assert expected is not None
-    state, bits = run_ranks(hosts, lambda link: measured(link, name))[0]
+    state, bits = run_ranks(hosts, lambda transport: measured(transport, name))[0]
     assert state == pytest.approx(expected.state, rel=0.01)
     assert bits == pytest.approx(expected.bits, rel=0.02)
 
 
 def test_errors_of_two_bytes() -> None:
-    state, _ = run_ranks(4, lambda link: measured(link, "OneBitAdam", 2))[0]
+    state, _ = run_ranks(4, lambda transport: measured(transport, "OneBitAdam", 2))[0]
     made = plan(Run(N, 4, dtype="fp32", error_bytes=2), "OneBitAdam", 0)
     assert made is not None and state == pytest.approx(made.state, rel=0.01)
 

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...bucketed import BucketedOptimizer
 from ...checkpoint.change_world_size import gather_states
-from ...checkpoint.portable import ParameterState, Shared, put_together, take_apart
+from ...checkpoint.parameter_state import ParameterState
+from ...checkpoint.portable import Shared, put_together, take_apart
 from ...model_parallel import local
+from ...optimizer import CompressedOptimizer
 from ..grid import GridShape
 
 Index = tuple[slice, ...]
@@ -152,10 +153,10 @@ def recut(
 
 
 def _take_part(optimizer: torch.optim.Optimizer, replicas: Iterable[dict]) -> tuple[dict[int, ParameterState], Shared]:
-    if isinstance(optimizer, BucketedOptimizer):
+    if isinstance(optimizer, CompressedOptimizer):
         world = gather_states(replicas)
-        return take_apart(world.state, world.server_errors)
-    return take_apart(next(iter(replicas)))  # a dense optimizer's is the same in all replicas
+        return take_apart(optimizer, world.state, world.server_errors)
+    return take_apart(optimizer, next(iter(replicas)))  # a dense optimizer's is the same in all replicas
 
 
 def _paste(states: dict[int, ParameterState], cut: CopyPlan, here: ParamSlice, old: ParameterState) -> None:

@@ -29,7 +29,7 @@ from .schema import ANYTHING, BOOL, FLOAT, INT, PAIR, STEPS, TEXT, Inert, check_
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ...base import CommonOptions
+    from ...optimizer import CommonOptions
 
 _ONE_KERNEL = "torch chooses the kernel"
 _TRANSPORT = "the transport is the transport given to build_optimizer, by default the launcher's (onebit.comm.init)"
@@ -223,8 +223,9 @@ def build_optimizer(
     """The optimizer of the choice. One-bit ones: all ranks construct it together, with the same arguments.
 
     gradient_codec: what gradients travel in, in warm-up and variance steps (None: eight bits). common: see
-    `onebit.base.CommonOptions`, the transport among them. Adam, AdamW and Lamb take none of these, but Lamb the shards:
-    they step on the gradients they find, which whoever steps them averages and clips before (`onebit.dense`).
+    `onebit.optimizer.CommonOptions`, the transport among them. Adam, AdamW and Lamb take none of these, but Lamb the
+    model_parallel_group: they step on the gradients they find, which whoever steps them averages and clips before
+    (`onebit.dense`).
     """
     p = choice.params
     adam: dict[str, Any] = {"lr": p.lr, "betas": p.betas, "eps": p.eps, "weight_decay": p.weight_decay}

@@ -179,16 +179,16 @@ class Pipelining:
 class Onebit:
     """What DeepSpeed has no key for: the block "onebit" of the file. Every key may be left out.
 
-    sharding: where the state of stages 1 and 2 is divided: "intra_node" the node, with the optimizers as they are on
-    the replica axis between nodes; "inter_node" nodes, by the sharded one-bit algorithm; "auto": inside where a node
-    has several ranks, across where it has one. differences: what parameter differences travel in when it is across:
-    "int4" (4.06 bits per parameter) or "sign" (1.02). ranks_per_node: null: as the launcher says. compression,
-    bucket_cap_mb, error_dtype, check_replicas_every, max_consecutive_skips: see `onebit.base.CommonOptions`. codec:
-    what momentum travels in; block: elements per scale of its frames, a multiple of
-    64. warmup_codec: what gradients travel in, in the warm-up and refreshes; null: eight bits, or what
-    communication_data_type says. variance_floor: see `onebit.adam.floor_of_blocks`.
-    tensor: how many ranks compute each layer together (`parallel/tensor.py`); null: one, or as many as the given grid
-    has. keep_checkpoints: how many checkpoints of this run stay in a folder, the newest; null: all.
+    sharding: where the state of stages 1 and 2 is divided. "intra_node": over the ranks of a node, with the optimizers
+    as they are on the replica axis between nodes; "inter_node": over nodes, by the sharded one-bit algorithm; "auto":
+    intra_node where a node has several ranks, inter_node where it has one. differences: what parameter differences
+    travel in under inter_node: "int4" (4.06 bits per parameter) or "sign" (1.02). ranks_per_node: null: as the launcher
+    says. compression, bucket_cap_mb, error_dtype, check_replicas_every, max_consecutive_skips: see
+    `onebit.optimizer.CommonOptions`. codec: what momentum travels in; block: elements per scale of its frames, a
+    multiple of 64. warmup_codec: what gradients travel in, in warm-up and refreshes; null: eight bits, or what
+    communication_data_type says. variance_floor: see `onebit.adam.floor_of_blocks`. tensor: how many ranks compute each
+    layer together (`parallel/tensor.py`); null: one, or as many as the given grid has. keep_checkpoints: how many
+    checkpoints of this run stay in a folder, the newest; null: all.
     """
 
     sharding: str = key("auto", TEXT, choices=("auto", "intra_node", "inter_node"))

@@ -1,9 +1,11 @@
 # ruff: noqa: RUF009  (`key` and `block` are dataclasses.field)
 """A DeepSpeed configuration, file or dict, as frozen dataclasses.
 
-    config = read_config("ds_config.json", world_size=transport.world_size, rank=transport.rank, lr=3e-4,
-    total_num_steps=10_000) optimizer = build_optimizer(config.optimizer, model.parameters(), transport=transport,
-    **config.optimizer_options()) scheduler = build_scheduler(config.scheduler, optimizer)
+    world = {"world_size": transport.world_size, "rank": transport.rank}
+    config = read_config("ds_config.json", **world, lr=3e-4, total_num_steps=10_000)
+    options = config.optimizer_options()
+    optimizer = build_optimizer(config.optimizer, model.parameters(), transport=transport, **options)
+    scheduler = build_scheduler(config.scheduler, optimizer)
 
 Keys that act here become fields; a known key that has no effect is warned about; an unknown one is refused with the
 nearest known name. `sections.py`, `optimizers.py` and `lr_schedules.py` hold the keys of the blocks, `ignored_keys.py`

@@ -2,8 +2,9 @@
 
     grid = onebit.zero.grid.start()
     fsdp.shard(model, grid, stage=2, dtype=torch.bfloat16)
-    optimizer = onebit.OnebitAdam(model.parameters(), transport=grid.transport,
-    model_parallel_group=grid.model_parallel_group) for k, batch in enumerate(micro_batches):
+    groups = {"transport": grid.transport, "model_parallel_group": grid.model_parallel_group}
+    optimizer = onebit.OnebitAdam(model.parameters(), **groups)
+    for k, batch in enumerate(micro_batches):
         fsdp.begin_micro_batch(model, stage=2, is_last=k == len(micro_batches) - 1)
         (loss_of(model, batch) / len(micro_batches)).backward()
     optimizer.step()

@@ -3,8 +3,8 @@
     grid = onebit.zero.grid.start(tensor=2)
     tensor.parallelize(model, grid, {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})
     fsdp.shard(model, grid, stage=2)    # for stages 1 to 3
-    optimizer = onebit.OnebitAdam(model.parameters(), transport=grid.transport,
-    model_parallel_group=grid.model_parallel_group)
+    groups = {"transport": grid.transport, "model_parallel_group": grid.model_parallel_group}
+    optimizer = onebit.OnebitAdam(model.parameters(), **groups)
 
 A plan says by name what becomes of which modules; the styles are those of torch.distributed.tensor.parallel, with
 `split_sequence` and `join_sequence` for the two ends of a stretch whose norms are sequence-parallel. Parameters that a

@@ -18,7 +18,7 @@ from torch import Tensor
 from ... import comm
 from ...agreement import replicas
 from ...agreement.step_vote import option_lines
-from ...clip import GlobalNormClip
+from ...clip import Clipper
 from ...comm import Transport
 from ...contract import check_group, check_parameters, check_saved_groups, load_checked, refuse_copy
 from ...flat import lay_out, partition
@@ -60,10 +60,10 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         self.transport = comm.init() if transport is None else transport
         comm.check_transport(self.transport)
         self._config, self.momentum_dtype = config, momentum_dtype
-        self._clip = GlobalNormClip(max_grad_norm)
+        self._clip = Clipper(max_grad_norm)
         self._grad_stats, self._health, self._skipped_steps = shard_vote.GradStats(), shard_vote.Health(), 0
         self._bucket_elements = max(1, int(bucket_cap_mb * 2**20 / 4))
-        self._buckets: list[ShardedBucket] = []
+        self.buckets: list[ShardedBucket] = []
         self._bucket_of: dict[Tensor, ShardedBucket] = {}
         self._frozen: dict[Tensor, str] = {}  # without state, by name
         self._built_groups = 0
@@ -142,7 +142,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
                 members = [here[i] for i in indices]
                 layout = lay_out([p.shape for p, _ in members], self._config.codec.block, self.transport.world_size)
                 bucket = ShardedBucket.new(
-                    len(self._buckets),
+                    len(self.buckets),
                     g,
                     members,
                     layout,
@@ -152,7 +152,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
                 )
                 if self._config.stage > 0 and self._has_masters:
                     bucket.owned.copy_(bucket.gather_replica())
-                self._buckets.append(bucket)
+                self.buckets.append(bucket)
                 self._publish(bucket)
                 for p in bucket.params:
                     self._bucket_of[p] = bucket
@@ -170,7 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
     def adopt_parameters(self) -> None:
         """Masters ← the parameters as they are now. All ranks, after changing them outside step(), alike on all."""
         if self._config.stage > 0:
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 bucket.owned.copy_(bucket.gather_replica())
         self._has_masters, self._versions = True, None
 
@@ -210,16 +210,16 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
 
     def check_replicas(self) -> None:
         """Vote on the bits of all parameters; ReplicaError on all ranks if they differ. Sends 16 bytes per peer."""
-        names = [name for bucket in self._buckets for name in bucket.names]
+        names = [name for bucket in self.buckets for name in bucket.names]
         replicas.check_replicas(self.transport, list(self._bucket_of), names, self.steps_taken())
 
     def steps_taken(self) -> int:
         """The most steps that any parameter has taken."""
-        return max((int(step) for bucket in self._buckets for step in bucket.steps), default=0)
+        return max((int(step) for bucket in self.buckets for step in bucket.steps), default=0)
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank: momentum, masters, variance. Without the buffers of a step."""
-        return sum(bucket.state_bytes() for bucket in self._buckets)
+        return sum(bucket.state_bytes() for bucket in self.buckets)
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -244,7 +244,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         state = super().state_dict()
         state["onebit"] = {
             **self._identity(),
-            "buckets": shard_state.bucket_records(self._buckets, self._config.codec),
+            "buckets": shard_state.bucket_records(self.buckets, self._config.codec),
             "clip_average": self._clip.average,
             "skipped_steps": self._skipped_steps,
             "grad_stats": vars(self._grad_stats).copy(),
@@ -275,7 +275,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         if len(states) == self.transport.world_size:
             self.load_state_dict(states[self.transport.rank])
             return
-        self.load_state_dict(shard_state.regather(states, self.kind, self._buckets, self.transport.world_size))
+        self.load_state_dict(shard_state.regather(states, self.kind, self.buckets, self.transport.world_size))
         if self.transport.rank == 0:
             log.info(
                 "optimizer state of %d ranks taken over by %d: each owes the mean of what was owed",
@@ -286,7 +286,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
     def _check_loadable(self, state: dict) -> None:
         where = f"rank {self.transport.rank}: cannot load this optimizer state: "
         check_saved_groups(where, state["param_groups"], self.param_groups)
-        shard_state.check_record(state.get("onebit"), self._identity(), self._buckets, type(self).__name__)
+        shard_state.check_record(state.get("onebit"), self._identity(), self.buckets, type(self).__name__)
         for name, p, entry in self._saved_entries(state):
             shard_state.check_entry(entry, p, name, self.momentum_dtype, self.transport.rank)
 
@@ -300,7 +300,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
     def _restore(self, state: dict) -> None:
         entries, record = {p: entry for _, p, entry in self._saved_entries(state)}, state["onebit"]
         self.state.clear()
-        for bucket, saved in zip(self._buckets, record["buckets"], strict=True):
+        for bucket, saved in zip(self.buckets, record["buckets"], strict=True):
             shard_state.restore(bucket, saved, [entries[p] for p in bucket.params])
             self._publish(bucket)
         self._clip.average = tuple(record["clip_average"])

@@ -124,8 +124,8 @@ class ShardedOnebitLamb(ShardedOnebitOptimizer):
     # ---------------------------------------------------------------- checkpoints
 
     def _extra_state(self) -> dict:
-        return {"agreed": [self._agreed.get(bucket.index) for bucket in self._buckets]}
+        return {"agreed": [self._agreed.get(bucket.index) for bucket in self.buckets]}
 
     def _load_extra_state(self, record: dict) -> None:
-        pairs = zip(self._buckets, record["agreed"], strict=True)
+        pairs = zip(self.buckets, record["agreed"], strict=True)
         self._agreed = {bucket.index: a.to(bucket.device, copy=True) for bucket, a in pairs if a is not None}

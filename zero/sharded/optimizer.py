@@ -54,7 +54,7 @@ class ShardStats:
     """What the last step did. Bytes: payload this rank sent to others, without headers; bits: of it, across nodes.
 
     phase: "warmup", "compressed", or "local" where a step sends nothing. is_skipped: whether any bucket was
-    skipped; below stage 2, all of them. grad_norm: see `onebit.base.Stats`. skipped_steps: how often, so far.
+    skipped; below stage 2, all of them. grad_norm: see `onebit.stats.Stats`. skipped_steps: how often, so far.
     shadow_steps: see `join`. health, agreement, offset: see `shard_vote.Health`; of the last step that sent
     something but one.
     """
@@ -221,7 +221,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._buckets:
+        if not self.buckets:
             self._join.is_finished = False  # no rank has any
             present = [[gradient_of(p) is not None for p in self._frozen]]
             refuse_unfrozen(self.transport.rank, list(self._frozen.values()), present)
@@ -256,14 +256,14 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
     def _step_whole(self) -> None:
         """Stages 0 and 1: one vote on all gradients, then every bucket's exchange, a few on the wire at a time."""
         scale = self._unscale()
-        verdict = _finish(self._timed(self._vote(self._buckets, scale)))
+        verdict = _finish(self._timed(self._vote(self.buckets, scale)))
         self._look_for_averaging()
         if verdict is None:
             self._grad_stats = shard_vote.GradStats()
             return
         self.stats.clip_factor = verdict.clip_factor
         self._clip.remember(verdict.clip_factor, self.param_groups[0]["betas"][0])
-        pairs = zip(self._buckets, verdict.seen, strict=True)
+        pairs = zip(self.buckets, verdict.seen, strict=True)
         comm.interleave(
             self._timed(self._exchange(bucket, seen, scale * verdict.clip_factor))
             for bucket, seen in pairs
@@ -295,7 +295,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
             self.transport, self._header(), vote, self._grad_stats, buckets[0].device
         )
         trained = sum(len(bucket.params) for bucket in buckets)
-        if buckets[-1] is self._buckets[-1]:
+        if buckets[-1] is self.buckets[-1]:
             unfrozen = [each.present[trained:] for each in votes]
             refuse_unfrozen(self.transport.rank, list(self._frozen.values()), unfrozen)
         self._is_alike |= are_alike([each.summary.gradients for each in votes])
@@ -321,7 +321,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
                 product += scale * self._product(bucket, grads)
         # The estimate takes the mean over ranks of products; here each rank has its chunks' part of one product.
         present = [self._present(p) for bucket in buckets for p in bucket.params]
-        if buckets[-1] is self._buckets[-1]:
+        if buckets[-1] is self.buckets[-1]:
             present += [gradient_of(p) is not None for p in self._frozen]
         repeats = are_used_again(list(self._bucket_of), self._used)
         is_compared = self._steps_here < COMPARED_STEPS and self.transport.world_size > 1
@@ -364,7 +364,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
 
     def _after_step(self) -> None:
         """Called when a step is over, taken or skipped."""
-        self.stats.phase = "warmup" if any(bucket.is_warm for bucket in self._buckets) else "compressed"
+        self.stats.phase = "warmup" if any(bucket.is_warm for bucket in self.buckets) else "compressed"
 
     # ---------------------------------------------------------------- telemetry
 
@@ -387,7 +387,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
     def _take_grad_stats(self) -> None:
         """This rank's sums over the buckets that took a step, for the next vote."""
         sums = [0.0] * 4
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             if bucket.grad_stats is not None:
                 sums = [a + b for a, b in zip(sums, bucket.grad_stats.tolist(), strict=True)]
             bucket.grad_stats = None
@@ -439,7 +439,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         self.step()
 
     def _anybody_goes_on(self) -> bool:
-        headers = gather_headers(self.transport, self._header("in join()"), self._buckets[0].device)
+        headers = gather_headers(self.transport, self._header("in join()"), self.buckets[0].device)
         check_headers(self.transport.rank, headers)
         goes_on = self._join.goes_on(headers, self.param_groups)
         self.stats.shadow_steps = self._join.shadow_steps
@@ -457,10 +457,10 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
                 "follows (another network's loss, a batch given up), or use stage=1"
             )
         bucket.ready.add(p)
-        while self._launched < len(self._buckets) and self._is_complete(self._buckets[self._launched]):
-            if self._launched == len(self._buckets) - 1 and any(q.requires_grad for q in self._frozen):
+        while self._launched < len(self.buckets) and self._is_complete(self.buckets[self._launched]):
+            if self._launched == len(self.buckets) - 1 and any(q.requires_grad for q in self._frozen):
                 return  # the last vote is on these too, whose gradients may be still to come
-            self._launch(self._buckets[self._launched])
+            self._launch(self.buckets[self._launched])
 
     @staticmethod
     def _is_complete(bucket: ShardedBucket) -> bool:
@@ -472,7 +472,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
             self._launched_scale = self._unscale()
         bucket.task = ExchangeTask(self._timed(self._vote_and_exchange(bucket, self._launched_scale)))
         self._launched += 1
-        if bucket.index > 0 and (task := self._buckets[bucket.index - 1].task):
+        if bucket.index > 0 and (task := self.buckets[bucket.index - 1].task):
             task.advance()
 
     def _vote_and_exchange(self, bucket: ShardedBucket, scale: float) -> Exchange:
@@ -487,11 +487,11 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         """Send what backward has not sent, bring all of it home, and move the parameters."""
         if self._launched and self._unscale() != self._launched_scale:
             raise RuntimeError("at stage 2 gradients leave during backward: GradScaler's scale is known too late")
-        for bucket in self._buckets[self._launched :]:
+        for bucket in self.buckets[self._launched :]:
             self._launch(bucket)
-        comm.wait_all([bucket.task for bucket in self._buckets if bucket.task is not None])
+        comm.wait_all([bucket.task for bucket in self.buckets if bucket.task is not None])
         self._launched = 0
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.task = None
             bucket.ready.clear()
         self._look_for_averaging()

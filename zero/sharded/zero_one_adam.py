@@ -103,7 +103,7 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
         lr = float(self.param_groups[0]["lr"])
         if self._since_sync == 0:
             self._interval = self.local_steps.interval(self._steps, lr, max(self._peak_lr, lr))
-            if any(self._config.warms_up(bucket, ahead=1) for bucket in self._buckets):
+            if any(self._config.warms_up(bucket, ahead=1) for bucket in self.buckets):
                 self._interval = 1
         self._is_skipping, self._has_sent = self._since_sync + 1 < self._interval, False
 
@@ -133,7 +133,7 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
     def _step_whole(self) -> None:
         self._decide()
         if self._is_skipping:
-            self._keep(self._buckets, self._unscale())
+            self._keep(self.buckets, self._unscale())
         else:
             super()._step_whole()
 

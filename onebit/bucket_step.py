@@ -1,0 +1,53 @@
+"""What the step of a bucket yields: Works, and then what it says where the steps of all buckets meet.
+
+A rule (`rule.py`) writes a bucket's step as one generator. It yields each `Work` that it launches, and goes on when
+that is done. Then it yields a `Meeting`, waits until the steps of all buckets have come to theirs, and is told what
+all ranks have decided. `driver.py` runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from .bucket import Bucket
+from .comm import Work
+
+
+class Meeting:
+    """What a bucket's step says where the steps of all buckets wait for each other."""
+
+
+@dataclass
+class Arrived(Meeting):
+    """All that was exchanged is here, and nothing has been written. The answer is a `Decision`; a skipped step ends.
+
+    is_finite: bool, no dimensions. mean_gradient: float32 [W·N], where gradients were exchanged: for their norm.
+    """
+
+    is_finite: Tensor
+    mean_gradient: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks have decided. seen: for each parameter of the model, whether any rank has a gradient for it.
+
+    clip_factor: for a mean gradient; what was exchanged in other steps has been clipped before. is_spoilt: in a step
+    without traffic, whether this replica's gradients count as zero.
+    """
+
+    seen: Sequence[bool]
+    clip_factor: float = 1.0
+    is_spoilt: bool = False
+
+    def of(self, bucket: Bucket) -> Sequence[bool]:
+        """For each of the bucket's parameters."""
+        return self.seen[bucket.first :][: len(bucket.params)]
+
+
+Answer: TypeAlias = Any  # to an Arrived a Decision; to others what the rule's `meet` says
+BucketStep: TypeAlias = Generator[Work | Meeting, Answer, None]

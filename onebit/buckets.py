@@ -1,0 +1,191 @@
+"""The trained parameters of an optimizer, in buckets: grouped, checked, made equal on all ranks, hooked, named.
+
+The same for every optimizer that exchanges compressed; what a bucket is (`bucket.py`, `zero/sharded/bucket.py`) the
+owner says. Parameters stay where they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from .agreement import replicas
+from .agreement.step_vote import option_lines
+from .comm import Transport
+from .contract import check_parameters
+from .flat import partition
+from .model_parallel import ModelParallelGroup, local
+
+
+class AnyBucket(Protocol):
+    """What every kind of bucket has."""
+
+    group_index: int
+    params: list[Tensor]
+    names: list[str]
+
+
+B = TypeVar("B", bound=AnyBucket)
+
+
+class BucketOwner(Protocol[B]):
+    """The optimizer, as `Buckets` sees it."""
+
+    param_groups: list[dict]
+
+    def option_lines(self) -> list[str]:
+        """The options that must be the same on all ranks, as text."""
+
+    def begin_group(self, g: int) -> None:
+        """Group g has been checked; its buckets come next."""
+
+    def new_bucket(self, g: int, members: Sequence[tuple[Tensor, str]], device: torch.device) -> B:
+        """A bucket of these parameters of group g, with its state."""
+
+    def publish(self, bucket: B) -> None:
+        """Show a bucket's state in optimizer.state, which now has other tensors."""
+
+    def on_gradient(self, p: Tensor) -> None:
+        """p's gradient has just been accumulated."""
+
+
+class Buckets(Generic[B]):
+    """The buckets of all groups, in the order in which backward produces gradients. All ranks build them together.
+
+    cap_mb: float32 MiB of a bucket at most; a larger parameter has one of its own. hooks: whether `on_gradient` is
+    asked for. params: those that are trained, in the order of buckets. frozen: the others, by name; they have no state.
+    """
+
+    def __init__(
+        self,
+        owner: BucketOwner[B],
+        transport: Transport,
+        parts: ModelParallelGroup,
+        cap_mb: float,
+        *,
+        hooks: bool = True,
+    ):
+        if not 0 < cap_mb < math.inf:
+            raise ValueError(f"bucket_cap_mb must be above 0 and finite, got {cap_mb}")
+        self._owner, self._transport, self._parts, self._hooks = owner, transport, parts, hooks
+        self.elements = max(1, int(cap_mb * 2**20 / 4))
+        self.params: list[Tensor] = []
+        self.frozen: dict[Tensor, str] = {}
+        self.built_groups = 0
+        self._list: list[B] = []
+        self._of: dict[Tensor, B] = {}
+
+    def __iter__(self) -> Iterator[B]:
+        return iter(self._list)
+
+    def __len__(self) -> int:
+        return len(self._list)
+
+    def __getitem__(self, index: int) -> B:
+        return self._list[index]
+
+    def of(self, p: Tensor) -> B:
+        """The bucket of a trained parameter."""
+        return self._of[p]
+
+    def __contains__(self, p: Tensor) -> bool:
+        """Whether this parameter is trained."""
+        return p in self._of
+
+    def group(self, bucket: B) -> dict:
+        """The param group of a bucket, as it is now."""
+        return self._owner.param_groups[bucket.group_index]
+
+    @property
+    def groups(self) -> list[dict]:
+        """The optimizer's, as they are now."""
+        return self._owner.param_groups
+
+    def publish(self, bucket: B) -> None:
+        """The bucket's state has new tensors: show these in optimizer.state."""
+        self._owner.publish(bucket)
+
+    @property
+    def names(self) -> list[str]:
+        """Of `params`."""
+        return [name for bucket in self._list for name in bucket.names]
+
+    def named(self, g: int) -> Iterator[tuple[Tensor, str]]:
+        """(parameter, name) of a group."""
+        group = self._owner.param_groups[g]
+        names = group.get("param_names") or [f"parameter {k} of group {g}" for k in range(len(group["params"]))]
+        return zip(group["params"], names, strict=True)
+
+    def numbers(self) -> dict[Tensor, int]:
+        """What torch calls each parameter in a state: its number, through all groups."""
+        return {p: key for key, p in enumerate(p for group in self._owner.param_groups for p in group["params"])}
+
+    def saved_entries(self, state: dict) -> Iterator[tuple[str, Tensor, dict]]:
+        """(name, parameter, its saved state) for every trained parameter."""
+        for g, group in enumerate(state["param_groups"]):
+            for (p, name), key in zip(self.named(g), group["params"], strict=True):
+                if p in self._of:
+                    yield name, p, state["state"].get(key, {})
+
+    # ---------------------------------------------------------------- construction
+
+    def build(self) -> None:
+        """Check, equalise and bucket the groups that have been added since the last call. All ranks.
+
+        Raises ValueError and TypeError, before there is a bucket: bad parameters, or others than other ranks have.
+        """
+        groups = self._owner.param_groups
+        new = range(self.built_groups, len(groups))
+        params = [(g, p, name) for g in new for p, name in self.named(g)]
+        check_parameters(self._transport.rank, [(p, name) for _, p, name in params])
+        for _, p, name in params:
+            self._parts.check_holds(p, name)
+        device = params[0][1].device if params else torch.device("cpu")
+        options = self._owner.option_lines()
+        # Along the transport first: what it does not show differs between the shards of every replica.
+        for transport, held in ((self._transport, local), (self._parts.transport, lambda p: p)):
+            seen = [(name, p, tuple(held(p).shape)) for _, p, name in params]
+            lines = [f"{name}: {p.dtype} {shape} requires_grad={p.requires_grad}" for name, p, shape in seen]
+            lines += [*options, *option_lines(groups[g] for g in new)]
+            check = functools.partial(replicas.check_same_lines, transport, "the parameters", lines, device)
+            self._parts.raise_on_all_ranks(ValueError, check)
+        if self._parts.stages is not None:
+            replicas.check_same_lines(self._parts.stages, "the stages' options", options, device)
+        replicas.make_equal(self._transport, [local(p) for _, p, _ in params if local(p).numel() > 0])
+        for g in new:
+            self._owner.begin_group(g)
+        for g in new:
+            self._build_group(g)
+        self.built_groups = len(groups)
+
+    def _build_group(self, g: int) -> None:
+        trained = [(p, name) for p, name in self.named(g) if p.requires_grad]
+        self.frozen |= {p: name for p, name in self.named(g) if not p.requires_grad}
+        for device in dict.fromkeys(p.device for p, _ in trained):
+            here = [(p, name) for p, name in trained if p.device == device]
+            # By whole sizes: all shards have the same parameters in the same buckets, some of them with no elements.
+            sizes = [-(-p.numel() // self._parts.pieces(p)) for p, _ in here]
+            for indices in partition(sizes, self.elements):
+                bucket = self._owner.new_bucket(g, [here[i] for i in indices], device)
+                self._list.append(bucket)
+                for p in bucket.params:
+                    self.params.append(p)
+                    self._of[p] = bucket
+                    if self._hooks:
+                        self._hook(p)
+
+    def _hook(self, p: Tensor) -> None:
+        mine = weakref.ref(self._owner)  # a hook lives as long as its parameter
+
+        def gradient_is_ready(param: Tensor) -> None:
+            owner = mine()
+            if owner is not None:
+                owner.on_gradient(param)
+
+        p.register_post_accumulate_grad_hook(gradient_is_ready)

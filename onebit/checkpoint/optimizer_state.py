@@ -1,0 +1,240 @@
+"""The state of a compressed optimizer as a dict: what is saved, what is checked, what is taken back.
+
+As torch's own, by parameter; what belongs to the compression is under "onebit". Each rank saves and loads its own.
+Another number of ranks: `change_world_size.py`; other slices of the parameters: `portable.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..bucket import Bucket
+from ..contract import check_adam_entry, check_saved_groups, load_checked
+from ..model_parallel import local
+from .change_world_size import gather_states, reframe, resize
+
+if TYPE_CHECKING:
+    from ..optimizer import CompressedOptimizer
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1
+
+
+def identity(optimizer: CompressedOptimizer) -> dict[str, object]:
+    """What a state must say to be this rank's."""
+    return {
+        "kind": optimizer.rule.kind,
+        "version": _VERSION,
+        "rank": optimizer.transport.rank,
+        "world_size": optimizer.transport.world_size,
+        "local_size": optimizer.placement.hierarchy.local_size,
+        "shard": optimizer.model_parallel_group.whole.rank,
+        "shards": optimizer.model_parallel_group.whole.world_size,
+        "block": optimizer.codec.block,
+        "codec": optimizer.codec.name,
+    }
+
+
+# ---------------------------------------------------------------- save
+
+
+def save(optimizer: CompressedOptimizer, state: dict) -> dict:
+    """torch's state, and what is this rank's of the compression."""
+    for key, entry in state["state"].items():
+        # One tensor counts for a whole group here; torch's optimizers take each parameter's for its own.
+        state["state"][key] = {**entry, "step": entry["step"].clone()}
+    numbers = optimizer.buckets.numbers()
+    for bucket in optimizer.buckets:
+        if bucket.ef is not None:
+            errors = bucket.layout.views(bucket.spread(bucket.ef.worker))
+            for p, error in zip(bucket.params, errors, strict=True):
+                state["state"][numbers[p]]["worker_error"] = error
+    state["onebit"] = {
+        **identity(optimizer),
+        "steps": [int(count) for count in optimizer.steps],
+        "buckets": [
+            {
+                "phase": bucket.phase,
+                "numel": bucket.layout.numel,
+                "params": [numbers[p] for p in bucket.params],
+                "frames": bucket.frames,
+                "server_error": None if bucket.ef is None else bucket.ef.server,
+            }
+            for bucket in optimizer.buckets
+        ],
+        "skipped_steps": optimizer.stats.skipped_steps,
+        "clip_average": optimizer.clipper.average,
+        "compresses": optimizer.policy.compresses,
+        **optimizer.rule.record(),
+    }
+    return state
+
+
+# ---------------------------------------------------------------- check
+
+
+def check_and_load_groups(optimizer: CompressedOptimizer, state_dict: dict) -> dict:
+    """As torch.optim's load_state_dict, but for masks, which stay as they were given; the checked state.
+
+    Raises ValueError, before anything is changed, where the state is not this rank's.
+    """
+    masks = [group.get("exp_avg_mask") for group in optimizer.param_groups]
+    saved = load_checked(optimizer, state_dict, lambda state: _check(optimizer, state))
+    for g, (group, mask) in enumerate(zip(optimizer.param_groups, masks, strict=True)):
+        if group.pop("exp_avg_mask", None) is not None and mask is None and optimizer.transport.rank == 0:
+            log.warning(
+                "the exp_avg_mask of group %d in this state is not taken over: give it to the optimizer's group if it "
+                "is still wanted",
+                g,
+            )
+        if mask is not None:
+            group["exp_avg_mask"] = mask
+    return saved
+
+
+def check_kind(optimizer: CompressedOptimizer, record: dict) -> None:
+    """Raise ValueError unless the record is of an optimizer of this kind."""
+    of_old = "1-bit LAMB" if "layers" in record else "1-bit Adam" if "last_dense" in record else "0/1 Adam"
+    kind, mine = record.get("kind", of_old), optimizer.rule.kind
+    if kind != mine:
+        raise ValueError(
+            f"rank {optimizer.transport.rank}: cannot load this optimizer state: it is that of {kind}, this is {mine}, "
+            "for which it has no meaning; to go on from the model's weights alone load no optimizer state"
+        )
+
+
+def _check(optimizer: CompressedOptimizer, state: dict) -> None:
+    where = f"rank {optimizer.transport.rank}: cannot load this optimizer state: "
+    check_saved_groups(where, state["param_groups"], optimizer.param_groups)
+    record = state.get("onebit")
+    if record is not None:
+        check_kind(optimizer, record)
+        _check_record(optimizer, record, where)
+    for name, p, entry in optimizer.buckets.saved_entries(state):
+        shape = local(p).shape
+        if record is None:
+            check_adam_entry(where, name, entry, shape)
+        for key, value in entry.items():
+            if key == "step":
+                continue
+            if value.shape != shape:
+                raise ValueError(f"{where}{key} of {name} has shape {tuple(value.shape)}, the parameter {tuple(shape)}")
+            expected = optimizer.placement.error_dtype if key == "worker_error" else None
+            if not value.is_floating_point() or expected not in (None, value.dtype):
+                raise ValueError(f"{where}{key} of {name} is {value.dtype}, expected {expected or 'floating point'}")
+
+
+def _check_record(optimizer: CompressedOptimizer, record: dict, where: str) -> None:
+    # Not in the first files.
+    record = {"local_size": 1, "shard": 0, "shards": 1, "kind": optimizer.rule.kind, "codec": "sign"} | record
+    for key, value in identity(optimizer).items():
+        there = record[key]
+        if there != value:
+            raise ValueError(
+                f"{where}{key} is {there} there and {value} here; each rank loads its own, or all ranks load those of "
+                "all ranks with load_state_dicts"
+            )
+    if [b["numel"] for b in record["buckets"]] != [bucket.layout.numel for bucket in optimizer.buckets]:
+        raise ValueError(f"{where}the buckets differ; construct with the same groups, shapes and bucket_cap_mb")
+
+
+# ---------------------------------------------------------------- take back
+
+
+def restore(optimizer: CompressedOptimizer, state: dict) -> None:
+    """Take over a checked state: of this rank, or of a dense optimizer."""
+    record = state.get("onebit")
+    if record is not None:
+        for count, saved_count in zip(optimizer.steps, record.get("steps", ()), strict=False):
+            count.fill_(float(saved_count))  # also of groups that have no parameters here
+    entries = {p: entry for _, p, entry in optimizer.buckets.saved_entries(state)}
+    for bucket in optimizer.buckets:
+        saved = None if record is None else record["buckets"][bucket.index]
+        _restore_bucket(optimizer, bucket, saved, [entries[p] for p in bucket.params])
+    optimizer.state.clear()
+    for bucket in optimizer.buckets:
+        optimizer.publish(bucket)
+    if record is not None:
+        optimizer.stats.skipped_steps = record["skipped_steps"]
+        optimizer.clipper.average = tuple(record["clip_average"])
+        optimizer.policy.load(record.get("compresses"))
+        optimizer.rule.load_record(record)
+    else:
+        optimizer.rule.adopt_dense_state()
+    for g in range(len(optimizer.param_groups)):
+        optimizer.read_masks(g)
+    for bucket in optimizer.buckets:
+        optimizer.rule.mask_state(bucket)
+
+
+def _restore_bucket(
+    optimizer: CompressedOptimizer, bucket: Bucket, saved: dict | None, entries: Sequence[dict]
+) -> None:
+    optimizer.rule.allocate(bucket, "warmup" if saved is None else saved["phase"])
+    for name, flat in bucket.flat.items():
+        for entry, view in zip(entries, bucket.layout.views(flat), strict=True):
+            found = entry.get(name, entry.get(optimizer.rule.adam_names.get(name, "")))
+            if found is not None:
+                view.copy_(found)
+    if saved is not None and bucket.frames is not None:
+        bucket.frames.copy_(saved["frames"])
+    if saved is not None and bucket.ef is not None:
+        bucket.ef.server.copy_(saved["server_error"])
+        flat = torch.zeros(bucket.layout.numel, dtype=bucket.ef.worker.dtype, device=bucket.device)
+        for view, entry in zip(bucket.layout.views(flat), entries, strict=True):
+            if (error := entry.get("worker_error")) is not None:
+                view.copy_(error)
+        bucket.ef.worker.copy_(bucket.own_rows(flat).view(-1))
+    step = entries[0].get("step")
+    if step is not None:
+        bucket.steps.fill_(float(step))
+
+
+# ---------------------------------------------------------------- of all ranks of another world
+
+
+def load_of_all_ranks(optimizer: CompressedOptimizer, states: Sequence[dict]) -> None:
+    """See `CompressedOptimizer.load_state_dicts`."""
+    transport, local_size = optimizer.transport, optimizer.placement.hierarchy.local_size
+    if len(states) == transport.world_size:
+        mine = states[transport.rank]
+        if mine.get("onebit", {}).get("local_size", 1) == local_size:
+            optimizer.load_state_dict(mine)
+            return
+    if states and (first := states[0].get("onebit")) is not None:
+        check_kind(optimizer, first)
+    world = gather_states(states)
+    record = world.state["onebit"] | {
+        "rank": transport.rank,
+        "world_size": transport.world_size,
+        "local_size": local_size,
+    }
+    codec = optimizer.codec
+    is_of_this_codec = (record["block"], record.get("codec", "sign")) == (codec.block, codec.name)
+    if is_of_this_codec and len(record["buckets"]) == len(optimizer.buckets):
+        triples = zip(optimizer.buckets, record["buckets"], world.server_errors, strict=True)
+        record["buckets"] = [_adapt(optimizer, *each) for each in triples]
+    optimizer.load_state_dict({**world.state, "onebit": record})
+    if transport.rank == 0:
+        log.info(
+            "optimizer state of %d ranks taken over by %d: each owes the mean of what was owed, its sum is kept",
+            world.size,
+            transport.world_size,
+        )
+
+
+def _adapt(optimizer: CompressedOptimizer, bucket: Bucket, saved: dict, server_error: Tensor | None) -> dict:
+    """A bucket's record, for this rank of this world."""
+    layout, frames = bucket.layout, saved["frames"]
+    return {
+        "phase": saved["phase"],
+        "numel": layout.numel,
+        "frames": None if frames is None else reframe(frames, optimizer.codec, saved["numel"], layout),
+        "server_error": None if server_error is None else bucket.own_chunk(resize(server_error, layout.numel)),
+    }

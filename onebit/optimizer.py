@@ -1,0 +1,626 @@
+"""CompressedOptimizer: a torch optimizer that does all data-parallel traffic itself, in every phase.
+
+It receives each rank's own gradients; the model is not wrapped. A rule (`rule.py`) says what a step of one bucket is;
+here the steps of all buckets are begun, decided and committed. One step, top to bottom:
+
+    backward    a bucket whose gradients are complete begins its step while earlier layers still compute (`overlap.py`)
+    step()      the other buckets begin theirs; a vote: whether all ranks are in the same step with the same options,
+                which parameters have a gradient anywhere, the global norm; all buckets come to their meeting
+                where a gradient has changed since it was sent, on any rank, all buckets begin once more
+                what is not finite on any rank shows in everybody's frames: all skip, nothing was written
+                all buckets are told the decision, and commit: errors, momentum, variance, parameters
+                now and then a vote on the replicas' bits
+
+Nothing is written before the decision, so a skipped step leaves no trace. Buckets are in `buckets.py`, states and
+checkpoints in `checkpoint/optimizer_state.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import comm
+from .agreement import replicas
+from .agreement.join import Join
+from .agreement.replicas import ReplicaCheck, ReplicaError
+from .agreement.skips import MOST_SKIPS, SkipLimit
+from .agreement.step_vote import (
+    DesyncError,
+    Header,
+    StepVote,
+    Summary,
+    cast_votes,
+    check_headers,
+    gather_headers,
+    present_anywhere,
+)
+from .agreement.wrappers import NOT_COMPARED, WrapperWatch, gradient_digest, refuse_wrapper
+from .bucket import Bucket
+from .bucket_step import Decision
+from .buckets import Buckets
+from .checkpoint import optimizer_state
+from .clip import Clipper, dot, exact_norm, has_squares
+from .comm import FusedCodec, SignCodec, Transport, check_fused
+from .contract import TorchOptions, check_arguments, check_group, refuse_copy
+from .driver import Driver
+from .flat import lay_out
+from .frozen import gradient_of, refuse_unfrozen
+from .link_probe import CompressionPolicy
+from .marks import GradientMark, are_used_again, is_inspected
+from .masks import Masks
+from .model_parallel import ModelParallelGroup, count_edits_apart_, local, model_parallel_group_of
+from .overlap import Overlap
+from .replicated import Replicated
+from .rule import Rule
+from .stats import Stats, Traffic
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+log = logging.getLogger(__name__)
+
+
+class CommonOptions(TorchOptions, total=False):
+    """Keyword arguments that every optimizer of the family takes, beside those of `TorchOptions`.
+
+    max_grad_norm: clip by the norm of the mean gradient (0: off): exact while gradients travel, estimated from each
+    rank's norm and its product with the momentum otherwise. It then costs the overlap with backward.
+    transport: default `onebit.comm.init()`. model_parallel_group: where the parameters are DTensors, each rank of the
+    transport holding the same shard of another replica (`onebit.zero.grid`), the transport between the shards of one
+    replica, or the grid's `ModelParallelGroup` where others hold other layers. It carries what concerns the whole
+    model: 8 to 32 bytes a step to each peer, and LAMB's norms. codec: what momentum travels in; its block size and kind
+    of scale. error_dtype: torch.bfloat16 halves the worker and server errors.
+    compression: "auto" measures the network once, before the first one-bit step, and where one bit would gain nothing
+    gradients travel in bfloat16 from there on, which rank 0 logs; "always" asks nothing.
+    overlap: send buckets during backward. Where gradients change before step() all the same, they are sent once more,
+    and after three such steps in a row nothing is sent during backward any more. bucket_cap_mb: float32 MiB per bucket.
+    check_replicas_every: steps, taken or skipped, between votes on the bits of parameters and of the state that
+    replicas have in common (0: never). max_consecutive_skips: so many skipped steps in a row are an error (0: never);
+    see `agreement/skips.py`.
+    """
+
+    max_grad_norm: float
+    transport: Transport | None
+    model_parallel_group: ModelParallelGroup | Transport | None
+    codec: FusedCodec | None
+    error_dtype: torch.dtype
+    compression: str
+    overlap: bool
+    bucket_cap_mb: float
+    check_replicas_every: int
+    max_consecutive_skips: int
+
+
+class CompressedOptimizer(torch.optim.Optimizer):
+    """Base of the family; arguments: see `CommonOptions`. All ranks construct, step, load and add groups together."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: object,
+        defaults: dict[str, object],
+        rule: Rule,
+        *,
+        max_grad_norm: float = 0.0,
+        transport: Transport | None = None,
+        model_parallel_group: ModelParallelGroup | Transport | None = None,
+        codec: FusedCodec | None = None,
+        error_dtype: torch.dtype = torch.float32,
+        compression: str = "auto",
+        overlap: bool = True,
+        bucket_cap_mb: float = 16.0,
+        check_replicas_every: int = 100,
+        max_consecutive_skips: int = MOST_SKIPS,
+        **torchs: Unpack[TorchOptions],
+    ):
+        check_arguments(type(self).__name__, torchs)
+        if not (max_grad_norm >= 0 and check_replicas_every >= 0):
+            raise ValueError(
+                "max_grad_norm and check_replicas_every must be at least 0 (0: off), got "
+                f"{max_grad_norm}, {check_replicas_every}"
+            )
+        if error_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"error_dtype must be torch.float32 or torch.bfloat16, got {error_dtype}")
+        self.rule, self.stats = rule, Stats()
+        self.clipper, self.policy = Clipper(max_grad_norm), CompressionPolicy(compression)
+        self.skip_limit, self.replica_check = SkipLimit(max_consecutive_skips), ReplicaCheck(check_replicas_every)
+        self.codec = SignCodec() if codec is None else check_fused(codec)
+        self.transport = comm.init() if transport is None else transport
+        comm.check_transport(self.transport)
+        self.model_parallel_group = model_parallel_group_of(model_parallel_group)
+        self.masks = Masks()
+        self.placement = Replicated(self.transport, self.codec, error_dtype, self.masks)
+        self.buckets: Buckets[Bucket] = Buckets(self, self.transport, self.model_parallel_group, bucket_cap_mb)
+        self.steps: list[Tensor] = []  # by group
+        self.rule.bind(self.placement, self.buckets, self.masks, self.policy, self.model_parallel_group, self.steps)
+        self.overlap = Overlap(self.transport.rank, overlap)
+        self._traffic = Traffic(self.transport)
+        self.policy.bind(self.transport, self.codec, self.buckets, self.model_parallel_group, self._traffic)
+        self._watch = WrapperWatch(self.transport, self.model_parallel_group)
+        self._driver = Driver(self.placement.hierarchy.phases)
+        self._join = Join()
+        self._has_begun = False  # the step under way
+        self._used: list[GradientMark] = []  # the gradients of the last step
+        self._waited_s = 0.0
+        self._steps_here = 0  # of this object, whatever was loaded
+        super().__init__(params, defaults)  # type: ignore[arg-type]
+        self._build()
+
+    # ---------------------------------------------------------------- groups and buckets
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add a group; all ranks, at the same step. It warms up for as many steps as the first groups did.
+
+        Raises ValueError/TypeError as the constructor, and is then as it was.
+        """
+        super().add_param_group(param_group)
+        try:
+            check_group(f"rank {self.transport.rank}: group {len(self.param_groups) - 1}", self.param_groups[-1])
+            if self.buckets.built_groups:
+                self._build()
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _build(self) -> None:
+        self._give_up_step()
+        self.buckets.build()
+        self._traffic.begin()
+
+    def option_lines(self) -> list[str]:
+        """The options that must be the same on all ranks, as text."""
+        options = {
+            "codec": self.codec,
+            "error_dtype": self.placement.error_dtype,
+            "bucket_elements": self.buckets.elements,
+            "max_grad_norm": self.clipper.max_norm,
+            "check_replicas_every": self.replica_check.every,
+            "overlap": self.overlap.is_on,
+            "compression": self.policy.mode,
+            "max_consecutive_skips": self.skip_limit.most,
+        }
+        return [f"option {name} = {value}" for name, value in {**options, **self.rule.options()}.items()]
+
+    def begin_group(self, g: int) -> None:
+        """Called by `Buckets`: the group's masks and its count of steps."""
+        self.read_masks(g)
+        self.steps.append(torch.tensor(0.0))
+
+    def read_masks(self, g: int) -> None:
+        """Take over the group's "exp_avg_mask". Raises ValueError where it does not fit."""
+        self.masks.read(self.transport.rank, g, self.param_groups[g], self.buckets.named(g))
+
+    def new_bucket(self, g: int, members: Sequence[tuple[Tensor, str]], device: torch.device) -> Bucket:
+        """Called by `Buckets`: a bucket of these parameters of group g, in warm-up."""
+        params, names = [p for p, _ in members], [name for _, name in members]
+        layout = lay_out([local(p).shape for p in params], self.codec.block, self.transport.world_size)
+        bucket = Bucket(
+            index=len(self.buckets),
+            first=len(self.buckets.params),
+            rank=self.transport.rank,
+            hierarchy=self.placement.hierarchy,
+            group_index=g,
+            device=device,
+            params=params,
+            names=names,
+            layout=layout,
+            counts=layout.counts(device),
+            share_K=tuple(1.0 / self.model_parallel_group.copies(p) for p in params),
+            steps=self.steps[g],
+        )
+        self.rule.allocate(bucket, "warmup")
+        self.publish(bucket)
+        return bucket
+
+    def publish(self, bucket: Bucket) -> None:
+        """Show the bucket's state as torch does: optimizer.state[p], views of the flat tensors."""
+        views = {name: bucket.layout.views(flat) for name, flat in bucket.flat.items()}
+        for k, p in enumerate(bucket.params):
+            self.state[p] = {"step": bucket.steps, **{name: v[k] for name, v in views.items()}}
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank: moments, errors, packed momentum. Without bucket and wire buffers."""
+        return sum(bucket.state_bytes() for bucket in self.buckets)
+
+    def buffer_bytes(self) -> int:
+        """Bytes of buckets and wire buffers on this rank; what DDP calls its buckets."""
+        tensors = [tensor for bucket in self.buckets for tensor in bucket.buffers()]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+    # ---------------------------------------------------------------- backward: complete buckets begin their step
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here only accumulate; the bucket leaves in the first pass outside. As in DDP.
+
+        Not needed where every step has as many passes as the one before it: those are counted. Where the count is
+        wrong, gradients are sent twice.
+        """
+        with self.overlap.paused():
+            yield
+
+    def on_gradient(self, p: Tensor) -> None:
+        """p's gradient has just been accumulated. Called by its hook."""
+        count_edits_apart_(p.grad)
+        if not self.overlap.count_pass(p, self.buckets.of(p)) or not self.overlap.is_possible or self._join.is_on:
+            return
+        self._begin()
+        if self.rule.is_silent() or self._clips_before_sending:
+            return
+        with torch.no_grad(), self.policy.computing.paused():
+            while self._launched < len(self.buckets) and self.overlap.is_complete(self.buckets[self._launched]):
+                self._launch(in_backward=True)
+
+    @property
+    def _launched(self) -> int:
+        return self._driver.launched
+
+    def _begin(self) -> None:
+        """Once a step: what kind it is. Learning rates may be edited between backward and step()."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.rule.begin_step()
+
+    def _launch(self, scale: float = 1.0, *, in_backward: bool = False) -> None:
+        """Begin the next bucket's step, with its gradients times scale. Also where a gradient is missing here."""
+        bucket = self.buckets[self._launched]
+        if bucket.index == 0 and self.rule.asks_first and not self.rule.is_silent():
+            self._call_roll(self.rule.round_name())
+        self.overlap.mark_sent(bucket, with_bits=in_backward and is_inspected(self._steps_here))
+        self._driver.launch(bucket, lambda: self.rule.step(bucket, scale))
+
+    def _launch_rest(self, scale: float) -> None:
+        while self._launched < len(self.buckets):
+            self._launch(scale)
+
+    # ---------------------------------------------------------------- step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update from this rank's gradients; all ranks. See the module docstring for the sequence.
+
+        Under GradScaler the loss scale is taken out here, and an overflow on one rank makes all skip. Raises PeerError
+        if a peer is lost, DesyncError if the ranks are not in the same step with the same options, ReplicaError if the
+        replicas are no longer identical, SkippedStepsError if too many steps in a row were skipped.
+        """
+        self.policy.computing.stop()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not len(self.buckets):
+            self._join.is_finished = False  # no rank has any
+            present = [[gradient_of(p) is not None for p in self.buckets.frozen]]
+            refuse_unfrozen(self.transport.rank, list(self.buckets.frozen.values()), present)
+            return loss
+        self._waited_s, self.stats.clip_factor, self.clipper.norm = 0.0, 1.0, None
+        if self._join.is_on and not self._anybody_goes_on():
+            return loss
+        grad_scale = float(getattr(self, "grad_scale", None) or 1.0)
+        resends = self.overlap.has_changed(grad_scale)
+        self._begin()
+        if self.rule.is_silent():
+            decision: Decision | None = self._decide_alone(1.0 / grad_scale)
+        else:
+            decision = self._decide(1.0 / grad_scale, resends)
+        bad: list[str] = []
+        if decision is None:
+            bad = self._skip()
+        else:
+            self._commit(decision)
+        if self.replica_check.is_due(are_synchronised=self.rule.is_synchronised()):
+            self.check_replicas()
+        self._fill_stats()
+        self._end_step()
+        self._steps_here += 1
+        self.skip_limit.observe(decision is None, bad, self.transport, self.model_parallel_group.whole)
+        self.policy.computing.start()
+        return loss
+
+    def _decide(self, scale: float, resends: bool) -> Decision | None:
+        """Bring all buckets to their meeting. None, on all ranks, where anything is not finite on any.
+
+        scale: what gradients are to be multiplied by. resends: what this rank has sent is no longer true. The vote
+        comes after the last launch, or before the first where it clips: at the same place in every rank's sequence of
+        operations.
+        """
+        votes = None
+        if self._clips_before_sending:
+            votes = self._cast(scale, resends)
+            self.stats.clip_factor = self.clipper.estimated_factor(votes, self.transport.world_size)
+            if not math.isfinite(self.stats.clip_factor):
+                return None
+        scale *= self.stats.clip_factor
+        self._launch_rest(scale)
+        if votes is None:
+            votes = self._cast(scale, resends)
+        with self._waiting():
+            arrived = self._driver.wait()
+        resending = [rank for rank, vote in enumerate(votes) if vote.summary.resends]
+        if resending:
+            self._driver.give_up()  # nothing has been written: what came back can be forgotten
+            self._launch_rest(scale)
+            with self._waiting():
+                arrived = self._driver.wait()
+        self._count_resent(resending)
+        # One question to each device, however many buckets it has.
+        flags: dict[torch.device, list[Tensor]] = {bucket.device: [] for bucket in self.buckets}
+        for bucket, said in zip(self.buckets, arrived, strict=True):
+            flags[bucket.device].append(said.is_finite)
+            if said.mean_gradient is not None and self.clipper.max_norm == 0:  # clipped, a variance can hold it
+                flags[bucket.device].append(has_squares(said.mean_gradient))
+        is_good_here = all(bool(torch.stack(each).all()) for each in flags.values())
+        if not self._all_parts_agree(is_good_here, votes):
+            return None
+        if self.clipper.max_norm > 0 and not self._clips_before_sending:
+            self.stats.clip_factor = self._exact_factor([said.mean_gradient for said in arrived])
+            return Decision(present_anywhere(votes), self.stats.clip_factor)
+        return Decision(present_anywhere(votes))
+
+    def _decide_alone(self, scale: float) -> Decision:
+        """A step without traffic, not even a vote. What is not finite counts as zero, in this replica alone."""
+        if self._clips_before_sending:
+            vote = self._my_vote(scale, self._header(self.rule.round_name()).summary())
+            self.stats.clip_factor = self.clipper.estimated_factor([vote], self.transport.world_size)
+        self._launch_rest(scale * self.stats.clip_factor)
+        is_finite = math.isfinite(self.stats.clip_factor)
+        is_finite = is_finite and all(bool(said.is_finite) for said in self._driver.wait())
+        seen = [gradient_of(p) is not None for p in self.buckets.params]
+        if self.model_parallel_group.agree(is_finite):
+            return Decision(seen)
+        self._report_bad_gradients("it counts as zero")
+        self.stats.clip_factor = 1.0
+        return Decision(seen, is_spoilt=True)
+
+    def _commit(self, decision: Decision) -> None:
+        self.clipper.remember(self.stats.clip_factor, self.param_groups[0]["betas"][0])
+        for count in self.steps:
+            count += 1
+        self._driver.commit(decision, self.rule.meet)
+        self.stats.phase = self.rule.after_step()
+
+    def _take_extra_step(self) -> None:
+        """A step that the rule has begun beside those of the training: it is not counted, and skips nothing."""
+        self._has_begun = True
+        try:
+            self._launch_rest(1.0)
+            header = self._header(self.rule.round_name())
+            mine = StepVote(header.summary(), [self.rule.is_present(p) for p in self.buckets.params])
+            seen = present_anywhere(cast_votes(self.transport, header, mine, self.buckets[0].device))
+            self._driver.wait()
+            self._driver.commit(Decision(seen), self.rule.meet)
+            self.rule.after_step()
+        finally:
+            self._end_step()
+
+    def _count_resent(self, ranks: Sequence[int]) -> None:
+        if ranks and self.overlap.resent_steps == 0:
+            refuse_wrapper(self.transport, self.buckets.params)
+        self.overlap.count_resent(ranks)
+        self.stats.resent_steps = self.overlap.resent_steps
+
+    def _skip(self) -> list[str]:
+        self._driver.give_up()
+        bad = self._report_bad_gradients("all ranks skip the step")
+        if not bad and self.transport.rank == 0:
+            log.warning("a gradient is not finite on another rank; all ranks skip the step")
+        return bad
+
+    def _report_bad_gradients(self, consequence: str) -> list[str]:
+        """Count them, and warn of those that are this rank's; the parameters they are of."""
+        self.stats.skipped_steps += 1
+        self.clipper.norm = None
+        mine = [name for bucket in self.buckets for name in bucket.bad()]
+        if mine:
+            log.warning("rank %d: gradient not finite in %s; %s", self.transport.rank, ", ".join(mine[:5]), consequence)
+        return mine
+
+    def _end_step(self) -> None:
+        self._used = [GradientMark.of(p) for p in self.buckets.params]
+        self._has_begun = False
+        self.overlap.end_step()
+        self.rule.end_step()
+
+    def _give_up_step(self) -> None:
+        """Drop what a backward pass has sent that no step will follow. All ranks, alike."""
+        if self._launched:
+            self._launch_rest(1.0)
+            self._driver.wait()
+            self._driver.give_up()
+            self._end_step()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._waited_s += time.perf_counter() - began
+
+    def _fill_stats(self) -> None:
+        sent, inter_node = self._traffic.take()
+        elements = sum(bucket.layout.parameter_numel for bucket in self.buckets)
+        self.stats.sent_bytes, self.stats.sent_bytes_inter_node = sent, inter_node
+        self.stats.bits_per_parameter = 8.0 * inter_node / max(elements, 1)
+        self.stats.comm_ms, self.stats.grad_norm = 1e3 * self._waited_s, self.clipper.norm
+
+    # ---------------------------------------------------------------- what the ranks agree on
+
+    def _header(self, kind: str) -> Header:
+        """What this rank is about to do."""
+        kind, step = f"{type(self).__name__}, {kind}", int(self.steps[0]) + 1
+        return Header.of(self.param_groups, step, kind, is_finished=self._join.is_finished)
+
+    def _call_roll(self, kind: str) -> list[Header]:
+        """Every rank's header, before anything else of the step is sent. Raises DesyncError."""
+        with self._waiting():
+            headers = gather_headers(self.transport, self._header(kind), self.buckets[0].device)
+        check_headers(self.transport.rank, headers)
+        return headers
+
+    def _cast(self, scale: float, resends: bool) -> list[StepVote]:
+        header, is_watched = self._header(self.rule.round_name()), self._watch.is_on(self._steps_here)
+        repeats = are_used_again(self.buckets.params, self._used)
+        gradients = gradient_digest(bucket.gradients() for bucket in self.buckets) if is_watched else NOT_COMPARED
+        mine = self._my_vote(scale, header.summary(resends=resends, repeats=repeats, gradients=gradients))
+        with self._waiting():
+            votes = cast_votes(self.transport, header, mine, self.buckets[0].device)
+        if is_watched:
+            self._watch.look([vote.summary.gradients for vote in votes], self.buckets.params)
+        return votes
+
+    def _my_vote(self, scale: float, summary: Summary) -> StepVote:
+        norm_squared = product = 0.0
+        if self._clips_before_sending:
+            for bucket in self.buckets:
+                m_views = bucket.layout.views(self.rule.momentum(bucket))
+                for g, m, share in zip(self.masks.gradients(bucket), m_views, bucket.share_K, strict=True):
+                    if g is not None:
+                        norm_squared += share * scale * scale * dot(g, g)
+                        product += share * scale * dot(g, m)
+            norm_squared, product = self.model_parallel_group.total(norm_squared, product)
+        present = [self.rule.is_present(p) for p in self.buckets.params]
+        present += [gradient_of(p) is not None for p in self.buckets.frozen]
+        return StepVote(summary, present, norm_squared, product)
+
+    @property
+    def _clips_before_sending(self) -> bool:
+        # The mean gradient is known after the exchange while it travels in full; once momentum travels instead, each
+        # rank must be clipped before its error is added, by an estimate of the same norm.
+        return self.clipper.max_norm > 0 and not all(self.rule.averages_gradients(bucket) for bucket in self.buckets)
+
+    def _exact_factor(self, means: Sequence[Tensor | None]) -> float:
+        squares = sum(b.own_squares(g) for b, g in zip(self.buckets, means, strict=True) if g is not None)
+        norm = exact_norm(self.transport, self.model_parallel_group, squares, self.buckets[0].device)
+        return self.clipper.factor(norm)
+
+    def _all_parts_agree(self, is_good: bool, votes: Sequence[StepVote]) -> bool:
+        """Whether the step is good on all parts of the model.
+
+        Raises DesyncError where they take another step, RuntimeError where any trains what it has no state of.
+        """
+        header, parts = self._header(self.rule.round_name()), self.model_parallel_group
+        unfrozen = [vote.present[len(self.buckets.params) :] for vote in votes]
+        said = parts.gather(float(is_good), float(any(map(any, unfrozen))), float(header.step), header.numbers[0])
+        if any(is_unfrozen for _, is_unfrozen, *_ in said):
+            names = list(self.buckets.frozen.values())
+            parts.raise_on_all_ranks(RuntimeError, lambda: refuse_unfrozen(self.transport.rank, names, unfrozen))
+        if len({numbers[2:] for numbers in said}) > 1:
+            steps = ", ".join(f"step {step:g} with lr {lr:g} on part {k}" for k, (_, _, step, lr) in enumerate(said))
+            raise DesyncError(
+                f"rank {self.transport.rank}: the parts of the model are not in the same step: {steps}; every rank "
+                "must call step() equally often, with the same learning rate"
+            )
+        return all(good for good, *_ in said)
+
+    def check_replicas(self) -> None:
+        """Vote on the bits of all that replicas have in common; ReplicaError on all ranks where they differ.
+
+        That is the parameters, the moments or D, and the packed momentum. Sends 16 bytes per peer. So do tensor ranks
+        on what they hold alike: see `ModelParallelGroup.find_divergence`.
+        """
+        names, step = self.buckets.names, int(self.steps[0])
+        diverged = self.model_parallel_group.find_divergence(self.buckets.params, names)
+        state = [pair for bucket in self.buckets for pair in bucket.replicated()]
+        tensors = [local(p) for p in self.buckets.params] + [tensor for _, tensor in state]
+        names = names + [name for name, _ in state]
+
+        def check() -> None:
+            replicas.check_replicas(self.transport, tensors, names, step)
+            if diverged:
+                raise ReplicaError(
+                    f"rank {self.transport.rank}: after step {step} {diverged}; resume from a checkpoint"
+                )
+
+        self.model_parallel_group.raise_on_all_ranks(ReplicaError, check)
+
+    @torch.no_grad()
+    def error_norm_ratio(self) -> float:
+        """‖worker error‖ / ‖what an exchange brings‖ on this rank: how much is owed. 0 in warm-up. Sends nothing.
+
+        In a hierarchy, of the rows that this rank exchanges.
+        """
+        owed = brought = 0.0
+        for bucket in self.buckets:
+            if bucket.ef is not None:
+                average = bucket.spread(bucket.own_rows(self.rule.last_average(bucket)))
+                owed += sum(dot(e, e) for e in bucket.layout.views(bucket.spread(bucket.ef.worker.float())))
+                brought += sum(dot(x, x) for x in bucket.layout.views(average))
+        return math.sqrt(owed / brought) if brought > 0 else 0.0
+
+    # ---------------------------------------------------------------- ranks with different numbers of batches
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a loop over batches of which ranks may have different numbers. All ranks. As torch's Join.
+
+            with optimizer.join():
+                for x, y in loader:
+                    ...
+
+        A rank that is through takes part in the steps of the others, without gradients, until all are: the mean is over
+        all ranks, so that what it would have had counts as zero. Its parameters stay the others' bits, and it takes
+        over their learning rates, betas and weight decays; its scheduler knows nothing of these steps:
+        `stats.shadow_steps` says how many there were. Costs a header per step to each peer, and the overlap with
+        backward. Raises RuntimeError between a backward pass and its step; in the loop as `step`.
+        """
+        if self._launched:
+            raise RuntimeError(
+                f"rank {self.transport.rank}: join() between a backward pass and its step; call step() first"
+            )
+        with self._join.loop(self._shadow_step):
+            yield
+
+    def _shadow_step(self) -> None:
+        self.zero_grad()
+        self.step()
+
+    def _anybody_goes_on(self) -> bool:
+        goes_on = self._join.goes_on(self._call_roll("in join()"), self.param_groups)
+        self.stats.shadow_steps = self._join.shadow_steps
+        return goes_on
+
+    # ---------------------------------------------------------------- states
+
+    def state_dict(self) -> dict:
+        """As torch's, and this rank's share of the compression under "onebit": each rank saves and loads its own.
+
+        What is owed is among the entries of the parameters, as "worker_error"; in a hierarchy, zeros where another rank
+        of the node exchanges the element.
+        """
+        return optimizer_state.save(self, super().state_dict())
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Continue exactly where `state_dict` was taken, on the same rank of a world of the same size. All ranks.
+
+        The state of a torch.optim.AdamW is taken as the state of a warm-up. An "exp_avg_mask" stays as it was given
+        here. Raises ValueError, before anything is changed, where world size, rank, shapes, dtypes or options do not
+        fit.
+        """
+        saved = optimizer_state.check_and_load_groups(self, state_dict)
+        self._give_up_step()
+        optimizer_state.restore(self, saved)
+        self.replica_check.restart(int(self.steps[0]) if self.steps else 0)
+        self.skip_limit.in_a_row = 0
+        if len(self.buckets):
+            self.stats.phase = self.buckets[0].phase
+
+    def load_state_dicts(self, states: Sequence[dict]) -> None:
+        """Continue from the states of all ranks of a world of any size, in rank order. All ranks, all the states.
+
+        In a world of the same size and levels, this rank's own is loaded, exactly. Otherwise each rank will owe the
+        mean of what the old ranks owed, which keeps its sum, and rank 0 logs that. Between synchronisations of 0/1 Adam
+        parameters are part of the state: they become the mean of the old ranks' too. `states` may load an item when it
+        is asked for. Raises ValueError as `load_state_dict`, and where the states are not those of one world.
+        """
+        optimizer_state.load_of_all_ranks(self, states)
+
+    def __getstate__(self) -> dict:
+        raise refuse_copy(self)

@@ -1,0 +1,182 @@
+"""Placement: the whole state on every replica. How a bucket's tensors are exchanged, and how its parameters move.
+
+Each function that exchanges is a generator of Works, for a rule's step to go through (`yield from`). Over a
+hierarchical transport the ranks of a node add up first, and each exchanges its own rows between nodes. All ranks take
+the same buckets through them, in the same order. Rests on `comm/allreduce.py`.
+
+Shape legend: W ranks, N elements of a chunk, K parameters of a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from . import comm
+from .bucket import Bucket
+from .bucket_step import Answer, Arrived, Decision, Meeting
+from .comm import (
+    Codec,
+    EncodeOutput,
+    ErrorFeedback,
+    Exchange,
+    FusedCodec,
+    Hierarchy,
+    MomentumInputs,
+    MomentumWeights,
+    ParamUpdate,
+    Segments,
+    Transport,
+    Variance,
+    Wire,
+    Work,
+)
+from .masks import Masks
+from .model_parallel import local
+
+
+@dataclass
+class Replicated:
+    """codec: what momentum travels in. error_dtype: of what is owed. masks: of elements that may not move."""
+
+    transport: Transport
+    codec: FusedCodec
+    error_dtype: torch.dtype
+    masks: Masks
+
+    @cached_property
+    def hierarchy(self) -> Hierarchy:
+        return Hierarchy.of(self.transport)
+
+    @property
+    def world_size(self) -> int:
+        return self.transport.world_size
+
+    def new_errors(self, bucket: Bucket) -> ErrorFeedback:
+        """Nothing owed: worker error [H·N], for the own rows, and server error [N]."""
+        return ErrorFeedback.zeros(
+            bucket.layout.numel,
+            self.world_size,
+            local_size=self.hierarchy.local_size,
+            dtype=self.error_dtype,
+            device=bucket.device,
+        )
+
+    def wire(self, bucket: Bucket, codec: Codec) -> Wire:
+        """The bucket's buffers for this codec, made when first needed. In full, it travels from where it lies."""
+        if codec not in bucket.wires:
+            in_place = bucket.rows(bucket.buffer.view(torch.uint8)) if codec.sends_in_place else None
+            bucket.wires[codec] = Wire.empty(
+                codec,
+                bucket.layout.numel,
+                self.world_size,
+                hierarchy=self.hierarchy,
+                frames_WB=in_place,
+                device=bucket.device,
+            )
+        return bucket.wires[codec]
+
+    # ---------------------------------------------------------------- exchanges
+
+    def mean_gradient(
+        self, bucket: Bucket, codec: Codec, scale: float
+    ) -> Generator[Work | Meeting, Answer, tuple[Tensor, Decision]]:
+        """ḡ, the mean of the ranks' gradients times scale, clipped, float32 [W·N] in the bucket's buffer; the decision.
+
+        Meets the other buckets. Sends 2·(W-1)/W frames of the bucket in this codec, per rank.
+        """
+        g = bucket.gather(self.masks.gradients(bucket), scale)
+        wire = self.wire(bucket, codec)
+        yield from comm.compressed_allreduce(g, None, codec, self.transport, wire, bucket.counts)
+        codec.decode(wire.frames_WB, bucket.rows(g))
+        decision = yield Arrived(codec.is_finite(wire.frames_WB, bucket.layout.chunk), g)
+        return (g if decision.clip_factor == 1.0 else g.mul_(decision.clip_factor)), decision
+
+    def average(self, bucket: Bucket) -> Generator[Work | Meeting, Answer, Decision]:
+        """The compressed mean of the ranks' buffers, and what they are owed, in the frames of the codec's wire.
+
+        Meets the other buckets. The bucket's `ef` holds what the next is owed, once committed.
+        """
+        wire = self.wire(bucket, self.codec)
+        yield from comm.compressed_allreduce(bucket.buffer, bucket.ef, self.codec, self.transport, wire, bucket.counts)
+        return (yield self._arrived(bucket))
+
+    def average_momentum(
+        self, bucket: Bucket, D_WN: Tensor | Variance, momentum_W: Tensor, weights: MomentumWeights
+    ) -> Generator[Work | Meeting, Answer, Decision]:
+        """The same of the momentum that this rank's gradients make (`FusedCodec.encode_momentum`), in one pass.
+
+        D_WN and momentum_W: one row for each owner. In a flat world gradients are read where they lie. In a hierarchy
+        the ranks of a node add them up first, in the buffer, and each encodes its own rows of their mean.
+        """
+        wire = self.wire(bucket, self.codec)
+        yield from self._exchange_momentum(bucket, wire, D_WN, momentum_W, weights)
+        return (yield self._arrived(bucket))
+
+    def _exchange_momentum(
+        self, bucket: Bucket, wire: Wire, D_WN: Tensor | Variance, momentum_W: Tensor, weights: MomentumWeights
+    ) -> Exchange:
+        ef, segments, own = bucket.ef, bucket.layout.segments, self.hierarchy.own
+        assert ef is not None
+        grads: Sequence[Tensor | None] = self.masks.gradients(bucket)
+        if self.hierarchy.local_size > 1:
+            yield from self.hierarchy.sum_intra_node(bucket.gather(grads))
+            node = bucket.own_rows(bucket.buffer).view(-1)
+            grads, segments = [node], Segments((0,), (len(node),), self.codec.block)
+            weights = replace(weights, unscale=weights.unscale / self.hierarchy.local_size)
+        D_KN = D_WN.rows(own) if isinstance(D_WN, Variance) else D_WN[own]
+        momentum = MomentumInputs(grads, segments, D_KN, momentum_W[own], weights)
+        n = bucket.layout.chunk
+        out = EncodeOutput(ef.worker.view(-1, n), wire.sent_HB, bucket.counts[own], ef.worker_next.view(-1, n))
+        self.codec.encode_momentum(momentum, out)
+        yield from comm.exchange(ef, self.codec, self.transport, wire, n, bucket.counts)
+
+    def _arrived(self, bucket: Bucket) -> Arrived:
+        return Arrived(self.codec.is_finite(self.frames(bucket), bucket.layout.chunk))
+
+    # ---------------------------------------------------------------- what has arrived
+
+    def frames(self, bucket: Bucket) -> Tensor:
+        """The frames of the last average in the codec, uint8 [W, B]."""
+        return bucket.wires[self.codec].frames_WB
+
+    def swap_frames(self, bucket: Bucket) -> Tensor:
+        """The bucket keeps the frames that have just arrived; its old ones' memory receives the next."""
+        assert bucket.frames is not None
+        wire = bucket.wires[self.codec]
+        bucket.frames, wire.frames_WB = wire.frames_WB, bucket.frames
+        return bucket.frames
+
+    def unpacked(self, bucket: Bucket, frames_WB: Tensor | None) -> Tensor:
+        """What frames of the codec say, float32 [W·N]. A new tensor."""
+        assert frames_WB is not None
+        values = torch.empty(bucket.layout.numel, device=bucket.device)
+        self.codec.decode(frames_WB, bucket.rows(values))
+        return values
+
+    # ---------------------------------------------------------------- parameters
+
+    def apply(
+        self, bucket: Bucket, decision: Decision, frames_WB: Tensor | None, weight_K: Tensor, keep_K: Tensor
+    ) -> None:
+        """p ← keep·p + weight·value for every parameter that some rank had a gradient for, in one pass."""
+        assert frames_WB is not None
+        moving = zip(bucket.params, decision.of(bucket), strict=True)
+        params = [local(p) if is_seen else None for p, is_seen in moving]
+        self.codec.apply(frames_WB, bucket.layout.chunk, ParamUpdate(params, bucket.layout.segments, weight_K, keep_K))
+
+    def move(self, bucket: Bucket, decision: Decision) -> None:
+        """p ← p - the buffer, for every parameter that some rank had a gradient for, where no mask forbids it."""
+        self.masks.apply_(bucket)
+        moved = [
+            (local(p), view)
+            for p, view, is_seen in zip(bucket.params, bucket.views, decision.of(bucket), strict=True)
+            if is_seen
+        ]
+        if moved:
+            params, views = zip(*moved, strict=True)
+            torch._foreach_sub_(params, views)

@@ -1,0 +1,171 @@
+"""What a rule is: one paper's step of one bucket as a generator, and the state that it keeps.
+
+Rules are in `onebit_adam.py`, `onebit_lamb.py` and `zero_one_adam.py`. What a step yields is in `bucket_step.py`, how a
+bucket's tensors are exchanged in `replicated.py`, who runs the steps of all buckets in `driver.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from .bucket import Bucket
+from .bucket_step import Answer, BucketStep, Meeting
+from .buckets import Buckets
+from .checkpoint.parameter_state import ParameterState
+from .comm import Codec, FusedCodec, Int8Codec, SignCodec, check_fused
+from .flat import Layout
+from .frozen import gradient_of
+from .link_probe import CompressionPolicy
+from .masks import Masks
+from .model_parallel import ModelParallelGroup
+from .replicated import Replicated
+
+
+class Rule(ABC):
+    """One paper. The optimizer binds it to its parts once, before any bucket is made.
+
+    kind: what its states are called. adam_names: torch.optim's names for state that is named otherwise here.
+    """
+
+    kind: ClassVar[str] = ""
+    adam_names: ClassVar[Mapping[str, str]] = {}
+    of_parameters: ClassVar[tuple[str, ...]] = ()  # the entries of `record` that say something of single parameters
+
+    placement: Replicated
+    buckets: Buckets[Bucket]
+    masks: Masks
+    policy: CompressionPolicy
+    parts: ModelParallelGroup
+    steps: Sequence[Tensor]  # by group
+
+    def bind(
+        self,
+        placement: Replicated,
+        buckets: Buckets[Bucket],
+        masks: Masks,
+        policy: CompressionPolicy,
+        parts: ModelParallelGroup,
+        steps: Sequence[Tensor],
+    ) -> None:
+        """Take over the optimizer's parts."""
+        self.placement, self.buckets, self.masks, self.policy = placement, buckets, masks, policy
+        self.parts, self.steps = parts, steps
+
+    @property
+    def codec(self) -> FusedCodec:
+        """What momentum travels in."""
+        return self.placement.codec
+
+    @abstractmethod
+    def options(self) -> Mapping[str, object]:
+        """Those that must be the same on all ranks, by name."""
+
+    # ---------------------------------------------------------------- a step
+
+    def begin_step(self) -> None:
+        """Decide what kind of step the next one is. Once a step, before anything else is asked about it."""
+        return
+
+    @abstractmethod
+    def round_name(self) -> str:
+        """What kind of step this is, for messages; the same on all ranks."""
+
+    @abstractmethod
+    def averages_gradients(self, bucket: Bucket) -> bool:
+        """Whether the bucket's step exchanges gradients."""
+
+    def is_silent(self) -> bool:
+        """Whether this step exchanges nothing at all."""
+        return False
+
+    @property
+    def asks_first(self) -> bool:
+        """Whether ranks compare options before the first bucket of a step leaves, as its kind follows from them."""
+        return False
+
+    @abstractmethod
+    def step(self, bucket: Bucket, scale: float) -> BucketStep:
+        """This step of a bucket, from its gradients times scale."""
+
+    def meet(self, buckets: Sequence[Bucket], said: Sequence[Meeting]) -> Sequence[Answer]:
+        """The answers to what these buckets have said behind the decision. All ranks, the same buckets."""
+        raise AssertionError(f"{type(self).__name__} has no further meeting")
+
+    def after_step(self) -> str:
+        """All buckets have taken their step: change phase. What the step was."""
+        return self.round_name()
+
+    def end_step(self) -> None:
+        """The step is over, taken or skipped."""
+        return
+
+    def is_synchronised(self) -> bool:
+        """Whether all replicas are meant to be the same now."""
+        return True
+
+    def is_present(self, p: Tensor) -> bool:
+        """Whether this rank has a gradient for p."""
+        return gradient_of(p) is not None
+
+    # ---------------------------------------------------------------- state
+
+    @abstractmethod
+    def allocate(self, bucket: Bucket, phase: str) -> None:
+        """Give the bucket the zeroed state (flat, frames, ef) of a phase. "warmup" is the first."""
+
+    @abstractmethod
+    def momentum(self, bucket: Bucket) -> Tensor:
+        """The momentum as the ranks share it, float32 [W·N]; bias-corrected. May be a copy."""
+
+    @abstractmethod
+    def last_average(self, bucket: Bucket) -> Tensor:
+        """What a compressed exchange brings, float32 [W·N], in the coordinates of the worker error. May be a copy."""
+
+    def mask_state(self, bucket: Bucket) -> None:
+        """What may not move has no momentum, owes nothing, and is owed nothing."""
+        may_move = self.masks.may_move(bucket)
+        if may_move is None:
+            return
+        for name in {"exp_avg", "exp_avg_update", "accumulated"} & bucket.flat.keys():
+            bucket.flat[name].mul_(may_move)
+        if bucket.ef is not None:
+            bucket.ef.worker.mul_(bucket.own_rows(may_move).reshape(-1))
+            bucket.ef.server.mul_(bucket.own_chunk(may_move))
+
+    def record(self) -> dict:
+        """What else a checkpoint keeps, as plain numbers and tensors; this rank's."""
+        return {}
+
+    def load_record(self, record: dict) -> None:
+        """Take back what `record` gave."""
+        return
+
+    def take_apart(self, record: Mapping, index: int, layout: Layout, states: Sequence[ParameterState]) -> None:
+        """Give the parameters of bucket `index` of a saved record what that says of each. All on the host."""
+        return
+
+    def pack(self, bucket: Bucket, states: Sequence[ParameterState], beta1: float) -> Tensor | None:
+        """The bucket's frames, uint8 [W, B] on the host, of what `take_apart` gave; None where it keeps none."""
+        return None
+
+    def put_together(self, of_buckets: Sequence[tuple[Bucket, Sequence[ParameterState]]]) -> dict:
+        """The entries `of_parameters`, of what `take_apart` gave. What torch does not know leaves the states."""
+        return {}
+
+    def adopt_dense_state(self) -> None:
+        """The state that was just loaded is that of a dense optimizer: torch.optim.AdamW, or Lamb."""
+        return
+
+
+def codec_of_gradients(given: Codec | None, codec: FusedCodec | None) -> Codec:
+    """What gradients travel in: eight bits, in the blocks of the momentum's codec, unless another codec was given."""
+    block = (SignCodec() if codec is None else check_fused(codec)).block
+    if given is None:
+        return Int8Codec(block)
+    if given.block != block and not given.sends_in_place:
+        raise ValueError(f"{given} has blocks of {given.block}, the one-bit codec of {block}; give both the same")
+    return given

@@ -1,0 +1,61 @@
+"""What an optimizer says of its last step, and the bytes that belong to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from .comm import Transport
+
+
+@dataclass
+class Stats:
+    """What the last step did. Times in milliseconds, bytes as payload this rank sent to others, without headers.
+
+    sent_bytes_inter_node: those to other nodes, which is what a slow network carries; bits_per_parameter is of these.
+    The same as sent_bytes where the transport is flat. comm_ms: how long step() waited for exchanges and votes.
+    resent_steps: how many steps were sent twice, so far. shadow_steps: how many steps of other ranks this one has taken
+    part in without batches of its own (`join`). grad_norm: of the mean gradient, before clipping; exact or the
+    estimate, as `clip.py` has it. None without max_grad_norm, and when skipped.
+    """
+
+    phase: str = "warmup"
+    sent_bytes: int = 0
+    sent_bytes_inter_node: int = 0
+    bits_per_parameter: float = 0.0
+    comm_ms: float = 0.0
+    skipped_steps: int = 0
+    clip_factor: float = 1.0
+    grad_norm: float | None = None
+    resent_steps: int = 0
+    shadow_steps: int = 0
+
+
+class Traffic:
+    """The bytes that a transport has sent since the last step: to anybody, and to other nodes."""
+
+    def __init__(self, transport: Transport):
+        self._transport = transport
+        self._before = self._now()
+
+    def _now(self) -> tuple[int, int]:
+        return self._transport.sent_bytes, self._transport.sent_bytes_inter_node
+
+    def begin(self) -> None:
+        """What was sent so far belongs to no step."""
+        self._before = self._now()
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """What is sent in here belongs to no step."""
+        before = self._now()
+        yield
+        sent, inter_node = (now - then for now, then in zip(self._now(), before, strict=True))
+        self._before = self._before[0] + sent, self._before[1] + inter_node
+
+    def take(self) -> tuple[int, int]:
+        """What this step has sent; the next one begins."""
+        sent, inter_node = (now - then for now, then in zip(self._now(), self._before, strict=True))
+        self.begin()
+        return sent, inter_node
