@@ -10,7 +10,7 @@ import functools
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class BucketOwner(Protocol[B]):
         """p's gradient has just been accumulated."""
 
 
-class Buckets(Generic[B]):
+class Buckets(Sequence[B]):
     """The buckets of all groups, in the order in which backward produces gradients. All ranks build them together.
 
     cap_mb: float32 MiB of a bucket at most; a larger parameter has one of its own. hooks: whether `on_gradient` is
@@ -87,16 +87,18 @@ class Buckets(Generic[B]):
     def __len__(self) -> int:
         return len(self._list)
 
-    def __getitem__(self, index: int) -> B:
+    @overload
+    def __getitem__(self, index: int) -> B: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[B]: ...
+
+    def __getitem__(self, index: int | slice) -> B | list[B]:
         return self._list[index]
 
     def of(self, p: Tensor) -> B:
         """The bucket of a trained parameter."""
         return self._of[p]
-
-    def __contains__(self, p: Tensor) -> bool:
-        """Whether this parameter is trained."""
-        return p in self._of
 
     def group(self, bucket: B) -> dict:
         """The param group of a bucket, as it is now."""

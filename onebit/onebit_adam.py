@@ -227,10 +227,10 @@ class AdamRule(Rule):
             bucket.ef.worker.sub_(bucket.own_rows(too_much).reshape(-1), alpha=beta1)
 
     def record(self) -> dict:
-        return self.variance.record(list(self.buckets))
+        return self.variance.record(self.buckets)
 
     def load_record(self, record: dict) -> None:
-        self.variance.load_record(record, list(self.buckets))
+        self.variance.load_record(record, self.buckets)
 
     def take_apart(self, record: Mapping, index: int, layout: Layout, states: Sequence[ParameterState]) -> None:
         frames, live_J = record["buckets"][index]["frames"], record["live_blocks"][index]

@@ -253,7 +253,7 @@ class LambRule(AdamRule):
             D = (bucket.flat["exp_avg_sq"] / total).sqrt_().add_(group["eps"])
             torch.div(self.momentum(bucket), D, out=bucket.buffer)
             torch._foreach_add_(bucket.views, bucket.held, alpha=group["weight_decay"])
-        self._measure(list(self.buckets))
+        self._measure(self.buckets)
         super().adopt_dense_state()
 
 

@@ -297,7 +297,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not len(self.buckets):
+        if not self.buckets:
             self._join.is_finished = False  # no rank has any
             present = [[gradient_of(p) is not None for p in self.buckets.frozen]]
             refuse_unfrozen(self.transport.rank, list(self.buckets.frozen.values()), present)
@@ -609,7 +609,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         optimizer_state.restore(self, saved)
         self.replica_check.restart(int(self.steps[0]) if self.steps else 0)
         self.skip_limit.in_a_row = 0
-        if len(self.buckets):
+        if self.buckets:
             self.stats.phase = self.buckets[0].phase
 
     def load_state_dicts(self, states: Sequence[dict]) -> None:

@@ -7,22 +7,22 @@ gradients. What happens in a step is in `optimizer.py`; the form of checkpoints 
 from __future__ import annotations
 
 import logging
-import math
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ... import comm
 from ...agreement import replicas
-from ...agreement.step_vote import option_lines
+from ...buckets import Buckets
 from ...clip import Clipper
 from ...comm import Transport
-from ...contract import check_group, check_parameters, check_saved_groups, load_checked, refuse_copy
-from ...flat import lay_out, partition
+from ...contract import check_group, check_saved_groups, load_checked, refuse_copy
+from ...flat import lay_out
 from ...marks import is_inspected
+from ...model_parallel import model_parallel_group_of
+from ...stats import Traffic
 from . import state as shard_state
 from . import vote as shard_vote
 from .bucket import ShardedBucket
@@ -52,32 +52,28 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
     ):
         if momentum_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"momentum_dtype must be torch.float32 or torch.bfloat16, got {momentum_dtype}")
-        if not (0 < bucket_cap_mb < math.inf and max_grad_norm >= 0):
-            raise ValueError(
-                "bucket_cap_mb must be above 0 and finite, max_grad_norm at least 0 (0: off), got "
-                f"{bucket_cap_mb}, {max_grad_norm}"
-            )
+        if not max_grad_norm >= 0:
+            raise ValueError(f"max_grad_norm must be at least 0 (0: off), got {max_grad_norm}")
         self.transport = comm.init() if transport is None else transport
         comm.check_transport(self.transport)
         self._config, self.momentum_dtype = config, momentum_dtype
         self._clip = Clipper(max_grad_norm)
         self._grad_stats, self._health, self._skipped_steps = shard_vote.GradStats(), shard_vote.Health(), 0
-        self._bucket_elements = max(1, int(bucket_cap_mb * 2**20 / 4))
-        self.buckets: list[ShardedBucket] = []
-        self._bucket_of: dict[Tensor, ShardedBucket] = {}
-        self._frozen: dict[Tensor, str] = {}  # without state, by name
-        self._built_groups = 0
+        whole = model_parallel_group_of(None)
+        self.buckets: Buckets[ShardedBucket] = Buckets(
+            self, self.transport, whole, bucket_cap_mb, hooks=config.stage == 2
+        )
+        self._traffic = Traffic(self.transport)
         self._has_masters = self._is_warned_of_edits = False
         self._versions: list[int] | None = None
         self._bits: Tensor | None = None
         self._steps_here = 0  # of this object, whatever was loaded
-        self._sent_before = (0, 0)
         super().__init__(params, defaults)  # type: ignore[arg-type]
-        self._build_groups()
+        self._build()
 
     @abstractmethod
-    def _on_gradient(self, p: Tensor) -> None:
-        """p's gradient has just been accumulated. Asked for at stage 2 alone."""
+    def on_gradient(self, p: Tensor) -> None:
+        """p's gradient has just been accumulated. Called at stage 2 alone, by its hook."""
 
     # ---------------------------------------------------------------- construction
 
@@ -89,8 +85,8 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         super().add_param_group(param_group)
         try:
             self._check_group(len(self.param_groups) - 1)
-            if self._built_groups:
-                self._build_groups()
+            if self.buckets.built_groups:
+                self._build()
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -107,60 +103,42 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
                 "inside the node (onebit.sharding)"
             )
 
-    def _build_groups(self) -> None:
-        """Check, equalise and bucket the groups that have been added since the last call."""
-        new = range(self._built_groups, len(self.param_groups))
-        named = [(p, name) for g in new for p, name in self._named(g)]
-        check_parameters(self.transport.rank, named)
-        device = named[0][0].device if named else torch.device("cpu")
-        lines = [f"{name}: {p.dtype} {tuple(p.shape)} requires_grad={p.requires_grad}" for p, name in named]
-        lines += [*self._options(), *option_lines(self.param_groups[g] for g in new)]
-        replicas.check_same_lines(self.transport, "the parameters", lines, device)
-        replicas.make_equal(self.transport, [p for p, _ in named])
-        for g in new:
-            self._build_buckets(g)
-        self._built_groups = len(self.param_groups)
-        # What construction sends belongs to no step.
-        self._sent_before = self.transport.sent_bytes, self.transport.sent_bytes_inter_node
-
-    def _options(self) -> list[str]:
-        """The options that must be the same on all ranks, as text."""
-        names = ("_config", "momentum_dtype", "_clip", "_bucket_elements")
-        return [f"option {name.lstrip('_')} = {getattr(self, name)}" for name in names]
-
-    def _named(self, g: int) -> Iterator[tuple[Tensor, str]]:
-        group = self.param_groups[g]
-        names = group.get("param_names") or [f"parameter {k} of group {g}" for k in range(len(group["params"]))]
-        return zip(group["params"], names, strict=True)
-
-    def _build_buckets(self, g: int) -> None:
-        trained = [(p, name) for p, name in self._named(g) if p.requires_grad]
-        self._frozen |= {p: name for p, name in self._named(g) if not p.requires_grad}
-        for device in dict.fromkeys(p.device for p, _ in trained):
-            here = [(p, name) for p, name in trained if p.device == device]
-            for indices in partition([p.numel() for p, _ in here], self._bucket_elements):
-                members = [here[i] for i in indices]
-                layout = lay_out([p.shape for p, _ in members], self._config.codec.block, self.transport.world_size)
-                bucket = ShardedBucket.new(
-                    len(self.buckets),
-                    g,
-                    members,
-                    layout,
-                    self.transport.rank,
-                    self.momentum_dtype,
-                    is_warm=self._config.warmup_steps > 0,
-                )
-                if self._config.stage > 0 and self._has_masters:
-                    bucket.owned.copy_(bucket.gather_replica())
-                self.buckets.append(bucket)
-                self._publish(bucket)
-                for p in bucket.params:
-                    self._bucket_of[p] = bucket
-                    if self._config.stage == 2:
-                        self._hook(p)
+    def _build(self) -> None:
+        self.buckets.build()
         self._versions = None
+        self._traffic.begin()
 
-    def _publish(self, bucket: ShardedBucket) -> None:
+    def option_lines(self) -> list[str]:
+        """The options that must be the same on all ranks, as text."""
+        options = {
+            "config": self._config,
+            "momentum_dtype": self.momentum_dtype,
+            "max_grad_norm": self._clip.max_norm,
+            "bucket_elements": self.buckets.elements,
+        }
+        return [f"option {name} = {value}" for name, value in options.items()]
+
+    def begin_group(self, g: int) -> None:
+        """Called by `Buckets`. A group has nothing beside its buckets."""
+
+    def new_bucket(self, g: int, members: Sequence[tuple[Tensor, str]], device: torch.device) -> ShardedBucket:
+        """Called by `Buckets`: a bucket of these parameters of group g."""
+        layout = lay_out([p.shape for p, _ in members], self._config.codec.block, self.transport.world_size)
+        bucket = ShardedBucket.new(
+            len(self.buckets),
+            g,
+            members,
+            layout,
+            self.transport.rank,
+            self.momentum_dtype,
+            is_warm=self._config.warmup_steps > 0,
+        )
+        if self._config.stage > 0 and self._has_masters:
+            bucket.owned.copy_(bucket.gather_replica())
+        self.publish(bucket)
+        return bucket
+
+    def publish(self, bucket: ShardedBucket) -> None:
         """Show what is each parameter's as torch does: in optimizer.state[p], views of the flat tensors."""
         views = bucket.layout.views(bucket.momentum)
         for p, step, momentum in zip(bucket.params, bucket.steps, views, strict=True):
@@ -179,8 +157,8 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         if not self._has_masters:
             self.adopt_parameters()
         is_edited = self._versions is not None and (
-            self._versions != [p._version for p in self._bucket_of]
-            or (self._bits is not None and not torch.equal(self._bits, replicas.fingerprints(list(self._bucket_of))))
+            self._versions != [p._version for p in self.buckets.params]
+            or (self._bits is not None and not torch.equal(self._bits, replicas.fingerprints(self.buckets.params)))
         )
         if is_edited and self._config.stage > 0 and not self._is_warned_of_edits:
             self._is_warned_of_edits = True
@@ -192,26 +170,15 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
 
     def _remember_parameters(self) -> None:
         """As they are now, which is as the masters have them; in some steps their bits, for edits through .data."""
-        self._versions = [p._version for p in self._bucket_of]
-        params, self._bits = list(self._bucket_of), None
+        self._versions = [p._version for p in self.buckets.params]
+        params, self._bits = self.buckets.params, None
         if self._config.stage > 0 and not self._is_warned_of_edits and is_inspected(self._steps_here):
             self._bits = replicas.fingerprints(params)
         self._steps_here += 1
 
-    def _hook(self, p: Tensor) -> None:
-        myself = weakref.ref(self)
-
-        def gradient_is_ready(param: Tensor) -> None:
-            optimizer = myself()
-            if optimizer is not None:
-                optimizer._on_gradient(param)
-
-        p.register_post_accumulate_grad_hook(gradient_is_ready)
-
     def check_replicas(self) -> None:
         """Vote on the bits of all parameters; ReplicaError on all ranks if they differ. Sends 16 bytes per peer."""
-        names = [name for bucket in self.buckets for name in bucket.names]
-        replicas.check_replicas(self.transport, list(self._bucket_of), names, self.steps_taken())
+        replicas.check_replicas(self.transport, self.buckets.params, self.buckets.names, self.steps_taken())
 
     def steps_taken(self) -> int:
         """The most steps that any parameter has taken."""
@@ -287,22 +254,15 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         where = f"rank {self.transport.rank}: cannot load this optimizer state: "
         check_saved_groups(where, state["param_groups"], self.param_groups)
         shard_state.check_record(state.get("onebit"), self._identity(), self.buckets, type(self).__name__)
-        for name, p, entry in self._saved_entries(state):
+        for name, p, entry in self.buckets.saved_entries(state):
             shard_state.check_entry(entry, p, name, self.momentum_dtype, self.transport.rank)
 
-    def _saved_entries(self, state: dict) -> Iterator[tuple[str, Tensor, dict]]:
-        """(name, parameter, its saved state) for every trained parameter."""
-        for g, group in enumerate(state["param_groups"]):
-            for (p, name), key in zip(self._named(g), group["params"], strict=True):
-                if p in self._bucket_of:
-                    yield name, p, state["state"].get(key, {})
-
     def _restore(self, state: dict) -> None:
-        entries, record = {p: entry for _, p, entry in self._saved_entries(state)}, state["onebit"]
+        entries, record = {p: entry for _, p, entry in self.buckets.saved_entries(state)}, state["onebit"]
         self.state.clear()
         for bucket, saved in zip(self.buckets, record["buckets"], strict=True):
             shard_state.restore(bucket, saved, [entries[p] for p in bucket.params])
-            self._publish(bucket)
+            self.publish(bucket)
         self._clip.average = tuple(record["clip_average"])
         self._skipped_steps = record["skipped_steps"]
         self._grad_stats, self._health = (

@@ -77,9 +77,9 @@ class ShardedOnebitLamb(ShardedOnebitOptimizer):
         defaults: dict[str, object] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, **common)
 
-    def _options(self) -> list[str]:
+    def option_lines(self) -> list[str]:
         names = ("max_coeff", "min_coeff", "coeff_beta")
-        return [*super()._options(), *(f"option {name} = {getattr(self, name)}" for name in names)]
+        return [*super().option_lines(), *(f"option {name} = {getattr(self, name)}" for name in names)]
 
     def _exchange(self, bucket: ShardedBucket, seen: Sequence[bool], scale: float) -> Exchange:
         step, config = self._step_of(bucket), self._config

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ... import comm
 from ...agreement.join import Join
+from ...agreement.replicas import ReplicaCheck
 from ...agreement.skips import MOST_SKIPS, SkipLimit
 from ...agreement.step_vote import Header, StepVote, check_headers, gather_headers, present_anywhere
 from ...agreement.wrappers import (
@@ -170,11 +171,10 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
                 "stage 2 frees gradients before their global norm is known; use stage=1 with max_grad_norm, or clip "
                 "nothing (no element moves more than update_limit·lr in a step)"
             )
-        self.check_replicas_every = check_replicas_every
+        self.replica_check = ReplicaCheck(check_replicas_every)
         self.stats = ShardStats()
         self._is_alike = self._is_warned_of_averaging = False
         self._left_out, self._skips = LeftOut(), SkipLimit(max_consecutive_skips)
-        self._attempts = self._voted = 0  # steps, taken or skipped: all, and up to the last vote on replicas
         self._is_paused = False
         self._join = Join()
         self._used: list[GradientMark] = []  # the gradients of the last step
@@ -203,9 +203,9 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
             bucket_cap_mb=bucket_cap_mb,
         )
 
-    def _options(self) -> list[str]:
-        limits = {"check_replicas_every": self.check_replicas_every, "max_consecutive_skips": self._skips.most}
-        return [*super()._options(), *(f"option {name} = {value}" for name, value in limits.items())]
+    def option_lines(self) -> list[str]:
+        limits = {"check_replicas_every": self.replica_check.every, "max_consecutive_skips": self._skips.most}
+        return [*super().option_lines(), *(f"option {name} = {value}" for name, value in limits.items())]
 
     # ---------------------------------------------------------------- step
 
@@ -223,8 +223,8 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
                 loss = closure()
         if not self.buckets:
             self._join.is_finished = False  # no rank has any
-            present = [[gradient_of(p) is not None for p in self._frozen]]
-            refuse_unfrozen(self.transport.rank, list(self._frozen.values()), present)
+            present = [[gradient_of(p) is not None for p in self.buckets.frozen]]
+            refuse_unfrozen(self.transport.rank, list(self.buckets.frozen.values()), present)
             return loss
         self._waited_s, self.stats.clip_factor, self._clip.norm = 0.0, 1.0, None
         if self._join.is_on and not self._anybody_goes_on():
@@ -236,15 +236,12 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
             self._step_whole()
         self._after_step()
         self._remember_parameters()
-        self._used = [GradientMark.of(p) for p in self._bucket_of]
+        self._used = [GradientMark.of(p) for p in self.buckets.params]
         left_out, self._left_out = self._left_out, LeftOut()
         self.stats.is_skipped = left_out.is_any
         self._skipped_steps += left_out.is_any
         self._fill_stats()
-        self._attempts += 1
-        every = self.check_replicas_every
-        if every and self._attempts // every > self._voted // every and self._is_sending():
-            self._voted = self._attempts
+        if self.replica_check.is_due(are_synchronised=self._is_sending()):
             self.check_replicas()
         self._skips.observe(left_out.by_all, left_out.names, self.transport)
         return loss
@@ -278,7 +275,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         step.
         """
         if self._is_alike or (self._config.stage == 2 and self._steps_here == 0 and self.transport.world_size > 1):
-            refuse_wrapper(self.transport, self._bucket_of)
+            refuse_wrapper(self.transport, self.buckets.params)
         if self._is_alike and not self._is_warned_of_averaging:
             self._is_warned_of_averaging = True
             warn_of_averaging(self.transport)
@@ -297,7 +294,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         trained = sum(len(bucket.params) for bucket in buckets)
         if buckets[-1] is self.buckets[-1]:
             unfrozen = [each.present[trained:] for each in votes]
-            refuse_unfrozen(self.transport.rank, list(self._frozen.values()), unfrozen)
+            refuse_unfrozen(self.transport.rank, list(self.buckets.frozen.values()), unfrozen)
         self._is_alike |= are_alike([each.summary.gradients for each in votes])
         if buckets[0].index == 0:
             self._health.observe(tallies, self.transport.rank)
@@ -322,8 +319,8 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         # The estimate takes the mean over ranks of products; here each rank has its chunks' part of one product.
         present = [self._present(p) for bucket in buckets for p in bucket.params]
         if buckets[-1] is self.buckets[-1]:
-            present += [gradient_of(p) is not None for p in self._frozen]
-        repeats = are_used_again(list(self._bucket_of), self._used)
+            present += [gradient_of(p) is not None for p in self.buckets.frozen]
+        repeats = are_used_again(self.buckets.params, self._used)
         is_compared = self._steps_here < COMPARED_STEPS and self.transport.world_size > 1
         gradients = gradient_digest(bucket.gradients() for bucket in buckets) if is_compared else NOT_COMPARED
         summary = self._header().summary(repeats=repeats, gradients=gradients)
@@ -394,12 +391,10 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         self._grad_stats = shard_vote.GradStats(*sums)
 
     def _fill_stats(self) -> None:
-        now = self.transport.sent_bytes, self.transport.sent_bytes_inter_node
         stats, health = self.stats, self._health
         stats.grad_norm = self._clip.norm
-        stats.sent_bytes, stats.sent_bytes_inter_node = (a - b for a, b in zip(now, self._sent_before, strict=True))
-        self._sent_before = now
-        stats.bits_per_parameter = 8.0 * stats.sent_bytes_inter_node / sum(p.numel() for p in self._bucket_of)
+        stats.sent_bytes, stats.sent_bytes_inter_node = self._traffic.take()
+        stats.bits_per_parameter = 8.0 * stats.sent_bytes_inter_node / sum(p.numel() for p in self.buckets.params)
         stats.comm_ms, stats.skipped_steps = 1e3 * self._waited_s, self._skipped_steps
         stats.health, stats.agreement, stats.offset = health.ratio, health.agreement, health.offset
 
@@ -446,10 +441,10 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         return goes_on
 
     @torch.no_grad()
-    def _on_gradient(self, p: Tensor) -> None:
+    def on_gradient(self, p: Tensor) -> None:
         if self._is_paused or self._join.is_on:
             return
-        bucket = self._bucket_of[p]
+        bucket = self.buckets.of(p)
         if p in bucket.ready:
             raise RuntimeError(
                 f"rank {self.transport.rank}: a second backward pass before step(); at stage 2 gradients leave in the "
@@ -458,7 +453,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
             )
         bucket.ready.add(p)
         while self._launched < len(self.buckets) and self._is_complete(self.buckets[self._launched]):
-            if self._launched == len(self.buckets) - 1 and any(q.requires_grad for q in self._frozen):
+            if self._launched == len(self.buckets) - 1 and any(q.requires_grad for q in self.buckets.frozen):
                 return  # the last vote is on these too, whose gradients may be still to come
             self._launch(self.buckets[self._launched])
 
@@ -518,7 +513,7 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         """See `ShardedOptimizer.load_state_dict`. Raises RuntimeError as `state_dict`."""
         self._check_at_rest()
         super().load_state_dict(state_dict)
-        self._attempts = self._voted = self.steps_taken()
+        self.replica_check.restart(self.steps_taken())
         self._skips.in_a_row = 0
 
 

@@ -93,8 +93,8 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
         if self.local_steps.longest > 1 and self.param_groups[g]["betas"][1] <= 0.0:
             raise ValueError("betas[1] must be above 0 where steps are skipped; set it, or local_step_clipper to 1")
 
-    def _options(self) -> list[str]:
-        return [*super()._options(), f"option local_steps = {self.local_steps}"]
+    def option_lines(self) -> list[str]:
+        return [*super().option_lines(), f"option local_steps = {self.local_steps}"]
 
     # ---------------------------------------------------------------- which step this is
 
@@ -189,11 +189,11 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
             "steps": self._steps,
             "peak_lr": self._peak_lr,
             "owed": [list(pair) for pair in self._owed],
-            "waiting": [p in self._waiting for p in self._bucket_of],
+            "waiting": [p in self._waiting for p in self.buckets.params],
         }
 
     def _load_extra_state(self, record: dict) -> None:
         self._interval, self._since_sync = record["interval"], record["since_sync"]
         self._steps, self._peak_lr = record["steps"], record["peak_lr"]
         self._owed = [(lr, decay) for lr, decay in record["owed"]]
-        self._waiting = {p for p, waits in zip(self._bucket_of, record["waiting"], strict=True) if waits}
+        self._waiting = {p for p, waits in zip(self.buckets.params, record["waiting"], strict=True) if waits}
