@@ -18,7 +18,7 @@ from torch import Tensor
 from .agreement import replicas
 from .agreement.step_vote import option_lines
 from .comm import Transport
-from .contract import check_parameters
+from .contract import Group, State, check_parameters
 from .flat import partition
 from .model_parallel import ModelParallelGroup, local
 
@@ -37,7 +37,7 @@ B = TypeVar("B", bound=AnyBucket)
 class BucketOwner(Protocol[B]):
     """The optimizer, as `Buckets` sees it."""
 
-    param_groups: list[dict]
+    param_groups: list[Group]
 
     def option_lines(self) -> list[str]:
         """The options that must be the same on all ranks, as text."""
@@ -100,12 +100,12 @@ class Buckets(Sequence[B]):
         """The bucket of a trained parameter."""
         return self._of[p]
 
-    def group(self, bucket: B) -> dict:
+    def group(self, bucket: B) -> Group:
         """The param group of a bucket, as it is now."""
         return self._owner.param_groups[bucket.group_index]
 
     @property
-    def groups(self) -> list[dict]:
+    def groups(self) -> list[State]:
         """The optimizer's, as they are now."""
         return self._owner.param_groups
 
@@ -128,7 +128,7 @@ class Buckets(Sequence[B]):
         """What torch calls each parameter in a state: its number, through all groups."""
         return {p: key for key, p in enumerate(p for group in self._owner.param_groups for p in group["params"])}
 
-    def saved_entries(self, state: dict) -> Iterator[tuple[str, Tensor, dict]]:
+    def saved_entries(self, state: State) -> Iterator[tuple[str, Tensor, State]]:
         """(name, parameter, its saved state) for every trained parameter."""
         for g, group in enumerate(state["param_groups"]):
             for (p, name), key in zip(self.named(g), group["params"], strict=True):

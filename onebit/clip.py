@@ -58,7 +58,7 @@ def estimated_norm(votes: Sequence[StepVote], world_size: int, mean_clip_factor:
     n = world_size
     mean_squared = sum(vote.norm_squared for vote in votes) / len(votes)
     product = sum(vote.product for vote in votes) / len(votes) / mean_clip_factor
-    return (mean_squared / n + (1.0 - 1.0 / n) * max(0.0, product)) ** 0.5
+    return float((mean_squared / n + (1.0 - 1.0 / n) * max(0.0, product)) ** 0.5)
 
 
 def exact_norm(
@@ -70,7 +70,7 @@ def exact_norm(
     """
     shares = gather_bytes(transport, struct.pack("<d", own_squares), device)
     (total,) = model_parallel_group.total(sum(struct.unpack("<d", share)[0] for share in shares))
-    return total**0.5
+    return float(total**0.5)
 
 
 LARGEST_GRADIENT = 2.0**59
@@ -81,7 +81,8 @@ def has_squares(x: Tensor) -> Tensor:
     """Whether all of x is finite and at most `LARGEST_GRADIENT`. A bool tensor of no dimensions, same device."""
     if x.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=x.device)
-    return torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32) <= LARGEST_GRADIENT
+    largest: Tensor = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
+    return largest <= LARGEST_GRADIENT
 
 
 def dot(a: Tensor, b: Tensor) -> float:

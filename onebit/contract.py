@@ -8,10 +8,15 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
+
+Group: TypeAlias = dict[str, Any]
+"""A param group."""
+State: TypeAlias = dict[str, Any]
+"""What a state_dict gives, or a part of it."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Adam's state of a parameter, as torch.optim names it.
@@ -105,14 +110,14 @@ def check_parameters(rank: int, named: Iterable[tuple[Tensor, str]]) -> None:
 # ---------------------------------------------------------------- states and copies
 
 
-def load_checked(optimizer: torch.optim.Optimizer, state_dict: dict, check: Callable[[dict], None]) -> dict:
+def load_checked(optimizer: torch.optim.Optimizer, state_dict: State, check: Callable[[State], None]) -> State:
     """As torch.optim.Optimizer.load_state_dict, which also casts; the state behind the user's hooks, not cast.
 
     check: raises, before anything has changed, where that state does not fit.
     """
-    checked: list[dict] = []
+    checked: list[State] = []
 
-    def check_last(_: torch.optim.Optimizer, state: dict) -> None:
+    def check_last(_: torch.optim.Optimizer, state: State) -> None:
         check(state)
         checked.append(state)
 
@@ -124,7 +129,7 @@ def load_checked(optimizer: torch.optim.Optimizer, state_dict: dict, check: Call
     return checked[0]
 
 
-def check_saved_groups(where: str, saved: list[dict], groups: list[dict]) -> None:
+def check_saved_groups(where: str, saved: list[Group], groups: list[Group]) -> None:
     """Raise ValueError where a state's groups are not these: other sizes, another optimizer's, other mathematics."""
     sizes, expected = ([len(group["params"]) for group in one] for one in (saved, groups))
     if sizes != expected:

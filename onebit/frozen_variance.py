@@ -16,6 +16,7 @@ from torch import Tensor
 from .adam import denominator_, sums_of_live_blocks
 from .bucket import Bucket
 from .checkpoint.change_world_size import resize
+from .contract import Group, State
 from .model_parallel import ModelParallelGroup
 from .replicated import Replicated
 from .schedule import variance_weight
@@ -73,7 +74,7 @@ class FrozenVariance:
         bucket.flat["denominator"] = self._denominator(bucket, v_hat, eps)
         return m.div_(v_hat)
 
-    def refresh(self, bucket: Bucket, g: Tensor, last_average: Tensor, group: dict) -> Tensor:
+    def refresh(self, bucket: Bucket, g: Tensor, last_average: Tensor, group: Group) -> Tensor:
         """v takes in the mean gradient g, D is made anew, and g ← m/D ← β1·m/D + (1-β1)·g/D, which is given back.
 
         What is in the frames and in the errors stays as it is: moves, made or owed. Turned into gradients by the old D
@@ -95,7 +96,7 @@ class FrozenVariance:
 
     # ---------------------------------------------------------------- checkpoints
 
-    def record(self, buckets: Sequence[Bucket]) -> dict:
+    def record(self, buckets: Sequence[Bucket]) -> State:
         return {
             "fallback": self.fallback,
             "last_dense": dict(self.last_dense),
@@ -103,7 +104,7 @@ class FrozenVariance:
             "live_blocks": [bucket.live_J for bucket in buckets],
         }
 
-    def load_record(self, record: dict, buckets: Sequence[Bucket]) -> None:
+    def load_record(self, record: State, buckets: Sequence[Bucket]) -> None:
         self.fallback = record["fallback"]
         self.last_dense, self.total = dict(record["last_dense"]), dict(record["variance_total"])
         for bucket, live_J in zip(buckets, record["live_blocks"], strict=True):

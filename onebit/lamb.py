@@ -14,6 +14,8 @@ from torch import Tensor
 from .comm import Transport
 from .contract import (
     ADAM_STATE,
+    Group,
+    State,
     TorchOptions,
     check_adam_entry,
     check_arguments,
@@ -76,7 +78,7 @@ class Lamb(torch.optim.Optimizer):
         defaults |= {"max_coeff": max_coeff, "min_coeff": min_coeff, "bias_correction": bias_correction}
         super().__init__(params, defaults)  # type: ignore[arg-type]
 
-    def add_param_group(self, param_group: dict) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """As torch's. Raises ValueError/TypeError as the constructor, and is then as it was."""
         super().add_param_group(param_group)
         g, group = len(self.param_groups) - 1, self.param_groups[-1]
@@ -91,10 +93,10 @@ class Lamb(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> State:
         return super().__getstate__() | {"model_parallel_group": self.model_parallel_group}
 
-    def load_state_dict(self, state_dict: dict) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """As torch's, but moments stay float32. Raises ValueError, before anything has changed, at a state of others.
 
         That of torch.optim.Adam or AdamW will do, and that of `OnebitAdam` or `OnebitLamb` while warming up.
@@ -106,13 +108,13 @@ class Lamb(torch.optim.Optimizer):
             for name in ("max_coeff", "min_coeff", "bias_correction"):
                 group.setdefault(name, self.defaults[name])
 
-    def _check_loadable(self, state: dict) -> None:
+    def _check_loadable(self, state: State) -> None:
         where = "cannot load this optimizer state: "
         check_saved_groups(where, state["param_groups"], self.param_groups)
         for p, entry in self._saved_entries(state):
             check_adam_entry(where, "a parameter", entry, local(p).shape)
 
-    def _saved_entries(self, state: dict) -> Iterator[tuple[Tensor, dict]]:
+    def _saved_entries(self, state: State) -> Iterator[tuple[Tensor, State]]:
         """(parameter, its saved state), of those that have one."""
         for group, there in zip(self.param_groups, state["param_groups"], strict=True):
             for p, key in zip(group["params"], there["params"], strict=True):
@@ -130,7 +132,7 @@ class Lamb(torch.optim.Optimizer):
             self._step_group(group)
         return loss
 
-    def _step_group(self, group: dict) -> None:
+    def _step_group(self, group: Group) -> None:
         params = [p for p in group["params"] if p.grad is not None and p.numel() > 0]
         for p in params:
             if p.grad.layout != torch.strided:
@@ -151,7 +153,7 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_mul_(updates, ratios.unbind())
         torch._foreach_sub_(held, updates)
 
-    def _updates(self, params: list[Tensor], group: dict) -> list[Tensor]:
+    def _updates(self, params: list[Tensor], group: Group) -> list[Tensor]:
         """Advance the moments; m̂/(√v̂ + eps) of each parameter, float32."""
         beta1, beta2 = group["betas"]
         grads = [local(p.grad).float() for p in params if p.grad is not None]

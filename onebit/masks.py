@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .bucket import Bucket
+from .contract import Group
 from .model_parallel import local
 
 
@@ -20,7 +21,7 @@ class Masks:
     def __init__(self) -> None:
         self._of_group: dict[int, dict[Tensor, Tensor]] = {}
 
-    def read(self, rank: int, g: int, group: dict, named: Iterable[tuple[Tensor, str]]) -> None:
+    def read(self, rank: int, g: int, group: Group, named: Iterable[tuple[Tensor, str]]) -> None:
         """Take over a group's masks: a tensor for all its parameters, or one for each. Raises ValueError."""
         masks = group.get("exp_avg_mask")
         if masks is None:

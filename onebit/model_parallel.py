@@ -12,13 +12,14 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .agreement.replicas import fingerprints
 from .comm import SimTransport, Transport
-from .comm.messages import gather_bytes, gather_tensors, gather_texts
+from .comm.messages import gather_bytes, gather_tensors, gather_texts, sum_in_order
 
 # What the mesh of tensor-parallel parameters calls that axis.
 TENSOR_AXIS = "tensor"
@@ -30,7 +31,7 @@ def local(tensor: Tensor) -> Tensor:
     Asked for anew in every step: FSDP2 keeps the DTensor, but may move what it shards.
     """
     # Not isinstance: importing torch.distributed.tensor takes a second, and who has a DTensor has imported it.
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def model_parallel_group_of(given: ModelParallelGroup | Transport | None) -> ModelParallelGroup:
@@ -81,7 +82,7 @@ class ModelParallelGroup:
     tensor: int = 1
     tied: Mapping[Tensor, int] = field(default_factory=dict)
 
-    def __deepcopy__(self, memo: dict) -> ModelParallelGroup:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelParallelGroup:
         """The same ranks, of a copy of the parameters."""
         return replace(self, tied={copy.deepcopy(p, memo): stages for p, stages in self.tied.items()})
 
@@ -118,10 +119,7 @@ class ModelParallelGroup:
 
         Sends (S-1)·nbytes per rank.
         """
-        first, *others = gather_tensors(self.transport, self._shares(table, params))
-        for other in others:
-            first = first + other
-        return first
+        return sum_in_order(gather_tensors(self.transport, self._shares(table, params)))
 
     def norms(self, held: Tensor, params: Sequence[Tensor]) -> Tensor:
         """The norms of whole layers, from those of the parts that the ranks hold. float32, a row for each parameter."""

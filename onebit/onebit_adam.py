@@ -7,7 +7,7 @@ between dense steps is in `frozen_variance.py`, the schedule in `schedule.py`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from .bucket import Bucket
 from .bucket_step import Answer, BucketStep, Decision, Meeting
 from .checkpoint.parameter_state import ParameterState, flat_of, spread_over
 from .comm import Bf16Codec, Codec, MomentumWeights, Work, codec_named
-from .contract import check_number
+from .contract import State, check_number
 from .flat import Layout
 from .frozen_variance import FrozenVariance, pack_momentum
 from .optimizer import CommonOptions, CompressedOptimizer
@@ -139,7 +139,7 @@ class AdamRule(Rule):
         Where there are no refreshes, 1 - β2: a weight that grew with the age of a variance that is frozen for good cost
         2 % of the byte LM's loss (scripts/records/study_2026-11.md).
         """
-        beta2 = self.buckets.group(bucket)["betas"][1]
+        beta2: float = self.buckets.group(bucket)["betas"][1]
         if isinstance(self.schedule.freeze_step, int):
             return 1.0 - beta2
         return self.variance.share(bucket.group_index, beta2, bucket.step + 1)
@@ -226,13 +226,13 @@ class AdamRule(Rule):
             beta1 = self.buckets.group(bucket)["betas"][0]
             bucket.ef.worker.sub_(bucket.own_rows(too_much).reshape(-1), alpha=beta1)
 
-    def record(self) -> dict:
+    def record(self) -> State:
         return self.variance.record(self.buckets)
 
-    def load_record(self, record: dict) -> None:
+    def load_record(self, record: State) -> None:
         self.variance.load_record(record, self.buckets)
 
-    def take_apart(self, record: Mapping, index: int, layout: Layout, states: Sequence[ParameterState]) -> None:
+    def take_apart(self, record: State, index: int, layout: Layout, states: Sequence[ParameterState]) -> None:
         frames, live_J = record["buckets"][index]["frames"], record["live_blocks"][index]
         if frames is not None:
             m = torch.empty(layout.numel)
@@ -258,7 +258,7 @@ class AdamRule(Rule):
             one.elements["worker_error"] = one.elements["worker_error"].float().add(residual, alpha=beta1)
         return frames
 
-    def put_together(self, of_buckets: Sequence[tuple[Bucket, Sequence[ParameterState]]]) -> dict:
+    def put_together(self, of_buckets: Sequence[tuple[Bucket, Sequence[ParameterState]]]) -> State:
         """A block is live where any of its elements was."""
         live = []
         for bucket, states in of_buckets:

@@ -6,7 +6,7 @@ Shape legend: L layers (parameters), K of them in a bucket, W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -19,6 +19,7 @@ from .bucket_step import Answer, Meeting
 from .checkpoint.parameter_state import ParameterState
 from .comm import Codec, Work
 from .comm.messages import gather_tensors, sum_in_order
+from .contract import State
 from .flat import Layout
 from .lamb import check_trust_options, norms, trust_ratio
 from .onebit_adam import AdamRule
@@ -224,21 +225,21 @@ class LambRule(AdamRule):
             bucket.layers |= {name: torch.ones(K, device=device) for name in ("fresh", "factor")}
             bucket.layers["numel"] = _numels(bucket)
 
-    def record(self) -> dict:
+    def record(self) -> State:
         return super().record() | {"layers": [dict(bucket.layers) for bucket in self.buckets]}
 
-    def load_record(self, record: dict) -> None:
+    def load_record(self, record: State) -> None:
         super().load_record(record)
         for bucket, layers in zip(self.buckets, record["layers"], strict=True):
             bucket.layers = {name: values.to(bucket.device, copy=True) for name, values in layers.items()}
             bucket.layers["numel"] = _numels(bucket)
 
-    def take_apart(self, record: Mapping, index: int, layout: Layout, states: Sequence[ParameterState]) -> None:
+    def take_apart(self, record: State, index: int, layout: Layout, states: Sequence[ParameterState]) -> None:
         super().take_apart(record, index, layout, states)
         for k, one in enumerate(states):
             one.numbers |= {name: table_K[k] for name, table_K in record["layers"][index].items()}
 
-    def put_together(self, of_buckets: Sequence[tuple[Bucket, Sequence[ParameterState]]]) -> dict:
+    def put_together(self, of_buckets: Sequence[tuple[Bucket, Sequence[ParameterState]]]) -> State:
         layers = []
         for _, states in of_buckets:
             names = [name for name in states[0].numbers if name != "step"]
@@ -325,4 +326,4 @@ def _momentum_norms(bucket: Bucket) -> Tensor:
 
 
 def _split(per_layer: Tensor, buckets: Sequence[Bucket]) -> Sequence[Tensor]:
-    return per_layer.split([len(bucket.params) for bucket in buckets])
+    return torch.split(per_layer, [len(bucket.params) for bucket in buckets])

@@ -49,7 +49,7 @@ from .buckets import Buckets
 from .checkpoint import optimizer_state
 from .clip import Clipper, dot, exact_norm, has_squares
 from .comm import FusedCodec, SignCodec, Transport, check_fused
-from .contract import TorchOptions, check_arguments, check_group, refuse_copy
+from .contract import Group, State, TorchOptions, check_arguments, check_group, refuse_copy
 from .driver import Driver
 from .flat import lay_out
 from .frozen import gradient_of, refuse_unfrozen
@@ -157,7 +157,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- groups and buckets
 
-    def add_param_group(self, param_group: dict) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Add a group; all ranks, at the same step. It warms up for as many steps as the first groups did.
 
         Raises ValueError/TypeError as the constructor, and is then as it was.
@@ -589,7 +589,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- states
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> State:
         """As torch's, and this rank's share of the compression under "onebit": each rank saves and loads its own.
 
         What is owed is among the entries of the parameters, as "worker_error"; in a hierarchy, zeros where another rank
@@ -597,7 +597,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """
         return optimizer_state.save(self, super().state_dict())
 
-    def load_state_dict(self, state_dict: dict) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Continue exactly where `state_dict` was taken, on the same rank of a world of the same size. All ranks.
 
         The state of a torch.optim.AdamW is taken as the state of a warm-up. An "exp_avg_mask" stays as it was given
@@ -612,7 +612,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if self.buckets:
             self.stats.phase = self.buckets[0].phase
 
-    def load_state_dicts(self, states: Sequence[dict]) -> None:
+    def load_state_dicts(self, states: Sequence[State]) -> None:
         """Continue from the states of all ranks of a world of any size, in rank order. All ranks, all the states.
 
         In a world of the same size and levels, this rank's own is loaded, exactly. Otherwise each rank will owe the
@@ -622,5 +622,5 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """
         optimizer_state.load_of_all_ranks(self, states)
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> State:
         raise refuse_copy(self)

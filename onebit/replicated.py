@@ -103,7 +103,8 @@ class Replicated:
         """
         wire = self.wire(bucket, self.codec)
         yield from comm.compressed_allreduce(bucket.buffer, bucket.ef, self.codec, self.transport, wire, bucket.counts)
-        return (yield self._arrived(bucket))
+        decision: Decision = yield self._arrived(bucket)
+        return decision
 
     def average_momentum(
         self, bucket: Bucket, D_WN: Tensor | Variance, momentum_W: Tensor, weights: MomentumWeights
@@ -115,7 +116,8 @@ class Replicated:
         """
         wire = self.wire(bucket, self.codec)
         yield from self._exchange_momentum(bucket, wire, D_WN, momentum_W, weights)
-        return (yield self._arrived(bucket))
+        decision: Decision = yield self._arrived(bucket)
+        return decision
 
     def _exchange_momentum(
         self, bucket: Bucket, wire: Wire, D_WN: Tensor | Variance, momentum_W: Tensor, weights: MomentumWeights

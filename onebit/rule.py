@@ -17,6 +17,7 @@ from .bucket_step import Answer, BucketStep, Meeting
 from .buckets import Buckets
 from .checkpoint.parameter_state import ParameterState
 from .comm import Codec, FusedCodec, Int8Codec, SignCodec, check_fused
+from .contract import State
 from .flat import Layout
 from .frozen import gradient_of
 from .link_probe import CompressionPolicy
@@ -136,15 +137,15 @@ class Rule(ABC):
             bucket.ef.worker.mul_(bucket.own_rows(may_move).reshape(-1))
             bucket.ef.server.mul_(bucket.own_chunk(may_move))
 
-    def record(self) -> dict:
+    def record(self) -> State:
         """What else a checkpoint keeps, as plain numbers and tensors; this rank's."""
         return {}
 
-    def load_record(self, record: dict) -> None:
+    def load_record(self, record: State) -> None:
         """Take back what `record` gave."""
         return
 
-    def take_apart(self, record: Mapping, index: int, layout: Layout, states: Sequence[ParameterState]) -> None:
+    def take_apart(self, record: State, index: int, layout: Layout, states: Sequence[ParameterState]) -> None:
         """Give the parameters of bucket `index` of a saved record what that says of each. All on the host."""
         return
 
@@ -152,7 +153,7 @@ class Rule(ABC):
         """The bucket's frames, uint8 [W, B] on the host, of what `take_apart` gave; None where it keeps none."""
         return None
 
-    def put_together(self, of_buckets: Sequence[tuple[Bucket, Sequence[ParameterState]]]) -> dict:
+    def put_together(self, of_buckets: Sequence[tuple[Bucket, Sequence[ParameterState]]]) -> State:
         """The entries `of_parameters`, of what `take_apart` gave. What torch does not know leaves the states."""
         return {}
 

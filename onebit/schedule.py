@@ -32,7 +32,8 @@ class VarianceUpdates:
             return False
         # With kappa updates per gap, gaps of 2^k fill kappa·2^k steps and start at kappa·(2^k - 1).
         k = (step // self.var_update_scaler + 1).bit_length() - 1
-        return (step - self.var_update_scaler * (2**k - 1)) % 2**k == 0
+        gap: int = 2**k
+        return (step - self.var_update_scaler * (gap - 1)) % gap == 0
 
 
 @dataclass(frozen=True)
@@ -116,4 +117,4 @@ class LocalSteps:
             doublings = 0 if peak_lr <= 0.0 else 63
         else:
             doublings = math.floor(math.log2(peak_lr / lr) + 1e-9)
-        return min(2 ** min(doublings, 62), self.longest)
+        return min(1 << min(doublings, 62), self.longest)

@@ -6,7 +6,7 @@ steps in between that send nothing at all. There is no dense warm-up.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from .bucket import Bucket
 from .bucket_step import Answer, Arrived, BucketStep, Decision, Meeting
 from .checkpoint.parameter_state import ParameterState
 from .comm import Bf16Codec, Codec, MomentumWeights, Variance
-from .contract import check_number
+from .contract import Group, State, check_number
 from .flat import Layout
 from .frozen import gradient_of
 from .model_parallel import local
@@ -253,7 +253,7 @@ class ZeroOneRule(Rule):
     def _total_after(self, g: int, weight: float) -> float:
         return (1.0 - weight) * self._variance_total[g] + weight
 
-    def _kept_this_step(self, group: dict) -> float:
+    def _kept_this_step(self, group: Group) -> float:
         return 1.0 if self._is_forced else 1.0 - float(group["lr"]) * group["weight_decay"]
 
     def _decay(self, bucket: Bucket) -> None:
@@ -320,7 +320,7 @@ class ZeroOneRule(Rule):
         lr = float(self.buckets.group(bucket)["lr"])
         return bucket.flat["exp_avg_update"] * (lr / self._correction(bucket.group_index, bucket.step))
 
-    def record(self) -> dict:
+    def record(self) -> State:
         is_apart = self.since_sync > 0
         return {
             "peak_lr": self._peak_lr,
@@ -335,7 +335,7 @@ class ZeroOneRule(Rule):
             "parameters": [local(p).detach().clone() for p in self.buckets.params] if is_apart else [],
         }
 
-    def load_record(self, record: dict) -> None:
+    def load_record(self, record: State) -> None:
         self._peak_lr = record["peak_lr"]
         self._variance_steps = record["variance_steps"]
         self._variance_total = list(record["variance_total"])
@@ -350,7 +350,7 @@ class ZeroOneRule(Rule):
             for p, saved in zip(params, record["parameters"], strict=False):
                 local(p).copy_(saved)
 
-    def take_apart(self, record: Mapping, index: int, layout: Layout, states: Sequence[ParameterState]) -> None:
+    def take_apart(self, record: State, index: int, layout: Layout, states: Sequence[ParameterState]) -> None:
         first = sum(len(saved["params"]) for saved in record["buckets"][:index])
         if not record["parameters"]:
             return
@@ -359,7 +359,7 @@ class ZeroOneRule(Rule):
             if record.get("waiting"):
                 one.numbers["waits"] = torch.tensor(record["waiting"][k])
 
-    def put_together(self, of_buckets: Sequence[tuple[Bucket, Sequence[ParameterState]]]) -> dict:
+    def put_together(self, of_buckets: Sequence[tuple[Bucket, Sequence[ParameterState]]]) -> State:
         states = [one for _, of_bucket in of_buckets for one in of_bucket]
         return {
             "parameters": [one.elements.pop("value") for one in states if "value" in one.elements],

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from ..contract import Group
 from .step_vote import Header, adopt_numbers
 
 
@@ -32,7 +33,7 @@ class Join:
         finally:
             self.is_on = self.is_finished = False
 
-    def goes_on(self, headers: Sequence[Header], groups: Sequence[dict]) -> bool:
+    def goes_on(self, headers: Sequence[Header], groups: Sequence[Group]) -> bool:
         """Whether any rank has batches left, by the headers of all. A rank that has none takes over its options."""
         active = [header for header in headers if not header.is_finished]
         if not active:

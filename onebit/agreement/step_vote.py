@@ -11,12 +11,14 @@ import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm import Transport
 from ..comm.messages import gather_bytes
+from ..contract import Group
 from ..version import VERSION
 from .wrappers import NOT_COMPARED
 
@@ -74,7 +76,7 @@ class Header:
     is_finished: bool = False
 
     @classmethod
-    def of(cls, groups: Sequence[Mapping], step: int, kind: str, *, is_finished: bool = False) -> Header:
+    def of(cls, groups: Sequence[Mapping[str, Any]], step: int, kind: str, *, is_finished: bool = False) -> Header:
         """The header of a step over these parameter groups."""
         return cls(step, kind, tuple(x for group in groups for x in numbers_of(group)), is_finished)
 
@@ -94,20 +96,20 @@ class Header:
         return cls(step, kind.rstrip(b"\0").decode(errors="replace"), numbers, is_finished)
 
 
-def numbers_of(group: Mapping) -> tuple[float, ...]:
+def numbers_of(group: Mapping[str, Any]) -> tuple[float, ...]:
     """`NUMBERS_OF_A_GROUP` of a parameter group; 0 where it has no such option."""
     betas = group.get("betas", (0.0, 0.0))
     return float(group["lr"]), *map(float, betas), float(group.get("eps", 0.0)), float(group.get("weight_decay", 0.0))
 
 
-def option_lines(groups: Iterable[Mapping]) -> list[str]:
+def option_lines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
     """The version of this package and the numbers of these groups, as text: what ranks compare at construction."""
     pairs = [zip(NUMBERS_OF_A_GROUP, numbers_of(group), strict=True) for group in groups]
     options = [", ".join(f"{name} = {number}" for name, number in each) for each in pairs]
     return [f"version of onebit = {VERSION}", *(f"options of a group: {line}" for line in options)]
 
 
-def adopt_numbers(groups: Sequence[dict], numbers: Sequence[float]) -> None:
+def adopt_numbers(groups: Sequence[Group], numbers: Sequence[float]) -> None:
     """Give the groups another rank's numbers; a learning rate that is a tensor stays one."""
     width = len(NUMBERS_OF_A_GROUP)
     for g, group in enumerate(groups):

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..comm import Codec
+from ..contract import State
 from ..flat import Layout
+
+Tensors: TypeAlias = dict[tuple[Any, ...], Tensor]  # by where they are in a state
 
 
 @dataclass
@@ -28,10 +32,10 @@ class World:
     size: int
     local_size: int
     shard: int
-    state: dict
+    state: State
     server_errors: list[Tensor | None]
 
-    def has(self, record: dict) -> bool:
+    def has(self, record: State) -> bool:
         """Whether this is the record of one of its ranks."""
         found = (record["world_size"], record.get("local_size", 1), record.get("shard", 0))
         return found == (self.size, self.local_size, self.shard)
@@ -41,10 +45,10 @@ class World:
         return [rank for local_rank in range(self.local_size) for rank in range(local_rank, self.size, self.local_size)]
 
 
-def gather_states(states: Iterable[dict]) -> World:
+def gather_states(states: Iterable[State]) -> World:
     """Read the states of a whole world, in rank order, one at a time. Raises ValueError where they do not make one."""
     world: World | None = None
-    sums: dict = {}
+    sums: Tensors = {}
     servers: list[list[Tensor | None]] = []
     for rank, state in enumerate(states):
         record = state.get("onebit")
@@ -69,7 +73,7 @@ def gather_states(states: Iterable[dict]) -> World:
     return world
 
 
-def _copy(state: dict) -> dict:
+def _copy(state: State) -> State:
     """The same tensors in dicts and lists of our own."""
     record = dict(state["onebit"])
     if "parameters" in record:
@@ -77,14 +81,14 @@ def _copy(state: dict) -> dict:
     return {**state, "state": {key: dict(entry) for key, entry in state["state"].items()}, "onebit": record}
 
 
-def _whose(record: dict) -> str:
+def _whose(record: State) -> str:
     shard = f", shard {record['shard']} of {record['shards']}" if record.get("shards", 1) > 1 else ""
     return f"that of rank {record['rank']} of {record['world_size']}{shard}"
 
 
-def _own_tensors(state: dict) -> dict:
+def _own_tensors(state: State) -> Tensors:
     """Every floating-point tensor that may differ between ranks, by where it is."""
-    found = {
+    found: Tensors = {
         ("state", key, name): value
         for key, entry in state["state"].items()
         for name, value in entry.items()
@@ -93,12 +97,12 @@ def _own_tensors(state: dict) -> dict:
     return found | {("parameters", k): p for k, p in enumerate(state["onebit"].get("parameters", ()))}
 
 
-def _add(sums: dict, tensors: dict) -> None:
+def _add(sums: Tensors, tensors: Tensors) -> None:
     for where, tensor in tensors.items():
         sums[where] = sums[where].add_(tensor) if where in sums else tensor.to(torch.float64, copy=True)
 
 
-def _put_means(world: World, sums: dict) -> None:
+def _put_means(world: World, sums: Tensors) -> None:
     """Equal values stay what they are: n of them add up exactly in float64."""
     state, n = world.state, world.size
     for where, total in sums.items():

@@ -26,7 +26,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+
+from ..contract import State
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +197,7 @@ class CheckpointFiles:
             raise CheckpointError(f"{self.folder / 'latest'} holds {name[:99]!r}, not a name as step_00000123")
         return name
 
-    def stamp(self, name: str) -> dict:
+    def stamp(self, name: str) -> State:
         """A checkpoint's stamp. Raises CheckpointError where there is none, or it is damaged."""
         return read_stamp(self.folder / name)
 
@@ -332,7 +334,7 @@ def remove(path: Path) -> None:
             os.unlink(path)
 
 
-def read_stamp(target: Path) -> dict:
+def read_stamp(target: Path) -> State:
     """Raises CheckpointError where there is none, or where it is damaged. Says nothing of the other files."""
     path = target / STAMP
     try:
@@ -349,10 +351,10 @@ def read_stamp(target: Path) -> dict:
         raise CheckpointError(f"{path} is missing: {target.name} is damaged, or no checkpoint at all") from error
     except Exception as error:
         raise CheckpointError(f"{path} is damaged: {reason(error)}") from error
-    return cast(dict, stamp)
+    return cast(State, stamp)
 
 
-def check_files(target: Path, stamp: Mapping, names: Iterable[str]) -> None:
+def check_files(target: Path, stamp: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raise CheckpointError unless these files of a checkpoint are as they were written.
 
     Reads them, but those of a stamp that has no sums, as in the first checkpoints: their sizes are compared.
@@ -382,7 +384,7 @@ def reason(error: BaseException) -> str:
 
 
 def _name_of_hidden(path: Path) -> str:
-    return cast(re.Match, _HIDDEN.fullmatch(path.name))[1]
+    return cast(re.Match[str], _HIDDEN.fullmatch(path.name))[1]
 
 
 def _crc32(content: object) -> int:

@@ -19,6 +19,7 @@ import torch
 
 from ..comm import PeerError, Transport
 from ..comm.messages import gather_texts, raise_on_all_ranks
+from ..contract import State
 from .files import CheckpointError, CheckpointFiles, name_of, reason, remove, step_of
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Checkpointing(ABC):
         self._is_known = False
 
     @abstractmethod
-    def _check(self, name: str) -> dict:
+    def _check(self, name: str) -> State:
         """A checkpoint's stamp. Raises CheckpointError unless this rank's share of its files is whole."""
 
     @abstractmethod
@@ -124,7 +125,7 @@ class Checkpointing(ABC):
             log.warning("%s; taking %s, the newest checkpoint that is whole", lost, name)
         return name
 
-    def _whole(self, name: str) -> dict:
+    def _whole(self, name: str) -> State:
         """The stamp of a checkpoint that all ranks have found whole."""
         self.together(self._files.recover, name)
         stamp = self.together(self._check, name, hint=lambda: self._offer(name))
@@ -136,13 +137,13 @@ class Checkpointing(ABC):
             log.warning("%s has no checksums, as an earlier version wrote it: damage may show late", self.folder / name)
         return stamp
 
-    def _go_on_from(self, stamp: dict) -> None:
+    def _go_on_from(self, stamp: State) -> None:
         """The run that wrote it is this one from here on: it has been loaded."""
         self._files.run = stamp.get("run", self._files.run)
         self._is_known = True
 
     def _newest_whole(self, but: str | None = None) -> str | None:
-        every = [set(json.loads(said)) for said in self._gather(json.dumps(self._files.names()))]
+        every: list[set[str]] = [set(json.loads(said)) for said in self._gather(json.dumps(self._files.names()))]
         for name in sorted(set.intersection(*every) - {but}, key=step_of, reverse=True):
             stamp, _ = self._attempt(self._check, name)
             writings = set(self._gather("damaged" if stamp is None else str(stamp.get("save"))))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..bucket import Bucket
-from ..contract import check_adam_entry, check_saved_groups, load_checked
+from ..contract import Group, State, check_adam_entry, check_saved_groups, load_checked
 from ..model_parallel import local
 from .change_world_size import gather_states, reframe, resize
 
@@ -44,7 +44,7 @@ def identity(optimizer: CompressedOptimizer) -> dict[str, object]:
 # ---------------------------------------------------------------- save
 
 
-def save(optimizer: CompressedOptimizer, state: dict) -> dict:
+def save(optimizer: CompressedOptimizer, state: State) -> State:
     """torch's state, and what is this rank's of the compression."""
     for key, entry in state["state"].items():
         # One tensor counts for a whole group here; torch's optimizers take each parameter's for its own.
@@ -79,7 +79,7 @@ def save(optimizer: CompressedOptimizer, state: dict) -> dict:
 # ---------------------------------------------------------------- check
 
 
-def check_and_load_groups(optimizer: CompressedOptimizer, state_dict: dict) -> dict:
+def check_and_load_groups(optimizer: CompressedOptimizer, state_dict: State) -> State:
     """As torch.optim's load_state_dict, but for masks, which stay as they were given; the checked state.
 
     Raises ValueError, before anything is changed, where the state is not this rank's.
@@ -98,7 +98,7 @@ def check_and_load_groups(optimizer: CompressedOptimizer, state_dict: dict) -> d
     return saved
 
 
-def check_kind(optimizer: CompressedOptimizer, record: dict) -> None:
+def check_kind(optimizer: CompressedOptimizer, record: State) -> None:
     """Raise ValueError unless the record is of an optimizer of this kind."""
     of_old = "1-bit LAMB" if "layers" in record else "1-bit Adam" if "last_dense" in record else "0/1 Adam"
     kind, mine = record.get("kind", of_old), optimizer.rule.kind
@@ -109,7 +109,7 @@ def check_kind(optimizer: CompressedOptimizer, record: dict) -> None:
         )
 
 
-def _check(optimizer: CompressedOptimizer, state: dict) -> None:
+def _check(optimizer: CompressedOptimizer, state: State) -> None:
     where = f"rank {optimizer.transport.rank}: cannot load this optimizer state: "
     check_saved_groups(where, state["param_groups"], optimizer.param_groups)
     record = state.get("onebit")
@@ -130,9 +130,10 @@ def _check(optimizer: CompressedOptimizer, state: dict) -> None:
                 raise ValueError(f"{where}{key} of {name} is {value.dtype}, expected {expected or 'floating point'}")
 
 
-def _check_record(optimizer: CompressedOptimizer, record: dict, where: str) -> None:
+def _check_record(optimizer: CompressedOptimizer, record: State, where: str) -> None:
     # Not in the first files.
-    record = {"local_size": 1, "shard": 0, "shards": 1, "kind": optimizer.rule.kind, "codec": "sign"} | record
+    former: State = {"local_size": 1, "shard": 0, "shards": 1, "kind": optimizer.rule.kind, "codec": "sign"}
+    record = former | record
     for key, value in identity(optimizer).items():
         there = record[key]
         if there != value:
@@ -147,7 +148,7 @@ def _check_record(optimizer: CompressedOptimizer, record: dict, where: str) -> N
 # ---------------------------------------------------------------- take back
 
 
-def restore(optimizer: CompressedOptimizer, state: dict) -> None:
+def restore(optimizer: CompressedOptimizer, state: State) -> None:
     """Take over a checked state: of this rank, or of a dense optimizer."""
     record = state.get("onebit")
     if record is not None:
@@ -174,7 +175,7 @@ def restore(optimizer: CompressedOptimizer, state: dict) -> None:
 
 
 def _restore_bucket(
-    optimizer: CompressedOptimizer, bucket: Bucket, saved: dict | None, entries: Sequence[dict]
+    optimizer: CompressedOptimizer, bucket: Bucket, saved: Group | None, entries: Sequence[State]
 ) -> None:
     optimizer.rule.allocate(bucket, "warmup" if saved is None else saved["phase"])
     for name, flat in bucket.flat.items():
@@ -199,7 +200,7 @@ def _restore_bucket(
 # ---------------------------------------------------------------- of all ranks of another world
 
 
-def load_of_all_ranks(optimizer: CompressedOptimizer, states: Sequence[dict]) -> None:
+def load_of_all_ranks(optimizer: CompressedOptimizer, states: Sequence[State]) -> None:
     """See `CompressedOptimizer.load_state_dicts`."""
     transport, local_size = optimizer.transport, optimizer.placement.hierarchy.local_size
     if len(states) == transport.world_size:
@@ -229,7 +230,7 @@ def load_of_all_ranks(optimizer: CompressedOptimizer, states: Sequence[dict]) ->
         )
 
 
-def _adapt(optimizer: CompressedOptimizer, bucket: Bucket, saved: dict, server_error: Tensor | None) -> dict:
+def _adapt(optimizer: CompressedOptimizer, bucket: Bucket, saved: Group, server_error: Tensor | None) -> State:
     """A bucket's record, for this rank of this world."""
     layout, frames = bucket.layout, saved["frames"]
     return {

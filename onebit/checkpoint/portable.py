@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..contract import Group, State
 from ..flat import Layout, lay_out
 from ..optimizer import CompressedOptimizer
 from .optimizer_state import check_kind, identity
@@ -30,8 +31,8 @@ _OF_A_GROUP = ("params", "param_names", "exp_avg_mask")
 class Shared:
     """What belongs to no single parameter. options: of each group. record: what the family keeps beside it."""
 
-    options: list[dict]
-    record: dict = field(default_factory=dict)
+    options: list[State]
+    record: State = field(default_factory=dict)
 
     def join(self, other: Shared) -> None:
         """Take in what other layers' ranks know: of groups that have no parameters here."""
@@ -44,7 +45,7 @@ class Shared:
 
 
 def take_apart(
-    optimizer: torch.optim.Optimizer, state: dict, server_errors: Sequence[Tensor | None] = ()
+    optimizer: torch.optim.Optimizer, state: State, server_errors: Sequence[Tensor | None] = ()
 ) -> tuple[dict[int, ParameterState], Shared]:
     """({parameter's number: its state}, the rest) of a state of an optimizer of this kind. Mostly views.
 
@@ -85,7 +86,7 @@ def take_apart(
     return found, Shared(options, rest)
 
 
-def _layout_of(states: Sequence[ParameterState], record: dict, saved: dict) -> Layout:
+def _layout_of(states: Sequence[ParameterState], record: State, saved: Group) -> Layout:
     shapes = [next(iter(one.elements.values())).shape for one in states]
     layout = lay_out(shapes, record["block"], record["world_size"])
     if layout.numel != saved["numel"]:
@@ -126,8 +127,8 @@ def _entry(one: ParameterState) -> dict[str, Tensor]:
 
 
 def _record(
-    optimizer: CompressedOptimizer, states: Mapping[int, ParameterState], shared: Shared, groups: Sequence[dict]
-) -> dict:
+    optimizer: CompressedOptimizer, states: Mapping[int, ParameterState], shared: Shared, groups: Sequence[Group]
+) -> State:
     """What belongs under "onebit"."""
     numbers_of, saved = optimizer.buckets.numbers(), []
     of_buckets = []
