@@ -3,7 +3,7 @@
     python scripts/bench.py collective --record scripts/records/collective_2026-11.md
 
 Each row is measured in one run of four hosts (network namespaces), both sides in turn. The limit of a side is its own
-payload over the transport's rate. Needs root and iproute2; see cluster.py. With --worker it is one rank's part of that,
+payload over the link's rate. Needs root and iproute2; see cluster.py. With --worker it is one rank's part of that,
 which `suite.py` and `growth.py` start too, by `run_workers`.
 """
 
@@ -250,7 +250,7 @@ def report(rows: list[Row], codec: dict[str, float], args: argparse.Namespace) -
 {args.elements:,} float32 parameters, {args.hosts} hosts with one rank each on one machine ({os.cpu_count()} cores,
 {platform.machine()}), one thread per rank; {kernels.describe()}. torch {torch.__version__}, Python
 {platform.python_version()}. Median of {args.repeats} repetitions (dense: {max(1, args.repeats // 3)}), the slowest rank
-of each. The limit is the side's own payload over the transport's rate. On the wire: payload by the queue's counter
+of each. The limit is the side's own payload over the link's rate. On the wire: payload by the queue's counter
 (bytes minus {HEADERS} per packet) over the transport's own count.
 
 | network | transport | side | sent MB | s | spread | limit s | s / limit | on the wire | speed-up |
