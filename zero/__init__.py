@@ -11,8 +11,9 @@ stages.
 if __name__ != "onebit.zero":
     raise ImportError(f"this package is onebit.zero, it was imported as {__name__!r}; use `from onebit import zero`")
 
+from ..checkpoint.files import CheckpointError
 from . import data, grid
-from .checkpoint.files import CheckpointError, Checkpoints
+from .checkpoint.files import Checkpoints
 from .checkpoint.weights import export_weights, import_weights
 from .config.whole import Config, read_config
 from .engine import Engine

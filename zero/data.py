@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
-from typing import cast
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -22,7 +22,7 @@ class ShardedLoader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset[object],
         batch_size: int,
         *,
         rank: int,
@@ -48,13 +48,13 @@ class ShardedLoader:
         mine = (len(cast(Sized, self.dataset)) - first) // self._world_size
         return mine // self.batch_size if self._drop_last else -(-mine // self.batch_size)
 
-    def __iter__(self) -> Iterator:
+    def __iter__(self) -> Iterator[Any]:
         if self._is_over():
             self.epoch, self.batches_done, self._first = self.epoch + 1, 0, 0
         mine, stop = self._share(), self._batches_from(self._first) * self.batch_size
         starts = range(self.batches_done * self.batch_size, stop, self.batch_size)
         batches = [mine[start : start + self.batch_size] for start in starts]
-        loader: DataLoader = DataLoader(self.dataset, batch_sampler=batches, **self._options)  # type: ignore[arg-type]
+        loader: DataLoader[object] = DataLoader(self.dataset, batch_sampler=batches, **self._options)  # type: ignore[arg-type]
         for batch in loader:
             self.batches_done += 1
             yield batch
@@ -71,14 +71,14 @@ class ShardedLoader:
         rest = order[self._first :]
         return rest[: len(rest) - len(rest) % self._world_size][self._rank :: self._world_size]
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, int]:
         """Plain numbers, the same on every rank."""
         if self._is_over():
             return {"epoch": self.epoch + 1, "samples_done": 0, "seed": self.seed}
         samples_done = self._first + self.batches_done * self.batch_size * self._world_size
         return {"epoch": self.epoch, "samples_done": samples_done, "seed": self.seed}
 
-    def load_state_dict(self, state_dict: dict) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Go on from there, also where the batches, or the ranks, were others."""
         self.epoch, self.seed = state_dict["epoch"], state_dict["seed"]
         if "samples_done" in state_dict:
@@ -88,7 +88,7 @@ class ShardedLoader:
             self.batches_done, self._first = state_dict["batches_done"], 0
 
 
-def forever(loader: ShardedLoader) -> Iterator:
+def forever(loader: ShardedLoader) -> Iterator[Any]:
     """Batch after batch, epoch after epoch."""
     if len(loader) == 0:
         raise ValueError(f"an epoch has no batch of {loader.batch_size}: the dataset is too small for drop_last")

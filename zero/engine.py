@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,10 @@ from .pipeline.layers import Loss
 from .precision import LossScale, cast_floats, loss_scale
 
 log = logging.getLogger(__name__)
+
+
+class _Sender(Protocol):
+    def no_sync(self) -> AbstractContextManager[None]: ...
 
 
 class Engine:
@@ -69,7 +73,7 @@ class Engine:
         self.optimizer, self.scheduler, self.loader = built.optimizer, scheduler, loader
         self.form, self.stage, self._averager, self._ties = built.form, built.stage, built.averager, built.ties
         self._loss_fn = loss_fn
-        self._batches: Iterator | None = None
+        self._batches: Iterator[pipeline.Batch] | None = None
         self.pipeline: pipeline.Pipeline | None = None
         self._model_parallel_group = built.model_parallel_group
         self.shares_state = self.form == "dense" and dense.has_sharded_state(self.optimizer)
@@ -103,7 +107,8 @@ class Engine:
             self._loss = self._loss.to(loss.device) + loss.detach().float() / self.config.gradient_accumulation_steps
         self._set_grad_scale()
         with self._clock.measure("backward"), self._without_traffic(), self._naming_peers():
-            (loss.float() * (self.loss_scale.value / self.config.gradient_accumulation_steps)).backward()
+            weight = self.loss_scale.value / self.config.gradient_accumulation_steps
+            torch.autograd.backward(loss.float() * weight)
         self.has_gradients = True
 
     def _naming_peers(self) -> AbstractContextManager[None]:
@@ -160,7 +165,7 @@ class Engine:
             )
             self._clock.report()
 
-    def train_batch(self, data_iter: Iterator | None = None) -> Tensor:
+    def train_batch(self, data_iter: Iterator[pipeline.Batch] | None = None) -> Tensor:
         """A whole step of a `PipelineModule`; the mean loss over its micro-batches and all ranks, on every rank.
 
         data_iter: gives (inputs, target) of a micro-batch, `config.gradient_accumulation_steps` times; every rank
@@ -188,7 +193,7 @@ class Engine:
         self._update()
         return loss
 
-    def eval_batch(self, data_iter: Iterator | None = None) -> Tensor:
+    def eval_batch(self, data_iter: Iterator[pipeline.Batch] | None = None) -> Tensor:
         """As `train_batch`, but nothing is trained: the mean loss over as many micro-batches as a step has."""
         batches, was_training = self._take_batches(data_iter), self.module.training
         self.eval()
@@ -206,7 +211,7 @@ class Engine:
             fsdp.reshard(self.module)
         return loss
 
-    def _take_batches(self, data_iter: Iterator | None) -> list[tuple[object, object]]:
+    def _take_batches(self, data_iter: Iterator[pipeline.Batch] | None) -> list[pipeline.Batch]:
         if self._loss_fn is None:
             raise RuntimeError("train_batch() needs a model that knows its loss: a PipelineModule")
         source = data_iter if data_iter is not None else self._own_batches()
@@ -216,7 +221,7 @@ class Engine:
             raise ValueError(f"a step has {count} micro-batches, the iterator gave {len(batches)}")
         return batches
 
-    def _own_batches(self) -> Iterator[tuple[object, object]]:
+    def _own_batches(self) -> Iterator[pipeline.Batch]:
         """The loader's, from where it stands."""
         if self.loader is None:
             raise ValueError("train_batch() has nothing to read: pass data_iter, or training_data to initialize()")
@@ -252,9 +257,9 @@ class Engine:
         return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
 
     def _step_onebit(self) -> bool:
-        before = self.optimizer.stats.skipped_steps  # type: ignore[attr-defined]
+        before: int = self.optimizer.stats.skipped_steps  # type: ignore[attr-defined]
         self.optimizer.step()
-        is_skipped = self.optimizer.stats.skipped_steps > before  # type: ignore[attr-defined]
+        is_skipped = bool(self.optimizer.stats.skipped_steps > before)  # type: ignore[attr-defined]
         if self.config.fp16.enabled:
             # In a local step of 0/1 Adam a replica drops its own gradients and says nothing: the scale must not differ.
             is_skipped = any(said != b"\0" for said in gather_bytes(self.grid.world, bytes([is_skipped])))
@@ -276,12 +281,12 @@ class Engine:
     def _without_traffic(self) -> AbstractContextManager[None]:
         if self.is_gradient_accumulation_boundary():
             return nullcontext()
-        return cast(AbstractContextManager, self._sender.no_sync())
+        return self._sender.no_sync()
 
     @property
-    def _sender(self) -> Any:
+    def _sender(self) -> _Sender:
         """Who sends gradients between replicas."""
-        return self.optimizer if self._averager is None else self._averager
+        return cast(_Sender, self.optimizer) if self._averager is None else self._averager
 
     # ---------------------------------------------------------------- what DeepSpeed's users ask it
 
@@ -342,7 +347,7 @@ class Engine:
     # ---------------------------------------------------------------- checkpoints
 
     def save_checkpoint(
-        self, save_dir: str | os.PathLike, client_state: object = None, *, in_background: bool = False
+        self, save_dir: str | os.PathLike[str], client_state: object = None, *, in_background: bool = False
     ) -> str:
         """Write everything that a bit-identical continuation needs, to save_dir/step_...; its name. All ranks.
 
@@ -357,7 +362,7 @@ class Engine:
             self.save_16bit_model(save_dir)
         return f"step_{self.global_steps:08d}"
 
-    def load_checkpoint(self, load_dir: str | os.PathLike, tag: str | None = None) -> tuple[str | None, object]:
+    def load_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | None = None) -> tuple[str | None, object]:
         """Continue from load_dir/tag, or its latest: (the folder, this rank's client_state); (None, None) without one.
 
         Where load_dir/latest is lost, the newest checkpoint that is whole is taken, and rank 0 warns. Gradients of
@@ -379,12 +384,12 @@ class Engine:
         for checkpoints in self._checkpoints.values():
             checkpoints.wait()
 
-    def save_16bit_model(self, save_dir: str | os.PathLike, name: str = "model.safetensors") -> None:
+    def save_16bit_model(self, save_dir: str | os.PathLike[str], name: str = "model.safetensors") -> None:
         """Write the whole weights, floating-point ones in the dtype computed in, to one safetensors file. All ranks."""
         self.synchronise()
         export_weights(self.module, Path(save_dir) / name, self.grid.world, self.config.dtype, grid=self.grid)
 
-    def _in(self, folder: str | os.PathLike) -> Checkpoints:
+    def _in(self, folder: str | os.PathLike[str]) -> Checkpoints:
         path = Path(folder).resolve()  # one object for a folder, however it is spelled: they wait for each other
         if path not in self._checkpoints:
             self._checkpoints[path] = Checkpoints(path, self.grid.world, self.config.onebit.keep_checkpoints)
@@ -396,5 +401,5 @@ class Engine:
         self.grid.close()
 
 
-def _several(inputs: object) -> tuple:
+def _several(inputs: object) -> tuple[object, ...]:
     return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)

@@ -13,12 +13,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import ParamsT
 
 from ..dense import DenseAverager, broadcast_parameters
 from ..model_parallel import ModelParallelGroup, model_parallel_group_of
@@ -91,7 +92,7 @@ def build(
     grid: Grid,
     model: nn.Module,
     groups: Groups,
-    optimizer: Callable[[Iterable], torch.optim.Optimizer] | None,
+    optimizer: Callable[[ParamsT], torch.optim.Optimizer] | None,
     tensor_plan: tensor.Plan | None = None,
 ) -> Built:
     """Rank 0's values to all ranks, shard the model in place as the configuration says, make its optimizer. All ranks.
@@ -179,7 +180,7 @@ def parts_of(model: nn.Module) -> Sequence[nn.Module]:
     return model.parts if isinstance(model, Stages) else (model,)
 
 
-def _inter_node(config: Config, grid: Grid, params: Iterable) -> ShardedOnebitOptimizer:
+def _inter_node(config: Config, grid: Grid, params: ParamsT) -> ShardedOnebitOptimizer:
     p, ours, stage = _choice(config).params, config.onebit, config.zero_optimization.stage
     if stage == 2 and config.gradient_clipping > 0:
         stage = 1

@@ -12,13 +12,14 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import ParamsT
 from torch.utils.data import Dataset
 
 from ..comm.launch import Launch, detect
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ConfigLike = Mapping[str, object] | str | os.PathLike
+ConfigLike = Mapping[str, object] | str | os.PathLike[str]
 Initialized = tuple[Engine, torch.optim.Optimizer, ShardedLoader | None, LRScheduler | None]
 
 
@@ -50,11 +51,11 @@ def initialize(
     model: nn.Module | PipelineModule,
     config: ConfigLike | None = None,
     args: object = None,
-    model_parameters: Iterable | Groups | None = None,
-    optimizer: Callable[[Iterable], torch.optim.Optimizer] | None = None,
+    model_parameters: ParamsT | Groups | None = None,
+    optimizer: Callable[[ParamsT], torch.optim.Optimizer] | None = None,
     lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
-    training_data: Dataset | None = None,
-    collate_fn: Callable | None = None,
+    training_data: Dataset[object] | None = None,
+    collate_fn: Callable[[list[Any]], object] | None = None,
     grid: Grid | None = None,
     tensor_plan: Plan | None = None,
     seed: int = 0,

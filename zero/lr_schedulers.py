@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import StateDict
 
 from .config.lr_schedules import Cycle, RangeTest, Schedule, Warmup, WarmupCosine, WarmupDecay
 from .config.reader import write_block
@@ -56,7 +57,7 @@ class ScheduleLR(LRScheduler):
             else:
                 group["momentum"] = momentum
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, object]:
         """Plain numbers."""
         return {
             "last_epoch": self.last_epoch,
@@ -64,7 +65,7 @@ class ScheduleLR(LRScheduler):
             "base_lrs": [float(lr) for lr in self.base_lrs],
         }
 
-    def load_state_dict(self, state_dict: dict) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue at that step, with its rates and momenta in the groups."""
         if len(state_dict["base_lrs"]) != len(self.optimizer.param_groups):
             raise ValueError(
@@ -131,4 +132,5 @@ class SchedulerChoice:
 
 def build_scheduler(choice: SchedulerChoice, optimizer: torch.optim.Optimizer) -> ScheduleLR:
     """The scheduler of the choice; its first rates are in the groups. Call step() after every optimizer.step()."""
-    return SCHEDULERS[choice.type](optimizer, **write_block(choice.params))
+    params: dict[str, Any] = write_block(choice.params)
+    return SCHEDULERS[choice.type](optimizer, **params)

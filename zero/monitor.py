@@ -53,7 +53,7 @@ def _tensorboard(monitor: Monitor, rank: int) -> Writer:
             f"rank {rank}: the block tensorboard is enabled and tensorboard is missing; pip install 'onebit[train]', "
             "or enable csv_monitor instead"
         ) from error
-    opened: list = []
+    opened: list[SummaryWriter] = []
 
     def write(values: Mapping[str, float], samples: int) -> None:
         if not opened:
@@ -114,6 +114,6 @@ class WallClock:
 
 
 def _now() -> float:
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -13,7 +13,7 @@ optimizer the engine casts the vote.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,9 +26,18 @@ _FACTOR = 2.0
 T = TypeVar("T")
 
 
+class ScaleState(TypedDict):
+    """What training has made of a loss scale; see `LossScale`."""
+
+    value: float
+    patience: int
+    clean_steps: int
+
+
 def cast_floats(tree: T, dtype: torch.dtype) -> T:
     """The tree with its floating-point tensors in this dtype. What is no list, tuple, dict or tensor stays as it is."""
-    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
+    low: T = tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
+    return low
 
 
 @dataclass(frozen=True)
@@ -79,15 +88,15 @@ class LossScale:
             )
         return replace(self, value=max(self.value / _FACTOR, self.least))
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> ScaleState:
         """What the steps have made of it, as plain numbers; its rule is the configuration's."""
         return {"value": self.value, "patience": self.patience, "clean_steps": self.clean_steps}
 
-    def with_state(self, state_dict: dict) -> LossScale:
+    def with_state(self, state_dict: ScaleState) -> LossScale:
         """This rule, continued from a `state_dict`. A static scale keeps its value."""
         if self.window == 0:
             return self
-        value, patience, clean_steps = (state_dict[name] for name in ("value", "patience", "clean_steps"))
+        value, patience, clean_steps = state_dict["value"], state_dict["patience"], state_dict["clean_steps"]
         if not (0.0 < value < float("inf") and patience >= 1 and clean_steps >= 0):
             raise ValueError(f"expected a value above 0, patience of 1 or more, clean_steps of 0 or more: {state_dict}")
         return replace(self, value=max(value, self.least), patience=patience, clean_steps=clean_steps)

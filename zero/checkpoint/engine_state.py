@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import StateDict
 
+from ...checkpoint.files import CheckpointError
 from ...comm.messages import gather_bytes, raise_on_all_ranks
 from ..grid import AXES, GridShape
 from ..parallel import dense
 from . import reshard
-from .files import CheckpointError, Checkpoints, Loaded
+from .files import Checkpoints, Loaded
 from .reshard import CopyPlan, ParamSlice
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None) -> tuple[str
     """See `Engine.load_checkpoint`. All ranks."""
     tensors, _ = _state(engine)
     recutting: list[_Recutting] = []
-    own: dict = {}
+    own: StateDict = {}
 
     def check(found: Loaded) -> None:
         _check_stamp(engine, found.stamp)
@@ -100,7 +102,7 @@ def _refuse_within_step(engine: Engine) -> None:
     raise_on_all_ranks(engine.grid.world, problem, CheckpointError)
 
 
-def _load_rest(engine: Engine, own: dict) -> None:
+def _load_rest(engine: Engine, own: StateDict) -> None:
     """What a rank saved besides the optimizer's state."""
     if engine.scheduler is not None and own["scheduler"] is not None:
         engine.scheduler.load_state_dict(own["scheduler"])
@@ -114,7 +116,7 @@ def _load_rest(engine: Engine, own: dict) -> None:
         torch.cuda.set_rng_state(own["cuda_rng"])
 
 
-def _about(engine: Engine) -> dict:
+def _about(engine: Engine) -> StateDict:
     return {
         "form": engine.form,
         "optimizer": type(engine.optimizer).__name__,
@@ -154,7 +156,7 @@ def _form(stamp: Mapping[str, object]) -> str:
 
 
 def _shape(stamp: Mapping[str, object]) -> GridShape:
-    sizes = cast(dict, stamp["sizes"])
+    sizes = cast(dict[str, int], stamp["sizes"])
     return GridShape(tuple(sizes.get(axis, 1) for axis in AXES))
 
 
@@ -168,13 +170,13 @@ def _is_same_cut(engine: Engine, found: Loaded) -> bool:
     if not _differs_in_replicas_alone(engine, found.stamp):
         return False
     there = _shape(found.stamp)
-    outline = cast(dict, found.own.outline(there.rank(engine.grid.coordinates | {"replica": 0})))
+    outline = cast(StateDict, found.own.outline(there.rank(engine.grid.coordinates | {"replica": 0})))
     if "pieces" not in outline:  # the first files: of one form, with the shards of their grid
         return _form(found.stamp) == engine.form
     return reshard.saved_pieces(outline["pieces"]) == reshard.pieces_of(engine.module, engine.optimizer)
 
 
-def _state(engine: Engine) -> tuple[dict[str, Tensor], dict]:
+def _state(engine: Engine) -> tuple[dict[str, Tensor], StateDict]:
     """(what all ranks hold together, by name; the rest of the optimizer's state, each rank's own)."""
     model = {f"model.{name}": x for name, x in engine.module.state_dict().items()}
     if not engine.shares_state:
@@ -197,7 +199,7 @@ def _load_own(engine: Engine, loaded: Loaded) -> None:
 
 
 @dataclass(frozen=True)
-class _States(Sequence):
+class _States(Sequence[StateDict]):
     """The optimizer states of some ranks, each read when it is asked for."""
 
     loaded: Loaded
@@ -206,8 +208,8 @@ class _States(Sequence):
     def __len__(self) -> int:
         return len(self.ranks)
 
-    def __getitem__(self, index: int) -> dict:  # type: ignore[override]
-        return cast(dict, self.loaded.own.read(self.ranks[index], "optimizer")["optimizer"])
+    def __getitem__(self, index: int) -> StateDict:  # type: ignore[override]
+        return cast(StateDict, self.loaded.own.read(self.ranks[index], "optimizer")["optimizer"])
 
 
 # ---------------------------------------------------------------- of another layout
@@ -225,7 +227,7 @@ class _Recutting:
     def of(cls, engine: Engine, found: Loaded) -> _Recutting:
         """Reads the old ranks' outlines. Raises CheckpointError where they do not hold what this rank needs."""
         here, parts = reshard.pieces_of(engine.module, engine.optimizer), reshard.parts_of(_shape(found.stamp))
-        outlines = [cast(dict, found.own.outline(ranks[0])) for ranks in parts]
+        outlines = [cast(StateDict, found.own.outline(ranks[0])) for ranks in parts]
         if any("pieces" not in outline for outline in outlines):
             raise CheckpointError(
                 f"{found.folder} does not say which slices its ranks held, as the first checkpoints did not; load it "
@@ -265,7 +267,7 @@ def _shared_state(
     named = {k.removeprefix("optimizer."): x for k, x in tensors.items() if k.startswith("optimizer.")}
     rest: dict[str, object] = {}
     for rank in _stages(_shape(loaded.stamp)):
-        rest |= cast(dict, loaded.own.read(rank, "optimizer")["optimizer"])
+        rest |= cast(StateDict, loaded.own.read(rank, "optimizer")["optimizer"])
     return named, rest
 
 

@@ -25,9 +25,11 @@ from typing import ClassVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.optim.optimizer import StateDict
 
 from ...checkpoint.files import CheckpointError, Sum, check_files, reason, remove
 from ...checkpoint.folder import AS_BEFORE, Checkpointing
@@ -60,13 +62,13 @@ class Checkpoints(Checkpointing):
     own where torch.distributed runs, so that writing in the background does not disturb training.
     """
 
-    _unreadable: ClassVar = (Exception, dcp.api.CheckpointException)
+    _unreadable: ClassVar = (Exception, CheckpointException)
 
     def __init__(self, folder: Path, transport: Transport, keep: int | None = None):
         super().__init__(folder, transport, keep)
         self._group: dist.ProcessGroup | None = None
         self._writing = ThreadPoolExecutor(1, "checkpoint")
-        self._pending: Future | None = None
+        self._pending: Future[None] | None = None
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
         elif self.transport.world_size > 1:
@@ -102,7 +104,7 @@ class Checkpoints(Checkpointing):
 
         def write() -> None:
             try:
-                dcp.save(state, storage_writer=writer, process_group=self._group)
+                state_dict_saver.save(state, storage_writer=writer, process_group=self._group)
                 sums = self._sums_of_all(writer.sums)
                 if is_maker:
                     self._files.commit(partial, stamp, sums, self.keep)
@@ -150,18 +152,20 @@ class Checkpoints(Checkpointing):
         state = {f"model/{key}": tensor for key, tensor in model.items()}
         with _knowing_that_it_is_alone():
             self.together(
-                lambda: dcp.load(state, storage_reader=Reader(target, metadata), process_group=self._group),
+                lambda: state_dict_loader.load(
+                    state, storage_reader=Reader(target, metadata), process_group=self._group
+                ),
                 hint=lambda: self._offer(name),
             )
         self._go_on_from(stamp)
         return loaded
 
-    def _check(self, name: str) -> dict:
+    def _check(self, name: str) -> StateDict:
         stamp = self._files.stamp(name)
         check_files(self.folder / name, stamp, sorted(stamp["files"])[self.transport.rank :: self.transport.world_size])
         return stamp
 
-    def _read_table(self, target: Path, stamp: dict) -> Metadata:
+    def _read_table(self, target: Path, stamp: Mapping[str, object]) -> Metadata:
         try:
             table = read_table(target)
         except Exception as error:  # whatever a spoilt pickle makes pickle raise
@@ -184,14 +188,14 @@ class Checkpoints(Checkpointing):
 
     def _problem(self, error: BaseException) -> str:
         """Of a rank that failed in torch.distributed.checkpoint, in its words and not in those of a traceback."""
-        if isinstance(error, dcp.api.CheckpointException) and error.failures:
+        if isinstance(error, CheckpointException) and error.failures:
             rank, (error, _) = min(error.failures.items())
             return f"rank {rank}: {reason(error)}"
         return super()._problem(error)
 
 
 @dataclass(frozen=True)
-class Own(Sequence):
+class Own(Sequence[object]):
     """What each rank saved as its own, in rank order, read from disk when it is asked for. No communication."""
 
     folder: Path
@@ -205,10 +209,10 @@ class Own(Sequence):
         text = self._text(rank)
         return unpack(text, self._load(self._tensors(rank)))
 
-    def read(self, rank: int, *names: str) -> dict:
+    def read(self, rank: int, *names: str) -> StateDict:
         """Some entries of the dict that a rank saved; the tensors of the others stay on disk."""
         text, numbers = select(self._text(rank), names)
-        return cast(dict, unpack(text, self._load([f"own/{rank}/{k}" for k in numbers])))
+        return cast(StateDict, unpack(text, self._load([f"own/{rank}/{k}" for k in numbers])))
 
     def outline(self, rank: int) -> object:
         """What a rank saved, with tensors that have no values (device "meta")."""
@@ -227,7 +231,7 @@ class Own(Sequence):
     def _load(self, keys: Sequence[str]) -> list[Tensor]:
         state = {key: self._empty(key, "cpu") for key in keys}
         with _knowing_that_it_is_alone():
-            dcp.load(state, storage_reader=Reader(self.folder, self.metadata), no_dist=True)
+            state_dict_loader.load(state, storage_reader=Reader(self.folder, self.metadata), no_dist=True)
         return [state[key] for key in keys]
 
     def _empty(self, key: str, device: str) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import StateDict
 
 from ...checkpoint.change_world_size import gather_states
 from ...checkpoint.parameter_state import ParameterState
@@ -25,6 +26,7 @@ from ...optimizer import CompressedOptimizer
 from ..grid import GridShape
 
 Index = tuple[slice, ...]
+Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,9 @@ class ParamSlice:
     """
 
     name: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    shape: Sizes
+    offsets: Sizes
+    sizes: Sizes
 
     @property
     def numel(self) -> int:
@@ -126,8 +128,8 @@ def recut(
     optimizer: torch.optim.Optimizer,
     here: Sequence[ParamSlice],
     cuts: Sequence[Sequence[CopyPlan]],
-    read: Callable[[int], Iterable[dict]],
-) -> dict:
+    read: Callable[[int], Iterable[StateDict]],
+) -> StateDict:
     """The state of this rank's optimizer, for its `load_state_dict`, of what `plan` says.
 
     here: its pieces. read: the states of all replicas of a part, in order, one at a time. Of the old states only one
@@ -152,7 +154,9 @@ def recut(
     return put_together(optimizer, states, shared)
 
 
-def _take_part(optimizer: torch.optim.Optimizer, replicas: Iterable[dict]) -> tuple[dict[int, ParameterState], Shared]:
+def _take_part(
+    optimizer: torch.optim.Optimizer, replicas: Iterable[StateDict]
+) -> tuple[dict[int, ParameterState], Shared]:
     if isinstance(optimizer, CompressedOptimizer):
         world = gather_states(replicas)
         return take_apart(optimizer, world.state, world.server_errors)
@@ -180,6 +184,6 @@ def saved_pieces(packed: Iterable[Sequence[Any]]) -> list[ParamSlice]:
     return [ParamSlice(name, *map(tuple, box)) for name, *box in packed]
 
 
-def packed_pieces(pieces: Iterable[ParamSlice]) -> list[tuple]:
+def packed_pieces(pieces: Iterable[ParamSlice]) -> list[tuple[str, Sizes, Sizes, Sizes]]:
     """Pieces, as plain values for a checkpoint."""
     return [(piece.name, piece.shape, piece.offsets, piece.sizes) for piece in pieces]

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from ...checkpoint.files import Sum, create, open_regular, reason
@@ -32,7 +32,7 @@ from ...checkpoint.files import Sum, create, open_regular, reason
 TABLE = ".metadata"
 
 
-class Writer(dcp.FileSystemWriter):
+class Writer(FileSystemWriter):
     """Into a folder that is there and empty. sums: of the files that this process has written."""
 
     def __init__(self, folder: Path):
@@ -53,21 +53,21 @@ class _NewFiles(FileSystem):
         self.sums: dict[str, Sum] = {}
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         assert mode == "wb"
         with create(Path(path)) as file:
             yield cast(io.IOBase, file)
         self.sums[Path(path).name] = file.raw.sum
 
-    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         os.rename(path, new_path)
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
-    def mkdir(self, path: str | os.PathLike) -> None:
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
         """It is there."""
 
 
-class Reader(dcp.FileSystemReader):
+class Reader(FileSystemReader):
     """Of a checkpoint whose table of contents has been read; see `read_table`."""
 
     def __init__(self, folder: Path, table: Metadata):
@@ -77,7 +77,7 @@ class Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: object, **named: object) -> Metadata:
         return self._table
 
-    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
             return super().read_data(plan, planner)
         except Exception as error:  # whatever a spoilt file makes torch raise

@@ -25,7 +25,7 @@ _SUMS = "onebit.crc32"  # in the metadata of a file: the CRC-32 of each tensor, 
 
 def export_weights(
     model: nn.Module,
-    file: str | os.PathLike,
+    file: str | os.PathLike[str],
     transport: Transport,
     dtype: torch.dtype | None = None,
     *,
@@ -83,7 +83,7 @@ def _of_all_stages(model: nn.Module, grid: Grid) -> dict[str, Tensor]:
 
 
 def import_weights(
-    model: nn.Module, file: str | os.PathLike, transport: Transport, *, grid: Grid | None = None
+    model: nn.Module, file: str | os.PathLike[str], transport: Transport, *, grid: Grid | None = None
 ) -> None:
     """Read weights that `export_weights` wrote into a model, sharded or not, in place. All ranks; each reads the file.
 
@@ -126,7 +126,7 @@ def _in(dtype: torch.dtype | None, x: Tensor) -> Tensor:
 
 def _once(whole: dict[str, Tensor]) -> dict[str, Tensor]:
     """Without the later names of tensors that are the same memory, which safetensors refuses to write twice."""
-    first: dict[tuple, str] = {}
+    first: dict[tuple[object, ...], str] = {}
     for name, x in whole.items():
         first.setdefault((x.data_ptr(), x.shape, x.numel() and x.stride()), name)
     kept = set(first.values())

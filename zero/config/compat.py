@@ -67,7 +67,7 @@ def _take_tensor_ranks(data: dict[str, object], reading: Reading) -> None:
         data["onebit"] = ours | {"tensor": size}
 
 
-class _Object(dict):
+class _Object(dict[str, object]):
     """A JSON object that remembers which keys stood in it twice."""
 
     def __init__(self, pairs: list[tuple[str, object]]):
@@ -76,10 +76,10 @@ class _Object(dict):
         self.twice = [name for name in self if names.count(name) > 1]
 
 
-def load(path: Path) -> dict[str, object]:
+def load(path: Path) -> object:
     """The content of a JSON file. Raises ValueError where it is not JSON, or a key stands in one object twice."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_Object)
+        content: object = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_Object)
     except json.JSONDecodeError as wrong:
         raise ValueError(f"{path.name}: not JSON: {wrong.msg}, at line {wrong.lineno} column {wrong.colno}") from wrong
     for place in _twice(content, ""):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -168,6 +168,15 @@ class OptimizerChoice:
         return self.type == "Adam" and not self.params.adam_w_mode
 
 
+class Choice(Protocol):
+    """A block {"type": ..., "params": {...}}."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def params(self) -> object: ...
+
+
 C = TypeVar("C")
 
 
@@ -207,9 +216,9 @@ def read_optimizer(given: object, reading: Reading) -> OptimizerChoice:
         raise ValueError(f"{reading.at('optimizer')}: {wrong}") from wrong
 
 
-def write_choice(choice: object) -> dict:
+def write_choice(choice: Choice) -> dict[str, object]:
     """The block as it would stand in a file."""
-    return {"type": choice.type, "params": write_block(choice.params)}  # type: ignore[attr-defined]
+    return {"type": choice.type, "params": write_block(choice.params)}
 
 
 def build_optimizer(

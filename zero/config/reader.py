@@ -57,7 +57,7 @@ def read_block(cls: type[T], given: object, where: str, reading: Reading) -> T:
         raise type(wrong)(f"{reading.at(where)}: {wrong}") from wrong
 
 
-def write_block(made: object) -> dict:
+def write_block(made: object) -> dict[str, object]:
     """The block as it would stand in a file; `read_block` of it is equal."""
     data: dict[str, object] = {}
     for name in keys_of(type(made)):
@@ -107,7 +107,7 @@ def _paths(cls: type, path: str) -> Iterator[tuple[type, str]]:
         yield from _paths(inner, _join(path, name))
 
 
-def _read_key(data: dict, name: str, rule: Key, where: str, reading: Reading) -> object:
+def _read_key(data: Mapping[str, object], name: str, rule: Key, where: str, reading: Reading) -> object:
     place = reading.at(where, name)
     filled = reading.fills.get(rule.fill, MISSING) if rule.fill else MISSING
     if filled is not MISSING:

@@ -61,7 +61,7 @@ def _text(value: object) -> str:
     raise TypeError
 
 
-def _list(value: object) -> list:
+def _list(value: object) -> list[object]:
     if isinstance(value, list | tuple):
         return list(value)
     raise TypeError
@@ -80,7 +80,7 @@ def _rates(value: object) -> float | tuple[float, ...]:
     return _several(value) if isinstance(value, list | tuple) else _number(value)
 
 
-def _object(value: object) -> dict:
+def _object(value: object) -> dict[str, object]:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError
@@ -112,7 +112,7 @@ class Key:
     asks: bool = False
     required: bool = False
     null: bool = False
-    choices: tuple = ()
+    choices: tuple[object, ...] = ()
     least: float | None = None
     most: float | None = None
     above: float | None = None
@@ -167,14 +167,14 @@ class Inert:
 
     kind: Kind | Mapping[str, object]
     why: str
-    fine: tuple = ()
+    fine: tuple[object, ...] = ()
     refused: bool = False
     asks: Callable[[object], bool] | None = None
 
 
 def key(default: T, kind: Kind, **rules: object) -> T:
     """A field of a block; rules: see `Key`."""
-    return cast(T, field(default=default, metadata={_KEY: Key(kind, **rules)}))  # type: ignore[arg-type]
+    return field(default=default, metadata={_KEY: Key(kind, **rules)})  # type: ignore[arg-type]
 
 
 def required_key(kind: Kind, **rules: object) -> Any:
@@ -184,7 +184,7 @@ def required_key(kind: Kind, **rules: object) -> Any:
 
 def block(cls: type[T]) -> T:
     """A field that is a block; absent: its defaults."""
-    return cast(T, field(default_factory=cls, metadata={_BLOCK: cls}))
+    return field(default_factory=cls, metadata={_BLOCK: cls})
 
 
 def keys_of(cls: type) -> dict[str, Key]:

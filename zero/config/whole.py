@@ -151,7 +151,7 @@ class Config(_TopLevel):
             "max_consecutive_skips": self.onebit.max_consecutive_skips,
         }
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, object]:
         """As it would stand in a file, with nothing left to "auto": `read_config` of it is equal."""
         data = write_block(self)
         if self.optimizer is not None:
@@ -167,7 +167,7 @@ class Config(_TopLevel):
 
 
 def read_config(
-    config: Mapping[str, object] | str | os.PathLike,
+    config: Mapping[str, object] | str | os.PathLike[str],
     *,
     world_size: int,
     rank: int = 0,
@@ -194,9 +194,11 @@ def read_config(
     if isinstance(config, str) and config.lstrip().startswith("{"):
         raise ValueError("expected the name of a file or a dict, got JSON text; pass json.loads(text)")
     if isinstance(config, Mapping):
-        data, reading = config, Reading("config", dict(fills))
+        data: object = config
+        reading = Reading("config", dict(fills))
     else:
-        data, reading = load(Path(config)), Reading(Path(config).name, dict(fills))
+        data = load(Path(config))
+        reading = Reading(Path(config).name, dict(fills))
     made = _make(data, world_size, ranks_per_batch, reading)
     if rank == 0:
         for warning in dict.fromkeys(reading.warnings):
@@ -241,7 +243,7 @@ def _or_unset(number: int | None) -> str:
     return "not given" if number is None else str(number)
 
 
-def _make(config: Mapping[str, object], world_size: int, ranks_per_batch: int | None, reading: Reading) -> Config:
+def _make(config: object, world_size: int, ranks_per_batch: int | None, reading: Reading) -> Config:
     data = modernised(read_object(config, "", reading), reading)
     if data.get("gradient_clipping") == AUTO and "gradient_clipping" not in reading.fills:
         reading.notes.append(f'{reading.at("gradient_clipping")} is "auto": 1.0')
@@ -277,7 +279,8 @@ def _make(config: Mapping[str, object], world_size: int, ranks_per_batch: int | 
 def _read_scheduler(given: object, optimizer: OptimizerChoice | None, reading: Reading) -> SchedulerChoice:
     """The block "scheduler"; a warmup_max_lr left to "auto" is the optimizer's lr."""
     data = read_object(given, "scheduler", reading)
-    if isinstance(data.get("params"), Mapping) and data["params"].get("warmup_max_lr") == AUTO:  # type: ignore
+    params = data.get("params")
+    if isinstance(params, Mapping) and params.get("warmup_max_lr") == AUTO:
         rate = reading.fills.get("lr") if optimizer is None else optimizer.params.lr
         if rate is not None and "warmup_max_lr" not in reading.fills:
             reading = replace(reading, fills={**reading.fills, "warmup_max_lr": rate})

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.optim.optimizer import StateDict
 
 from ...agreement.step_vote import Header, Summary, check_summaries
 from ...clip import LARGEST_GRADIENT, has_squares
@@ -94,7 +95,7 @@ def has_sharded_state(optimizer: torch.optim.Optimizer) -> bool:
     return not isinstance(optimizer, Lamb)
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict]:
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], StateDict]:
     """(tensors by name, sharded as the parameters are; everything else). Loads into any other sharding."""
     flat: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
     tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor)}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
-Groups = Callable[[nn.Module], Iterable]
+Groups = Callable[[nn.Module], ParamsT]
 
 
 def trained(model: nn.Module) -> Iterable[Tensor]:
@@ -15,7 +17,7 @@ def trained(model: nn.Module) -> Iterable[Tensor]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def remembered(model: nn.Module, given: Iterable) -> Groups:
+def remembered(model: nn.Module, given: ParamsT) -> Groups:
     """A function that gives, of the sharded model, what was given of the plain one, by the parameters' names.
 
     given: parameters, (name, parameter) pairs, or groups of either (dicts with "params"), as torch's optimizers take
@@ -27,9 +29,9 @@ def remembered(model: nn.Module, given: Iterable) -> Groups:
         names.setdefault(id(p), name)
     marked = [_marked(item, names) for item in ([given] if isinstance(given, Mapping) else given)]
 
-    def find(sharded: nn.Module) -> list:
+    def find(sharded: nn.Module) -> ParamsT:
         now = dict(sharded.named_parameters(remove_duplicate=False))
-        return [_found(item, now) for item in marked]
+        return cast(ParamsT, [_found(item, now) for item in marked])
 
     return find
 

@@ -57,7 +57,7 @@ class TiedLayerSpec(LayerSpec):
         key: str,
         typename: Callable[..., nn.Module],
         *module_args: object,
-        forward_fn: Callable | None = None,
+        forward_fn: Callable[..., object] | None = None,
         tied_weight_attr: str | Sequence[str] | None = None,
         **module_kwargs: object,
     ):
@@ -67,7 +67,8 @@ class TiedLayerSpec(LayerSpec):
         self.key, self.forward_fn = key, forward_fn
 
 
-Layer = LayerSpec | nn.Module | Callable
+Call = Callable[..., object]  # of a layer: a module, or a function without parameters
+Layer = LayerSpec | nn.Module | Call
 
 
 class Stage(nn.Module):
@@ -76,7 +77,7 @@ class Stage(nn.Module):
     interval: activations of so many calls at a time are computed again in the backward pass; 0: all are kept.
     """
 
-    def __init__(self, layers: nn.ModuleDict, tied: nn.ModuleDict, calls: Sequence[Callable], interval: int):
+    def __init__(self, layers: nn.ModuleDict, tied: nn.ModuleDict, calls: Sequence[Call], interval: int):
         super().__init__()
         self.layers, self.tied = layers, tied
         self._calls, self._interval = list(calls), interval
@@ -114,7 +115,7 @@ class Stages(nn.Module):
         return super().train(mode)
 
 
-def _run(calls: Sequence[Callable], *inputs: object) -> object:
+def _run(calls: Sequence[Call], *inputs: object) -> object:
     value: object = inputs
     for call in calls:
         value = call(*value) if isinstance(value, tuple) else call(value)
@@ -284,7 +285,7 @@ def balance(weights: Sequence[float], parts: int) -> list[range]:
     return found[::-1]
 
 
-def _tied_call(layer: TiedLayerSpec, module: nn.Module) -> Callable:
+def _tied_call(layer: TiedLayerSpec, module: nn.Module) -> Call:
     if layer.forward_fn is None:
         return module
     return lambda *inputs: layer.forward_fn(module, *inputs)  # type: ignore[misc]

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import cast
+from typing import Protocol, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,15 @@ from .wire import WIRES, CompressedStage
 
 log = logging.getLogger(__name__)
 
-SCHEDULES: Mapping[str, type] = {
+
+class Schedule(Protocol):
+    """An order of micro-batches, with the stages that it drives: torch's."""
+
+    def step(self, *inputs: Tensor, target: Tensor | None = None, losses: list[Tensor] | None = None) -> object: ...
+    def eval(self, *inputs: Tensor, target: Tensor | None = None, losses: list[Tensor] | None = None) -> object: ...
+
+
+SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
@@ -143,7 +151,8 @@ def _seconds(model: PipelineModule, world: Transport) -> list[float]:
             log.exception("rank 0: a layer fails with the example")
             problem = f"rank 0 cannot time the layers with the example of the PipelineModule: {error!r}"
     raise_on_all_ranks(world, problem, RuntimeError)
-    return json.loads(gather_texts(world, json.dumps(seconds))[0])
+    first: list[float] = json.loads(gather_texts(world, json.dumps(seconds))[0])
+    return first
 
 
 def _ties_ends(model: PipelineModule) -> bool:
@@ -151,6 +160,13 @@ def _ties_ends(model: PipelineModule) -> bool:
 
 
 # -------------------------------------------------------------------------------- a step
+
+
+class _Judged(TypedDict, total=False):
+    """What the last stage needs besides its inputs, and where it writes its losses."""
+
+    target: Tensor
+    losses: list[Tensor]
 
 
 class Pipeline:
@@ -175,7 +191,7 @@ class Pipeline:
         self._transport = grid.transports["pipe"]
         self._loss_fn, self._device = loss_fn, grid.device
         self._scale = 1.0
-        self._schedules: dict[tuple, object] = {}
+        self._schedules: dict[tuple[object, ...], Schedule] = {}
         self._driven: list[CompressedStage] = []
 
     @property
@@ -222,8 +238,8 @@ class Pipeline:
             self._schedules[key] = self._schedule(trains)
         losses: list[Tensor] = []
         schedule = self._schedules[key]
-        given = {"target": targets, "losses": losses} if self.is_last else {}
-        drive = schedule.step if trains else schedule.eval  # type: ignore[attr-defined]
+        given = _Judged(target=targets, losses=losses) if self.is_last else _Judged()
+        drive = schedule.step if trains else schedule.eval
         with self._naming_peers():
             drive(*(inputs if self.is_first else ()), **given)
         if self._zero_stage is not None:
@@ -233,9 +249,9 @@ class Pipeline:
             return None
         return torch.stack([loss.detach().float() for loss in losses]).sum() / (self._scale * len(losses))
 
-    def _schedule(self, trains: bool) -> object:
+    def _schedule(self, trains: bool) -> Schedule:
         """A schedule for micro-batches of one shape: torch's stages keep the buffers of the first they see."""
-        settings, group = self.settings, self._transport.group  # type: ignore[attr-defined]
+        settings, group = self.settings, self._transport.group
         reduces_each = (self._zero_stage or 0) >= 2 and settings.schedule not in SPLIT_BACKWARD
         if reduces_each:
             for module in self.stages.values():
@@ -296,10 +312,10 @@ def _tensors(inputs: object) -> tuple[Tensor, ...]:
     if not all(isinstance(x, Tensor) and x.dim() > 0 for x in several):
         found = ", ".join(type(x).__name__ for x in several)
         raise TypeError(f"a pipeline takes tensors with a batch dimension as inputs, got {found}")
-    return tuple(several)  # type: ignore[arg-type]
+    return tuple(several)
 
 
-def _shape(x: object) -> tuple:
+def _shape(x: object) -> tuple[int | str, ...]:
     return (*x.shape, str(x.dtype)) if isinstance(x, Tensor) else (type(x).__name__,)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +49,11 @@ def _check_untied(module: nn.Module, pieces: Sequence[nn.Module]) -> None:
             )
 
 
-def _shapes_of(inputs: tuple[Tensor, ...]):  # type: ignore[no-untyped-def]
+def _shapes_of(inputs: tuple[Tensor, ...]) -> Callable[[nn.Module, tuple[object, ...]], None]:
+    """A forward pre-hook that raises ValueError on inputs of other shapes."""
     expected = [tuple(x.shape) for x in inputs]
 
-    def check(_: nn.Module, given: tuple) -> None:
+    def check(_: nn.Module, given: tuple[object, ...]) -> None:
         found = [tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__ for x in given]
         if found != expected:
             raise ValueError(f"the module was traced for inputs of shapes {expected}, a micro-batch has {found}")
