@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
+from provenance import record_path, write_record
+
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("onebit", "comm", "zero", "scripts", "tests")
 PACKAGES = ROOMS[:3]
@@ -157,18 +159,18 @@ def count_steps(tree: Path) -> dict[str, dict[str, int]]:
     }
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=record_path, metavar="FILE")
     return parser.parse_args(argv)
 
 
-def main() -> int:
-    args = parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
     found = {**count_files(ROOT), "files that name": count_touches(ROOT), "one step": count_steps(ROOT)}
     print(json.dumps(found, indent=2))
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_record(args.json, json.dumps(found, indent=1) + "\n")
     return 0
 
 

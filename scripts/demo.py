@@ -27,10 +27,11 @@ from pathlib import Path
 import cluster
 import rich.table
 import torch
+from provenance import DirtyTreeError, refuse_dirty_tree, revision
 from rich.console import Console
 from study import main as study
 from study.report import draw
-from study.run import Job, revision
+from study.run import Job
 from train.corpus import first_difference, read_corpus
 from train.report import read_csv
 
@@ -108,7 +109,7 @@ class Table:
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train with dense AdamW and with OnebitAdam, and compare.")
     add = parser.add_argument
     add("--ranks", type=int, default=4)
@@ -126,7 +127,12 @@ def parse_args() -> argparse.Namespace:
         action="store_true",
         help="put the tables into docs/results.md, and the numbers into scripts/records",
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if args.write:
+        try:
+            refuse_dirty_tree(RECORD)
+        except DirtyTreeError as error:
+            parser.error(str(error))
     args.freeze_step = "auto"
     if args.quick:
         args.size, args.steps, args.seeds, args.freeze_step = "tiny", 30, 1, "10"
@@ -278,7 +284,8 @@ Validation loss after {outcome.steps} steps, nats per byte, simulated ranks:
 
 
 def write(outcome: Outcome) -> None:
-    """Into docs/results.md, between its marks, and into the record."""
+    """Into docs/results.md, between its marks, and into the record. Raises DirtyTreeError where the tree is no commit."""
+    refuse_dirty_tree(RECORD)
     before, _, rest = RESULTS.read_text().partition(BEGIN)
     RESULTS.write_text(f"{before}{BEGIN}\n\n{markdown(outcome)}\n{END}{rest.partition(END)[2]}")
     RECORD.write_text(json.dumps(asdict(outcome), indent=1) + "\n")
@@ -289,8 +296,8 @@ def read_record() -> Outcome:
     return Outcome(**data | {"traffic": {name: Traffic(**run) for name, run in data["traffic"].items()}})
 
 
-def main() -> int:
-    args = parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
     console = Console()
     is_emulated, network = choose_network(args)
     console.print(

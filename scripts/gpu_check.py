@@ -34,7 +34,8 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from bench.kernels import Timing, commit
+from bench.kernels import Timing
+from provenance import record_path, revision, write_record
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -523,7 +524,7 @@ def record(argv: Sequence[str], args: argparse.Namespace, device: torch.device) 
     text = f"""# The kernels on a GPU
 
 - command: `python scripts/gpu_check.py {shlex.join(argv)}`
-- commit {commit()}, {time.strftime("%Y-%m-%d")}; Python {platform.python_version()}, torch {torch.__version__}
+- commit {revision()}, {time.strftime("%Y-%m-%d")}; Python {platform.python_version()}, torch {torch.__version__}
 - {device_name(device)}
 - kernels: {kernels.describe()}
 
@@ -570,7 +571,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--elements", type=int, default=100_000_000, help="of the speed table (default: %(default)s)")
     parser.add_argument("--block", type=int, default=256, help="elements per scale elsewhere (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=50, help="of the speed table (default: %(default)s)")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="also write the text there, in Markdown")
+    parser.add_argument("--record", type=record_path, metavar="FILE", help="also write the text there, in Markdown")
     parser.add_argument("--rehearse", action="store_true", help="on host tensors, in Triton's interpreter")
     return parser.parse_args(argv)
 
@@ -583,7 +584,7 @@ def main(argv: Sequence[str]) -> int:
     text, failed = record(argv, args, torch.device("cpu" if args.rehearse else "cuda"))
     print(text)
     if args.record is not None:
-        args.record.write_text(text)
+        write_record(args.record, text)
     return 1 if failed else 0
 
 

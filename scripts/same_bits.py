@@ -19,9 +19,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from provenance import record_path, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAIN = ("onebit-adam", "onebit-lamb", "zero-one-adam", "adamw", "lamb")
@@ -269,12 +271,12 @@ def _hash(revision: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("base", nargs="?", metavar="REVISION", help="what this tree is compared with")
     add("--only", nargs="+", choices=STARTS, default=list(STARTS), metavar="START", help=", ".join(STARTS))
-    add("--record", type=Path, metavar="FILE", help="write the report here")
+    add("--record", type=record_path, metavar="FILE", help="write the report here")
     add("--child", choices=STARTS, help=argparse.SUPPRESS)
     add("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -283,8 +285,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> int:
-    args = parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
     if args.child is not None:
         train_here(args.child, args.out)
         return 0
@@ -304,7 +306,7 @@ def main() -> int:
     text = report(args.base, found)
     print(text)
     if args.record is not None:
-        args.record.write_text(text)
+        write_record(args.record, text)
     return int(any(before.differs_in(after) for pairs in found.values() for before, after in pairs.values()))
 
 

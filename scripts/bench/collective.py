@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from cluster import INTERFACE, Cluster, QueueCounters, available, parse_rate, read_queue, sent_on_wire
+from provenance import record_path, write_record
 
 from bench.command import words
 from onebit import comm
@@ -288,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--transports", nargs="+", default=["gloo", "mpi"], choices=["gloo", "mpi"])
     parser.add_argument("--sides", nargs="+", default=[ONE_BIT, FP32], choices=SIDES)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--record", type=Path, metavar="FILE")
+    parser.add_argument("--record", type=record_path, metavar="FILE")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--transport", choices=["gloo", "mpi"], help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -303,4 +304,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = report(rows, measure_codec(args), args)
     print(text)
     if args.record is not None:
-        args.record.write_text(text)
+        write_record(args.record, text)

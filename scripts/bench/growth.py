@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from cluster import Cluster, available, parse_rate
+from provenance import record_path, write_record
 from rich.progress import Progress
 
 from bench.collective import FP32, ONE_BIT, Compressed, dense, measure
@@ -125,7 +126,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--budget-s", type=float, default=4.0, help="no repetition starts after so many seconds of a point")
     add("--longest-s", type=float, default=6.0, help="no fp32 all-reduce that must take longer")
     results = Path(f"runs/growth_{date.today():%Y-%m-%d}.jsonl")
-    add("--results", type=Path, default=results, metavar="FILE", help="JSON lines; the record beside it: .md, .png")
+    add(
+        "--results",
+        type=record_path,
+        default=results,
+        metavar="FILE",
+        help="JSON lines; the record beside it: .md, .png",
+    )
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     add("--dense-up-to", type=int, default=10**12, help=argparse.SUPPRESS)
     add("--out", type=Path, help=argparse.SUPPRESS)
@@ -144,4 +151,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     figure = args.results.with_suffix(".png")
     draw(points_of(lines), figure)
     record = f"{text}\nRaw: {args.results.name}\n\n![Measured points and the model]({figure.name})\n"
-    args.results.with_suffix(".md").write_text(record)
+    write_record(args.results.with_suffix(".md"), record)

@@ -13,13 +13,13 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from provenance import record_path, revision, write_record
 from torch import Tensor
 
 from onebit.comm import (
@@ -263,11 +263,6 @@ def cpu_name() -> str:
     return named.get("model name", platform.processor() or platform.machine()) + family
 
 
-def commit() -> str:
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
-
-
 def record(argv: Sequence[str], args: argparse.Namespace) -> str:
     load_before = os.getloadavg()[0]
     rows = table(args)
@@ -275,7 +270,7 @@ def record(argv: Sequence[str], args: argparse.Namespace) -> str:
     return f"""# The C++ kernels on the host
 
 - command: `python scripts/bench.py kernels {shlex.join(argv)}`
-- commit {commit()}, {time.strftime("%Y-%m-%d")}; Python {platform.python_version()}, torch {torch.__version__}
+- commit {revision()}, {time.strftime("%Y-%m-%d")}; Python {platform.python_version()}, torch {torch.__version__}
 - {cpu_name()}, {os.cpu_count()} cores; kernel: {cpu.describe()}; isa {args.isa}
 - load average {load_before:.2f} before, {os.getloadavg()[0]:.2f} after (this run included)
 - {args.elements} elements, blocks of {args.block}; {args.repeats} repetitions of kernel and floor in turn,
@@ -301,7 +296,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=40, help="of kernel and floor (default: %(default)s)")
     parser.add_argument("--reference-repeats", type=int, default=5, help="of the reference (default: %(default)s)")
     parser.add_argument("--isa", choices=cpu.ISAS, default="auto", help="instruction set (default: the best one)")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="also write the table there, in Markdown")
+    parser.add_argument("--record", type=record_path, metavar="FILE", help="also write the table there, in Markdown")
     args = parser.parse_args(argv)
     if not 1 <= args.reference_repeats <= args.repeats:
         parser.error("--reference-repeats must be between 1 and --repeats")
@@ -315,4 +310,4 @@ def main(argv: Sequence[str]) -> None:
     text = record(argv, args)
     print(text)
     if args.record is not None:
-        args.record.write_text(text)
+        write_record(args.record, text)

@@ -9,9 +9,9 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
+from provenance import record_path, write_record
 from train.model import build_model
 
 import onebit
@@ -53,7 +53,7 @@ def adamw() -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.py memory", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--record", type=Path, metavar="FILE")
+    parser.add_argument("--record", type=record_path, metavar="FILE")
     args = parser.parse_args(argv)
     lines = [
         "# Memory of the optimizer",
@@ -77,4 +77,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = "\n".join(lines) + "\n"
     print(text)
     if args.record is not None:
-        args.record.write_text(text)
+        write_record(args.record, text)

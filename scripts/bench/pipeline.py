@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from cluster import Cluster, available, parse_rate, sent_on_wire
+from provenance import record_path, write_record
 from train.corpus import read_corpus
 from train.model import SIZES
 from train.model_layers import build_layers, count_parameters
@@ -160,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", choices=SIZES, default="25m-short")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--record", type=Path, metavar="FILE")
+    parser.add_argument("--record", type=record_path, metavar="FILE")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -175,4 +176,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     text += "\n".join(report(network, run(network, args), args) for network in args.networks)
     print(text)
     if args.record is not None:
-        args.record.write_text(text)
+        write_record(args.record, text)

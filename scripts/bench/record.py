@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -14,11 +13,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
+from provenance import ROOT, refuse_dirty_tree, revision
 
 from bench.kernels import cpu_name
 from onebit.comm import kernels
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -33,6 +31,8 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def append(path: Path, *records: dict) -> None:
+    """Add lines to a file. Raises DirtyTreeError where it is a record and the tree is no commit."""
+    refuse_dirty_tree(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write("\n" if file.tell() else "")  # the last line may have been cut short
@@ -56,15 +56,6 @@ def describe_machine(**more: object) -> dict:
         "revision": revision(),
         **more,
     }
-
-
-def revision() -> str:
-    """The commit, with a + where files differ from it; "unknown" outside a repository."""
-    try:
-        command = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--dirty=+"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def memory_bytes_per_s(elements: int = 25_000_000, repeats: int = 5) -> float:

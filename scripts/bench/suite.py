@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from cluster import TIMED_OUT, Cluster, available
+from provenance import record_path, write_record
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench import step as bench_step
@@ -191,7 +192,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--peer-steps", type=int, default=2, help="measured ones of DeepSpeed's")
     add("--budget-s", type=float, default=14.0, help="no step or repetition starts after so many measured seconds")
     results = Path(f"runs/bench_{date.today():%Y-%m-%d}.jsonl")
-    add("--results", type=Path, default=results, metavar="FILE", help="JSON lines; the record beside it: .md, .png")
+    add(
+        "--results",
+        type=record_path,
+        default=results,
+        metavar="FILE",
+        help="JSON lines; the record beside it: .md, .png",
+    )
     add("--report-only", action="store_true", help="run nothing")
     return parser.parse_args(argv)
 
@@ -207,4 +214,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     figure = args.results.with_suffix(".png")
     draw(lines, setting, figure)
     record = f"{text}\nRaw: {args.results.name}\n\n![Seconds per step, by what they go into]({figure.name})\n"
-    args.results.with_suffix(".md").write_text(record)
+    write_record(args.results.with_suffix(".md"), record)

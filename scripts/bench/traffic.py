@@ -16,10 +16,10 @@ import dataclasses
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+from provenance import record_path, write_record
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -207,9 +207,9 @@ bytes per element, and Adam's arithmetic comes on top.
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.py traffic", description=__doc__.split("\n\n")[0])
     parser.add_argument("--elements", type=int, default=1 << 22)
-    parser.add_argument("--record", type=Path, metavar="FILE")
+    parser.add_argument("--record", type=record_path, metavar="FILE")
     args = parser.parse_args(argv)
     text = report({name: count(make, args.elements) for name, make in cases().items()}, args.elements)
     print(text)
     if args.record is not None:
-        args.record.write_text(text)
+        write_record(args.record, text)

@@ -21,11 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from provenance import record_path, revision, write_record
 from torch import Tensor, nn
 from train.model import SIZES, VOCABULARY, build_model
 
 from bench.command import COMMAND
-from bench.kernels import commit
 from onebit import zero
 from onebit.model_parallel import local
 from onebit.zero.plan import Run, plan
@@ -122,7 +122,7 @@ def counted() -> int:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.py zero_memory", description=__doc__.split("\n\n")[0])
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--record", type=Path, metavar="FILE")
+    parser.add_argument("--record", type=record_path, metavar="FILE")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows += [row(case, found) for case, found in zip(CASES, measured(args.size), strict=True)]
     text = f"""# Memory of the engine, per rank
 
-`python scripts/bench.py zero_memory`, {time.strftime("%Y-%m-%d")}, revision {commit()}, torch {torch.__version__}.
+`python scripts/bench.py zero_memory`, {time.strftime("%Y-%m-%d")}, revision {revision()}, torch {torch.__version__}.
 GPT `{args.size}`, {RANKS} ranks over Gloo, bfloat16, errors in bfloat16, after {STEPS} steps (the one-bit optimizers
 compress by then). Bytes per parameter of the model; the columns "all tensors" count every storage once, wire buffers,
 buckets and gathered copies included.
@@ -146,7 +146,7 @@ buckets and gathered copies included.
 """
     sys.stdout.write(text)
     if args.record is not None:
-        args.record.write_text(text)
+        write_record(args.record, text)
 
 
 def measured(size: str) -> list[dict]:

@@ -14,7 +14,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+
+from provenance import record_path, write_record
 
 TITLES = {
     "saves": "saves that are cut off",
@@ -31,13 +34,19 @@ _SHIM_FOLDER = "FAULTS_SHIM"
 _MOST_TOLD = 40
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("--section", nargs="+", choices=TITLES, default=list(TITLES), metavar="NAME", help=", ".join(TITLES))
     add("--case", default="", metavar="TEXT", help="only cases whose name holds this")
-    add("--results", type=Path, default=Path("runs/faults.jsonl"), metavar="FILE", help="the raw record, JSON lines")
-    add("--record", type=Path, metavar="FILE", help="the report, of all that --results holds")
+    add(
+        "--results",
+        type=record_path,
+        default=Path("runs/faults.jsonl"),
+        metavar="FILE",
+        help="the raw record, JSON lines",
+    )
+    add("--record", type=record_path, metavar="FILE", help="the report, of all that --results holds")
     add("--again", action="store_true", help="run cases that --results holds already, too")
     add("--report-only", action="store_true", help="run nothing")
     add("--quick", action="store_true", help="a few faults of some cases")
@@ -63,8 +72,8 @@ def preload_shim() -> None:
     os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {_SHIM_FOLDER: folder, "LD_PRELOAD": preload})
 
 
-def main() -> int:
-    args = parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
     preload_shim()
     from bench.record import read_lines
 
@@ -79,7 +88,7 @@ def main() -> int:
         run_missing(chosen, args.results, **flags)
     lines = latest_lines(read_lines(args.results))
     if args.record is not None:
-        args.record.write_text(report(lines, every, TITLES))
+        write_record(args.record, report(lines, every, TITLES))
     faults = [line for line in lines if line["what"] == "fault"]
     wrong = [line for line in faults if line["verdict"] != AS_PROMISED]
     for line in wrong[:_MOST_TOLD]:

@@ -21,13 +21,14 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 
 import torch
+from provenance import record_path, refuse_dirty_tree, revision
 from torch import Tensor, nn
 from train.model import build_model, decay_groups
 from train.run import Windows
 
 from onebit.comm import Bf16Codec, Codec, Int4Codec, Int8Codec, SimTransport, run_ranks
 from onebit.zero.pipeline.wire import quantised_boundary
-from study.run import METHODS, WEIGHT_DECAY, lr_at, revision
+from study.run import METHODS, WEIGHT_DECAY, lr_at
 from study.tasks import corpus
 
 PLACES = {("tiny", 2): (1,), ("tiny", 4): (0, 1, 2), ("small", 4): (1, 2, 4)}  # blocks before each cut
@@ -271,6 +272,7 @@ def read_results(path: Path) -> dict[Job, dict]:
 def run_missing(path: Path, pool: Executor) -> None:
     done = read_results(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    refuse_dirty_tree(path)
     with path.open("a") as file:
         for future in as_completed([pool.submit(run_job, job) for job in jobs() if job not in done]):
             file.write(json.dumps(future.result()) + "\n")
@@ -298,7 +300,7 @@ def report(results: Sequence[dict]) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="study.py activations", description=__doc__.split("\n\n")[0])
     parser.add_argument("--gradients", action="store_true", help="measure the error of gradients, and no losses")
-    parser.add_argument("--results", type=Path, default=Path("runs/activations.jsonl"), metavar="FILE")
+    parser.add_argument("--results", type=record_path, default=Path("runs/activations.jsonl"), metavar="FILE")
     parser.add_argument("--processes", type=int, default=2, help="runs side by side")
     parser.add_argument("--report-only", action="store_true", help="run nothing")
     args = parser.parse_args(argv)

@@ -14,6 +14,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 
+from provenance import record_path, refuse_dirty_tree, write_record
 from rich.progress import Progress
 
 from study.report import best_lr, draw, report, runs_by_lr
@@ -52,6 +53,7 @@ def run_missing(jobs: Iterable[Job], path: Path, pool: Executor, title: str) -> 
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        refuse_dirty_tree(path)
         with path.open("a") as file, Progress() as progress:
             file.write("\n" if file.tell() else "")  # the last line may have been cut short
             for future in progress.track(as_completed(futures), total=len(futures), description=title):
@@ -113,8 +115,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--batch-size", type=int, help="per rank")
     add("--sweep-seeds", type=int, default=1, help="seeds at every learning rate; all of them at the best one")
     add("--processes", type=int, default=2, help="runs side by side")
-    add("--results", type=Path, default=Path("runs/study.jsonl"), metavar="FILE", help="the runs, one JSON line each")
-    add("--record", type=Path, metavar="FILE", help="the report, with its figure beside it as .png")
+    add(
+        "--results",
+        type=record_path,
+        default=Path("runs/study.jsonl"),
+        metavar="FILE",
+        help="the runs, one JSON line each",
+    )
+    add("--record", type=record_path, metavar="FILE", help="the report, with its figure beside it as .png")
     add("--report-only", action="store_true", help="run nothing")
     return parser.parse_args(argv)
 
@@ -129,5 +137,5 @@ def main(argv: list[str] | None = None) -> None:
     print(text)
     if args.record is not None:
         figure = args.record.with_suffix(".png")
+        write_record(args.record, f"{text}\n![Loss against steps and against traffic]({figure.name})\n")
         draw(results, figure)
-        args.record.write_text(f"{text}\n![Loss against steps and against traffic]({figure.name})\n")

@@ -7,14 +7,12 @@ dense method sees the concatenation of the ranks' batches, which is the averaged
 from __future__ import annotations
 
 import math
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import torch
+from provenance import revision
 from torch.optim import Optimizer
 from train.model import decay_groups
 
@@ -327,13 +325,3 @@ def _batch(job: Job, task: Task, step: int, transport: SimTransport | None) -> B
 def _dense_bits(ranks: int) -> float:
     """Bits that a rank sends per parameter and step in a ring all-reduce of float32."""
     return 2 * (ranks - 1) / ranks * 32
-
-
-@cache
-def revision() -> str:
-    """The commit this runs from, with -dirty where files differ from it."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from provenance import record_path, write_record
+
 VALIDATION_SHARE = 0.05
 _NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "lib-dynload", "pydoc_data"}
 _TESTS = {"test", "tests", "idle_test"}
@@ -112,11 +114,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="train.py corpus", description="Describe the training text, and write its manifest."
     )
-    parser.add_argument("--manifest", type=Path, metavar="FILE", help="write the manifest here")
+    parser.add_argument("--manifest", type=record_path, metavar="FILE", help="write the manifest here")
     args = parser.parse_args(argv)
     corpus = read_corpus()
     if args.manifest is not None:
-        args.manifest.write_text(manifest_of(corpus))
+        write_record(args.manifest, manifest_of(corpus))
     print(
         f"Python {corpus.python}: {len(corpus.files)} files, {len(corpus.train):,} bytes to train on, "
         f"{len(corpus.validation):,} held out, sha256 {corpus.sha256}"

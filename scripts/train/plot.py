@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+from provenance import record_path
+
 from train.report import read_csv
 
 
@@ -71,7 +73,7 @@ def draw(curves: Sequence[Curve], out: Path, title: str = "") -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="train.py plot", description="Draw runs of train.py side by side.")
     parser.add_argument("csv", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, required=True, metavar="PNG")
+    parser.add_argument("--out", type=record_path, required=True, metavar="PNG")
     parser.add_argument("--title", default="")
     args = parser.parse_args(argv)
     draw([read_curve(path, path.stem) for path in args.csv], args.out, args.title)

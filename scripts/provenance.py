@@ -1,0 +1,77 @@
+"""Which tree a number comes from, and the rule of `records/`: a record names a commit that anybody can check out.
+
+A script that can write there takes such files by `record_path`, which refuses before anything is measured, and writes
+them by `write_record` or after `refuse_dirty_tree`, which refuse where files were edited meanwhile. Standard library
+alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = Path("scripts", "records")
+_NAMED = 3
+
+
+class DirtyTreeError(RuntimeError):
+    """A record was to be written of a tree that is no commit."""
+
+
+def refuse_dirty_tree(path: Path, root: Path = ROOT) -> None:
+    """Raise DirtyTreeError if path is a record and a tracked file differs from the commit; other paths are free.
+
+    Records themselves may differ: a run adds to them line by line, and no number comes from them.
+    """
+    if not path.resolve().is_relative_to((root / RECORDS).resolve()):
+        return
+    try:
+        changed = changed_files(root)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise DirtyTreeError(f"{path} is a record, and {root} is no git checkout; write it elsewhere") from error
+    if changed:
+        names = ", ".join(changed[:_NAMED]) + (f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else "")
+        raise DirtyTreeError(
+            f"{path} is a record, and a record names a commit, but {names} differ from it; commit or stash them, or "
+            f"write outside {RECORDS}"
+        )
+
+
+def record_path(text: str) -> Path:
+    """For argparse's `type`: the path of a file that may be a record. Refuses as `refuse_dirty_tree`."""
+    path = Path(text)
+    try:
+        refuse_dirty_tree(path)
+    except DirtyTreeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return path
+
+
+def write_record(path: Path, text: str) -> None:
+    """Write a text that may be a record. Raises DirtyTreeError as `refuse_dirty_tree`."""
+    refuse_dirty_tree(path)
+    path.write_text(text)
+
+
+def changed_files(root: Path = ROOT) -> list[str]:
+    """Tracked files outside the records that differ from the commit. Raises CalledProcessError outside a checkout."""
+    kept_apart = f":(exclude){RECORDS.as_posix()}"
+    return [line[3:] for line in _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", kept_apart)]
+
+
+@cache
+def revision() -> str:
+    """The commit, with a + where tracked files outside the records differ from it; "unknown" outside a checkout."""
+    try:
+        (commit,) = _git(ROOT, "rev-parse", "--short", "HEAD")
+        return commit + ("+" if changed_files() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(root: Path, *words: str) -> list[str]:
+    command = ["git", "-C", str(root), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
