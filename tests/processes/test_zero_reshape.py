@@ -54,7 +54,7 @@ def test_a_checkpoint_loads_into_every_other_layout(tmp_path: Path) -> None:
         every = run_torchrun(ranks, runs, str(tmp_path), cases, timeout_s=110).check().results
         for case, facts in zip(cases, every[0], strict=True):
             if case.get("load") == "inter_node":
-                assert "form is across, this run's is inside" in facts["refused"]
+                assert "form is inter_node, this run's is intra_node" in facts["refused"]
                 continue
             assert facts.get("refused") is None and facts["same everywhere"], (case, facts)
             if "load" not in case:
