@@ -23,7 +23,8 @@ from torch.optim.optimizer import ParamsT
 
 from ..dense import DenseAverager, broadcast_parameters
 from ..model_parallel import ModelParallelGroup, model_parallel_group_of
-from .config.optimizers import AdamParams, OnebitLambParams, OptimizerChoice, ZeroOneAdamParams, build_optimizer
+from .config.entries.base import ShardedForm
+from .config.optimizers import OptimizerChoice, build_optimizer
 from .config.sections import Onebit
 from .config.whole import Config
 from .grid import Grid, GridShape
@@ -31,10 +32,7 @@ from .parallel import dense, fsdp, tensor
 from .parallel.groups import Groups
 from .pipeline.layers import Stage, Stages
 from .pipeline.run import Ties
-from .sharded.adam import ShardedOnebitAdam
-from .sharded.lamb import ShardedOnebitLamb
-from .sharded.optimizer import WARMUP_STEPS, ShardedOnebitOptimizer
-from .sharded.zero_one_adam import ShardedZeroOneAdam
+from .sharded.optimizer import WARMUP_STEPS, ShardedOnebitOptimizer, ShardedOptions
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +66,7 @@ def choose(config: Config, shape: GridShape) -> str:
             "stage 3 gathers parameters for every layer, which a slow network cannot carry, and a node has one rank "
             "here; use stage 2, or several ranks on each node"
         )
+    _sharded_form(choice)
     return "inter_node"
 
 
@@ -181,7 +180,7 @@ def parts_of(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def _inter_node(config: Config, grid: Grid, params: ParamsT) -> ShardedOnebitOptimizer:
-    p, ours, stage = _choice(config).params, config.onebit, config.zero_optimization.stage
+    choice, ours, stage = _choice(config), config.onebit, config.zero_optimization.stage
     if stage == 2 and config.gradient_clipping > 0:
         stage = 1
         if grid.world.rank == 0:
@@ -189,11 +188,7 @@ def _inter_node(config: Config, grid: Grid, params: ParamsT) -> ShardedOnebitOpt
                 "gradient_clipping needs all gradients before the first one may leave: stage 2 across nodes runs as "
                 "stage 1, which keeps gradients until the step; set gradient_clipping to 0 for stage 2"
             )
-    options: dict[str, Any] = {
-        "lr": p.lr,
-        "betas": p.betas,
-        "eps": p.eps,
-        "weight_decay": p.weight_decay,
+    options: ShardedOptions = {
         "stage": stage,
         "differences": ours.differences,
         "max_grad_norm": config.gradient_clipping,
@@ -204,21 +199,18 @@ def _inter_node(config: Config, grid: Grid, params: ParamsT) -> ShardedOnebitOpt
         "check_replicas_every": ours.check_replicas_every,
         "max_consecutive_skips": ours.max_consecutive_skips,
     }
-    warmup = getattr(p, "var_freeze_step" if isinstance(p, ZeroOneAdamParams) else "freeze_step", "auto")
-    if isinstance(warmup, int):
-        options["warmup_steps"] = min(WARMUP_STEPS, warmup)
-    if isinstance(p, OnebitLambParams):
-        options |= {"max_coeff": p.max_coeff, "min_coeff": p.min_coeff, "coeff_beta": p.coeff_beta}
-        return ShardedOnebitLamb(params, **options)
-    if isinstance(p, ZeroOneAdamParams):
-        return ShardedZeroOneAdam(
-            params,
-            local_step_scaler=p.local_step_scaler,
-            local_step_clipper=p.local_step_clipper,
-            local_step_start=p.var_freeze_step if isinstance(p.var_freeze_step, int) else 0,
-            **options,
+    sharded = _sharded_form(choice)
+    if isinstance(steps := getattr(choice.params, sharded.warmup), int):
+        options["warmup_steps"] = min(WARMUP_STEPS, steps)
+    return sharded.build(choice.params, params, options)
+
+
+def _sharded_form(choice: OptimizerChoice) -> ShardedForm[Any]:
+    if (sharded := choice.entry.sharded) is None:
+        raise ValueError(
+            f"{choice.type} has no form that is sharded across nodes; use stage 0, or several ranks on each node"
         )
-    return ShardedOnebitAdam(params, **options)
+    return sharded
 
 
 def _choice(config: Config) -> OptimizerChoice:
@@ -251,7 +243,7 @@ def without_effect(config: Config, form: str) -> list[str]:
         if form != "dense" or config.communication_data_type != "fp32":
             lines.append(f"communication_data_type has no effect in the form {form!r}, which {what}")
     if form == "inter_node":
-        lines += _of_frozen_things(_choice(config).params)
+        lines += _of_frozen_things(_choice(config))
     if form == "inter_node" and not _choice(config).params.bias_correction:
         lines.append("optimizer.params.bias_correction: moments are always corrected where sharding is across nodes")
     if form in ("inter_node", "dense") and not config.zero_optimization.overlap_comm:
@@ -263,16 +255,14 @@ def without_effect(config: Config, form: str) -> list[str]:
     return lines
 
 
-def _of_frozen_things(params: AdamParams) -> list[str]:
+def _of_frozen_things(choice: OptimizerChoice) -> list[str]:
     """Across nodes the variance lives: what is said of its end has no effect, but that it shortens the warm-up."""
-    names = ["var_update_scaler", "factor_max", "factor_min", "factor_threshold"]
-    counts_from = getattr(params, "local_step_scaler", "auto") != "auto"
-    for name in ("freeze_step", "var_freeze_step"):
-        step = getattr(params, name, None)
-        if isinstance(step, int) and step > WARMUP_STEPS and not (counts_from and name == "var_freeze_step"):
-            names.append(name)
+    params, sharded = choice.params, _sharded_form(choice)
+    names, steps = list(sharded.without_effect), getattr(params, sharded.warmup)
+    if isinstance(steps, int) and steps > WARMUP_STEPS and not sharded.counts_from_warmup(params):
+        names.append(sharded.warmup)
     fresh = type(params)()
-    said = [name for name in names if getattr(params, name, None) != getattr(fresh, name, None)]
+    said = [name for name in names if getattr(params, name) != getattr(fresh, name)]
     return [
         f"optimizer.params.{name} has no effect across nodes: nothing freezes, and {WARMUP_STEPS} steps warm up"
         for name in said

@@ -22,9 +22,11 @@ from dataclasses import dataclass
 
 from ..comm import Int4Codec, SignCodec, codec_named, momentum_codecs
 from ..comm.cost import CodecCost, LinkCost, exchange_s
+from .config.entries.base import Footprint
+from .config.optimizers import OPTIMIZERS
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "sharded int4", "sharded sign", "AdamW")
+SHARDED = ("sharded int4", "sharded sign")
 _FLOAT32, _MOMENTS = 4.0, 8.0
 _ELEMENTS, _BLOCK = 1 << 20, 256
 
@@ -85,29 +87,39 @@ class Plan:
         return self.parameters + self.gradients + self.state
 
 
+def optimizers() -> list[str]:
+    """The rows of a plan: the one-bit optimizers of the registry, the sharded form that they share, the dense ones."""
+    known = [entry for entry in OPTIMIZERS.values() if entry.footprint is not None]
+    one_bit = [entry.name for entry in known if entry.is_one_bit]
+    return [*one_bit, *SHARDED, *(entry.name for entry in known if not entry.is_one_bit)]
+
+
 def plans(run: Run) -> Iterator[Plan]:
     """Every combination of optimizer and stage that there is for this run."""
-    for optimizer in OPTIMIZERS:
+    for optimizer in optimizers():
         for stage in (0, 1, 2, 3):
             if (made := plan(run, optimizer, stage)) is not None:
                 yield made
 
 
 def plan(run: Run, optimizer: str, stage: int) -> Plan | None:
-    """One of them; None where there is no such form: `forms.choose` says why."""
-    if optimizer.startswith("sharded"):
+    """One of `optimizers`; None where there is no such form: `forms.choose` says why."""
+    if optimizer in SHARDED:
         return _across(run, optimizer, stage) if stage in (1, 2) and run.ranks_per_host == 1 else None
-    if optimizer == "AdamW":
-        return _dense(run, stage)
+    entry = OPTIMIZERS[optimizer]
+    if entry.footprint is None:
+        raise ValueError(f"{optimizer} has no row of its own; there are {', '.join(optimizers())}")
+    if not entry.is_one_bit:
+        return _dense(run, optimizer, entry.footprint, stage)
     if stage > 0 and run.ranks_per_host == 1:
         return None
     S, R = (run.ranks_per_host, run.hosts) if stage else (1, run.world_size)
-    sign = codec_named(run.codec, _BLOCK).frame_bytes(_ELEMENTS) / _ELEMENTS
-    moments = _MOMENTS if optimizer == "ZeroOneAdam" else _FLOAT32 + sign
-    state = (moments + run.error_bytes * (1 + 1 / R)) / S
+    frame = codec_named(run.codec, _BLOCK).frame_bytes(_ELEMENTS) / _ELEMENTS
+    sent = entry.footprint.sent(frame)
+    state = (entry.footprint.moments(frame) + run.error_bytes * (1 + 1 / R)) / S
     parameters, gradients = _parameters_and_gradients(run, stage, S)
-    exchange = _exchange_s(run, run.params / S, R, sign, S if stage else run.ranks_per_host, _ONE_BIT_S)
-    bits = 8 * 2 * (R - 1) / R * sign / S
+    exchange = _exchange_s(run, run.params / S, R, sent, S if stage else run.ranks_per_host, _ONE_BIT_S)
+    bits = 8 * 2 * (R - 1) / R * sent / S
     return Plan(optimizer, stage, parameters, gradients, state, bits, _step_s(run, exchange))
 
 
@@ -124,7 +136,7 @@ def _across(run: Run, optimizer: str, stage: int) -> Plan:
     return Plan(optimizer, stage, float(b), gradients, state, 8 * (W - 1) / W * (up + down), seconds)
 
 
-def _dense(run: Run, stage: int) -> Plan:
+def _dense(run: Run, optimizer: str, footprint: Footprint, stage: int) -> Plan:
     """The engine's: an all-reduce in float32 at stage 0, else FSDP2 over all ranks, as DeepSpeed shards.
 
     Parameters are gathered in dtype, twice at stage 3; gradients are reduced in float32.
@@ -132,10 +144,11 @@ def _dense(run: Run, stage: int) -> Plan:
     W = run.world_size
     S, gathers = (1, 0) if stage == 0 else (W, 2 if stage == 3 else 1)
     parameters, gradients = _parameters_and_gradients(run, stage, S)
-    each_way = _FLOAT32 if stage == 0 else (gathers * DTYPE_BYTES[run.dtype] + _FLOAT32) / 2
+    gradient, moments = footprint.sent(_FLOAT32), footprint.moments(_FLOAT32)
+    each_way = gradient if stage == 0 else (gathers * DTYPE_BYTES[run.dtype] + gradient) / 2
     exchange = _exchange_s(run, run.params, W, each_way, run.ranks_per_host, _DENSE_S)
     bits = 8 * 2 * (W - 1) / W * each_way
-    return Plan("AdamW", stage, parameters, gradients, _MOMENTS / S, bits, _step_s(run, exchange))
+    return Plan(optimizer, stage, parameters, gradients, moments / S, bits, _step_s(run, exchange))
 
 
 def _parameters_and_gradients(run: Run, stage: int, shards: int) -> tuple[float, float]:

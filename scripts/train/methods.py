@@ -17,17 +17,19 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-import onebit
 from onebit import comm
 from onebit.checkpoint.folder import is_empty
 from onebit.dense import DenseAverager, broadcast_parameters
 from onebit.optimizer import CompressedOptimizer
+from onebit.zero.config.optimizers import OptimizerChoice, build_optimizer, optimizer_flags
 from train.checkpoint import CheckpointFolder
 from train.model import GPT, build_model, decay_groups
 
+SHARDED_ONLY = "sharded-onebit-adam"
+_SHARDED = {SHARDED_ONLY: "onebit-adam"}
 _FINAL_LR_FRACTION = 0.1
 _BLOCK = 256
 
@@ -135,15 +137,13 @@ class Dense(ByParts):
 
     share = 1.0
 
-    def __init__(
-        self, kind: Callable[..., Optimizer], model: GPT, transport: comm.Transport, args: argparse.Namespace
-    ) -> None:
+    def __init__(self, model: GPT, transport: comm.Transport, args: argparse.Namespace) -> None:
         self._model, self._args, self._transport, self.transports = model, args, transport, [transport]
         self.parameters, self.data = sum(p.numel() for p in model.parameters()), (transport.rank, transport.world_size)
         self._parameters = list(model.parameters())
         broadcast_parameters(self._parameters, transport)
         self._averager = DenseAverager(self._parameters, transport)
-        self.optimizer = kind(decay_groups(model, args.weight_decay), lr=args.lr)
+        self.optimizer = build_optimizer(choice_of(args), decay_groups(model, args.weight_decay))
         self.schedule = LambdaLR(self.optimizer, partial(lr_fraction, args))
 
     def loss(self, windows: Tensor) -> Tensor:
@@ -183,28 +183,19 @@ class Onebit(ByParts):
 
     share = 1.0
 
-    def __init__(
-        self,
-        kind: Callable[..., CompressedOptimizer],
-        of_gradients: str,
-        options: Sequence[str],
-        model: GPT,
-        transport: comm.Transport,
-        args: argparse.Namespace,
-    ) -> None:
+    def __init__(self, model: GPT, transport: comm.Transport, args: argparse.Namespace) -> None:
         self._model, self._args, self._transport, self.transports = model, args, transport, [transport]
         self.parameters, self.data = sum(p.numel() for p in model.parameters()), (transport.rank, transport.world_size)
-        self._onebit = kind(
+        self.optimizer = build_optimizer(
+            choice_of(args),
             decay_groups(model, args.weight_decay),
-            lr=args.lr,
+            gradient_codec=None if args.warmup_codec is None else comm.codec_named(args.warmup_codec, _BLOCK),
             max_grad_norm=args.max_grad_norm,
             compression=args.compression,
             codec=cast(comm.FusedCodec, comm.codec_named(args.codec, _BLOCK)),
             transport=transport,
-            **({} if args.warmup_codec is None else {of_gradients: comm.codec_named(args.warmup_codec, _BLOCK)}),
-            **{name: getattr(args, name) for name in options},
         )
-        self.optimizer: Optimizer = self._onebit
+        self._onebit = cast(CompressedOptimizer, self.optimizer)
         self.schedule = LambdaLR(self.optimizer, partial(lr_fraction, args))
 
     def loss(self, windows: Tensor) -> Tensor:
@@ -221,7 +212,7 @@ class Onebit(ByParts):
         return Exchange(stats.phase, stats.comm_ms, stats.skipped_steps)
 
     def synchronise(self) -> None:
-        if isinstance(self._onebit, onebit.ZeroOneAdam):
+        if hasattr(self._onebit, "sync"):
             self._onebit.sync()
 
     def load(self, states: Sequence[dict]) -> None:
@@ -284,6 +275,12 @@ def lr_fraction(args: argparse.Namespace, step: int) -> float:
     return _FINAL_LR_FRACTION + (1 - _FINAL_LR_FRACTION) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def choice_of(args: argparse.Namespace) -> OptimizerChoice:
+    """The optimizer of --optimizer, with what the flags say of it; where nothing is said, the registry's defaults."""
+    entry = optimizer_flags()[_SHARDED.get(args.optimizer, args.optimizer)]
+    return OptimizerChoice(entry.name, entry.params(lr=args.lr, **{key: getattr(args, key) for key in entry.flag_keys}))
+
+
 def build_method(args: argparse.Namespace, transport: comm.Transport, device: torch.device) -> Method:
     """What --optimizer, --zero and --pipe ask for. All ranks. Raises ValueError where they do not go together."""
     if args.pipe is not None:
@@ -292,7 +289,7 @@ def build_method(args: argparse.Namespace, transport: comm.Transport, device: to
         return Layout(transport, args)
     model = build_model(args.size, args.seed).to(device)
     if args.zero is None:
-        return _REPLICATED[args.optimizer](model, transport, args)
+        return (Onebit if choice_of(args).is_one_bit else Dense)(model, transport, args)
     from train.zero_method import Zero  # imports torch.distributed.checkpoint: 2 s that other runs need not wait
 
     return Zero(model, transport, args)
@@ -301,14 +298,3 @@ def build_method(args: argparse.Namespace, transport: comm.Transport, device: to
 def _backward(loss: Tensor, context: AbstractContextManager[None]) -> None:
     with context:
         loss.backward()
-
-
-_REPLICATED: dict[str, Callable[[GPT, comm.Transport, argparse.Namespace], Method]] = {
-    "adamw": partial(Dense, AdamW),
-    "lamb": partial(Dense, onebit.Lamb),
-    "onebit-adam": partial(Onebit, onebit.OnebitAdam, "warmup_codec", ["freeze_step"]),
-    "onebit-lamb": partial(Onebit, onebit.OnebitLamb, "warmup_codec", ["freeze_step"]),
-    "zero-one-adam": partial(Onebit, onebit.ZeroOneAdam, "variance_codec", ["local_step_clipper"]),
-}
-SHARDED_ONLY = "sharded-onebit-adam"
-OPTIMIZERS = (*_REPLICATED, SHARDED_ONLY)

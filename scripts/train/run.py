@@ -17,6 +17,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from types import FrameType
@@ -28,9 +29,11 @@ from torch import Tensor
 from onebit import comm
 from onebit.comm.launch import Launch, detect
 from onebit.comm.messages import gather_bytes, raise_on_all_ranks
+from onebit.zero.config.optimizers import optimizer_flags
+from onebit.zero.config.schema import Key, keys_of
 from train.checkpoint import CheckpointError
 from train.corpus import Corpus, first_difference, read_corpus
-from train.methods import OPTIMIZERS, SHARDED_ONLY, Method, RunCheckpoints, build_method
+from train.methods import SHARDED_ONLY, Method, RunCheckpoints, build_method
 from train.model import SIZES
 from train.report import PROGRESS, Report, Row
 
@@ -40,8 +43,7 @@ _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 _WIRES = [name for name in comm.CODECS if name != "fp32"]
 _FIXED_ON_RESUME = (
     "optimizer", "size", "seed", "batch_size", "accumulate", "steps", "lr", "warmup_lr_fraction", "weight_decay",
-    "freeze_step", "local_step_clipper", "max_grad_norm", "compression", "codec",
-    "warmup_codec",
+    "max_grad_norm", "compression", "codec", "warmup_codec",
 )  # fmt: skip
 
 log = logging.getLogger("train")
@@ -196,7 +198,7 @@ def _read_same_corpus(manifest: Path | None, transport: comm.Transport, device: 
 
 
 def _fixed(args: argparse.Namespace) -> dict:
-    names = _FIXED_ON_RESUME if args.zero is None else (*_FIXED_ON_RESUME, "dtype")
+    names = [*_FIXED_ON_RESUME, *_optimizer_keys(), *(() if args.zero is None else ("dtype",))]
     return {name: getattr(args, name) for name in names}
 
 
@@ -207,7 +209,7 @@ def _check_same_run(args: argparse.Namespace, corpus: Corpus, shared: dict) -> N
     for name, now in _fixed(args).items():
         then = shared["args"].get(name, now)  # not in the first checkpoints
         if then != now:
-            flag = "--" + name.replace("_", "-")
+            flag = _flag_of(name)
             raise CheckpointError(
                 f"the checkpoint's run had {flag} {then}, this one has {now}; resume with {flag} {then}"
             )
@@ -218,7 +220,7 @@ def _check_same_run(args: argparse.Namespace, corpus: Corpus, shared: dict) -> N
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--optimizer", choices=OPTIMIZERS, default="onebit-adam")
+    add("--optimizer", choices=(*optimizer_flags(), SHARDED_ONLY), default="onebit-adam")
     add("--size", choices=SIZES, default="small")
     add("--steps", type=_positive, default=200)
     add("--batch-size", type=_positive, default=8, help="sequences per rank, step and part")
@@ -226,13 +228,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, default=1e-3)
     add("--warmup-lr-fraction", type=float, default=0.1, help="share of the steps in which the learning rate rises")
     add("--weight-decay", type=float, default=0.01)
-    add(
-        "--freeze-step",
-        type=_auto_or_int,
-        default="auto",
-        help="1-bit Adam, LAMB: warm-up steps (sharded: at most 64), or auto",
-    )
-    add("--local-step-clipper", type=_auto_or_int, default=1, help="0/1 Adam: most steps per exchange, or auto")
+    for key, flags in _optimizer_keys().items():
+        entry = optimizer_flags()[flags[0]]
+        default = getattr(entry.params(), key)
+        text = f"{', '.join(flags)}: {entry.flag_keys[key]} (default: {default})"
+        add(_flag_of(key), type=partial(_value, keys_of(entry.params)[key]), default=default, help=text)
     add("--zero", type=int, choices=(0, 1, 2, 3), help="shard: optimizer state, also gradients, also parameters")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="with --zero: compute in it")
     add("--ranks-per-node", type=_positive, metavar="N", help="with --zero: shard over so many; else the launcher's")
@@ -283,8 +283,29 @@ def _positive(text: str) -> int:
     return value
 
 
-def _auto_or_int(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+def _optimizer_keys() -> dict[str, list[str]]:
+    """The hyper-parameters that have a flag of their own, and the optimizers that take them."""
+    takers: dict[str, list[str]] = {}
+    for flag, entry in optimizer_flags().items():
+        for key in entry.flag_keys:
+            takers.setdefault(key, []).append(flag)
+    return takers
+
+
+def _flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _value(rule: Key, text: str) -> object:
+    """A number or a word, as the configuration's key takes it."""
+    try:
+        value: float | str = float(text)
+    except ValueError:
+        value = text
+    try:
+        return rule.read(value, "value")
+    except (TypeError, ValueError) as wrong:
+        raise argparse.ArgumentTypeError(str(wrong)) from wrong
 
 
 def set_threads(launch: Launch) -> None:

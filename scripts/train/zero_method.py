@@ -22,30 +22,14 @@ from onebit.model_parallel import local
 from onebit.optimizer import CompressedOptimizer
 from onebit.zero.sharded.optimizer import ShardedOnebitOptimizer
 from train.layouts import tensor_plan
-from train.methods import SHARDED_ONLY, ByParts, Exchange, HasSent, RunCheckpoints, lr_fraction
+from train.methods import SHARDED_ONLY, ByParts, Exchange, HasSent, RunCheckpoints, choice_of, lr_fraction
 from train.model import GPT, SIZES, decay_groups, next_byte_loss
-
-_NAMES = {
-    "adamw": "AdamW",
-    "lamb": "Lamb",
-    "onebit-adam": "OneBitAdam",
-    "onebit-lamb": "OneBitLamb",
-    "zero-one-adam": "ZeroOneAdam",
-    SHARDED_ONLY: "OneBitAdam",
-}
-_OPTIONS = {
-    "onebit-adam": "freeze_step",
-    "onebit-lamb": "freeze_step",
-    "zero-one-adam": "local_step_clipper",
-    SHARDED_ONLY: "freeze_step",
-}
 
 
 def config_of(args: argparse.Namespace) -> dict:
     """The configuration of a run, but for what is given to the engine as it is: parameter groups and schedule."""
-    params: dict[str, object] = {"lr": args.lr}
-    if (option := _OPTIONS.get(args.optimizer)) is not None:
-        params[option] = getattr(args, option)
+    choice = choice_of(args)
+    params = {key: getattr(choice.params, key) for key in ("lr", *choice.entry.flag_keys)}
     ours: dict[str, object] = {"compression": args.compression, "ranks_per_node": args.ranks_per_node}
     ours |= {"tensor": args.tensor, "keep_checkpoints": args.keep_checkpoints}
     ours |= {"codec": args.codec, "warmup_codec": args.warmup_codec}
@@ -56,7 +40,7 @@ def config_of(args: argparse.Namespace) -> dict:
         "gradient_accumulation_steps": args.accumulate,
         "gradient_clipping": args.max_grad_norm,
         "steps_per_print": None,
-        "optimizer": {"type": _NAMES[args.optimizer], "params": params},
+        "optimizer": {"type": choice.type, "params": params},
         "zero_optimization": {"stage": args.zero},
         "onebit": ours,
     }

@@ -18,8 +18,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from onebit.comm import Bf16Codec, Log4Codec
+from onebit.zero.config.entries.onebit_adam import OnebitAdamParams
+from onebit.zero.config.entries.onebit_lamb import OnebitLambParams
+from onebit.zero.config.entries.zero_one_adam import ZeroOneAdamParams
 from onebit.zero.config.lr_schedules import Cycle, Warmup, WarmupCosine, WarmupDecay
-from onebit.zero.config.optimizers import OPTIMIZERS, OnebitAdamParams, OnebitLambParams, ZeroOneAdamParams
+from onebit.zero.config.optimizers import OPTIMIZERS
 from onebit.zero.config.schema import blocks_of, keys_of
 from onebit.zero.config.sections import (
     Bf16,
@@ -81,7 +84,8 @@ def test_the_files_together_hold_every_known_key() -> None:
     contents = [json.loads(path.read_text()) for path in FILES]
     found = {place for content in contents for place in paths_in(content)}
     known = set(known_paths(_TopLevel))
-    for kind, choices in (("optimizer", OPTIMIZERS), ("scheduler", {n: c.kind for n, c in SCHEDULERS.items()})):
+    optimizers = {name: entry.params for name, entry in OPTIMIZERS.items()}
+    for kind, choices in (("optimizer", optimizers), ("scheduler", {n: c.kind for n, c in SCHEDULERS.items()})):
         named = {content[kind]["type"].lower() for content in contents if kind in content}
         assert named == {name.lower() for name in choices}
         known |= {place for cls in choices.values() for place in known_paths(cls, f"{kind}.params.")}
@@ -371,7 +375,8 @@ def test_an_argument_stands_in_for_what_the_file_leaves_out() -> None:
 
 
 def test_every_argument_belongs_to_a_key() -> None:
-    classes = [_TopLevel, *blocks_of(_TopLevel).values(), *OPTIMIZERS.values(), *(c.kind for c in SCHEDULERS.values())]
+    optimizers = [entry.params for entry in OPTIMIZERS.values()]
+    classes = [_TopLevel, *blocks_of(_TopLevel).values(), *optimizers, *(c.kind for c in SCHEDULERS.values())]
     fills = {rule.fill for cls in classes for rule in keys_of(cls).values() if rule.fill}
     assert fills == set(Fills.__annotations__)
 

@@ -151,6 +151,17 @@ def test_the_engine_comes_with_the_package_when_it_is_asked_for() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_the_engines_names_are_imported_one_by_one() -> None:
+    code = (
+        "import sys; import onebit.zero as zero; from onebit.zero.config.optimizers import OPTIMIZERS; "
+        "assert not {'onebit.zero.engine', 'onebit.zero.forms'} & set(sys.modules); "
+        "assert not hasattr(zero, 'nothing'); "
+        "assert all(hasattr(zero, name) for name in zero.__all__) and 'onebit.zero.engine' in sys.modules; "
+        "assert [k for k in zero.__all__ if not callable(getattr(zero, k))] == ['data', 'fsdp', 'grid', 'tensor']"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_types_are_checked_against_the_oldest_python() -> None:
     """mypy knows which names the standard library of a version lacks; ruff takes the version of requires-python."""
     text = (PACKAGE.parent / "pyproject.toml").read_text()

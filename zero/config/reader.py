@@ -8,11 +8,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from .schema import AUTO, MISSING, OBJECT, Inert, Key, Kind, as_json, blocks_of, folded, keys_of
 
 T = TypeVar("T")
+
+
+class Choice(Protocol):
+    """A block {"type": ..., "params": {...}}."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def params(self) -> object: ...
 
 
 @dataclass
@@ -64,6 +73,38 @@ def write_block(made: object) -> dict[str, object]:
         value = getattr(made, name)
         data[name] = list(value) if isinstance(value, tuple) else value
     return data | {name: write_block(getattr(made, name)) for name in blocks_of(type(made))}
+
+
+def read_choice(given: object, where: str, types: Mapping[str, type[T]], reading: Reading) -> tuple[str, T]:
+    """A block {"type": ..., "params": {...}}: the name as it is spelled in `types`, and the parameters."""
+    data = read_object(given, where, reading)
+    stray = [name for name in data if name not in ("type", "params", "legacy_fusion")]
+    _refuse_params_outside(stray, where, data.get("type"), types, reading)
+    name = next((t for t in types if t.lower() == str(data.get("type")).lower()), None)
+    if name is None:
+        found = nearest(str(data.get("type")), types)
+        advice = f'did you mean "{found}"?' if found else "known: " + ", ".join(types)
+        got = f'"{data["type"]}"' if "type" in data else "nothing"
+        raise ValueError(f"{reading.at(where, 'type')}: expected the name of a known {where}, got {got}; {advice}")
+    if data.get("legacy_fusion"):
+        reading.warnings.append(f"{reading.at(where, 'legacy_fusion')} has no effect: there is one form of the step")
+    params = data.get("params")
+    return name, read_block(types[name], {} if params is None else params, f"{where}.params", reading)
+
+
+def _refuse_params_outside(
+    stray: list[str], where: str, name: object, types: Mapping[str, type], reading: Reading
+) -> None:
+    """Raise ValueError on keys beside "type" and "params"; many are hyper-parameters that were written too far out."""
+    for key_name in stray:
+        if any(key_name in keys_of(cls) for cls in types.values()):
+            raise ValueError(f'{reading.at(where)}: unknown key "{key_name}"; it belongs in "{where}.params"')
+    refuse_unknown(stray, ["type", "params", "legacy_fusion"], where, reading)
+
+
+def write_choice(choice: Choice) -> dict[str, object]:
+    """The block as it would stand in a file."""
+    return {"type": choice.type, "params": write_block(choice.params)}
 
 
 def read_object(given: object, where: str, reading: Reading) -> dict[str, object]:

@@ -27,8 +27,8 @@ from ...comm import Codec, codec_named
 from ..lr_schedulers import SCHEDULERS, SchedulerChoice, build_scheduler
 from .compat import load, modernised
 from .ignored_keys import TOP_LEVEL
-from .optimizers import OptimizerChoice, build_optimizer, read_choice, read_optimizer, write_choice
-from .reader import Reading, nearest, read_block, read_object, write_block
+from .optimizers import OptimizerChoice, build_optimizer, read_optimizer
+from .reader import Reading, nearest, read_block, read_choice, read_object, write_block, write_choice
 from .schema import AUTO, BOOL, FLOAT, INT, PERIOD, TEXT, Inert, block, blocks_of, check_block, key, keys_of
 from .sections import DTYPES, Bf16, DataTypes, Fp16, Monitor, Onebit, Pipelining, ZeroOptimization
 

@@ -1,0 +1,97 @@
+"""Every optimizer of the registry: its file reads and writes, builds, trains, and is known where optimizers are."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from config_files import optimizer
+from train.methods import choice_of
+from train.run import parse_args
+
+from onebit.comm import SimTransport, run_ranks
+from onebit.zero.config import optimizers
+from onebit.zero.config.optimizers import OPTIMIZERS, OptimizerChoice, build_optimizer, optimizer_flags
+from onebit.zero.config.schema import keys_of
+from onebit.zero.config.whole import read_config
+from onebit.zero.forms import choose
+from onebit.zero.grid import GridShape
+from onebit.zero.plan import Run, plan, table
+from onebit.zero.plan import optimizers as planned
+
+ENTRIES = list(OPTIMIZERS.values())
+
+
+def build(name: str, transport: SimTransport, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return build_optimizer(OptimizerChoice(name, OPTIMIZERS[name].params()), params, transport=transport)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_its_block_is_read_in_any_letter_case_and_written_as_it_was(entry: optimizers.OptimizerEntry) -> None:
+    config = optimizer(entry.name.upper(), lr=3e-4)
+    assert config.optimizer == OptimizerChoice(entry.name, entry.params(lr=3e-4))
+    assert read_config(config.to_dict(), world_size=config.world_size) == config
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_it_trains_two_ranks_alike(entry: optimizers.OptimizerEntry) -> None:
+    def train(transport: SimTransport) -> torch.Tensor:
+        p = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 512))
+        made = build(entry.name, transport, [p])
+        for step in range(5):
+            gradient = torch.randn(512, generator=torch.Generator().manual_seed(step))
+            p.grad = gradient + p.detach()
+            if not entry.is_one_bit:
+                transport.all_reduce(p.grad).wait()
+            made.step()
+        assert hasattr(made, "no_sync") == entry.is_one_bit  # it sends, so it can wait
+        return p.detach().clone()
+
+    first, second = run_ranks(2, train)
+    assert torch.equal(first, second) and not torch.equal(first, torch.linspace(-1.0, 1.0, 512))
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_a_sharded_form_names_keys_that_it_has(entry: optimizers.OptimizerEntry) -> None:
+    if entry.sharded is None:
+        assert not entry.is_one_bit
+        return
+    assert {entry.sharded.warmup, *entry.sharded.without_effect} <= keys_of(entry.params).keys()
+
+
+@pytest.mark.parametrize("flag", optimizer_flags())
+def test_the_training_script_passes_its_flags_on(flag: str) -> None:
+    entry = optimizer_flags()[flag]
+    assert choice_of(parse_args(["--optimizer", flag])) == OptimizerChoice(entry.name, entry.params())
+    words = [word for key in entry.flag_keys for word in (f"--{key.replace('_', '-')}", "7")]
+    given = choice_of(parse_args(["--optimizer", flag, "--lr", "0.5", *words])).params
+    expected = {"lr": 0.5, **dict.fromkeys(entry.flag_keys, 7)}
+    assert {f.name: getattr(given, f.name) for f in fields(given) if f.name in expected} == expected
+
+
+def test_an_entry_is_all_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = replace(OPTIMIZERS["OneBitAdam"], name="Mine", flag="mine", sharded=None)
+    monkeypatch.setitem(OPTIMIZERS, "Mine", mine)
+    config = read_config(
+        {"optimizer": {"type": "mine", "params": {"freeze_step": 5}}, "train_batch_size": 2}, world_size=2
+    )
+    assert config.optimizer == OptimizerChoice("Mine", mine.params(freeze_step=5)) and config.optimizer.is_one_bit
+    assert type(build("Mine", SimTransport(), [torch.nn.Parameter(torch.zeros(8))])).__name__ == "OnebitAdam"
+    assert choice_of(parse_args(["--optimizer", "mine", "--freeze-step", "5"])) == config.optimizer
+    run = Run(1e9, 4, 2)
+    theirs, ours = plan(run, "OneBitAdam", 0), plan(run, "Mine", 0)
+    assert theirs is not None and ours == replace(theirs, optimizer="Mine") and "| Mine | 0 |" in table(run)
+
+
+def test_an_optimizer_without_a_sharded_form_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "Mine", replace(OPTIMIZERS["OneBitAdam"], name="Mine", sharded=None))
+    blocks = {"optimizer": {"type": "Mine"}, "train_batch_size": 2, "zero_optimization": {"stage": 1}}
+    with pytest.raises(ValueError, match="Mine has no form that is sharded across nodes; use stage 0"):
+        choose(read_config(blocks, world_size=2), GridShape((1, 2, 1, 1)))
+
+
+def test_the_plan_has_a_row_for_whoever_holds_other_state() -> None:
+    assert planned() == ["OneBitAdam", "ZeroOneAdam", "OneBitLamb", "sharded int4", "sharded sign", "AdamW"]
+    with pytest.raises(ValueError, match="Lamb has no row of its own"):
+        plan(Run(1e9, 4), "Lamb", 0)

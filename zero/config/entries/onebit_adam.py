@@ -1,0 +1,57 @@
+"""1-bit Adam: `onebit.OnebitAdam`, and `ShardedOnebitAdam` across nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from ....onebit_adam import OnebitAdam
+from ...sharded.adam import ShardedOnebitAdam
+from ..schema import STEPS, Inert, key
+from .base import ONE_BIT_INERT, AdamParams, BuildOptions, Footprint, OptimizerEntry, ShardedForm
+
+if TYPE_CHECKING:
+    from ...sharded.optimizer import ShardedOnebitOptimizer, ShardedOptions
+
+
+@dataclass(frozen=True)
+class OnebitAdamParams(AdamParams):
+    """freeze_step: warm-up steps, passed on as it stands; "auto", or absent: `onebit.OnebitAdam`'s own rule.
+
+    Where sharding is across nodes it can only shorten the 64 steps of warm-up: nothing freezes.
+    """
+
+    inert: ClassVar[Mapping[str, Inert]] = ONE_BIT_INERT
+
+    freeze_step: int | str = key("auto", STEPS, fill="freeze_step", least=1)
+
+
+def _build(p: OnebitAdamParams, params: object, given: BuildOptions) -> torch.optim.Optimizer:
+    return OnebitAdam(
+        params,
+        **p.options,
+        freeze_step=p.freeze_step,
+        warmup_codec=given.gradient_codec,
+        bias_correction=p.bias_correction,
+        variance_floor=given.variance_floor,
+        **given.common,
+    )
+
+
+def _build_sharded(p: OnebitAdamParams, params: object, options: ShardedOptions) -> ShardedOnebitOptimizer:
+    return ShardedOnebitAdam(params, **p.options, **options)
+
+
+ENTRY = OptimizerEntry(
+    "OneBitAdam",
+    OnebitAdamParams,
+    _build,
+    is_one_bit=True,
+    sharded=ShardedForm(_build_sharded, warmup="freeze_step"),
+    footprint=Footprint(moments=lambda frame: 4.0 + frame, sent=lambda frame: frame),
+    flag="onebit-adam",
+    flag_keys={"freeze_step": "warm-up steps (sharded: at most 64), or auto"},
+)
