@@ -99,17 +99,46 @@ def build(
     groups: the parameters to train, or groups of them, of the sharded model. optimizer: makes a dense one of these, in
     place of the configuration's. tensor_plan: see `tensor.parallelize`; needed where the tensor axis has several ranks.
     """
-    form, stage, dtype = choose(config, grid.shape), config.zero_optimization.stage, config.dtype
-    is_plain = stage == 0 and dtype == torch.float32
-    if is_plain and (shards := grid.shape.size("shard")) > 1:
+    form = choose(config, grid.shape)
+    _check(config, grid, form, tensor_plan)
+    if grid.world.rank == 0:
+        for warning in without_effect(config, form):
+            log.warning("%s", warning)
+    for axis in ("tensor", "shard", "replica"):  # not pipe: other stages have other layers
+        broadcast_parameters([*model.parameters(), *model.buffers()], grid.transports[axis])
+    ties = Ties(model, grid) if grid.shape.size("pipe") > 1 else None
+    if ties is not None:
+        ties.equalise()
+    if form == "inter_node":
+        return Built(form, _inter_node(config, grid, groups(model.to(config.dtype))))
+    if tensor_plan is not None:
+        tensor.parallelize(model, grid, tensor_plan, is_stage=ties is not None)
+    stage = None if _is_plain(config) else max(config.zero_optimization.stage, 1)
+    if stage is not None:
+        _shard(config, grid, model, stage)
+    held = grid.model_parallel_group if ties is None else replace(grid.model_parallel_group, tied=ties.holders())
+    made = _optimizer(config, grid, held, form, groups(model)) if optimizer is None else optimizer(groups(model))
+    if stage is not None:
+        _let_it_drop_all(made, model)
+    averager = None
+    if form == "dense":
+        averager = DenseAverager(dense.parameters(made), grid.transport, config.onebit.bucket_cap_mb)
+    return Built(form, made, stage, averager, held, ties)
+
+
+def _is_plain(config: Config) -> bool:
+    """Whether nothing is sharded and nothing computed in another dtype: the model stays as it is."""
+    return config.zero_optimization.stage == 0 and config.dtype == torch.float32
+
+
+def _check(config: Config, grid: Grid, form: str, tensor_plan: tensor.Plan | None) -> None:
+    """Raise ValueError where this form cannot be had on this grid. No communication."""
+    shards, tensor_ranks = grid.shape.size("shard"), grid.shape.size("tensor")
+    if _is_plain(config) and shards > 1:
         raise ValueError(
             f"stage 0 shards nothing, and the grid has {shards} ranks along its shard axis, which would train apart; "
             "make it with shard=1, or use stage 1"
         )
-    if grid.world.rank == 0:
-        for warning in without_effect(config, form):
-            log.warning("%s", warning)
-    tensor_ranks = grid.shape.size("tensor")
     if tensor_ranks > 1 and tensor_plan is None:
         raise ValueError(
             f"{tensor_ranks} ranks compute each layer together: pass initialize(tensor_plan=...), which says how"
@@ -119,47 +148,37 @@ def build(
             "a tensor-parallel model is sharded inside a node or not at all: use stage 0, or several times as many "
             "ranks per node as onebit.tensor"
         )
-    for axis in ("tensor", "shard", "replica"):  # not pipe: other stages have other layers
-        broadcast_parameters([*model.parameters(), *model.buffers()], grid.transports[axis])
-    ties = None
-    if grid.shape.size("pipe") > 1:
-        ties = Ties(model, grid)
-        ties.equalise()
-    if _offloads(config) and (served := getattr(grid.world, "device", torch.device("cpu"))).type != "cpu":
+    if not _offloads(config):
+        return
+    if (served := getattr(grid.world, "device", torch.device("cpu"))).type != "cpu":
         raise ValueError(
             f"rank {grid.world.rank}: offloaded gradients are averaged in host memory, and the process group serves "
             f"{served.type} alone; call torch.distributed.init_process_group('cpu:gloo,cuda:nccl') before initialize()"
         )
     if form == "inter_node":
-        if _offloads(config):
-            raise ValueError(
-                "offload_optimizer with one rank per node: the sharded form keeps master weights and variance with the "
-                'parameters; leave it out, or shard inside nodes ("onebit": {"sharding": "intra_node"})'
-            )
-        return Built(form, _inter_node(config, grid, groups(model.to(dtype))))
-    if tensor_plan is not None:
-        tensor.parallelize(model, grid, tensor_plan, is_stage=ties is not None)
-    sharded = None if is_plain else max(stage, 1)
-    if sharded is not None:
-        low = None if dtype == torch.float32 else dtype
-        for part in parts_of(model):
-            blocks = part.blocks() if isinstance(part, Stage) else None
-            host: dict[str, Any] = {"offload": _offloads(config), "pin_memory": _pins(config)}
-            fsdp.shard(part, grid, sharded, dtype=low, blocks=blocks, **host)
-    held = grid.model_parallel_group if ties is None else replace(grid.model_parallel_group, tied=ties.holders())
-    transports: dict[str, Any] = {"transport": grid.transport, "model_parallel_group": held}
-    params = groups(model)
+        raise ValueError(
+            "offload_optimizer with one rank per node: the sharded form keeps master weights and variance with the "
+            'parameters; leave it out, or shard inside nodes ("onebit": {"sharding": "intra_node"})'
+        )
+
+
+def _shard(config: Config, grid: Grid, model: nn.Module, stage: int) -> None:
+    """FSDP2 over the ranks of a node, of each root; in dtype, where that is not float32."""
+    low = None if config.dtype == torch.float32 else config.dtype
+    offload, pin_memory = _offloads(config), _pins(config)
+    for part in parts_of(model):
+        blocks = part.blocks() if isinstance(part, Stage) else None
+        fsdp.shard(part, grid, stage, dtype=low, blocks=blocks, offload=offload, pin_memory=pin_memory)
+
+
+def _optimizer(
+    config: Config, grid: Grid, held: ModelParallelGroup, form: str, params: ParamsT
+) -> torch.optim.Optimizer:
+    """The configuration's. held: the ranks that hold this replica."""
+    options: dict[str, Any] = {"transport": grid.transport, "model_parallel_group": held}
     if form != "dense":
-        options = config.optimizer_options() | {"max_grad_norm": config.gradient_clipping} | transports
-        made = build_optimizer(_choice(config), params, **options)
-    else:
-        made = build_optimizer(_choice(config), params, **transports) if optimizer is None else optimizer(params)
-    if sharded is not None:
-        _let_it_drop_all(made, model)
-    if form != "dense":
-        return Built(form, made, sharded, model_parallel_group=held, ties=ties)
-    averager = DenseAverager(dense.parameters(made), grid.transport, config.onebit.bucket_cap_mb)
-    return Built(form, made, sharded, averager, held, ties)
+        options |= config.optimizer_options() | {"max_grad_norm": config.gradient_clipping}
+    return build_optimizer(_choice(config), params, **options)
 
 
 def _let_it_drop_all(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

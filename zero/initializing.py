@@ -75,68 +75,95 @@ def initialize(
 
     Raises ValueError, TypeError, OSError and ImportError on bad configurations, before anything is sharded.
     """
-    for name, given in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
-        if given is not None and (not callable(given) or isinstance(given, torch.optim.Optimizer)):
-            raise TypeError(
-                f"expected a function that makes the {name} behind sharding, got {type(given).__name__}; pass for "
-                "example functools.partial(torch.optim.AdamW, lr=1e-3)"
-            )
+    _refuse_made(optimizer=optimizer, lr_scheduler=lr_scheduler)
     _refuse_wrapped(model)
     if isinstance(model, PipelineModule):
         if model.num_stages is not None:
             fills.setdefault("stages", model.num_stages)
         if model_parameters is not None and not callable(model_parameters):
             raise TypeError("a rank builds its own layers: pass model_parameters as a function of the module they make")
-    if grid is not None:
-        fills.setdefault("stages", grid.shape.size("pipe"))
     launch = detect(os.environ)
-    world_size = launch.world_size if grid is None else grid.world.world_size
-    rank = launch.rank if grid is None else grid.world.rank
-    alike = None if grid is None else world_size // grid.data[1]
-    read = read_config(_named_config(config, args), world_size=world_size, rank=rank, ranks_per_batch=alike, **fills)
-    if grid is not None and read.onebit.tensor not in (None, grid.shape.size("tensor")):
-        raise ValueError(f"onebit.tensor is {read.onebit.tensor}, the grid is {grid.shape}; leave it out, or the grid")
+    read = _read(_named_config(config, args), launch, grid, fills)
     if optimizer is not None and read.optimizer is not None:
         raise ValueError(
             f"the optimizer is given twice, as optimizer= and as {read.optimizer.type} in the configuration; give one"
         )
-    if read.dump_state and rank == 0:
-        log.info("configuration: %s", json.dumps(read.to_dict(), indent=2))
+    rank = launch.rank if grid is None else grid.world.rank
     monitors = open_monitors(read, rank)
+    _check_model(read, model, rank)
+    if model_parameters is not None and not callable(model_parameters):
+        model_parameters = remembered(cast(nn.Module, model), model_parameters)
+    if grid is None:
+        grid = grids.start(pipe=read.pipeline.ranks, shard=_shards(read, launch), tensor=read.onebit.tensor)
+    loss_fn, stages = None, {}
+    if isinstance(model, PipelineModule):
+        loss_fn, stages = model.loss_fn, pipeline.build_stages(model, read.pipeline, grid)
+        model = next(iter(stages.values())) if len(stages) == 1 else Stages(list(stages.values()))
+    built = build(read, grid, model, model_parameters or trained, optimizer, tensor_plan)
+    scheduler = _scheduler(read, lr_scheduler, built.optimizer)
+    loader = None if training_data is None else _loader(read, grid, training_data, collate_fn, seed)
+    engine = Engine(model, read, grid, built, scheduler, loader, monitors, loss_fn)
+    if grid.shape.size("pipe") > 1:
+        engine.pipeline = pipeline.Pipeline(stages, read, grid, cast(Loss, loss_fn), built.stage)
+    return engine, built.optimizer, loader, scheduler
+
+
+def _refuse_made(**makers: object) -> None:
+    """Raise TypeError where an optimizer or a scheduler is given in the place of a function that makes it."""
+    for name, given in makers.items():
+        if given is not None and (not callable(given) or isinstance(given, torch.optim.Optimizer)):
+            raise TypeError(
+                f"expected a function that makes the {name} behind sharding, got {type(given).__name__}; pass for "
+                "example functools.partial(torch.optim.AdamW, lr=1e-3)"
+            )
+
+
+def _read(config: ConfigLike, launch: Launch, grid: Grid | None, fills: Fills) -> Config:
+    """The configuration, for the ranks of the grid, or of the launcher."""
+    if grid is None:
+        read = read_config(config, world_size=launch.world_size, rank=launch.rank, **fills)
+    else:
+        fills.setdefault("stages", grid.shape.size("pipe"))
+        world, alike = grid.world, grid.world.world_size // grid.data[1]
+        read = read_config(config, world_size=world.world_size, rank=world.rank, ranks_per_batch=alike, **fills)
+        if read.onebit.tensor not in (None, grid.shape.size("tensor")):
+            raise ValueError(
+                f"onebit.tensor is {read.onebit.tensor}, the grid is {grid.shape}; leave it out, or the grid"
+            )
+    if read.dump_state and (launch.rank if grid is None else grid.world.rank) == 0:
+        log.info("configuration: %s", json.dumps(read.to_dict(), indent=2))
+    return read
+
+
+def _check_model(read: Config, model: nn.Module | PipelineModule, rank: int) -> None:
+    """Raise ValueError, TypeError or ImportError where the configuration asks for what this model cannot do."""
     if read.zero_optimization.stage3_gather_16bit_weights_on_model_save:
         check_can_export()
     pipeline.check(read, model)
     for warning in pipeline.without_effect(read.pipeline, model) if rank == 0 else ():
         log.warning("%s", warning)
-    loss_fn = model.loss_fn if isinstance(model, PipelineModule) else None
-    if model_parameters is not None and not callable(model_parameters):
-        model_parameters = remembered(cast(nn.Module, model), model_parameters)
-    if grid is None:
-        grid = grids.start(pipe=read.pipeline.ranks, shard=_shards(read, launch), tensor=read.onebit.tensor)
-    if isinstance(model, PipelineModule):
-        stages = pipeline.build_stages(model, read.pipeline, grid)
-        model = next(iter(stages.values())) if len(stages) == 1 else Stages(list(stages.values()))
-    built = build(read, grid, model, model_parameters or trained, optimizer, tensor_plan)
-    scheduler = None
-    if lr_scheduler is not None:
-        scheduler = lr_scheduler(built.optimizer)
-    elif read.scheduler is not None:
-        scheduler = build_scheduler(read.scheduler, built.optimizer)
-    loader = None
-    if training_data is not None:
-        loader = ShardedLoader(
-            training_data,
-            read.train_micro_batch_size_per_gpu,
-            rank=grid.data[0],
-            world_size=grid.data[1],
-            seed=seed,
-            drop_last=read.dataloader_drop_last,
-            collate_fn=collate_fn,
-        )
-    engine = Engine(model, read, grid, built, scheduler, loader, monitors, loss_fn)
-    if grid.shape.size("pipe") > 1:
-        engine.pipeline = pipeline.Pipeline(stages, read, grid, cast(Loss, loss_fn), built.stage)
-    return engine, built.optimizer, loader, scheduler
+
+
+def _scheduler(
+    read: Config, make: Callable[[torch.optim.Optimizer], LRScheduler] | None, optimizer: torch.optim.Optimizer
+) -> LRScheduler | None:
+    if make is not None:
+        return make(optimizer)
+    return None if read.scheduler is None else build_scheduler(read.scheduler, optimizer)
+
+
+def _loader(
+    read: Config, grid: Grid, dataset: Dataset[object], collate_fn: Callable[[list[Any]], object] | None, seed: int
+) -> ShardedLoader:
+    return ShardedLoader(
+        dataset,
+        read.train_micro_batch_size_per_gpu,
+        rank=grid.data[0],
+        world_size=grid.data[1],
+        seed=seed,
+        drop_last=read.dataloader_drop_last,
+        collate_fn=collate_fn,
+    )
 
 
 def _refuse_wrapped(model: nn.Module | PipelineModule) -> None:
