@@ -27,10 +27,10 @@ from pathlib import Path
 import cluster
 import rich.table
 import torch
-from provenance import DirtyTreeError, refuse_dirty_tree, revision
+from provenance import check_record, refuse_dirty_tree, revision
 from rich.console import Console
 from study import main as study
-from study.report import draw
+from study.figure import draw
 from study.run import Job
 from train.corpus import first_difference, read_corpus
 from train.report import read_csv
@@ -129,10 +129,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     if args.write:
-        try:
-            refuse_dirty_tree(RECORD)
-        except DirtyTreeError as error:
-            parser.error(str(error))
+        check_record(parser, RECORD)
     args.freeze_step = "auto"
     if args.quick:
         args.size, args.steps, args.seeds, args.freeze_step = "tiny", 30, 1, "10"

@@ -50,6 +50,14 @@ def record_path(text: str) -> Path:
     return path
 
 
+def check_record(parser: argparse.ArgumentParser, path: Path) -> None:
+    """End the command, as a wrong argument does, where `refuse_dirty_tree` refuses this path."""
+    try:
+        refuse_dirty_tree(path)
+    except DirtyTreeError as error:
+        parser.error(str(error))
+
+
 def write_record(path: Path, text: str) -> None:
     """Write a text that may be a record. Raises DirtyTreeError as `refuse_dirty_tree`."""
     refuse_dirty_tree(path)

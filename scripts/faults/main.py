@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from provenance import record_path, write_record
+from provenance import check_record, record_path, write_record
 
 TITLES = {
     "saves": "saves that are cut off",
@@ -41,7 +41,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--case", default="", metavar="TEXT", help="only cases whose name holds this")
     add(
         "--results",
-        type=record_path,
+        type=Path,
         default=Path("runs/faults.jsonl"),
         metavar="FILE",
         help="the raw record, JSON lines",
@@ -53,7 +53,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--processes", type=int, default=4, help="cases side by side; most of them wait")
     add("--seed", type=int, default=0)
     add("--quiet", action="store_true", help="no progress bar")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not args.report_only:
+        check_record(parser, args.results)
+    return args
 
 
 def preload_shim() -> None:

@@ -21,7 +21,7 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 
 import torch
-from provenance import record_path, refuse_dirty_tree, revision
+from provenance import check_record, refuse_dirty_tree, revision
 from torch import Tensor, nn
 from train.model import build_model, decay_groups
 from train.run import Windows
@@ -300,10 +300,12 @@ def report(results: Sequence[dict]) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="study.py activations", description=__doc__.split("\n\n")[0])
     parser.add_argument("--gradients", action="store_true", help="measure the error of gradients, and no losses")
-    parser.add_argument("--results", type=record_path, default=Path("runs/activations.jsonl"), metavar="FILE")
+    parser.add_argument("--results", type=Path, default=Path("runs/activations.jsonl"), metavar="FILE")
     parser.add_argument("--processes", type=int, default=2, help="runs side by side")
     parser.add_argument("--report-only", action="store_true", help="run nothing")
     args = parser.parse_args(argv)
+    if not args.report_only:
+        check_record(parser, args.results)
     torch.set_num_threads(1)
     if args.gradients:
         for line in measure_gradients(GRADIENT_WIRES):

@@ -14,10 +14,11 @@ from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 
-from provenance import record_path, refuse_dirty_tree, write_record
+from provenance import check_record, record_path, refuse_dirty_tree, write_record
 from rich.progress import Progress
 
-from study.report import best_lr, draw, report, runs_by_lr
+from study.figure import draw
+from study.report import best_lr, report, runs_by_lr
 from study.run import DEFAULTS, METHODS, Job, Point, Result, Setting, run_job
 from study.tasks import TASKS
 
@@ -117,14 +118,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--processes", type=int, default=2, help="runs side by side")
     add(
         "--results",
-        type=record_path,
+        type=Path,
         default=Path("runs/study.jsonl"),
         metavar="FILE",
         help="the runs, one JSON line each",
     )
     add("--record", type=record_path, metavar="FILE", help="the report, with its figure beside it as .png")
+    add("--figure", type=record_path, metavar="FILE", help="the figure alone")
     add("--report-only", action="store_true", help="run nothing")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not args.report_only:
+        check_record(parser, args.results)
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -137,5 +142,7 @@ def main(argv: list[str] | None = None) -> None:
     print(text)
     if args.record is not None:
         figure = args.record.with_suffix(".png")
-        write_record(args.record, f"{text}\n![Loss against steps and against traffic]({figure.name})\n")
+        write_record(args.record, f"{text}\n![Gap to the dense twins, and loss against traffic]({figure.name})\n")
         draw(results, figure)
+    if args.figure is not None:
+        draw(results, args.figure)

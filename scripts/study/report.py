@@ -1,4 +1,4 @@
-"""What the runs of a study say: tables of losses, paired gaps and traffic, and a figure. See `study.py`."""
+"""What the runs of a study say: tables of losses, paired gaps and traffic. The figure is in `figure.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import platform
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 
@@ -177,41 +176,3 @@ def _loss(loss: float) -> str:
 
 def _quoted(word: str) -> str:
     return f'"{word}"' if " " in word else word
-
-
-# ---------------------------------------------------------------- how they went
-
-
-def draw(results: Sequence[Result], out: Path) -> None:
-    """Write a PNG: a row per setting, validation loss against steps and against bits sent, mean over seeds."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
-
-    settings, colours = settings_of(results), colormaps["tab20"]
-    figure = Figure(figsize=(10, 3.6 * len(settings)), layout="constrained")
-    rows = figure.subplots(len(settings), 2, sharey="row", squeeze=False)
-    lines = {}
-    for setting, (against_steps, against_bits) in zip(settings, rows, strict=True):
-        for method, runs in runs_by_lr(results, setting).items():
-            steps, losses, bits = mean_curve(list(runs[best_lr(runs)].values()))
-            style = {"color": colours(list(METHODS).index(method)), "label": method, "linewidth": 1.2}
-            (lines[method],) = against_steps.plot(steps, losses, **style)
-            against_bits.plot(bits, losses, marker=".", **style)
-        against_steps.set(title=str(setting), xlabel="step", ylabel=f"loss, {TASKS[setting.task].unit}")
-        against_bits.set(xlabel="bits sent per parameter", xscale="log" if setting.ranks > 1 else "linear")
-        for axes in (against_steps, against_bits):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-            axes.yaxis.set_major_formatter(ScalarFormatter())
-            axes.yaxis.set_minor_formatter(NullFormatter())
-            axes.grid(alpha=0.3)
-    figure.legend(lines.values(), lines, loc="outside lower center", ncols=min(3, len(lines)))
-    figure.savefig(out, dpi=80)
-
-
-def mean_curve(runs: Sequence[Result]) -> tuple[list[int], list[float], list[float]]:
-    """Steps, and the means over runs of one setting of their losses and of the bits sent so far."""
-    points = list(zip(*(run.curve for run in runs), strict=True))
-    losses = [statistics.fmean(point.loss for point in column) for column in points]
-    return [column[0].step for column in points], losses, [statistics.fmean(p.bits for p in c) for c in points]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from study import main as study
 from study import run as study_run
+from study.figure import COLOURS, _spread, family, lines_of, shown_settings
 from study.main import read_results
 from study.report import best_lr, gap_with_interval, report, runs_by_lr, verdict
 from study.run import Job, Point, Result, run_job
@@ -202,6 +203,55 @@ def test_gap_pairs_the_seeds_that_both_have() -> None:
 def test_diverged_run_is_said_to_be_one() -> None:
     text = report([result(loss=2.0, method="adamw"), result(loss=math.inf)])
     assert "| onebit-adam | 0.004 | 1 | diverged | diverged | no |" in text
+
+
+# ---------------------------------------------------------------- the figure
+
+
+def curve_of(method: str, seed: int, *losses: float, ranks: int = 4) -> Result:
+    job = replace(JOB, method=method, seed=seed, steps=len(losses), ranks=ranks)
+    return Result(job, tuple(Point(k + 1, loss, 10.0 * (k + 1)) for k, loss in enumerate(losses)), 1.0, "r")
+
+
+def test_the_figure_has_one_line_for_each_optimizer_with_its_gap_by_step() -> None:
+    variants = ("zero-one-adam H=4", "onebit-adam, frozen at 15 %", "zero-one-adam", "adamw", "onebit-adam", "lamb")
+    results = [curve_of(method, seed, 2.0 + seed, 1.0) for method in variants for seed in range(3)]
+    results += [curve_of("onebit-lamb", seed, 3.0 + seed, 1.1) for seed in (0, 1)]
+    lines = {line.name: line for line in lines_of(results, results[0].job.setting)}
+    assert list(lines) == ["adamw", "onebit-adam", "zero-one-adam", "lamb", "onebit-lamb"]
+    assert lines["adamw"].gaps is None and lines["lamb"].gaps is None
+    assert lines["onebit-adam"].gaps == [(0.0, 0.0), (0.0, 0.0)] and lines["onebit-adam"].losses == [3.0, 1.0]
+    first, last = lines["onebit-lamb"].gaps or ()
+    assert first[0] == pytest.approx((3 / 2 + 4 / 3) / 2 - 1) and last == (pytest.approx(0.1), pytest.approx(0.0))
+    assert lines["onebit-lamb"].seeds == 2 and lines["onebit-lamb"].bits == [10.0, 20.0]
+
+
+def test_every_method_of_the_study_has_a_colour() -> None:
+    assert {family(method) for method in study_run.METHODS} <= COLOURS.keys()
+
+
+def test_settings_of_one_seed_are_left_to_the_tables() -> None:
+    several = [curve_of("adamw", seed, 2.0, 1.0, ranks=8) for seed in (0, 1)]
+    one = [curve_of("adamw", 0, 2.0, 1.0)]
+    assert shown_settings(one + several) == [several[0].job.setting]
+    assert shown_settings(one) == [one[0].job.setting]
+
+
+def test_labels_keep_apart_and_inside() -> None:
+    for places in ([0.0, 0.01, -0.5], [0.98, 0.99, 1.5], [-3.0, -2.0], []):
+        found = _spread(places, 0.2, 1.0)
+        assert all(b - a >= 0.2 - 1e-12 for a, b in pairwise(sorted(found))) and max(found, default=0.0) <= 1.0
+        assert [k for _, k in sorted(zip(places, range(3), strict=False))] == [
+            k for _, k in sorted(zip(found, range(3), strict=False))
+        ]
+    assert _spread([0.5, -0.5], 0.2, 1.0) == [0.5, -0.5]
+
+
+def test_a_figure_of_what_was_recorded_is_drawn(tmp_path: Path) -> None:
+    recorded = Path(study.__file__).parents[1] / "records" / "sharded_2026-11.jsonl"
+    words = ["--report-only", "--results", str(recorded), "--figure", str(tmp_path / "figure.png")]
+    study.main(words)
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG") and not (tmp_path / "figure.md").exists()
 
 
 def test_help_is_printed(capsys: pytest.CaptureFixture) -> None:
