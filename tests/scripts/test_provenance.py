@@ -82,7 +82,7 @@ COMMANDS: dict[str, tuple[str, Sequence[str]]] = {
     "demo.py": ("demo", ["--quick", "--write"]),
     "faults.py": ("faults.main", ["--report-only", "--record", str(RECORD)]),
     "faults.py, its lines": ("faults.main", ["--results", str(RECORD)]),
-    "gpu_check.py": ("gpu_check", ["--rehearse", "--record", str(RECORD)]),
+    "gpu_check.py": ("gpu_check.main", ["--rehearse", "--record", str(RECORD)]),
     "same_bits.py": ("same_bits", ["HEAD", "--record", str(RECORD)]),
     "study.py": ("study.main", ["--record", str(RECORD)]),
     "study.py, its lines": ("study.main", ["--results", str(RECORD)]),

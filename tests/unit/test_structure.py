@@ -61,6 +61,7 @@ ROOMS = {
     "bench": {"bench", "train", "cluster"},
     "study": {"study", "train", "cluster"},
     "faults": {"faults", "bench", "train", "cluster"},
+    "gpu_check": {"gpu_check", "bench", "train", "cluster"},
 }
 """Which rooms of scripts/ may import which."""
 KNOWN_CIRCLES: set[tuple[str, str]] = set()

@@ -1,0 +1,235 @@
+"""Checks on the device, bit for bit: every kernel against the reference on the host, each optimizer on simulated ranks.
+
+Shape legend: K rows, N elements, J blocks, B bytes, W ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
+from onebit.comm import Int8Codec, SignCodec, SimTransport, kernels, run_ranks
+from onebit.comm.kernels import reference
+
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
+import fused_cases
+
+FRAMES = ("rms", "mean_abs", "int8")
+ERRORS = (None, torch.float32, torch.bfloat16)
+SPECIAL = (
+    float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-40, 1e-38, 1e30, -1e-30, 1e-23, 1.8e19, 3e38,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one check. problem: empty where it held."""
+
+    name: str
+    problem: str
+
+
+def outcome(name: str, check: Callable[[], None]) -> Outcome:
+    try:
+        check()
+        return Outcome(name, "")
+    except Exception as error:
+        traceback.print_exc()
+        return Outcome(name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    """Values of many sizes, some of them zeros of either sign."""
+    g = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=g) * 10 ** torch.randint(-4, 4, shape, generator=g).float()
+    values[torch.rand(shape, generator=g) < 0.05] *= 0.0
+    return values
+
+
+def assert_same(what: str, got: Tensor, expected: Tensor) -> None:
+    """Bit for bit; but a NaN equals a NaN, for a device's own may have other bits than the host's."""
+    got, expected = got.cpu(), expected.cpu()
+    different = got != expected
+    if got.dtype == torch.float32:
+        different = (got.view(torch.int32) != expected.view(torch.int32)) & ~(got.isnan() & expected.isnan())
+    if different.any():
+        raise AssertionError(
+            f"{what}: {int(different.sum())} of {got.numel()} differ, first at {different.nonzero()[0]}"
+        )
+
+
+def function(kernel: ModuleType, name: str, frame: str) -> Callable[..., None]:
+    """The kernel's encode, decode or decode_mean for a frame, without its scale option."""
+    if frame == "int8":
+        return getattr(kernel, f"int8_{name}")
+    return functools.partial(kernel.encode, scale=frame) if name == "encode" else getattr(kernel, name)
+
+
+def frames_of(frame: str, K: int, N: int, block: int) -> Tensor:
+    codec = Int8Codec(block) if frame == "int8" else SignCodec(block)
+    return torch.full((K, codec.frame_bytes(N)), 0xAB, dtype=torch.uint8)
+
+
+def check_kernel(kernel: ModuleType, device: torch.device, block: int, K: int, J: int) -> None:
+    """encode, decode and decode_mean of one shape, over all options and kinds of input."""
+    N = J * block
+    plain = random(K, N, seed=J)
+    special = plain.clone()
+    if N:
+        at = torch.arange(0, N, 97)
+        special[:, at] = torch.tensor(SPECIAL)[torch.arange(len(at)) % len(SPECIAL)]
+    edges = torch.tensor([0, 1, 15, 16, 17, block - 1, block], dtype=torch.int32)
+    ragged = edges[torch.arange(K * J) % len(edges)].view(K, J)
+    errors = (None, random(K, N, seed=1), random(K, N, seed=2).bfloat16())
+    for frame in FRAMES:
+        for x in (plain, special):
+            for error in errors:
+                for counts in (None, ragged):
+                    _check_encode(kernel, device, x, error, counts, block, frame)
+    for frame in ("rms", "int8"):
+        frames = frames_of(frame, K, N, block)
+        function(reference, "encode", frame)(special.clone(), None, frames, None, block=block)
+        decode, expected_decode = (function(module, "decode", frame) for module in (kernel, reference))
+        for weight, keep in ((1.0, 0.0), (0.1, 0.0), (0.1, 0.9), (-1.0, 1.0), (1.0, 1e-60)):
+            expected, got = plain.clone(), plain.to(device, copy=True)
+            expected_decode(frames, expected, block=block, weight=weight, keep=keep)
+            decode(frames.to(device), got, block=block, weight=weight, keep=keep)
+            assert_same(f"decode of {frame}, weight={weight}, keep={keep}", got, expected)
+        mean, got_mean = torch.empty(N), torch.empty(N, device=device)
+        function(reference, "decode_mean", frame)(frames, mean, block=block)
+        function(kernel, "decode_mean", frame)(frames.to(device), got_mean, block=block)
+        assert_same(f"decode_mean of {frame}", got_mean, mean)
+
+
+def _check_encode(
+    kernel: ModuleType,
+    device: torch.device,
+    x_KN: Tensor,
+    error_KN: Tensor | None,
+    counts_KJ: Tensor | None,
+    block: int,
+    frame: str,
+) -> None:
+    K, N = x_KN.shape
+    name = f"encode of {frame}, error={error_KN.dtype if error_KN is not None else None}, " + (
+        "full" if counts_KJ is None else "ragged"
+    )
+    residual, frames = x_KN.clone(), frames_of(frame, K, N, block)
+    got_residual, got_frames = x_KN.to(device, copy=True), torch.full_like(frames, 0xCD).to(device)
+    function(reference, "encode", frame)(residual, error_KN, frames, counts_KJ, block=block)
+    there = [None if t is None else t.to(device) for t in (error_KN, counts_KJ)]
+    function(kernel, "encode", frame)(got_residual, there[0], got_frames, there[1], block=block)
+    assert_same(f"frames of {name}", got_frames, frames)
+    assert_same(f"residuals of {name}", got_residual, residual)
+
+
+def fused_cases_for(blocks: Sequence[int], elements: Sequence[int]) -> Iterator[fused_cases.Case]:
+    """Those of the tests in such blocks, and larger ones: tensors of every type, their ends around block borders."""
+    yield from (case for case in fused_cases.CASES if case.block in blocks and case.numels)
+    types = (torch.float32, torch.bfloat16, torch.float16, None, torch.float32)
+    for block in blocks:
+        for n in elements:
+            if n > block:
+                numels = (n, 1, block, n // 3 + 1, block - 1)
+                filled = sum(-(-numel // block) + 1 for numel in numels)
+                yield fused_cases.Case(3, -(-filled // 3), block, numels, types)
+
+
+def check_fused(kernel: ModuleType, device: torch.device, case: fused_cases.Case) -> None:
+    is_on_the_host = device.type == "cpu"  # a rehearsal, slow enough with a third of them
+    for k, (packed, variance) in enumerate(itertools.product((False, True), repeat=2)):
+        for error in ERRORS if not is_on_the_host else ERRORS[k % 3 :][:1]:
+            fused_cases.check_encode_momentum(
+                kernel.encode_momentum, case, error=error, packed=packed, variance=variance, scale=FRAMES[k % 2],
+                device=str(device),
+            )  # fmt: skip
+    for k, rows in enumerate((1, 2, 5)):
+        for error in ERRORS if not is_on_the_host else ERRORS[k:][:1]:
+            fused_cases.check_encode_mean(
+                kernel.encode_mean, case, rows=rows, error=error, scale=FRAMES[k % 2], device=str(device)
+            )
+    fused_cases.check_apply(kernel.apply, case, device=str(device))
+
+
+def kernel_checks(
+    names: Sequence[str], device: torch.device, blocks: Sequence[int], elements: Sequence[int]
+) -> Iterator[Outcome]:
+    for name in ("reference", *names):
+        kernel = kernels.select(name, device)
+        for block in blocks:
+            for n in elements:
+                for K in (1, 3):
+                    J = -(-n // block)
+                    title = f"{name}: {K} × {J} blocks of {block}"
+                    yield outcome(title, functools.partial(check_kernel, kernel, device, block, K, J))
+        for case in fused_cases_for(blocks, elements):
+            title = f"{name}: fused, {case.K} × {case.J} blocks of {case.block}, {len(case.numels)} tensors"
+            yield outcome(title, functools.partial(check_fused, kernel, device, case))
+
+
+def train(
+    kind: str, codec: SignCodec, dtype: torch.dtype, device: torch.device, steps: int, overlap: bool, ranks: int = 2
+) -> list[Tensor]:
+    """Each rank's parameters after some steps of a small regression, its own data on each."""
+
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(32, 77), nn.Tanh(), nn.Linear(77, 5)).to(device, dtype)
+
+    def rank(transport: SimTransport) -> Tensor:
+        model = copy.deepcopy(start)  # the ranks are threads, which share torch's random generator
+        common = dict(transport=transport, codec=codec, overlap=overlap)
+        optimizer: torch.optim.Optimizer
+        if kind == "OnebitAdam":
+            optimizer = OnebitAdam(model.parameters(), lr=1e-2, freeze_step=steps // 3, **common)
+        elif kind == "OnebitLamb":
+            optimizer = OnebitLamb(model.parameters(), lr=1e-2, freeze_step=steps // 3, **common)
+        else:
+            optimizer = ZeroOneAdam(model.parameters(), lr=1e-2, **common)
+        g = torch.Generator().manual_seed(1 + transport.rank)
+        losses = []
+        for _ in range(steps):
+            x = torch.randn(64, 32, generator=g).to(device, dtype)
+            loss = (model(x) - x[:, :5].sin()).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+        third = max(1, steps // 3)
+        if not sum(losses[-third:]) < sum(losses[:third]):
+            raise AssertionError(f"rank {transport.rank}: the loss did not fall: {losses[0]:.4g} to {losses[-1]:.4g}")
+        return torch.cat([p.detach().float().flatten() for p in model.parameters()])
+
+    return run_ranks(ranks, rank)
+
+
+def check_optimizer(
+    kind: str, codec: SignCodec, dtype: torch.dtype, device: torch.device, steps: int, overlap: bool
+) -> None:
+    with_kernel = train(kind, codec, dtype, device, steps, overlap)
+    with_reference = train(kind, replace(codec, kernel="reference"), dtype, device, steps, overlap)
+    if kind != "ZeroOneAdam":  # whose ranks may end between two synchronizations
+        assert_same("parameters of rank 1 against rank 0", with_kernel[1], with_kernel[0])
+    for r, (got, expected) in enumerate(zip(with_kernel, with_reference, strict=True)):
+        assert_same(f"parameters of rank {r} against those with the reference kernel", got, expected)
+
+
+def optimizer_checks(names: Sequence[str], device: torch.device, block: int, steps: int) -> Iterator[Outcome]:
+    for kernel in names:
+        for kind in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam"):
+            for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
+                for overlap in (False, True) if device.type == "cuda" else (kind == "OnebitAdam",):
+                    title = f"{kernel}: {kind}, {dtype}{', sent during backward' if overlap else ''}, {steps} steps"
+                    codec = SignCodec(block, kernel=kernel)
+                    check = functools.partial(check_optimizer, kind, codec, dtype, device, steps, overlap)
+                    yield outcome(title, check)

@@ -1,0 +1,192 @@
+"""Kernels in GB/s beside a device-to-device copy, in turn, and a whole model against torch, operation by operation.
+
+Shape legend: K rows, N elements, J blocks, B bytes, W ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from bench.kernels import Timing
+from torch import Tensor
+
+from onebit.comm import Int8Codec, SignCodec, kernels
+from onebit.comm.kernels import reference
+from onebit.comm.kernels.operands import EncodeOutput, MomentumInputs, MomentumWeights, ParamUpdate, Segments, Variance
+
+ROWS_OF_MEAN = 4
+TARGET = 0.85
+WEIGHTS = MomentumWeights(keep=0.9, add=0.1, own=1e-3)
+
+
+def time_in_turn(calls: Sequence[Callable[[], object]], repeats: int, device: torch.device) -> list[Timing]:
+    """Of each call, after two to warm up, in seconds of the device (of the host where there is no GPU)."""
+    for call in calls * 2:
+        call()
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for spent, call in zip(seconds, calls, strict=True):
+            spent.append(_seconds(call, device))
+    return [Timing.of(spent) for spent in seconds]
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+@dataclass(frozen=True)
+class Operation:
+    """moved: bytes of floats and frames that one call must read and write."""
+
+    name: str
+    moved: int
+    call: Callable[[ModuleType], object]
+
+
+def operations(device: torch.device, N: int, block: int) -> Iterator[Operation]:
+    """Over one row of N elements. A generator, so that what one operation alone needs is freed behind it."""
+    codec, int8 = SignCodec(block), Int8Codec(block)
+    B, B8, J = codec.frame_bytes(N), int8.frame_bytes(N), N // block
+    x, error, out = (torch.randn(1, N, device=device) for _ in range(3))
+    counts = torch.full((1, J), block, dtype=torch.int32, device=device)
+    frames, frames8 = (torch.empty(1, b, dtype=torch.uint8, device=device) for b in (B, B8))
+    outgoing = EncodeOutput(error, frames, counts, out)
+    received = torch.empty(ROWS_OF_MEAN, B, dtype=torch.uint8, device=device)
+    for k in range(ROWS_OF_MEAN):
+        reference.encode(torch.randn(1, N, device=device), None, received[k : k + 1], None, block=block, scale="rms")
+    sign = {"block": block, "scale": codec.scale}
+
+    def encode(e: Tensor | None, c: Tensor | None) -> Callable[[ModuleType], None]:
+        return lambda kernel: kernel.encode(x, e, frames, c, **sign)
+
+    def decode(weight: float, keep: float) -> Callable[[ModuleType], None]:
+        return lambda kernel: kernel.decode(received[:1], out, block=block, weight=weight, keep=keep)
+
+    yield Operation("encode, float32 error", 12 * N + B, encode(error, None))
+    yield Operation("encode, float32 error, counts", 12 * N + B + 4 * J, encode(error, counts))
+    yield Operation("encode, bfloat16 error", 10 * N + B, encode(error.bfloat16(), None))
+    yield Operation("decode", 4 * N + B, decode(1.0, 0.0))
+    yield Operation("decode, 0.9·out + 0.1·value", 8 * N + B, decode(0.1, 0.9))
+    for K in (1, ROWS_OF_MEAN):
+        yield Operation(
+            f"decode_mean, K={K}",
+            4 * N + K * B,
+            lambda kernel, K=K: kernel.decode_mean(received[:K], out[0], block=block),
+        )
+        yield Operation(
+            f"encode_mean, K={K}",
+            8 * N + (K + 1) * B,
+            lambda kernel, K=K: kernel.encode_mean(received[:K], outgoing, **sign),
+        )
+
+    segments, D = Segments((0,), (N,), block), torch.rand(1, N, device=device) + 1e-3
+    variance = Variance(D, torch.zeros(1, J, device=device), 1.5, 1e-8)
+    weight, keep = torch.full((1,), -1e-3, device=device), torch.full((1,), 0.999, device=device)
+    for dtype in (torch.float32, torch.bfloat16):
+        grads = [torch.randn(N, device=device, dtype=dtype)]
+
+        def momentum(d: Tensor | Variance, m: Tensor, grads: list[Tensor] = grads) -> Callable[[ModuleType], None]:
+            made_of = MomentumInputs(grads, segments, d, m, WEIGHTS)
+            return lambda kernel: kernel.encode_momentum(made_of, outgoing, **sign)
+
+        size, kind = grads[0].element_size(), str(dtype).removeprefix("torch.")
+        yield Operation(f"encode_momentum, {kind} gradient", (12 + size) * N + 2 * B, momentum(D, received[:1]))
+        if dtype == torch.float32:
+            moved = (16 + size) * N + B
+            yield Operation("encode_momentum, a variance, float32 momentum", moved, momentum(variance, x))
+        yield Operation(
+            f"apply, {kind} parameters",
+            2 * size * N + B,
+            lambda kernel, p=grads: kernel.apply(received[:1], N, ParamUpdate(p, segments, weight, keep), block=block),
+        )
+    yield Operation(
+        "int8_encode, float32 error",
+        12 * N + B8,
+        lambda kernel: kernel.int8_encode(x, error, frames8, counts, block=block),
+    )
+    yield Operation(
+        "int8_decode, 0.9·out + 0.1·value",
+        8 * N + B8,
+        lambda kernel: kernel.int8_decode(frames8, out, block=block, weight=0.1, keep=0.9),
+    )
+
+
+def speed_table(names: Sequence[str], device: torch.device, elements: int, block: int, repeats: int) -> list[str]:
+    N = -(-elements // block) * block
+    lines = ["| operation | kernel | ms | GB/s | copy ms | copy GB/s | of copy |", "|---" * 7 + "|"]
+    source, target = torch.randn(N, device=device), torch.empty(N, device=device)
+    for operation in operations(device, N, block):
+        for name in (*names, "reference"):
+            call = functools.partial(operation.call, kernels.select(name, device))
+            timing, copying = time_in_turn((call, lambda: target.copy_(source)), repeats, device)
+            rate, copy_rate = operation.moved / timing.median / 1e6, 8 * N / copying.median / 1e6
+            share = f"{rate / copy_rate:.2f}" + (
+                "" if rate >= TARGET * copy_rate or name == "reference" else " (below)"
+            )
+            lines.append(
+                f"| {operation.name} | {name} | {timing} | {rate:.1f} | {copying} | {copy_rate:.1f} | **{share}** |"
+            )
+    return lines
+
+
+def transformer_shapes(elements: int) -> list[tuple[int, ...]]:
+    """Parameters of an encoder as wide as BERT large, as many layers as fit into `elements`; at least one tensor."""
+    width = 1024
+    layer: list[tuple[int, ...]] = [(width, width), (width,)] * 4
+    layer += [(4 * width, width), (4 * width,), (width, 4 * width), (width,)] + [(width,)] * 4
+    per_layer = sum(torch.Size(shape).numel() for shape in layer)
+    embedding: list[tuple[int, ...]] = [(30522, width), (512, width)]
+    left = elements - sum(torch.Size(shape).numel() for shape in embedding)
+    return embedding + layer * (left // per_layer) if left >= 0 else [(elements,)]
+
+
+def model_table(names: Sequence[str], device: torch.device, elements: int, block: int, repeats: int) -> list[str]:
+    """One row of all parameters: encode_momentum, then apply from its own frame, as a single rank does."""
+    numels = [torch.Size(shape).numel() for shape in transformer_shapes(elements)]
+    firsts, at = [], 0
+    for numel in numels:
+        firsts.append(at)
+        at += -(-numel // block)
+    N, segments = at * block, Segments(tuple(firsts), tuple(numels), block)
+    lines = ["| parameters and gradients | kernel | encode ms | decode and update ms | together, × the reference |"]
+    lines.append("|---" * 5 + "|")
+    codec = SignCodec(block)
+    D, error, residual = torch.rand(1, N, device=device) + 1e-3, *(torch.zeros(1, N, device=device) for _ in range(2))
+    old, frames = (torch.zeros(1, codec.frame_bytes(N), dtype=torch.uint8, device=device) for _ in range(2))
+    S, outgoing = len(numels), EncodeOutput(error, frames, None, residual)
+    weight, keep = torch.full((S,), -1e-3, device=device), torch.full((S,), 0.999, device=device)
+    for dtype in (torch.float32, torch.bfloat16):
+        params, grads = ([torch.randn(n, device=device, dtype=dtype) for n in numels] for _ in range(2))
+
+        def encode(kernel: ModuleType, grads: list[Tensor] = grads) -> None:
+            momentum = MomentumInputs(grads, segments, D, old, WEIGHTS)
+            kernel.encode_momentum(momentum, outgoing, block=block, scale="rms")
+
+        def update(kernel: ModuleType, params: list[Tensor] = params) -> None:
+            kernel.apply(frames, N, ParamUpdate(params, segments, weight, keep), block=block)
+
+        timings = {}
+        for name in ("reference", *names):
+            calls = [functools.partial(f, kernels.select(name, device)) for f in (encode, update)]
+            timings[name] = time_in_turn(calls, repeats, device)
+        whole = sum(timing.median for timing in timings["reference"])
+        for name, (encoding, updating) in timings.items():
+            times = whole / (encoding.median + updating.median)
+            kind = f"{sum(numels) / 1e6:.0f} million {str(dtype).removeprefix('torch.')} in {S} tensors"
+            lines.append(f"| {kind} | {name} | {encoding} | {updating} | {times:.1f} |")
+    return lines
