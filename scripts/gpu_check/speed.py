@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import TypedDict
 
 import torch
 from bench.kernels import Timing
@@ -60,42 +61,101 @@ class Operation:
 
 def operations(device: torch.device, N: int, block: int) -> Iterator[Operation]:
     """Over one row of N elements. A generator, so that what one operation alone needs is freed behind it."""
-    codec, int8 = SignCodec(block), Int8Codec(block)
-    B, B8, J = codec.frame_bytes(N), int8.frame_bytes(N), N // block
-    x, error, out = (torch.randn(1, N, device=device) for _ in range(3))
-    counts = torch.full((1, J), block, dtype=torch.int32, device=device)
-    frames, frames8 = (torch.empty(1, b, dtype=torch.uint8, device=device) for b in (B, B8))
-    outgoing = EncodeOutput(error, frames, counts, out)
-    received = torch.empty(ROWS_OF_MEAN, B, dtype=torch.uint8, device=device)
-    for k in range(ROWS_OF_MEAN):
-        reference.encode(torch.randn(1, N, device=device), None, received[k : k + 1], None, block=block, scale="rms")
-    sign = {"block": block, "scale": codec.scale}
+    rows = Rows.made(device, N, block)
+    yield from _sign_operations(rows)
+    yield from _mean_operations(rows)
+    yield from _fused_operations(rows)
+    yield from _int8_operations(rows)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the operations read and write. received_KB: frames of several ranks."""
+
+    block: int
+    x_1N: Tensor
+    error_1N: Tensor
+    out_1N: Tensor
+    counts_1J: Tensor
+    frames_1B: Tensor
+    received_KB: Tensor
+
+    @classmethod
+    def made(cls, device: torch.device, N: int, block: int) -> Rows:
+        """Random ones."""
+        B = SignCodec(block).frame_bytes(N)
+        x_1N, error_1N, out_1N = (torch.randn(1, N, device=device) for _ in range(3))
+        counts_1J = torch.full((1, N // block), block, dtype=torch.int32, device=device)
+        frames_1B = torch.empty(1, B, dtype=torch.uint8, device=device)
+        received_KB = torch.empty(ROWS_OF_MEAN, B, dtype=torch.uint8, device=device)
+        for k in range(ROWS_OF_MEAN):
+            frame_1B, values_1N = received_KB[k : k + 1], torch.randn(1, N, device=device)
+            reference.encode(values_1N, None, frame_1B, None, block=block, scale="rms")
+        return cls(block, x_1N, error_1N, out_1N, counts_1J, frames_1B, received_KB)
+
+    @property
+    def N(self) -> int:
+        return self.x_1N.shape[1]
+
+    @property
+    def B(self) -> int:
+        return self.frames_1B.shape[1]
+
+    @property
+    def sign(self) -> SignOptions:
+        return {"block": self.block, "scale": SignCodec(self.block).scale}
+
+    @property
+    def outgoing(self) -> EncodeOutput:
+        return EncodeOutput(self.error_1N, self.frames_1B, self.counts_1J, self.out_1N)
+
+
+class SignOptions(TypedDict):
+    """Of every encode of sign frames."""
+
+    block: int
+    scale: str
+
+
+def _sign_operations(rows: Rows) -> Iterator[Operation]:
+    N, B, sign = rows.N, rows.B, rows.sign
 
     def encode(e: Tensor | None, c: Tensor | None) -> Callable[[ModuleType], None]:
-        return lambda kernel: kernel.encode(x, e, frames, c, **sign)
+        return lambda kernel: kernel.encode(rows.x_1N, e, rows.frames_1B, c, **sign)
 
     def decode(weight: float, keep: float) -> Callable[[ModuleType], None]:
-        return lambda kernel: kernel.decode(received[:1], out, block=block, weight=weight, keep=keep)
+        frame_1B = rows.received_KB[:1]
+        return lambda kernel: kernel.decode(frame_1B, rows.out_1N, block=rows.block, weight=weight, keep=keep)
 
-    yield Operation("encode, float32 error", 12 * N + B, encode(error, None))
-    yield Operation("encode, float32 error, counts", 12 * N + B + 4 * J, encode(error, counts))
-    yield Operation("encode, bfloat16 error", 10 * N + B, encode(error.bfloat16(), None))
+    yield Operation("encode, float32 error", 12 * N + B, encode(rows.error_1N, None))
+    moved = 12 * N + B + rows.counts_1J.nbytes
+    yield Operation("encode, float32 error, counts", moved, encode(rows.error_1N, rows.counts_1J))
+    yield Operation("encode, bfloat16 error", 10 * N + B, encode(rows.error_1N.bfloat16(), None))
     yield Operation("decode", 4 * N + B, decode(1.0, 0.0))
     yield Operation("decode, 0.9·out + 0.1·value", 8 * N + B, decode(0.1, 0.9))
+
+
+def _mean_operations(rows: Rows) -> Iterator[Operation]:
+    outgoing, sign = rows.outgoing, rows.sign
     for K in (1, ROWS_OF_MEAN):
+        received_KB = rows.received_KB[:K]
         yield Operation(
             f"decode_mean, K={K}",
-            4 * N + K * B,
-            lambda kernel, K=K: kernel.decode_mean(received[:K], out[0], block=block),
+            4 * rows.N + K * rows.B,
+            lambda kernel, received_KB=received_KB: kernel.decode_mean(received_KB, rows.out_1N[0], block=rows.block),
         )
         yield Operation(
             f"encode_mean, K={K}",
-            8 * N + (K + 1) * B,
-            lambda kernel, K=K: kernel.encode_mean(received[:K], outgoing, **sign),
+            8 * rows.N + (K + 1) * rows.B,
+            lambda kernel, received_KB=received_KB: kernel.encode_mean(received_KB, outgoing, **sign),
         )
 
-    segments, D = Segments((0,), (N,), block), torch.rand(1, N, device=device) + 1e-3
-    variance = Variance(D, torch.zeros(1, J, device=device), 1.5, 1e-8)
+
+def _fused_operations(rows: Rows) -> Iterator[Operation]:
+    N, B, device = rows.N, rows.B, rows.x_1N.device
+    outgoing, sign = rows.outgoing, rows.sign
+    segments, D = Segments((0,), (N,), rows.block), torch.rand(1, N, device=device) + 1e-3
+    variance = Variance(D, torch.zeros(1, N // rows.block, device=device), 1.5, 1e-8)
     weight, keep = torch.full((1,), -1e-3, device=device), torch.full((1,), 0.999, device=device)
     for dtype in (torch.float32, torch.bfloat16):
         grads = [torch.randn(N, device=device, dtype=dtype)]
@@ -104,25 +164,31 @@ def operations(device: torch.device, N: int, block: int) -> Iterator[Operation]:
             made_of = MomentumInputs(grads, segments, d, m, WEIGHTS)
             return lambda kernel: kernel.encode_momentum(made_of, outgoing, **sign)
 
+        def apply(kernel: ModuleType, params: list[Tensor] = grads) -> None:
+            update = ParamUpdate(params, segments, weight, keep)
+            kernel.apply(rows.received_KB[:1], N, update, block=rows.block)
+
         size, kind = grads[0].element_size(), str(dtype).removeprefix("torch.")
-        yield Operation(f"encode_momentum, {kind} gradient", (12 + size) * N + 2 * B, momentum(D, received[:1]))
+        packed = rows.received_KB[:1]
+        yield Operation(f"encode_momentum, {kind} gradient", (12 + size) * N + 2 * B, momentum(D, packed))
         if dtype == torch.float32:
             moved = (16 + size) * N + B
-            yield Operation("encode_momentum, a variance, float32 momentum", moved, momentum(variance, x))
-        yield Operation(
-            f"apply, {kind} parameters",
-            2 * size * N + B,
-            lambda kernel, p=grads: kernel.apply(received[:1], N, ParamUpdate(p, segments, weight, keep), block=block),
-        )
+            yield Operation("encode_momentum, a variance, float32 momentum", moved, momentum(variance, rows.x_1N))
+        yield Operation(f"apply, {kind} parameters", 2 * size * N + B, apply)
+
+
+def _int8_operations(rows: Rows) -> Iterator[Operation]:
+    N, block = rows.N, rows.block
+    frames_1B = torch.empty(1, Int8Codec(block).frame_bytes(N), dtype=torch.uint8, device=rows.x_1N.device)
     yield Operation(
         "int8_encode, float32 error",
-        12 * N + B8,
-        lambda kernel: kernel.int8_encode(x, error, frames8, counts, block=block),
+        12 * N + frames_1B.nbytes,
+        lambda kernel: kernel.int8_encode(rows.x_1N, rows.error_1N, frames_1B, rows.counts_1J, block=block),
     )
     yield Operation(
         "int8_decode, 0.9·out + 0.1·value",
-        8 * N + B8,
-        lambda kernel: kernel.int8_decode(frames8, out, block=block, weight=0.1, keep=0.9),
+        8 * N + frames_1B.nbytes,
+        lambda kernel: kernel.int8_decode(frames_1B, rows.out_1N, block=block, weight=0.1, keep=0.9),
     )
 
 
