@@ -281,7 +281,7 @@ Validation loss after {outcome.steps} steps, nats per byte, simulated ranks:
 
 
 def write(outcome: Outcome) -> None:
-    """Into docs/results.md, between its marks, and into the record. Raises DirtyTreeError where the tree is no commit."""
+    """Into docs/results.md, between its marks, and into the record. Raises DirtyTreeError, as `refuse_dirty_tree`."""
     refuse_dirty_tree(RECORD)
     before, _, rest = RESULTS.read_text().partition(BEGIN)
     RESULTS.write_text(f"{before}{BEGIN}\n\n{markdown(outcome)}\n{END}{rest.partition(END)[2]}")
