@@ -178,7 +178,7 @@ def _place_gradients(p: DTensor) -> None:
     all-reduce of it over the tensor axis per backward pass. FSDP2 does the same itself, and has parameters of its own.
     """
     placements = p.placements
-    p.register_hook(lambda g: g if g.placements == placements else g.redistribute(placements=placements))  # type: ignore[no-untyped-call]
+    p.register_hook(lambda g: g if g.placements == placements else g.redistribute(placements=placements))
 
 
 # -------------------------------------------------------------------------------- where a cut sequence begins and ends
