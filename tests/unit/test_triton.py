@@ -13,14 +13,21 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import fused_cases
 import gpu_cases
 import pytest
 import torch
+from kernel_inputs import frames_for, function
+from torch import Tensor
 
-from onebit.comm import SignCodec, kernels
+from onebit.comm import EncodeOutput, MomentumInputs, ParamUpdate, Segments, SignCodec, Variance, kernels
 from onebit.comm.kernels import reference
 
 CASES = Path(__file__).parents[1] / "support" / "triton_cases.py"
@@ -67,102 +74,154 @@ def test_interpreted(name: str) -> None:
 
 # Compiled for GPUs that are not here
 
-ENCODE = dict(x="*fp32", x_stride="i64", error="*fp32", error_stride="i64", words="*i64", words_stride="i64",
-              codes="*i8", codes_stride="i64", halves="*i16", halves_stride="i64", halves_per_row="i32", counts="*i32",
-              counts_stride="i64", K="i32", J="i32")  # fmt: skip
-DECODE = dict(words="*i64", words_stride="i64", codes="*i64", codes_stride="i64", halves="*i16", halves_stride="i64",
-              out="*fp32", out_stride="i64", K="i32", words_per_row="i32", units_per_row="i32", weight="fp32",
-              keep="fp32", share="fp32")  # fmt: skip
-INT8_DECODE = DECODE | dict(codes="*i8")
-SIGN_256 = dict(BLOCK=256, U=16, IS_SIGN=True)
-INT8_256 = dict(BLOCK=256, U=64, IS_SIGN=False)
-MEAN = ENCODE | dict(received="*i64", received_stride="i64", received_halves="*i16", received_halves_stride="i64",
-                     share="fp32", residual="*fp32")  # fmt: skip
-TENSORS = dict(owners="*i32", grads="*i64", params="*i64", layout="*i64", S="i32")
-MOMENTUM = ENCODE | TENSORS | dict(
-    D="*fp32", floor="*fp32", correction="fp32", eps="fp32", m_words="*i64", m_words_stride="i64", m_halves="*i16",
-    m_halves_stride="i64", m="*fp32", keep="fp32", add="fp32", own="fp32", unscale="fp32", residual="*fp32",
-)  # fmt: skip
-APPLY = DECODE | TENSORS | dict(weight="*fp32", keep="*fp32")
-FLOAT32, BFLOAT16, FLOAT16 = 2, 4, 8
-ENCODE_256 = dict(BLOCK=256, P=32, MEAN_ABS=False, KEEP=True)
-ENCODE_64 = ENCODE_256 | dict(BLOCK=64)  # the same operations, a quarter as often: compiles in a quarter of the time
-MOMENTUM_64 = ENCODE_64 | dict(KINDS=FLOAT32, ALIGNED=True)
-LARGE = dict(BLOCK=2048, P=32, MEAN_ABS=False, KEEP=False)
-COMPILED: dict[str, tuple[str, dict[str, str], dict[str, object]]] = {
-    "encode": ("encode_blocks", ENCODE, ENCODE_256),
-    "encode without error and counts": ("encode_blocks", ENCODE, ENCODE_64 | dict(error=None, counts=None)),
-    "encode, bfloat16 error, mean_abs": (
-        "encode_blocks",
-        ENCODE | dict(error="*i16"),
-        ENCODE_64 | dict(MEAN_ABS=True),
-    ),
-    "encode, large blocks": ("encode_blocks", ENCODE, LARGE),
-    "decode": ("decode_units", DECODE, SIGN_256 | dict(WEIGHTED=False, READS_OUT=False)),
-    "decode, keep·out + weight·value": ("decode_units", DECODE, SIGN_256 | dict(WEIGHTED=True, READS_OUT=True)),
-    "decode_mean": ("decode_mean_units", DECODE, SIGN_256),
-    "encode_mean": ("encode_mean_blocks", MEAN, ENCODE_64),
-    "encode_momentum": ("encode_momentum_blocks", MOMENTUM, MOMENTUM_64 | dict(floor=None, m=None)),
-    "encode_momentum, a variance, float32 momentum": (
-        "encode_momentum_blocks",
-        MOMENTUM,
-        MOMENTUM_64 | dict(m_words=None, m_halves=None),
-    ),
-    "encode_momentum, every type": (
-        "encode_momentum_blocks",
-        MOMENTUM | dict(error="*i16", residual="*i16"),
-        MOMENTUM_64 | dict(floor=None, m=None, KINDS=FLOAT32 | BFLOAT16 | FLOAT16, ALIGNED=False),
-    ),
-    "encode_momentum, large blocks": (
-        "encode_momentum_blocks",
-        MOMENTUM,
-        LARGE | dict(floor=None, m=None, KINDS=FLOAT32, ALIGNED=True),
-    ),
-    "apply": ("apply_words", APPLY, dict(BLOCK=256, W=16, KINDS=FLOAT32, ALIGNED=True)),
-    "apply, every type": (
-        "apply_words",
-        APPLY,
-        dict(BLOCK=256, W=16, KINDS=FLOAT32 | BFLOAT16 | FLOAT16, ALIGNED=False),
-    ),
-    "int8_encode": ("int8_encode_blocks", ENCODE, dict(BLOCK=256, P=32, KEEP=True)),
-    "int8_decode": ("decode_units", INT8_DECODE, INT8_256 | dict(WEIGHTED=True, READS_OUT=True)),
-    "int8_decode_mean": ("decode_mean_units", INT8_DECODE, INT8_256),
+
+CAPABILITIES = (80, 90, 100)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rows(block: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(2, 2 * block, dtype=dtype)
+
+
+def owed(block: int, dtype: torch.dtype | None = torch.float32) -> Tensor | None:
+    return None if dtype is None else rows(block, dtype)
+
+
+def counts(block: int) -> Tensor:
+    return torch.full((2, 2), block, dtype=torch.int32)
+
+
+def pieces(block: int, dtypes: tuple[torch.dtype, ...]) -> tuple[list[Tensor], Segments]:
+    """One tensor of each type, a block long, which start at multiples of 16 bytes where there is one type alone."""
+    start = 0 if len(dtypes) == 1 else 1
+    tensors = [torch.zeros(block + start, dtype=dtype)[start:] for dtype in dtypes]
+    return tensors, Segments(tuple(range(len(dtypes))), (block,) * len(dtypes), block)
+
+
+def encode(block: int, *, error: torch.dtype | None = torch.float32, scale: str = "rms", counted: bool = True) -> None:
+    out = frames_for(2, 2 * block, block), counts(block) if counted else None
+    backend().encode(rows(block), owed(block, error), *out, block=block, scale=scale)
+
+
+def int8_encode(block: int) -> None:
+    frames = frames_for(2, 2 * block, block, frame="int8")
+    backend().int8_encode(rows(block), rows(block), frames, counts(block), block=block)
+
+
+def decode(block: int, *, frame: str = "rms", weight: float = 1.0, keep: float = 0.0) -> None:
+    frames = frames_for(2, 2 * block, block, frame=frame)
+    function(backend(), "decode", frame)(frames, rows(block), block=block, weight=weight, keep=keep)
+
+
+def decode_mean(block: int, *, frame: str = "rms") -> None:
+    frames = frames_for(2, 2 * block, block, frame=frame)
+    function(backend(), "decode_mean", frame)(frames, rows(block)[0], block=block)
+
+
+def encode_mean(block: int) -> None:
+    out = EncodeOutput(rows(block)[:1], frames_for(1, 2 * block, block), counts(block)[:1], rows(block)[:1])
+    backend().encode_mean(frames_for(3, 2 * block, block), out, block=block, scale="rms")
+
+
+def encode_momentum(
+    block: int,
+    *,
+    packed: bool = True,
+    variance: bool = False,
+    dtypes: tuple[torch.dtype, ...] = FLOATS[:1],
+    error: torch.dtype = torch.float32,
+) -> None:
+    tensors, segments = pieces(block, dtypes)
+    D = Variance(rows(block), torch.zeros(2, 2), 1.25, 1e-8) if variance else rows(block)
+    old = frames_for(2, 2 * block, block) if packed else rows(block)
+    momentum = MomentumInputs(tensors, segments, D, old, fused_cases.WEIGHTS)
+    out = EncodeOutput(rows(block, error), frames_for(2, 2 * block, block), counts(block), rows(block, error))
+    backend().encode_momentum(momentum, out, block=block, scale="rms")
+
+
+def apply(block: int, *, dtypes: tuple[torch.dtype, ...] = FLOATS[:1]) -> None:
+    tensors, segments = pieces(block, dtypes)
+    update = ParamUpdate(tensors, segments, torch.zeros(len(dtypes)), torch.zeros(len(dtypes)))
+    backend().apply(frames_for(2, 2 * block, block), 2 * block, update, block=block)
+
+
+# 64: the same operations as in 256, the usual block, a quarter as often; compiles in a quarter of the time.
+COMPILED: dict[str, tuple[Callable[[int], None], int]] = {
+    "encode": (encode, 256),
+    "encode without error and counts": (partial(encode, error=None, counted=False), 64),
+    "encode, bfloat16 error, mean_abs": (partial(encode, error=torch.bfloat16, scale="mean_abs"), 64),
+    "encode, large blocks": (encode, 2048),
+    "decode": (decode, 256),
+    "decode, keep·out + weight·value": (partial(decode, weight=0.1, keep=0.9), 256),
+    "decode_mean": (decode_mean, 256),
+    "encode_mean": (encode_mean, 64),
+    "encode_mean, large blocks": (encode_mean, 2048),
+    "encode_momentum": (encode_momentum, 64),
+    "encode_momentum, a variance, float32 momentum": (partial(encode_momentum, packed=False, variance=True), 64),
+    "encode_momentum, every type": (partial(encode_momentum, dtypes=FLOATS, error=torch.bfloat16), 64),
+    "encode_momentum, large blocks": (encode_momentum, 2048),
+    "apply": (apply, 256),
+    "apply, every type": (partial(apply, dtypes=FLOATS), 256),
+    "int8_encode": (int8_encode, 256),
+    "int8_encode, large blocks": (int8_encode, 2048),
+    "int8_decode": (partial(decode, frame="int8", weight=0.1, keep=0.9), 256),
+    "int8_decode_mean": (partial(decode_mean, frame="int8"), 256),
 }
 
 
+def backend() -> ModuleType:
+    from onebit.comm.kernels.triton import backend
+
+    return backend
+
+
+class NoGpu:
+    """In the place of Triton's driver: kernels are compiled for a GPU of this compute capability, and not launched."""
+
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> object:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return int(self.target.arch)  # Triton keeps what it compiled by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling(capability: int) -> Iterator[list[Any]]:
+    """The backend takes host tensors and compiles what it would launch on them; the list is of what was compiled."""
+    import triton
+
+    from onebit.comm.kernels.triton import lanes
+
+    compiled = []
+    run = triton.JITFunction.run
+
+    def compile_alone(kernel: Any, *args: Any, **options: Any) -> None:
+        compiled.append(run(kernel, *args, **options | {"warmup": True}))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.JITFunction, "run", compile_alone)
+        patch.setattr(triton.runtime.driver, "_active", NoGpu(capability))
+        patch.setitem(vars(lanes.EDGE), "device", "cpu")
+        yield compiled
+
+
 def ptx_of(name: str, capability: int) -> str:
-    """Compile a case for compute capability 8.0, 9.0, … down to machine code; its PTX.
+    """Compile a case for compute capability 8.0, 9.0, … down to machine code, as its launch would; its PTX.
 
     In blocks of 256, the usual ones, for 9.0 alone; otherwise in blocks of 64.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from onebit.comm.kernels.triton import apply as triton_apply
-    from onebit.comm.kernels.triton import backend as kernel
-    from onebit.comm.kernels.triton import decode as triton_decode
-    from onebit.comm.kernels.triton import int8 as triton_int8
-    from onebit.comm.kernels.triton import lanes as triton_lanes
-    from onebit.comm.kernels.triton import mean as triton_mean
-    from onebit.comm.kernels.triton import momentum as triton_momentum
-
-    function, types, constants = COMPILED[name]
-    if capability != 90 and constants["BLOCK"] == 256:
-        constants = constants | {"BLOCK": 64}
-    modules = (kernel, triton_apply, triton_decode, triton_int8, triton_mean, triton_momentum)
-    compiled = next(getattr(module, function) for module in modules if hasattr(module, function))
-    signature = {arg: "constexpr" if arg in constants else types[arg] for arg in compiled.arg_names}
-    aligned = [arg for arg in ("x", "x_stride", "error", "error_stride", "words", "codes", "codes_stride", "halves",
-                               "out", "out_stride", "D", "m", "residual")
-               if signature.get(arg, "constexpr") != "constexpr"]  # fmt: skip
-    source = ASTSource(
-        fn=compiled,
-        signature=signature,
-        constexprs=constants,
-        attrs={(compiled.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in aligned},
-    )
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=triton_lanes.OPTIONS)
+    call, block = COMPILED[name]
+    with compiling(capability) as compiled:
+        call(64 if capability != 90 and block == 256 else block)
+    (binary,) = compiled
     assert binary.asm["cubin"][:4] == b"\x7fELF"
     ptx = binary.asm["ptx"]
     assert f".target sm_{capability}" in ptx
@@ -171,7 +230,7 @@ def ptx_of(name: str, capability: int) -> str:
 
 @needs_triton
 @not_interpreted
-@pytest.mark.parametrize("capability", (80, 90, 100))
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_to_operations_that_round_once(name: str, capability: int) -> None:
     ptx = ptx_of(name, capability)
@@ -199,6 +258,27 @@ def test_gradients_and_parameters_too(name: str, inputs: int) -> None:
     ptx = ptx_of(name, 90)
     rows = 4 if name == "encode_momentum" else 2
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= inputs * rows
+
+
+@needs_triton
+@not_interpreted
+def test_sizes_do_not_make_other_kernels() -> None:
+    """One row of one block, of one tensor, runs what three rows run: to compile a kernel takes seconds."""
+    hashes = []
+    for K, J, S in ((1, 1, 1), (3, 4, 12)):
+        case = fused_cases.Case(K, J, 64, (64,) * S, (torch.float32,) * S)
+        case_segments = Segments(tuple(range(S)), case.numels, 64)
+        tensors, ones, residual = fused_cases.tensors_of(case, 0), torch.ones(S), torch.zeros(K, case.N)
+        frames, sent = fused_cases.frames_of(case, 0), fused_cases.garbage(case, K)
+        momentum = MomentumInputs(tensors, case_segments, torch.ones(K, case.N), frames, fused_cases.WEIGHTS)
+        with compiling(90) as compiled:
+            backend().encode_momentum(momentum, EncodeOutput(None, sent, None, residual), block=64, scale="rms")
+            backend().encode_mean(frames, EncodeOutput(None, sent[:1], None, residual[:1]), block=64, scale="rms")
+            backend().decode_mean(frames, residual[0], block=64)
+            backend().decode(frames, residual, block=64, weight=1.0, keep=0.0)
+            backend().apply(frames, case.N, ParamUpdate(tensors, case_segments, ones, ones), block=64)
+        hashes.append([binary.hash for binary in compiled])
+    assert hashes[0] == hashes[1]
 
 
 # Selection

@@ -1,6 +1,6 @@
 """Kernels: decoding in Triton. The two frames differ in how a code becomes a value, and in nothing else here.
 
-Rests on `lanes.py`; `backend.py` and `int8.py` offer these functions for their frames.
+Rests on `lanes.py`; `backend.py` offers these functions for both frames.
 
 Shape legend: K rows, N elements, J blocks, B bytes. In the kernels: U units per program, words of 64 sign bits or 16
 bytes of int8.
@@ -8,13 +8,14 @@ bytes of int8.
 
 from __future__ import annotations
 
-import torch
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..arguments import SIGN, Frame
-from .lanes import EDGE, OPTIONS, codes_of, from_bfloat16, launching_on
+from .lanes import EDGE, OPTIONS, Frames, Rows, frames_of, from_bfloat16, launching_on, rows_of
 
 UNITS = {"sign": 16, "int8": 64}
 """U."""
@@ -23,25 +24,26 @@ _ELEMENTS = {"sign": 64, "int8": 16}
 """Of a unit."""
 
 
+class Weights(NamedTuple):
+    """out ← keep·out + weight·values."""
+
+    weight: float
+    keep: float
+
+
 def decode(frame: Frame, frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None:
     """out ← keep·out + weight·values; out float32 [K, N]. With keep = 0 the old content of out is not read."""
     K, J = EDGE.check_decode(frame, frames_KB, out_KN, block=block)
     if K * J == 0:
         return
-    codes, halves, U = codes_of(frame, frames_KB), frames_KB.view(torch.int16), UNITS[frame.name]
-    units_per_row = J * block // _ELEMENTS[frame.name]
+    units_per_row, U = J * block // _ELEMENTS[frame.name], UNITS[frame.name]
     with launching_on(out_KN.device):
         decode_units[(triton.cdiv(K * units_per_row, U),)](
-            codes,
-            codes.stride(0),
-            halves,
-            halves.stride(0),
-            out_KN,
-            out_KN.stride(0),
+            frames_of(frame, frames_KB),
+            rows_of(out_KN),
+            Weights(float(weight), float(keep)),
             K,
             units_per_row,
-            float(weight),
-            float(keep),
             BLOCK=block,
             U=U,
             IS_SIGN=frame == SIGN,
@@ -56,23 +58,40 @@ def decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int) -
     K, J = EDGE.check_decode_mean(frame, frames_KB, out_N, block=block)
     if J == 0:
         return
-    codes, halves, U = codes_of(frame, frames_KB), frames_KB.view(torch.int16), UNITS[frame.name]
-    units_per_row = J * block // _ELEMENTS[frame.name]
+    units_per_row, U = J * block // _ELEMENTS[frame.name], UNITS[frame.name]
     with launching_on(out_N.device):
         decode_mean_units[(triton.cdiv(units_per_row, U),)](
-            codes,
-            codes.stride(0),
-            halves,
-            halves.stride(0),
+            frames_of(frame, frames_KB),
             out_N,
+            1.0 / K,
             K,
             units_per_row,
-            1.0 / K,
             BLOCK=block,
             U=U,
             IS_SIGN=frame == SIGN,
             **OPTIONS,
         )
+
+
+class Units(NamedTuple):
+    """Where the codes of units lie, and the scales of their blocks: [U]."""
+
+    codes_at: tl.tensor
+    scale_at: tl.tensor
+
+
+@triton.jit
+def units_of(
+    frames: Frames, k: tl.tensor, u: tl.tensor, units_per_row: tl.tensor, BLOCK: tl.constexpr, IS_SIGN: tl.constexpr
+) -> Units:
+    """Units u of rows k."""
+    UNIT: tl.constexpr = 64 if IS_SIGN else 16
+    CODES: tl.constexpr = 1 if IS_SIGN else 16
+    HALVES: tl.constexpr = 4 if IS_SIGN else 8
+    return Units(
+        codes_at=frames.codes + k * frames.codes_stride + u * CODES,
+        scale_at=frames.halves + k * frames.halves_stride + units_per_row.to(tl.int64) * HALVES + u // (BLOCK // UNIT),
+    )
 
 
 @triton.jit
@@ -92,68 +111,56 @@ def values_at(codes_at: tl.tensor, scale_at: tl.tensor, inside: tl.tensor, IS_SI
 
 @triton.jit(do_not_specialize=["K", "units_per_row"])
 def decode_units(
-    codes: tl.tensor,
-    codes_stride: tl.tensor,
-    halves: tl.tensor,
-    halves_stride: tl.tensor,
-    out: tl.tensor,
-    out_stride: tl.tensor,
+    frames: Frames,
+    out: Rows,
+    weights: Weights,
     K: tl.tensor,
     units_per_row: tl.tensor,
-    weight: tl.tensor,
-    keep: tl.tensor,
     BLOCK: tl.constexpr,
     U: tl.constexpr,
     IS_SIGN: tl.constexpr,
     WEIGHTED: tl.constexpr,
     READS_OUT: tl.constexpr,
 ) -> None:
-    """U units. codes: int64 words, or int8. halves: the frames as int16, in which the scales lie behind the codes."""
+    """U units."""
     UNIT: tl.constexpr = 64 if IS_SIGN else 16
-    CODES: tl.constexpr = 1 if IS_SIGN else 16
-    HALVES: tl.constexpr = 4 if IS_SIGN else 8
     g = tl.program_id(0) * U + tl.arange(0, U)
     inside = g < K * units_per_row
     k = (g // units_per_row).to(tl.int64)
     u = (g % units_per_row).to(tl.int64)
-    scale_at = halves + k * halves_stride + units_per_row * HALVES + u // (BLOCK // UNIT)
-    values = values_at(codes + k * codes_stride + u * CODES, scale_at, inside, IS_SIGN)
+    units = units_of(frames, k, u, units_per_row, BLOCK, IS_SIGN)
+    values = values_at(units.codes_at, units.scale_at, inside, IS_SIGN)
     if WEIGHTED:
-        values = values * weight
+        values = values * weights.weight
     element = tl.arange(0, UNIT)[None, :]
-    out_at = out + (k * out_stride + u * UNIT)[:, None] + element
+    out_at = out.at + (k * out.stride + u * UNIT)[:, None] + element
     mask = inside[:, None] & (element < UNIT)
     if READS_OUT:
-        values = tl.load(out_at, mask=mask, other=0.0) * keep + values
+        values = tl.load(out_at, mask=mask, other=0.0) * weights.keep + values
     tl.store(out_at, values, mask=mask)
 
 
 @triton.jit(do_not_specialize=["K", "units_per_row"])
 def decode_mean_units(
-    codes: tl.tensor,
-    codes_stride: tl.tensor,
-    halves: tl.tensor,
-    halves_stride: tl.tensor,
+    frames: Frames,
     out: tl.tensor,
+    share: tl.tensor,
     K: tl.tensor,
     units_per_row: tl.tensor,
-    share: tl.tensor,
     BLOCK: tl.constexpr,
     U: tl.constexpr,
     IS_SIGN: tl.constexpr,
 ) -> None:
-    """U units, as in `decode_units`, their sum over the K rows in registers."""
+    """U units, their sum over the K rows in registers."""
     UNIT: tl.constexpr = 64 if IS_SIGN else 16
-    CODES: tl.constexpr = 1 if IS_SIGN else 16
-    HALVES: tl.constexpr = 4 if IS_SIGN else 8
     u = (tl.program_id(0) * U + tl.arange(0, U)).to(tl.int64)
     inside = u < units_per_row
-    codes_at = codes + u * CODES
-    scale_at = halves + units_per_row.to(tl.int64) * HALVES + u // (BLOCK // UNIT)
+    units = units_of(frames, 0, u, units_per_row, BLOCK, IS_SIGN)
+    codes_at, scale_at = units.codes_at, units.scale_at
     total = values_at(codes_at, scale_at, inside, IS_SIGN)
     for _ in range(1, K):
-        codes_at += codes_stride
-        scale_at += halves_stride
+        codes_at += frames.codes_stride
+        scale_at += frames.halves_stride
         total += values_at(codes_at, scale_at, inside, IS_SIGN)
     element = tl.arange(0, UNIT)[None, :]
     tl.store(out + (u * UNIT)[:, None] + element, total * share, mask=inside[:, None] & (element < UNIT))

@@ -1,61 +1,96 @@
 """Kernels: how those in Triton read and write tensors where they lie, of several types, through their addresses.
 
-Rests on `lanes.py`; the tables are those of `gpu_tables.py`.
+Rests on `lanes.py`; the tables are those of `gpu_tables.py`. Shape legend: in the kernel, P pieces of a program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..gpu_tables import kind
+from ..gpu_tables import Table, kind
 from .lanes import from_bfloat16, nearest_bfloat16
 
 
-def kinds_of(tensors: Sequence[Tensor | None]) -> int:
-    """KINDS of the functions below. Bit k: some tensor is of kind k; what is not there costs the kernel nothing."""
-    return sum(1 << k for k in {kind(x) for x in tensors if x is not None})
+class Tensors(NamedTuple):
+    """A `Table` for the kernel.
+
+    pointers, layout: int64 [2, S]. KINDS: bit k says that some tensor is of kind k; what is not there costs nothing.
+    ALIGNED: whether all start at multiples of 16 bytes.
+    """
+
+    owners: tl.tensor
+    pointers: tl.tensor
+    layout: tl.tensor
+    KINDS: tl.constexpr
+    ALIGNED: tl.constexpr
 
 
-def are_aligned(tensors: Sequence[Tensor | None]) -> bool:
-    """ALIGNED of the functions below."""
-    return all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
+class Pieces(NamedTuple):
+    """P pieces of tensors: the tensor of each [P], its kind, the address of the piece, int64, and the elements left.
+
+    s: -1 where no tensor lies. The others: [P, 1].
+    """
+
+    s: tl.tensor
+    kind: tl.tensor
+    address: tl.tensor
+    left: tl.tensor
+
+
+def tensors_of(table: Table) -> Tensors:
+    there = [x for x in table.tensors if x is not None]
+    kinds = sum(1 << k for k in {kind(x) for x in there})
+    is_aligned = all(x.data_ptr() % 16 == 0 for x in there)
+    return Tensors(table.owners, table.pointers, table.layout, tl.constexpr(kinds), tl.constexpr(is_aligned))
+
+
+@triton.jit
+def pieces_of(
+    tensors: Tensors,
+    block: tl.tensor,
+    offset: tl.tensor,
+    inside: tl.tensor,
+    S: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> Pieces:
+    """The pieces that start at these elements of these blocks, [P]."""
+    s = tl.load(tensors.owners + block, mask=inside, other=-1)
+    owned = s >= 0
+    kind = tl.load(tensors.pointers + S + s, mask=owned, other=0)[:, None]
+    start = (block - tl.load(tensors.layout + s, mask=owned, other=0)) * BLOCK + offset
+    left = (tl.load(tensors.layout + S + s, mask=owned, other=0) - start)[:, None]
+    first = tl.load(tensors.pointers + s, mask=owned, other=0)[:, None]
+    return Pieces(s=s, kind=kind, address=first + start[:, None] * tl.where(kind == 1, 4, 2), left=left)
 
 
 @triton.jit
 def load_where_they_lie(
-    address: tl.tensor,
-    kind: tl.tensor,
-    left: tl.tensor,
-    offset: tl.tensor,
-    element: tl.tensor,
-    SIZE: tl.constexpr,
-    KINDS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    tensors: Tensors, pieces: Pieces, offset: tl.tensor, element: tl.tensor, SIZE: tl.constexpr
 ) -> tl.tensor:
-    """`element` of each of several tensors, float32; 0 from element `left` on.
+    """Elements offset + `element` of each piece, float32; 0 where the tensor has ended.
 
-    address: of the first element [P, 1], int64; left: [P, 1]. What is there as a whole, SIZE elements, is read 16 bytes
-    at a time where ALIGNED; a rest one by one, for a mask by element allows nothing else.
+    A piece that is there as a whole, SIZE elements, is read 16 bytes at a time where ALIGNED; a rest one by one, for a
+    mask by element allows nothing else.
     """
+    kind, left = pieces.kind, pieces.left
     is_whole = (left >= SIZE) & (element >= 0)
     is_rest = (left < SIZE) & (offset + element < left)
     values = tl.zeros(is_whole.shape, tl.float32)
-    if KINDS & 2:
-        at = _pointer(address, tl.float32, ALIGNED) + offset + element
+    if tensors.KINDS & 2:
+        at = _pointer(pieces, tl.float32, tensors.ALIGNED) + offset + element
         whole = tl.load(at, mask=is_whole & (kind == 1), other=0.0)
         rest = tl.load(at, mask=is_rest & (kind == 1), other=0.0)
         values = tl.where(kind == 1, tl.where(left >= SIZE, whole, rest), values)
-    if KINDS & 4:
-        at = _pointer(address, tl.int16, ALIGNED) + offset + element
+    if tensors.KINDS & 4:
+        at = _pointer(pieces, tl.int16, tensors.ALIGNED) + offset + element
         whole = tl.load(at, mask=is_whole & (kind == 2), other=0)
         rest = tl.load(at, mask=is_rest & (kind == 2), other=0)
         values = tl.where(kind == 2, from_bfloat16(tl.where(left >= SIZE, whole, rest)), values)
-    if KINDS & 8:
-        at = _pointer(address, tl.float16, ALIGNED) + offset + element
+    if tensors.KINDS & 8:
+        at = _pointer(pieces, tl.float16, tensors.ALIGNED) + offset + element
         whole = tl.load(at, mask=is_whole & (kind == 3), other=0.0)
         rest = tl.load(at, mask=is_rest & (kind == 3), other=0.0)
         values = tl.where(kind == 3, tl.where(left >= SIZE, whole, rest).to(tl.float32), values)
@@ -63,36 +98,30 @@ def load_where_they_lie(
 
 
 @triton.jit
-def _pointer(address: tl.tensor, TYPE: tl.constexpr, ALIGNED: tl.constexpr) -> tl.tensor:
-    pointer = address.to(tl.pointer_type(TYPE))
-    return tl.multiple_of(pointer, (16, 16)) if ALIGNED else pointer
-
-
-@triton.jit
 def store_where_they_lie(
-    address: tl.tensor,
-    kind: tl.tensor,
-    left: tl.tensor,
-    element: tl.tensor,
-    values: tl.tensor,
-    SIZE: tl.constexpr,
-    KINDS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    tensors: Tensors, pieces: Pieces, element: tl.tensor, values: tl.tensor, SIZE: tl.constexpr
 ) -> None:
     """As `load_where_they_lie`."""
+    kind, left = pieces.kind, pieces.left
     is_whole = (left >= SIZE) & (element >= 0)
     is_rest = (left < SIZE) & (element < left)
-    if KINDS & 2:
-        at = _pointer(address, tl.float32, ALIGNED) + element
+    if tensors.KINDS & 2:
+        at = _pointer(pieces, tl.float32, tensors.ALIGNED) + element
         tl.store(at, values, mask=is_whole & (kind == 1))
         tl.store(at, values, mask=is_rest & (kind == 1))
-    if KINDS & 4:
-        at = _pointer(address, tl.int16, ALIGNED) + element
+    if tensors.KINDS & 4:
+        at = _pointer(pieces, tl.int16, tensors.ALIGNED) + element
         bits = nearest_bfloat16(values)
         tl.store(at, bits, mask=is_whole & (kind == 2))
         tl.store(at, bits, mask=is_rest & (kind == 2))
-    if KINDS & 8:
-        at = _pointer(address, tl.float16, ALIGNED) + element
+    if tensors.KINDS & 8:
+        at = _pointer(pieces, tl.float16, tensors.ALIGNED) + element
         near = values.to(tl.float16)
         tl.store(at, near, mask=is_whole & (kind == 3))
         tl.store(at, near, mask=is_rest & (kind == 3))
+
+
+@triton.jit
+def _pointer(pieces: Pieces, TYPE: tl.constexpr, ALIGNED: tl.constexpr) -> tl.tensor:
+    pointer = pieces.address.to(tl.pointer_type(TYPE))
+    return tl.multiple_of(pointer, (16, 16)) if ALIGNED else pointer

@@ -1,0 +1,145 @@
+"""Kernels: what makes the sign frame and the int8 frame of c, in Triton. In nothing else do their encodings differ.
+
+CODE, everywhere: "rms", "mean_abs" (the scales of a sign frame) or "int8". Rests on `lanes.py`; `encode.py` calls it.
+
+Shape legend: in the kernel, P blocks of a program.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .lanes import from_bfloat16, nearest_bfloat16, sum_in_halves
+
+
+class Blocks(NamedTuple):
+    """The P blocks of a program. Block b of all is block j of row k of J blocks.
+
+    b, k, j, inside (whether there is such a block): [P]; lane: [1, 16]; mask, inside for each lane: [P, 16].
+    inputs: how many tensors or frames c is made of.
+    """
+
+    b: tl.tensor
+    k: tl.tensor
+    j: tl.tensor
+    J: tl.tensor
+    inputs: tl.tensor
+    inside: tl.tensor
+    lane: tl.tensor
+    mask: tl.tensor
+
+
+class Outputs(NamedTuple):
+    """Where the output of a program's blocks goes, and what enters it: what is owed, and counts of real elements.
+
+    error_at: [P, 16] or None. count: [P] or None. codes_at: [P] words of sign bits, or [P, 16] bytes of int8.
+    """
+
+    error_at: tl.tensor
+    count: tl.tensor
+    codes_at: tl.tensor
+    residual_at: tl.tensor
+
+
+@triton.jit
+def nothing_measured(P: tl.constexpr, CODE: tl.constexpr) -> tl.tensor:
+    """`measured` of no rows."""
+    return tl.zeros([P, 16], tl.int32 if CODE == "int8" else tl.float32)
+
+
+@triton.jit
+def measured(acc: tl.tensor, rows: tl.tuple, ROWS: tl.constexpr, CODE: tl.constexpr) -> tl.tensor:
+    """What scales are made of, in 16 lanes [P, 16]: sums of squares or of sizes, in the order of the rows.
+
+    For int8 the bits of the largest size: an infinity is above every number, and a NaN above both.
+    """
+    for q in tl.static_range(ROWS):
+        c = rows[q]
+        if CODE == "int8":
+            acc = tl.maximum(acc, c.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        else:
+            acc += tl.abs(c) if CODE == "mean_abs" else c * c
+    return acc
+
+
+@triton.jit
+def scale_of(acc: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr, P: tl.constexpr, CODE: tl.constexpr) -> tl.tensor:
+    """The bits of bfloat16 scales, int32 [P], of what was measured; 0x7FC0 for blocks that travel as NaN."""
+    return _int8_scale(acc, P) if CODE == "int8" else _sign_scale(acc, count, BLOCK, P, CODE)
+
+
+@triton.jit
+def _sign_scale(
+    acc: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr, P: tl.constexpr, CODE: tl.constexpr
+) -> tl.tensor:
+    n = tl.full([P], BLOCK, tl.float32) if count is None else tl.maximum(count, 1).to(tl.float32)
+    mean = tl.div_rn(sum_in_halves(acc, P), n)
+    exact = (mean if CODE == "mean_abs" else tl.sqrt_rn(mean)).to(tl.int32, bitcast=True)
+    bad = (exact < 0) | (exact >= 0x7F7F8000)
+    return tl.where(bad, 0x7FC0, (exact + 0x7FFF + ((exact >> 16) & 1)) >> 16)
+
+
+@triton.jit
+def _int8_scale(largest: tl.tensor, P: tl.constexpr) -> tl.tensor:
+    """Rounded up to bfloat16."""
+    bits = tl.max(largest, axis=1)
+    exact = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full([P], 127.0, tl.float32))
+    not_below = (exact.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+    farthest = from_bfloat16(not_below) * 128.0
+    bad = (bits >= 0x7F800000) | (farthest.to(tl.int32, bitcast=True) >= 0x7F800000)
+    return tl.where(bad, 0x7FC0, not_below)
+
+
+@triton.jit
+def leave_rows(
+    rows: tl.tuple,
+    out: Outputs,
+    blocks: Blocks,
+    at: tl.tensor,
+    scale: tl.tensor,
+    P: tl.constexpr,
+    CODE: tl.constexpr,
+) -> None:
+    """codes ← those of rows of c [P, 16], elements `at` and on; residual ← c - what they say.
+
+    Four rows are a word of 64 sign bits; one row is 16 bytes of int8.
+    """
+    if CODE == "int8":
+        _leave_int8(rows[0], out, blocks, at, scale, P)
+    else:
+        word = tl.zeros([P], tl.int64)
+        for q in tl.static_range(4):
+            word |= _leave_signs(rows[q], out, blocks, at + 16 * q, scale) << (16 * q)
+        tl.store(out.codes_at + at // 64, word, mask=blocks.inside)
+
+
+@triton.jit
+def _leave_signs(c: tl.tensor, out: Outputs, blocks: Blocks, at: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """residual ← c - (±scale), float32 or the bits of bfloat16; the 16 sign bits of each block, int64 [P]."""
+    bad = (scale == 0x7FC0)[:, None]
+    minus = ((c.to(tl.int32, bitcast=True) < 0) & (bad == 0)).to(tl.int32)
+    residual = c - ((scale << 16)[:, None] | (minus << 31)).to(tl.float32, bitcast=True)
+    residual = tl.where(bad, 0.0, residual)
+    if out.count is not None:
+        residual = tl.where(at + blocks.lane < out.count[:, None], residual, 0.0)
+    is_wide: tl.constexpr = out.residual_at.dtype.element_ty == tl.float32
+    tl.store(out.residual_at + at, residual if is_wide else nearest_bfloat16(residual), mask=blocks.mask)
+    return tl.sum(minus << blocks.lane, axis=1).to(tl.int64)
+
+
+@triton.jit
+def _leave_int8(c: tl.tensor, out: Outputs, blocks: Blocks, at: tl.tensor, scale: tl.tensor, P: tl.constexpr) -> None:
+    """codes ← q; residual ← c - q·step."""
+    bad = scale == 0x7FC0
+    step = tl.where(bad | (scale == 0), 1.0, from_bfloat16(scale))
+    c = tl.where(bad[:, None], 0.0, c)
+    steps = tl.broadcast_to(step[:, None], (P, 16))
+    ratio = tl.div_rn(c, steps)
+    # Floats of 1.5·2^23 are a step of 1 apart: adding it rounds. A negative zero loses its sign there: put it back.
+    near = ((ratio + 12582912.0) - 12582912.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    q = (near | (ratio.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
+    tl.store(out.codes_at + at, q.to(tl.int32).to(tl.int8), mask=blocks.mask)
+    tl.store(out.residual_at + at, c - q * steps, mask=blocks.mask)
