@@ -8,13 +8,11 @@ one-bit Adam (`onebit/zero/sharded/adam.py`) brings its parameters down in it. B
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels import cpu, int4_reference, reference
+from ..kernels import int4_reference, reference
 from .base import Codec, check_whole_blocks
 
 
@@ -22,8 +20,7 @@ from .base import Codec, check_whole_blocks
 class Int4Codec(Codec):
     """4 + 16/block bits per element.
 
-    block: elements per scale, a multiple of 32. kernel: "auto" (C++ for host tensors where it was built, else the
-    reference), "reference" or "cpu".
+    block: elements per scale, a multiple of 32. kernel: as in `SignCodec`, of the backends that have this frame.
     """
 
     name = "int4"
@@ -33,25 +30,22 @@ class Int4Codec(Codec):
     def __post_init__(self) -> None:
         if self.block <= 0 or self.block % 32:
             raise ValueError(f"block must be a positive multiple of 32, got {self.block}")
-        if self.kernel not in ("auto", "reference", "cpu"):
-            raise ValueError(f'kernel must be "auto", "reference" or "cpu", got {self.kernel!r}')
+        kernels.check_name(self.kernel, "int4")
 
     def frame_bytes(self, n: int) -> int:
         check_whole_blocks(n, self.block)
         return -(-(n // 2 + 2 * (n // self.block)) // 16) * 16
 
     def encode(self, x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None) -> None:
-        self._kernel(x_KN.device).int4_encode(x_KN, error_KN, frames_KB, counts_KJ, block=self.block)
+        kernel = kernels.select(self.kernel, x_KN.device, "int4")
+        kernel.int4_encode(x_KN, error_KN, frames_KB, counts_KJ, block=self.block)
 
     def decode(self, frames_KB: Tensor, out_KN: Tensor, *, weight: float = 1.0, keep: float = 0.0) -> None:
-        self._kernel(out_KN.device).int4_decode(frames_KB, out_KN, block=self.block, weight=weight, keep=keep)
+        kernel = kernels.select(self.kernel, out_KN.device, "int4")
+        kernel.int4_decode(frames_KB, out_KN, block=self.block, weight=weight, keep=keep)
 
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
-        self._kernel(out_N.device).int4_decode_mean(frames_KB, out_N, block=self.block)
+        kernels.select(self.kernel, out_N.device, "int4").int4_decode_mean(frames_KB, out_N, block=self.block)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         return reference.decodes_finite(int4_reference.int4_scales(frames_KB, n, block=self.block), 8.0).all()
-
-    def _kernel(self, device: torch.device) -> ModuleType:
-        is_cpu = self.kernel == "cpu" or (self.kernel == "auto" and device.type == "cpu" and cpu.is_built())
-        return kernels.select("cpu", device) if is_cpu else int4_reference

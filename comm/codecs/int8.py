@@ -30,22 +30,22 @@ class Int8Codec(Codec):
     def __post_init__(self) -> None:
         if self.block <= 0 or self.block % 16:
             raise ValueError(f"block must be a positive multiple of 16, got {self.block}")
-        kernels.check_name(self.kernel)
+        kernels.check_name(self.kernel, "int8")
 
     def frame_bytes(self, n: int) -> int:
         check_whole_blocks(n, self.block)
         return -(-(n + 2 * (n // self.block)) // 16) * 16
 
     def encode(self, x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None) -> None:
-        kernel = kernels.select(self.kernel, x_KN.device)
+        kernel = kernels.select(self.kernel, x_KN.device, "int8")
         kernel.int8_encode(x_KN, error_KN, frames_KB, counts_KJ, block=self.block)
 
     def decode(self, frames_KB: Tensor, out_KN: Tensor, *, weight: float = 1.0, keep: float = 0.0) -> None:
-        kernel = kernels.select(self.kernel, out_KN.device)
+        kernel = kernels.select(self.kernel, out_KN.device, "int8")
         kernel.int8_decode(frames_KB, out_KN, block=self.block, weight=weight, keep=keep)
 
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
-        kernels.select(self.kernel, out_N.device).int8_decode_mean(frames_KB, out_N, block=self.block)
+        kernels.select(self.kernel, out_N.device, "int8").int8_decode_mean(frames_KB, out_N, block=self.block)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         return reference.decodes_finite(reference.int8_scales(frames_KB, n, block=self.block), 128.0).all()

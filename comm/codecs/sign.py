@@ -21,8 +21,8 @@ class SignCodec(FusedCodec):
     """C(c) = s·sgn(c) per block, 1 + 16/block bits per element.
 
     block: elements per scale, a multiple of 64. scale: "rms" (s² = mean c²) or "mean_abs" (s = mean |c|).
-    kernel: "auto" (C++ for host tensors where it was built; for CUDA tensors CuPy where it is installed, else Triton;
-    else the reference), "reference", "cpu", "cupy", or "triton".
+    kernel: the name of a backend in `kernels.BACKENDS`, or "auto" (C++ for host tensors where it was built; for CUDA
+    tensors CuPy where it is installed, else Triton; else the reference).
     """
 
     name = "sign"

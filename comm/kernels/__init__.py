@@ -1,83 +1,88 @@
 """Kernels: the same few functions in several implementations, the same bytes from each.
 
-`reference.py` is the specification; `cpu.py` the C++ one (built by setup.py from csrc/); `cupy.py` the one for CUDA
-tensors, compiled at run time; `triton/` another for those, imported where Triton is installed. `select` picks one
-per device, `describe` tells what runs, so that nobody has to guess. A kernel is a module with `encode`, `decode`,
-`decode_mean` for sign frames, the same with `int8_` in front for int8 frames, and the fused steps over sign frames:
-`encode_momentum`, `encode_mean`, `apply`.
+`BACKENDS` is the registry: the codecs' option `kernel`, `describe`, the contract tests and scripts/gpu_check.py read
+it. To add a backend write its file (`contract.py` says what is in it), and its line here. `reference.py` and
+`int4_reference.py` are the specification; `cpu.py` the C++ backend (built by setup.py from csrc/); `cupy.py` that
+for CUDA tensors, compiled at run time; `triton/` another.
 
-The int4 frame has two implementations so far: its specification, `int4_reference.py`, and `cpu.py`.
+`select` gives the functions of a frame for tensors of a device, `describe` tells what runs.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
+from collections.abc import Mapping
 from types import ModuleType
+from typing import Literal, overload
 
 import torch
 
-from . import cpu, cupy, reference
+from . import cpu, cupy, reference, triton
+from .contract import Backend, Int4Kernel, Int8Kernel, SignKernel
 
-_NAMES = ("auto", "reference", "cpu", "cupy", "triton")
+# "auto" takes the first that serves the device, computes the frame and is there.
+_BACKENDS: tuple[Backend, ...] = (
+    cpu,
+    cupy,
+    triton,
+    reference,
+)
+BACKENDS: Mapping[str, Backend] = {backend.NAME: backend for backend in _BACKENDS}
+
+_TITLES = {"cpu": "host tensors", "cuda": "CUDA tensors"}
 
 
-def check_name(name: str) -> None:
-    """Raise ValueError unless `name` is a kernel."""
-    if name not in _NAMES:
-        raise ValueError(f"kernel must be one of {', '.join(_NAMES)}; got {name!r}")
+def check_name(name: str, frame: str = "sign") -> None:
+    """Raise ValueError unless `name` is "auto" or a backend that computes the frame."""
+    names = ("auto", *(backend.NAME for backend in _BACKENDS if frame in backend.FRAMES))
+    if name not in names:
+        raise ValueError(f"kernel must be one of {', '.join(names)}; got {name!r}")
 
 
-def select(name: str, device: torch.device) -> ModuleType:
-    """The kernel module for tensors on `device`. Raises ImportError where one was asked for that is not there."""
+@overload
+def select(name: str, device: torch.device, frame: Literal["sign"] = "sign") -> SignKernel: ...
+@overload
+def select(name: str, device: torch.device, frame: Literal["int8"]) -> Int8Kernel: ...
+@overload
+def select(name: str, device: torch.device, frame: Literal["int4"]) -> Int4Kernel: ...
+def select(name: str, device: torch.device, frame: str = "sign") -> object:
+    """The functions of a frame for tensors on `device`. Raises ImportError where the backend asked for is not there."""
     if name == "auto":
-        name = _best(device)
-    if name == "reference":
-        return reference
-    if name == "triton":
-        return _triton()
-    if name == "cupy":
-        if why := cupy.why_not():
-            raise ImportError(why)
-        return cupy
-    if not cpu.is_built():
-        raise ImportError(cpu.why_not_built())
-    if device.type != "cpu":
-        raise ValueError(f'kernel "cpu" works on host tensors, this one is on {device}; use kernel="auto"')
-    return cpu
+        return _functions(_best(device.type, frame), frame)
+    backend = BACKENDS[name]
+    if why := backend.why_not():
+        raise ImportError(why)
+    return _functions(backend.NAME, frame)
 
 
 def describe() -> str:
-    """One line: which kernel serves which device on this machine."""
-    host = cpu.describe() if cpu.is_built() else f"reference (pure torch): {cpu.why_not_built()}"
-    if not cupy.why_not():
-        cuda = cupy.describe()
-    elif not _why_no_triton():
-        cuda = _triton().describe()
-    else:
-        cuda = f"reference (pure torch): {cupy.why_not()}; {_why_no_triton()}"
-    return f"host tensors: {host}; CUDA tensors: {cuda}; other devices: reference (pure torch)"
+    """One line: which backend serves which device on this machine, and why not a faster one."""
+    served = list(dict.fromkeys(backend.SERVES for backend in _BACKENDS if backend.SERVES is not None))
+    parts = [f"{_TITLES.get(device, f'{device} tensors')}: {_describe(device)}" for device in served]
+    return "; ".join([*parts, f"other devices: {reference.describe()}"])
 
 
-def _best(device: torch.device) -> str:
-    if device.type == "cpu" and cpu.is_built():
-        return "cpu"
-    if device.type == "cuda":
-        return "cupy" if not cupy.why_not() else "triton" if not _why_no_triton() else "reference"
-    return "reference"
+def _describe(device: str) -> str:
+    best = BACKENDS[_best(device, "sign")]
+    if device == best.SERVES:
+        return best.describe()
+    return f"{best.describe()}: {'; '.join(b.why_not() for b in _BACKENDS if device == b.SERVES)}"
 
 
-@functools.cache
-def _why_no_triton() -> str:
-    """One sentence: what is missing and what to do. Empty where Triton is installed."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed; pip install 'onebit[triton]' (Linux; CUDA builds of torch bring it)"
-    return ""
+def _best(device: str, frame: str) -> str:
+    for backend in _candidates(device, frame):
+        if not backend.why_not():
+            return backend.NAME
+    raise AssertionError("the reference is there, for every device and frame")
 
 
 @functools.cache
-def _triton() -> ModuleType:
-    if why := _why_no_triton():
-        raise ImportError(why)
-    return importlib.import_module(".triton.backend", __name__)
+def _candidates(device: str, frame: str) -> tuple[Backend, ...]:
+    return tuple(b for b in _BACKENDS if b.SERVES in (device, None) and frame in b.FRAMES)
+
+
+@functools.cache
+def _functions(name: str, frame: str) -> ModuleType:
+    """The module, imported when it is first asked for: it may rest on what is installed on few machines."""
+    return importlib.import_module(BACKENDS[name].FRAMES[frame], __name__)

@@ -22,6 +22,10 @@ from torch import Tensor
 from .arguments import INT4, INT8, SIGN, Edge, Frame, check_scale
 from .operands import EncodeOutput, MomentumInputs, ParamUpdate, Segments
 
+NAME = "cpu"
+SERVES = "cpu"
+FRAMES = dict.fromkeys(("sign", "int8", "int4"), ".cpu")
+
 ABI_VERSION = 4
 EDGE = Edge("cpu")
 ISAS = ("auto", "portable", "avx2", "avx512")
@@ -50,7 +54,7 @@ def is_built() -> bool:
     return _load().library is not None
 
 
-def why_not_built() -> str:
+def why_not() -> str:
     """One sentence: what is missing and what to do. Empty where the library is built."""
     return _load().problem
 

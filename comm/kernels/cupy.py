@@ -27,6 +27,10 @@ from .arguments import INT8, SIGN, Edge, Frame, check_scale
 from .gpu_tables import Table, address, kind, readable, write_back
 from .operands import EncodeOutput, MomentumInputs, ParamUpdate
 
+NAME = "cupy"
+SERVES = "cuda"
+FRAMES = dict.fromkeys(("sign", "int8"), ".cupy")
+
 EDGE = Edge("cuda", frame_alignment=8)
 SOURCE = Path(__file__).with_name("frames.cu")
 

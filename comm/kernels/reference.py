@@ -54,8 +54,21 @@ from torch import Tensor
 from .arguments import check_shape
 from .operands import EncodeOutput, MomentumInputs, ParamUpdate, Variance
 
+NAME = "reference"
+SERVES = None
+FRAMES = {"sign": ".reference", "int8": ".reference", "int4": ".int4_reference"}
+
 LANES = 16
 _NAN_BF16 = 0x7FC0
+
+
+def why_not() -> str:
+    """It runs everywhere."""
+    return ""
+
+
+def describe() -> str:
+    return "reference (pure torch)"
 
 
 def encode(

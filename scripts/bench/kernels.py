@@ -301,7 +301,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if not 1 <= args.reference_repeats <= args.repeats:
         parser.error("--reference-repeats must be between 1 and --repeats")
     if not cpu.is_built():
-        parser.error(cpu.why_not_built())
+        parser.error(cpu.why_not())
     return args
 
 

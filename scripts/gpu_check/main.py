@@ -32,7 +32,7 @@ from gpu_check.speed import TARGET, model_table, speed_table
 from gpu_check.waits import waits_table
 from onebit.comm import kernels
 
-KERNELS = ("cupy", "triton")
+KERNELS = tuple(name for name, backend in kernels.BACKENDS.items() if backend.SERVES == "cuda")
 
 
 def device_name(device: torch.device) -> str:

@@ -52,7 +52,7 @@ COMPILER = shutil.which("c++")
 
 each_frame = pytest.mark.parametrize("frame", FRAMES)
 each_frame_and_block = pytest.mark.parametrize(("frame", "block"), [(f, block) for f in FRAMES for block in BLOCKS[f]])
-needs_build = pytest.mark.skipif(not cpu.is_built(), reason=f"needs the C++ kernel: {cpu.why_not_built()}")
+needs_build = pytest.mark.skipif(not cpu.is_built(), reason=f"needs the C++ kernel: {cpu.why_not()}")
 _available = cpu.available_isas() if cpu.is_built() else ()
 each_isa = pytest.mark.parametrize(
     "isa",

@@ -284,7 +284,7 @@ def test_sizes_do_not_make_other_kernels() -> None:
 # Selection
 
 
-CACHED = (kernels._why_no_triton, kernels._triton, kernels.cupy.why_not)
+CACHED = (kernels.triton.why_not, kernels.cupy.why_not)
 
 
 @pytest.fixture
@@ -294,7 +294,7 @@ def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def not_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for cached in CACHED:
         cached.cache_clear()
     yield
@@ -321,7 +321,7 @@ def test_triton_serves_cuda_tensors_where_it_is_installed_and_cupy_is_not() -> N
     assert kernels.select("auto", torch.device("cuda")) is triton
     assert kernels.select("auto", torch.device("cpu")) is not triton
     assert kernels.select("reference", torch.device("cuda")) is reference
-    assert f"CUDA tensors: {triton.describe()}" in kernels.describe()
+    assert f"CUDA tensors: {kernels.triton.describe()}" in kernels.describe()
     with pytest.raises(ValueError, match="out must be on a cuda device, got cpu"):
         SignCodec(kernel="triton").decode(torch.zeros(1, 48, dtype=torch.uint8), torch.zeros(1, 256))
 

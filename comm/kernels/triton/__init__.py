@@ -1,1 +1,28 @@
-"""Kernels in Triton, for CUDA tensors: `backend.py` is the kernel module, the other files hold its parts."""
+"""Kernels: the frames in Triton. Here is what the backend says of itself; `backend.py` has its functions.
+
+Triton is imported with those, and not with this module.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+NAME = "triton"
+SERVES = "cuda"
+FRAMES = {"sign": ".triton.backend", "int8": ".triton.backend"}
+
+
+@functools.cache
+def why_not() -> str:
+    """One sentence: what is missing and what to do. Empty where Triton is installed."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; pip install 'onebit[triton]' (Linux; CUDA builds of torch bring it)"
+    return ""
+
+
+def describe() -> str:
+    """What runs, e.g. "Triton 3.7.1"."""
+    from .lanes import INTERPRETED, VERSION
+
+    return f"Triton {VERSION}{', interpreted' if INTERPRETED else ''}"

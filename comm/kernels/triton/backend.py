@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import functools
 
-import triton
-
 from ..arguments import INT8, SIGN
 from . import decode as triton_decode
 from .apply import apply
 from .encode import encode, int8_encode
-from .lanes import INTERPRETED
 from .mean import encode_mean
 from .momentum import encode_momentum
 
@@ -27,7 +24,6 @@ __all__ = [
     "apply",
     "decode",
     "decode_mean",
-    "describe",
     "encode",
     "encode_mean",
     "encode_momentum",
@@ -40,8 +36,3 @@ decode = functools.partial(triton_decode.decode, SIGN)
 decode_mean = functools.partial(triton_decode.decode_mean, SIGN)
 int8_decode = functools.partial(triton_decode.decode, INT8)
 int8_decode_mean = functools.partial(triton_decode.decode_mean, INT8)
-
-
-def describe() -> str:
-    """What runs, e.g. "Triton 3.7.1"."""
-    return f"Triton {triton.__version__}{', interpreted' if INTERPRETED else ''}"

@@ -23,6 +23,8 @@ from ..arguments import SIGN, Edge, Frame
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether this process runs the kernels in Triton's interpreter, on host tensors: TRITON_INTERPRET=1 at the import."""
 
+VERSION: str = triton.__version__
+
 EDGE = Edge("cpu" if INTERPRETED else "cuda", frame_alignment=8)
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 

@@ -1,0 +1,91 @@
+"""Kernels: the contract. What a backend says of itself, and the functions it has for each frame it computes.
+
+A backend is a module that has the names of `Backend`; `__init__.py` lists them. `reference.py` and `int4_reference.py`
+say what the functions do; `tests/unit/test_kernel_contract.py` holds every backend of the list to both.
+
+Shape legend: K and W rows, N elements, J blocks, B bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from .operands import EncodeOutput, MomentumInputs, ParamUpdate
+
+
+class Backend(Protocol):
+    """One way to compute frames: a module, which imports nothing that may be missing.
+
+    NAME: the codecs' option `kernel`. SERVES: the type of the devices whose tensors it takes; None: any.
+    FRAMES: the frames it computes ("sign", "int8", "int4"), and the module with the functions of each.
+    """
+
+    @property
+    def NAME(self) -> str: ...
+
+    @property
+    def SERVES(self) -> str | None: ...
+
+    @property
+    def FRAMES(self) -> Mapping[str, str]: ...
+
+    def why_not(self) -> str:
+        """One sentence: what is missing on this machine and what to do. Empty where the backend runs."""
+
+    def describe(self) -> str:
+        """What runs, with its version. Asked where `why_not` is empty."""
+
+
+class SignKernel(Protocol):
+    """The functions of the sign frame, and the steps of an optimizer that are fused with it."""
+
+    def encode(
+        self,
+        x_KN: Tensor,
+        error_KN: Tensor | None,
+        frames_KB: Tensor,
+        counts_KJ: Tensor | None,
+        *,
+        block: int,
+        scale: str,
+    ) -> None: ...
+
+    def decode(self, frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None: ...
+
+    def decode_mean(self, frames_KB: Tensor, out_N: Tensor, *, block: int) -> None: ...
+
+    def encode_mean(self, received_WB: Tensor, out: EncodeOutput, *, block: int, scale: str) -> None: ...
+
+    def encode_momentum(self, momentum: MomentumInputs, out: EncodeOutput, *, block: int, scale: str) -> None: ...
+
+    def apply(self, frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int) -> None: ...
+
+
+class Int8Kernel(Protocol):
+    """The functions of the int8 frame."""
+
+    def int8_encode(
+        self, x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None, *, block: int
+    ) -> None: ...
+
+    def int8_decode(self, frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None: ...
+
+    def int8_decode_mean(self, frames_KB: Tensor, out_N: Tensor, *, block: int) -> None: ...
+
+
+class Int4Kernel(Protocol):
+    """The functions of the int4 frame."""
+
+    def int4_encode(
+        self, x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None, *, block: int
+    ) -> None: ...
+
+    def int4_decode(self, frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None: ...
+
+    def int4_decode_mean(self, frames_KB: Tensor, out_N: Tensor, *, block: int) -> None: ...
+
+
+CONTRACTS: Mapping[str, type] = {"sign": SignKernel, "int8": Int8Kernel, "int4": Int4Kernel}
