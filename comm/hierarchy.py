@@ -55,7 +55,8 @@ class Hierarchy:
     @property
     def owner(self) -> int:
         """The row which this rank averages."""
-        return self.own.start + self.inter_node.rank
+        first: int = self.own.start
+        return first + self.inter_node.rank
 
     @property
     def phases(self) -> int:

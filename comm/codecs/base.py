@@ -140,7 +140,8 @@ class IdentityCodec(Codec):
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         values = values_in(frames_KB, (len(frames_KB), n), torch.float32)
-        return torch.linalg.vector_norm(values, float("inf")).isfinite()
+        largest: Tensor = torch.linalg.vector_norm(values, float("inf"))
+        return largest.isfinite()
 
 
 # Frames that are the numbers themselves, of one type.

@@ -26,7 +26,7 @@ class SimNetwork:
     def __init__(self, world_size: int, timeout_s: float = 60.0):
         self.world_size = world_size
         self.timeout_s = timeout_s
-        self._slots: dict[int, dict[int, tuple[Operation, Tensor | None]]] = {}
+        self._slots: dict[int, dict[int, tuple[Operation, Tensor]]] = {}
         self._readers: dict[int, int] = {}
         self._dead: set[int] = set()
         self._changed = threading.Condition()
@@ -40,13 +40,12 @@ class SimNetwork:
                 part.leave(ranks.index(rank))
             return part
 
-    def post(self, operation: Operation, rank: int, data: Tensor | None) -> None:
+    def post(self, operation: Operation, rank: int, data: Tensor) -> None:
         with self._changed:
-            posted = operation, None if data is None else data.clone()
-            self._slots.setdefault(operation.number, {})[rank] = posted
+            self._slots.setdefault(operation.number, {})[rank] = operation, data.clone()
             self._changed.notify_all()
 
-    def collect(self, operation: Operation, rank: int) -> list[Tensor | None]:
+    def collect(self, operation: Operation, rank: int) -> list[Tensor]:
         """What every rank posted for this operation, once all have. Raises PeerError at once where one has another."""
         deadline, number = time.monotonic() + self.timeout_s, operation.number
         with self._changed:
@@ -135,8 +134,9 @@ class SimTransport(Transport):
             x.detach().copy_(posted[src])
 
         is_source = self.rank == src
+        data = x if is_source else x.detach().new_empty(0)
         sent_bytes = x.nbytes * (self.world_size - 1) if is_source else 0
-        return self._launch(f"broadcast from rank {src}", x.nbytes, x if is_source else None, finish, sent_bytes)
+        return self._launch(f"broadcast from rank {src}", x.nbytes, data, finish, sent_bytes)
 
     def split(self, ranks: Sequence[int]) -> SimTransport:
         check_split(self.rank, self.world_size, ranks)
@@ -155,7 +155,7 @@ class SimTransport(Transport):
         return "none (in this process)"
 
     def _launch(
-        self, name: str, nbytes: int, data: Tensor | None, finish: Callable[[list], None], sent_bytes: int
+        self, name: str, nbytes: int, data: Tensor, finish: Callable[[list[Tensor]], None], sent_bytes: int
     ) -> Work:
         self._operations += 1
         operation = Operation(name, self._operations, nbytes)

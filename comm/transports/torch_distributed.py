@@ -369,7 +369,8 @@ def _connect_to_store(group: dist.ProcessGroup) -> dist.Store:
             raise OSError(
                 f"nobody answers at {innermost.host}:{innermost.port}, where the store was: {error}"
             ) from error
-    return group.get_group_store().clone()  # type: ignore[attr-defined]
+    connection: dist.Store = group.get_group_store().clone()  # type: ignore[attr-defined]
+    return connection
 
 
 def _innermost(group: dist.ProcessGroup) -> dist.Store:
@@ -475,7 +476,8 @@ def _backends_by_device(group: dist.ProcessGroup) -> dict[str, str]:
 def _all_gather_single(out: Tensor, in_: Tensor, group: dist.ProcessGroup) -> dist.Work:
     # torch 2.13 renamed all_gather_into_tensor and warns at every call of the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(out, in_, group=group, async_op=True)
+    work: dist.Work = gather(out, in_, group=group, async_op=True)
+    return work
 
 
 def _network_error(error: BaseException | None) -> RuntimeError | None:
