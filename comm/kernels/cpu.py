@@ -85,7 +85,7 @@ def encode(
     One pass over memory. Rows may lie apart (a slice of a wider tensor); elements of a row may not.
     """
     check_scale(scale)
-    _encode(SIGN, x_KN, error_KN, frames_KB, counts_KJ, scale == "mean_abs", block=block, isa=isa)
+    _encode(SIGN, x_KN, error_KN, frames_KB, counts_KJ, block=block, options=(scale == "mean_abs",), isa=isa)
 
 
 def decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float, isa: str = "auto") -> None:
@@ -181,65 +181,16 @@ def apply(frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int, isa: st
             p.copy_(written)
 
 
-def int8_encode(
-    x_KN: Tensor,
-    error_KN: Tensor | None,
-    frames_KB: Tensor,
-    counts_KJ: Tensor | None,
-    *,
-    block: int,
-    isa: str = "auto",
-) -> None:
-    """`encode` for int8 frames."""
-    _encode(INT8, x_KN, error_KN, frames_KB, counts_KJ, block=block, isa=isa)
-
-
-def int8_decode(
-    frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float, isa: str = "auto"
-) -> None:
-    """`decode` for int8 frames."""
-    _decode(INT8, frames_KB, out_KN, block=block, weight=weight, keep=keep, isa=isa)
-
-
-def int8_decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str = "auto") -> None:
-    """`decode_mean` for int8 frames."""
-    _decode_mean(INT8, frames_KB, out_N, block=block, isa=isa)
-
-
-def int4_encode(
-    x_KN: Tensor,
-    error_KN: Tensor | None,
-    frames_KB: Tensor,
-    counts_KJ: Tensor | None,
-    *,
-    block: int,
-    isa: str = "auto",
-) -> None:
-    """`encode` for int4 frames."""
-    _encode(INT4, x_KN, error_KN, frames_KB, counts_KJ, block=block, isa=isa)
-
-
-def int4_decode(
-    frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float, isa: str = "auto"
-) -> None:
-    """`decode` for int4 frames."""
-    _decode(INT4, frames_KB, out_KN, block=block, weight=weight, keep=keep, isa=isa)
-
-
-def int4_decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str = "auto") -> None:
-    """`decode_mean` for int4 frames."""
-    _decode_mean(INT4, frames_KB, out_N, block=block, isa=isa)
-
-
 def _encode(
     frame: Frame,
     x_KN: Tensor,
     error_KN: Tensor | None,
     frames_KB: Tensor,
     counts_KJ: Tensor | None,
-    *options: object,
+    *,
     block: int,
-    isa: str,
+    options: tuple[int, ...] = (),
+    isa: str = "auto",
 ) -> None:
     K, J = EDGE.check_encode(frame, x_KN, error_KN, frames_KB, counts_KJ, block=block)
     _call(
@@ -260,7 +211,7 @@ def _encode(
 
 
 def _decode(
-    frame: Frame, frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float, isa: str
+    frame: Frame, frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float, isa: str = "auto"
 ) -> None:
     K, J = EDGE.check_decode(frame, frames_KB, out_KN, block=block)
     _call(
@@ -277,7 +228,7 @@ def _decode(
     )
 
 
-def _decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str) -> None:
+def _decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str = "auto") -> None:
     K, J = EDGE.check_decode_mean(frame, frames_KB, out_N, block=block)
     _call(
         f"{frame.name}_decode_mean",
@@ -289,6 +240,11 @@ def _decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int, 
         isa=isa,
         elements=out_N.numel(),
     )
+
+
+int8_encode, int4_encode = (functools.partial(_encode, frame) for frame in (INT8, INT4))
+int8_decode, int4_decode = (functools.partial(_decode, frame) for frame in (INT8, INT4))
+int8_decode_mean, int4_decode_mean = (functools.partial(_decode_mean, frame) for frame in (INT8, INT4))
 
 
 def _readable(x: Tensor) -> Tensor:

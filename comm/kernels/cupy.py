@@ -82,7 +82,7 @@ def encode(
     bytes. Asynchronous, as all that follow.
     """
     check_scale(scale)
-    _encode(SIGN, x_KN, error_KN, frames_KB, counts_KJ, int(scale == "mean_abs"), block=block)
+    _encode(SIGN, x_KN, error_KN, frames_KB, counts_KJ, block=block, options=(int(scale == "mean_abs"),))
 
 
 def decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None:
@@ -175,31 +175,15 @@ def apply(frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int) -> None
     write_back(update.params, written)
 
 
-def int8_encode(
-    x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None, *, block: int
-) -> None:
-    """`encode` for int8 frames."""
-    _encode(INT8, x_KN, error_KN, frames_KB, counts_KJ, block=block)
-
-
-def int8_decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None:
-    """`decode` for int8 frames."""
-    _decode(INT8, frames_KB, out_KN, block=block, weight=weight, keep=keep)
-
-
-def int8_decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
-    """`decode_mean` for int8 frames."""
-    _decode_mean(INT8, frames_KB, out_N, block=block)
-
-
 def _encode(
     frame: Frame,
     x_KN: Tensor,
     error_KN: Tensor | None,
     frames_KB: Tensor,
     counts_KJ: Tensor | None,
-    *options: int,
+    *,
     block: int,
+    options: tuple[int, ...] = (),
 ) -> None:
     K, J = EDGE.check_encode(frame, x_KN, error_KN, frames_KB, counts_KJ, block=block)
     _launch(
@@ -249,6 +233,11 @@ def _decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int) 
         J,
         numpy.float32(1.0 / K),
     )
+
+
+int8_encode = functools.partial(_encode, INT8)
+int8_decode = functools.partial(_decode, INT8)
+int8_decode_mean = functools.partial(_decode_mean, INT8)
 
 
 def _tensors(table: Table) -> tuple[int, ...]:

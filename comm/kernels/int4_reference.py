@@ -26,8 +26,6 @@ from torch import Tensor
 from . import reference
 from .arguments import check_shape
 
-_NAN_BF16 = 0x7FC0
-
 
 def int4_encode(
     x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None, *, block: int
@@ -36,25 +34,10 @@ def int4_encode(
     K, N = x_KN.shape
     J = N // block
     check_shape(frames_KB, K, N // 2 + 2 * J)
-    if error_KN is not None:
-        x_KN.add_(error_KN)
-    c_KJn = x_KN.view(K, J, block)
-    if counts_KJ is not None:
-        padding = torch.arange(block, device=x_KN.device) >= counts_KJ.unsqueeze(-1)
-        c_KJn.masked_fill_(padding, 0.0)
-    largest_KJ = torch.linalg.vector_norm(c_KJn, float("inf"), dim=-1)
-    # A tensor of its device: a Python divisor becomes a multiplication by its reciprocal on CUDA.
-    s_KJ = reference.round_up_to_bfloat16(largest_KJ / x_KN.new_full((), 7.0))
-    bad_KJ = ~(largest_KJ.isfinite() & reference.decodes_finite(s_KJ, 8.0))
-    c_KJn.masked_fill_(bad_KJ.unsqueeze(-1), 0.0)
-    s_KJ1 = s_KJ.to(torch.float32).masked_fill(bad_KJ | (s_KJ == 0), 1.0).unsqueeze(-1)
-    q_KJn = torch.div(c_KJn, s_KJ1).round_().clamp_(-7, 7)
-    nibbles = q_KJn.to(torch.int8).view(torch.uint8).view(K, N // 2, 2) & 0xF
+    q_KN, bits_KJ = reference.quantise_(x_KN, error_KN, counts_KJ, block=block, top=7)
+    nibbles = q_KN.view(torch.uint8).view(K, N // 2, 2) & 0xF
     frames_KB[:, : N // 2] = nibbles[..., 0] | (nibbles[..., 1] << 4)
-    bits_KJ = torch.where(bad_KJ, _NAN_BF16, s_KJ.view(torch.int16)).to(torch.int16)
-    frames_KB[:, N // 2 : N // 2 + 2 * J] = bits_KJ.contiguous().view(-1).view(torch.uint8).view(K, 2 * J)
-    frames_KB[:, N // 2 + 2 * J :] = 0
-    c_KJn.sub_(q_KJn.mul_(s_KJ1))
+    reference.write_scales(frames_KB, N // 2, bits_KJ)
 
 
 def int4_decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None:

@@ -97,9 +97,7 @@ def encode(
     if real is not None:
         minus &= real
     frames_KB[:, : N // 8] = _pack_bits(minus.view(K, N))
-    bits_KJ = torch.where(bad_KJ, _NAN_BF16, scale_KJ.view(torch.int16))
-    frames_KB[:, N // 8 : N // 8 + 2 * J] = bits_KJ.to(torch.int16).contiguous().view(torch.uint8).view(K, 2 * J)
-    frames_KB[:, N // 8 + 2 * J :] = 0
+    write_scales(frames_KB, N // 8, torch.where(bad_KJ, _NAN_BF16, scale_KJ.view(torch.int16)).to(torch.int16))
 
     s_KJ1 = scale_KJ.to(torch.float32).unsqueeze(-1)
     residual = c_KJn - torch.where(minus, -s_KJ1, s_KJ1)
@@ -176,24 +174,39 @@ def int8_encode(
     K, N = x_KN.shape
     J = N // block
     check_shape(frames_KB, K, N + 2 * J)
+    q_KN, bits_KJ = quantise_(x_KN, error_KN, counts_KJ, block=block, top=127)
+    frames_KB[:, :N] = q_KN.view(torch.uint8)
+    write_scales(frames_KB, N, bits_KJ)
+
+
+def quantise_(
+    x_KN: Tensor, error_KN: Tensor | None, counts_KJ: Tensor | None, *, block: int, top: int
+) -> tuple[Tensor, Tensor]:
+    """The int8 frame's rules 1 to 4, `top` for 127: q, int8 [K, N], and the bits of s, int16 [K, J]; x ← residual."""
+    K, N = x_KN.shape
     if error_KN is not None:
         x_KN.add_(error_KN)
-    c_KJn = x_KN.view(K, J, block)
+    c_KJn = x_KN.view(K, N // block, block)
     if counts_KJ is not None:
         padding = torch.arange(block, device=x_KN.device) >= counts_KJ.unsqueeze(-1)
         c_KJn.masked_fill_(padding, 0.0)
     largest_KJ = torch.linalg.vector_norm(c_KJn, float("inf"), dim=-1)
     # A tensor of its device: a Python divisor becomes a multiplication by its reciprocal on CUDA.
-    s_KJ = round_up_to_bfloat16(largest_KJ / x_KN.new_full((), 127.0))
-    bad_KJ = ~(largest_KJ.isfinite() & decodes_finite(s_KJ, 128.0))
+    s_KJ = round_up_to_bfloat16(largest_KJ / x_KN.new_full((), float(top)))
+    bad_KJ = ~(largest_KJ.isfinite() & decodes_finite(s_KJ, float(top + 1)))
     c_KJn.masked_fill_(bad_KJ.unsqueeze(-1), 0.0)
     s_KJ1 = s_KJ.to(torch.float32).masked_fill(bad_KJ | (s_KJ == 0), 1.0).unsqueeze(-1)
-    q_KJn = torch.div(c_KJn, s_KJ1).round_().clamp_(-127, 127)
-    frames_KB[:, :N] = q_KJn.to(torch.int8).view(K, N).view(torch.uint8)
-    bits_KJ = torch.where(bad_KJ, _NAN_BF16, s_KJ.view(torch.int16)).to(torch.int16)
-    frames_KB[:, N : N + 2 * J] = bits_KJ.contiguous().view(-1).view(torch.uint8).view(K, 2 * J)
-    frames_KB[:, N + 2 * J :] = 0
+    q_KJn = torch.div(c_KJn, s_KJ1).round_().clamp_(-top, top)
+    q_KN = q_KJn.to(torch.int8).view(K, N)
     c_KJn.sub_(q_KJn.mul_(s_KJ1))
+    return q_KN, torch.where(bad_KJ, _NAN_BF16, s_KJ.view(torch.int16)).to(torch.int16)
+
+
+def write_scales(frames_KB: Tensor, offset: int, bits_KJ: Tensor) -> None:
+    """The bits of scales, int16, from byte `offset` on, and zeros behind them."""
+    K, J = bits_KJ.shape
+    frames_KB[:, offset : offset + 2 * J] = bits_KJ.contiguous().view(-1).view(torch.uint8).view(K, 2 * J)
+    frames_KB[:, offset + 2 * J :] = 0
 
 
 def int8_decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None:
