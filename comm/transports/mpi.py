@@ -1,7 +1,6 @@
 """The transport over MPI (mpi4py, any MPI library): non-blocking operations driven by one progress thread.
 
-MPI moves a non-blocking operation only while somebody tests it (Open MPI, MPICH and Intel MPI, measured), so a thread
-does that while the caller computes. Rests on `base.py` (the contract) and `edge.py`; `launch.py` makes one.
+The thread is in `mpi_progress.py`. Rests on `base.py` (the contract) and `edge.py`; `launch.py` makes one.
 Importing this module initialises nothing; constructing an `MpiTransport` imports mpi4py, which calls MPI_Init.
 
 Shape legend: W ranks, B bytes of one frame.
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -33,6 +31,7 @@ from .edge import (
     check_split,
     peer_error,
 )
+from .mpi_progress import FIRST_PAUSE_S, Posted, Progress, Task
 from .notes import HISTORY, Note, Operation, conclude
 
 if TYPE_CHECKING:
@@ -40,23 +39,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# The thread sleeps this long between two tests, doubling while nothing completes. 4 ranks on 2 cores, Open MPI 5.0.11,
-# 20 Nov 2026: a longest pause of 0.2 ms burns 6 % of a core while peers are late (0.1 ms: 9 %, 1 ms: 2 %); an exchange
-# of 1 kB per peer takes 0.26 ms, polled without a pause 0.19 ms; of 4 MB through shared memory 22 ms and 14 ms; 0.1 to
-# 1 MB, and everything over TCP but 1 kB (0.94 and 0.76 ms), no slower (one run each, others on the machine).
-# The library's own non-blocking collectives are not used: Open MPI's Iallreduce sent 1.33 times the bytes of a ring
-# and took 3.5 times the limit of a 100 Mbit/s transport (16 MB, 4 hosts).
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 200e-6
-
 _HINT = "check the network that MPI chose (Open MPI: --mca btl_tcp_if_include)"
 
 _NOTE_BYTES = 4096
 
 _LAST_WORDS_S = 1.0
 """How long a rank that lost a peer waits before it falls silent or ends the job: the others have questions, too."""
-
-Posted = list[tuple["MPI.Request", "int | None"]]
-"""Requests, each with the peer on whom its completion depends (None: any)."""
 
 
 class MpiTransport(Transport):
@@ -102,11 +90,11 @@ class MpiTransport(Transport):
         self._tags, self._roll_call_tag, self._note_tag = top_tag - 1, top_tag - 1, top_tag
         self._launched: collections.deque[Operation] = collections.deque(maxlen=HISTORY)
         self._splits: collections.Counter[tuple[int, ...]] = collections.Counter()
-        self._failed: list[_Task] = []  # held: the library may still write to their tensors
+        self._failed: list[Task] = []  # held: the library may still write to their tensors
         self._sent_notes: list[tuple[MPI.Request, bytearray]] = []
         self._is_closed = False
         self._owns_progress = _part_of is None
-        self._progress: _Progress = _Progress() if _part_of is None else _part_of._progress
+        self._progress: Progress = Progress() if _part_of is None else _part_of._progress
         self._names: Sequence[int] = range(self.world_size)  # what ranks are called in messages
         self._link_name = "world"
         self._progress.serve(self)
@@ -242,7 +230,7 @@ class MpiTransport(Transport):
         for device in {x.device for x in tensors if x.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         tag = operation.tag(self._tags)
-        task = _Task(self, operation, [partial(phase, tag) for phase in phases], tensors)
+        task = Task(self, operation, [partial(phase, tag) for phase in phases], tensors)
         self._progress.submit(task)
         return _MpiWork(self, task)
 
@@ -275,7 +263,7 @@ class MpiTransport(Transport):
         first = self._failed[0].operation
         return PeerError(f"rank {self._names[self.rank]}: {operation}: the transport has failed before, in {first}")
 
-    def note(self, task: _Task, suspects: Sequence[int]) -> Note:
+    def note(self, task: Task, suspects: Sequence[int]) -> Note:
         """Where this rank stands that waits in this operation of mine."""
         misses = tuple(self._names[rank] for rank in suspects)
         return Note(self._link_name, task.operation, tuple(self._launched), misses, task.error is None)
@@ -294,7 +282,7 @@ class MpiTransport(Transport):
             question = next(self._pieces(nothing))
             return posted + [(self._comm.Isend(question, dest=rank, tag=self._roll_call_tag), None) for rank in peers]
 
-        call = _Task(self, Operation("roll call", 0), [ask], (notes_WB, nothing))
+        call = Task(self, Operation("roll call", 0), [ask], (notes_WB, nothing))
         self._failed.append(call)
         self._progress.submit(call)
         call.ended.wait(NOTES_S)
@@ -302,7 +290,7 @@ class MpiTransport(Transport):
         answers = {rank: bytes(notes_WB[rank].tolist()).rstrip(b"\0") for rank in peers if rank not in silent}
         return {self._names[rank]: Note.decode(answer) for rank, answer in answers.items() if answer}
 
-    def hear(self, task: _Task) -> None:
+    def hear(self, task: Task) -> None:
         """Answer a peer that calls the roll, and give up what this rank waits in. From the progress thread."""
         status = self._mpi.Status()
         if not self._comm.Iprobe(self._mpi.ANY_SOURCE, self._roll_call_tag, status):
@@ -319,135 +307,8 @@ class MpiTransport(Transport):
             task.fail(RuntimeError("another rank has given up"))
 
 
-class _Task:
-    """What the caller and the progress thread share about one operation."""
-
-    def __init__(
-        self,
-        transport: MpiTransport,
-        operation: Operation,
-        phases: Sequence[Callable[[], Posted]],
-        tensors: tuple[Tensor, ...],
-    ):
-        self.transport = transport
-        self.operation = operation
-        self.ended = threading.Event()
-        self.error: Exception | None = None
-        self._phases = collections.deque(phases)
-        self._tensors = tensors
-        self._requests: list[MPI.Request] = []
-        self._peers: list[int | None] = []
-
-    def post(self) -> None:
-        """Start the next phase."""
-        posted = self._phases.popleft()()
-        self._requests = [request for request, _ in posted]
-        self._peers = [peer for _, peer in posted]
-
-    def test(self) -> bool:
-        """Whether any request completed just now. A phase's last one posts the next, or ends the operation."""
-        completed = self._requests[0].Testsome(self._requests) if self._requests else None
-        if completed is None or not any(self._requests):
-            if self._phases:
-                self.post()
-            else:
-                self.ended.set()
-            return True
-        return len(completed) > 0
-
-    def fail(self, error: Exception) -> None:
-        self.error = error
-        self.ended.set()
-
-    def missing(self) -> tuple[int, ...]:
-        """Peers with incomplete requests; empty where the library does not tell."""
-        peers = {peer for request, peer in zip(self._requests, self._peers, strict=False) if request}
-        return tuple(sorted(peer for peer in peers if peer is not None))
-
-
-class _Progress:
-    """The thread that makes all MPI calls of one transport and of those split from it.
-
-    waits_in: what the caller waits for, or has failed in.
-    """
-
-    def __init__(self) -> None:
-        self.transports: list[MpiTransport] = []
-        self.waits_in: _Task | None = None
-        self._queue: collections.deque[_Task] = collections.deque()
-        self._changed = threading.Condition()
-        self._hearing = threading.Lock()
-        self._is_stopping = False
-        self._thread = threading.Thread(target=self._run, name="onebit-mpi-progress", daemon=True)
-        self._thread.start()
-
-    def serve(self, transport: MpiTransport) -> None:
-        with self._hearing:
-            self.transports.append(transport)
-
-    def forget(self, transport: MpiTransport) -> None:
-        """From here on the thread makes no call on the transport's communicator but for what is in flight."""
-        with self._hearing:
-            self.transports.remove(transport)
-
-    def submit(self, task: _Task) -> None:
-        with self._changed:
-            self._queue.append(task)
-            self._changed.notify()
-
-    def stop(self) -> None:
-        """End the thread, whatever is still in flight."""
-        with self._changed:
-            self._is_stopping = True
-            self._changed.notify()
-        self._thread.join(timeout=5.0)
-
-    def _run(self) -> None:
-        in_flight: list[_Task] = []
-        pause_s = _FIRST_PAUSE_S
-        while (fresh := self._take(in_flight, pause_s)) is not None:
-            for task in fresh:
-                _guarded(task, task.post)
-            in_flight += fresh
-            has_moved = any([_guarded(task, task.test) for task in in_flight])
-            in_flight = [task for task in in_flight if not task.ended.is_set()]
-            if pause_s == _LONGEST_PAUSE_S and (waits_in := self.waits_in) is not None:
-                self._hear(waits_in)
-            pause_s = _FIRST_PAUSE_S if has_moved or fresh else min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    def _hear(self, waits_in: _Task) -> None:
-        with self._hearing:
-            for transport in self.transports:
-                try:
-                    transport.hear(waits_in)
-                except Exception as error:  # of MPI: this thread must go on
-                    _log.info("cannot answer a roll call: %s", error)
-
-    def _take(self, in_flight: Sequence[_Task], pause_s: float) -> list[_Task] | None:
-        """New operations, after a pause where some are in flight, after as long as it takes where none is."""
-        with self._changed:
-            if not self._queue and not self._is_stopping:
-                self._changed.wait(pause_s if in_flight or self.waits_in is not None else None)
-            if self._is_stopping:
-                return None
-            fresh = list(self._queue)
-            self._queue.clear()
-            return fresh
-
-
-def _guarded(task: _Task, act: Callable[[], bool | None]) -> bool:
-    """Run one step of an operation; what it raises belongs to whoever waits for it."""
-    if task.ended.is_set():
-        return False
-    try:
-        return bool(act())
-    except Exception as error:
-        task.fail(error)
-        return True
-
-
 class _MpiWork:
-    def __init__(self, transport: MpiTransport, task: _Task):
+    def __init__(self, transport: MpiTransport, task: Task):
         self._transport = transport
         self._task = task
 
@@ -476,7 +337,7 @@ def meet(comm: MPI.Intracomm, timeout_s: float) -> None:
     tag, nothing = int(comm.Get_attr(mpi.TAG_UB) or 32767), [bytearray(0), mpi.BYTE]
     arrivals = [comm.Irecv(nothing, peer, tag) for peer in peers]
     sent = [comm.Isend(nothing, peer, tag) for peer in peers]
-    deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
+    deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
     while not mpi.Request.Testall(arrivals + sent):
         if time.monotonic() > deadline:
             absent = tuple(peer for peer, arrival in zip(peers, arrivals, strict=True) if not arrival.Test())
