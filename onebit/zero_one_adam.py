@@ -205,7 +205,7 @@ class ZeroOneRule(Rule):
     def _own_gradient(self, bucket: Bucket, scale: float) -> Generator[Meeting, Answer, Decision]:
         """This rank's gradient, times scale, in the buffer; zeros where it is not finite."""
         g = bucket.gather(self.masks.gradients(bucket), scale)
-        decision = yield Arrived(g.isfinite().all())
+        decision: Decision = yield Arrived(g.isfinite().all())
         if decision.is_spoilt:
             g.zero_()
         return decision
