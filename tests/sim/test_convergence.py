@@ -59,11 +59,13 @@ def test_without_error_feedback_it_does_not(monkeypatch: pytest.MonkeyPatch) -> 
     """
 
     class Forgetful(onebit.OnebitAdam):
-        def _commit(self, bucket: object, group: dict, step: int) -> None:
-            super()._commit(bucket, group, step)
-            if bucket.ef is not None:
-                bucket.ef.worker.zero_()
-                bucket.ef.server.zero_()
+        def step(self, closure: Callable[[], float] | None = None) -> float | None:
+            loss = super().step(closure)
+            for bucket in self.buckets:
+                if bucket.ef is not None:
+                    bucket.ef.worker.zero_()
+                    bucket.ef.server.zero_()
+            return loss
 
     dense = replace(JOB, task="digits", batch_size=4)
     compressed = replace(dense, method="onebit-adam, frozen at 15 %")
