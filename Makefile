@@ -1,6 +1,8 @@
 # make demo    install into .venv, then train the same model with dense AdamW and with OnebitAdam, and compare
 # make bench   install, DeepSpeed into .venv-deepspeed, then measure everything against each other (an hour)
-# make test    install, then run the tests
+# make test    install, then run the usual tests (eight minutes on two cores)
+#      test-fast   those without processes, network and patience (one minute)
+#      test-all    all of them (twenty minutes)
 # make lint    install, then ruff and mypy
 # make docs    install mkdocs, then build the site into site/; a link that leads nowhere is an error
 #
@@ -11,9 +13,10 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
 INSTALLED := .venv/.installed
 ARGS ?=
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench test lint docs clean
+.PHONY: help demo bench test test-fast test-all lint docs clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -26,7 +29,13 @@ bench: $(INSTALLED)
 	$(BIN)/python scripts/bench.py suite $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(PYTEST) --tier usual $(ARGS)
+
+test-fast: $(INSTALLED)
+	$(PYTEST) --tier fast $(ARGS)
+
+test-all: $(INSTALLED)
+	$(PYTEST) --tier all $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

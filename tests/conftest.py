@@ -1,9 +1,51 @@
-"""Nothing is shared but the path: tests import their oracles by name."""
+"""The path to tests/support, and the tiers: see support/tiers.py. Tests import their oracles by name."""
+
+from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))
+TESTS = Path(__file__).parent
+sys.path.insert(0, str(TESTS / "support"))
 torch.set_num_threads(1)
+
+import tiers  # noqa: E402  (on the path since the line above)
+
+GUARD = tiers.Guard()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=tiers.TIERS, default="all", help="run this tier of tests (default: %(default)s)")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Whole folders that the fast tier leaves out are not imported: half of its start otherwise."""
+    is_left_out = config.getoption("tier") == "fast" and collection_path.name in tiers.PROCESS_FOLDERS
+    return True if is_left_out and collection_path.parent == TESTS else None
+
+
+def first_tier(item: pytest.Item) -> str:
+    return tiers.tier_of(tiers.folder_of(item.path, TESTS), {mark.name for mark in item.iter_markers()})
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests of this tier, those that use many processes first: the last files are then short ones."""
+    tier = config.getoption("tier")
+    left_out = [item for item in items if not tiers.runs_in(tier, first_tier(item))]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if tiers.runs_in(tier, first_tier(item))]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    GUARD.test = item.nodeid if first_tier(item) == "fast" else ""
+    try:
+        return (yield)
+    finally:
+        GUARD.test = ""

@@ -65,7 +65,6 @@ def results(name: str) -> list[dict]:
     return [result[names.index(name)] for result in ended.check().results]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_pipeline_computes_what_one_process_with_boundaries_does(name: str) -> None:
     # To the bit: micro-batches add up in the same order in all of these schedules.
@@ -74,7 +73,6 @@ def test_a_pipeline_computes_what_one_process_with_boundaries_does(name: str) ->
         assert [result[gap] for gap in ("loss_gap", "grad_gap", "eval_gap")] == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("name", TRAINED)
 def test_what_is_sent_is_the_frames_and_nothing_else(name: str) -> None:
     ranks, fields = TRAINED[name]
@@ -103,19 +101,16 @@ def wire_bytes(case: activation_ranks.Case, wire: str, is_forward: bool) -> int:
     return integers + sum(-(-(j * block * BITS[wire] // 8 + j * scales) // 16) * 16 for j in blocks)
 
 
-@pytest.mark.dist
 def test_error_feedback_remembers_each_gradient_that_goes_up_and_nothing_else() -> None:
     assert [result["owed"] for result in results("error feedback")] == [0, 4]
     assert all(result["owed"] == 0 for result in results("1f1b"))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("name", NOT_FINITE)
 def test_what_is_not_finite_shows_on_every_rank(name: str) -> None:
     assert [result["finite"] for result in results(name)] == [False] * NOT_FINITE[name][0]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("name", TWINS)
 def test_without_codecs_it_is_torchs_stage(name: str) -> None:
     for result in results(name):

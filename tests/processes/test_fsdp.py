@@ -13,8 +13,6 @@ from grid_cases import Starts
 from onebit.comm import SimTransport, run_ranks
 from onebit.model_parallel import ModelParallelGroup
 
-pytestmark = pytest.mark.dist
-
 # (ranks, shards): which cases run there. One start for each number of ranks.
 TWINS = [name for name in fsdp_ranks.CASES if "_" in name and name.split("_")[0] in FAMILY]
 APART = ["ranks_use_other_parts", "blocks_of_other_ranks_at_stage_3"]

@@ -101,7 +101,6 @@ def over_processes() -> list[str]:
     return [*digests, train(transport, max_grad_norm=0.0)]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("run", [run_torchrun, run_mpi])
 def test_every_transport_gives_the_same_bits(run: Callable[..., Ended]) -> None:
     flat, in_hierarchy = (

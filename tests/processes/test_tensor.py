@@ -20,7 +20,6 @@ from onebit.zero.parallel.tensor import resolve
 
 from train.layouts import tensor_plan  # isort: skip  (scripts/ is on the path since tensor_cases)
 
-dist = pytest.mark.dist
 
 ALL = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam", "AdamW")
 ONE_BIT = ALL[:3]
@@ -88,13 +87,11 @@ def distance(found: torch.Tensor, twins: torch.Tensor) -> float:
     return float((found - twins).norm() / (twins - flat(gpt())).norm())
 
 
-@dist
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_run_ends_cleanly(ranks: int) -> None:
     STARTS.of(ranks)[0].check()
 
 
-@dist
 @pytest.mark.parametrize(("ranks", "shards", "case"), cases(*ALL, "Lamb"))
 def test_it_trains_as_its_twin(ranks: int, shards: int, case: str) -> None:
     """Dense steps to 2e-4 of the way (measured: 5e-5): sums over features add up in another order.
@@ -112,14 +109,12 @@ def test_it_trains_as_its_twin(ranks: int, shards: int, case: str) -> None:
         assert losses == pytest.approx(theirs["loss"], rel=1e-3)
 
 
-@dist
 def test_the_twins_see_every_round() -> None:
     phases = {name: set(STARTS.results(8, 2, f"{name}_3")[0]["phases"]) for name in ONE_BIT}
     assert phases["OnebitAdam"] == phases["OnebitLamb"] == {"warmup", "compressed"}
     assert phases["ZeroOneAdam"] == {"variance", "compressed", "local"}
 
 
-@dist
 @pytest.mark.parametrize(("ranks", "shards", "case"), cases(*ALL, "Lamb"))
 def test_all_ranks_have_the_same_bits(ranks: int, shards: int, case: str) -> None:
     """Of everything: what tensor ranks hold alike is gathered from each of them, what they cut from all."""
@@ -128,7 +123,6 @@ def test_all_ranks_have_the_same_bits(ranks: int, shards: int, case: str) -> Non
         assert all(torch.equal(p, q) for p, q in zip(found["params"], ours[0]["params"], strict=True))
 
 
-@dist
 @pytest.mark.parametrize(("ranks", "shards", "case"), [c for c in cases(*ALL) if "clipping" in c[2]])
 def test_norms_are_the_twins(ranks: int, shards: int, case: str) -> None:
     """Exact and estimated clip factors, and a dense optimizer's norms, to 1e-5 as long as the models are the same."""
@@ -139,7 +133,6 @@ def test_norms_are_the_twins(ranks: int, shards: int, case: str) -> None:
         assert len(ours[key]) == STEPS and (key == "norm" or max(ours[key]) < 1.0)
 
 
-@dist
 @pytest.mark.parametrize(("ranks", "shards", "case"), cases("OnebitLamb"))
 def test_layers_are_measured_over_their_parts(ranks: int, shards: int, case: str) -> None:
     """Every trust ratio, norm and factor, to 1e-4; and the mean variance of the model."""
@@ -152,14 +145,12 @@ def test_layers_are_measured_over_their_parts(ranks: int, shards: int, case: str
         assert not torch.equal(ours["layers"][FREEZE - 1]["factor"], ours["layers"][-1]["factor"])
 
 
-@dist
 def test_activations_may_be_computed_again() -> None:
     """And in the 8 ranks of `test_low_precision`, within FSDP2."""
     for found in STARTS.results(4, 1, "computed_again"):
         assert torch.equal(found["again"], found["once"])
 
 
-@dist
 @pytest.mark.parametrize("world", [(4, 1), (8, 2)])
 def test_low_precision(world: tuple[int, int]) -> None:
     """Losses within 0.02 of the float32 twin's, parameters the same on all ranks."""
@@ -173,27 +164,23 @@ def test_low_precision(world: tuple[int, int]) -> None:
             torch.testing.assert_close(mean, torch.tensor(twins[replica]["loss"]), rtol=0, atol=0.02)
 
 
-@dist
 @pytest.mark.parametrize("world", [(4, 1), (8, 2)])
 def test_one_bad_part_makes_all_skip(world: tuple[int, int]) -> None:
     assert STARTS.results(*world, "one_bad_part_makes_all_skip") == [[(True, 1)] * 2] * world[0]
 
 
-@dist
 @pytest.mark.parametrize("world", [(2, 1), (4, 1)])
 def test_what_tensor_ranks_hold_alike_is_voted_on(world: tuple[int, int]) -> None:
     for said in STARTS.results(*world, "what_tensor_ranks_hold_alike_is_voted_on"):
         assert "tensor rank 1 holds other values than tensor rank 0 in parameter 8 of group 0 (and 0 more)" in said
 
 
-@dist
 @pytest.mark.parametrize("world", [(4, 1), (8, 2)])
 def test_weights_leave_and_return(world: tuple[int, int]) -> None:
     for found in STARTS.results(*world, "weights_leave_and_return"):
         assert found and all(found.values()), found
 
 
-@dist
 def test_tensor_ranks_read_the_same_batches() -> None:
     """Two replicas of two ranks: 2 samples each of a step of 4, 16 steps of a data set of 64."""
     found = STARTS.results(4, 1, "batches_are_those_of_the_replica")
@@ -202,7 +189,6 @@ def test_tensor_ranks_read_the_same_batches() -> None:
     assert read[0] == read[1] and read[2] == read[3] and not set(read[0]) & set(read[2])
 
 
-@dist
 def test_any_module_by_a_plan() -> None:
     """Biases, frozen norms, an embedding that is the projection too, both cut by words; values differed at first."""
     found = STARTS.results(2, 1, "any_module_by_a_plan")
@@ -214,7 +200,6 @@ def test_any_module_by_a_plan() -> None:
         assert torch.equal(rank["values"], found[0]["values"])
 
 
-@dist
 def test_what_cannot_run_is_refused() -> None:
     for rank, said in enumerate(STARTS.results(2, 1, "refused")):
         assert "2 ranks compute each layer together: pass initialize(tensor_plan=...)" in said["no plan"]

@@ -19,7 +19,7 @@ from onebit.comm.transports.edge import DIAGNOSIS_S, check_all_gather, check_all
 from onebit.comm.transports.mpi import check_thread_level
 
 WORLDS = [1, 2, 3, 4]
-BACKENDS = [pytest.param(name, marks=pytest.mark.dist) for name in ("gloo", "mpi")]
+BACKENDS = ("gloo", "mpi")
 
 
 @cache
@@ -61,13 +61,11 @@ def test_contract_run_ends_cleanly(backend: str) -> None:
     contract_run(backend).check()
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("check", CHECKS)
 def test_contract_of_mpi_in_pieces(check: str) -> None:
     assert [outcome[check] for outcome in outcomes("mpi", "pieces")] == [""] * 4
 
 
-@pytest.mark.dist
 def test_init_picks_gloo_from_plain_variables() -> None:
     described = {result["description"] for result in contract_run("gloo").results}
     assert described == {
@@ -75,7 +73,6 @@ def test_init_picks_gloo_from_plain_variables() -> None:
     }
 
 
-@pytest.mark.dist
 def test_init_picks_mpi_under_mpirun_and_bootstraps_gloo_on_request() -> None:
     for result in contract_run("mpi").results:
         assert result["description"] == "4 ranks by Open MPI, transport MPI (host memory)"
@@ -90,7 +87,6 @@ def outlived(backend: str, fate: str) -> Ended:
     return run_mpi(3, transport_ranks.outlive_a_peer_on_mpi, fate, timeout_s=90)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("backend", "fate", "operation"),
     [("gloo", fate, operation) for fate in ("killed", "stopped") for operation in transport_ranks.OPERATIONS]
@@ -134,7 +130,6 @@ def check_disagreement(name: str, rank: int, seen: dict[str, Any]) -> None:
     assert seen["seconds"] < transport_ranks.TIMEOUT_S + DIAGNOSIS_S, seen
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("backend", "name"),
     [("gloo", name) for name in transport_ranks.DISAGREEMENTS if name != "late"]
@@ -157,7 +152,6 @@ def test_simulated_ranks_that_launch_different_operations_are_told(name: str) ->
         check_disagreement(name, rank, seen)
 
 
-@pytest.mark.dist
 def test_a_rank_in_a_barrier_of_torch_and_one_in_an_exchange_name_each_other() -> None:
     """Not after a minute: torch's operation ends with ours, and a line behind its traceback says who is where."""
     ended = run_torchrun(2, transport_ranks.end_unlike_the_others, "waits", timeout_s=30)
@@ -169,7 +163,6 @@ def test_a_rank_in_a_barrier_of_torch_and_one_in_an_exchange_name_each_other() -
     )
 
 
-@pytest.mark.dist
 def test_survivors_of_rank_0_print_no_stack_of_cplusplus() -> None:
     """The store dies with it, of which torch would tell in twenty lines before the one that helps."""
     env = {"TORCH_CPP_LOG_LEVEL": "WARNING"}
@@ -179,7 +172,6 @@ def test_survivors_of_rank_0_print_no_stack_of_cplusplus() -> None:
     assert "frame #" not in ended.output and "Exception raised from" not in ended.output, ended.output
 
 
-@pytest.mark.dist
 def test_who_comes_too_late_is_told_so() -> None:
     """The others name it; it learns that they have given up, not that they are missing. MPI has kept what they sent."""
     results = outlived("gloo", "stopped").results
@@ -188,7 +180,6 @@ def test_who_comes_too_late_is_told_so() -> None:
     assert "This rank came too late: rank" in results[odd]["late"]["message"]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("fate", ["killed", "stopped"])
 def test_mpi_job_ends_when_a_rank_is(fate: str) -> None:
     """Killed: mpirun ends the others. Stopped: the survivors' uncaught PeerError does, by MPI_Abort."""
@@ -200,7 +191,6 @@ def test_mpi_job_ends_when_a_rank_is(fate: str) -> None:
         assert "MPI_ABORT" in ended.output
 
 
-@pytest.mark.dist
 def test_gloo_survivors_end_by_themselves() -> None:
     codes = outlived("gloo", "stopped").returncodes
     assert codes == (0, 0, -9, 0)

@@ -47,7 +47,6 @@ DENSE = [
 ]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("cases", [WHOLE + ACROSS + DENSE, INSIDE], ids=["others", "inside nodes"])
 def test_every_form_trains_and_resumes_to_the_bit(tmp_path: Path, cases: list) -> None:
     results = run_torchrun(4, resumes, str(tmp_path), [case[:2] for case in cases], timeout_s=110).check().results
@@ -62,7 +61,6 @@ def test_every_form_trains_and_resumes_to_the_bit(tmp_path: Path, cases: list) -
         assert all(results[rank][k]["client"] and results[rank][k]["same bits"] for rank in range(4)), what
 
 
-@pytest.mark.dist
 def test_every_public_style_configuration_trains(tmp_path: Path) -> None:
     files = [str(path) for path in FILES]
     assert len(files) >= 12

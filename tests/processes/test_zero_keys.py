@@ -37,13 +37,11 @@ def ranks(folder: Path) -> list[dict]:
     return list(run_torchrun(4, keys, str(folder), timeout_s=110).check().results)  # type: ignore[arg-type]
 
 
-@pytest.mark.dist
 def test_freeze_step_ends_the_warm_up_of_every_form(ranks: list[dict]) -> None:
     for facts in ranks:
         assert facts["phases"] == dict.fromkeys(("replicated", "inter_node", "intra_node"), "compressed")
 
 
-@pytest.mark.dist
 def test_an_overflow_on_one_rank_is_skipped_by_all(ranks: list[dict]) -> None:
     assert ranks[0]["overflow"].keys() == {"inter_node 1", "inter_node 2", "intra_node 3", "dense 2"}
     for form in ranks[0]["overflow"]:
@@ -55,7 +53,6 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(ranks: list[dict]) -> None:
             assert facts["overflow"][form] == ranks[0]["overflow"][form]
 
 
-@pytest.mark.dist
 def test_dense_sums_and_clips_as_one_big_batch_does(ranks: list[dict]) -> None:
     """float32 against float64, differences of updates of up to 1: 1e-6 is a few roundings."""
     assert len(ranks[0]["big batch"]) == 4
@@ -65,7 +62,6 @@ def test_dense_sums_and_clips_as_one_big_batch_does(ranks: list[dict]) -> None:
             assert seen is None if case.endswith("clip 0.0") else seen == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.dist
 def test_the_update_is_the_mean_of_what_was_not_dropped(ranks: list[dict]) -> None:
     """More passes than micro-batches, and windows that were abandoned, at every stage."""
     for facts in ranks:
@@ -74,7 +70,6 @@ def test_the_update_is_the_mean_of_what_was_not_dropped(ranks: list[dict]) -> No
         assert gaps == {}
 
 
-@pytest.mark.dist
 def test_no_checkpoint_is_taken_within_a_step_and_loading_there_drops_it(ranks: list[dict]) -> None:
     for facts in ranks:
         refused = facts["within a step"].pop("refused")
@@ -84,7 +79,6 @@ def test_no_checkpoint_is_taken_within_a_step_and_loading_there_drops_it(ranks: 
         assert facts["within a step"] == {"kept": ["latest", "step_00000004"], "loaded": True}
 
 
-@pytest.mark.dist
 def test_statistics_are_the_mean_of_the_ranks_in_evaluation_and_checkpoints(ranks: list[dict]) -> None:
     for facts in ranks:
         assert facts["buffers"] == dict.fromkeys(
@@ -92,7 +86,6 @@ def test_statistics_are_the_mean_of_the_ranks_in_evaluation_and_checkpoints(rank
         )
 
 
-@pytest.mark.dist
 def test_offload_changes_no_bit(ranks: list[dict]) -> None:
     assert all(
         facts["offload"] == {"intra_node": [True, "CPUOffloadPolicy"], "dense": [True, "CPUOffloadPolicy"]}
@@ -100,14 +93,12 @@ def test_offload_changes_no_bit(ranks: list[dict]) -> None:
     )
 
 
-@pytest.mark.dist
 def test_parameters_given_before_sharding_are_trained_behind_it(ranks: list[dict]) -> None:
     for facts in ranks:
         groups = facts["groups"]
         assert groups["found"] == groups["asked"] and groups["decays"] == [0.1, 0.0] and groups["moves"]
 
 
-@pytest.mark.dist
 def test_the_monitors_hold_what_happened(ranks: list[dict]) -> None:
     first = ranks[0]["monitors"]
     rows, samples = first["rows"], ["32", "64", "96"]
@@ -124,7 +115,6 @@ def test_the_monitors_hold_what_happened(ranks: list[dict]) -> None:
     assert all(0 < facts["monitors"]["weights are off by"] < 1e-2 for facts in ranks)
 
 
-@pytest.mark.dist
 def test_two_ranks_go_on_from_where_four_were(folder: Path, ranks: list[dict]) -> None:
     for facts in run_torchrun(2, resumes_with_two, str(folder), timeout_s=60).check().results:
         refused = facts.pop("refused")

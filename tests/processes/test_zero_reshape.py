@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from ranks import run_torchrun
 from reshape_ranks import ONE_BIT, runs
@@ -47,7 +46,6 @@ def due(of: dict[str, list]) -> torch.Tensor:
     return owed + 0.9 * torch.tensor(of["momentum"], dtype=torch.float64) if "momentum" in of else owed
 
 
-@pytest.mark.dist
 def test_a_checkpoint_loads_into_every_other_layout(tmp_path: Path) -> None:
     saved: dict[str, dict] = {}
     for ranks, cases in ((4, OF_FOUR), (2, OF_TWO)):

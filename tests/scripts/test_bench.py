@@ -52,7 +52,6 @@ def cells(text: str, contender: str) -> dict[str, str]:
 # ---------------------------------------------------------------- steps
 
 
-@pytest.mark.dist
 def test_every_method_steps_and_sends_what_it_says(tmp_path: Path) -> None:
     out = tmp_path / "step.json"
     flags = ["--worker", "--size", "tiny", "--steps", "2", "--alone-steps", "1", "--out", str(out)]
@@ -151,7 +150,6 @@ def test_unshaped_link_is_limited_by_memory_alone() -> None:
 # ---------------------------------------------------------------- growth
 
 
-@pytest.mark.dist
 def test_growth_worker_measures_every_size(tmp_path: Path) -> None:
     out = tmp_path / "growth.jsonl"
     flags = ["--worker", "--elements", "4096", "65536", "--dense-up-to", "5000", "--repeats", "2", "--out", str(out)]

@@ -348,7 +348,6 @@ def pickled_corpus(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> 
     return str(path)
 
 
-@pytest.mark.dist
 @pytest.mark.timeout(120)
 def test_every_stage_trains_and_resumes_to_the_bit(tmp_path: Path, pickled_corpus: str) -> None:
     """On 4 ranks. Stage 0 of the engine is the run without --zero."""
@@ -385,7 +384,6 @@ def test_every_stage_trains_and_resumes_to_the_bit(tmp_path: Path, pickled_corpu
         assert [row[name] for row in with_engine] == [row[name] for row in without]
 
 
-@pytest.mark.dist
 @pytest.mark.timeout(120)
 def test_what_does_not_go_together_is_refused(tmp_path: Path, pickled_corpus: str) -> None:
     one_per_node = ["--zero", "3", "--ranks-per-node", "1"]
@@ -439,7 +437,6 @@ def test_arguments_that_contradict_each_other_are_refused(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.dist
 @pytest.mark.timeout(90)
 def test_zero_starts_under_mpirun(tmp_path: Path, start: Start) -> None:
     more = ["--zero", "1", "--dtype", "bf16"]
@@ -453,7 +450,6 @@ def test_zero_starts_under_mpirun(tmp_path: Path, start: Start) -> None:
 # ---------------------------------------------------------------- with --pipe
 
 
-@pytest.mark.dist
 @pytest.mark.timeout(400)
 def test_stages_and_slices_train_and_go_on_in_another_layout(tmp_path: Path, pickled_corpus: str) -> None:
     """2 x 2 under torchrun's variables with few bits between stages; then two stages under mpirun."""
@@ -542,7 +538,6 @@ def wait_for_steps(csv: Path, steps: int, timeout_s: float = 40.0) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_resume_under_mpirun_equals_uninterrupted_run_in_this_process(tmp_path: Path, start: Start) -> None:
@@ -557,7 +552,6 @@ def test_resume_under_mpirun_equals_uninterrupted_run_in_this_process(tmp_path: 
     assert_same_checkpoint(newest(parts), newest(whole))
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
@@ -581,7 +575,6 @@ def test_signal_ends_all_ranks_with_a_checkpoint(
         assert "Traceback" not in output
 
 
-@pytest.mark.dist
 @pytest.mark.timeout(90)
 def test_mpirun_killed_early_leaves_a_checkpoint_to_resume_from(tmp_path: Path, start: Start) -> None:
     """mpirun kills the ranks 0.2 s after a SIGTERM, wherever they are: in the midst of a write for all we know."""
@@ -594,7 +587,6 @@ def test_mpirun_killed_early_leaves_a_checkpoint_to_resume_from(tmp_path: Path, 
     assert [int(row["step"]) for row in read_csv(tmp_path / "run.csv")] == list(range(1, step + 2))
 
 
-@pytest.mark.dist
 @pytest.mark.timeout(60)
 def test_second_interrupt_ends_at_once(tmp_path: Path, start: Start) -> None:
     more = ["--size", "25m", "--batch-size", "64"]  # a step of many seconds

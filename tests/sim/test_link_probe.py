@@ -153,7 +153,7 @@ def decide() -> list[bool]:
     return decisions
 
 
-@pytest.mark.dist
+@pytest.mark.processes
 def test_all_ranks_decide_alike_and_a_long_computation_hides_everything() -> None:
     results = run_torchrun(3, decide, timeout_s=90).check().results
     assert results[0] == results[1] == results[2]

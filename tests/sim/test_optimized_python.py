@@ -6,6 +6,7 @@ import hashlib
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import nn
 
@@ -53,6 +54,7 @@ def digest() -> str:
     return hashlib.sha256(b"".join(run_ranks(2, _train))).hexdigest()
 
 
+@pytest.mark.processes
 def test_asserts_are_left_out_without_a_trace() -> None:
     ended = subprocess.run([sys.executable, "-O", __file__], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr

@@ -14,7 +14,7 @@ from wrapper_ranks import CASES, errors
 from onebit.comm import SimTransport, run_ranks
 
 
-@pytest.mark.dist
+@pytest.mark.processes
 def test_a_wrapper_that_averages_is_refused_on_all_ranks_by_name() -> None:
     results = run_torchrun(2, errors, timeout_s=100).check().results
     assert results[0].keys() == CASES.keys()

@@ -253,7 +253,7 @@ def rank_of_many(folder: str) -> dict[str, object]:
     return facts
 
 
-@pytest.mark.dist
+@pytest.mark.processes
 def test_sharded_models_load_sharded_and_whole_and_all_ranks_refuse_together(tmp_path: Path) -> None:
     results = run_torchrun(3, rank_of_many, str(tmp_path), timeout_s=100).check().results
     assert results[0] == results[1] == results[2]

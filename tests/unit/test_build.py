@@ -33,7 +33,7 @@ NOT_SOURCE = shutil.ignore_patterns("*.so", "__pycache__")
 NOT_BUILT = "onebit: the C++ kernel was not built"
 WITHOUT_COMPILER = {"CC": "/bin/false", "CXX": "/bin/false"}
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.processes
 
 ENCODE = """
 import logging

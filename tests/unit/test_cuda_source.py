@@ -41,6 +41,7 @@ def emulation(libraries: Libraries) -> Iterator[None]:
 
 
 @needs_compiler
+@pytest.mark.processes
 @pytest.mark.usefixtures("emulation")
 @pytest.mark.parametrize("name", gpu_cases.CASES)
 def test_emulated(name: str) -> None:
@@ -64,7 +65,7 @@ def compile_for(capability: int, block: int, folder: Path, kind: str) -> tuple[s
 
 
 @needs_nvcc
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize("capability", (80, 90, 100))
 def test_compiles_without_spilling(capability: int, tmp_path: Path) -> None:
     """c stays in registers, of which 80 let 768 threads run on a multiprocessor: see the source's header."""
@@ -79,7 +80,7 @@ def test_compiles_without_spilling(capability: int, tmp_path: Path) -> None:
 
 
 @needs_nvcc
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize("block", (16, 64, 512, 576))
 def test_compiles_for_every_kind_of_block(block: int, tmp_path: Path) -> None:
     """int8 alone; the smallest and the largest whose c is kept in registers; the first whose c is not."""
@@ -89,7 +90,7 @@ def test_compiles_for_every_kind_of_block(block: int, tmp_path: Path) -> None:
 
 
 @needs_nvcc
-@pytest.mark.slow
+@pytest.mark.processes
 def test_compiles_to_operations_that_round_once(tmp_path: Path) -> None:
     _, out = compile_for(90, 256, tmp_path, "ptx")
     ptx = out.read_text()

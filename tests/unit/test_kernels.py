@@ -304,6 +304,7 @@ def test_reference_rounds_each_operation_once() -> None:
     assert torch.equal(reference.scales(frames, J * block, block=block)[0], scale)
 
 
+@pytest.mark.processes
 @needs_build
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler named c++")
 def test_no_undefined_behaviour(

@@ -167,6 +167,7 @@ def test_mpirun_without_mpi4py_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
             onebit.comm.init(backend)
 
 
+@pytest.mark.processes
 def test_importing_starts_neither_mpi_nor_hooks() -> None:
     code = """
 import sys
@@ -178,7 +179,7 @@ assert sys.excepthook is hook
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.dist
+@pytest.mark.processes
 def test_real_torchrun_and_exit_without_close() -> None:
     ended = run_torchrun(2, transport_ranks.exit_without_close, agent=True, timeout_s=60).check()
     assert ended.results == ("2 ranks by torchrun, transport torch.distributed (gloo)",) * 2
@@ -201,7 +202,7 @@ def test_a_single_process_has_one_level(monkeypatch: pytest.MonkeyPatch) -> None
 IN_TWO_LEVELS = "transport torch.distributed (gloo), two levels: 2 nodes of 2 ranks"
 
 
-@pytest.mark.dist
+@pytest.mark.processes
 def test_levels_follow_the_launcher_and_the_host_names() -> None:
     """Two emulated hosts of two ranks; a second init() finds the group and takes the same levels."""
     ended = run_torchrun(4, transport_ranks.levels_of_inits, ["node0", "node0", "node1", "node1"], 2, timeout_s=90)
@@ -213,7 +214,7 @@ def test_levels_follow_the_launcher_and_the_host_names() -> None:
         assert "levels differ between ranks: (1, 2, 2, 2)" in result["unlike"]
 
 
-@pytest.mark.dist
+@pytest.mark.processes
 @pytest.mark.parametrize("run", [run_torchrun, run_mpi])
 def test_a_missing_peer_has_its_number_in_the_world_whichever_level_misses_it(run: Callable[..., Ended]) -> None:
     """Rank 3 is rank 1 to its node and to its peers across. Who has missed it waits for no barrier."""
@@ -223,7 +224,7 @@ def test_a_missing_peer_has_its_number_in_the_world_whichever_level_misses_it(ru
         assert results[rank]["closing"] < 0.5
 
 
-@pytest.mark.dist
+@pytest.mark.processes
 def test_levels_that_are_not_there_are_logged() -> None:
     """Host names of nodes with unlike numbers of ranks, whatever the launcher says: flat, and rank 0 says why."""
     ended = run_torchrun(4, transport_ranks.levels_of_inits, ["node0", "node1", "node1", "node1"], 2, timeout_s=90)
@@ -242,7 +243,7 @@ def gathered_in_vain() -> tuple[dict[str, Any], ...]:
     return run_torchrun(3, transport_ranks.gather_in_vain, ports, timeout_s=60).check().results  # type: ignore[return-value]
 
 
-@pytest.mark.dist
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "error", "said", "ranks"),
     [

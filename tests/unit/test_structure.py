@@ -127,6 +127,7 @@ def test_rooms_of_scripts_import_one_way(room: str) -> None:
                 assert imported not in ROOMS or imported in ROOMS[room], path
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["comm", "zero"])
 def test_the_folders_refuse_to_be_imported_under_the_wrong_name(name: str) -> None:
     command = [sys.executable, "-c", f"import {name}"]
@@ -134,6 +135,7 @@ def test_the_folders_refuse_to_be_imported_under_the_wrong_name(name: str) -> No
     assert run.returncode != 0 and f"this package is onebit.{name}" in run.stderr
 
 
+@pytest.mark.processes
 def test_importing_has_no_side_effects() -> None:
     code = (
         "import sys, threading; import onebit; "
@@ -144,6 +146,7 @@ def test_importing_has_no_side_effects() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.processes
 def test_the_engine_comes_with_the_package_when_it_is_asked_for() -> None:
     code = (
         "import onebit; assert not hasattr(onebit, 'nothing'); "
