@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,8 +35,15 @@ def first_tier(item: pytest.Item) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests of this tier, those that use many processes first: the last files are then short ones."""
+    """Leave the tests of this tier."""
     tier = config.getoption("tier")
+    cases: Counter[tuple[Path, str]] = Counter()
+    for item in items:
+        if sampled := item.get_closest_marker("sampled"):
+            test = item.path, item.nodeid.partition("[")[0]
+            if cases[test] % sampled.args[0]:
+                item.add_marker("thorough")
+            cases[test] += 1
     left_out = [item for item in items if not tiers.runs_in(tier, first_tier(item))]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

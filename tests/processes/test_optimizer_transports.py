@@ -101,7 +101,7 @@ def over_processes() -> list[str]:
     return [*digests, train(transport, max_grad_norm=0.0)]
 
 
-@pytest.mark.parametrize("run", [run_torchrun, run_mpi])
+@pytest.mark.parametrize("run", [run_torchrun, pytest.param(run_mpi, marks=pytest.mark.thorough)])
 def test_every_transport_gives_the_same_bits(run: Callable[..., Ended]) -> None:
     flat, in_hierarchy = (
         run_ranks(3, train_each),

@@ -43,7 +43,14 @@ WORLDS: dict[tuple[int, int], list[str]] = {
         *WHOLE[1:],
     ],
 }
-STARTS = Starts(tensor_ranks.run_cases, WORLDS)
+# The others at eight ranks: every optimizer, every stage, clipping and accumulation.
+THOROUGH = [
+    *(f"{name}_1" for name in ONE_BIT),
+    "AdamW_3",
+    "AdamW_2_gradient_clipping",
+    *(f"OnebitAdam_{stage}_gradient_accumulation_steps" for stage in (1, 2)),
+]
+STARTS = Starts(tensor_ranks.run_cases, WORLDS, THOROUGH)
 
 
 @cache
@@ -59,10 +66,14 @@ def twin_run(name: str, replicas: int, shards: int, *blocks: str) -> list[dict]:
         torch.set_num_threads(threads)
 
 
-def cases(*kinds: str) -> list[tuple[int, int, str]]:
-    """(ranks, shards, case) of these optimizers."""
-    named = [(*world, name) for world, names in WORLDS.items() for name in names]
-    return [(*world, name) for *world, name in named if name.split("_")[0] in kinds]
+def cases(*kinds: str, named: str = "") -> list:
+    """(ranks, shards, case) of these optimizers, with this word in its name."""
+    return [
+        pytest.param(*world, name, marks=pytest.mark.thorough if name in THOROUGH else ())
+        for world, names in WORLDS.items()
+        for name in names
+        if name.split("_")[0] in kinds and named in name
+    ]
 
 
 def of_twin(ranks: int, shards: int, case: str) -> list[tuple[dict, dict]]:
@@ -90,6 +101,11 @@ def distance(found: torch.Tensor, twins: torch.Tensor) -> float:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_run_ends_cleanly(ranks: int) -> None:
     STARTS.of(ranks)[0].check()
+
+
+@pytest.mark.thorough
+def test_the_thorough_run_ends_cleanly() -> None:
+    STARTS.of(8, is_thorough=True)[0].check()
 
 
 @pytest.mark.parametrize(("ranks", "shards", "case"), cases(*ALL, "Lamb"))
@@ -123,7 +139,7 @@ def test_all_ranks_have_the_same_bits(ranks: int, shards: int, case: str) -> Non
         assert all(torch.equal(p, q) for p, q in zip(found["params"], ours[0]["params"], strict=True))
 
 
-@pytest.mark.parametrize(("ranks", "shards", "case"), [c for c in cases(*ALL) if "clipping" in c[2]])
+@pytest.mark.parametrize(("ranks", "shards", "case"), cases(*ALL, named="clipping"))
 def test_norms_are_the_twins(ranks: int, shards: int, case: str) -> None:
     """Exact and estimated clip factors, and a dense optimizer's norms, to 1e-5 as long as the models are the same."""
     key = "clip" if case.split("_")[0] in ONE_BIT else "norm"

@@ -47,7 +47,21 @@ DENSE = [
 ]
 
 
-@pytest.mark.parametrize("cases", [WHOLE + ACROSS + DENSE, INSIDE], ids=["others", "inside nodes"])
+OTHERS = WHOLE + ACROSS + DENSE
+THOROUGH = [
+    pytest.param([case for k, case in enumerate(OTHERS) if k % 3 != 1], id="more others", marks=pytest.mark.thorough),
+    pytest.param([case for k, case in enumerate(INSIDE) if k % 4], id="more inside nodes", marks=pytest.mark.thorough),
+]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(OTHERS[1::3], id="others"),  # every placement and precision
+        pytest.param(INSIDE[::4], id="inside nodes"),  # every optimizer and stage
+        *THOROUGH,
+    ],
+)
 def test_every_form_trains_and_resumes_to_the_bit(tmp_path: Path, cases: list) -> None:
     results = run_torchrun(4, resumes, str(tmp_path), [case[:2] for case in cases], timeout_s=110).check().results
     for k, (config, _, form) in enumerate(cases):

@@ -78,6 +78,7 @@ def test_every_method_steps_and_sends_what_it_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.net
+@pytest.mark.thorough
 def test_suite_records_what_it_measures_and_does_not_measure_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, emulated_hosts: None
 ) -> None:

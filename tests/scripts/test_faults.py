@@ -105,6 +105,7 @@ def test_of_a_case_that_ran_twice_the_last_run_counts() -> None:
     assert [line["fault"] for line in latest_lines(lines) if line["what"] == "fault"] == ["3", "4", "2"]
 
 
+@pytest.mark.thorough
 def test_some_faults_of_every_kind_are_as_promised(tmp_path: Path) -> None:
     """What the long run does to everything, done to a few."""
     raw, record = tmp_path / "faults.jsonl", tmp_path / "faults.md"

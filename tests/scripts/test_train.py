@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -348,17 +348,28 @@ def pickled_corpus(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> 
     return str(path)
 
 
+FEW = ("inside, state", "inside, parameters", "across, gradients", "dense, gradients")  # every stage, every placement
+
+
 @pytest.mark.timeout(120)
-def test_every_stage_trains_and_resumes_to_the_bit(tmp_path: Path, pickled_corpus: str) -> None:
-    """On 4 ranks. Stage 0 of the engine is the run without --zero."""
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(("whole", *FEW), id="few"),
+        pytest.param([case for case in ZERO if case not in ("whole", *FEW)], id="others", marks=pytest.mark.thorough),
+    ],
+)
+def test_every_stage_trains_and_resumes_to_the_bit(tmp_path: Path, pickled_corpus: str, cases: Sequence[str]) -> None:
+    """On 4 ranks."""
     jobs: list[list[str]] = []
-    for case in ZERO:
+    for case in cases:
         folder = tmp_path / case
         jobs.append(zero_flags(folder, case, "--checkpoint-every", "2", "--json", str(folder / "run.json")))
         jobs.append(zero_flags(folder, case, "--resume", "--csv", str(folder / "resumed" / "run.csv")))
     ended = run_torchrun(4, train_ranks.runs, pickled_corpus, jobs, 2, timeout_s=110).check()
     assert ended.results == ([0] * len(jobs),) * 4
-    for case, (optimizer, _, _) in ZERO.items():
+    for case in cases:
+        optimizer = ZERO[case][0]
         rows = rows_without_times(tmp_path / case)
         resumed = rows_without_times(tmp_path / case / "resumed")
         for one, other in zip(resumed, rows[2:], strict=True):
@@ -378,6 +389,12 @@ def test_every_stage_trains_and_resumes_to_the_bit(tmp_path: Path, pickled_corpu
         summary = json.loads((tmp_path / case / "run.json").read_text())
         assert (summary["zero"], summary["skipped"]) == (int(ZERO[case][1]), int(rows[-1]["skipped"])), case
 
+    if "whole" in cases:
+        assert_engine_at_stage_0_changes_nothing(tmp_path)
+
+
+def assert_engine_at_stage_0_changes_nothing(tmp_path: Path) -> None:
+    """Next to the run with --zero 0, the same one without the flag."""
     run(4, flags(tmp_path, *COMMON, steps=ZERO_STEPS))
     with_engine, without = rows_without_times(tmp_path / "whole"), rows_without_times(tmp_path)
     for name in ("loss", "val_loss", "lr", "phase"):
@@ -437,6 +454,7 @@ def test_arguments_that_contradict_each_other_are_refused(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(90)
 def test_zero_starts_under_mpirun(tmp_path: Path, start: Start) -> None:
     more = ["--zero", "1", "--dtype", "bf16"]
@@ -450,6 +468,7 @@ def test_zero_starts_under_mpirun(tmp_path: Path, start: Start) -> None:
 # ---------------------------------------------------------------- with --pipe
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_stages_and_slices_train_and_go_on_in_another_layout(tmp_path: Path, pickled_corpus: str) -> None:
     """2 x 2 under torchrun's variables with few bits between stages; then two stages under mpirun."""
@@ -539,6 +558,7 @@ def wait_for_steps(csv: Path, steps: int, timeout_s: float = 40.0) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_resume_under_mpirun_equals_uninterrupted_run_in_this_process(tmp_path: Path, start: Start) -> None:
     """The sum of two numbers is the same in any order, so with two ranks all transports give the same bits."""
@@ -555,7 +575,12 @@ def test_resume_under_mpirun_equals_uninterrupted_run_in_this_process(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("name", "signum"), [("alone", signal.SIGINT), ("mpirun", signal.SIGUSR1), ("torchrun", signal.SIGTERM)]
+    ("name", "signum"),
+    [
+        ("alone", signal.SIGINT),
+        ("mpirun", signal.SIGUSR1),
+        pytest.param("torchrun", signal.SIGTERM, marks=pytest.mark.thorough),
+    ],
 )
 def test_signal_ends_all_ranks_with_a_checkpoint(
     tmp_path: Path, start: Start, name: str, signum: signal.Signals
@@ -575,6 +600,7 @@ def test_signal_ends_all_ranks_with_a_checkpoint(
         assert "Traceback" not in output
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(90)
 def test_mpirun_killed_early_leaves_a_checkpoint_to_resume_from(tmp_path: Path, start: Start) -> None:
     """mpirun kills the ranks 0.2 s after a SIGTERM, wherever they are: in the midst of a write for all we know."""

@@ -13,6 +13,8 @@ from torch import Tensor
 from onebit.comm import SimTransport, run_ranks
 from onebit.optimizer import CompressedOptimizer
 
+pytestmark = pytest.mark.slow
+
 
 def trained(world_size: int, name: str, steps: int, **options: object) -> list[tuple[dict, dict, Tensor]]:
     """Per rank: its state, its model, and the mean over ranks of what is owed, per parameter."""

@@ -22,6 +22,8 @@ from onebit.comm import (
     run_ranks,
 )
 
+pytestmark = pytest.mark.slow
+
 OTHERS = [name for name in momentum_codecs() if name != "sign"]
 STEPS = 38
 

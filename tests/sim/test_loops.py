@@ -15,6 +15,8 @@ import onebit
 from onebit import zero
 from onebit.comm import PeerError, SimTransport, run_ranks
 
+pytestmark = pytest.mark.slow
+
 SHARDED = {
     "sharded": zero.ShardedOnebitAdam,
     "sharded 0/1": zero.ShardedZeroOneAdam,

@@ -16,6 +16,8 @@ from onebit.comm import SimTransport, run_ranks
 from onebit.zero.checkpoint.reshard import ParamSlice, packed_pieces, parts_of, pieces_of, plan, recut, saved_pieces
 from onebit.zero.grid import GridShape
 
+pytestmark = pytest.mark.slow
+
 STEPS = {"warm-up": 2, "one bit": 9}
 BETA1 = 0.9
 

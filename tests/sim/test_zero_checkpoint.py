@@ -182,6 +182,7 @@ def save_for_ever(folder: Path) -> None:
         save(checkpoints, step, float(step))
 
 
+@pytest.mark.processes
 def test_kill_9_during_a_checkpoint_loses_nothing_that_was_saved(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     for round_ in range(6):

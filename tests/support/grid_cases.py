@@ -9,7 +9,7 @@ import atexit
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -45,22 +45,30 @@ def run(
 
 @dataclass(frozen=True, eq=False)
 class Starts:
-    """worlds: (ranks, shards): which cases run there. target: what a rank calls with a folder and (shards, cases)."""
+    """worlds: (ranks, shards): which cases run there. target: what a rank calls with a folder and (shards, cases).
+
+    thorough: those of the cases that only thorough tests read. They run in starts of their own.
+    """
 
     target: Callable[[str, list[tuple[int, list[str]]]], None]
     worlds: Mapping[tuple[int, int], list[str]]
+    thorough: Collection[str] = ()
 
     @cache  # noqa: B019  (a module holds one, to the end)
-    def of(self, ranks: int) -> tuple[Ended, Path]:
+    def of(self, ranks: int, is_thorough: bool = False) -> tuple[Ended, Path]:
         """Started by whichever test asks first; all later ones read it."""
         folder = tempfile.mkdtemp(prefix="grid-cases-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        cases = [(shards, names) for (size, shards), names in self.worlds.items() if size == ranks]
+        cases = [
+            (shards, [name for name in names if (name in self.thorough) == is_thorough])
+            for (size, shards), names in self.worlds.items()
+            if size == ranks
+        ]
         return run_torchrun(ranks, self.target, folder, cases, timeout_s=110), Path(folder)
 
     def results(self, ranks: int, shards: int, name: str) -> list:
         """What each rank found."""
-        ended, folder = self.of(ranks)
+        ended, folder = self.of(ranks, name in self.thorough)
         files = [folder / f"{shards}.{name}.{rank}" for rank in range(ranks)]
         assert all(file.exists() for file in files), ended.output
         return [torch.load(file) for file in files]

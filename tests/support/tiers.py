@@ -6,6 +6,8 @@
 
 A new test needs no mark: it is in the usual tier, and in the fast one where its folder starts no processes. One that
 starts a process elsewhere says so by `@pytest.mark.processes`; a fast test that starts one, or opens a socket, fails.
+Of a test marked `sampled(k)` every k-th case is as if it were not marked, and the others are thorough; the sample must
+have every value of every parameter.
 """
 
 from __future__ import annotations

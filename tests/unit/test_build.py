@@ -112,6 +112,7 @@ def test_without_a_compiler_an_editable_install_succeeds(source: Path, tmp_path:
     assert list(tmp_path.glob("onebit-*.whl"))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("c++") is None and "CXX" not in os.environ, reason="needs a C++ compiler")
 def test_an_install_brings_the_kernel_and_no_top_level_comm(source: Path, tmp_path: Path) -> None:
     output = install(source, tmp_path / "site")
@@ -127,6 +128,7 @@ def test_an_install_brings_the_kernel_and_no_top_level_comm(source: Path, tmp_pa
     assert_holds_the_cuda_source(tmp_path / "site")
 
 
+@pytest.mark.thorough
 def test_the_tests_run_from_a_source_distribution(source: Path, tmp_path: Path) -> None:
     code = f"from setuptools import build_meta; print(build_meta.build_sdist({str(tmp_path)!r}))"
     run(sys.executable, "-c", code, cwd=source)

@@ -76,7 +76,7 @@ def test_interpreted(name: str) -> None:
 # Compiled for GPUs that are not here
 
 
-CAPABILITIES = (80, 90, 100)
+CAPABILITIES = [90, *(pytest.param(other, marks=pytest.mark.thorough) for other in (80, 100))]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -335,6 +335,7 @@ def test_triton_serves_cuda_tensors_where_it_is_installed_and_cupy_is_not() -> N
 
 @needs_triton
 @pytest.mark.processes
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_the_check_for_gpus_can_be_rehearsed(tmp_path: Path) -> None:
     record = tmp_path / "record.md"
