@@ -47,6 +47,7 @@ def masked_parts(optimizer: CompressedOptimizer) -> list[Tensor]:
     return [bucket.layout.views(flat)[0][mask == 0] for flat in parts.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(("nodes", "local_size"), [(1, 1), (3, 1), (2, 2)])
 def test_what_may_not_move_has_no_momentum(name: str, nodes: int, local_size: int) -> None:

@@ -131,6 +131,7 @@ def test_loads_a_state_that_does_not_hold_the_sizes_of_layers(stop: int) -> None
     assert torch.equal(train(transport, range(stop, 14), other, resumed)[-1], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("freeze_step", [4, "auto"])
 def test_layers_without_momentum_neither_explode_nor_stand_still(freeze_step: int | str, weight_decay: float) -> None:

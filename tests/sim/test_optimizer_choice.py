@@ -192,6 +192,7 @@ def test_amsgrad_of_adam_is_torchs() -> None:
 # ---------------------------------------------------------------- every file builds and trains
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_file_builds_and_trains(path: Path) -> None:
     """A layer learns a line on two ranks, by the optimizer and the schedule of the file, from its rates' own scale."""

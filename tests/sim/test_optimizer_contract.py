@@ -190,6 +190,7 @@ def test_low_precision_parameters_follow_the_float32_ones() -> None:
     assert (exact - rounded).abs().median() < 2e-3
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize("error_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stop", [0, 2, FREEZE, FREEZE + 1, 11])
@@ -217,6 +218,7 @@ def test_resume_equals_no_interruption(stop: int, error_dtype: torch.dtype, name
     assert run_ranks(2, ours) == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["OnebitAdam", "OnebitLamb"])
 def test_auto_freeze_resumes_too(name: str) -> None:
     def ours(transport: SimTransport) -> tuple[bool, list[str]]:
@@ -421,6 +423,7 @@ def test_warmup_counts_a_missing_gradient_as_zero() -> None:
         torch.testing.assert_close(result, reference.detach(), atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("freeze_step", [10, "auto"])
 @pytest.mark.parametrize("kind", ["OnebitAdam", "ZeroOneAdam"])
 def test_rows_that_wake_up_late_neither_explode_nor_stand_still(kind: str, freeze_step: int | str) -> None:
@@ -518,6 +521,7 @@ def test_a_mask_that_does_not_fit_is_refused(masks: Tensor | list[Tensor], messa
         onebit.OnebitAdam([{"params": [nn.Parameter(torch.ones(3))], "exp_avg_mask": masks}], transport=SimTransport())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["frozen", "auto", "ZeroOneAdam"])
 def test_gradients_that_grow_a_thousandfold_move_nothing_a_thousand_times_as_far(kind: str) -> None:
     """As in attention that wakes up: the variance is steps old and knows nothing of it. Adam itself moves by 6.6 lr.

@@ -170,6 +170,7 @@ def test_one_leaf_does_not_load_the_state_of_another() -> None:
         ShardedOnebitAdam(initial(), transport=SimTransport()).load_state_dict(other.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam])
 @pytest.mark.parametrize("differences", ["int4", "sign"])
 def test_at_lr_0_masters_stand_still_and_replicas_go_to_them(kind: type, differences: str) -> None:

@@ -75,6 +75,7 @@ def _by_bucket(kept: list[Tensor]) -> list[tuple[Tensor, ...]]:
     return [tuple(kept[k : k + 4]) for k in range(0, len(kept), 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warmup", [WARMUP, 20])
 @pytest.mark.parametrize("form", FORMS)
 def test_four_ranks_become_two_and_then_eight(form: str, warmup: int) -> None:
@@ -147,6 +148,7 @@ def test_a_warm_up_that_is_over_does_not_begin_again(form: str) -> None:
             assert torch.equal(x, y) and phase == "compressed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warmup", [0, 64])
 def test_a_world_of_another_size_does_as_well(warmup: int) -> None:
     """A quadratic, gradients with noise: after 4 -> 2 -> 8 the loss is where it would have been."""

@@ -44,6 +44,7 @@ def step(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, rank: int
     optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize("bad", [0, 1], ids=["leaves last", "leaves first"])
 def test_too_many_skipped_steps_in_a_row_end_the_run_on_all_ranks_by_name(name: str, bad: int) -> None:

@@ -33,6 +33,7 @@ def largest_move(transport: SimTransport, name: str, beta2: float, size_after: f
     return largest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size_after", [0.0, 1e-4])
 @pytest.mark.parametrize("name", PLACES)
 def test_a_collapsed_variance_does_not_multiply_the_momentum(name: str, size_after: float) -> None:
@@ -41,6 +42,7 @@ def test_a_collapsed_variance_does_not_multiply_the_momentum(name: str, size_aft
         assert 0.1 < largest < 3.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 def test_nor_does_one_that_collapses_within_the_step(name: str) -> None:
     """With β2 = 0 the variance is that of one gradient, 1e-8 of the one before."""

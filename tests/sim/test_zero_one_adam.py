@@ -79,7 +79,7 @@ def train(transport: SimTransport, steps: range, net: nn.Module, optimizer: oneb
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_the_spread_after_every_sync_is_zero_for_2000_steps(world_size: int) -> None:
     """Replicas are rebuilt from an anchor, so nothing can accumulate: the same bits after 2,000 steps as after one."""
 
@@ -145,6 +145,7 @@ def test_resume_at_20_random_steps_equals_no_interruption() -> None:
     assert 5 <= len(between) <= 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_at", [0, 5, 17, 18, 30])
 def test_a_learning_rate_of_zero_moves_nothing_and_breaks_nothing(zero_at: int) -> None:
     def work(transport: SimTransport, clipper: int) -> Tensor:

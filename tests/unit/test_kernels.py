@@ -147,6 +147,7 @@ def test_decode_gives_the_floats_of_the_reference(isa: str, frame: str, block: i
             decode_mean_both(frames[: K if J else 1], J * block, block=block, frame=frame, isa=isa)
 
 
+@pytest.mark.slow
 @needs_build
 @each_isa
 @pytest.mark.parametrize("frame", ("rms", "int8", "int4"))
@@ -249,6 +250,7 @@ def test_any_small_input_encodes_as_in_the_reference(isa: str, data: st.DataObje
     decode_mean_both(frames, J * block, block=block, frame=frame, isa=isa)
 
 
+@pytest.mark.slow
 @needs_build
 @each_isa
 @each_frame
