@@ -485,6 +485,7 @@ def test_without_the_library_the_reference_runs_and_says_so_once(caplog: pytest.
         kernels.select("cpu", torch.device("cpu"))
 
 
+@pytest.mark.processes  # git's, for the revision
 @needs_build
 def test_the_benchmark_runs_and_writes_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "record.md"
