@@ -96,7 +96,9 @@ def ended(start: Start) -> tuple[Ended, Path]:
     folder = tempfile.mkdtemp(prefix="pipeline-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     cases = [case for case in CASES if start_of(case) == start]
-    return run_torchrun(start[0], pipeline_ranks.trains, folder, cases, timeout_s=240), Path(folder)
+    ranks = start[0]
+    run = run_torchrun(ranks, pipeline_ranks.trains, folder, cases, timeout_s=240, at_once=ranks > 4)
+    return run, Path(folder)
 
 
 def results(case: dict) -> list[dict]:
@@ -303,7 +305,9 @@ def test_every_optimizer_moves_between_stages_and_none(tmp_path: Path) -> None:
     AdamW's but for rounding; where replicas are others, another part of a momentum is owed: 2.4 % at most were found.
     """
     names = [*FAMILY, "AdamW"]
-    for facts in run_torchrun(4, pipeline_ranks.moves, str(tmp_path), names, timeout_s=110).check().results:
+    for facts in (
+        run_torchrun(4, pipeline_ranks.moves, str(tmp_path), names, timeout_s=110, at_once=True).check().results
+    ):
         assert isinstance(facts, dict) and len(facts) == 2 * len(names)
         for name, (stayed, moved) in facts.items():
             assert moved == pytest.approx(stayed, rel=1e-3 if name.startswith("AdamW") else 4e-2), name
@@ -337,7 +341,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list]:
     """A run of 2 stages x 2 replicas x 2 slices: the folder of its checkpoint, and what its ranks found."""
     folder = str(tmp_path_factory.mktemp("layouts"))
     case = {"optimizer": "OneBitAdam", "pipe": 2, "tensor": 2, "export": True}
-    run = run_torchrun(8, pipeline_ranks.continues, folder, case, 0, LAST, SAVED, timeout_s=150)
+    run = run_torchrun(8, pipeline_ranks.continues, folder, case, 0, LAST, SAVED, timeout_s=150, at_once=True)
     return folder, list(run.check().results)
 
 
@@ -359,7 +363,7 @@ def test_a_run_in_three_axes_goes_on_in_any_layout(saved: tuple[str, list], layo
     folder, whole = saved
     case = {"optimizer": "OneBitAdam"} | layout
     ranks = case.pop("ranks")
-    run = run_torchrun(ranks, pipeline_ranks.continues, folder, case, SAVED, LAST, timeout_s=150).check()
+    run = run_torchrun(ranks, pipeline_ranks.continues, folder, case, SAVED, LAST, timeout_s=150, at_once=True).check()
     is_same = layout["pipe"] == 2
     for found in run.results:
         assert isinstance(found, dict)

@@ -63,7 +63,8 @@ THOROUGH = [
     ],
 )
 def test_every_form_trains_and_resumes_to_the_bit(tmp_path: Path, cases: list) -> None:
-    results = run_torchrun(4, resumes, str(tmp_path), [case[:2] for case in cases], timeout_s=110).check().results
+    configs = [case[:2] for case in cases]
+    results = run_torchrun(4, resumes, str(tmp_path), configs, timeout_s=110, at_once=True).check().results
     for k, (config, _, form) in enumerate(cases):
         facts = results[0][k]
         what = f"{config['optimizer']['type']} {config['zero_optimization']} {facts}"
