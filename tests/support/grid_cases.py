@@ -54,9 +54,12 @@ class Starts:
     worlds: Mapping[tuple[int, int], list[str]]
     thorough: Collection[str] = ()
 
-    @cache  # noqa: B019  (a module holds one, to the end)
     def of(self, ranks: int, is_thorough: bool = False) -> tuple[Ended, Path]:
         """Started by whichever test asks first; all later ones read it."""
+        return self._start(ranks, is_thorough)
+
+    @cache  # noqa: B019  (a module holds one, to the end)
+    def _start(self, ranks: int, is_thorough: bool) -> tuple[Ended, Path]:
         folder = tempfile.mkdtemp(prefix="grid-cases-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         cases = [
