@@ -108,7 +108,7 @@ for page in map(Path, sys.argv[1:]):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_python_blocks_run(tmp_path: Path) -> None:
     """All pages in one process, each with a namespace of its own; in a world of one rank."""
     folders = []
@@ -134,7 +134,7 @@ def test_fragments_compile(page: str) -> None:
             compile(block.code, f"{page}, line {block.line}", "exec")
 
 
-@pytest.mark.dist
+@pytest.mark.processes
 @pytest.mark.parametrize("command", re.findall(r"^torchrun .*", (ROOT / "README.md").read_text(), re.MULTILINE))
 def test_the_readmes_samples_run_as_written(command: str, tmp_path: Path) -> None:
     for name, code in SAMPLES.items():
