@@ -26,7 +26,7 @@ WORLDS: dict[tuple[int, int], list[str]] = {
     (4, 4): APART,
 }
 # The others: every optimizer and every stage, two micro-batches where buckets leave during backward.
-THOROUGH = ["OnebitAdam_1_1", "OnebitAdam_2_2", "OnebitLamb_1_1", "OnebitLamb_2_1", "ZeroOneAdam_2_1"]
+THOROUGH = ["OnebitAdam_1_1", "OnebitAdam_2_2", "OnebitLamb_1_1", "OnebitLamb_2_1", "ZeroOneAdam_2_1", APART[0]]
 STARTS = Starts(fsdp_ranks.run_cases, WORLDS, THOROUGH)
 
 
@@ -188,6 +188,7 @@ def test_groups_may_share_a_module_and_edits_are_noticed() -> None:
         assert found["resent"] == 1
 
 
+@pytest.mark.thorough
 def test_what_a_rank_does_not_use_has_a_zero_gradient_there() -> None:
     """Three steps against float64; what no rank uses does not even decay. bfloat16 on the way: one percent."""
     for found in STARTS.results(4, 4, "ranks_use_other_parts"):

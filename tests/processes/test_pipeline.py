@@ -64,7 +64,7 @@ CASES = layouts() + OTHERS
 def is_thorough(case: dict) -> bool:
     """Not of the dozen layouts in which any two values of two axes meet, on eight ranks at most."""
     if case in OTHERS:
-        return False
+        return case.get("zero") == 2 and case.get("pipeline") != {"schedule": "interleaved"}
     k = FAMILY.index(case["optimizer"])
     whole = ((2, 2), (1, 1), (2, 1))[k]
     sharded = ((1, 1), (1, 2), (2, 1))[(k + case["zero"]) % 3]
@@ -238,7 +238,7 @@ def test_stages_hold_different_layers_and_the_same_tied_weights(case: dict) -> N
         assert len({pipeline_ranks.digest({name: found["params"][name]}) for found in results(case)}) == 1
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_stages_change_not_a_bit_of_a_sharded_run(zero: int) -> None:
     case = {"optimizer": "OneBitAdam", "zero": zero, "shard": 2, "tied": False}
     (whole, *_), staged = results(case | {"pipe": 1}), results(case | {"pipe": 2})
@@ -299,12 +299,14 @@ def test_the_loader_goes_on_where_the_checkpoint_was(behaviour: list[dict]) -> N
     assert all(facts["the loader goes on where the checkpoint was"] for facts in behaviour)
 
 
-def test_every_optimizer_moves_between_stages_and_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names", [["OneBitAdam", "AdamW"], pytest.param(["ZeroOneAdam", "OneBitLamb"], marks=pytest.mark.thorough)]
+)
+def test_every_optimizer_moves_between_stages_and_none(tmp_path: Path, names: list[str]) -> None:
     """Two interleaved stages with two replicas, and four replicas without stages: the losses of the uninterrupted run.
 
     AdamW's but for rounding; where replicas are others, another part of a momentum is owed: 2.4 % at most were found.
     """
-    names = [*FAMILY, "AdamW"]
     for facts in (
         run_torchrun(4, pipeline_ranks.moves, str(tmp_path), names, timeout_s=110, at_once=True).check().results
     ):

@@ -75,6 +75,7 @@ def test_without_error_feedback_it_does_not(monkeypatch: pytest.MonkeyPatch) -> 
     assert run_job(compressed).loss > 1.15 * adamw
 
 
+@pytest.mark.thorough
 def test_sharded_onebit_adam_reaches_the_loss_of_adamw_and_would_not_if_it_forgot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

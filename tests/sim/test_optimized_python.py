@@ -55,6 +55,7 @@ def digest() -> str:
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_asserts_are_left_out_without_a_trace() -> None:
     ended = subprocess.run([sys.executable, "-O", __file__], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr

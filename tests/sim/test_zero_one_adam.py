@@ -113,7 +113,7 @@ def test_a_local_step_sends_nothing() -> None:
     run_ranks(2, work)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_resume_at_20_random_steps_equals_no_interruption() -> None:
     """Between synchronisations too; the model file of rank 0 alone is given to all where the replicas are the same."""
     stops = sorted(random.Random(0).sample(range(1, 160), 20))

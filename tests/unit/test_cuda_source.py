@@ -66,7 +66,7 @@ def compile_for(capability: int, block: int, folder: Path, kind: str) -> tuple[s
 
 @needs_nvcc
 @pytest.mark.processes
-@pytest.mark.parametrize("capability", (80, 90, 100))
+@pytest.mark.parametrize("capability", [90, *(pytest.param(other, marks=pytest.mark.thorough) for other in (80, 100))])
 def test_compiles_without_spilling(capability: int, tmp_path: Path) -> None:
     """c stays in registers, of which 80 let 768 threads run on a multiprocessor: see the source's header."""
     said, cubin = compile_for(capability, 256, tmp_path, "cubin")
@@ -81,6 +81,7 @@ def test_compiles_without_spilling(capability: int, tmp_path: Path) -> None:
 
 @needs_nvcc
 @pytest.mark.processes
+@pytest.mark.thorough
 @pytest.mark.parametrize("block", (16, 64, 512, 576))
 def test_compiles_for_every_kind_of_block(block: int, tmp_path: Path) -> None:
     """int8 alone; the smallest and the largest whose c is kept in registers; the first whose c is not."""

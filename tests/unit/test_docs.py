@@ -135,6 +135,7 @@ def test_fragments_compile(page: str) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", re.findall(r"^torchrun .*", (ROOT / "README.md").read_text(), re.MULTILINE))
 def test_the_readmes_samples_run_as_written(command: str, tmp_path: Path) -> None:
     for name, code in SAMPLES.items():
