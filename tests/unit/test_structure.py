@@ -155,6 +155,7 @@ def test_the_engine_comes_with_the_package_when_it_is_asked_for() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.processes
 def test_the_engines_names_are_imported_one_by_one() -> None:
     code = (
         "import sys; import onebit.zero as zero; from onebit.zero.config.optimizers import OPTIMIZERS; "
