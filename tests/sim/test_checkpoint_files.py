@@ -407,6 +407,7 @@ def interrupted(folder: Path, at: int, fault: str | int) -> Iterator[Faults]:
             assert fault == "die"
 
 
+@pytest.mark.slow
 @both_kinds
 @pytest.mark.parametrize("again", [False, True])
 def test_a_kill_at_any_call_loses_nothing(kind: Kind, again: bool, tmp_path: Path) -> None:
@@ -436,6 +437,7 @@ def test_a_kill_at_any_call_loses_nothing(kind: Kind, again: bool, tmp_path: Pat
     assert at > 20
 
 
+@pytest.mark.slow
 @both_kinds
 def test_a_full_disk_at_any_call_is_an_error_and_leaves_nothing_behind(kind: Kind, tmp_path: Path) -> None:
     at, is_over = 0, False

@@ -191,6 +191,7 @@ def adds_up_to(script: list[str]) -> list[Tensor]:
     return [factor * g for g in double(ORIGINAL, passes)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket_cap_mb", [0.1, 25.0])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_whatever_the_passes_were_the_gradients_are_the_means_of_what_they_added_up_to(

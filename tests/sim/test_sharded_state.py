@@ -44,6 +44,7 @@ def resumed(transport: SimTransport, params: list[Tensor], states: list[dict], *
     return mine, optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [0, 1, 7])
 @pytest.mark.parametrize("form", FORMS)
 def test_resume_equals_no_interruption(form: str, stop: int) -> None:

@@ -48,6 +48,7 @@ def measured(transport: SimTransport, name: str, error_bytes: int = 4) -> tuple[
 ONE_BIT = [name for name in optimizers() if name not in OPTIMIZERS or OPTIMIZERS[name].is_one_bit]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_BIT)
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_it_agrees_with_what_a_run_measures(name: str, hosts: int) -> None:
