@@ -30,6 +30,8 @@ from torch import Tensor
 from onebit.comm import EncodeOutput, MomentumInputs, ParamUpdate, Segments, SignCodec, Variance, kernels
 from onebit.comm.kernels import reference
 
+pytestmark = pytest.mark.processes  # interpreters and compilers
+
 CASES = Path(__file__).parents[1] / "support" / "triton_cases.py"
 CHECK = Path(__file__).parents[2] / "scripts" / "gpu_check.py"
 needs_triton = pytest.mark.skipif(
@@ -65,7 +67,6 @@ def interpreted() -> dict[str, str]:
 
 
 @needs_triton
-@pytest.mark.processes
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", gpu_cases.CASES)
 def test_interpreted(name: str) -> None:
@@ -231,7 +232,6 @@ def ptx_of(name: str, capability: int) -> str:
 
 @needs_triton
 @not_interpreted
-@pytest.mark.processes
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_to_operations_that_round_once(name: str, capability: int) -> None:
@@ -242,7 +242,6 @@ def test_compiles_to_operations_that_round_once(name: str, capability: int) -> N
 
 @needs_triton
 @not_interpreted
-@pytest.mark.processes
 @pytest.mark.parametrize(
     "name", [name for name in COMPILED if "every type" not in name and name != "encode, bfloat16 error, mean_abs"]
 )
@@ -255,7 +254,6 @@ def test_floats_move_16_bytes_at_a_time(name: str) -> None:
 
 @needs_triton
 @not_interpreted
-@pytest.mark.processes
 @pytest.mark.parametrize(("name", "inputs"), [("encode_momentum", 3), ("apply", 1)])
 def test_gradients_and_parameters_too(name: str, inputs: int) -> None:
     """Each row of a block: the gradient, D, and the error; 16 elements for each of 4 threads of a parameter's word."""
@@ -334,7 +332,6 @@ def test_triton_serves_cuda_tensors_where_it_is_installed_and_cupy_is_not() -> N
 
 
 @needs_triton
-@pytest.mark.processes
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_the_check_for_gpus_can_be_rehearsed(tmp_path: Path) -> None:
@@ -359,7 +356,6 @@ def test_the_check_for_gpus_can_be_rehearsed(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-@pytest.mark.processes
 def test_the_check_for_gpus_says_that_it_needs_one() -> None:
     run = subprocess.run([sys.executable, str(CHECK)], capture_output=True, text=True, timeout=60)
     assert run.returncode == 2 and "needs a CUDA device" in run.stdout
