@@ -142,7 +142,8 @@ def _file_of(tree: Path, kind: type) -> str | None:
         path = Path(inspect.getfile(kind)).resolve()
     except (TypeError, OSError):
         return None
-    return str(path.relative_to(tree.resolve())) if path.is_relative_to(tree.resolve()) else None
+    rooms = [tree.resolve() / package for package in PACKAGES]  # an environment may lie in the tree, too
+    return str(path.relative_to(tree.resolve())) if any(path.is_relative_to(room) for room in rooms) else None
 
 
 def count_steps(tree: Path) -> dict[str, dict[str, int]]:

@@ -179,7 +179,7 @@ def cases() -> dict[str, Callable[[list[Tensor], Any], torch.optim.Optimizer]]:
 
 def _soon(optimizer: onebit.OnebitLamb) -> onebit.OnebitLamb:
     """In "auto": with a number of warm-up steps it would follow the variance as well."""
-    skip_warmup(optimizer)
+    skip_warmup(optimizer.rule)
     return optimizer
 
 

@@ -127,7 +127,7 @@ def miss_a_peer_in_two_levels() -> None:
     if transport.rank == 3:
         time.sleep(8 * TIMEOUT_S)
     else:
-        with_3 = {1: transport.across, 2: transport.inside}.get(transport.rank)
+        with_3 = {1: transport.inter_node, 2: transport.intra_node}.get(transport.rank)
         seen = {} if with_3 is None else _what_happens(_all_to_all, with_3)
         began = time.monotonic()
         if with_3 is not None:
