@@ -16,14 +16,16 @@ from .agreement.skips import SkippedStepsError
 from .agreement.step_vote import DesyncError
 from .buffers import sync_buffers
 from .lamb import Lamb
+from .muon import muon_groups
 from .onebit_adam import OnebitAdam
 from .onebit_lamb import OnebitLamb
+from .onebit_muon import OnebitMuon
 from .version import VERSION as __version__
 from .zero_one_adam import ZeroOneAdam
 
 __all__ = [
-    "DesyncError", "Lamb", "OnebitAdam", "OnebitLamb", "ReplicaError", "SkippedStepsError", "ZeroOneAdam",
-    "__version__", "comm", "sync_buffers",
+    "DesyncError", "Lamb", "OnebitAdam", "OnebitLamb", "OnebitMuon", "ReplicaError", "SkippedStepsError", "ZeroOneAdam",
+    "__version__", "comm", "muon_groups", "sync_buffers",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

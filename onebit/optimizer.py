@@ -164,12 +164,16 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            check_group(f"rank {self.transport.rank}: group {len(self.param_groups) - 1}", self.param_groups[-1])
+            self._check_group(f"rank {self.transport.rank}: group {len(self.param_groups) - 1}", self.param_groups[-1])
             if self.buckets.built_groups:
                 self._build()
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+
+    def _check_group(self, where: str, group: Group) -> None:
+        """Raise ValueError or TypeError where a group is not for this optimizer. where: of the message."""
+        check_group(where, group)
 
     def _build(self) -> None:
         self._give_up_step()

@@ -131,7 +131,7 @@ class Rule(ABC):
         may_move = self.masks.may_move(bucket)
         if may_move is None:
             return
-        for name in {"exp_avg", "exp_avg_update", "accumulated"} & bucket.flat.keys():
+        for name in {"exp_avg", "exp_avg_update", "accumulated", "momentum_buffer"} & bucket.flat.keys():
             bucket.flat[name].mul_(may_move)
         if bucket.ef is not None:
             bucket.ef.worker.mul_(bucket.own_rows(may_move).reshape(-1))

@@ -13,11 +13,15 @@ from dataclasses import dataclass
 
 import torch
 from provenance import revision
+from torch import nn
 from torch.optim import Optimizer
 from train.model import decay_groups
 
 import onebit
+from onebit.bucket import Bucket
+from onebit.bucket_step import BucketStep
 from onebit.comm import IdentityCodec, SimTransport, run_ranks
+from onebit.onebit_muon import Matrices, MuonRule
 from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam
 from study.tasks import Batch, Task, load_task
 
@@ -40,6 +44,7 @@ class Method:
     make: Callable[[list[dict], SimTransport | None, int], Optimizer]
     is_dense: bool = False
     other_batches: bool = False
+    groups: Callable[[nn.Module], list[dict]] = lambda model: decay_groups(model, WEIGHT_DECAY)
 
 
 def _adamw(name: str, twin: str, beta2: float = 0.999, *, other_batches: bool = False) -> Method:
@@ -140,6 +145,55 @@ def _sharded_lamb(name: str, **options: object) -> Method:
     )
 
 
+def _muon_groups(model: nn.Module) -> list[dict]:
+    """As `decay_groups`, and hidden matrices apart from embeddings. The heads of the tasks here are embeddings."""
+    kinds = [(group["use_muon"], [p for _, p in group["params"]]) for group in onebit.muon_groups(model, head=None)]
+    return [
+        {"params": params, "use_muon": use_muon, "weight_decay": WEIGHT_DECAY if is_matrix else 0.0}
+        for use_muon, of_kind in kinds
+        for is_matrix in (True, False)
+        if (params := [p for p in of_kind if (p.dim() > 1) == is_matrix])
+    ]
+
+
+class DenseMuon:
+    """torch's Muon for groups with use_muon, its AdamW for the others: what a study asks of one optimizer."""
+
+    def __init__(self, groups: list[dict]):
+        muon, others = ([{k: v for k, v in g.items() if k != "use_muon"} for g in groups if g["use_muon"] == is_so]
+                        for is_so in (True, False))  # fmt: skip
+        self._both = [torch.optim.Muon(muon, adjust_lr_fn="match_rms_adamw"), torch.optim.AdamW(others)]
+        self.param_groups = [group for each in self._both for group in each.param_groups]
+
+    def step(self) -> None:
+        for each in self._both:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self._both:
+            each.zero_grad()
+
+
+class _MomentumInSigns(MuonRule):
+    """The momentum itself in one bit, as 1-bit Adam sends it, in place of its increments."""
+
+    def muon_step(self, bucket: Bucket, scale: float) -> BucketStep:
+        m, beta = bucket.flat["momentum_buffer"], self.beta
+        bucket.gather(self.masks.gradients(bucket), scale * (1.0 - beta)).add_(m, alpha=beta)
+        decision = yield from self.placement.average(bucket)
+        bucket.ef.commit()
+        self.codec.decode(self.placement.frames(bucket), bucket.rows(m))
+        bucket.buffer.copy_(m)
+        yield Matrices()
+        self.descend(bucket, decision)
+
+
+class MuonInSigns(onebit.OnebitMuon):
+    """`_MomentumInSigns` as an optimizer."""
+
+    rule_type = _MomentumInSigns
+
+
 METHODS = {
     method.name: method
     for method in (
@@ -165,6 +219,19 @@ METHODS = {
         *(_sharded_zero_one_adam_by_steps(clipper) for clipper in (2, 4, 8, 16)),
         Method("lamb", "", lambda groups, transport, steps: onebit.Lamb(groups), is_dense=True),
         Method("onebit-lamb", "lamb", lambda groups, transport, steps: onebit.OnebitLamb(groups, transport=transport)),
+        Method("muon", "adamw", lambda groups, transport, steps: DenseMuon(groups), is_dense=True, groups=_muon_groups),
+        Method(
+            "onebit-muon",
+            "muon",
+            lambda groups, transport, steps: onebit.OnebitMuon(groups, transport=transport),
+            groups=_muon_groups,
+        ),
+        Method(
+            "onebit-muon, momentum in signs",
+            "muon",
+            lambda groups, transport, steps: MuonInSigns(groups, transport=transport),
+            groups=_muon_groups,
+        ),
         _sharded_lamb("int4 differences"),
         _sharded_lamb("sign differences", differences="sign"),
     )
@@ -287,7 +354,7 @@ def run_job(job: Job) -> Result:
 def _train(job: Job, task: Task, transport: SimTransport | None) -> list[Point]:
     """One rank's run and, on rank 0, its curve; transport None: the run of all ranks at once."""
     model = task.build(job.seed)
-    optimizer = METHODS[job.method].make(decay_groups(model, WEIGHT_DECAY), transport, job.steps)
+    optimizer = METHODS[job.method].make(METHODS[job.method].groups(model), transport, job.steps)
     is_first, sent_at_start = transport is None or transport.rank == 0, 0 if transport is None else transport.sent_bytes
     numel = sum(p.numel() for p in model.parameters())
     validated = {round(job.steps * k / _POINTS) for k in range(1, _POINTS)} - {0, job.steps}

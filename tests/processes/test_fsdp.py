@@ -71,7 +71,7 @@ def test_the_thorough_run_ends_cleanly() -> None:
     STARTS.of(4, is_thorough=True)[0].check()
 
 
-@pytest.mark.parametrize(("ranks", "shards", "case"), cases("OnebitAdam", "ZeroOneAdam"))
+@pytest.mark.parametrize(("ranks", "shards", "case"), cases("OnebitAdam", "OnebitMuon", "ZeroOneAdam"))
 def test_shards_change_not_a_bit(ranks: int, shards: int, case: str) -> None:
     """Every step's parameters, all rounds; blocks of the shards are blocks of the whole, two summands commute."""
     for rank, (ours, theirs) in enumerate(zip(*of_twin(ranks, shards, case), strict=True)):

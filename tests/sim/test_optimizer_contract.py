@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from muon_of import muon_of
 from torch import Tensor, nn
 
 import onebit
@@ -56,8 +57,9 @@ def train(transport: SimTransport, steps: range, net: nn.Module, optimizer: torc
 
 
 # Every optimizer of the family, so that 20 steps of a test see all its rounds.
-FAMILY: dict[str, tuple[type[CompressedOptimizer], dict]] = {
+FAMILY: dict[str, tuple[Callable[..., CompressedOptimizer], dict]] = {
     "OnebitAdam": (onebit.OnebitAdam, {"lr": 0.01, "freeze_step": FREEZE}),
+    "OnebitMuon": (muon_of, {"lr": 0.01, "freeze_step": FREEZE}),
     "OnebitLamb": (onebit.OnebitLamb, {"lr": 0.02, "freeze_step": FREEZE}),
     "ZeroOneAdam": (
         onebit.ZeroOneAdam,
@@ -484,7 +486,9 @@ def test_where_a_mask_is_zero_nothing_moves(name: str) -> None:
             for p in (table, bias):
                 p.grad = 1.0 + 0.5 * torch.randn(p.shape, generator=generator)
             optimizer.step()
-        assert torch.equal(table[4:], torch.ones(2, 100)) and (table[:4] < 0.99).all() and (bias < 0.99).all()
+        assert torch.equal(table[4:], torch.ones(2, 100)) and (bias < 0.99).all()
+        # Muon gives all directions of a matrix one length, those of the noise too: single elements go astray.
+        assert table[:4].mean() < 0.97 if name == "OnebitMuon" else (table[:4] < 0.99).all()
 
     run_ranks(2, ours)
 

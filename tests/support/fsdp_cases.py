@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from muon_of import muon_of
 from torch import Tensor, nn
 
 import onebit
@@ -20,8 +21,9 @@ STEPS = 8
 CODEC = SignCodec(64)
 COMMON = {"codec": CODEC, "bucket_cap_mb": 2.5e-5, "check_replicas_every": 4, "compression": "always"}
 
-FAMILY: dict[str, tuple[type[CompressedOptimizer], dict]] = {
+FAMILY: dict[str, tuple[Callable[..., CompressedOptimizer], dict]] = {
     "OnebitAdam": (onebit.OnebitAdam, {"lr": 0.01, "freeze_step": FREEZE}),
+    "OnebitMuon": (muon_of, {"lr": 0.01, "freeze_step": FREEZE}),
     "OnebitLamb": (onebit.OnebitLamb, {"lr": 0.02, "freeze_step": FREEZE, "weight_decay": 0.01}),
     "ZeroOneAdam": (
         onebit.ZeroOneAdam,

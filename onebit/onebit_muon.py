@@ -1,0 +1,210 @@
+"""1-bit Muon: Muon (Jordan et al., 2024) whose averaged momentum is built of one bit per parameter and step.
+
+No paper has it. `MuonRule` is the step of one bucket from top to bottom; parameters that are no hidden matrices take
+1-bit Adam's (`onebit_adam.py`). The arithmetic is in `muon.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from .bucket import Bucket
+from .bucket_step import Answer, BucketStep, Decision, Meeting
+from .comm import Codec
+from .contract import Group
+from .muon import adjustment, orthogonalise_
+from .onebit_adam import AdamRule
+from .optimizer import CommonOptions, CompressedOptimizer
+from .rule import codec_of_gradients
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_ADJUSTMENTS = ("match_rms_adamw", "original")
+
+
+class Matrices(Meeting):
+    """The buffer holds what is to be orthogonalised, matrix by matrix. The answer: None, when it is done."""
+
+
+class MuonRule(AdamRule):
+    """1-bit Muon's step for groups with use_muon, 1-bit Adam's for the others."""
+
+    kind = "1-bit Muon"
+
+    def __init__(
+        self,
+        freeze_step: int | str,
+        warmup_codec: Codec,
+        *,
+        bias_correction: bool,
+        variance_floor: float,
+        momentum: float,
+        nesterov: bool,
+        ns_steps: int,
+        adjust_lr: str,
+    ):
+        super().__init__(freeze_step, warmup_codec, bias_correction=bias_correction, variance_floor=variance_floor)
+        if not 0.0 <= momentum < 1.0:
+            raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
+        if ns_steps < 1:
+            raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")
+        if adjust_lr not in _ADJUSTMENTS:
+            raise ValueError(f"adjust_lr must be one of {', '.join(_ADJUSTMENTS)}, got {adjust_lr!r}")
+        self.beta, self.nesterov, self.ns_steps, self.adjust_lr = momentum, nesterov, ns_steps, adjust_lr
+
+    def options(self) -> dict[str, object]:
+        own = {"momentum": self.beta, "nesterov": self.nesterov, "ns_steps": self.ns_steps, "adjust_lr": self.adjust_lr}
+        return super().options() | own
+
+    # ---------------------------------------------------------------- a step of one bucket
+
+    def step(self, bucket: Bucket, scale: float) -> BucketStep:
+        return self.muon_step(bucket, scale) if self._is_muon(bucket) else super().step(bucket, scale)
+
+    def muon_step(self, bucket: Bucket, scale: float) -> BucketStep:
+        m, beta = bucket.flat["momentum_buffer"], self.beta
+        if self.averages_gradients(bucket):
+            g, decision = yield from self.placement.mean_gradient(bucket, self._codec_of_gradients(), scale)
+            increment = g.mul_(1.0 - beta)
+        else:
+            increment = bucket.gather(self.masks.gradients(bucket), scale * (1.0 - beta))
+            decision = yield from self.placement.average(bucket)  # in one bit, with what is owed
+            assert bucket.ef is not None
+            bucket.ef.commit()
+            self.codec.decode(self.placement.frames(bucket), bucket.rows(increment))
+        m.mul_(beta).add_(increment)
+        self.mask_state(bucket)
+        if self.nesterov:
+            increment.add_(m, alpha=beta)  # (1-β)·ḡ + β·m
+        else:
+            increment.copy_(m)
+        yield Matrices()
+        self.descend(bucket, decision)
+
+    def descend(self, bucket: Bucket, decision: Decision) -> None:
+        """p ← p - lr·(a·O + wd·p), with O in the buffer."""
+        group = self.buckets.group(bucket)
+        lr, decay = float(group["lr"]), float(group["lr"]) * group["weight_decay"]
+        for update, p, held in zip(bucket.views, bucket.params, bucket.held, strict=True):
+            update.mul_(lr * adjustment(p.shape, self.adjust_lr)).add_(held.float(), alpha=decay)
+        self.placement.move(bucket, decision)
+
+    def meet(self, buckets: Sequence[Bucket], said: Sequence[Meeting]) -> Sequence[Answer]:
+        """Every replica orthogonalises for itself; within one, the ranks that hold a matrix's shards share the work."""
+        pairs = [(u, p) for bucket in buckets for u, p in zip(bucket.views, bucket.params, strict=True)]
+        orthogonalise_([u for u, _ in pairs], [p for _, p in pairs], self.ns_steps)
+        return [None] * len(buckets)
+
+    # ---------------------------------------------------------------- which kind of step
+
+    def _is_muon(self, bucket: Bucket) -> bool:
+        return bool(self.buckets.group(bucket)["use_muon"])
+
+    @property
+    def adam_buckets(self) -> Sequence[Bucket]:
+        return [bucket for bucket in self.buckets if not self._is_muon(bucket)]
+
+    # ---------------------------------------------------------------- state
+
+    def allocate(self, bucket: Bucket, phase: str) -> None:
+        if not self._is_muon(bucket):
+            super().allocate(bucket, phase)
+            return
+        bucket.phase, bucket.ef = "compressed", self.placement.new_errors(bucket)
+        bucket.flat = {"momentum_buffer": torch.zeros(bucket.layout.numel, device=bucket.device)}
+        bucket.wires.clear()
+
+    def momentum(self, bucket: Bucket) -> Tensor:
+        if not self._is_muon(bucket):
+            return super().momentum(bucket)
+        return bucket.flat["momentum_buffer"] * (1.0 / (1.0 - self.beta**bucket.step) if bucket.step else 1.0)
+
+    def last_average(self, bucket: Bucket) -> Tensor:
+        if not self._is_muon(bucket):
+            return super().last_average(bucket)
+        return bucket.flat["momentum_buffer"] * (1.0 - self.beta)
+
+
+class OnebitMuon(CompressedOptimizer):
+    """Muon whose data-parallel traffic is about two bits per parameter and step, after a short warm-up.
+
+        optimizer = onebit.OnebitMuon(onebit.muon_groups(model, head=model.head), lr=1e-3)
+
+    Groups with use_muon hold matrices. Between warm-up and the end of the run, per step and bucket of theirs:
+
+    1. c_i = (1-β)·g_i + e_i on each rank; its signs and scales go to the chunks' owners; e_i keeps the rest.
+    2. The owner averages, adds its own error, compresses again and sends the result, d, to all.
+    3. m ← β·m + d;  u = β·m + d (nesterov) or m;  O = `newton_schulz`(u), on each matrix;
+       p ← p - lr·(a·O + wd·p), a = `adjustment`.
+
+    What travels is the momentum's increment, not the momentum. Both are one bit; but orthogonalisation gives every
+    direction of its input the same weight, and the noise of compression that is fresh in a momentum of signs is in all
+    of them, while that of increments, of which an error is taken back in the next step, averages out over 1/(1-β)
+    steps (`docs/differences.md` has both). In the warm-up, and in "auto" in a refresh now and then, d is (1-β)·ḡ, the
+    mean gradient in `warmup_codec`: with one bit from the first step on, much is lost that is never made up.
+
+    Groups without use_muon (embeddings, head, vectors) take 1-bit Adam's step. See `OnebitAdam` for lr, betas, eps,
+    weight_decay, freeze_step, warmup_codec, bias_correction, variance_floor. momentum: β. nesterov,
+    ns_steps: as in torch.optim.Muon. adjust_lr: see `adjustment`. The others: see `CommonOptions`.
+
+    Every replica orthogonalises for itself: on unlike processors matrices may come out with other bits, which
+    `check_replicas_every` finds and ends with ReplicaError.
+
+    State on each rank, bytes per parameter of a matrix: m 4, worker error 4 (bf16: 2), server error 4/W (2/W). Sends
+    per rank 2·(W-1)/W·(1 + 16/block) bits per parameter.
+
+    Raises ValueError/TypeError at construction as `OnebitAdam`, and where a group does not say use_muon, or has a
+    vector among its matrices.
+    """
+
+    rule_type: ClassVar[type[MuonRule]] = MuonRule
+
+    def __init__(
+        self,
+        params: object,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr: str = "match_rms_adamw",
+        freeze_step: int | str = "auto",
+        warmup_codec: Codec | None = None,
+        bias_correction: bool = True,
+        variance_floor: float = 0.01,
+        **common: Unpack[CommonOptions],
+    ):
+        rule = self.rule_type(
+            freeze_step,
+            codec_of_gradients(warmup_codec, common.get("codec")),
+            bias_correction=bias_correction,
+            variance_floor=variance_floor,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_steps=ns_steps,
+            adjust_lr=adjust_lr,
+        )
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, rule, **common)
+
+    def _check_group(self, where: str, group: Group) -> None:
+        """As every optimizer of the family, and that use_muon is said and true of the group's parameters."""
+        super()._check_group(where, group)
+        if not isinstance(group.get("use_muon"), bool):
+            raise ValueError(
+                f"{where} does not say use_muon, True for hidden matrices, False for embeddings, head and vectors; "
+                "onebit.muon_groups(model, head=...) makes such groups"
+            )
+        vectors = [tuple(p.shape) for p in group["params"] if p.dim() < 2]
+        if group["use_muon"] and vectors:
+            raise ValueError(
+                f"{where} has use_muon and a parameter of shape {vectors[0]}, which is no matrix; move it to a group "
+                "with use_muon=False, as onebit.muon_groups does"
+            )

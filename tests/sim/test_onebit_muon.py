@@ -1,0 +1,212 @@
+"""OnebitMuon: equal to the textbook loop, bit-identical replicas, exact resume; which parameters are whose."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from oracles import OnebitMuonOracle, orthogonalised
+from torch import Tensor, nn
+
+import onebit
+from onebit.comm import IdentityCodec, SimTransport, hierarchical, run_ranks
+from onebit.muon import adjustment, newton_schulz
+
+SHAPES = ((12, 40), (33, 8), (1, 5), (6, 1))
+SIZES = [r * c for r, c in SHAPES]
+DENSE = 5
+LRS = [0.02 * (1 - k / 60) for k in range(30)]
+
+
+def start() -> np.ndarray:
+    return np.random.default_rng(3).normal(size=sum(SIZES)).astype(np.float32).astype(np.float64)
+
+
+def gradient(step: int, worker: int) -> np.ndarray:
+    """A drifting pull of each worker's own, with noise. No function of x: a rounding must not feed back into it."""
+    pull = np.random.default_rng(worker).normal(size=sum(SIZES)) * np.cos(0.1 * step)
+    noise = np.random.default_rng((step, worker)).normal(size=sum(SIZES))
+    return (pull + 0.5 * noise).astype(np.float32).astype(np.float64)
+
+
+def matrices() -> list[nn.Parameter]:
+    parts = torch.from_numpy(start()).float().split(SIZES)
+    return [nn.Parameter(part.view(shape).clone()) for part, shape in zip(parts, SHAPES, strict=True)]
+
+
+def flat(params: list[nn.Parameter]) -> np.ndarray:
+    return torch.cat([p.detach().flatten() for p in params]).double().numpy()
+
+
+def give_gradients(params: list[nn.Parameter], step: int, worker: int) -> None:
+    parts = torch.from_numpy(gradient(step, worker)).float().split(SIZES)
+    for p, part in zip(params, parts, strict=True):
+        p.grad = part.view_as(p).clone()
+
+
+def train(transport: SimTransport, **options: object) -> np.ndarray:
+    params = matrices()
+    groups = [{"params": params, "use_muon": True}]
+    optimizer = onebit.OnebitMuon(
+        groups, transport=transport, freeze_step=DENSE, warmup_codec=IdentityCodec(), **options
+    )
+    trajectory = []
+    for step, lr in enumerate(LRS):
+        optimizer.param_groups[0]["lr"] = lr
+        give_gradients(params, step, transport.rank)
+        optimizer.step()
+        trajectory.append(flat(params))
+    return np.stack(trajectory)
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": False}, {"adjust_lr": "original"}, {"momentum": 0.0}], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_equals_the_textbook_loop(world_size: int, options: dict) -> None:
+    """float32 against float64. Newton-Schulz makes up to 500 times more of what is small in a matrix."""
+    oracle = OnebitMuonOracle(start(), world_size, SHAPES, dense=DENSE, **options)
+    expected = []
+    for step, lr in enumerate(LRS):
+        oracle.step(np.stack([gradient(step, worker) for worker in range(world_size)]), lr)
+        expected.append(oracle.x.copy())
+    results = run_ranks(world_size, lambda transport: train(transport, **options))
+    for trajectory in results:
+        np.testing.assert_array_equal(trajectory, results[0])
+    np.testing.assert_allclose(results[0], np.stack(expected), atol=5e-4, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (7, 3), (64, 64), (5, 1)])
+def test_newton_schulz_is_the_quintic_of_the_singular_values(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    np.testing.assert_allclose(newton_schulz(x).numpy(), orthogonalised(x.double().numpy()), atol=2e-3)
+    singular = torch.linalg.svdvals(newton_schulz(torch.eye(max(shape))[: shape[0], : shape[1]].contiguous()))
+    assert bool(((singular > 0.6) & (singular < 1.3)).all())
+    assert not newton_schulz(torch.zeros(shape)).any()
+
+
+def test_the_rate_of_a_matrix_is_that_of_torch() -> None:
+    """torch.optim.Muon on one matrix whose update is known: the same step, up to its bfloat16."""
+    for how in ("match_rms_adamw", "original"):
+        for shape in ((8, 32), (32, 8)):
+            p = nn.Parameter(torch.zeros(shape))
+            p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+            torch.optim.Muon([p], lr=1.0, weight_decay=0.0, adjust_lr_fn=how).step()
+            ours = adjustment(shape, how) * newton_schulz(p.grad)
+            assert float((p.detach() + ours).norm() / ours.norm()) < 0.02
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.hidden, self.norm = nn.Embedding(11, 12), nn.Linear(12, 20), nn.LayerNorm(20)
+        self.head = nn.Linear(20, 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.hidden(self.words(x))))
+
+
+def test_groups_are_hidden_matrices_and_the_rest() -> None:
+    net = Net()
+    muon, others = onebit.muon_groups(net, head=net.head)
+    assert [name for name, _ in muon["params"]] == ["hidden.weight"] and muon["use_muon"]
+    assert {name for name, _ in others["params"]} == {name for name, _ in net.named_parameters()} - {"hidden.weight"}
+    tied = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 3, bias=False))
+    tied[1].weight = tied[0].weight
+    (alone,) = onebit.muon_groups(tied, head=None)
+    assert not alone["use_muon"]
+
+
+def test_groups_that_cannot_be_are_refused_and_leave_nothing() -> None:
+    p, vector = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"group 0 does not say use_muon.*muon_groups"):
+        onebit.OnebitMuon([p], transport=SimTransport())
+    with pytest.raises(ValueError, match=r"use_muon and a parameter of shape \(3,\), which is no matrix"):
+        onebit.OnebitMuon([{"params": [p, vector], "use_muon": True}], transport=SimTransport())
+    for bad in ({"momentum": 1.0}, {"ns_steps": 0}, {"adjust_lr": "none"}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            onebit.OnebitMuon([{"params": [p], "use_muon": True}], transport=SimTransport(), **bad)
+
+
+def losses(
+    transport: SimTransport, net: Net, optimizer: onebit.OnebitMuon, steps: range, bad_step: int = -1
+) -> list[float]:
+    found = []
+    for step in steps:
+        x = torch.randint(11, (16,), generator=torch.Generator().manual_seed(100 * step + transport.rank))
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(x), (x + 1) % 11)
+        (loss * (float("nan") if step == bad_step and transport.rank else 1.0)).backward()
+        optimizer.step()
+        found.append(float(loss.detach()))
+    return found
+
+
+def make(net: Net, transport: SimTransport, **options: object) -> onebit.OnebitMuon:
+    common = {"lr": 0.02, "freeze_step": 4, "bucket_cap_mb": 0.0005, "check_replicas_every": 1} | options
+    return onebit.OnebitMuon(onebit.muon_groups(net, head=net.head), transport=transport, **common)
+
+
+def built(seed: int = 0) -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Net()
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"error_dtype": torch.bfloat16}], ids=str)
+def test_replicas_stay_the_same_learn_and_resume(options: dict) -> None:
+    def work(transport: SimTransport) -> tuple[Tensor, list[float], bool]:
+        net = built()
+        optimizer = make(net, transport, **options)
+        early = losses(transport, net, optimizer, range(9), bad_step=6)
+        assert optimizer.stats.skipped_steps == 1
+        state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net.state_dict())
+        late = losses(transport, net, optimizer, range(9, 40))
+        other = built(seed=1)
+        resumed = make(other, transport, **options)
+        other.load_state_dict(weights)
+        resumed.load_state_dict(state)
+        again = losses(transport, other, resumed, range(9, 40))
+        flat_net = torch.cat([p.detach().flatten() for p in net.parameters()])
+        return flat_net, early + late, late == again
+
+    for start_ranks in (lambda: run_ranks(3, work), lambda: run_ranks(4, lambda t: work(hierarchical(t, 2)))):
+        results = start_ranks()
+        for x, curve, is_same in results:
+            assert is_same and torch.equal(x, results[0][0])
+            assert sum(curve[-5:]) < 0.5 * sum(curve[:5])
+
+
+def test_another_world_goes_on() -> None:
+    def before(transport: SimTransport) -> tuple[dict, dict]:
+        net = built()
+        optimizer = make(net, transport)
+        losses(transport, net, optimizer, range(8))
+        return copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net.state_dict())
+
+    saved = run_ranks(3, before)
+
+    def after(transport: SimTransport) -> Tensor:
+        net = built(seed=2)
+        net.load_state_dict(saved[0][1])
+        optimizer = make(net, transport)
+        optimizer.load_state_dicts([copy.deepcopy(state) for state, _ in saved])
+        losses(transport, net, optimizer, range(8, 20))
+        return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+    first, second = run_ranks(2, after)
+    assert torch.equal(first, second) and bool(first.isfinite().all())
+
+
+def test_where_one_bit_does_not_pay_gradients_travel_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(transport: SimTransport) -> list[float]:
+        net = built()
+        optimizer = make(net, transport)
+        optimizer.policy.compresses = False
+        bits = []
+        for step in range(3):
+            losses(transport, net, optimizer, range(step, step + 1))
+            bits.append(optimizer.stats.bits_per_parameter)
+        return bits
+
+    assert all(bits > 16 for bits in run_ranks(2, work)[0])
