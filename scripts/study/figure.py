@@ -33,6 +33,8 @@ COLOURS = {
     "lamb": "#999999",
     "onebit-adam": "#0072b2",
     "onebit-lamb": "#009e73",
+    "muon": "#999999",
+    "onebit-muon": "#882255",
     "zero-one-adam": "#d55e00",
     "sharded-onebit-adam": "#0072b2",
     "sharded-onebit-lamb": "#009e73",

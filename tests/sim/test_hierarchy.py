@@ -158,7 +158,7 @@ def node_losses(net: nn.Module, step: int, node: int, local_size: int) -> None:
         p.grad = total * (1.0 / local_size)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize(("H", "L"), SHAPES)
 def test_equals_a_flat_world_of_nodes(H: int, L: int, name: str) -> None:
@@ -197,7 +197,7 @@ def test_equals_a_flat_world_of_nodes(H: int, L: int, name: str) -> None:
         assert off.float().mean() <= 0.02
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize(("H", "L"), SHAPES)
 def test_replicas_are_bit_identical_and_learn(H: int, L: int, name: str) -> None:
@@ -342,7 +342,7 @@ def test_what_is_owed_takes_an_lth_of_the_memory() -> None:
 # -------------------------------------------------------------------------------- from one shape of a world to another
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize(
     ("old", "new"), [((2, 2), (4, 1)), ((4, 1), (2, 2)), ((2, 3), (3, 2)), ((2, 2), (1, 1)), ((3, 1), (2, 2))]
