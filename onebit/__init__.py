@@ -14,12 +14,12 @@ from . import comm
 from .agreement.replicas import ReplicaError
 from .agreement.skips import SkippedStepsError
 from .agreement.step_vote import DesyncError
-from .buffers import sync_buffers
+from .arithmetic.muon import muon_groups
 from .lamb import Lamb
-from .muon import muon_groups
 from .onebit_adam import OnebitAdam
 from .onebit_lamb import OnebitLamb
 from .onebit_muon import OnebitMuon
+from .usage.buffers import sync_buffers
 from .version import VERSION as __version__
 from .zero_one_adam import ZeroOneAdam
 

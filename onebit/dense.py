@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from .comm.transports.base import Transport, Work, check_transport
-from .frozen import check_place, gradient_of
-from .marks import GradientMark, gradient_bits, is_inspected
 from .model_parallel import count_edits_apart_, local
+from .usage.frozen import check_place, gradient_of
+from .usage.marks import GradientMark, gradient_bits, is_inspected
 
 log = logging.getLogger(__name__)
 

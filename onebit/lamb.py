@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .comm import Transport
-from .contract import (
+from .model_parallel import ModelParallelGroup, local, model_parallel_group_of
+from .usage.contract import (
     ADAM_STATE,
     Group,
     State,
@@ -24,7 +25,6 @@ from .contract import (
     check_saved_groups,
     load_checked,
 )
-from .model_parallel import ModelParallelGroup, local, model_parallel_group_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

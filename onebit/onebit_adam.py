@@ -1,7 +1,7 @@
 """1-bit Adam (Tang et al., ICML 2021, arXiv 2102.02888): AdamW for a short warm-up, then one-bit momentum.
 
 `AdamRule` is the paper, a step of one bucket from top to bottom; `OnebitAdam` the optimizer that takes it. The variance
-between dense steps is in `frozen_variance.py`, the schedule in `schedule.py`.
+between dense steps is in `arithmetic/frozen_variance.py`, the schedule in `arithmetic/schedule.py`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from .adam import adam_direction_
-from .bucket import Bucket
-from .bucket_step import Answer, BucketStep, Decision, Meeting
+from .arithmetic.adam import adam_direction_
+from .arithmetic.frozen_variance import FrozenVariance, pack_momentum
+from .arithmetic.schedule import DenseSteps
 from .checkpoint.parameter_state import ParameterState, flat_of, spread_over
 from .comm import Bf16Codec, Codec, MomentumWeights, Work, codec_named
-from .contract import State, check_number
-from .flat import Layout
-from .frozen_variance import FrozenVariance, pack_momentum
+from .layout.bucket import Bucket
+from .layout.flat import Layout
 from .optimizer import CommonOptions, CompressedOptimizer
 from .rule import Rule, codec_of_gradients
-from .schedule import DenseSteps
+from .step.bucket_step import Answer, BucketStep, Decision, Meeting
+from .usage.contract import State, check_number
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from .adam import normalised
-from .bucket import Bucket
-from .bucket_step import Answer, Meeting
+from .arithmetic.adam import normalised
 from .checkpoint.parameter_state import ParameterState
 from .comm import Codec, Work
 from .comm.messages import gather_tensors, sum_in_order
-from .contract import State
-from .flat import Layout
 from .lamb import check_trust_options, norms, trust_ratio
+from .layout.bucket import Bucket
+from .layout.flat import Layout
 from .onebit_adam import AdamRule
 from .optimizer import CommonOptions, CompressedOptimizer
 from .rule import codec_of_gradients
+from .step.bucket_step import Answer, Meeting
+from .usage.contract import State
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -271,7 +271,7 @@ class OnebitLamb(CompressedOptimizer):
     r_l = 1/√f_l within [factor_min, factor_max], changing by at most factor_threshold of itself per step, where f_l is
     the moving average (β2, from 1) of the mean square of ḡ/D over the layer. The paper takes ḡ from differences of
     decoded momenta, which hold ten times their noise, and the largest element; here it is estimated from the ranks' own
-    gradients, as `clip.py` estimates a norm. And the paper's r_l multiplies the weight decay as well.
+    gradients, as `step/clip.py` estimates a norm. And the paper's r_l multiplies the weight decay as well.
 
     A layer that had no momentum in any warm-up step takes ‖p‖/√numel for c̄_l, the ratio of an update of ones.
 

@@ -1,7 +1,7 @@
 """1-bit Muon: Muon (Jordan et al., 2024) whose averaged momentum is built of one bit per parameter and step.
 
 No paper has it. `MuonRule` is the step of one bucket from top to bottom; parameters that are no hidden matrices take
-1-bit Adam's (`onebit_adam.py`). The arithmetic is in `muon.py`.
+1-bit Adam's (`onebit_adam.py`). The arithmetic is in `arithmetic/muon.py`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from .bucket import Bucket
-from .bucket_step import Answer, BucketStep, Decision, Meeting
+from .arithmetic.muon import adjustment, orthogonalise_
 from .comm import Codec
-from .contract import Group
-from .muon import adjustment, orthogonalise_
+from .layout.bucket import Bucket
 from .onebit_adam import AdamRule
 from .optimizer import CommonOptions, CompressedOptimizer
 from .rule import codec_of_gradients
+from .step.bucket_step import Answer, BucketStep, Decision, Meeting
+from .usage.contract import Group
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

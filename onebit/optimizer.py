@@ -3,7 +3,8 @@
 It receives each rank's own gradients; the model is not wrapped. A rule (`rule.py`) says what a step of one bucket is;
 here the steps of all buckets are begun, decided and committed. One step, top to bottom:
 
-    backward    a bucket whose gradients are complete begins its step while earlier layers still compute (`overlap.py`)
+    backward    a bucket whose gradients are complete begins its step while earlier layers still compute
+                (`step/overlap.py`)
     step()      the other buckets begin theirs; a vote: whether all ranks are in the same step with the same options,
                 which parameters have a gradient anywhere, the global norm; all buckets come to their meeting
                 where a gradient has changed since it was sent, on any rank, all buckets begin once more
@@ -11,8 +12,8 @@ here the steps of all buckets are begun, decided and committed. One step, top to
                 all buckets are told the decision, and commit: errors, momentum, variance, parameters
                 now and then a vote on the replicas' bits
 
-Nothing is written before the decision, so a skipped step leaves no trace. Buckets are in `buckets.py`, states and
-checkpoints in `checkpoint/optimizer_state.py`.
+Nothing is written before the decision, so a skipped step leaves no trace. Buckets are in `layout/buckets.py`, states
+and checkpoints in `checkpoint/optimizer_state.py`.
 """
 
 from __future__ import annotations
@@ -43,24 +44,24 @@ from .agreement.step_vote import (
     present_anywhere,
 )
 from .agreement.wrappers import NOT_COMPARED, WrapperWatch, gradient_digest, refuse_wrapper
-from .bucket import Bucket
-from .bucket_step import Decision
-from .buckets import Buckets
 from .checkpoint import optimizer_state
-from .clip import Clipper, dot, exact_norm, has_squares
 from .comm import FusedCodec, SignCodec, Transport, check_fused
-from .contract import Group, State, TorchOptions, check_arguments, check_group, refuse_copy
-from .driver import Driver
-from .flat import lay_out
-from .frozen import gradient_of, refuse_unfrozen
-from .link_probe import CompressionPolicy
-from .marks import GradientMark, are_used_again, is_inspected
-from .masks import Masks
+from .layout.bucket import Bucket
+from .layout.buckets import Buckets
+from .layout.flat import lay_out
+from .layout.masks import Masks
 from .model_parallel import ModelParallelGroup, count_edits_apart_, local, model_parallel_group_of
-from .overlap import Overlap
-from .replicated import Replicated
 from .rule import Rule
-from .stats import Stats, Traffic
+from .step.bucket_step import Decision
+from .step.clip import Clipper, dot, exact_norm, has_squares
+from .step.driver import Driver
+from .step.link_probe import CompressionPolicy
+from .step.overlap import Overlap
+from .step.replicated import Replicated
+from .step.stats import Stats, Traffic
+from .usage.contract import Group, State, TorchOptions, check_arguments, check_group, refuse_copy
+from .usage.frozen import gradient_of, refuse_unfrozen
+from .usage.marks import GradientMark, are_used_again, is_inspected
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

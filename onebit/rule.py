@@ -1,7 +1,8 @@
 """What a rule is: one paper's step of one bucket as a generator, and the state that it keeps.
 
-Rules are in `onebit_adam.py`, `onebit_lamb.py` and `zero_one_adam.py`. What a step yields is in `bucket_step.py`, how a
-bucket's tensors are exchanged in `replicated.py`, who runs the steps of all buckets in `driver.py`.
+Rules are in `onebit_adam.py`, `onebit_lamb.py`, `zero_one_adam.py` and `onebit_muon.py`. What a step yields is in
+`step/bucket_step.py`, how a bucket's tensors are exchanged in `step/replicated.py`, who runs the steps of all buckets
+in `step/driver.py`.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from .bucket import Bucket
-from .bucket_step import Answer, BucketStep, Meeting
-from .buckets import Buckets
 from .checkpoint.parameter_state import ParameterState
 from .comm import Codec, FusedCodec, Int8Codec, SignCodec, check_fused
-from .contract import State
-from .flat import Layout
-from .frozen import gradient_of
-from .link_probe import CompressionPolicy
-from .masks import Masks
+from .layout.bucket import Bucket
+from .layout.buckets import Buckets
+from .layout.flat import Layout
+from .layout.masks import Masks
 from .model_parallel import ModelParallelGroup
-from .replicated import Replicated
+from .step.bucket_step import Answer, BucketStep, Meeting
+from .step.link_probe import CompressionPolicy
+from .step.replicated import Replicated
+from .usage.contract import State
+from .usage.frozen import gradient_of
 
 
 class Rule(ABC):

@@ -1,7 +1,7 @@
 """0/1 Adam (Lu et al., ICLR 2023, arXiv 2202.06009): the variance refreshed ever more rarely, momentum in one bit, and
 steps in between that send nothing at all. There is no dense warm-up.
 
-`ZeroOneRule` is the paper, a step of one bucket from top to bottom; the policies are in `schedule.py`.
+`ZeroOneRule` is the paper, a step of one bucket from top to bottom; the policies are in `arithmetic/schedule.py`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from .adam import floor_of_blocks, normalised, sums_of_live_blocks
-from .bucket import Bucket
-from .bucket_step import Answer, Arrived, BucketStep, Decision, Meeting
+from .arithmetic.adam import floor_of_blocks, normalised, sums_of_live_blocks
+from .arithmetic.schedule import LocalSteps, VarianceUpdates, variance_weight
 from .checkpoint.parameter_state import ParameterState
 from .comm import Bf16Codec, Codec, MomentumWeights, Variance
-from .contract import Group, State, check_number
-from .flat import Layout
-from .frozen import gradient_of
+from .layout.bucket import Bucket
+from .layout.flat import Layout
 from .model_parallel import local
 from .optimizer import CommonOptions, CompressedOptimizer
 from .rule import Rule, codec_of_gradients
-from .schedule import LocalSteps, VarianceUpdates, variance_weight
+from .step.bucket_step import Answer, Arrived, BucketStep, Decision, Meeting
+from .usage.contract import Group, State, check_number
+from .usage.frozen import gradient_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

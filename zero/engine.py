@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..agreement.skips import SkipLimit
-from ..buffers import persistent_buffers, sync_tensors
 from ..comm.messages import gather_bytes
+from ..usage.buffers import persistent_buffers, sync_tensors
 from .checkpoint import engine_state
 from .checkpoint.files import Checkpoints
 from .checkpoint.weights import export_weights
@@ -322,8 +322,8 @@ class Engine:
         """Of the last step's mean gradient, before clipping: of those forms that clip, so that they know it.
 
         Exact with a dense optimizer and while gradients travel; where momentum does in their place, the estimate that
-        clips (`onebit/clip.py`), in a local step of 0/1 Adam each rank's own. None without gradient_clipping, at stage
-        2 across nodes, behind a step that was skipped, and before the first.
+        clips (`onebit/step/clip.py`), in a local step of 0/1 Adam each rank's own. None without gradient_clipping, at
+        stage 2 across nodes, behind a step that was skipped, and before the first.
         """
         return self._grad_norm if self.form == "dense" else self.optimizer.stats.grad_norm  # type: ignore[attr-defined]
 

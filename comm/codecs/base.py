@@ -165,5 +165,5 @@ def mean_into_(out_N: Tensor, values_KN: Tensor) -> None:
 def check_whole_blocks(n: int, block: int) -> None:
     if n % block:
         raise ValueError(
-            f"a row of {n} elements is not a whole number of blocks of {block}; pad it (see onebit/flat.py)"
+            f"a row of {n} elements is not a whole number of blocks of {block}; pad it (see onebit/layout/flat.py)"
         )

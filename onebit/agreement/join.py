@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..contract import Group
+from ..usage.contract import Group
 from .step_vote import Header, adopt_numbers
 
 

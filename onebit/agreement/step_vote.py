@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..comm import Transport
 from ..comm.messages import gather_bytes
-from ..contract import Group
+from ..usage.contract import Group
 from ..version import VERSION
 from .wrappers import NOT_COMPARED
 

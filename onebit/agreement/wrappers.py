@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..comm import Transport
 from ..comm.messages import raise_on_all_ranks
-from ..marks import gradient_bits
 from ..model_parallel import ModelParallelGroup
+from ..usage.marks import gradient_bits
 
 log = logging.getLogger(__name__)
 

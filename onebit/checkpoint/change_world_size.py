@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..comm import Codec
-from ..contract import State
-from ..flat import Layout
+from ..layout.flat import Layout
+from ..usage.contract import State
 
 Tensors: TypeAlias = dict[tuple[Any, ...], Tensor]  # by where they are in a state
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from ..contract import State
+from ..usage.contract import State
 
 log = logging.getLogger(__name__)
 

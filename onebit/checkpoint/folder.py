@@ -19,7 +19,7 @@ import torch
 
 from ..comm import PeerError, Transport
 from ..comm.messages import gather_texts, raise_on_all_ranks
-from ..contract import State
+from ..usage.contract import State
 from .files import CheckpointError, CheckpointFiles, name_of, reason, remove, step_of
 
 log = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..bucket import Bucket
-from ..contract import Group, State, check_adam_entry, check_saved_groups, load_checked
+from ..layout.bucket import Bucket
 from ..model_parallel import local
+from ..usage.contract import Group, State, check_adam_entry, check_saved_groups, load_checked
 from .change_world_size import gather_states, reframe, resize
 
 if TYPE_CHECKING:

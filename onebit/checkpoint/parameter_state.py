@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..flat import Layout
+from ..layout.flat import Layout
 
 
 @dataclass

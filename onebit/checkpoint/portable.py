@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..contract import Group, State
-from ..flat import Layout, lay_out
+from ..layout.flat import Layout, lay_out
 from ..optimizer import CompressedOptimizer
+from ..usage.contract import Group, State
 from .optimizer_state import check_kind, identity
 from .parameter_state import ParameterState, flat_of, spread_over
 

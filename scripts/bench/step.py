@@ -33,11 +33,11 @@ from train.model import GPT, SIZES, VOCABULARY, build_model, decay_groups
 import onebit
 from bench.collective import measure
 from onebit import comm
+from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
 from onebit.comm import Transport
 from onebit.comm.transports.torch_distributed import TorchTransport
 from onebit.onebit_adam import AdamRule
 from onebit.optimizer import CompressedOptimizer
-from onebit.schedule import DenseSteps, VarianceUpdates
 from onebit.zero import ShardedOnebitAdam
 from onebit.zero.parallel import fsdp
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from onebit.schedule import VarianceUpdates
+from onebit.arithmetic.schedule import VarianceUpdates
 from study.run import METHODS, Result, Setting
 from study.tasks import TASKS, corpus
 

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from train.model import decay_groups
 
 import onebit
-from onebit.bucket import Bucket
-from onebit.bucket_step import BucketStep
 from onebit.comm import IdentityCodec, SimTransport, run_ranks
+from onebit.layout.bucket import Bucket
 from onebit.onebit_muon import Matrices, MuonRule
+from onebit.step.bucket_step import BucketStep
 from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam
 from study.tasks import Batch, Task, load_task
 

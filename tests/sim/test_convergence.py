@@ -9,7 +9,7 @@ import pytest
 from study import run as study_run
 from study.run import Job, run_job
 
-from onebit.bucket import Bucket
+from onebit.layout.bucket import Bucket
 from onebit.onebit_adam import AdamRule
 from onebit.zero import ShardedOnebitAdam
 

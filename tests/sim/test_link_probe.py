@@ -12,10 +12,10 @@ from test_optimizer_contract import FAMILY, flat, fresh, loss_of, model
 from torch import Tensor
 
 import onebit
-from onebit import link_probe
 from onebit.comm import IdentityCodec, SimTransport, run_ranks
 from onebit.comm.messages import gather_bytes
-from onebit.link_probe import LinkProbe, StopWatch
+from onebit.step import link_probe
+from onebit.step.link_probe import LinkProbe, StopWatch
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,9 @@ def test_the_stop_watch_leaves_out_pauses(monkeypatch: pytest.MonkeyPatch) -> No
 def a_network_where_it(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Simulated ranks count as a network, with this result of measuring."""
     monkeypatch.setattr(SimTransport, "has_network", True)
-    monkeypatch.setattr("onebit.link_probe.measure", lambda *_: LinkProbe(1.0, 0.1, 10.0 if request.param else 0.1))
+    monkeypatch.setattr(
+        "onebit.step.link_probe.measure", lambda *_: LinkProbe(1.0, 0.1, 10.0 if request.param else 0.1)
+    )
 
 
 def train(transport: SimTransport, name: str, steps: range, state: dict | None = None, **options: object) -> tuple:
@@ -127,7 +129,7 @@ def test_the_step_that_measures_the_network_counts_its_own_traffic_alone(
         gather_bytes(transport, bytes(1000), torch.device("cpu"))
         return LinkProbe(1.0, 0.1, 10.0)
 
-    monkeypatch.setattr("onebit.link_probe.measure", measure)
+    monkeypatch.setattr("onebit.step.link_probe.measure", measure)
     asked = run_ranks(2, lambda transport: train(transport, name, range(20), compression="always"))[0][1]
     monkeypatch.setattr(SimTransport, "has_network", True)
     assert run_ranks(2, lambda transport: train(transport, name, range(20)))[0][1] == asked

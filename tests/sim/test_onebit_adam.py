@@ -9,8 +9,8 @@ from oracles import OnebitAdamOracle, run
 from torch import nn
 
 import onebit
+from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates, variance_weight
 from onebit.comm import IdentityCodec, Int8Codec, SignCodec, SimTransport, run_ranks
-from onebit.schedule import DenseSteps, VarianceUpdates, variance_weight
 
 SIZES = (300, 1, 513, 256, 7)
 

@@ -13,8 +13,8 @@ from test_optimizer_contract import averaged_gradients, flat, make, model, train
 from torch import nn
 
 import onebit
+from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
 from onebit.comm import IdentityCodec, SimTransport, run_ranks
-from onebit.schedule import DenseSteps, VarianceUpdates
 
 
 def train_flat(transport: SimTransport | None, optimizer: torch.optim.Optimizer, workers: int = 1) -> np.ndarray:

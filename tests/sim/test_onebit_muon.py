@@ -11,8 +11,8 @@ from oracles import OnebitMuonOracle, orthogonalised
 from torch import Tensor, nn
 
 import onebit
+from onebit.arithmetic.muon import adjustment, newton_schulz
 from onebit.comm import IdentityCodec, SimTransport, hierarchical, run_ranks
-from onebit.muon import adjustment, newton_schulz
 
 SHAPES = ((12, 40), (33, 8), (1, 5), (6, 1))
 SIZES = [r * c for r, c in SHAPES]

@@ -13,9 +13,9 @@ from muon_of import muon_of
 from torch import Tensor, nn
 
 import onebit
+from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
 from onebit.comm import IdentityCodec, Int8Codec, SignCodec, SimTransport, run_ranks
 from onebit.optimizer import CompressedOptimizer
-from onebit.schedule import DenseSteps, VarianceUpdates
 
 FREEZE = 5
 

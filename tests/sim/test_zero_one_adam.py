@@ -15,8 +15,8 @@ from test_optimizer_contract import flat, loss_of, model, same
 from torch import Tensor, nn
 
 import onebit
+from onebit.arithmetic.schedule import LocalSteps, VarianceUpdates
 from onebit.comm import IdentityCodec, Int8Codec, SimTransport, run_ranks
-from onebit.schedule import LocalSteps, VarianceUpdates
 
 LRS = [0.02 * min(1.0, (k + 1) / 8) * 0.5 ** (k // 15) for k in range(60)]
 POLICIES = {

@@ -28,7 +28,7 @@ import pytest
 
 import onebit
 from onebit.comm import Transport
-from onebit.stats import Stats
+from onebit.step.stats import Stats
 from onebit.zero.config.sections import Onebit
 
 ROOT = Path(__file__).parents[2]

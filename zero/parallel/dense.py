@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.optimizer import StateDict
 
 from ...agreement.step_vote import Header, Summary, check_summaries
-from ...clip import LARGEST_GRADIENT, has_squares
 from ...comm import Transport
 from ...comm.messages import gather_bytes
 from ...lamb import Lamb, norms
 from ...model_parallel import ModelParallelGroup, local
+from ...step.clip import LARGEST_GRADIENT, has_squares
 
 log = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from ... import comm
 from ...agreement import replicas
-from ...buckets import Buckets
-from ...clip import Clipper
 from ...comm import Transport
-from ...contract import check_group, check_saved_groups, load_checked, refuse_copy
-from ...flat import lay_out
-from ...marks import is_inspected
+from ...layout.buckets import Buckets
+from ...layout.flat import lay_out
 from ...model_parallel import model_parallel_group_of
-from ...stats import Traffic
+from ...step.clip import Clipper
+from ...step.stats import Traffic
+from ...usage.contract import check_group, check_saved_groups, load_checked, refuse_copy
+from ...usage.marks import is_inspected
 from . import state as shard_state
 from . import vote as shard_vote
 from .bucket import ShardedBucket

@@ -1,8 +1,8 @@
 """A sharded bucket: some parameters of one group, the chunk of them that this rank owns, and their state.
 
-The flat layout is the family's (`onebit/flat.py`): W equal chunks, one per rank. The momentum of the whole bucket is
-every rank's own; variance and master weights exist once, each chunk's at its owner. Here are where things lie and how
-they move between parameters and chunks; the arithmetic is in `arithmetic.py`.
+The flat layout is the family's (`onebit/layout/flat.py`): W equal chunks, one per rank. The momentum of the whole
+bucket is every rank's own; variance and master weights exist once, each chunk's at its owner. Here are where things lie
+and how they move between parameters and chunks; the arithmetic is in `arithmetic.py`.
 
 Shape legend: W ranks, N elements of a chunk, J blocks of a chunk, K parameters of the bucket.
 """
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ...comm import ExchangeTask, SignCodec
-from ...flat import Layout
-from ...frozen import check_place, gradient_of
+from ...layout.flat import Layout
+from ...usage.frozen import check_place, gradient_of
 
 
 class ParamSlice(NamedTuple):

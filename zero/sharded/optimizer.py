@@ -32,9 +32,9 @@ from ...agreement.wrappers import (
     warn_of_averaging,
 )
 from ...comm import Codec, Exchange, ExchangeTask, Int4Codec, Int8Codec, SignCodec, Transport, Work
-from ...contract import TorchOptions, check_arguments, check_number
-from ...frozen import gradient_of, refuse_unfrozen
-from ...marks import GradientMark, are_used_again
+from ...usage.contract import TorchOptions, check_arguments, check_number
+from ...usage.frozen import gradient_of, refuse_unfrozen
+from ...usage.marks import GradientMark, are_used_again
 from . import vote as shard_vote
 from .base import ShardedOptimizer
 from .bucket import ShardedBucket
@@ -55,7 +55,7 @@ class ShardStats:
     """What the last step did. Bytes: payload this rank sent to others, without headers; bits: of it, across nodes.
 
     phase: "warmup", "compressed", or "local" where a step sends nothing. is_skipped: whether any bucket was
-    skipped; below stage 2, all of them. grad_norm: see `onebit.stats.Stats`. skipped_steps: how often, so far.
+    skipped; below stage 2, all of them. grad_norm: see `onebit.step.stats.Stats`. skipped_steps: how often, so far.
     shadow_steps: see `join`. health, agreement, offset: see `shard_vote.Health`; of the last step that sent
     something but one.
     """

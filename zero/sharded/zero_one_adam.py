@@ -1,7 +1,7 @@
 """ShardedZeroOneAdam: sharded one-bit Adam (`adam.py`) in whose skipped rounds not a word is said.
 
-The policy is 0/1 Adam's (Lu et al., ICLR 2023, arXiv 2202.06009, section 4.2; `onebit/schedule.py`). What is done in a
-skipped round is not: see the class.
+The policy is 0/1 Adam's (Lu et al., ICLR 2023, arXiv 2202.06009, section 4.2; `onebit/arithmetic/schedule.py`). What is
+done in a skipped round is not: see the class.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ...arithmetic.schedule import LocalSteps
 from ...comm import Exchange
-from ...frozen import gradient_of
-from ...schedule import LocalSteps
+from ...usage.frozen import gradient_of
 from . import vote as shard_vote
 from .bucket import ShardedBucket
 from .exchange import Step, keep

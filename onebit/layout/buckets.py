@@ -15,12 +15,12 @@ from typing import Protocol, TypeVar, overload
 import torch
 from torch import Tensor
 
-from .agreement import replicas
-from .agreement.step_vote import option_lines
-from .comm import Transport
-from .contract import Group, State, check_parameters
+from ..agreement import replicas
+from ..agreement.step_vote import option_lines
+from ..comm import Transport
+from ..model_parallel import ModelParallelGroup, local
+from ..usage.contract import Group, State, check_parameters
 from .flat import partition
-from .model_parallel import ModelParallelGroup, local
 
 
 class AnyBucket(Protocol):

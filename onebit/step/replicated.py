@@ -16,10 +16,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from . import comm
-from .bucket import Bucket
-from .bucket_step import Answer, Arrived, Decision, Meeting
-from .comm import (
+from .. import comm
+from ..comm import (
     Codec,
     EncodeOutput,
     ErrorFeedback,
@@ -35,8 +33,10 @@ from .comm import (
     Wire,
     Work,
 )
-from .masks import Masks
-from .model_parallel import local
+from ..layout.bucket import Bucket
+from ..layout.masks import Masks
+from ..model_parallel import local
+from .bucket_step import Answer, Arrived, Decision, Meeting
 
 
 @dataclass

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .bucket import Bucket
-from .marks import GradientMark, gradient_bits
+from ..layout.bucket import Bucket
+from ..usage.marks import GradientMark, gradient_bits
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .flat import Layout
+from ..layout.flat import Layout
 
 
 def adam_direction_(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from .comm import Transport
+from ..comm import Transport
 
 
 @dataclass

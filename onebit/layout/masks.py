@@ -10,9 +10,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ..model_parallel import local
+from ..usage.contract import Group
 from .bucket import Bucket
-from .contract import Group
-from .model_parallel import local
 
 
 class Masks:

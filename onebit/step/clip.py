@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .agreement.step_vote import StepVote
-from .comm import Transport
-from .comm.messages import gather_bytes
-from .model_parallel import ModelParallelGroup
+from ..agreement.step_vote import StepVote
+from ..comm import Transport
+from ..comm.messages import gather_bytes
+from ..model_parallel import ModelParallelGroup
 
 
 @dataclass

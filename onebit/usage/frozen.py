@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .model_parallel import local
+from ..model_parallel import local
 
 
 def gradient_of(p: Tensor) -> Tensor | None:

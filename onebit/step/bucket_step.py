@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from .bucket import Bucket
-from .comm import Work
+from ..comm import Work
+from ..layout.bucket import Bucket
 
 
 class Meeting:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .bucket import Bucket
-from .buckets import Buckets
-from .comm import Bf16Codec, Codec, Hierarchy, Transport, Wire, compressed_allreduce, interleave
-from .comm.messages import gather_bytes
-from .model_parallel import ModelParallelGroup
+from ..comm import Bf16Codec, Codec, Hierarchy, Transport, Wire, compressed_allreduce, interleave
+from ..comm.messages import gather_bytes
+from ..layout.bucket import Bucket
+from ..layout.buckets import Buckets
+from ..model_parallel import ModelParallelGroup
 from .stats import Traffic
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .agreement.replicas import fingerprints
-from .model_parallel import local
+from ..agreement.replicas import fingerprints
+from ..model_parallel import local
 
 # torch counts how often a tensor is written, but not through its `.data`. So in these steps of a run, which are its
 # first and then some in a hundred, bits are compared as well: 2 ns an element and comparison.

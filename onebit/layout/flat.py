@@ -17,7 +17,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .comm import Segments
+from ..comm import Segments
 
 
 @dataclass(frozen=True)

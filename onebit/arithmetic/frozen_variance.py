@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..checkpoint.change_world_size import resize
+from ..layout.bucket import Bucket
+from ..model_parallel import ModelParallelGroup
+from ..step.replicated import Replicated
+from ..usage.contract import Group, State
 from .adam import denominator_, sums_of_live_blocks
-from .bucket import Bucket
-from .checkpoint.change_world_size import resize
-from .contract import Group, State
-from .model_parallel import ModelParallelGroup
-from .replicated import Replicated
 from .schedule import variance_weight
 
 

@@ -9,11 +9,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .clip import dot, has_squares
-from .comm import Codec, ErrorFeedback, Hierarchy, Wire
+from ..comm import Codec, ErrorFeedback, Hierarchy, Wire
+from ..model_parallel import local
+from ..step.clip import dot, has_squares
+from ..usage.frozen import check_place, gradient_of
 from .flat import Layout
-from .frozen import check_place, gradient_of
-from .model_parallel import local
 
 
 @dataclass

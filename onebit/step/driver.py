@@ -11,10 +11,10 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from . import comm
-from .bucket import Bucket
+from .. import comm
+from ..comm import Exchange, ExchangeTask
+from ..layout.bucket import Bucket
 from .bucket_step import Answer, Arrived, BucketStep, Decision, Meeting
-from .comm import Exchange, ExchangeTask
 
 NEXT_PHASE_BEHIND = 2  # until then so many buckets are on the wire
 

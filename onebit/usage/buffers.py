@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from .agreement.replicas import check_same_lines, differing
-from .comm import Transport, check_transport
-from .comm.messages import gather_tensors, sum_in_order
-from .model_parallel import local
+from ..agreement.replicas import check_same_lines, differing
+from ..comm import Transport, check_transport
+from ..comm.messages import gather_tensors, sum_in_order
+from ..model_parallel import local
 
 
 @torch.no_grad()

@@ -1,0 +1,1 @@
+"""Arithmetic: what the papers compute, and when; the variance between dense steps."""

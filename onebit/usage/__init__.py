@@ -1,0 +1,1 @@
+"""Usage: gradients, parameters and states as torch's users treat them."""
