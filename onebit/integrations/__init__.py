@@ -1,0 +1,1 @@
+"""Integrations: the family inside other libraries' training loops. Each module needs its library, as an extra."""
