@@ -45,11 +45,13 @@ class AdamRule(Rule):
     of_parameters: ClassVar[tuple[str, ...]] = ("live_blocks",)
 
     def __init__(self, freeze_step: int | str, warmup_codec: Codec, *, bias_correction: bool, variance_floor: float):
-        check_number("OnebitAdam", "variance_floor", variance_floor)
         self.schedule = DenseSteps(freeze_step)
         self.warmup_codec = warmup_codec
         self.bias_correction = bias_correction
         self.variance = FrozenVariance(variance_floor)
+
+    def check(self, name: str) -> None:
+        check_number(name, "variance_floor", self.variance.floor)
 
     def options(self) -> dict[str, object]:
         return {

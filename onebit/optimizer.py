@@ -47,7 +47,7 @@ from .agreement.wrappers import NOT_COMPARED, WrapperWatch, gradient_digest, ref
 from .checkpoint import optimizer_state
 from .comm import FusedCodec, SignCodec, Transport, check_fused
 from .layout.bucket import Bucket
-from .layout.buckets import Buckets
+from .layout.buckets import Buckets, elements_of
 from .layout.flat import lay_out
 from .layout.masks import Masks
 from .model_parallel import ModelParallelGroup, count_edits_apart_, local, model_parallel_group_of
@@ -124,6 +124,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         **torchs: Unpack[TorchOptions],
     ):
         check_arguments(type(self).__name__, torchs)
+        rule.check(type(self).__name__)
         if not (max_grad_norm >= 0 and check_replicas_every >= 0):
             raise ValueError(
                 "max_grad_norm and check_replicas_every must be at least 0 (0: off), got "
@@ -131,6 +132,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             )
         if error_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"error_dtype must be torch.float32 or torch.bfloat16, got {error_dtype}")
+        elements = elements_of(bucket_cap_mb)
         self.rule, self.stats = rule, Stats()
         self.clipper, self.policy = Clipper(max_grad_norm), CompressionPolicy(compression)
         self.skip_limit, self.replica_check = SkipLimit(max_consecutive_skips), ReplicaCheck(check_replicas_every)
@@ -140,7 +142,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.model_parallel_group = model_parallel_group_of(model_parallel_group)
         self.masks = Masks()
         self.placement = Replicated(self.transport, self.codec, error_dtype, self.masks)
-        self.buckets: Buckets[Bucket] = Buckets(self, self.transport, self.model_parallel_group, bucket_cap_mb)
+        self.buckets: Buckets[Bucket] = Buckets(self, self.transport, self.model_parallel_group, elements)
         self.steps: list[Tensor] = []  # by group
         self.rule.bind(self.placement, self.buckets, self.masks, self.policy, self.model_parallel_group, self.steps)
         self.overlap = Overlap(self.transport.rank, overlap)
@@ -405,6 +407,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._driver.commit(Decision(seen), self.rule.meet)
             self.rule.after_step()
         finally:
+            self._driver.give_up()
             self._end_step()
 
     def _count_resent(self, ranks: Sequence[int]) -> None:
@@ -436,12 +439,15 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.rule.end_step()
 
     def _give_up_step(self) -> None:
-        """Drop what a backward pass has sent that no step will follow. All ranks, alike."""
+        """Drop what a backward pass has begun that no step will follow. All ranks, alike."""
         if self._launched:
             self._launch_rest(1.0)
             self._driver.wait()
             self._driver.give_up()
             self._end_step()
+        elif self._has_begun:  # decided, and nothing sent: what follows may be another kind of step
+            self._has_begun = False
+            self.rule.end_step()
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -62,6 +62,10 @@ class Rule(ABC):
         """What momentum travels in."""
         return self.placement.codec
 
+    def check(self, name: str) -> None:
+        """Raise TypeError or ValueError where an option is bad. name: the optimizer's, for the message."""
+        return
+
     @abstractmethod
     def options(self) -> Mapping[str, object]:
         """Those that must be the same on all ranks, by name."""

@@ -51,7 +51,6 @@ class ZeroOneRule(Rule):
         bias_correction: bool,
         variance_floor: float,
     ):
-        check_number("ZeroOneAdam", "variance_floor", variance_floor)
         self.updates, self.local_steps, self.variance_codec = updates, local_steps, variance_codec
         self.variance_floor, self.bias_correction = variance_floor, bias_correction
         self.since_sync = 0  # local steps since the last synchronisation
@@ -66,6 +65,9 @@ class ZeroOneRule(Rule):
         self._seen_since_sync: set[Tensor] = set()  # parameters that this rank has had a gradient for since
         self._accumulated_weight: list[float] = []  # G, by group
         self._kept_share: list[float] = []  # what weight decay has left of the anchor, by group
+
+    def check(self, name: str) -> None:
+        check_number(name, "variance_floor", self.variance_floor)
 
     def options(self) -> dict[str, object]:
         names = ("updates", "local_steps", "variance_codec", "variance_floor", "bias_correction")

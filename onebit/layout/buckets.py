@@ -55,10 +55,17 @@ class BucketOwner(Protocol[B]):
         """p's gradient has just been accumulated."""
 
 
+def elements_of(bucket_cap_mb: float) -> int:
+    """Elements of a bucket of so many float32 MiB. Raises ValueError, which needs no other rank to be told."""
+    if not 0 < bucket_cap_mb < math.inf:
+        raise ValueError(f"bucket_cap_mb must be above 0 and finite, got {bucket_cap_mb}")
+    return max(1, int(bucket_cap_mb * 2**20 / 4))
+
+
 class Buckets(Sequence[B]):
     """The buckets of all groups, in the order in which backward produces gradients. All ranks build them together.
 
-    cap_mb: float32 MiB of a bucket at most; a larger parameter has one of its own. hooks: whether `on_gradient` is
+    elements: of a bucket at most, see `elements_of`; a larger parameter has one of its own. hooks: whether `on_gradient` is
     asked for. params: those that are trained, in the order of buckets. frozen: the others, by name; they have no state.
     """
 
@@ -67,14 +74,12 @@ class Buckets(Sequence[B]):
         owner: BucketOwner[B],
         transport: Transport,
         parts: ModelParallelGroup,
-        cap_mb: float,
+        elements: int,
         *,
         hooks: bool = True,
     ):
-        if not 0 < cap_mb < math.inf:
-            raise ValueError(f"bucket_cap_mb must be above 0 and finite, got {cap_mb}")
         self._owner, self._transport, self._parts, self._hooks = owner, transport, parts, hooks
-        self.elements = max(1, int(cap_mb * 2**20 / 4))
+        self.elements = elements
         self.params: list[Tensor] = []
         self.frozen: dict[Tensor, str] = {}
         self.built_groups = 0

@@ -493,6 +493,31 @@ def test_where_a_mask_is_zero_nothing_moves(name: str) -> None:
     run_ranks(2, ours)
 
 
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
+@pytest.mark.parametrize("name", FAMILY)
+def test_loading_between_backward_and_step_forgets_what_was_decided(name: str, max_grad_norm: float) -> None:
+    """A kind of step is decided in backward, and nothing sent yet, where one clips or is silent."""
+
+    def work(transport: SimTransport) -> None:
+        net, optimizer = fresh(transport, name, max_grad_norm=max_grad_norm)
+        kept = []
+        for step in range(16):
+            kept.append((snapshot(optimizer), copy.deepcopy(net.state_dict())))
+            train(transport, range(step, step + 1), net, optimizer)
+        for abandoned in (3, 10, 13):
+            for step in (2, 7, 9, 11):
+                optimizer.load_state_dict(copy.deepcopy(kept[abandoned][0]))
+                optimizer.zero_grad()
+                loss_of(net, abandoned, transport.rank).backward()
+                state, weights = copy.deepcopy(kept[step])
+                net.load_state_dict(weights)
+                optimizer.load_state_dict(state)
+                train(transport, range(step, step + 2), net, optimizer)
+                assert same(snapshot(optimizer), kept[step + 2][0]), (abandoned, step)
+
+    run_ranks(2, work)
+
+
 @pytest.mark.parametrize("name", FAMILY)
 def test_the_mask_given_at_construction_outlives_a_checkpoint(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Another mask than the checkpoint's, one where it has none, and none where it has one, which is said."""
@@ -731,6 +756,23 @@ def test_a_replica_that_drifts_stops_the_run_by_name() -> None:
 def test_bad_options_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         onebit.OnebitAdam([nn.Parameter(torch.ones(3))], **{"freeze_step": 2, "transport": SimTransport()} | options)
+
+
+@pytest.mark.parametrize("cap", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("kind", [onebit.OnebitAdam, onebit.zero.ShardedOnebitAdam])
+def test_a_bad_bucket_size_is_refused_before_anything_is_joined(
+    kind: type, cap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onebit.comm.init", lambda: pytest.fail("joined the launcher's ranks"))
+    with pytest.raises(ValueError, match="bucket_cap_mb must be above 0 and finite"):
+        kind([nn.Parameter(torch.ones(3))], bucket_cap_mb=cap)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_bad_variance_floor_names_the_optimizer_that_got_it(name: str) -> None:
+    kind, defaults = FAMILY[name]
+    with pytest.raises(ValueError, match=f"^{name}: variance_floor must not be negative"):
+        kind([nn.Parameter(torch.ones(3))], transport=SimTransport(), **defaults | {"variance_floor": -1.0})
 
 
 # -------------------------------------------------------------------------------- overlap, accumulation, clipping

@@ -16,7 +16,7 @@ from torch import Tensor
 from ... import comm
 from ...agreement import replicas
 from ...comm import Transport
-from ...layout.buckets import Buckets
+from ...layout.buckets import Buckets, elements_of
 from ...layout.flat import lay_out
 from ...model_parallel import model_parallel_group_of
 from ...step.clip import Clipper
@@ -54,6 +54,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
             raise ValueError(f"momentum_dtype must be torch.float32 or torch.bfloat16, got {momentum_dtype}")
         if not max_grad_norm >= 0:
             raise ValueError(f"max_grad_norm must be at least 0 (0: off), got {max_grad_norm}")
+        elements = elements_of(bucket_cap_mb)
         self.transport = comm.init() if transport is None else transport
         comm.check_transport(self.transport)
         self._config, self.momentum_dtype = config, momentum_dtype
@@ -61,7 +62,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         self._grad_stats, self._health, self._skipped_steps = shard_vote.GradStats(), shard_vote.Health(), 0
         whole = model_parallel_group_of(None)
         self.buckets: Buckets[ShardedBucket] = Buckets(
-            self, self.transport, whole, bucket_cap_mb, hooks=config.stage == 2
+            self, self.transport, whole, elements, hooks=config.stage == 2
         )
         self._traffic = Traffic(self.transport)
         self._has_masters = self._is_warned_of_edits = False
