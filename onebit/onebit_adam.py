@@ -125,10 +125,9 @@ class AdamRule(Rule):
     def averages_gradients(self, bucket: Bucket) -> bool:
         return self._is_dense(bucket.step)
 
-    @property
-    def adam_buckets(self) -> Sequence[Bucket]:
-        """Those that take these steps: here all."""
-        return self.buckets
+    def keeps_variance(self, bucket: Bucket) -> bool:
+        """Whether the bucket takes these steps: here all do."""
+        return True
 
     def _is_dense(self, step: int) -> bool:
         """Whether gradients travel in the step behind so many."""
@@ -162,11 +161,11 @@ class AdamRule(Rule):
         for g, count in enumerate(self.steps):
             if self._is_dense(int(count) - 1):
                 self.variance.count_dense(g, self.buckets.groups[g]["betas"][1], int(count))
-        first = next(iter(self.adam_buckets), self.buckets[0])
+        first = self.buckets[0]
         is_refresh = first.phase == "compressed" and self._is_dense(first.step - 1)
         phase = "refresh" if is_refresh else first.phase
         self._freeze_where_due()
-        for bucket in self.adam_buckets:
+        for bucket in filter(self.keeps_variance, self.buckets):
             # In a hierarchy gradients come through the buffer in every step.
             rests = self.placement.hierarchy.local_size == 1 and self.schedule.rests(bucket.step)
             if self.policy.compresses and rests and bucket not in self.masks:
@@ -175,13 +174,12 @@ class AdamRule(Rule):
 
     def _freeze_where_due(self) -> None:
         """End the warm-up of the groups whose momentum is to travel next: v becomes D, m goes into frames."""
-        adam = self.adam_buckets
-        due = [bucket for bucket in adam if bucket.phase == "warmup" and not self.averages_gradients(bucket)]
+        due = [bucket for bucket in self.buckets if bucket.phase == "warmup" and not self.averages_gradients(bucket)]
         if not due or not self.policy.decide():
             return
-        is_first = all(bucket.phase == "warmup" for bucket in adam)
-        totals = [self._total(bucket) for bucket in due]
-        self.variance.begin(list(zip(due, totals, strict=True)), self.parts, is_first=is_first)
+        is_first = all(bucket.phase == "warmup" for bucket in filter(self.keeps_variance, self.buckets))
+        of_variance = [(bucket, self._total(bucket)) for bucket in filter(self.keeps_variance, due)]
+        self.variance.begin(of_variance, self.parts, self.codec.block, is_first=is_first)
         for bucket in due:
             self.freeze(bucket)
         if self.placement.transport.rank == 0:

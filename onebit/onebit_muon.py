@@ -19,12 +19,12 @@ from .onebit_adam import AdamRule
 from .optimizer import CommonOptions, CompressedOptimizer
 from .rule import codec_of_gradients
 from .step.bucket_step import Answer, BucketStep, Decision, Meeting
-from .usage.contract import Group
+from .usage.contract import Group, State
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_ADJUSTMENTS = ("match_rms_adamw", "original")
+ADJUSTMENTS = ("match_rms_adamw", "original")
 
 
 class Matrices(Meeting):
@@ -53,8 +53,8 @@ class MuonRule(AdamRule):
             raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
         if ns_steps < 1:
             raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")
-        if adjust_lr not in _ADJUSTMENTS:
-            raise ValueError(f"adjust_lr must be one of {', '.join(_ADJUSTMENTS)}, got {adjust_lr!r}")
+        if adjust_lr not in ADJUSTMENTS:
+            raise ValueError(f"adjust_lr must be one of {', '.join(ADJUSTMENTS)}, got {adjust_lr!r}")
         self.beta, self.nesterov, self.ns_steps, self.adjust_lr = momentum, nesterov, ns_steps, adjust_lr
 
     def options(self) -> dict[str, object]:
@@ -77,6 +77,8 @@ class MuonRule(AdamRule):
             assert bucket.ef is not None
             bucket.ef.commit()
             self.codec.decode(self.placement.frames(bucket), bucket.rows(increment))
+        if (may_move := self.masks.may_move(bucket)) is not None:
+            increment.mul_(may_move)  # a frame of signs holds no zeros
         m.mul_(beta).add_(increment)
         self.mask_state(bucket)
         if self.nesterov:
@@ -105,17 +107,38 @@ class MuonRule(AdamRule):
     def _is_muon(self, bucket: Bucket) -> bool:
         return bool(self.buckets.group(bucket)["use_muon"])
 
-    @property
-    def adam_buckets(self) -> Sequence[Bucket]:
-        return [bucket for bucket in self.buckets if not self._is_muon(bucket)]
+    def keeps_variance(self, bucket: Bucket) -> bool:
+        return not self._is_muon(bucket)
+
+    def freeze(self, bucket: Bucket) -> None:
+        if not self._is_muon(bucket):
+            super().freeze(bucket)
+            return
+        m = bucket.flat["momentum_buffer"]
+        self.allocate(bucket, "compressed")
+        bucket.flat["momentum_buffer"].copy_(m)
+        self.buckets.publish(bucket)
 
     # ---------------------------------------------------------------- state
+
+    def check_state(self, where: str, state: State) -> None:
+        """A group's use_muon is what its state is of: other groups', and AdamW's, would be lost or be taken for it."""
+        for g, (saved, group) in enumerate(zip(state["param_groups"], self.buckets.groups, strict=True)):
+            there, here = saved.get("use_muon"), group["use_muon"]
+            if there is not here:
+                said = "does not say use_muon" if there is None else f"has use_muon={there}"
+                raise ValueError(
+                    f"{where}its group {g} {said}, here it is {here}; load the state of an OnebitMuon with these "
+                    "groups, or none"
+                )
+        if "onebit" not in state:
+            raise ValueError(f"{where}it is no state of OnebitMuon; load one, or none")
 
     def allocate(self, bucket: Bucket, phase: str) -> None:
         if not self._is_muon(bucket):
             super().allocate(bucket, phase)
             return
-        bucket.phase, bucket.ef = "compressed", self.placement.new_errors(bucket)
+        bucket.phase, bucket.ef = phase, None if phase == "warmup" else self.placement.new_errors(bucket)
         bucket.flat = {"momentum_buffer": torch.zeros(bucket.layout.numel, device=bucket.device)}
         bucket.wires.clear()
 

@@ -142,6 +142,10 @@ class Rule(ABC):
             bucket.ef.worker.mul_(bucket.own_rows(may_move).reshape(-1))
             bucket.ef.server.mul_(bucket.own_chunk(may_move))
 
+    def check_state(self, where: str, state: State) -> None:
+        """Raise ValueError where a state of this kind, with these groups and shapes, is not this rule's."""
+        return
+
     def record(self) -> State:
         """What else a checkpoint keeps, as plain numbers and tensors; this rank's."""
         return {}

@@ -54,17 +54,19 @@ class FrozenVariance:
 
     # ---------------------------------------------------------------- freeze and refresh
 
-    def begin(self, due: Sequence[tuple[Bucket, float]], parts: ModelParallelGroup, *, is_first: bool) -> None:
+    def begin(
+        self, due: Sequence[tuple[Bucket, float]], parts: ModelParallelGroup, block: int, *, is_first: bool
+    ) -> None:
         """v ← v̂ of these buckets, whose warm-up is over. With each, the weight that its moving average has by now.
 
-        is_first: nothing was frozen before; what is frozen later must not replace the fallback. All parts of the model.
+        is_first: nothing was frozen before; what is frozen later must not replace the fallback. All parts of the model,
+        with buckets or without.
         """
         for bucket, total in due:
             self.total[bucket.group_index], self.last_dense[bucket.group_index] = total, bucket.step
             bucket.flat["exp_avg_sq"].div_(total)
         if is_first:
             variances = [bucket.flat["exp_avg_sq"] for bucket, _ in due]
-            block = due[0][0].layout.block
             total, elements = parts.total(*sums_of_live_blocks(variances, [b.share_J for b, _ in due], block))
             self.fallback = total / elements if elements else 1.0
 

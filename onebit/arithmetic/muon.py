@@ -1,12 +1,12 @@
 """Muon's arithmetic (Jordan et al., 2024, kellerjordan.github.io/posts/muon): a momentum's nearest orthogonal matrix.
 
-`newton_schulz` on one matrix, `orthogonalise_` on those of a model, `muon_groups` says which parameters are hidden
-matrices. The optimizer is in `onebit_muon.py`.
+`newton_schulz` on one matrix, `orthogonalise_` on those of a model, `muon_groups` and `with_use_muon` say which
+parameters are hidden matrices. The optimizer is in `onebit_muon.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -35,8 +35,9 @@ def orthogonalise_(updates: Sequence[Tensor], params: Sequence[Tensor], steps: i
     """u ← `newton_schulz`(u) for the update of each parameter, of what this rank holds, in place; float32.
 
     A parameter of more than two dimensions is a matrix of its first by all others. One that is sharded (a DTensor) is
-    gathered, orthogonalised by one rank of its mesh, the k-th by rank k in turn, and handed out again: its ranks call
-    this together. That moves (S-1)/S·8 bytes per element, S ranks.
+    gathered; its ranks call this together. Over a mesh of one axis, S ranks, the k-th is orthogonalised by rank k in
+    turn and handed out again: (S-1)/S·8 bytes per element. Over several (tensor slices that are sharded again) every
+    rank orthogonalises for itself: half the bytes, all of the computing.
     """
     for k, (u, p) in enumerate(zip(updates, params, strict=True)):
         if hasattr(p, "to_local"):
@@ -49,14 +50,9 @@ def _orthogonalise_shard_(u: Tensor, p: Any, k: int, steps: int) -> None:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     mesh = p.device_mesh
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"a matrix of shape {tuple(p.shape)} is sharded over {mesh.ndim} axes; 1-bit Muon takes those of one "
-            "(onebit.zero.fsdp.shard); give others a group with use_muon=False"
-        )
     held = DTensor.from_local(u, mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
-    whole, owner = held.full_tensor(), k % mesh.size()
-    if mesh.get_local_rank() == owner:
+    whole, owner = held.full_tensor(), k % mesh.size() if mesh.ndim == 1 else None
+    if owner is None or mesh.get_local_rank() == owner:
         whole = newton_schulz(whole.view(len(whole), -1), steps).view(p.shape)
     u.copy_(distribute_tensor(whole.contiguous(), mesh, p.placements, src_data_rank=owner).to_local())
 
@@ -78,10 +74,31 @@ def muon_groups(model: nn.Module, *, head: nn.Module | None) -> list[dict[str, A
     where there is none, or its matrix is an embedding's. No default: a head that is orthogonalised trains badly, and
     nothing else tells. Frozen parameters stay in their group.
     """
+    return with_use_muon(model.named_parameters(), hidden_matrices(model, head=head))
+
+
+def hidden_matrices(model: nn.Module, *, head: nn.Module | None) -> set[Tensor]:
+    """The parameters of a model, sharded or not, that are matrices and neither embeddings' nor the head's."""
     apart = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     apart |= set() if head is None else set(head.parameters())
-    params = list(model.named_parameters())
-    groups: list[dict[str, Any]] = [{"params": [], "use_muon": True}, {"params": [], "use_muon": False}]
-    for name, p in params:
-        groups[p.dim() < 2 or p in apart]["params"].append((name, p))
-    return [group for group in groups if group["params"]]
+    return {p for p in model.parameters() if p.dim() >= 2 and p not in apart}
+
+
+def with_use_muon(params: Iterable[Any], hidden: Set[Tensor]) -> list[dict[str, Any]]:
+    """Parameters, (name, parameter) pairs, or groups of either: each group as up to two, which say use_muon.
+
+    A group that says so already stays as it is.
+    """
+    given = list(params)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    return [part for group in groups for part in ([group] if "use_muon" in group else _split(group, hidden))]
+
+
+def _split(group: dict[str, Any], hidden: Set[Tensor]) -> Iterator[dict[str, Any]]:
+    members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    masks = group.get("exp_avg_mask")
+    for use_muon in (True, False):
+        chosen = [k for k, x in enumerate(members) if ((x[1] if isinstance(x, tuple) else x) in hidden) == use_muon]
+        own = {"exp_avg_mask": [masks[k] for k in chosen]} if isinstance(masks, Sequence) else {}
+        if chosen:
+            yield group | {"params": [members[k] for k in chosen], "use_muon": use_muon} | own

@@ -116,6 +116,7 @@ def _check(optimizer: CompressedOptimizer, state: State) -> None:
     if record is not None:
         check_kind(optimizer, record)
         _check_record(optimizer, record, where)
+    optimizer.rule.check_state(where, state)
     for name, p, entry in optimizer.buckets.saved_entries(state):
         shape = local(p).shape
         if record is None:

@@ -65,8 +65,9 @@ def elements_of(bucket_cap_mb: float) -> int:
 class Buckets(Sequence[B]):
     """The buckets of all groups, in the order in which backward produces gradients. All ranks build them together.
 
-    elements: of a bucket at most, see `elements_of`; a larger parameter has one of its own. hooks: whether `on_gradient` is
-    asked for. params: those that are trained, in the order of buckets. frozen: the others, by name; they have no state.
+    elements: of a bucket at most, see `elements_of`; a larger parameter has one of its own. hooks: whether
+    `on_gradient` is asked for. params: those that are trained, in the order of buckets. frozen: the others, by name;
+    they have no state.
     """
 
     def __init__(

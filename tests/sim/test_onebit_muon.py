@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 from oracles import OnebitMuonOracle, orthogonalised
+from test_optimizer_contract import same
 from torch import Tensor, nn
 
 import onebit
+from onebit import onebit_muon
 from onebit.arithmetic.muon import adjustment, newton_schulz
-from onebit.comm import IdentityCodec, SimTransport, hierarchical, run_ranks
+from onebit.comm import IdentityCodec, SignCodec, SimTransport, hierarchical, run_ranks
+from onebit.step.link_probe import CompressionPolicy
 
 SHAPES = ((12, 40), (33, 8), (1, 5), (6, 1))
 SIZES = [r * c for r, c in SHAPES]
@@ -210,3 +213,79 @@ def test_where_one_bit_does_not_pay_gradients_travel_in_bfloat16(monkeypatch: py
         return bits
 
     assert all(bits > 16 for bits in run_ranks(2, work)[0])
+
+
+def test_a_state_that_is_not_this_muons_is_refused_before_anything_changes() -> None:
+    """AdamW's, or one whose groups are the other way round: loaded, the next step would be another kind or none."""
+    net = built()
+    optimizer = make(net, SimTransport())
+    losses(SimTransport(), net, optimizer, range(6))
+    adamw = torch.optim.AdamW(onebit.muon_groups(net, head=net.head))
+    losses(SimTransport(), net, adamw, range(1))
+    plain = torch.optim.AdamW([{"params": group["params"]} for group in onebit.muon_groups(net, head=net.head)])
+    losses(SimTransport(), net, plain, range(1))
+    crossed = copy.deepcopy(optimizer.state_dict())
+    for group in crossed["param_groups"]:
+        group["use_muon"] = not group["use_muon"]
+    before = copy.deepcopy(optimizer.state_dict())
+    for state, message in (
+        (plain.state_dict(), "group 0 does not say use_muon, here it is True"),
+        (adamw.state_dict(), "no state of OnebitMuon"),
+        (crossed, "group 0 has use_muon=False, here it is True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(state)
+        assert same(optimizer.state_dict(), before)
+    losses(SimTransport(), net, optimizer, range(6, 8))
+
+
+@pytest.mark.parametrize("are_all_hidden", [False, True])
+def test_matrices_warm_up_and_freeze_as_the_others_do(are_all_hidden: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The phase is said, nothing is owed before anything is sent in one bit, and "auto" asks the network once."""
+    asked = []
+    decide = CompressionPolicy.decide
+    monkeypatch.setattr(CompressionPolicy, "decide", lambda policy: asked.append(1) or decide(policy))
+
+    def work(transport: SimTransport) -> list[tuple[str, bool]]:
+        net = built()
+        if are_all_hidden:
+            net = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False))
+        groups = onebit.muon_groups(net, head=None if are_all_hidden else net.head)
+        optimizer = onebit.OnebitMuon(groups, lr=0.01, freeze_step=3, transport=transport)
+        seen = []
+        for step in range(5):
+            for k, p in enumerate(net.parameters()):
+                generator = torch.Generator().manual_seed(100 * step + 10 * k + transport.rank)
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.step()
+            seen.append((optimizer.stats.phase, any(bucket.ef is not None for bucket in optimizer.buckets)))
+        return seen
+
+    phases = [("warmup", False)] * 2 + [("warmup", True)] + [("compressed", True)] * 2
+    assert run_ranks(2, work) == [phases] * 2
+    assert len(asked) == 2  # once on each rank
+
+
+def test_what_may_not_move_is_not_orthogonalised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame of signs holds no zeros: what it says of masked elements must not take part in the matrix."""
+    orthogonalise_, seen = onebit_muon.orthogonalise_, []
+
+    def spied(updates: list[Tensor], params: list[Tensor], steps: int) -> None:
+        seen.extend(bool(u[:, 6:].any()) or not bool(u[:, :6].any()) for u in updates)
+        orthogonalise_(updates, params, steps)
+
+    monkeypatch.setattr(onebit_muon, "orthogonalise_", spied)
+    mask = torch.ones(8, 12)
+    mask[:, 6:] = 0.0
+
+    def work(transport: SimTransport) -> None:
+        p = nn.Parameter(torch.ones(8, 12))
+        group = {"params": [p], "use_muon": True, "exp_avg_mask": mask}
+        made = onebit.OnebitMuon([group], lr=0.01, freeze_step=1, transport=transport, codec=SignCodec(64))
+        for step in range(4):
+            p.grad = torch.randn(8, 12, generator=torch.Generator().manual_seed(10 * step + transport.rank))
+            made.step()
+        assert torch.equal(p[:, 6:], torch.ones(8, 6))
+
+    run_ranks(2, work)
+    assert seen == [False] * 8
