@@ -117,7 +117,8 @@ def build(
     if stage is not None:
         _shard(config, grid, model, stage)
     held = grid.model_parallel_group if ties is None else replace(grid.model_parallel_group, tied=ties.holders())
-    made = _optimizer(config, grid, held, form, groups(model)) if optimizer is None else optimizer(groups(model))
+    whole = model if ties is None else None  # a stage's layers do not say which of them makes the outputs
+    made = _optimizer(config, grid, held, form, groups(model), whole) if optimizer is None else optimizer(groups(model))
     if stage is not None:
         _let_it_drop_all(made, model)
     averager = None
@@ -172,10 +173,10 @@ def _shard(config: Config, grid: Grid, model: nn.Module, stage: int) -> None:
 
 
 def _optimizer(
-    config: Config, grid: Grid, held: ModelParallelGroup, form: str, params: ParamsT
+    config: Config, grid: Grid, held: ModelParallelGroup, form: str, params: ParamsT, whole: nn.Module | None
 ) -> torch.optim.Optimizer:
-    """The configuration's. held: the ranks that hold this replica."""
-    options: dict[str, Any] = {"transport": grid.transport, "model_parallel_group": held}
+    """The configuration's. held: the ranks that hold this replica. whole: the model, where no stage is elsewhere."""
+    options: dict[str, Any] = {"transport": grid.transport, "model_parallel_group": held, "model": whole}
     if form != "dense":
         options |= config.optimizer_options() | {"max_grad_norm": config.gradient_clipping}
     return build_optimizer(_choice(config), params, **options)

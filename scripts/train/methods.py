@@ -194,6 +194,7 @@ class Onebit(ByParts):
             compression=args.compression,
             codec=cast(comm.FusedCodec, comm.codec_named(args.codec, _BLOCK)),
             transport=transport,
+            model=model,
         )
         self._onebit = cast(CompressedOptimizer, self.optimizer)
         self.schedule = LambdaLR(self.optimizer, partial(lr_fraction, args))

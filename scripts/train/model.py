@@ -82,6 +82,10 @@ class GPT(nn.Module):
             x_BTD = block(x_BTD)
         return F.linear(self.norm(x_BTD), self.bytes.weight)
 
+    def get_output_embeddings(self) -> nn.Module:
+        """The module whose matrix makes the outputs; transformers' word for it."""
+        return self.bytes
+
     def loss(self, windows: Tensor) -> Tensor:
         """Mean cross-entropy in nats per byte of windows [B, T+1], int64: T bytes read, the T after them predicted."""
         return next_byte_loss(self(windows[:, :-1]), windows)

@@ -23,12 +23,13 @@ from train.layouts import tensor_plan  # isort: skip  (scripts/ is on the path s
 
 ALL = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam", "AdamW")
 ONE_BIT = ALL[:3]
+EVERY = (*ALL, "Lamb", "OnebitMuon")
 WHOLE = ["computed_again", "low_precision", "one_bad_part_makes_all_skip", "weights_leave_and_return"]
 # (ranks, shards): which cases run there, with two tensor ranks. One start for each number of ranks.
 WORLDS: dict[tuple[int, int], list[str]] = {
     (2, 1): ["refused", "any_module_by_a_plan", "what_tensor_ranks_hold_alike_is_voted_on"],
     (4, 1): [
-        *(f"{name}_0" for name in (*ALL, "Lamb")),
+        *(f"{name}_0" for name in EVERY),
         *(f"{name}_0_gradient_clipping" for name in ("OnebitAdam", "AdamW")),
         "OnebitAdam_0_gradient_accumulation_steps",
         "what_tensor_ranks_hold_alike_is_voted_on",
@@ -40,12 +41,13 @@ WORLDS: dict[tuple[int, int], list[str]] = {
         *(f"{name}_2_gradient_clipping" for name in ("OnebitLamb", "AdamW")),
         *(f"{name}_2_gradient_accumulation_steps" for name in ("OnebitAdam", "ZeroOneAdam")),
         "OnebitAdam_1_gradient_accumulation_steps",
+        "OnebitMuon_1",
         *WHOLE[1:],
     ],
 }
 # The others at eight ranks: every optimizer, every stage, clipping and accumulation, each once.
 THOROUGH = [
-    *(f"{name}_1" for name in ONE_BIT),
+    *(f"{name}_1" for name in (*ONE_BIT, "OnebitMuon")),
     *(f"{name}_3" for name in ALL if name != "OnebitAdam"),
     "AdamW_2_gradient_clipping",
     *(f"OnebitAdam_{stage}_gradient_accumulation_steps" for stage in (1, 2)),
@@ -108,7 +110,7 @@ def test_the_thorough_run_ends_cleanly() -> None:
     STARTS.of(8, is_thorough=True)[0].check()
 
 
-@pytest.mark.parametrize(("ranks", "shards", "case"), cases(*ALL, "Lamb"))
+@pytest.mark.parametrize(("ranks", "shards", "case"), cases(*EVERY))
 def test_it_trains_as_its_twin(ranks: int, shards: int, case: str) -> None:
     """Dense steps to 2e-4 of the way (measured: 5e-5): sums over features add up in another order.
 
@@ -132,7 +134,7 @@ def test_the_twins_see_every_round() -> None:
     assert phases["ZeroOneAdam"] == {"variance", "compressed", "local"}
 
 
-@pytest.mark.parametrize(("ranks", "shards", "case"), cases(*ALL, "Lamb"))
+@pytest.mark.parametrize(("ranks", "shards", "case"), cases(*EVERY))
 def test_all_ranks_have_the_same_bits(ranks: int, shards: int, case: str) -> None:
     """Of everything: what tensor ranks hold alike is gathered from each of them, what they cut from all."""
     ours = STARTS.results(ranks, shards, case)

@@ -9,7 +9,12 @@ from config_files import FILES
 from engine_ranks import STEPS, config_of, resumes, trains_json
 from ranks import run_torchrun
 
-ONE_BIT = {"OneBitAdam": {"freeze_step": 4}, "ZeroOneAdam": {}, "OneBitLamb": {"freeze_step": 4, "lr": 0.03}}
+ONE_BIT = {
+    "OneBitAdam": {"freeze_step": 4},
+    "ZeroOneAdam": {},
+    "OneBitLamb": {"freeze_step": 4, "lr": 0.03},
+    "OneBitMuon": {"freeze_step": 4, "head": "head"},
+}
 FASTER = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.04, "warmup_num_steps": 3}}}
 SKIPPING = {"var_freeze_step": 2, "local_step_scaler": 2, "local_step_clipper": 2}
 WARM = {"freeze_step": 4}

@@ -34,6 +34,7 @@ OPTIMIZERS: dict[str, tuple[str, dict]] = {
         "ZeroOneAdam",
         {"lr": 2e-3, "var_freeze_step": 2, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 2},
     ),
+    "OnebitMuon": ("OneBitMuon", {"lr": 2e-3, "freeze_step": FREEZE, "weight_decay": 0.01}),
     "AdamW": ("AdamW", {"lr": 2e-3, "weight_decay": 0.01}),
     "Lamb": ("Lamb", {"lr": 2e-3, "weight_decay": 0.01}),
 }
@@ -106,7 +107,7 @@ def twin(transport: Transport, name: str, shards: int, blocks: Mapping[str, obje
     config = zero.read_config(config_of(name, 0, **blocks), world_size=transport.world_size)
     net = gpt()
     params = list(net.parameters())
-    options = config.optimizer_options() | {"transport": transport}
+    options = config.optimizer_options() | {"transport": transport, "model": net}
     assert config.optimizer is not None
     optimizer = build_optimizer(config.optimizer, params, **options)
     sources = range(transport.rank * shards, (transport.rank + 1) * shards)

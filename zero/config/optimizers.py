@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ...comm import Codec
-from .entries import adam, lamb, onebit_adam, onebit_lamb, zero_one_adam
+from .entries import adam, lamb, onebit_adam, onebit_lamb, onebit_muon, zero_one_adam
 from .entries.base import AdamParams, BuildOptions, OptimizerEntry
 from .reader import Reading, read_choice
 
@@ -36,6 +37,7 @@ _ENTRIES: tuple[OptimizerEntry[Any], ...] = (
     onebit_adam.ENTRY,
     zero_one_adam.ENTRY,
     onebit_lamb.ENTRY,
+    onebit_muon.ENTRY,
 )
 OPTIMIZERS = {entry.name: entry for entry in _ENTRIES}
 
@@ -83,13 +85,15 @@ def build_optimizer(
     *,
     gradient_codec: Codec | None = None,
     variance_floor: float = 0.01,
+    model: nn.Module | None = None,
     **common: Unpack[CommonOptions],
 ) -> torch.optim.Optimizer:
     """The optimizer of the choice. One-bit ones: all ranks construct it together, with the same arguments.
 
     gradient_codec: what gradients travel in, in warm-up and variance steps (None: eight bits). common: see
-    `onebit.optimizer.CommonOptions`, the transport among them. Adam, AdamW and Lamb take none of these, but Lamb the
-    model_parallel_group: they step on the gradients they find, which whoever steps them averages and clips before
-    (`onebit.dense`).
+    `onebit.optimizer.CommonOptions`, the transport among them. model: whose parameters they are, as it is now (sharded,
+    if it will be): for optimizers whose step depends on what a parameter is for. Adam, AdamW and Lamb take none of
+    these, but Lamb the model_parallel_group: they step on the gradients they find, which whoever steps them averages
+    and clips before (`onebit.dense`).
     """
-    return choice.entry.build(choice.params, params, BuildOptions(gradient_codec, variance_floor, common))
+    return choice.entry.build(choice.params, params, BuildOptions(gradient_codec, variance_floor, common, model))

@@ -61,9 +61,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         self._clip = Clipper(max_grad_norm)
         self._grad_stats, self._health, self._skipped_steps = shard_vote.GradStats(), shard_vote.Health(), 0
         whole = model_parallel_group_of(None)
-        self.buckets: Buckets[ShardedBucket] = Buckets(
-            self, self.transport, whole, elements, hooks=config.stage == 2
-        )
+        self.buckets: Buckets[ShardedBucket] = Buckets(self, self.transport, whole, elements, hooks=config.stage == 2)
         self._traffic = Traffic(self.transport)
         self._has_masters = self._is_warned_of_edits = False
         self._versions: list[int] | None = None

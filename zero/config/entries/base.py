@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Generic, TypedDict, TypeVar
 
 import torch
+from torch import nn
 
 from ....comm import Codec
 from ..schema import ANYTHING, BOOL, FLOAT, PAIR, TEXT, Inert, check_block, key
@@ -86,12 +87,14 @@ P = TypeVar("P", bound=AdamParams)
 class BuildOptions:
     """What an optimizer is built with beside its own parameters.
 
-    gradient_codec: what gradients travel in; None: eight bits. common: the transport among them.
+    gradient_codec: what gradients travel in; None: eight bits. common: the transport among them. model: whose
+    parameters they are; None: not known.
     """
 
     gradient_codec: Codec | None
     variance_floor: float
     common: CommonOptions
+    model: nn.Module | None = None
 
 
 @dataclass(frozen=True)
