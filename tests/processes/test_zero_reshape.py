@@ -28,6 +28,7 @@ OF_FOUR += [
     {"name": "OneBitAdam", "stage": 0, "load": "OneBitAdam whole", "blocks": BF16},
     {"name": "ZeroOneAdam", "stage": 0, "load": "ZeroOneAdam 2x2"},
     {"name": "OneBitLamb", "stage": 1, "shards": 4, "load": "OneBitLamb 2x2", "blocks": BF16},
+    {"name": "OneBitMuon", "stage": 1, "shards": 4, "load": "OneBitMuon 2x2"},
     {"name": "Lamb", "stage": 0, "load": "Lamb 2x2"},
     {"name": "OneBitAdam", "stage": 1, "save": "inter_node"},
     {"name": "OneBitAdam", "stage": 2, "shards": 2, "load": "inter_node"},

@@ -19,7 +19,12 @@ from onebit.model_parallel import local
 from onebit.optimizer import CompressedOptimizer
 from onebit.zero import grid as grids
 
-ONE_BIT = {"OneBitAdam": {"freeze_step": 4}, "ZeroOneAdam": {"var_freeze_step": 4}, "OneBitLamb": {"freeze_step": 4}}
+ONE_BIT = {
+    "OneBitAdam": {"freeze_step": 4},
+    "ZeroOneAdam": {"var_freeze_step": 4},
+    "OneBitLamb": {"freeze_step": 4},
+    "OneBitMuon": {"freeze_step": 4, "head": "head"},
+}
 SAMPLES = 32  # of a step, whatever the layout
 
 
