@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from train.model import decay_groups
 
 import onebit
-from onebit.comm import IdentityCodec, SimTransport, run_ranks
+from onebit.comm import IdentityCodec, Log4Codec, SimTransport, run_ranks
 from onebit.layout.bucket import Bucket
 from onebit.onebit_muon import Matrices, MuonRule
 from onebit.step.bucket_step import BucketStep
@@ -175,9 +175,12 @@ class DenseMuon:
 
 
 class _MomentumInSigns(MuonRule):
-    """The momentum itself in one bit, as 1-bit Adam sends it, in place of its increments."""
+    """The momentum itself in one bit, as 1-bit Adam sends it, in place of its increments. Dense steps stay the same."""
 
     def muon_step(self, bucket: Bucket, scale: float) -> BucketStep:
+        if self.averages_gradients(bucket):
+            yield from super().muon_step(bucket, scale)
+            return
         m, beta = bucket.flat["momentum_buffer"], self.beta
         bucket.gather(self.masks.gradients(bucket), scale * (1.0 - beta)).add_(m, alpha=beta)
         decision = yield from self.placement.average(bucket)
@@ -224,6 +227,12 @@ METHODS = {
             "onebit-muon",
             "muon",
             lambda groups, transport, steps: onebit.OnebitMuon(groups, transport=transport),
+            groups=_muon_groups,
+        ),
+        Method(
+            "onebit-muon, four bits",
+            "muon",
+            lambda groups, transport, steps: onebit.OnebitMuon(groups, transport=transport, codec=Log4Codec()),
             groups=_muon_groups,
         ),
         Method(
