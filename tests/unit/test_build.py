@@ -147,3 +147,39 @@ def test_the_tests_run_from_a_source_distribution(source: Path, tmp_path: Path) 
 
 def files_below(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def tool(name: str, *words: str) -> str:
+    return run(str(Path(sys.executable).with_name(name)), *words, cwd=ROOT)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("schema", "files"),
+    [("github-workflows", (".github/workflows/ci.yml", ".github/workflows/wheels.yml")),
+     ("citation-file-format", ("CITATION.cff",))],
+)  # fmt: skip
+def test_files_for_others_follow_their_schemas(schema: str, files: tuple[str, ...]) -> None:
+    assert sorted(files) == sorted(str(path.relative_to(ROOT)) for path in files_beside(files[0]))
+    tool("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *files)
+
+
+def files_beside(file: str) -> list[Path]:
+    """All of a folder of such files; of the root, the one."""
+    folder = (ROOT / file).parent
+    return [ROOT / file] if folder == ROOT else list(folder.iterdir())
+
+
+@pytest.mark.processes
+def test_one_wheel_is_built_for_each_platform() -> None:
+    tool("validate-pyproject", "pyproject.toml")
+    named = tool("cibuildwheel", "--print-build-identifiers", "--platform", "linux", "--archs", "x86_64,aarch64", ".")
+    assert {"cp311-manylinux_x86_64", "cp311-manylinux_aarch64"} == set(re.findall(r"^cp\S+$", named, re.MULTILINE))
+
+
+def test_the_workflows_call_the_commands_that_are_there() -> None:
+    text = (ROOT / ".github/workflows/ci.yml").read_text()
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    commands = re.findall(r"- run: (.*)$", text, re.MULTILINE)
+    assert ".ci/run" in commands and os.access(ROOT / ".ci/run", os.X_OK)
+    assert {command.removeprefix("make ") for command in commands if command != ".ci/run"} <= set(targets)
