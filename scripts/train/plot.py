@@ -1,6 +1,7 @@
 """Draw runs of train.py: validation loss against steps, and against what it cost on the network.
 
 python scripts/train.py plot runs/demo/adamw.csv runs/demo/onebit-adam.csv --out runs/demo/loss.png
+python scripts/train.py plot runs/demo/adamw.csv runs/demo/onebit-adam.csv --out runs/demo/report.html
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from provenance import record_path
 
+from train.page import Run, write_page
 from train.report import read_csv
 
 
@@ -73,7 +75,17 @@ def draw(curves: Sequence[Curve], out: Path, title: str = "") -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="train.py plot", description="Draw runs of train.py side by side.")
     parser.add_argument("csv", nargs="+", type=Path)
-    parser.add_argument("--out", type=record_path, required=True, metavar="PNG")
-    parser.add_argument("--title", default="")
+    add = parser.add_argument
+    add(
+        "--out",
+        type=record_path,
+        required=True,
+        metavar="FILE",
+        help="a .png, or an .html with a table and more",
+    )
+    add("--title", default="")
     args = parser.parse_args(argv)
+    if args.out.suffix == ".html":
+        write_page([Run(path.stem, read_csv(path)) for path in args.csv], args.out, args.title or "Training")
+        return
     draw([read_curve(path, path.stem) for path in args.csv], args.out, args.title)
