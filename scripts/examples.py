@@ -4,8 +4,8 @@
     python scripts/examples.py trainer --seeds 3 --write
 
 Two ranks on loopback. Each optimizer and seed is a run of its own; the first seed's run by onebit is then taken up
-again from its own checkpoint, and must end in the same bits. `examples/README.md` says what a program must take and write.
-Rows of programs that are not named stay as they are in the record.
+again from its own checkpoint, and must end in the same bits. `examples/README.md` says what a program must take and
+write. Rows of programs that are not named stay as they are in the record.
 """
 
 from __future__ import annotations

@@ -80,6 +80,7 @@ COMMANDS: dict[str, tuple[str, Sequence[str]]] = {
     "bench.py zero_memory": ("bench.zero_memory", ["--record", str(RECORD)]),
     "count_house.py": ("count_house", ["--json", str(RECORD)]),
     "demo.py": ("demo", ["--quick", "--write"]),
+    "examples.py": ("examples", ["--write"]),
     "faults.py": ("faults.main", ["--report-only", "--record", str(RECORD)]),
     "faults.py, its lines": ("faults.main", ["--results", str(RECORD)]),
     "gpu_check.py": ("gpu_check.main", ["--rehearse", "--record", str(RECORD)]),
