@@ -158,6 +158,27 @@ class CompressedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)  # type: ignore[arg-type]
         self._build()
 
+    @property
+    def max_grad_norm(self) -> float:
+        """The norm that mean gradients are clipped to; 0: off. A new value holds from the step under way: all ranks.
+
+        Raises RuntimeError where the first one comes too late: a backward pass has sent gradients that it would clip.
+        """
+        return self.clipper.max_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, norm: float) -> None:
+        if not norm >= 0:
+            raise ValueError(f"max_grad_norm must be at least 0 (0: off), got {norm}")
+        before, self.clipper.max_norm = self.clipper.max_norm, norm
+        if self._launched and self._clips_before_sending:
+            self.clipper.max_norm = before
+            raise RuntimeError(
+                f"rank {self.transport.rank}: max_grad_norm={norm} comes after a backward pass has sent gradients that "
+                "were to be clipped; construct the optimizer with it, or set it between a step and the next backward "
+                "pass"
+            )
+
     # ---------------------------------------------------------------- groups and buckets
 
     def add_param_group(self, param_group: Group) -> None:

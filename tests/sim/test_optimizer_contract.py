@@ -682,6 +682,44 @@ def test_a_gradient_whose_squares_overflow_is_clipped_or_skipped(at: int, name: 
     run_ranks(2, ours)
 
 
+@pytest.mark.parametrize("name", ["OnebitAdam", "OnebitLamb"])
+def test_a_norm_given_in_the_loop_clips_as_one_given_at_construction(name: str) -> None:
+    """Before the first step, as a framework's clip_grad_norm_ gives it; and anew with every step."""
+
+    def ours(transport: SimTransport) -> bool:
+        net, optimizer = fresh(transport, name)
+        other_net, other = fresh(transport, name, max_grad_norm=0.2)
+        for step in range(12):
+            optimizer.zero_grad()
+            loss_of(net, step, transport.rank).backward()
+            optimizer.max_grad_norm = 0.2
+            optimizer.step()
+        train(transport, range(12), other_net, other)
+        assert optimizer.stats.clip_factor < 1.0
+        return torch.equal(flat(net), flat(other_net)) and optimizer.max_grad_norm == 0.2
+
+    assert run_ranks(2, ours) == [True, True]
+
+
+def test_a_first_norm_that_comes_too_late_is_refused_and_changes_nothing() -> None:
+    def ours(transport: SimTransport) -> bool:
+        net, optimizer = fresh(transport)
+        clean_net, clean = fresh(transport)
+        train(transport, range(11), net, optimizer)
+        optimizer.zero_grad()
+        loss_of(net, 11, transport.rank).backward()
+        assert optimizer._launched
+        with pytest.raises(RuntimeError, match=rf"rank {transport.rank}: max_grad_norm=0.2 comes after a backward"):
+            optimizer.max_grad_norm = 0.2
+        with pytest.raises(ValueError, match="at least 0"):
+            optimizer.max_grad_norm = float("nan")
+        optimizer.step()
+        train(transport, range(12), clean_net, clean)
+        return torch.equal(flat(net), flat(clean_net)) and optimizer.max_grad_norm == 0
+
+    assert run_ranks(2, ours) == [True, True]
+
+
 def test_sparse_gradients_are_refused_by_name() -> None:
     table = nn.Embedding(4, 8, sparse=True)
     optimizer = onebit.OnebitAdam(table.named_parameters(), freeze_step=1, transport=SimTransport())
