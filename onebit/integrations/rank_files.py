@@ -1,0 +1,147 @@
+"""Every rank's optimizer state in a framework's own checkpoint, where the framework writes rank 0's alone.
+
+    optimizer.pt               rank 0's, written by the framework
+    optimizer_rank_00001.pt    rank 1's, beside it; and so on
+
+What a rank has not sent yet is in no other rank's file, so all of them are needed. A state carries the mark of its
+save, the run's number and the step, by which files of different saves are told apart.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar, cast, overload
+
+import torch
+
+from ..checkpoint.files import CheckpointError, create, reason, remove
+from ..comm import PeerError, Transport
+from ..comm.messages import gather_texts, raise_on_all_ranks
+from ..optimizer import CompressedOptimizer
+from ..usage.contract import State
+
+MARK = "onebit_save"
+
+T = TypeVar("T")
+
+
+def new_run(transport: Transport) -> str:
+    """A number for this run, the same on all ranks. All ranks."""
+    return gather_texts(transport, secrets.token_hex(8))[0]
+
+
+def marked(optimizer: CompressedOptimizer, run: str) -> State:
+    """This rank's state, with the mark of a save by this run, now."""
+    return {**optimizer.state_dict(), MARK: {"run": run, "step": int(optimizer.steps[0])}}
+
+
+def path_of(file: Path, rank: int) -> Path:
+    """Where a rank's state lies, beside the framework's file."""
+    return file if rank == 0 else file.with_name(f"{file.stem}_rank_{rank:05d}{file.suffix}")
+
+
+def write(file: Path, state: State, rank: int) -> None:
+    """Write this rank's state beside the framework's file; rank 0's is that file. What lay there is replaced whole."""
+    if rank == 0:
+        return
+    target = path_of(file, rank)
+    hidden = target.with_name(f".{target.name}.{secrets.token_hex(8)}.new")
+    try:
+        with create(hidden) as out:
+            torch.save(state, out)
+        os.replace(hidden, target)
+    except BaseException:
+        remove(hidden)
+        raise
+
+
+def load(file: Path, first: State, optimizer: CompressedOptimizer) -> None:
+    """Go on from the states in a checkpoint. All ranks, after the framework has read its own file on each.
+
+    file: the framework's. first: what it held: rank 0's state, or that of a torch.optim.AdamW, which is taken as a
+    warm-up's. In a world of another size all ranks read all files. Raises CheckpointError, on all ranks, where a file
+    is missing, of another save, or does not fit; nothing is changed then.
+    """
+    transport, record = optimizer.transport, first.get("onebit")
+    mine: State | None = None
+    if record is None:
+        mine = first
+    elif (record["world_size"], record.get("local_size", 1)) == (
+        transport.world_size,
+        optimizer.placement.hierarchy.local_size,
+    ):
+        mine = together(transport, lambda: _read(file, first, transport.rank))
+    if mine is not None:
+        own = mine
+        together(transport, lambda: optimizer.load_state_dict(own))
+        return
+    states = _States(file, first)
+    together(transport, lambda: optimizer.load_state_dicts(states))
+
+
+def together(transport: Transport, work: Callable[[], T]) -> T:
+    """work() on every rank; where it fails on one, CheckpointError on all."""
+    result: T | None = None
+    problem = None
+    try:
+        result = work()
+    except PeerError:
+        raise
+    except Exception as error:
+        text = str(error) if isinstance(error, CheckpointError | ValueError) else reason(error)
+        problem = text if text.startswith("rank ") else f"rank {transport.rank}: {text}"
+    raise_on_all_ranks(transport, problem, CheckpointError)
+    return cast(T, result)
+
+
+class _States(Sequence[State]):
+    """The states of all ranks that saved, each read when it is asked for."""
+
+    def __init__(self, file: Path, first: State):
+        self._file, self._first = file, first
+
+    def __len__(self) -> int:
+        return int(self._first["onebit"]["world_size"])
+
+    @overload
+    def __getitem__(self, rank: int) -> State: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> Sequence[State]: ...
+
+    def __getitem__(self, rank: int | slice) -> State | Sequence[State]:
+        if isinstance(rank, slice):
+            return [self[k] for k in range(*rank.indices(len(self)))]
+        if not -len(self) <= rank < len(self):
+            raise IndexError(rank)
+        return _read(self._file, self._first, rank % len(self))
+
+
+def _read(file: Path, first: State, rank: int) -> State:
+    """The state of one rank of those that saved. first: the one in the framework's file."""
+    if first["onebit"]["rank"] == rank:
+        return first
+    path = path_of(file, rank)
+    try:
+        state: State = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is missing: all {first['onebit']['world_size']} ranks that trained must save, and every rank must "
+            "see the files; save on all ranks, or copy the files to one folder"
+        ) from error
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {reason(error)}; take another checkpoint") from error
+    if state.get(MARK) != first.get(MARK):
+        raise CheckpointError(
+            f"{path} is of another save than {file.name}: {_said(state)} there, {_said(first)} here; a save was cut "
+            "short, take another checkpoint"
+        )
+    return state
+
+
+def _said(state: State) -> str:
+    mark = state.get(MARK)
+    return f"step {mark['step']} of run {mark['run']}" if mark else "no mark of a save"
