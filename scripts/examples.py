@@ -72,7 +72,7 @@ HEADINGS = (
 
 def names() -> list[str]:
     """The programs, by name."""
-    return sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem != "__init__")
+    return sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem != "protocol")
 
 
 def read_docstring(name: str) -> tuple[str, int]:
