@@ -87,8 +87,8 @@ def refuse_wrapper(transport: Transport, params: Iterable[Tensor]) -> None:
     if name:
         problem = (
             f"rank {transport.rank}: {name} averages the gradients of these parameters, in 32 bits each, before the "
-            "optimizer can do so in one. Do not wrap the model, and call the model itself (wrapped.module); tell a "
-            "framework that wraps models not to"
+            "optimizer can do so in one. Do not wrap the model, and call the model itself (wrapped.module). Where a "
+            "framework wraps it, take that framework's class from onebit.integrations (docs/frameworks.md)"
         )
     raise_on_all_ranks(transport, problem, RuntimeError)
 

@@ -127,6 +127,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         self.check_distribution()
+        params = {p for model in args if isinstance(model, nn.Module) for p in model.parameters()}
+        for optimizer in args if params else ():
+            if isinstance(optimizer, CompressedOptimizer) and params.isdisjoint(optimizer.buckets.params):
+                raise ValueError(
+                    f"rank {self.process_index}: the optimizer trains no parameter of the model it is prepared with; "
+                    "construct it from this model's parameters, after whatever replaces them"
+                )
         return super().prepare(*args, device_placement=device_placement)
 
     def check_distribution(self) -> None:
