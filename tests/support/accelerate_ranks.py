@@ -13,6 +13,7 @@ from pathlib import Path
 import accelerate
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
 from example_ranks import run_example
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -232,6 +233,13 @@ def other_model(folder: Path) -> None:
     Accelerator(cpu=True).prepare(net(), optimizer)
 
 
+def sharded(folder: Path) -> None:
+    """As a configuration of `accelerate launch` for FSDP."""
+    accelerator, model = Accelerator(cpu=True), net()
+    accelerator.state._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.prepare(model, optimizer_of(model))
+
+
 def part_of_a_norm(folder: Path) -> None:
     loop = Loop()
     loop.accelerator.clip_grad_norm_(loop.model[0].parameters(), 1.0)
@@ -341,8 +349,8 @@ RIGHT: dict[str, Callable[[Path], dict]] = {
 WRONG: dict[str, Callable[[Path], None]] = {
     one.__name__: one
     for one in (
-        stock_accelerator, wrapped_model, stock_optimizer, moved_model, other_model, part_of_a_norm, two_norms,
-        clipped_values, other_norm, uneven_inputs, unsynchronised_weights, missing_file, other_save,
+        stock_accelerator, wrapped_model, stock_optimizer, moved_model, other_model, sharded, part_of_a_norm,
+        two_norms, clipped_values, other_norm, uneven_inputs, unsynchronised_weights, missing_file, other_save,
     )
 }  # fmt: skip
 
@@ -353,7 +361,7 @@ def cases(folder: str) -> dict:
     with fresh_state():
         Accelerator(cpu=True)  # accelerate starts the group
     options = ("--steps", "40", "--warmup", "10")
-    said["example"] = run_example("accelerate_loop", Path(folder), *options, around=fresh_state)
+    said["example"] = run_example("accelerate_loop", Path(folder) / "example", *options, around=fresh_state)
     for name, right in RIGHT.items():
         with fresh_state():
             said[name] = right(Path(folder))

@@ -23,6 +23,7 @@ def run_example(
     """
     if str(PROGRAMS) not in sys.path:
         sys.path.insert(0, str(PROGRAMS))
+    folder.mkdir(parents=True, exist_ok=True)
     program, said = runpy.run_path(str(PROGRAMS / f"{name}.py")), {}
     for run in ("adamw", "onebit", "resumed"):
         out, optimizer = folder / f"{run}.json", "adamw" if run == "adamw" else "onebit"
