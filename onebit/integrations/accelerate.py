@@ -32,7 +32,7 @@ from accelerate.utils import OPTIMIZER_NAME, DistributedType
 
 from ..optimizer import CompressedOptimizer
 from ..step.stats import Stats
-from ..usage.buffers import sync_buffers
+from ..usage.buffers import persistent_buffers, sync_buffers
 from ..usage.contract import State
 from ..zero_one_adam import ZeroOneAdam
 from . import rank_files
@@ -136,14 +136,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 )
         return super().prepare(*args, device_placement=device_placement)
 
-    def check_distribution(self) -> None:
-        """Raise ValueError where the launcher's configuration shards models, or averages gradients in another way."""
+    def check_distribution(self, asked: str = "") -> None:
+        """Raise ValueError where the launcher's configuration shards models, or averages gradients in another way.
+
+        asked: what a framework on top was told to do of this kind.
+        """
         parallelism = self.parallelism_config
-        sharded = parallelism is not None and (parallelism.total_size > parallelism.dp_replicate_size)
-        if self.distributed_type in _OTHERS or sharded:
-            kind = "parallelism_config" if sharded else self.distributed_type.value
+        if parallelism is not None and parallelism.total_size > parallelism.dp_replicate_size:
+            asked = asked or "a parallelism_config that shards"
+        if self.distributed_type in _OTHERS:
+            asked = asked or self.distributed_type.value
+        if asked:
             raise ValueError(
-                f"rank {self.process_index}: accelerate is configured for {kind}, but the optimizer exchanges "
+                f"rank {self.process_index}: accelerate is configured for {asked}, but the optimizer exchanges "
                 "gradients of whole models; start with torchrun or `accelerate launch --multi_gpu`, without that "
                 "configuration, or shard with onebit.zero"
             )
@@ -164,7 +169,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> PreparedOptimizer:
         """Any of ours. Raises TypeError for another, ValueError where its parameters have moved to another device."""
         if isinstance(optimizer, PreparedOptimizer):
-            return cast(PreparedOptimizer, super().prepare_optimizer(optimizer))
+            if optimizer not in self._optimizers:  # after free_memory()
+                self._optimizers.append(optimizer)
+            return optimizer
         if not isinstance(optimizer, CompressedOptimizer):
             raise TypeError(
                 f"rank {self.process_index}: {type(optimizer).__name__} averages no gradients, and this Accelerator "
@@ -245,7 +252,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             if isinstance(prepared.optimizer, ZeroOneAdam):
                 prepared.optimizer.sync()
         for model in self._models if self._prepared() else ():
-            sync_buffers(model, self._prepared()[0].optimizer.transport)
+            if any(persistent_buffers(model)):  # without any, nothing is sent
+                sync_buffers(model, self._prepared()[0].optimizer.transport)
 
     def check_synchronised(self) -> None:
         """Raise RuntimeError where replicas differ by their optimizer's design: one of them alone is no model."""

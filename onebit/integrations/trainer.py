@@ -87,7 +87,8 @@ class OnebitTrainerMixin(_Base):
         super().create_accelerator_and_postprocess()
         # Trainer names the class itself. Ours adds methods alone, so an instance of accelerate's can become one.
         self.accelerator.__class__ = Accelerator
-        self.accelerator.check_distribution()
+        is_sharded = self.args.fsdp or self.is_fsdp_enabled
+        self.accelerator.check_distribution("FSDP" if is_sharded else "DeepSpeed" if self.is_deepspeed_enabled else "")
 
     # ---------------------------------------------------------------- the optimizer
 
@@ -189,11 +190,12 @@ def _hyperparameters(args: transformers.TrainingArguments, given: dict[str, Any]
 
 def _check_all_see(file: Path, optimizer: CompressedOptimizer) -> None:
     """Raise CheckpointError, on all ranks, where some see the optimizer's file and others do not. All ranks."""
-    said = gather_texts(optimizer.transport, "sees" if file.is_file() else "")
-    blind = [rank for rank, text in enumerate(said) if not text]
-    if len(blind) == len(said) and optimizer.transport.rank == 0:
-        log.warning("%s is missing (save_only_model?): the optimizer starts anew", file)
-    elif blind and len(blind) < len(said):
+    missing = gather_texts(optimizer.transport, "" if file.is_file() else str(file))
+    blind = [rank for rank, path in enumerate(missing) if path]
+    if 0 < len(blind) < len(missing):
         raise CheckpointError(
-            f"rank {blind[0]} does not see {file}, others do; give all ranks one folder, or copy it to each host"
+            f"rank {blind[0]} does not see {missing[blind[0]]}, others see theirs; give all ranks one folder, or copy "
+            "it to each host"
         )
+    if blind and optimizer.transport.rank == 0:
+        log.warning("%s is missing (save_only_model?): the optimizer starts anew", file)

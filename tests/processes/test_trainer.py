@@ -106,6 +106,8 @@ REFUSED = {
     "other_optim": ("ValueError: optim='adafactor'", "optimizer_cls_and_kwargs"),
     "two_norms": ("ValueError: max_grad_norm is 0.5 in", "set it in TrainingArguments alone"),
     "unsynchronised_weights": ("RuntimeError: rank {rank}: the replicas differ", "sync_replicas()"),
+    "blind_rank": ("CheckpointError: rank 1 does not see ", "give all ranks one folder"),
+    "sharded": ("ValueError: rank {rank}: accelerate is configured for FSDP", "shard with onebit.zero"),
     "missing_file": ("CheckpointError: rank 1: ", "optimizer_rank_00001.pt is missing"),
 }
 

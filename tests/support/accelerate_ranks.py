@@ -287,6 +287,16 @@ def missing_file(folder: Path) -> None:
     loop.accelerator.load_state(str(folder / "missing"))
 
 
+def main_process_only(folder: Path) -> None:
+    """save_state on rank 0 alone; of a model without BatchNorm's statistics, which all ranks must meet for."""
+    accelerator, model = Accelerator(cpu=True), nn.Linear(8, 1)
+    accelerator.prepare(model, optimizer_of(model))
+    if accelerator.is_main_process:
+        accelerator.save_state(str(folder / "alone"))
+    accelerator.wait_for_everyone()
+    accelerator.load_state(str(folder / "alone"))
+
+
 def other_save(folder: Path) -> None:
     """One rank's file of an earlier save, as a kill between two saves to one folder leaves it."""
     loop, target = Loop(), folder / "other"
@@ -350,7 +360,8 @@ WRONG: dict[str, Callable[[Path], None]] = {
     one.__name__: one
     for one in (
         stock_accelerator, wrapped_model, stock_optimizer, moved_model, other_model, sharded, part_of_a_norm,
-        two_norms, clipped_values, other_norm, uneven_inputs, unsynchronised_weights, missing_file, other_save,
+        two_norms, clipped_values, other_norm, uneven_inputs, unsynchronised_weights, missing_file,
+        main_process_only, other_save,
     )
 }  # fmt: skip
 

@@ -304,6 +304,23 @@ def missing_file(folder: Path) -> None:
         trainer_of(folder / "missing").train(resume_from_checkpoint=True)
 
 
+def blind_rank(folder: Path) -> None:
+    """Folders of two hosts, of which one has no optimizer's file."""
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    trainer_of(folder / "seen", **saving).train()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        shutil.copytree(folder / "seen" / "checkpoint-2", folder / "unseen" / "checkpoint-2")
+        (folder / "unseen" / "checkpoint-2" / "optimizer.pt").unlink()
+    own = folder / ("unseen" if dist.get_rank() == 1 else "seen") / "checkpoint-2"
+    with fresh_state():
+        trainer_of(folder / "seen").train(resume_from_checkpoint=str(own))
+
+
+def sharded(folder: Path) -> None:
+    trainer_of(folder, fsdp=True)
+
+
 RIGHT: dict[str, Callable[[Path], dict]] = {
     "plain loop": plain_loop,
     "overlap": overlap,
@@ -317,15 +334,10 @@ RIGHT: dict[str, Callable[[Path], dict]] = {
 WRONG: dict[str, Callable[[Path], None]] = {
     one.__name__: one
     for one in (
-        stock_trainer,
-        stock_optimizer,
-        wrapped_model,
-        other_optim,
-        two_norms,
-        unsynchronised_weights,
-        missing_file,
+        stock_trainer, stock_optimizer, wrapped_model, other_optim, two_norms, unsynchronised_weights, missing_file,
+        blind_rank, sharded,
     )
-}
+}  # fmt: skip
 
 
 def cases(folder: str) -> dict:
