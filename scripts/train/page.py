@@ -88,7 +88,7 @@ _CHARTS: tuple[tuple[str, str, str, Callable[[Axes, Run, str], None]], ...] = (
     (
         "Loss against time",
         "hours",
-        "nats per byte; thin: training, thick: validation",
+        "nats per byte; thick: validation",
         _loss_against(lambda r: r.hours),
     ),
     ("Loss against traffic", "MB sent by rank 0", "nats per byte", _loss_against(lambda r: r.megabytes)),
