@@ -2,7 +2,8 @@
 
 DistributedDataParallel leaves no mark on parameters. So gradients are compared in the first steps: where all ranks have
 the same bits, someone has averaged them, or all ranks read the same data. Only then the wrapper is looked for, among
-all live objects.
+all live objects. Lightning is looked for where it is imported: its Trainer may take each rank for the only one, and
+give all of them the same data in another order.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
@@ -31,7 +33,7 @@ class WrapperWatch:
 
     def __init__(self, transport: Transport, parts: ModelParallelGroup):
         self._transport, self._parts = transport, parts
-        self._is_warned = False
+        self._is_warned = self._has_looked = False
 
     def is_on(self, step: int) -> bool:
         """Whether gradients are compared in this step, counted from 0."""
@@ -39,6 +41,9 @@ class WrapperWatch:
 
     def look(self, digests: Sequence[bytes], params: Iterable[Tensor]) -> None:
         """Refuse a wrapper that averages gradients as well, warn of what looks like one. All parts of the model."""
+        if not self._has_looked:
+            self._has_looked = True
+            refuse_lone_trainer(self._transport, params)
         is_alike = are_alike(digests)
         if any(flag for (flag,) in self._parts.gather(float(is_alike))):
             self._parts.raise_on_all_ranks(RuntimeError, lambda: refuse_wrapper(self._transport, params))
@@ -75,6 +80,27 @@ def wrapper_of(params: Iterable[Tensor]) -> str:
         if type(found) in kinds and not found._comm_hooks and any(p in ours for p in found.parameters()):
             return type(found).__name__
     return ""
+
+
+def refuse_lone_trainer(transport: Transport, params: Iterable[Tensor]) -> None:
+    """Raise RuntimeError where a Lightning Trainer trains these parameters as if this rank were the only one.
+
+    Looks at every live object where Lightning is imported: 120 ms per million. Sends nothing.
+    """
+    if transport.world_size == 1 or not sys.modules.keys() & {"lightning.pytorch", "pytorch_lightning"}:
+        return
+    ours = set(params)
+    for found in gc.get_objects():
+        kind = type(found)
+        if kind.__name__ != "Trainer" or not kind.__module__.startswith(("lightning.", "pytorch_lightning.")):
+            continue
+        module = found.lightning_module
+        if found.world_size == 1 and module is not None and any(p in ours for p in module.parameters()):
+            raise RuntimeError(
+                f"rank {transport.rank}: Lightning's {type(found.strategy).__name__} takes this rank for the only one, "
+                f"and gives the same data to all {transport.world_size}; use Trainer(strategy=OnebitStrategy()) "
+                "(onebit.integrations.lightning)"
+            )
 
 
 def _with_subclasses(kind: type) -> set[type]:
