@@ -1,0 +1,285 @@
+"""Lightning: a strategy under which a LightningModule trains with an optimizer of the family.
+
+    from onebit.integrations.lightning import OnebitStrategy
+
+    trainer = Trainer(strategy=OnebitStrategy())      # the module's configure_optimizers returns onebit.OnebitAdam(...)
+
+As `DDPStrategy` it starts or finds the ranks, gives each its part of the data and reduces what is logged; the model is
+not wrapped, and gradients are the optimizer's. Rests on `lightning` 2.5 or newer (extra `lightning`); `Trainer` takes
+the name "onebit" as well once this module is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+try:
+    from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+    from lightning.fabric.utilities.cloud_io import get_filesystem
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.trainer.states import TrainerFn
+except ImportError as error:
+    raise ImportError("onebit.integrations.lightning needs Lightning: pip install onebit[lightning]") from error
+
+from ..checkpoint.files import CheckpointError
+from ..comm import Transport
+from ..comm.messages import raise_on_all_ranks
+from ..optimizer import CompressedOptimizer
+from ..usage.buffers import sync_buffers
+
+_RECORD = "onebit"
+
+
+class OnebitStrategy(DDPStrategy):
+    """Data parallelism whose traffic is the optimizer's. Arguments as `DDPStrategy`, but for those of DDP itself.
+
+    1. Before training rank 0's parameters and buffers go to all ranks; the optimizer sends the rest.
+    2. `Trainer(gradient_clip_val=...)` becomes the optimizer's max_grad_norm. `accumulate_grad_batches` sends once a
+       step. Under "16-mixed" buckets leave in step(), when the loss scale is known.
+    3. Before a validation, before a checkpoint and at the end, buffers become their mean over the ranks, and 0/1 Adam
+       synchronises its replicas.
+    4. A checkpoint is Lightning's file, by rank 0, which `load_from_checkpoint` reads; what other ranks hold lies in
+       the folder `ranks/` beside it, and was written first. All ranks save and load together. They resume to the bit;
+       another number of ranks takes all states over, as `load_state_dicts`.
+
+    Raises TypeError where configure_optimizers returns an optimizer that averages nothing, ValueError where the trainer
+    and the optimizer clip by other norms, CheckpointError where a rank's file is missing.
+    """
+
+    strategy_name = "onebit"
+
+    def __init__(
+        self,
+        *,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        **lightnings: Any,
+    ):
+        """lightnings: accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin."""
+        known = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
+        if unknown := [name for name in lightnings if name not in known]:
+            raise TypeError(
+                f"OnebitStrategy() got {unknown[0]!r}, which is DistributedDataParallel's or unknown; the model is not "
+                "wrapped here: leave it out, or give the optimizer its own options (bucket_cap_mb, overlap, ...)"
+            )
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout, **lightnings)
+        self._loaded_from: str | Path = ""
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register("onebit", cls, description="one-bit optimizers: no wrapper, their own traffic")
+
+    # ---------------------------------------------------------------- ranks and data
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        # On the CPU "auto" means one device, however many ranks torchrun has started.
+        environment, devices = self.cluster_environment, self.parallel_devices or []
+        is_on_cpu = all(device.type == "cpu" for device in devices)
+        if environment is not None and environment.creates_processes_externally and is_on_cpu:
+            self.parallel_devices = [torch.device("cpu")] * (environment.world_size() // self.num_nodes)
+        super().set_world_ranks()
+
+    # ---------------------------------------------------------------- model and optimizers
+
+    @property
+    def onebit_optimizers(self) -> Sequence[CompressedOptimizer]:
+        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, CompressedOptimizer)]
+
+    def configure_ddp(self) -> None:
+        """In place of wrapping: rank 0's values to all, those too that no optimizer has. DDP does so once as well."""
+        assert self.model is not None
+        with torch.no_grad():
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                held = tensor.detach().contiguous()
+                torch.distributed.broadcast(held, 0)
+                tensor.copy_(held)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer, CompressedOptimizer):
+                raise TypeError(
+                    f"rank {self.global_rank}: configure_optimizers returned {type(optimizer).__name__}, which leaves "
+                    "gradients as they are, and OnebitStrategy wraps no model that would average them: return "
+                    'onebit.OnebitAdam(...) or another of onebit\'s, or use Trainer(strategy="ddp")'
+                )
+            if getattr(self.precision_plugin, "scaler", None) is not None:
+                optimizer.overlap.is_on = False  # gradients that left in backward would all be sent once more
+        if trainer.gradient_clip_val:
+            self._clip_by(trainer.gradient_clip_val, str(trainer.gradient_clip_algorithm or "norm"))
+        # Of this one plugin: Lightning has no hook for it. Its own would clip each rank's gradients by their own norm.
+        self.precision_plugin.clip_gradients = self._refuse_other_clipping  # type: ignore[method-assign]
+
+    def _clip_by(self, clip_val: float, algorithm: str) -> None:
+        if algorithm.rpartition(".")[2].lower() != "norm":
+            raise ValueError(
+                f"gradient_clip_algorithm={algorithm!r} needs the mean gradient, which no rank has once momentum "
+                'travels; use "norm"'
+            )
+        for optimizer in self.onebit_optimizers:
+            if optimizer.clipper.max_norm not in (0.0, clip_val):
+                raise ValueError(
+                    f"Trainer(gradient_clip_val={clip_val}), but {type(optimizer).__name__}(max_grad_norm="
+                    f"{optimizer.clipper.max_norm}); give one of them, or both the same"
+                )
+            optimizer.clipper.max_norm = float(clip_val)
+
+    def _refuse_other_clipping(
+        self, optimizer: torch.optim.Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: object = "norm"
+    ) -> None:
+        """What `LightningModule.clip_gradients` ends in. The optimizer clips by itself, by the norm of the mean."""
+        assert isinstance(optimizer, CompressedOptimizer)
+        is_by_norm = str(gradient_clip_algorithm).rpartition(".")[2].lower() == "norm"
+        if clip_val > 0 and not (is_by_norm and optimizer.clipper.max_norm == clip_val):
+            raise RuntimeError(
+                f"rank {self.global_rank}: clip_gradients(gradient_clip_val={clip_val}) in training would clip this "
+                "rank's own gradients, by their own norm; the optimizer clips by the norm of the mean: give "
+                f"Trainer(gradient_clip_val={clip_val}), or {type(optimizer).__name__}(..., max_grad_norm={clip_val})"
+            )
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for optimizer in self.onebit_optimizers:
+                stack.enter_context(optimizer.no_sync())
+            yield
+
+    def teardown(self) -> None:
+        vars(self.precision_plugin).pop("clip_gradients", None)
+        super().teardown()
+
+    # ---------------------------------------------------------------- replicas that are equal when someone looks
+
+    def on_validation_start(self) -> None:
+        self._synchronise()
+
+    def on_train_end(self) -> None:
+        self._synchronise()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._synchronise()
+        states: dict[str, Any] = super().lightning_module_state_dict()
+        return states
+
+    def _synchronise(self) -> None:
+        module = self.lightning_module
+        # Not in inference mode, in which validations run: what is allocated there can be written nowhere else.
+        with torch.inference_mode(False), torch.no_grad():
+            for optimizer in self.onebit_optimizers:
+                if hasattr(optimizer, "sync"):
+                    optimizer.sync()
+            if module is not None and self.onebit_optimizers:
+                sync_buffers(module, self._transport)
+
+    @property
+    def _transport(self) -> Transport:
+        return self.onebit_optimizers[0].transport
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object | None = None
+    ) -> None:
+        """All ranks. Theirs first: rank 0's file names them by a token, so that it never meets those of another."""
+        if "optimizer_states" not in checkpoint or not self.onebit_optimizers:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        token = self.broadcast(secrets.token_hex(4))
+        record = {"world_size": self.world_size, "token": token}
+        problem = None
+        if not self.is_global_zero:
+            mine = {key: checkpoint[key] for key in self._own_keys(checkpoint)}
+            path = rank_file(filepath, token, self.global_rank)
+            try:
+                self.checkpoint_io.save_checkpoint({**mine, _RECORD: record}, path, storage_options)
+            except Exception as error:
+                problem = f"rank {self.global_rank} cannot write {path}: {type(error).__name__}: {error}"
+        raise_on_all_ranks(self._transport, problem, CheckpointError)
+        super().save_checkpoint({**checkpoint, _RECORD: record}, filepath, storage_options)
+        if self.is_global_zero:
+            remove_rank_files(filepath, but=token)
+
+    def _own_keys(self, checkpoint: Mapping[str, Any]) -> list[str]:
+        """What is each rank's own: the optimizers' states, and a loss scale that has seen this rank's overflows."""
+        keys = ("optimizer_states", type(self.precision_plugin).__qualname__)
+        return [key for key in keys if key in checkpoint]
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Rank 0's file, and in it what is this rank's own. All ranks, where training goes on."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        self._loaded_from = os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
+        assert self.lightning_module is not None
+        is_training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if is_training and self._fits_by_rank(checkpoint) and not self.is_global_zero:
+            checkpoint.update(self._load_rank(checkpoint[_RECORD], self.global_rank, weights_only))
+        return checkpoint
+
+    def _fits_by_rank(self, checkpoint: Mapping[str, Any]) -> bool:
+        """Whether it holds the states of as many ranks as there are."""
+        return _RECORD in checkpoint and checkpoint[_RECORD]["world_size"] == self.world_size
+
+    def _load_rank(self, record: Mapping[str, Any], rank: int, weights_only: bool | None = None) -> dict[str, Any]:
+        path = rank_file(self._loaded_from, record["token"], rank)
+        if not get_filesystem(path).exists(path):
+            raise CheckpointError(
+                f"rank {self.global_rank}: {self._loaded_from} was written by {record['world_size']} ranks, and {path} "
+                "is missing: keep the folder ranks/ beside a checkpoint, or load the weights alone "
+                "(load_from_checkpoint)"
+            )
+        loaded: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        del loaded[_RECORD]
+        return loaded
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states, record = checkpoint["optimizer_states"], checkpoint.get(_RECORD)
+        if record is None or self._fits_by_rank(checkpoint):
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                optimizer.load_state_dict(state)
+            return
+        others = [self._load_rank(record, rank)["optimizer_states"] for rank in range(1, record["world_size"])]
+        for k, optimizer in enumerate(self.onebit_optimizers):
+            optimizer.load_state_dicts([states[k], *(other[k] for other in others)])
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            remove_rank_files(filepath)
+
+
+def rank_file(checkpoint: str | Path, token: str, rank: int) -> str:
+    """What a rank keeps of a checkpoint: beside it, in the folder ranks/."""
+    folder, _, name = str(checkpoint).rpartition("/")
+    return "/".join([*([folder] if folder else []), "ranks", name, f"{token}-{rank:05}.ckpt"])
+
+
+def remove_rank_files(checkpoint: str | Path, but: str = "-") -> None:
+    """Those of a checkpoint, but for those of this token."""
+    files = get_filesystem(checkpoint)
+    folder = rank_file(checkpoint, but, 0).rpartition("/")[0]
+    if not files.exists(folder):
+        return
+    left = []
+    for path in files.ls(folder, detail=False):
+        if path.rpartition("/")[2].startswith(but):
+            left.append(path)
+        else:
+            files.rm(path)
+    if not left:
+        files.rm(folder, recursive=True)
+
+
+if "onebit" not in StrategyRegistry:
+    OnebitStrategy.register_strategies(StrategyRegistry)
