@@ -24,16 +24,19 @@ from .version import VERSION as __version__
 from .zero_one_adam import ZeroOneAdam
 
 __all__ = [
-    "DesyncError", "Lamb", "OnebitAdam", "OnebitLamb", "OnebitMuon", "ReplicaError", "SkippedStepsError", "ZeroOneAdam",
-    "__version__", "comm", "muon_groups", "sync_buffers",
+    "DDPHookState", "DesyncError", "Lamb", "OnebitAdam", "OnebitLamb", "OnebitMuon", "ReplicaError",
+    "SkippedStepsError", "ZeroOneAdam", "__version__", "comm", "ddp_hook", "muon_groups", "sync_buffers",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from . import zero as zero
+    from .integrations.ddp_hook import DDPHookState, ddp_hook
 else:
 
     def __getattr__(name: str):
-        """`onebit.zero`, imported when first asked for: it takes seconds that a plain optimizer need not wait."""
+        """`onebit.zero` and the hook, imported when first asked for: a plain optimizer need not wait for them."""
         if name == "zero":
             return import_module(".zero", __name__)
+        if name in ("DDPHookState", "ddp_hook"):
+            return getattr(import_module(".integrations.ddp_hook", __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

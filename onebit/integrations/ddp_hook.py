@@ -1,0 +1,268 @@
+"""A communication hook for those who cannot unwrap DistributedDataParallel: gradients in one bit, any optimizer.
+
+    model = DistributedDataParallel(model)
+    state = onebit.DDPHookState(model)
+    model.register_comm_hook(state, onebit.ddp_hook)
+
+Each bucket's gradient goes through the compressed all-reduce (`comm/allreduce.py`) with error feedback on both phases,
+after a warm-up in which DDP's own mean is taken. All else is DDP's: when buckets leave, `no_sync`, unused parameters.
+
+What it loses against the optimizers: a gradient has far more noise for its signs to carry than the momentum that
+`OnebitAdam` sends, and an Adam behind it takes its variance from what has been through one bit. See
+`docs/frameworks.md` for losses beside PowerSGD's hook. Where the model can be unwrapped, unwrap it.
+"""
+
+# Without postponed annotations: DDP reads those of the hook, and wants types.
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+
+from ..comm import Codec, SignCodec, Transport, check_transport, init
+from ..comm.allreduce import WINDOW, ErrorFeedback, Exchange, ExchangeTask, Wire, compressed_allreduce, wait_all
+from ..comm.hierarchy import Hierarchy
+from ..layout.flat import Layout, lay_out
+from ..step.stats import Traffic
+from ..usage.contract import State
+
+Errors = tuple[Tensor, Tensor]
+"""What is owed of a parameter: the worker error, and the server error with zeros where another rank owns it."""
+
+
+@dataclass
+class _Bucket:
+    """One of DDP's buckets: its parameters in blocks of their own, so that blocks stay where DDP rebuilds buckets."""
+
+    names: list[str]
+    params: list[Tensor]
+    layout: Layout
+    counts: Tensor
+    x: Tensor
+    ef: ErrorFeedback
+    wire: Wire
+
+    def errors(self, rank: int) -> Iterator[tuple[str, Errors]]:
+        """By parameter, of this rank."""
+        return by_parameter(self.names, self.layout, self.ef.worker, self.ef.server, rank)
+
+
+def by_parameter(
+    names: Sequence[str], layout: Layout, worker: Tensor, server: Tensor, rank: int
+) -> Iterator[tuple[str, Errors]]:
+    """The errors of a bucket of this layout, on this rank."""
+    whole = torch.zeros_like(worker)
+    whole.view(layout.world_size, -1)[rank] = server
+    return zip(names, zip(layout.views(worker), layout.views(whole), strict=True), strict=True)
+
+
+@dataclass
+class _UnderWay:
+    """A bucket between its hook and the end of the backward pass."""
+
+    task: ExchangeTask
+    buffer: Tensor
+    future: torch.futures.Future[Tensor]
+    gradients: list[Tensor]
+    bucket: _Bucket | None  # None: in warm-up
+
+
+class DDPHookState:
+    """What the hook keeps on this rank. All ranks construct it with the same arguments.
+
+    model: as DDP wraps it, or the wrapper. start_step: steps in which the gradients' mean is taken in full, as DDP
+    does; an optimizer's first moments want them. transport: between the ranks of DDP's process group, flat; default
+    `onebit.comm.init(levels=1)`. codec: what gradients travel in; default `SignCodec`.
+
+    A step, along DDP's buckets: each one begins its exchange when it is full, and goes on while later ones fill. With
+    the last one all come to their end. Where a gradient is not finite on any rank, its bucket is averaged in full, as
+    DDP would, and no bucket's errors change: a GradScaler skips such a step. Errors are in units of the gradient: one
+    that a loss scale has multiplied is owed in that scale.
+
+    step: steps so far. sent_bytes, bits_per_parameter: of the last one. State: 4·(1 + 1/W) bytes per parameter, and as
+    much again for the step that may still be abandoned; the bucket in float32. Sends 2·(W-1)/W·(1 + 16/block) bits per
+    parameter and step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        start_step: int = 100,
+        transport: Transport | None = None,
+        codec: Codec | None = None,
+    ):
+        if start_step < 0:
+            raise ValueError(f"start_step must be at least 0, got {start_step}")
+        self.transport = init(levels=1) if transport is None else transport
+        check_transport(self.transport)
+        self.rank = self.transport.rank
+        if Hierarchy.of(self.transport).local_size > 1:
+            raise ValueError(
+                "the hook takes a transport of one level, as DDP's process group is; leave transport= out, or give "
+                "onebit.comm.init(levels=1)"
+            )
+        self.codec: Codec = SignCodec() if codec is None else codec
+        self.start_step, self.step = start_step, 0
+        self.sent_bytes, self.bits_per_parameter = 0, 0.0
+        plain = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        self._names = {p: name for name, p in plain.named_parameters()}
+        self._traffic = Traffic(self.transport)
+        self._buckets: dict[int, _Bucket] = {}
+        self._owed: dict[str, Errors] = {}  # of a layout that is no more
+        self._under_way: list[_UnderWay] = []
+
+    # ---------------------------------------------------------------- a step
+
+    @torch.no_grad()
+    def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Begin a bucket's exchange, and end those of all at the last one. DDP calls hooks in the same order on all."""
+        if bucket.index() == 0:
+            self._give_up()
+        buffer = bucket.buffer()
+        devices: list[int | str | torch.device] = [] if buffer.device.type == "cpu" else [buffer.device]
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        ours = self._bucket_of(bucket) if self.step >= self.start_step else None
+        gradients = bucket.gradients()
+        task = ExchangeTask(self._dense(buffer) if ours is None else self._compressed(ours, gradients))
+        self._under_way.append(_UnderWay(task, buffer, future, gradients, ours))
+        for earlier in self._under_way[-1 - WINDOW :: -WINDOW]:
+            earlier.task.advance()
+        if bucket.is_last():
+            self._end_step()
+        return future
+
+    def _dense(self, buffer: Tensor) -> Exchange:
+        buffer.div_(self.transport.world_size)
+        yield self.transport.all_reduce(buffer)
+
+    def _compressed(self, bucket: _Bucket, gradients: Sequence[Tensor]) -> Exchange:
+        bucket.x.zero_()
+        for view, gradient in zip(bucket.layout.views(bucket.x), gradients, strict=True):
+            view.copy_(gradient.view_as(view))
+        yield from compressed_allreduce(bucket.x, bucket.ef, self.codec, self.transport, bucket.wire, bucket.counts)
+
+    def _end_step(self) -> None:
+        wait_all([each.task for each in self._under_way])
+        bad = [each for each in self._under_way if each.bucket is not None and not self._is_finite(each.bucket)]
+        wait_all([ExchangeTask(self._dense(each.buffer)) for each in bad])
+        for each in self._under_way:
+            if each.bucket is not None and each not in bad:
+                self._take_mean(each.bucket, each.gradients)
+            if each.bucket is not None and not bad:
+                each.bucket.ef.commit()
+            each.future.set_result(each.buffer)
+        elements = sum(gradient.numel() for each in self._under_way for gradient in each.gradients)
+        self._under_way = []
+        self.step += 1
+        self.sent_bytes, _ = self._traffic.take()
+        self.bits_per_parameter = 8.0 * self.sent_bytes / max(elements, 1)
+
+    def _is_finite(self, bucket: _Bucket) -> bool:
+        return bool(self.codec.is_finite(bucket.wire.frames_WB, bucket.layout.chunk))
+
+    def _take_mean(self, bucket: _Bucket, gradients: Sequence[Tensor]) -> None:
+        """The gradients become what the frames say."""
+        self.codec.decode(bucket.wire.frames_WB, bucket.x.view(self.transport.world_size, -1))
+        for view, gradient in zip(bucket.layout.views(bucket.x), gradients, strict=True):
+            gradient.copy_(view.view_as(gradient))
+
+    def _give_up(self) -> None:
+        """Drop what a backward pass has left that did not come to its end, on all ranks."""
+        wait_all([each.task for each in self._under_way])
+        self._under_way = []
+
+    # ---------------------------------------------------------------- buckets, which DDP rebuilds after its first step
+
+    def _bucket_of(self, bucket: GradBucket) -> _Bucket:
+        params, known = bucket.parameters(), self._buckets.get(bucket.index())
+        if known is not None and [*map(id, known.params)] == [*map(id, params)]:
+            return known
+        if known is not None:
+            self._owed = {name: errors for each in self._buckets.values() for name, errors in each.errors(self.rank)}
+            self._buckets.clear()
+        made = self._new_bucket(params)
+        self._buckets[bucket.index()] = made
+        return made
+
+    def _new_bucket(self, params: list[Tensor]) -> _Bucket:
+        if unknown := [tuple(p.shape) for p in params if p not in self._names]:
+            raise ValueError(
+                f"rank {self.rank}: DDP exchanges a parameter of shape {unknown[0]} that the state's model "
+                "does not have; construct DDPHookState with the model that is wrapped, after it has all parameters"
+            )
+        names, W, device = [self._names[p] for p in params], self.transport.world_size, params[0].device
+        layout = lay_out([p.shape for p in params], self.codec.block, W)
+        ef = ErrorFeedback.zeros(layout.numel, W, device=device)
+        if self._owed:
+            worker, server = (torch.zeros(layout.numel, device=device) for _ in range(2))
+            views = zip(names, layout.views(worker), layout.views(server), strict=True)
+            for name, worker_view, server_view in views:
+                worker_view.copy_(self._owed[name][0])
+                server_view.copy_(self._owed[name][1])
+            self.transport.all_reduce(server).wait()  # each rank knows what it owned
+            ef.worker.copy_(worker)
+            ef.server.copy_(server.view(W, -1)[self.rank])
+        wire = Wire.empty(self.codec, layout.numel, W, device=device)
+        x = torch.empty(layout.numel, device=device)
+        return _Bucket(names, params, layout, layout.counts(device), x, ef, wire)
+
+    # ---------------------------------------------------------------- saving
+
+    def state_dict(self) -> State:
+        """Each rank saves and loads its own, between two steps."""
+        buckets = [(b.names, b.ef.worker, b.ef.server) for b in self._buckets.values()]
+        return {
+            **self._identity(),
+            "step": self.step,
+            "buckets": [
+                {"names": names, "worker_error": worker.clone(), "server_error": server.clone()}
+                for names, worker, server in buckets
+            ],
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on where `state` was taken. All ranks, before a step. Raises ValueError, before anything is changed."""
+        for key, here in self._identity().items():
+            if state.get(key) != here:
+                raise ValueError(
+                    f"rank {self.rank}: this state of the hook has {key}={state.get(key)}, here it is {here}; "
+                    "each rank loads its own, of as many ranks; or begin with none, which drops what is owed"
+                )
+        shapes = {name: p.shape for p, name in self._names.items()}
+        owed: dict[str, Errors] = {}
+        for saved in state["buckets"]:
+            if unknown := [name for name in saved["names"] if name not in shapes]:
+                raise ValueError(f"rank {self.rank}: this state of the hook has {unknown[0]}, the model not")
+            layout = lay_out([shapes[name] for name in saved["names"]], self.codec.block, self.transport.world_size)
+            if layout.numel != saved["worker_error"].numel():
+                raise ValueError(
+                    f"rank {self.rank}: this state of the hook has other shapes than the model in the bucket "
+                    f"of {saved['names'][0]}"
+                )
+            owed.update(by_parameter(saved["names"], layout, saved["worker_error"], saved["server_error"], self.rank))
+        self._give_up()
+        self.step, self._owed = state["step"], owed
+        self._buckets.clear()
+
+    def _identity(self) -> State:
+        """What a state must say to be this rank's."""
+        return {
+            "kind": "onebit.ddp_hook",
+            "rank": self.rank,
+            "world_size": self.transport.world_size,
+            "codec": self.codec.name,
+            "block": self.codec.block,
+        }
+
+
+def ddp_hook(state: DDPHookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """The hook: `model.register_comm_hook(state, onebit.ddp_hook)`, with a `DDPHookState`."""
+    if not isinstance(state, DDPHookState):
+        raise TypeError(
+            f"onebit.ddp_hook needs a state that keeps what is owed, got {type(state).__name__}; register it as "
+            "model.register_comm_hook(onebit.DDPHookState(model), onebit.ddp_hook)"
+        )
+    return state.exchange(bucket)
