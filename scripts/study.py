@@ -1,7 +1,8 @@
 """Loss and traffic of the optimizers against their dense twins, and what few bits between pipeline stages cost.
 
 python scripts/study.py --task byte-lm digits --ranks 4 --results runs/study.jsonl --record scripts/records/study.md
-python scripts/study.py activations --results runs/activations.jsonl        (the stages; both take --help)
+python scripts/study.py activations --results runs/activations.jsonl        (the stages)
+torchrun --nproc-per-node 2 scripts/study.py ddp-hooks                      (hooks of DDP; all take --help)
 """
 
 import sys
@@ -9,6 +10,10 @@ import sys
 if __name__ == "__main__":
     if sys.argv[1:2] == ["activations"]:
         from study.activations import main
+
+        main(sys.argv[2:])
+    elif sys.argv[1:2] == ["ddp-hooks"]:
+        from study.ddp_hooks import main
 
         main(sys.argv[2:])
     else:
