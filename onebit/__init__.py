@@ -16,6 +16,7 @@ from .agreement.skips import SkippedStepsError
 from .agreement.step_vote import DesyncError
 from .arithmetic.muon import muon_groups
 from .lamb import Lamb
+from .model_parallel import transports_of
 from .onebit_adam import OnebitAdam
 from .onebit_lamb import OnebitLamb
 from .onebit_muon import OnebitMuon
@@ -26,6 +27,7 @@ from .zero_one_adam import ZeroOneAdam
 __all__ = [
     "DDPHookState", "DesyncError", "Lamb", "OnebitAdam", "OnebitLamb", "OnebitMuon", "ReplicaError",
     "SkippedStepsError", "ZeroOneAdam", "__version__", "comm", "ddp_hook", "muon_groups", "sync_buffers",
+    "transports_of",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

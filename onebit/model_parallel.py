@@ -12,7 +12,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch import Tensor
 from .agreement.replicas import fingerprints
 from .comm import SimTransport, Transport
 from .comm.messages import gather_bytes, gather_tensors, gather_texts, sum_in_order
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # What the mesh of tensor-parallel parameters calls that axis.
 TENSOR_AXIS = "tensor"
@@ -41,6 +44,34 @@ def model_parallel_group_of(given: ModelParallelGroup | Transport | None) -> Mod
         if isinstance(given, ModelParallelGroup)
         else ModelParallelGroup(SimTransport() if given is None else given)
     )
+
+
+class Transports(TypedDict):
+    """What an optimizer takes beside the parameters, where a replica is cut in shards."""
+
+    transport: Transport
+    model_parallel_group: ModelParallelGroup
+
+
+def transports_of(mesh: DeviceMesh, timeout_s: float = 300.0) -> Transports:
+    """For FSDP2 by hand: what an optimizer takes, of a mesh of two axes, replicas first, shards second. All ranks.
+
+        mesh = init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        optimizer = onebit.OnebitAdam(model.parameters(), lr=1e-3, **onebit.transports_of(mesh))
+
+    FSDP2 averages over the shards of a replica, and knows of no other replica. Raises ValueError for a mesh of other
+    axes.
+    """
+    from .comm.transports.torch_distributed import TorchTransport
+
+    if mesh.ndim != 2:
+        raise ValueError(
+            f"transports_of takes a mesh of two axes, replicas and shards, got {mesh.mesh_dim_names or mesh.ndim}; "
+            'give those two (mesh["replicate", "shard"]); where there is one replica FSDP2 has nothing left to send'
+        )
+    replicas, shards = (TorchTransport(mesh.get_group(axis), timeout_s) for axis in (0, 1))
+    return {"transport": replicas, "model_parallel_group": ModelParallelGroup(shards)}
 
 
 def _cuts(p: Tensor) -> list[tuple[str, int]]:
@@ -169,14 +200,20 @@ class ModelParallelGroup:
     def check_holds(self, p: Tensor, name: str) -> None:
         """Raise ValueError unless the ranks of the transport hold p between them."""
         pieces, ranks = self.pieces(p), self.transport.world_size
+        mesh = getattr(p, "device_mesh", None)
+        if mesh is not None and mesh.size() > ranks > 1:
+            raise ValueError(
+                f"shard {self.transport.rank}: {name} is on a mesh of {mesh.size()} ranks, the optimizer's shards are "
+                f"{ranks}: FSDP2 averages its gradients over replicas too, in full. Give fully_shard the axis of the "
+                'shards alone (mesh=mesh["shard"]), and the optimizer both: **onebit.transports_of(mesh)'
+            )
         by_tensor = math.prod(size for axis, size in _cuts(p) if axis == TENSOR_AXIS)
         # A mesh whose axes have no names says less: then a cut over the one axis passes for one over the other.
         fits = pieces // by_tensor == ranks // self.tensor and by_tensor in (1, self.tensor)
         if not fits and (by_tensor > 1 or pieces != ranks):
-            mesh = getattr(p, "device_mesh", None)
             found = "replicated" if mesh is not None and mesh.size() > pieces == 1 else f"in {pieces} shard"
             raise ValueError(
                 f"shard {self.transport.rank}: {name} is {found}{'s' * (pieces > 1)}, the optimizer's shards are "
                 f"{ranks} ranks; shard all parameters over one mesh axis (onebit.zero.fsdp.shard does) and pass "
-                "model_parallel_group=, the transport between the ranks of that axis"
+                "model_parallel_group=, the transport between the ranks of that axis (**onebit.transports_of(mesh))"
             )
