@@ -43,8 +43,8 @@ class OnebitStrategy(DDPStrategy):
     """Data parallelism whose traffic is the optimizer's. Arguments as `DDPStrategy`, but for those of DDP itself.
 
     1. Before training rank 0's parameters and buffers go to all ranks; the optimizer sends the rest.
-    2. `Trainer(gradient_clip_val=...)` becomes the optimizer's max_grad_norm. `accumulate_grad_batches` sends once a
-       step. Under "16-mixed" buckets leave in step(), when the loss scale is known.
+    2. `Trainer(gradient_clip_val=...)` and `clip_gradients` set the optimizer's max_grad_norm. Passes that accumulate
+       send nothing. Under "16-mixed" buckets leave in step(), when the loss scale is known.
     3. Before a validation, before a checkpoint and at the end, buffers become their mean over the ranks, and 0/1 Adam
        synchronises its replicas.
     4. A checkpoint is Lightning's file, by rank 0, which `load_from_checkpoint` reads; what other ranks hold lies in
@@ -118,37 +118,29 @@ class OnebitStrategy(DDPStrategy):
                 )
             if getattr(self.precision_plugin, "scaler", None) is not None:
                 optimizer.overlap.is_on = False  # gradients that left in backward would all be sent once more
-        if trainer.gradient_clip_val:
-            self._clip_by(trainer.gradient_clip_val, str(trainer.gradient_clip_algorithm or "norm"))
+            if clip_val := trainer.gradient_clip_val:
+                if optimizer.max_grad_norm not in (0.0, clip_val):
+                    raise ValueError(
+                        f"Trainer(gradient_clip_val={clip_val}), but {type(optimizer).__name__}(max_grad_norm="
+                        f"{optimizer.max_grad_norm}); give one of them, or both the same"
+                    )
+                self._clip_gradients(optimizer, clip_val, trainer.gradient_clip_algorithm or "norm")
         # Of this one plugin: Lightning has no hook for it. Its own would clip each rank's gradients by their own norm.
-        self.precision_plugin.clip_gradients = self._refuse_other_clipping  # type: ignore[method-assign]
+        self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
 
-    def _clip_by(self, clip_val: float, algorithm: str) -> None:
-        if algorithm.rpartition(".")[2].lower() != "norm":
-            raise ValueError(
-                f"gradient_clip_algorithm={algorithm!r} needs the mean gradient, which no rank has once momentum "
-                'travels; use "norm"'
-            )
-        for optimizer in self.onebit_optimizers:
-            if optimizer.clipper.max_norm not in (0.0, clip_val):
-                raise ValueError(
-                    f"Trainer(gradient_clip_val={clip_val}), but {type(optimizer).__name__}(max_grad_norm="
-                    f"{optimizer.clipper.max_norm}); give one of them, or both the same"
-                )
-            optimizer.clipper.max_norm = float(clip_val)
-
-    def _refuse_other_clipping(
+    def _clip_gradients(
         self, optimizer: torch.optim.Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: object = "norm"
     ) -> None:
-        """What `LightningModule.clip_gradients` ends in. The optimizer clips by itself, by the norm of the mean."""
+        """What `LightningModule.clip_gradients` ends in: the optimizer clips, by the norm of the mean gradient."""
         assert isinstance(optimizer, CompressedOptimizer)
-        is_by_norm = str(gradient_clip_algorithm).rpartition(".")[2].lower() == "norm"
-        if clip_val > 0 and not (is_by_norm and optimizer.clipper.max_norm == clip_val):
-            raise RuntimeError(
-                f"rank {self.global_rank}: clip_gradients(gradient_clip_val={clip_val}) in training would clip this "
-                "rank's own gradients, by their own norm; the optimizer clips by the norm of the mean: give "
-                f"Trainer(gradient_clip_val={clip_val}), or {type(optimizer).__name__}(..., max_grad_norm={clip_val})"
-            )
+        if clip_val > 0:
+            algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)).lower()
+            if algorithm != "norm":
+                raise ValueError(
+                    f"rank {self.global_rank}: gradient_clip_algorithm={algorithm!r} needs the mean gradient, which no "
+                    'rank has once momentum travels; use "norm"'
+                )
+            optimizer.max_grad_norm = float(clip_val)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,3 +42,8 @@ def write(
     }
     if args.out:
         args.out.write_text(json.dumps(said))
+
+
+def world_size() -> int:
+    """How many ranks torchrun has started."""
+    return int(os.environ["WORLD_SIZE"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from example_ranks import run_example
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
@@ -80,9 +81,9 @@ class Regression(LightningModule):
 class Manual(Regression):
     """Manual optimization, in two micro-batches."""
 
-    def __init__(self, clip: float = 0.0, **options: Any):
+    def __init__(self, clip: float = 0.0, by: str = "norm", **options: Any):
         super().__init__(**options)
-        self.automatic_optimization, self.clip = False, clip
+        self.automatic_optimization, self.clip, self.by = False, clip, by
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -91,7 +92,7 @@ class Manual(Regression):
             self.manual_backward(loss / 2)
         if batch_idx % 2 == 1:
             if self.clip:
-                self.clip_gradients(optimizer, self.clip, "norm")
+                self.clip_gradients(optimizer, self.clip, self.by)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -158,7 +159,7 @@ def trained() -> dict[str, dict[str, object]]:
         "clipped": agrees(fit(Regression(), gradient_clip_val=0.05), max_grad_norm=0.05),
         "clipped by both": agrees(fit(Regression(max_grad_norm=0.05), gradient_clip_val=0.05), max_grad_norm=0.05),
         "accumulated": agrees(fit(Regression(), accumulate_grad_batches=2), passes=2),
-        "manual": agrees(fit(Manual(clip=0.05, max_grad_norm=0.05)), passes=2, max_grad_norm=0.05),
+        "manual": agrees(fit(Manual(clip=0.05)), passes=2, max_grad_norm=0.05),
         "bf16-mixed": agrees(fit(Regression(), precision="bf16-mixed"), dtype=torch.bfloat16),
         "16-mixed": agrees(fit(Regression(), half=True), **half),
         "16-mixed, clipped": agrees(fit(Regression(), half=True, gradient_clip_val=0.05), **half, max_grad_norm=0.05),
@@ -230,7 +231,7 @@ def errors(path: str) -> dict[str, str]:
         "AdamW": lambda: fit(Regression(torch.optim.AdamW)),
         "two norms": lambda: fit(Regression(max_grad_norm=1.0), gradient_clip_val=0.5),
         "by value": lambda: fit(Regression(), gradient_clip_val=0.5, gradient_clip_algorithm="value"),
-        "by hand": lambda: fit(Manual(clip=0.5)),
+        "by value, by hand": lambda: fit(Manual(clip=0.5, by="value")),
         "DDP's argument": lambda: OnebitStrategy(find_unused_parameters=True),
         "ranks missing": lambda: unusable(path),
     }
@@ -254,4 +255,9 @@ def everything(folder: str) -> dict[str, Any]:
         "kept": kept_files(f"{folder}/kept"),
         "by name": digest(fit(Regression(), strategy="onebit")),
     }
-    return found | {"errors": errors(f"{folder}/16-mixed/step=12.ckpt")}
+    found["errors"] = errors(f"{folder}/16-mixed/step=12.ckpt")
+    return found
+
+
+def example(folder: str) -> dict[str, Any]:
+    return run_example("lightning_module", Path(folder), "--steps", "60", "--warmup", "20")
