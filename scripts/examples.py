@@ -3,9 +3,9 @@
     python scripts/examples.py                          # all of them, into a table on the terminal
     python scripts/examples.py trainer --seeds 3 --write
 
-Two ranks on loopback. Each optimizer and seed is a run of its own; the first seed's run by onebit is then taken up
-again from its own checkpoint, and must end in the same bits. `examples/README.md` says what a program must take and
-write. Rows of programs that are not named stay as they are in the record.
+As many ranks on loopback as a program's docstring says. Each optimizer and seed is a run of its own; the first seed's
+run by onebit is then taken up again from its own checkpoint, and must end in the same bits. `examples/README.md` says
+what a program must take and write. Rows of programs that are not named stay as they are in the record.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def run(name: str, folder: Path, *options: str) -> dict:
     """One run on two ranks: the JSON that it wrote. Raises RuntimeError with its output where it failed."""
     out = folder / "out.json"
     out.unlink(missing_ok=True)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ranks = re.search(r"--nproc-per-node (\d+)", (PROGRAMS / f"{name}.py").read_text())
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", ranks[1] if ranks else "2"]
     call = [*torchrun, str(PROGRAMS / f"{name}.py"), "--folder", str(folder / "checkpoints"), "--out", str(out)]
     ended = subprocess.run(
         [*call, *options],

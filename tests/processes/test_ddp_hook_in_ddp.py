@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hook_ranks import everything
+from hook_ranks import everything, example
 from ranks import run_torchrun
 
 
@@ -47,6 +49,17 @@ def test_without_compression_it_is_ddp(found: list[dict[str, Any]], name: str) -
 def test_our_optimizers_behind_the_hook_are_refused(found: list[dict[str, Any]]) -> None:
     for said in found:
         assert said["with OnebitAdam"].startswith("rank 0: DistributedDataParallel averages the gradients")
+
+
+@pytest.mark.thorough
+def test_the_example_trains_as_adamw_and_resumes_in_the_same_bits(tmp_path: Path) -> None:
+    said: Any = run_torchrun(2, example, str(tmp_path), timeout_s=100).check().results[0]
+    adamw, ours = (statistics.fmean(said[run]["losses"][-12:]) for run in ("adamw", "onebit"))
+    assert said["adamw"]["losses"][0] == said["onebit"]["losses"][0] > 2.0
+    assert ours < 1.2 * adamw < 1.2  # after 120 steps
+    assert said["resumed"]["sha256"] == said["onebit"]["sha256"]
+    assert said["resumed"]["losses"] == said["onebit"]["losses"][61:]
+    assert said["onebit"]["bits_per_parameter"] > 1 and said["adamw"]["bits_per_parameter"] is None
 
 
 def test_importing_onebit_does_not_import_the_hook() -> None:

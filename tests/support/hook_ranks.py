@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from example_ranks import run_example
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -100,6 +102,10 @@ def with_our_optimizer() -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def example(folder: str) -> dict[str, Any]:
+    return run_example("ddp_hook", Path(folder), "--steps", "120", "--warmup", "40")
 
 
 def everything() -> dict[str, Any]:
