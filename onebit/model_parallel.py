@@ -200,14 +200,14 @@ class ModelParallelGroup:
     def check_holds(self, p: Tensor, name: str) -> None:
         """Raise ValueError unless the ranks of the transport hold p between them."""
         pieces, ranks = self.pieces(p), self.transport.world_size
-        mesh = getattr(p, "device_mesh", None)
-        if mesh is not None and mesh.size() > ranks > 1:
-            raise ValueError(
-                f"shard {self.transport.rank}: {name} is on a mesh of {mesh.size()} ranks, the optimizer's shards are "
-                f"{ranks}: FSDP2 averages its gradients over replicas too, in full. Give fully_shard the axis of the "
-                'shards alone (mesh=mesh["shard"]), and the optimizer both: **onebit.transports_of(mesh)'
-            )
         by_tensor = math.prod(size for axis, size in _cuts(p) if axis == TENSOR_AXIS)
+        mesh = getattr(p, "device_mesh", None)
+        if mesh is not None and by_tensor < pieces <= ranks < math.prod(mesh.shape):
+            raise ValueError(
+                f"shard {self.transport.rank}: {name} is on a mesh of {math.prod(mesh.shape)} ranks, the optimizer's "
+                f"shards are {ranks}: FSDP2 averages its gradients over replicas too, in full. Give fully_shard the "
+                'axis of the shards alone (mesh=mesh["shard"]), and the optimizer both: **onebit.transports_of(mesh)'
+            )
         # A mesh whose axes have no names says less: then a cut over the one axis passes for one over the other.
         fits = pieces // by_tensor == ranks // self.tensor and by_tensor in (1, self.tensor)
         if not fits and (by_tensor > 1 or pieces != ranks):
