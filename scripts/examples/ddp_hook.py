@@ -24,13 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 import onebit
 
 
-def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A linear teacher's labels of what tanh leaves of a vector."""
-    teacher = torch.randn(32, 8, generator=torch.Generator().manual_seed(7))
-    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(1000 * rank + step + 8))
-    return x, (x.tanh() @ teacher).argmax(1)
-
-
 def main(argv: list[str] | None = None) -> None:
     args = protocol.parse(argv, "Train a classifier in DistributedDataParallel.")
     if not dist.is_initialized():
@@ -52,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
             part.load_state_dict(saved[name])
     losses, bits, began = [], [], time.perf_counter()
     for step in range(args.save_step if args.resume else 0, args.steps):
-        x, y = batch(step, rank)
+        x, y = protocol.samples(32, seed=1000 * rank + step + 8)
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()

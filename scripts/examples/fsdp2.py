@@ -26,20 +26,10 @@ from torch.distributed.fsdp import fully_shard
 
 import onebit
 
-SHARDS = 2
-
-
-def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A linear teacher's labels of what tanh leaves of a vector."""
-    teacher = torch.randn(32, 8, generator=torch.Generator().manual_seed(7))
-    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(1000 * rank + step + 8))
-    return x, (x.tanh() @ teacher).argmax(1)
-
 
 def main(argv: list[str] | None = None) -> None:
     args = protocol.parse(argv, "Train a classifier with FSDP2, replicated and sharded.")
-    replicas = protocol.world_size() // SHARDS
-    mesh = init_device_mesh("cpu", (replicas, SHARDS), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh("cpu", (protocol.world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
     rank = dist.get_rank()
     torch.manual_seed(args.seed)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
@@ -61,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
         optimizer.load_state_dict(saved["optimizer"])
     losses, bits, began = [], [], time.perf_counter()
     for step in range(args.save_step if args.resume else 0, args.steps):
-        x, y = batch(step, rank)
+        x, y = protocol.samples(32, seed=1000 * rank + step + 8)
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()

@@ -50,13 +50,6 @@ class Classifier(LightningModule):
             self.bits.append(self.optimizers().stats.bits_per_parameter)
 
 
-def data(samples: int) -> TensorDataset:
-    """A linear teacher's labels of what tanh leaves of a vector."""
-    generator = torch.Generator().manual_seed(7)
-    teacher, x = torch.randn(32, 8, generator=generator), torch.randn(samples, 32, generator=generator)
-    return TensorDataset(x, (x.tanh() @ teacher).argmax(1))
-
-
 def main(argv: list[str] | None = None) -> None:
     args = protocol.parse(argv, "Train a classifier with Lightning's Trainer.")
     seed_everything(args.seed, verbose=False)
@@ -74,7 +67,8 @@ def main(argv: list[str] | None = None) -> None:
         enable_model_summary=False,
     )
     # As many batches as there are steps to the checkpoint: Lightning goes on with the data where an epoch has ended.
-    loader = DataLoader(data(args.save_step * 32 * protocol.world_size()), batch_size=32, shuffle=True)
+    data = TensorDataset(*protocol.samples(args.save_step * 32 * protocol.world_size()))
+    loader = DataLoader(data, batch_size=32, shuffle=True)
     began = time.perf_counter()
     trainer.fit(model, loader, ckpt_path=args.folder / "half.ckpt" if args.resume else None)
 

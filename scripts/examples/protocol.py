@@ -10,7 +10,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
@@ -47,3 +48,10 @@ def write(
 def world_size() -> int:
     """How many ranks torchrun has started."""
     return int(os.environ["WORLD_SIZE"])
+
+
+def samples(number: int, seed: int = 8) -> tuple[Tensor, Tensor]:
+    """Vectors, and what a linear teacher makes of their tanh: one of eight classes."""
+    teacher = torch.randn(32, 8, generator=torch.Generator().manual_seed(7))
+    x = torch.randn(number, 32, generator=torch.Generator().manual_seed(seed))
+    return x, (x.tanh() @ teacher).argmax(1)

@@ -11,7 +11,7 @@
 -clip_grad_norm_([p for part in model_parts for p in part.parameters()], 1.0)
 ```
 
-torchtitan itself is not needed, and not installed here: AdamW's run has a container of torch's own.
+torchtitan itself is not needed: AdamW's run has torch's own optimizer.
 
     torchrun --nproc-per-node 4 scripts/examples/titan_loop.py --steps 300
 """
@@ -23,7 +23,6 @@ import protocol
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp2 import SHARDS, batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,28 +30,22 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from onebit.integrations.torchtitan import build_optimizers
 
-# As torchtitan's.
-CONFIG = SimpleNamespace(
-    name="AdamW", lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, implementation="fused"
-)  # fmt: skip
+CONFIG = SimpleNamespace(name="AdamW", lr=3e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, implementation="fused")
 
 
 def main(argv: list[str] | None = None) -> None:
     args = protocol.parse(argv, "Train a classifier as torchtitan does.")
-    shape = (protocol.world_size() // SHARDS, SHARDS)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    mesh = init_device_mesh("cpu", (protocol.world_size() // 2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     torch.manual_seed(args.seed)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
-    model_parts = [
-        fully_shard(part, mesh=mesh["dp_shard"] if args.is_onebit else mesh) for part in (model[:2], model[2:])
-    ]
+    over = mesh["dp_shard"] if args.is_onebit else mesh
+    model_parts = [fully_shard(part, mesh=over) for part in (model[:2], model[2:])]
     parameters = [p for part in model_parts for p in part.parameters()]
     if args.is_onebit:
         options = {"compression": "always", "freeze_step": args.warmup}  # one bit even on loopback
         optimizers = build_optimizers(model_parts, CONFIG, mesh=mesh, max_grad_norm=1.0, **options)
     else:
-        kwargs = {"lr": CONFIG.lr, "betas": (CONFIG.beta1, CONFIG.beta2), "weight_decay": CONFIG.weight_decay}
-        optimizers = [torch.optim.AdamW(parameters, **kwargs)]
+        optimizers = [torch.optim.AdamW(parameters, CONFIG.lr, (CONFIG.beta1, CONFIG.beta2), weight_decay=0.1)]
     schedulers = [LambdaLR(each, lambda step: min(1.0, (step + 1) / 20)) for each in optimizers]
 
     state = {"model": model.state_dict(), "optimizer": optimizers, "scheduler": schedulers[0]}
@@ -60,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
         dcp.load(state, checkpoint_id=args.folder)  # in place
     losses, bits, began = [], [], time.perf_counter()
     for step in range(args.save_step if args.resume else 0, args.steps):
-        x, y = batch(step, dist.get_rank())
+        x, y = protocol.samples(32, seed=1000 * dist.get_rank() + step + 8)
         loss = nn.functional.cross_entropy(model_parts[1](model_parts[0](x)), y)
         loss.backward()
         if not args.is_onebit:
