@@ -283,6 +283,32 @@ def test_an_unknown_key_is_refused_with_the_nearest_one() -> None:
         optimizer("OneBitAdam", xyzzy=1)
 
 
+def test_notes_and_what_other_programs_read_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    """In every place, and by rank 0 alone; a key that is nearly a known one is still refused."""
+    notes = {"_comment": "warm up first", "//": [1], "comment": {"by": "me"}, "$schema": "none"}
+    blocks = {
+        **notes,
+        "comms_config": {"enabled": True},
+        "cuda_visible_devices": "0,1",
+        "optimizer": {"type": "Adam", **notes, "params": {"lr": 0.5, **notes}},
+        "zero_optimization": {"stage": 1, **notes, "offload_optimizer": {"device": "none", **notes}},
+        "flops_profiler": {"enabled": False, **notes},
+    }
+    config = read_config({**SMALL, **blocks}, world_size=2, rank=1)
+    assert config.optimizer is not None and config.optimizer.params.lr == 0.5 and not caplog.messages
+    assert read_config(config.to_dict(), world_size=2) == config
+    caplog.clear()
+    read_config({**SMALL, **blocks}, world_size=2)
+    places = ("", "optimizer.", "optimizer.params.", "zero_optimization.", "zero_optimization.offload_optimizer.")
+    for place in (*places, "flops_profiler."):
+        assert f"config: {place}_comment has no effect: it is read as a comment" in caplog.messages
+    assert "config: cuda_visible_devices has no effect: set CUDA_VISIBLE_DEVICES in the environment" in caplog.messages
+    assert len(caplog.messages) == 6 * len(notes) + 2
+    for wrong in ({"cuda_visible_device": "0"}, {"zero_optimization": {"comms_config": {}}}, {"xyzzy": 1}):
+        with pytest.raises(ValueError, match=r"unknown key .*; a note of yours begins with an underscore"):
+            small(**wrong)
+
+
 @pytest.mark.parametrize(
     "blocks, message",
     [

@@ -10,6 +10,32 @@ from collections.abc import Mapping
 
 from .schema import ANYTHING, BOOL, FLOAT, INT, LIST, OBJECT, TEXT, Inert
 
+_COMMENTS = {"comment", "comments", "description", "note", "notes", "$schema"}
+
+
+def is_comment(name: str) -> bool:
+    """Whether a key is a note to readers: JSON has no other comments, and files in public hold many."""
+    return name.startswith(("_", "//", "#")) or name.lower() in _COMMENTS
+
+
+_LAUNCHER = "the launcher says it"
+FOREIGN = {
+    "comms_config": "bytes and waits of each step are in the one-bit optimizers' stats",
+    "cuda_visible_devices": "set CUDA_VISIBLE_DEVICES in the environment",
+    "deepspeed_hostfile": _LAUNCHER,
+    "deepspeed_multinode_launcher": _LAUNCHER,
+    "deepspeed_inclusion_filter": _LAUNCHER,
+    "deepspeed_exclusion_filter": _LAUNCHER,
+    "distributed_type": _LAUNCHER,
+    "fp32_allreduce": 'write "communication_data_type": "fp32"',
+    "local_rank": _LAUNCHER,
+    "mpi_launcher": _LAUNCHER,
+    "num_gpus": _LAUNCHER,
+    "num_nodes": _LAUNCHER,
+    "zero3_init_flag": "parameters are sharded by initialize()",
+}
+"""Keys at the top level of public files that DeepSpeed does not know either: it passes over them without a word."""
+
 _BUCKETS = 'buckets are of one size, "onebit": {"bucket_cap_mb": ...}'
 _FSDP = "FSDP2 gathers and frees parameters module by module, and prefetches the next one"
 _DISK = "there is no offload to disk, only to host memory"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
 
+from .ignored_keys import FOREIGN, is_comment
 from .schema import AUTO, MISSING, OBJECT, Inert, Key, Kind, as_json, blocks_of, folded, keys_of
 
 T = TypeVar("T")
@@ -120,10 +121,19 @@ def read_object(given: object, where: str, reading: Reading) -> dict[str, object
 def refuse_unknown(
     given: Iterable[str], known: Iterable[str], where: str, reading: Reading, cls: type | None = None
 ) -> None:
-    """Raise ValueError on the first key that is not known, naming the nearest one that is."""
+    """Raise ValueError on the first key that is not known, naming the nearest one that is.
+
+    Comments, and what other programs read in such files, are warned about instead.
+    """
     known = list(known)
     for name in given:
-        if name not in known:
+        if name in known:
+            continue
+        if is_comment(name):
+            reading.warnings.append(f"{reading.at(where, name)} has no effect: it is read as a comment")
+        elif not where and name in FOREIGN:
+            reading.warnings.append(f"{reading.at(where, name)} has no effect: {FOREIGN[name]}")
+        else:
             raise ValueError(f"{reading.at(where)}: unknown key {as_json(name)}{_advice(name, known, where, cls)}")
 
 
@@ -139,7 +149,9 @@ def _advice(name: str, known: list[str], where: str, cls: type | None) -> str:
         if name in keys_of(inner) or name in getattr(inner, "inert", {}):
             return f"; it belongs in {as_json(path)}"
     found = nearest(name, known)
-    return f"; did you mean {as_json(found)}?" if found else f"; known here: {', '.join(sorted(known))}"
+    if found:
+        return f"; did you mean {as_json(found)}?"
+    return f"; known here: {', '.join(sorted(known))}; a note of yours begins with an underscore"
 
 
 def _paths(cls: type, path: str) -> Iterator[tuple[type, str]]:
@@ -198,6 +210,8 @@ def _check_names(value: object, kinds: Mapping[str, object], where: str, reading
     data = read_object(value, where, reading)
     refuse_unknown(data, kinds, where, reading)
     for name, item in data.items():
+        if is_comment(name):
+            continue
         kind = kinds[name]
         if isinstance(kind, Mapping):
             _check_names(item, kind, _join(where, name), reading)
