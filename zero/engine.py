@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..agreement.skips import SkipLimit
 from ..comm.messages import gather_bytes
 from ..usage.buffers import persistent_buffers, sync_tensors
-from .checkpoint import engine_state
+from .checkpoint import engine_state, tags
 from .checkpoint.files import Checkpoints
 from .checkpoint.weights import export_weights
 from .config.whole import Config
@@ -50,7 +50,8 @@ class _Sender(Protocol):
 class Engine:
     """Drives one model. micro_steps, global_steps, skipped_steps: since the run began, resumed ones included.
 
-    has_gradients: whether a backward pass waits for its `step`.
+    global_samples: what all ranks have seen in these. micro_steps_of_step: how many of them the step under way has.
+    has_gradients: whether a backward pass waits for its `step`. fp16_scale: the loss scale, 1 but in float16.
     comm_ms: how long the last step waited for a dense optimizer's gradients; the others have it in their stats.
 
     A step has `config.gradient_accumulation_steps` micro-batches: call the engine, `backward`, and `step` for each; the
@@ -77,9 +78,11 @@ class Engine:
         self.pipeline: pipeline.Pipeline | None = None
         self._model_parallel_group = built.model_parallel_group
         self.shares_state = self.form == "dense" and dense.has_sharded_state(self.optimizer)
-        self.loss_scale: LossScale = loss_scale(config.fp16)
-        self.micro_steps = self.global_steps = self.skipped_steps = 0
+        self.fp16_scale: LossScale = loss_scale(config.fp16)
+        self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
+        self.micro_steps_of_step = 0
         self.has_gradients = False
+        self._said_boundary: bool | None = None
         self._grad_norm: float | None = None
         self._skips = SkipLimit(config.onebit.max_consecutive_skips)  # of a dense optimizer; others count their own
         self._monitors, self._loss = monitors, torch.zeros(())
@@ -100,16 +103,20 @@ class Engine:
         with self._clock.measure("forward") if self.module.training else nullcontext(), self._naming_peers():
             return self.module(*inputs, **named)
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the loss's gradients, over the micro-batches of a step and times the loss scale."""
+    def backward(self, loss: Tensor, *, retain_graph: bool = False, weight: float | None = None) -> Tensor:
+        """Add the loss's gradients, over the micro-batches of a step and times the loss scale; the loss as it came.
+
+        weight: of this micro-batch in the step; None: all of a step weigh as much.
+        """
         self._refuse_in_pipeline("a backward pass")
+        divisor = self.config.gradient_accumulation_steps if weight is None else 1 / weight
         if self._monitors:
-            self._loss = self._loss.to(loss.device) + loss.detach().float() / self.config.gradient_accumulation_steps
+            self._loss = self._loss.to(loss.device) + loss.detach().float() / divisor
         self._set_grad_scale()
         with self._clock.measure("backward"), self._without_traffic(), self._naming_peers():
-            weight = self.loss_scale.value / self.config.gradient_accumulation_steps
-            torch.autograd.backward(loss.float() * weight)
+            torch.autograd.backward(loss.float() * (self.fp16_scale.value / divisor), retain_graph=retain_graph)
         self.has_gradients = True
+        return loss
 
     def _naming_peers(self) -> AbstractContextManager[None]:
         """What FSDP2 sends inside a node fails with the error that an optimizer's exchange fails with."""
@@ -118,7 +125,7 @@ class Engine:
     def _set_grad_scale(self) -> None:
         """The optimizers read it as GradScaler sets it; some gradients leave during the backward pass."""
         if self.form != "dense":
-            self.optimizer.grad_scale = torch.tensor(self.loss_scale.value)  # type: ignore[attr-defined]
+            self.optimizer.grad_scale = torch.tensor(self.fp16_scale.value)  # type: ignore[attr-defined]
 
     def zero_grad(self) -> None:
         """Drop the gradients that have added up, for example to `continue` behind a loss that makes no sense.
@@ -137,21 +144,36 @@ class Engine:
         ReplicaError and SkippedStepsError as the optimizer.
         """
         self._refuse_in_pipeline("step()")
+        self._refuse_strange_gradients()
         is_boundary = self.is_gradient_accumulation_boundary()
         self.has_gradients = False
         self.micro_steps += 1
+        self.micro_steps_of_step += 1
         if is_boundary:
             self._update()
 
+    def _refuse_strange_gradients(self) -> None:
+        """Raise RuntimeError where gradients came by `loss.backward()`: without loss scale and weight."""
+        if self.has_gradients or self.micro_steps_of_step > 0:
+            return
+        if any(p.grad is not None for p in dense.parameters(self.optimizer)):
+            raise RuntimeError(
+                f"rank {self.grid.world.rank}: step() finds gradients that did not come by engine.backward(loss), "
+                "which scales the loss and counts its micro-batch; call it in place of loss.backward(), or "
+                "engine.zero_grad() to drop what others have left"
+            )
+
     def _update(self) -> None:
         rates = self.get_lr()
+        self.micro_steps_of_step = 0
         with self._clock.measure("step"):
             is_skipped = self._step_dense() if self.form == "dense" else self._step_onebit()
             self.optimizer.zero_grad()
         self.global_steps += 1
+        self.global_samples += self.config.train_batch_size
         self.skipped_steps += is_skipped
         self._write_scalars(rates[0])
-        self.loss_scale = self.loss_scale.after(is_skipped)
+        self.fp16_scale = self.fp16_scale.after(is_skipped)
         if self.scheduler is not None and not is_skipped:
             self.scheduler.step()
         every = self.config.steps_per_print
@@ -161,7 +183,7 @@ class Engine:
                 self.global_steps,
                 self.skipped_steps,
                 self.get_lr(),
-                self.loss_scale.value,
+                self.fp16_scale.value,
             )
             self._clock.report()
 
@@ -184,7 +206,7 @@ class Engine:
             return self._mean_loss(torch.stack(losses).mean())
         self._set_grad_scale()
         with self._clock.measure("pipeline"), self._sender.no_sync():
-            mine = self.pipeline.run(batches, self.loss_scale.value)
+            mine = self.pipeline.run(batches, self.fp16_scale.value)
         if self._ties is not None:
             self._ties.add_gradients()
         self.micro_steps += len(batches)
@@ -247,14 +269,16 @@ class Engine:
             return
         values = {"train_loss": float(self._loss), "lr": rate, "skipped_steps": float(self.skipped_steps)}
         if self.config.fp16.enabled:
-            values["loss_scale"] = self.loss_scale.value
+            values["loss_scale"] = self.fp16_scale.value
         for write in self._monitors:
             write(values, self.global_samples)
         self._loss = torch.zeros(())
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last of its step."""
-        return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
+        if self._said_boundary is not None:
+            return self._said_boundary
+        return self.micro_steps_of_step + 1 >= self.config.gradient_accumulation_steps
 
     def _step_onebit(self) -> bool:
         before: int = self.optimizer.stats.skipped_steps  # type: ignore[attr-defined]
@@ -268,7 +292,7 @@ class Engine:
     def _step_dense(self) -> bool:
         assert self._averager is not None
         self.comm_ms = self._averager.finish()
-        scale, max_norm = self.loss_scale.value, self.config.gradient_clipping
+        scale, max_norm = self.fp16_scale.value, self.config.gradient_clipping
         is_finite, self._grad_norm = dense.prepare(
             self.optimizer, self.grid.world, self._model_parallel_group, self.global_steps + 1, scale, max_norm
         )
@@ -339,30 +363,55 @@ class Engine:
         """Micro-batches of a step."""
         return self.config.gradient_accumulation_steps
 
-    @property
-    def global_samples(self) -> int:
-        """Samples that all ranks have seen."""
-        return self.global_steps * self.config.train_batch_size
-
     # ---------------------------------------------------------------- checkpoints
 
     def save_checkpoint(
-        self, save_dir: str | os.PathLike[str], client_state: object = None, *, in_background: bool = False
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: object = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        in_background: bool = False,
     ) -> str:
         """Write everything that a bit-identical continuation needs, to save_dir/step_...; its name. All ranks.
 
         It begins with `synchronise`: between the local steps of 0/1 Adam, an exchange that a run without checkpoints
-        does not make. client_state: the caller's own, of each rank; see `tree.pack`. Where the configuration asks for
-        gathered 16-bit weights, they are in save_dir/model.safetensors, those of the newest checkpoint. The
-        configuration's onebit.keep_checkpoints says how many stay. Raises CheckpointError, on all ranks, between two
-        micro-batches of one step, whose gradients a checkpoint does not hold, and as `Checkpoints.save`.
+        does not make. tag: a name of your own, whose checkpoint replaces the one of that name before. client_state: the
+        caller's own, of each rank; see `tree.pack`. save_latest: whether `load_checkpoint` without a tag takes it.
+        exclude_frozen_parameters: leave out those that require no gradients, and load over a model that has them.
+        Where the configuration asks for gathered 16-bit weights, they are in save_dir/model.safetensors, those of the
+        newest checkpoint. The configuration's onebit.keep_checkpoints says how many without a tag stay. Raises
+        CheckpointError, on all ranks, between two micro-batches of one step, whose gradients a checkpoint does not
+        hold, and as `Checkpoints.save`.
         """
-        engine_state.save(self, self._in(save_dir), client_state, in_background=in_background)
+        tag = tags.checked(tag, self.grid.world)
+        checkpoints = self._in(Path(save_dir) / (tag or ""), keep=1 if tag else self.config.onebit.keep_checkpoints)
+        point = tags.pointing(Path(save_dir), tag) if tag and save_latest else None
+        contents = engine_state.Contents(frozen=not exclude_frozen_parameters)
+        engine_state.save(
+            self,
+            checkpoints,
+            client_state,
+            contents,
+            in_background=in_background,
+            is_latest=save_latest or tag is not None,
+            then=point,
+        )
         if self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
             self.save_16bit_model(save_dir)
-        return f"step_{self.global_steps:08d}"
+        return tag or f"step_{self.global_steps:08d}"
 
-    def load_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | None = None) -> tuple[str | None, object]:
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, object]:
         """Continue from load_dir/tag, or its latest: (the folder, this rank's client_state); (None, None) without one.
 
         Where load_dir/latest is lost, the newest checkpoint that is whole is taken, and rank 0 warns. Gradients of
@@ -371,13 +420,25 @@ class Engine:
         On the grid that wrote it, to the bit. On any other, and in the form "replicated" what was "intra_node" or the
         other way round: moments to the bit, and of what was not yet sent every replica owes the mean, parameter by
         parameter (`checkpoint/reshard.py`); the form "inter_node" takes other numbers of replicas alone. Leave the
-        samples of a step as they were: then the loader goes on with the same steps. Raises CheckpointError, on all
-        ranks, where it is damaged, or of another model, form or optimizer.
+        samples of a step as they were: then the loader goes on with the same steps.
+
+        load_module_only: the weights alone, of any form and optimizer; all else is as it was. load_optimizer_states:
+        False: the same, and the counts, schedule, data position and random numbers; the optimizer starts anew.
+        load_lr_scheduler_states: False: the schedule stays as it is. load_module_strict: False: weights that either
+        side lacks are left alone; only without the optimizer's state. Raises CheckpointError, on all ranks, where it is
+        damaged, or of another model, form or optimizer.
         """
-        if self.stage is not None:
-            fsdp.reshard(self.module)
+        contents = engine_state.Contents(
+            optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states,
+            counts=not load_module_only,
+            strict=load_module_strict,
+        )
         self._batches = None  # what it has read ahead is not what follows
-        return engine_state.load(self, self._in(load_dir), tag)
+        folder, name = tags.find(Path(load_dir), tag, self.grid.world)
+        if folder is None:
+            return None, None
+        return engine_state.load(self, self._in(folder), name, contents)
 
     def wait_for_checkpoint(self) -> None:
         """Until what is written in the background is on disk."""
@@ -389,10 +450,16 @@ class Engine:
         self.synchronise()
         export_weights(self.module, Path(save_dir) / name, self.grid.world, self.config.dtype, grid=self.grid)
 
-    def _in(self, folder: str | os.PathLike[str]) -> Checkpoints:
-        path = Path(folder).resolve()  # one object for a folder, however it is spelled: they wait for each other
+    def _in(self, folder: Path, keep: int | None = None) -> Checkpoints:
+        """One object for a folder, however it is spelled; it begins when what goes into others is on disk."""
+        path = folder.resolve()
+        for other, checkpoints in self._checkpoints.items():
+            if other != path:
+                checkpoints.wait()
         if path not in self._checkpoints:
-            self._checkpoints[path] = Checkpoints(path, self.grid.world, self.config.onebit.keep_checkpoints)
+            group = next((known.group for known in self._checkpoints.values()), None)
+            self._checkpoints[path] = Checkpoints(path, self.grid.world, keep, group)
+        self._checkpoints[path].keep = keep
         return self._checkpoints[path]
 
     def close(self) -> None:

@@ -163,6 +163,11 @@ def name_of(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def is_name(text: str) -> bool:
+    """Whether it is one that `name_of` gives."""
+    return _NAME.fullmatch(text) is not None
+
+
 def step_of(name: str) -> int:
     return int(name.removeprefix("step_"))
 
@@ -267,12 +272,21 @@ class CheckpointFiles:
                 "it" if len(strange) == 1 else "them",
             )
 
-    def commit(self, partial: Path, stamp: Mapping[str, object], sums: Mapping[str, Sum], keep: int | None) -> None:
+    def commit(
+        self,
+        partial: Path,
+        stamp: Mapping[str, object],
+        sums: Mapping[str, Sum],
+        keep: int | None,
+        *,
+        is_latest: bool = True,
+    ) -> None:
         """All that follows when everything in a hidden folder has been written, where one rank writes for all."""
         name = _name_of_hidden(partial)
         self.seal(partial, stamp, sums)
         self.publish(partial)
-        self.point_at(name)
+        if is_latest:
+            self.point_at(name)
         self.prune(name, keep)
 
     def seal(self, partial: Path, stamp: Mapping[str, object], sums: Mapping[str, Sum]) -> None:

@@ -127,7 +127,7 @@ class EngineCheckpoints:
         return is_empty(self.folder, self._engine.grid.world)
 
     def save(self, step: int, about: dict) -> None:
-        self._engine.save_checkpoint(self.folder, about)
+        self._engine.save_checkpoint(self.folder, client_state=about)
 
     def load(self, check: Callable[[dict], None]) -> int | None:
         problem = None

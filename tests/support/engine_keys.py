@@ -75,7 +75,7 @@ def overflows() -> dict[str, dict]:
                 engine.backward(loss * math.inf if step == 2 and rank == world_size - 1 else loss)
                 engine.step()
             rates = engine.get_lr()
-            seen.append([engine.loss_scale.value, engine.skipped_steps, rates[0], bits(engine)[:4000].hex()])
+            seen.append([engine.fp16_scale.value, engine.skipped_steps, rates[0], bits(engine)[:4000].hex()])
         facts[f"{form} {engine.config.zero_optimization.stage}"] = {"seen": seen}
     return facts
 

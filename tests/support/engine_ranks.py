@@ -102,7 +102,7 @@ def resumes(folder: str, cases: Sequence[tuple[dict, int]]) -> list[dict]:
         place = Path(folder) / str(k)
         first = start()
         train(first, STEPS // 2)
-        first.save_checkpoint(place, {"note": grid.world.rank}, in_background=k % 2 == 1)
+        first.save_checkpoint(place, None, {"note": grid.world.rank}, in_background=k % 2 == 1)
         first.wait_for_checkpoint()
         second = start()
         found, client = second.load_checkpoint(place)

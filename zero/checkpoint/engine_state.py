@@ -8,7 +8,7 @@ position, loss scale and random numbers. `reshard.py` makes the states of one la
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -19,7 +19,8 @@ from torch.optim.optimizer import StateDict
 from ...checkpoint.files import CheckpointError
 from ...comm.messages import gather_bytes, raise_on_all_ranks
 from ..grid import AXES, GridShape
-from ..parallel import dense
+from ..parallel import dense, fsdp
+from ..sharded.base import ShardedOptimizer
 from . import reshard
 from .files import Checkpoints, Loaded
 from .reshard import CopyPlan, ParamSlice
@@ -35,53 +36,105 @@ _FORMER_NAMES = {"whole": "replicated", "inside": "intra_node", "across": "inter
 _ENGINES_OWN = {"scheduler", "loader", "loss_scale", "counts", "rng", "cuda_rng", "client"}
 
 
-def save(engine: Engine, checkpoints: Checkpoints, client_state: object, *, in_background: bool) -> None:
+@dataclass(frozen=True)
+class Contents:
+    """What of a checkpoint is written, or taken. Weights always are; counts: these, loss scale, data, random numbers.
+
+    frozen: weights that require no gradients. strict: whether the weights must be those of the model, all of them.
+    """
+
+    optimizer: bool = True
+    scheduler: bool = True
+    counts: bool = True
+    frozen: bool = True
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        if self.optimizer and not self.strict:
+            raise ValueError(
+                "load_module_strict=False leaves weights out, whose optimizer state would then be of others; pass "
+                "load_optimizer_states=False or load_module_only=True with it"
+            )
+
+
+def save(
+    engine: Engine,
+    checkpoints: Checkpoints,
+    client_state: object,
+    contents: Contents,
+    *,
+    in_background: bool,
+    is_latest: bool,
+    then: Callable[[], None] | None,
+) -> None:
     """Write the engine's step, its ranks synchronised first. All ranks. Raises CheckpointError within a step."""
     _refuse_within_step(engine)
     engine.synchronise()
     tensors, rest = _state(engine)
+    if not contents.frozen:
+        for name in _frozen(engine):
+            del tensors[name]
     own = {
         "optimizer": rest,
         "pieces": reshard.packed_pieces(reshard.pieces_of(engine.module, engine.optimizer)),
         "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
         "loader": None if engine.loader is None else engine.loader.state_dict(),
-        "loss_scale": engine.loss_scale.state_dict(),
-        "counts": [engine.micro_steps, engine.global_steps, engine.skipped_steps],
+        "loss_scale": engine.fp16_scale.state_dict(),
+        "counts": [engine.micro_steps, engine.global_steps, engine.skipped_steps, engine.global_samples],
         "rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "client": client_state,
     }
-    checkpoints.save(engine.global_steps, tensors, own, _about(engine), in_background=in_background)
+    about = _about(engine) | {"without_frozen": not contents.frozen}
+    checkpoints.save(
+        engine.global_steps, tensors, own, about, in_background=in_background, is_latest=is_latest, then=then
+    )
 
 
-def load(engine: Engine, checkpoints: Checkpoints, tag: str | None) -> tuple[str | None, object]:
+def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Contents) -> tuple[str | None, object]:
     """See `Engine.load_checkpoint`. All ranks."""
-    tensors, _ = _state(engine)
+    if not contents.optimizer:
+        engine.synchronise()  # replicas that differ would each owe what the weights before owed
+    elif engine.stage is not None:
+        fsdp.reshard(engine.module)
+    tensors, _ = _state(engine) if contents.optimizer else (_weights(engine), None)
+    frozen = _frozen(engine)
     recutting: list[_Recutting] = []
     own: StateDict = {}
 
     def check(found: Loaded) -> None:
-        _check_stamp(engine, found.stamp)
+        if contents.optimizer:
+            _check_stamp(engine, found.stamp)
         own.update(found.own.read(engine.grid.world.rank % len(found.own), *_ENGINES_OWN))
         if missing := sorted(_ENGINES_OWN - own.keys()):
             raise CheckpointError(f"{found.folder} has no {missing[0]} of rank {engine.grid.world.rank}: it is damaged")
-        if not (engine.shares_state or _is_same_cut(engine, found)):
+        if contents.optimizer and not (engine.shares_state or _is_same_cut(engine, found)):
             recutting.append(_Recutting.of(engine, found))
 
+    def may_lack(found: Loaded, name: str) -> bool:
+        if name.startswith("optimizer."):
+            return not contents.optimizer
+        return not contents.strict or (name in frozen and bool(found.stamp.get("without_frozen")))
+
     def take_over(loaded: Loaded) -> None:
-        if engine.shares_state:
+        if not contents.optimizer:
+            if isinstance(engine.optimizer, ShardedOptimizer):
+                engine.optimizer.adopt_parameters()
+        elif engine.shares_state:
             dense.load_state(engine.module, engine.optimizer, *_shared_state(engine, loaded, tensors))
         elif is_recut:
             _load_recut(engine, loaded, recutting[0] if recutting else _Recutting.of(engine, loaded))
         else:
             _load_own(engine, loaded)
-        _load_rest(engine, own)
+        if contents.counts:
+            _load_rest(engine, own, contents)
 
-    loaded = checkpoints.load(tensors, tag, check=check)
+    loaded = checkpoints.load(tensors, tag, check=check, may_lack=may_lack)
     if loaded is None:
         return None, None
     is_recut = any(said != b"\0" for said in gather_bytes(engine.grid.world, bytes([bool(recutting)])))
     checkpoints.together(take_over, loaded)
+    engine.micro_steps_of_step = 0
     engine.zero_grad()  # of other weights
     return str(loaded.folder), own["client"]
 
@@ -89,7 +142,7 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None) -> tuple[str
 def _refuse_within_step(engine: Engine) -> None:
     """Gradients are in no checkpoint: those of the micro-batches before it would be lost without a word."""
     count = engine.gradient_accumulation_steps()
-    done, problem = engine.micro_steps % count, None
+    done, problem = engine.micro_steps_of_step, None
     if done or engine.has_gradients:
         when = (
             f"{'before' if engine.has_gradients else 'after'} the step() of micro-batch {done + engine.has_gradients}"
@@ -102,14 +155,15 @@ def _refuse_within_step(engine: Engine) -> None:
     raise_on_all_ranks(engine.grid.world, problem, CheckpointError)
 
 
-def _load_rest(engine: Engine, own: StateDict) -> None:
+def _load_rest(engine: Engine, own: StateDict, contents: Contents) -> None:
     """What a rank saved besides the optimizer's state."""
-    if engine.scheduler is not None and own["scheduler"] is not None:
+    if contents.scheduler and engine.scheduler is not None and own["scheduler"] is not None:
         engine.scheduler.load_state_dict(own["scheduler"])
     if engine.loader is not None and own["loader"] is not None:
         engine.loader.load_state_dict(own["loader"])
-    engine.loss_scale = engine.loss_scale.with_state(own["loss_scale"])
-    _, engine.global_steps, engine.skipped_steps = own["counts"]
+    engine.fp16_scale = engine.fp16_scale.with_state(own["loss_scale"])
+    _, engine.global_steps, engine.skipped_steps, *samples = own["counts"]
+    engine.global_samples = samples[0] if samples else engine.global_steps * engine.config.train_batch_size
     engine.micro_steps = engine.global_steps * engine.config.gradient_accumulation_steps
     torch.set_rng_state(own["rng"])
     if own["cuda_rng"] is not None and torch.cuda.is_available():
@@ -178,11 +232,20 @@ def _is_same_cut(engine: Engine, found: Loaded) -> bool:
 
 def _state(engine: Engine) -> tuple[dict[str, Tensor], StateDict]:
     """(what all ranks hold together, by name; the rest of the optimizer's state, each rank's own)."""
-    model = {f"model.{name}": x for name, x in engine.module.state_dict().items()}
+    model = _weights(engine)
     if not engine.shares_state:
         return model, engine.optimizer.state_dict()
     tensors, rest = dense.state_of(engine.module, engine.optimizer)
     return model | {f"optimizer.{name}": x for name, x in tensors.items()}, rest
+
+
+def _weights(engine: Engine) -> dict[str, Tensor]:
+    return {f"model.{name}": x for name, x in engine.module.state_dict().items()}
+
+
+def _frozen(engine: Engine) -> set[str]:
+    named = engine.module.named_parameters(remove_duplicate=False)
+    return {f"model.{name}" for name, p in named if not p.requires_grad}
 
 
 def _load_own(engine: Engine, loaded: Loaded) -> None:

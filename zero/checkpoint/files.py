@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import ClassVar, cast
@@ -59,18 +60,21 @@ class Checkpoints(Checkpointing):
     """The checkpoints of one run. Every method is called by all ranks.
 
     keep: how many whole checkpoints of this run stay, the newest; None: all. Construction makes a process group of its
-    own where torch.distributed runs, so that writing in the background does not disturb training.
+    own where torch.distributed runs, so that writing in the background does not disturb training; group: that of
+    another such object, of which only one writes at a time.
     """
 
     _unreadable: ClassVar = (Exception, CheckpointException)
 
-    def __init__(self, folder: Path, transport: Transport, keep: int | None = None):
+    def __init__(
+        self, folder: Path, transport: Transport, keep: int | None = None, group: dist.ProcessGroup | None = None
+    ):
         super().__init__(folder, transport, keep)
-        self._group: dist.ProcessGroup | None = None
+        self.group = group
         self._writing = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
         if dist.is_initialized():
-            self._group = dist.new_group(backend="gloo")
+            self.group = self.group or dist.new_group(backend="gloo")
         elif self.transport.world_size > 1:
             raise ValueError(
                 f"{self.transport.world_size} ranks without torch.distributed: checkpoints are written through it; "
@@ -85,32 +89,37 @@ class Checkpoints(Checkpointing):
         about: Mapping[str, object] | None = None,
         *,
         in_background: bool = False,
+        is_latest: bool = True,
+        then: Callable[[], None] | None = None,
     ) -> None:
         """Write a checkpoint; on return, or after `wait`, it is on disk for all ranks.
 
         model: a state dict; tensors under one name are the same on all ranks, or DTensors. own: see `tree.pack`.
         about: what else to know of the run, for JSON. in_background: return when the tensors have been copied to host
-        memory. Raises CheckpointError, on all ranks, where any could not write, or where the folder holds a checkpoint
-        of another run that is as new: `latest` and all checkpoints are untouched then, and nothing is left over.
+        memory. is_latest: whether `latest` names it. then: what one rank does when it is on disk. Raises
+        CheckpointError, on all ranks, where any could not write, or where the folder holds a checkpoint of another run
+        that is as new: `latest` and all checkpoints are untouched then, and nothing is left over.
         """
         self.wait()
-        is_foreground = self._group is None or not in_background
+        is_foreground = self.group is None or not in_background
         state = self.together(_flat_state, self.transport.rank, model, own)
         if not is_foreground:
             state = self.together(BlockingAsyncStager().stage, state)
-        partial, is_maker = self._begin(step, is_shared=True)
+        hidden, is_maker = self._begin(step, is_shared=True)
         stamp = dict(about or {}) | {"step": step, "world_size": self.transport.world_size}
-        writer = Writer(partial)
+        writer = Writer(hidden)
 
         def write() -> None:
             try:
-                state_dict_saver.save(state, storage_writer=writer, process_group=self._group)
+                state_dict_saver.save(state, storage_writer=writer, process_group=self.group)
                 sums = self._sums_of_all(writer.sums)
                 if is_maker:
-                    self._files.commit(partial, stamp, sums, self.keep)
+                    self._files.commit(hidden, stamp, sums, self.keep, is_latest=is_latest)
+                    if then is not None:
+                        then()
             except BaseException:
                 if is_maker:
-                    remove(partial)
+                    remove(hidden)
                 raise
 
         if is_foreground:
@@ -130,14 +139,16 @@ class Checkpoints(Checkpointing):
         tag: str | None = None,
         *,
         check: Callable[[Loaded], None] = lambda loaded: None,
+        may_lack: Callable[[Loaded, str], bool] = lambda loaded, name: False,
     ) -> Loaded | None:
         """Read a checkpoint (tag: its folder's name; None: `latest`) into the tensors of a state dict, in place.
 
         model: of one rank its part, where the ranks hold different layers; together they hold what the checkpoint does.
-        check: looks at what is there, and raises CheckpointError where it is not of this run. None where there is no
-        checkpoint yet; where there are some and `latest` is lost, the newest that is whole. Each rank reads its share
-        of the files once more, to check them. Raises CheckpointError, on all ranks, before anything is changed, where
-        it is damaged or holds another model; the text names the newest other one that is whole.
+        check: looks at what is there, and raises CheckpointError where it is not of this run. may_lack: whether a
+        tensor of that name, which checkpoint or model lacks, is passed over. None where there is no checkpoint yet;
+        where there are some and `latest` is lost, the newest that is whole. Each rank reads its share of the files once
+        more, to check them. Raises CheckpointError, on all ranks, before anything is changed, where it is damaged or
+        holds another model; the text names the newest other one that is whole.
         """
         self.wait()
         name = self._find(tag)
@@ -148,12 +159,12 @@ class Checkpoints(Checkpointing):
         loaded = Loaded(target, stamp, Own(target, metadata, stamp["world_size"]))
         names = _names_of_all(self.transport, model)
         self.together(check, loaded)
-        self.together(_check_model, target, metadata, model, names)
-        state = {f"model/{key}": tensor for key, tensor in model.items()}
+        found = self.together(_check_model, target, metadata, model, names, partial(may_lack, loaded))
+        state = {f"model/{key}": tensor for key, tensor in model.items() if key in found}
         with _knowing_that_it_is_alone():
             self.together(
                 lambda: state_dict_loader.load(
-                    state, storage_reader=Reader(target, metadata), process_group=self._group
+                    state, storage_reader=Reader(target, metadata), process_group=self.group
                 ),
                 hint=lambda: self._offer(name),
             )
@@ -181,9 +192,9 @@ class Checkpoints(Checkpointing):
     def _sums_of_all(self, mine: dict[str, Sum]) -> dict[str, Sum]:
         """In the thread that writes: through its own process group."""
         every: list[dict[str, Sum]] = [mine]
-        if self._group is not None:
+        if self.group is not None:
             every = [{} for _ in range(self.transport.world_size)]
-            dist.all_gather_object(every, mine, self._group)
+            dist.all_gather_object(every, mine, self.group)
         return {name: one for sums in every for name, one in sums.items()}
 
     def _problem(self, error: BaseException) -> str:
@@ -245,22 +256,32 @@ def _names_of_all(transport: Transport, model: Mapping[str, Tensor]) -> set[str]
     return {name for text in gather_texts(transport, "\n".join(model)) for name in text.splitlines()}
 
 
-def _check_model(target: Path, metadata: Metadata, model: Mapping[str, Tensor], names: Set[str]) -> None:
-    """Raise CheckpointError unless names and shapes are the same. names: those of all ranks' parts of the model."""
+def _check_model(
+    target: Path,
+    metadata: Metadata,
+    model: Mapping[str, Tensor],
+    names: Set[str],
+    may_lack: Callable[[str], bool] = lambda name: False,
+) -> Set[str]:
+    """The names that are there. Raises CheckpointError unless names and shapes are the same.
+
+    names: those of all ranks' parts of the model. may_lack: whether one that either lacks is passed over.
+    """
     saved = {
         key.removeprefix("model/"): entry
         for key, entry in metadata.state_dict_metadata.items()
         if key.startswith("model/")
     }
-    if missing := sorted(names ^ saved.keys()):
+    if missing := sorted(name for name in names ^ saved.keys() if not may_lack(name)):
         where = "the checkpoint has no" if missing[0] in names else "the model has no"
         raise CheckpointError(f"{target} is of another model: {where} {missing[0]}")
-    for name, tensor in model.items():
-        entry = saved[name]
+    for name in model.keys() & saved.keys():
+        entry, tensor = saved[name], model[name]
         assert isinstance(entry, TensorStorageMetadata)
         if entry.size != tensor.shape:
             shapes = f"shape {tuple(entry.size)} there and {tuple(tensor.shape)} here"
             raise CheckpointError(f"{target} is of another model: {name} has {shapes}")
+    return saved.keys()
 
 
 @contextmanager
