@@ -6,6 +6,8 @@ Start reading at `initializing.py`, then `forms.py` (which form a configuration 
 `parallel/fsdp.py` shards inside a node, `sharded/adam.py` across nodes, `parallel/tensor.py` divides each layer; all of
 them work without an engine. `pipeline/layers.py` describes a model as a list of layers, `pipeline/run.py` runs it in
 stages.
+
+`import onebit.zero as deepspeed` runs DeepSpeed's scripts: `deepspeed/` and docs/deepspeed.md.
 """
 
 from __future__ import annotations
@@ -16,18 +18,34 @@ if __name__ != "onebit.zero":
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ..version import VERSION as __version__  # noqa: F401
+
 __all__ = [
-    "CheckpointError", "Checkpoints", "Config", "Engine", "LayerSpec", "NotFiniteError", "PipelineModule",
-    "ShardedOnebitAdam", "ShardedOnebitLamb", "ShardedZeroOneAdam", "TiedLayerSpec", "data", "export_weights", "fsdp",
-    "grid", "import_weights", "initialize", "read_config", "split", "tensor",
+    "CheckpointError", "Checkpoints", "Config", "DeepSpeedEngine", "Engine", "LayerSpec", "NotFiniteError",
+    "PipelineModule", "ShardedOnebitAdam", "ShardedOnebitLamb", "ShardedZeroOneAdam", "TiedLayerSpec",
+    "add_config_arguments", "data", "export_weights", "fsdp", "get_accelerator", "grid", "import_weights",
+    "init_distributed", "initialize", "log_dist", "read_config", "split", "tensor",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from ..checkpoint.files import CheckpointError
+    from . import accelerator as accelerator
+    from . import checkpointing as checkpointing
+    from . import comm as comm
     from . import data, grid
+    from . import moe as moe
+    from . import ops as ops
+    from . import pipe as pipe
+    from . import runtime as runtime
+    from . import utils as utils
+    from . import zero as zero
+    from .accelerator import get_accelerator
     from .checkpoint.files import Checkpoints
     from .checkpoint.weights import export_weights, import_weights
+    from .comm import init_distributed
     from .config.whole import Config, read_config
+    from .deepspeed.engine import DeepSpeedEngine
+    from .deepspeed.given import add_config_arguments
     from .engine import Engine
     from .initializing import initialize
     from .parallel import fsdp, tensor
@@ -37,12 +55,19 @@ if TYPE_CHECKING:
     from .sharded.exchange import NotFiniteError
     from .sharded.lamb import ShardedOnebitLamb
     from .sharded.zero_one_adam import ShardedZeroOneAdam
+    from .utils.logging import log_dist
+    from .utils.logging import logger as logger
 else:
     _MODULES = {"data": ".data", "fsdp": ".parallel.fsdp", "grid": ".grid", "tensor": ".parallel.tensor"}
+    _MODULES |= {  # by DeepSpeed's names
+        name: f".{name}"
+        for name in ("accelerator", "checkpointing", "comm", "moe", "ops", "pipe", "runtime", "utils", "zero")
+    }
     _HOMES = {
         "CheckpointError": "..checkpoint.files",
         "Checkpoints": ".checkpoint.files",
         "Config": ".config.whole",
+        "DeepSpeedEngine": ".deepspeed.engine",
         "Engine": ".engine",
         "LayerSpec": ".pipeline.layers",
         "NotFiniteError": ".sharded.exchange",
@@ -51,9 +76,14 @@ else:
         "ShardedOnebitLamb": ".sharded.lamb",
         "ShardedZeroOneAdam": ".sharded.zero_one_adam",
         "TiedLayerSpec": ".pipeline.layers",
+        "add_config_arguments": ".deepspeed.given",
         "export_weights": ".checkpoint.weights",
+        "get_accelerator": ".accelerator",
         "import_weights": ".checkpoint.weights",
+        "init_distributed": ".comm",
         "initialize": ".initializing",
+        "log_dist": ".utils.logging",
+        "logger": ".utils.logging",
         "read_config": ".config.whole",
         "split": ".pipeline.split",
     }
@@ -64,4 +94,11 @@ else:
             return import_module(_MODULES[name], __name__)
         if name in _HOMES:
             return getattr(import_module(_HOMES[name], __name__), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from .deepspeed.names import MODULE, why_not
+
+        why = None if name.startswith("__") else why_not(name, MODULE)
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}"
+            if why is None
+            else f"DeepSpeed's {name} is not here: {why}"
+        )

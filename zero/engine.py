@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -136,12 +136,12 @@ class Engine:
         self.optimizer.zero_grad()
         self._loss, self.has_gradients = torch.zeros(()), False
 
-    def step(self) -> None:
+    def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
         """Behind every backward. With the step's last micro-batch: average over ranks, update, drop the gradients.
 
         Where a gradient is not finite on any rank, all skip: nothing changes but the loss scale, and the schedule stays
-        where it is. Raises OverflowError, on all ranks, where the loss scale cannot fall any further; PeerError,
-        ReplicaError and SkippedStepsError as the optimizer.
+        where it is. lr_kwargs: for the schedule's step(). Raises OverflowError, on all ranks, where the loss scale
+        cannot fall any further; PeerError, ReplicaError and SkippedStepsError as the optimizer.
         """
         self._refuse_in_pipeline("step()")
         self._refuse_strange_gradients()
@@ -150,7 +150,7 @@ class Engine:
         self.micro_steps += 1
         self.micro_steps_of_step += 1
         if is_boundary:
-            self._update()
+            self._update(lr_kwargs)
 
     def _refuse_strange_gradients(self) -> None:
         """Raise RuntimeError where gradients came by `loss.backward()`: without loss scale and weight."""
@@ -163,7 +163,7 @@ class Engine:
                 "engine.zero_grad() to drop what others have left"
             )
 
-    def _update(self) -> None:
+    def _update(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
         rates = self.get_lr()
         self.micro_steps_of_step = 0
         with self._clock.measure("step"):
@@ -175,7 +175,7 @@ class Engine:
         self._write_scalars(rates[0])
         self.fp16_scale = self.fp16_scale.after(is_skipped)
         if self.scheduler is not None and not is_skipped:
-            self.scheduler.step()
+            self.scheduler.step(**dict(lr_kwargs or {}))  # type: ignore[arg-type]
         every = self.config.steps_per_print
         if every and self.grid.world.rank == 0 and self.global_steps % every == 0:
             log.info(
@@ -445,10 +445,29 @@ class Engine:
         for checkpoints in self._checkpoints.values():
             checkpoints.wait()
 
-    def save_16bit_model(self, save_dir: str | os.PathLike[str], name: str = "model.safetensors") -> None:
-        """Write the whole weights, floating-point ones in the dtype computed in, to one safetensors file. All ranks."""
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the whole weights, floating-point ones in the dtype computed in, to one safetensors file. All ranks.
+
+        True. Raises ValueError where the name is that of another format.
+        """
+        if Path(save_filename).suffix != ".safetensors":
+            raise ValueError(
+                f"weights are written as safetensors, and {save_filename!r} is named as another format; name it "
+                "model.safetensors, and read it with safetensors.torch.load_file"
+            )
+        if exclude_frozen_parameters:
+            raise ValueError(
+                "exclude_frozen_parameters=True is for save_checkpoint; of engine.module_state_dict(True) write the "
+                "weights with safetensors.torch.save_file"
+            )
         self.synchronise()
-        export_weights(self.module, Path(save_dir) / name, self.grid.world, self.config.dtype, grid=self.grid)
+        export_weights(self.module, Path(save_dir) / save_filename, self.grid.world, self.config.dtype, grid=self.grid)
+        return True
 
     def _in(self, folder: Path, keep: int | None = None) -> Checkpoints:
         """One object for a folder, however it is spelled; it begins when what goes into others is on disk."""

@@ -25,8 +25,12 @@ from torch.utils.data import Dataset
 from ..comm.launch import Launch, detect
 from . import grid as grids
 from .checkpoint.weights import check_can_export
+from .comm import init_distributed, timeout_s
 from .config.whole import Config, Fills, read_config
 from .data import ShardedLoader
+from .deepspeed.engine import DeepSpeedEngine
+from .deepspeed.given import Schedule, check_fits, check_mpu, optimizer_for, scheduler_for
+from .deepspeed.parameters import make_known
 from .engine import Engine
 from .forms import build
 from .grid import Grid
@@ -43,19 +47,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ConfigLike = Mapping[str, object] | str | os.PathLike[str]
-Initialized = tuple[Engine, torch.optim.Optimizer, ShardedLoader | None, LRScheduler | None]
+Initialized = tuple[DeepSpeedEngine, torch.optim.Optimizer, ShardedLoader | None, LRScheduler | None]
 
 
 def initialize(
-    *,
-    model: nn.Module | PipelineModule,
-    config: ConfigLike | None = None,
     args: object = None,
+    model: nn.Module | PipelineModule | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[ParamsT], torch.optim.Optimizer] | None = None,
     model_parameters: ParamsT | Groups | None = None,
-    optimizer: Callable[[ParamsT], torch.optim.Optimizer] | None = None,
-    lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
     training_data: Dataset[object] | None = None,
+    lr_scheduler: LRScheduler | Schedule | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+    distributed_port: int | None = None,
+    mpu: object = None,
+    dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], object] | None = None,
+    config: ConfigLike | None = None,
+    mesh_param: None = None,
+    config_params: ConfigLike | None = None,
+    *,
     grid: Grid | None = None,
     tensor_plan: Plan | None = None,
     seed: int = 0,
@@ -63,59 +72,99 @@ def initialize(
 ) -> Initialized:
     """Engine, optimizer, data loader and scheduler, as DeepSpeed's users know them. All ranks, once per model.
 
-    model: the same on every rank in shape (rank 0's values are taken); sharded in place; or a list of layers, see
-    `PipelineModule`. Where the configuration computes in bf16 or fp16, masters are float32, whatever its dtype is.
-    config: see `read_config`; None: args.deepspeed_config, as argparse leaves it. model_parameters: what to train,
-    of the model as it is passed, or a function that gives it of the sharded model: parameters or groups of them;
-    default: all that requires gradients. optimizer: makes one, dense, where the configuration has none.
-    lr_scheduler: makes one, in place of the configuration's. training_data, collate_fn: see `ShardedLoader`; seed
-    is its. grid: default: the launcher's ranks, sharded inside each node where the stage asks for it. tensor_plan:
-    how the ranks of the grid's tensor axis divide the layers, see `tensor.parallelize`; with one rank there it
-    changes nothing. fills: what "auto" stands for.
+    model: the same on every rank in shape (rank 0's values are taken), moved to this rank's device and sharded in
+    place; or a list of layers, see `PipelineModule`. Where the configuration computes in bf16 or fp16, masters are
+    float32, whatever its dtype is. config: see `read_config`; None: config_params, or args.deepspeed_config as argparse
+    leaves it. model_parameters: what to train, of the model as it is passed, or a function that gives it of the sharded
+    model: parameters or groups of them; default: all that requires gradients.
+
+    optimizer: a dense one of this model's parameters, which is then given the sharded ones in their place, with no step
+    taken; or a function that makes one. In place of a dense one in the configuration. lr_scheduler: one of that
+    optimizer, or a function that makes one; in place of the configuration's.
+
+    training_data, collate_fn: see `ShardedLoader`; seed is its. grid: default: the launcher's ranks, sharded inside
+    each node where the stage asks for it. tensor_plan: how the ranks of the grid's tensor axis divide the layers, see
+    `tensor.parallelize`; with one rank there it changes nothing. mpu: see `check_mpu`. distributed_port,
+    dist_init_required: see `comm.init_distributed`. fills: what "auto" stands for.
 
     Raises ValueError, TypeError, OSError and ImportError on bad configurations, before anything is sharded.
     """
-    _refuse_made(optimizer=optimizer, lr_scheduler=lr_scheduler)
-    _refuse_wrapped(model)
-    if isinstance(model, PipelineModule):
-        if model.num_stages is not None:
-            fills.setdefault("stages", model.num_stages)
-        if model_parameters is not None and not callable(model_parameters):
-            raise TypeError("a rank builds its own layers: pass model_parameters as a function of the module they make")
+    model = _checked(model)
+    if mesh_param is not None:
+        raise ValueError("mesh_param is not here: there is no sequence parallelism; pass grid= for other axes")
+    if isinstance(model, PipelineModule) and model.num_stages is not None:
+        fills.setdefault("stages", model.num_stages)
+    if dist_init_required is False or distributed_port is not None:
+        init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     launch = detect(os.environ)
-    read = _read(_named_config(config, args), launch, grid, fills)
-    if optimizer is not None and read.optimizer is not None:
-        raise ValueError(
-            f"the optimizer is given twice, as optimizer= and as {read.optimizer.type} in the configuration; give one"
-        )
+    read = _read(_named_config(config, config_params, args), launch, grid, fills)
+    if mpu is not None:
+        check_mpu(mpu, launch.world_size if grid is None else grid.world.world_size)
     rank = launch.rank if grid is None else grid.world.rank
     monitors = open_monitors(read, rank)
     _check_model(read, model, rank)
-    if model_parameters is not None and not callable(model_parameters):
-        model_parameters = remembered(cast(nn.Module, model), model_parameters)
+    outline = model.outline() if isinstance(model, PipelineModule) else model
+    groups, make_optimizer = _groups(model_parameters, outline), None
+    if optimizer is not None:
+        _check_one_optimizer(read, optimizer, rank)
+        make_optimizer, its_own = optimizer_for(optimizer, outline)
+        groups = its_own or groups
     if grid is None:
-        grid = grids.start(pipe=read.pipeline.ranks, shard=_shards(read, launch), tensor=read.onebit.tensor)
+        grid = grids.start(
+            timeout_s=timeout_s(), pipe=read.pipeline.ranks, shard=_shards(read, launch), tensor=read.onebit.tensor
+        )
     loss_fn, stages = None, {}
     if isinstance(model, PipelineModule):
         loss_fn, stages = model.loss_fn, pipeline.build_stages(model, read.pipeline, grid)
         model = next(iter(stages.values())) if len(stages) == 1 else Stages(list(stages.values()))
-    built = build(read, grid, model, model_parameters or trained, optimizer, tensor_plan)
+    elif read.zero_optimization.offload_param.device == "none":
+        model.to(grid.device)
+    built = build(read, grid, model, groups, make_optimizer, tensor_plan)
+    check_fits(built.optimizer, grid.shape)
     scheduler = _scheduler(read, lr_scheduler, built.optimizer)
     loader = None if training_data is None else _loader(read, grid, training_data, collate_fn, seed)
-    engine = Engine(model, read, grid, built, scheduler, loader, monitors, loss_fn)
+    engine = DeepSpeedEngine(model, read, grid, built, scheduler, loader, monitors, loss_fn)
+    engine.mpu = mpu
     if grid.shape.size("pipe") > 1:
         engine.pipeline = pipeline.Pipeline(stages, read, grid, cast(Loss, loss_fn), built.stage)
+    make_known(engine)
     return engine, built.optimizer, loader, scheduler
 
 
-def _refuse_made(**makers: object) -> None:
-    """Raise TypeError where an optimizer or a scheduler is given in the place of a function that makes it."""
-    for name, given in makers.items():
-        if given is not None and (not callable(given) or isinstance(given, torch.optim.Optimizer)):
-            raise TypeError(
-                f"expected a function that makes the {name} behind sharding, got {type(given).__name__}; pass for "
-                "example functools.partial(torch.optim.AdamW, lr=1e-3)"
-            )
+def _checked(model: object) -> nn.Module | PipelineModule:
+    """Raise TypeError where there is no model, or another library distributes it."""
+    if isinstance(model, Engine):
+        raise TypeError("the model is an engine already; pass engine.module of none, and initialize each model once")
+    if not isinstance(model, nn.Module | PipelineModule):
+        raise TypeError(f"expected model=, a torch.nn.Module or a PipelineModule, got {type(model).__name__}")
+    _refuse_wrapped(model)
+    return model
+
+
+def _groups(given: ParamsT | Groups | None, outline: nn.Module) -> Groups:
+    """What to train, of the sharded model."""
+    if given is None:
+        return trained
+    if isinstance(given, nn.Module):
+        raise TypeError(f"model_parameters is a {type(given).__name__}; pass model_parameters=model.parameters()")
+    return given if callable(given) else remembered(outline, given)
+
+
+def _check_one_optimizer(read: Config, given: object, rank: int) -> None:
+    """One that is handed over takes the place of the file's, as in DeepSpeed; not of one that sends less.
+
+    Raises ValueError.
+    """
+    if read.optimizer is None:
+        return
+    name = type(given).__name__ if isinstance(given, torch.optim.Optimizer) else "a function that makes one"
+    if read.optimizer.is_one_bit:
+        raise ValueError(
+            f"the optimizer is given twice, as optimizer= ({name}) and as {read.optimizer.type} in the configuration, "
+            "which sends a fraction of what the first does; give one"
+        )
+    if rank == 0:
+        log.warning("optimizer= (%s) takes the place of %s in the configuration", name, read.optimizer.type)
 
 
 def _read(config: ConfigLike, launch: Launch, grid: Grid | None, fills: Fills) -> Config:
@@ -144,11 +193,9 @@ def _check_model(read: Config, model: nn.Module | PipelineModule, rank: int) -> 
         log.warning("%s", warning)
 
 
-def _scheduler(
-    read: Config, make: Callable[[torch.optim.Optimizer], LRScheduler] | None, optimizer: torch.optim.Optimizer
-) -> LRScheduler | None:
-    if make is not None:
-        return make(optimizer)
+def _scheduler(read: Config, given: object, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    if given is not None:
+        return scheduler_for(given, optimizer)
     return None if read.scheduler is None else build_scheduler(read.scheduler, optimizer)
 
 
@@ -177,16 +224,22 @@ def _refuse_wrapped(model: nn.Module | PipelineModule) -> None:
             )
 
 
-def _named_config(config: ConfigLike | None, args: object) -> ConfigLike:
+def _named_config(config: ConfigLike | None, config_params: ConfigLike | None, args: object) -> ConfigLike:
     """The one that is given. DeepSpeed's add_config_arguments puts a file's name into args."""
-    named = getattr(args, "deepspeed_config", None)
-    if config is not None and named is not None:
+    named = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    given = {name: value for name, value in named.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"the configuration is given twice, as {' and as '.join(given)}; give one")
+    if not given:
         raise ValueError(
-            f"the configuration is given twice, as config= and as args.deepspeed_config ({named}); give one"
+            "no configuration: pass config=, a file's name or a dict, or args= with deepspeed_config "
+            "(--deepspeed_config FILE)"
         )
-    if config is None and named is None:
-        raise ValueError("no configuration: pass config=, a file's name or a dict, or args= with deepspeed_config")
-    return cast(ConfigLike, config if config is not None else named)
+    return cast(ConfigLike, next(iter(given.values())))
 
 
 def _shards(config: Config, launch: Launch) -> int:

@@ -79,6 +79,12 @@ def _piece(name: str, p: Tensor) -> ParamSlice:
     return ParamSlice(name, shape, tuple(chunks[0].offsets), held)
 
 
+def slice_of(p: Tensor) -> Index:
+    """Which elements of a parameter this rank holds, as an index into the whole."""
+    piece = _piece("", p)
+    return tuple(slice(offset, offset + size) for offset, size in zip(piece.offsets, piece.sizes, strict=True))
+
+
 def parts_of(shape: GridShape) -> list[list[int]]:
     """The ranks of a grid by the part of the model that they hold: each list all replicas of one part, in order."""
     firsts = (rank for rank in range(shape.world_size) if shape.coordinates(rank)["replica"] == 0)

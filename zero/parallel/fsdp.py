@@ -36,7 +36,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..grid import Grid
@@ -162,6 +162,11 @@ def drop_unreduced(model: nn.Module) -> None:
         p.unsharded_accumulated_grad = None
         if hasattr(p, "_unsharded_param"):
             p.unsharded_param.grad = None
+
+
+def sharded_of(model: nn.Module, p: Tensor) -> Tensor:
+    """The shard of a parameter that FSDP2 has gathered, or what was given."""
+    return next((own.sharded_param for own in _parameters(model) if getattr(own, "_unsharded_param", None) is p), p)
 
 
 def _parameters(model: nn.Module) -> Iterator[Any]:

@@ -20,9 +20,9 @@ def trained(model: nn.Module) -> Iterable[Tensor]:
 def remembered(model: nn.Module, given: ParamsT) -> Groups:
     """A function that gives, of the sharded model, what was given of the plain one, by the parameters' names.
 
-    given: parameters, (name, parameter) pairs, or groups of either (dicts with "params"), as torch's optimizers take
-    them. Call it before the model is sharded. Raises ValueError where a parameter is not of this model, TypeError on
-    anything else.
+    A parameter that the sharded one does not have is left out: a pipeline's stage has some layers. given: parameters,
+    (name, parameter) pairs, or groups of either (dicts with "params"), as torch's optimizers take them. Call it before
+    the model is sharded. Raises ValueError where a parameter is not of this model, TypeError on anything else.
     """
     names: dict[int, str] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -31,7 +31,7 @@ def remembered(model: nn.Module, given: ParamsT) -> Groups:
 
     def find(sharded: nn.Module) -> ParamsT:
         now = dict(sharded.named_parameters(remove_duplicate=False))
-        return cast(ParamsT, [_found(item, now) for item in marked])
+        return cast(ParamsT, [_found(item, now) for item in marked if not _is_elsewhere(item, now)])
 
     return find
 
@@ -58,10 +58,14 @@ def _marked(item: object, names: Mapping[int, str]) -> object:
     )
 
 
+def _is_elsewhere(item: object, now: Mapping[str, torch.nn.Parameter]) -> bool:
+    return (isinstance(item, _Name) and item not in now) or (isinstance(item, tuple) and _is_elsewhere(item[1], now))
+
+
 def _found(item: object, now: Mapping[str, torch.nn.Parameter]) -> object:
     if isinstance(item, _Name):
         return now[item]
     if isinstance(item, dict):
-        return {**item, "params": [_found(x, now) for x in item["params"]]}
+        return {**item, "params": [_found(x, now) for x in item["params"] if not _is_elsewhere(x, now)]}
     assert isinstance(item, tuple)
     return item[0], _found(item[1], now)

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -131,20 +131,32 @@ class PipelineModule:
     shared out among the stages, in order: "parameters": as many parameters each; "uniform": as many layers;
     "type:REGEX": as many layers whose class is so named; "time": as long, as measured on rank 0 with `example`, a
     micro-batch's inputs. activation_checkpoint_interval: layers whose activations are computed again in the backward
-    pass instead of being kept; 0: none. base_seed: of the initial values.
+    pass instead of being kept; 0: none. base_seed: of the initial values. topology: DeepSpeed's, of which the size of
+    its axis "pipe" is taken, in place of num_stages. seed_layers: no effect, values always depend on a layer's place.
+    seed_fn, checkpointable_layers, dynamic_shape: not here.
     """
 
     def __init__(
         self,
         layers: Sequence[Layer],
-        *,
-        loss_fn: Loss,
         num_stages: int | None = None,
+        topology: object = None,
+        loss_fn: Loss | None = None,
+        seed_layers: bool = True,
+        seed_fn: None = None,
+        base_seed: int = 1234,
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,
-        base_seed: int = 1234,
+        checkpointable_layers: None = None,
+        dynamic_shape: bool = False,
+        *,
         example: object = None,
     ):
+        _refuse_absent(seed_fn=seed_fn, checkpointable_layers=checkpointable_layers, dynamic_shape=dynamic_shape)
+        if loss_fn is None:
+            raise TypeError("a PipelineModule needs loss_fn=, called as loss_fn(output, target) by the last stage")
+        if topology is not None:
+            num_stages = _stages_of(topology, num_stages)
         if not layers:
             raise ValueError("a pipeline needs at least one layer")
         for k, layer in enumerate(layers):
@@ -159,7 +171,42 @@ class PipelineModule:
         self.partition_method = partition_method
         self.activation_checkpoint_interval, self.base_seed = activation_checkpoint_interval, base_seed
         self.example = example
+        self._whole: Stage | None = None
         self._check_timing(partition_method)
+
+    def outline(self) -> Stage:
+        """All layers under their names, those that are not built yet without values (device "meta"). Made once.
+
+        Parameters of it stand for the model's: in model_parameters, in an optimizer, and frozen in it, in all stages.
+        """
+        if self._whole is None:
+
+            def build(k: int) -> nn.Module:
+                layer = self.layers[k]
+                if isinstance(layer, nn.Module):
+                    return layer
+                with torch.device("meta"):
+                    return cast(LayerSpec, layer).build()
+
+            self._whole = self._stage(range(len(self.layers)), {}, build)
+        return self._whole
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of the whole model; see `outline`."""
+        return self.outline().parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of the whole model, with names; see `outline`."""
+        return self.outline().named_parameters()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raises AttributeError; for what a module has, with what to do instead."""
+        if hasattr(nn.Module, name):
+            raise AttributeError(
+                f"a PipelineModule is a list of layers, of which each rank builds its own in initialize(), and has no "
+                f"{name!r}; do it in the layers, or on engine.module"
+            )
+        raise AttributeError(f"PipelineModule has no attribute {name!r}")
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -167,19 +214,25 @@ class PipelineModule:
     def stages(self, parts: Sequence[range]) -> list[Stage]:
         """Build these parts of the model; what is tied between them is built once."""
         tied: dict[str, nn.Module] = {}
-        return [self._stage(part, tied) for part in parts]
+        made = [self._stage(part, tied, self._build) for part in parts]
+        if self._whole is not None:
+            frozen = {name for name, p in self._whole.named_parameters() if not p.requires_grad}
+            for stage in made:
+                for name, p in stage.named_parameters():
+                    p.requires_grad_(p.requires_grad and name not in frozen)
+        return made
 
-    def _stage(self, layers: range, built: dict[str, nn.Module]) -> Stage:
+    def _stage(self, layers: range, built: dict[str, nn.Module], build: Callable[[int], nn.Module]) -> Stage:
         named, tied, calls = nn.ModuleDict(), nn.ModuleDict(), []
         for k in layers:
             layer = self.layers[k]
             if isinstance(layer, TiedLayerSpec):
                 if layer.key not in built:
-                    built[layer.key] = self._build(self._first_of(layer.key))
+                    built[layer.key] = build(self._first_of(layer.key))
                 tied[layer.key] = built[layer.key]
                 calls.append(_tied_call(layer, tied[layer.key]))
             elif isinstance(layer, LayerSpec | nn.Module):
-                named[str(k)] = self._build(k)
+                named[str(k)] = build(k)
                 calls.append(named[str(k)])
             else:
                 calls.append(layer)
@@ -252,6 +305,34 @@ class PipelineModule:
 
     def _first_of(self, key: str) -> int:
         return next(k for k, layer in enumerate(self.layers) if isinstance(layer, TiedLayerSpec) and layer.key == key)
+
+
+def _refuse_absent(**asked: object) -> None:
+    """Raise ValueError where DeepSpeed's arguments ask for what is not here."""
+    remedies = {
+        "seed_fn": "pass base_seed=: initial values depend on it and on a layer's place",
+        "checkpointable_layers": "checkpoint within the layers, or activation_checkpoint_interval= of them at a time",
+        "dynamic_shape": "micro-batches of one step have one shape; steps may differ in it",
+    }
+    for name, value in asked.items():
+        if value:
+            raise ValueError(f"{name}={value!r} is not here: {remedies[name]}")
+
+
+def _stages_of(topology: object, num_stages: int | None) -> int:
+    """Of a topology as DeepSpeed's ProcessTopology. Raises ValueError where layers are divided as well."""
+    ask = getattr(topology, "get_dim", None)
+    if ask is None:
+        raise TypeError(f"topology= is a {type(topology).__name__} without get_dim; pass num_stages=")
+    if (ask("model") or 1) > 1:
+        raise ValueError(
+            f"the topology divides layers over {ask('model')} ranks: layers divided by the script are not taken over; "
+            'pass whole layers, initialize(tensor_plan=...) and "onebit": {"tensor": ...}'
+        )
+    stages = int(ask("pipe") or 1)
+    if num_stages not in (None, stages):
+        raise ValueError(f"num_stages is {num_stages}, the topology has {stages} stages; give one of them")
+    return stages
 
 
 def balance(weights: Sequence[float], parts: int) -> list[range]:

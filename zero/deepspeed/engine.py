@@ -1,0 +1,499 @@
+"""DeepSpeedEngine: the engine, and what DeepSpeed's scripts ask of one beside training. What `initialize` gives.
+
+`zero/engine.py` drives; here are the answers: settings, ranks, the gradient-accumulation boundary, the whole weights,
+attributes of the module. A name of DeepSpeed's that is not here raises AttributeError with what to do instead
+(`names.py`). `docs/deepspeed.md` lists all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from ...comm.messages import gather_texts
+from ..comm import get_local_rank
+from ..config.reader import nearest, write_block
+from ..config.sections import OffloadOptimizer
+from ..data import ShardedLoader
+from ..engine import Engine
+from ..parallel import fsdp
+from ..pipeline.run import Batch
+from ..sharded.base import ShardedOptimizer
+from .names import ENGINE, REFUSED, SWITCHED_OFF, why_not
+
+log = logging.getLogger(__name__)
+
+_Self = TypeVar("_Self", bound="DeepSpeedEngine")
+
+
+class DeepSpeedEngine(Engine):
+    """An `Engine` under DeepSpeed's names. mpu: what `initialize` was given.
+
+    What is neither here nor in `Engine` is asked of the module: engine.generate is engine.module.generate.
+    """
+
+    mpu: object = None
+    _was_applied = False
+    _passes = 0  # backward passes since the last step()
+
+    def __getattr__(self, name: str) -> Any:
+        """Of the module; what is switched off for good. Only for names that are not found otherwise."""
+        if name in REFUSED:
+            return partial(_refuse, name)
+        module = self.__dict__.get("module")
+        if module is not None and not name.startswith("__") and hasattr(module, name):
+            return getattr(module, name)
+        if name in SWITCHED_OFF:
+            return _says_false
+        if (why := why_not(name, ENGINE)) is not None:
+            raise AttributeError(f"DeepSpeed's engine.{name} is not here: {why}")
+        found = nearest(name, [known for known in dir(self) if not known.startswith("_")])
+        advice = f"; did you mean {found!r}?" if found else ""
+        raise AttributeError(f"neither the engine nor its {type(module).__name__} has an attribute {name!r}{advice}")
+
+    # ---------------------------------------------------------------- a step
+
+    def forward(self, *inputs: object, **named: object) -> object:
+        """As calling the engine."""
+        return self(*inputs, **named)
+
+    def backward(  # type: ignore[override]
+        self,
+        loss: Tensor,
+        allreduce_gradients: bool = True,
+        release_loss: bool = False,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+    ) -> Tensor:
+        """Add the loss's gradients, times the loss scale; scale_wrt_gas: over the micro-batches of a step. The loss.
+
+        release_loss: no effect. Raises TypeError on what is no loss, ValueError without allreduce_gradients.
+        """
+        if not allreduce_gradients:
+            raise ValueError(
+                f"allreduce_gradients=False: {ENGINE['allreduce_gradients']}, which sends nothing, and leave it out"
+            )
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(f"expected a loss, a tensor of one element, got {got}; reduce it, as by loss.mean()")
+        self._passes += 1
+        if self._passes == 2 + 2 * self.config.gradient_accumulation_steps and self._said_boundary is None:
+            log.warning(
+                "rank %d: backward() has run %d times and step() never; call engine.step() behind every micro-batch, "
+                "also where is_gradient_accumulation_boundary() is False: it counts them",
+                self.global_rank,
+                self._passes,
+            )
+        return super().backward(loss, retain_graph=retain_graph, weight=None if scale_wrt_gas else 1.0)
+
+    def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
+        """As `Engine.step`. lr_kwargs: for the schedule's step()."""
+        if self._is_paused:
+            raise RuntimeError("step() within no_sync(): nothing was averaged; leave the block before the last pass")
+        taken = self.global_steps - self.skipped_steps
+        super().step(lr_kwargs)
+        self._passes = 0
+        self._was_applied = self.global_steps - self.skipped_steps > taken
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step() changed the weights: not within a step, nor where gradients were not finite."""
+        return self._was_applied
+
+    _is_paused = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here only accumulate. As DDP's; inside a node, stages 2 and 3 reduce them nevertheless."""
+        before, self._said_boundary, self._is_paused = self._said_boundary, False, True
+        try:
+            yield
+        finally:
+            self._said_boundary, self._is_paused = before, False
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the micro-batch under way is the step's last, from here on; the configuration's count rests."""
+        self._refuse_in_pipeline("set_gradient_accumulation_boundary()")
+        self._said_boundary = bool(is_boundary)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Other numbers of micro-batches in a step, of the same size, from the next step on.
+
+        Raises ValueError where they do not make this batch, RuntimeError within a step and in a pipeline.
+        """
+        self._refuse_in_pipeline("set_train_batch_size()")
+        if self.micro_steps_of_step or self.has_gradients:
+            raise RuntimeError("set_train_batch_size() within a step; call it where engine.step() has updated")
+        samples = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        if train_batch_size < samples or train_batch_size % samples:
+            raise ValueError(
+                f"a step of {train_batch_size} samples is not made of whole micro-batches: {self.dp_world_size} ranks "
+                f"read {self.train_micro_batch_size_per_gpu()} each, {samples} together; give a multiple of {samples}"
+            )
+        steps = train_batch_size // samples
+        self.config = replace(self.config, train_batch_size=train_batch_size, gradient_accumulation_steps=steps)
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode."""
+        return self.module.training
+
+    # ---------------------------------------------------------------- pipelines
+
+    @property
+    def is_pipe_parallel(self) -> bool:
+        """Whether other ranks hold other layers."""
+        return self.pipeline is not None
+
+    @property
+    def num_stages(self) -> int:
+        """Ranks of a pipeline."""
+        return self.grid.shape.size("pipe")
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's place in its pipeline."""
+        return self.grid.coordinates["pipe"]
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step."""
+        return self.gradient_accumulation_steps()
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of a micro-batch, of this rank."""
+        return self.train_micro_batch_size_per_gpu()
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank reads the inputs."""
+        return self.pipeline is None or self.pipeline.is_first
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.pipeline is None or self.pipeline.is_last
+
+    def set_dataiterator(self, iterator: Iterator[Batch]) -> None:
+        """What train_batch() and eval_batch() read where they are given nothing."""
+        self._batches = iterator
+
+    def set_dataloader(self, loader: Iterable[Batch]) -> None:
+        """The same, from epoch to epoch."""
+
+        def forever() -> Iterator[Batch]:
+            while True:
+                yield from loader
+
+        self._batches = forever()
+
+    def reset_activation_shape(self) -> None:
+        """Nothing: each step's shapes are its own."""
+
+    # ---------------------------------------------------------------- ranks
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.grid.device
+
+    @property
+    def global_rank(self) -> int:
+        """Of all ranks."""
+        return self.grid.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """On this host."""
+        return get_local_rank()
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.grid.world.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that read different data."""
+        return self.grid.data[1]
+
+    @property
+    def mp_world_size(self) -> int:
+        """Ranks that compute each layer together."""
+        return self.grid.shape.size("tensor")
+
+    def get_data_parallel_rank(self) -> int:
+        """Which share of the data this rank reads."""
+        return self.grid.data[0]
+
+    def get_tensor_parallel_rank(self) -> int:
+        """This rank's place among those that compute each layer together."""
+        return self.grid.coordinates["tensor"]
+
+    get_model_parallel_rank = get_tensor_parallel_rank
+
+    @property
+    def data_parallel_group(self) -> torch.distributed.ProcessGroup:
+        """The process group of the ranks that read different data and hold this stage.
+
+        Raises RuntimeError where no one group is theirs: replicas of shards in a pipeline or of tensor slices.
+        """
+        shape = self.grid.shape
+        if shape.size("pipe") * shape.size("tensor") == 1:
+            return self.grid.world.group  # type: ignore[attr-defined,no-any-return]
+        for axis, other in (("replica", "shard"), ("shard", "replica")):
+            if shape.size(other) == 1:
+                return self.grid.transports[axis].group
+        raise RuntimeError(
+            f"no process group has the data-parallel ranks of a grid of {shape}; make one with torch.distributed."
+            "new_group, or use those of engine.grid.transports along each axis"
+        )
+
+    @property
+    def dist_backend(self) -> str:
+        """What moves tensors between ranks."""
+        return torch.distributed.get_backend()
+
+    # ---------------------------------------------------------------- settings
+
+    def train(self: _Self, mode: bool = True) -> _Self:
+        """As the module's."""
+        super().train(mode)
+        return self
+
+    @property
+    def lr_scheduler(self) -> LRScheduler | None:
+        """Stepped behind every step that was taken."""
+        return self.scheduler
+
+    @property
+    def training_dataloader(self) -> ShardedLoader | None:
+        """That of initialize(training_data=...)."""
+        return self.loader
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[object],
+        batch_size: int | None = None,
+        route: str = "train",
+        collate_fn: object = None,
+        **options: object,
+    ) -> ShardedLoader:
+        """A loader of this rank's share of a dataset; shuffled where the route is "train". options: of DataLoader."""
+        given: dict[str, Any] = options if collate_fn is None else options | {"collate_fn": collate_fn}
+        rank, world_size = self.grid.data
+        return ShardedLoader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            rank=rank,
+            world_size=world_size,
+            shuffle=route == "train",
+            drop_last=self.dataloader_drop_last(),
+            **given,
+        )
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples of a step, of a micro-batch of this rank, and micro-batches of a step."""
+        return (
+            self.train_batch_size(),
+            self.train_micro_batch_size_per_gpu(),
+            self.gradient_accumulation_steps(),
+        )
+
+    def get_mom(self) -> list[object]:
+        """Of each group: its betas, or its momentum."""
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    def get_type(self) -> list[object]:
+        """Of each group: its "type", where it has one."""
+        return [group.get("type") for group in self.optimizer.param_groups]
+
+    def optimizer_name(self) -> str:
+        """As in the configuration, in small letters; of an optimizer that was handed over, its class."""
+        choice = self.config.optimizer
+        return type(self.optimizer).__name__ if choice is None else choice.type.lower()
+
+    def optimizer_params(self) -> dict[str, object] | None:
+        """As in the configuration, with defaults."""
+        return None if self.config.optimizer is None else write_block(self.config.optimizer.params)
+
+    def scheduler_name(self) -> str | None:
+        """As in the configuration."""
+        return None if self.config.scheduler is None else self.config.scheduler.type
+
+    def scheduler_params(self) -> dict[str, object] | None:
+        """As in the configuration, with defaults."""
+        return None if self.config.scheduler is None else write_block(self.config.scheduler.params)
+
+    def fp16_enabled(self) -> bool:
+        """Whether float16 is computed in."""
+        return self.config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether bfloat16 is computed in."""
+        return self.config.bf16.enabled
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """What is computed in, and what gradients are summed in."""
+        summed = self.config.dtype if self.form == "inter_node" else torch.float32
+        return self.config.dtype, summed
+
+    def loss_scale(self) -> float:
+        """The configuration's: 0 for a dynamic one, which is engine.fp16_scale.value now."""
+        return self.config.fp16.loss_scale
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale moves."""
+        return self.fp16_enabled() and self.config.fp16.loss_scale == 0
+
+    def initial_dynamic_scale(self) -> float:
+        """What a dynamic loss scale begins with."""
+        return 2.0**self.config.fp16.initial_scale_power
+
+    def zero_optimization_stage(self) -> int:
+        """0 to 3."""
+        return self.config.zero_optimization.stage
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are sharded."""
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are sharded."""
+        return self.zero_optimization_stage() >= 3
+
+    def zero_overlap_comm(self) -> bool:
+        """Whether buckets leave during the backward pass."""
+        return self.config.zero_optimization.overlap_comm
+
+    def zero_offload_optimizer(self) -> OffloadOptimizer:
+        """The block of the configuration."""
+        return self.config.zero_optimization.offload_optimizer
+
+    def zero_offload_param(self) -> OffloadOptimizer:
+        """The block of the configuration."""
+        return self.config.zero_optimization.offload_param
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether the optimizer's state lies in host memory."""
+        return self.zero_offload_optimizer().device == "cpu"
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether whole weights are written with each checkpoint."""
+        return self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
+    def zero_hpz_partition_size(self) -> int:
+        """As in the configuration."""
+        return self.config.zero_optimization.zero_hpz_partition_size
+
+    def gradient_clipping(self) -> float:
+        """The most that the gradient's norm may be; 0: anything."""
+        return self.config.gradient_clipping
+
+    def steps_per_print(self) -> int | None:
+        """Steps between log lines of rank 0; None: no lines."""
+        return self.config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether log lines say where a step's time goes."""
+        return self.config.wall_clock_breakdown
+
+    def dump_state(self) -> bool:
+        """Whether the configuration was logged."""
+        return self.config.dump_state
+
+    def dataloader_drop_last(self) -> bool:
+        """Whether a last incomplete batch is dropped."""
+        return self.config.dataloader_drop_last
+
+    # ---------------------------------------------------------------- weights
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """The module's weights and buffers, whole, on the CPU, on every rank. All ranks."""
+        self.synchronise()
+        frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        whole = {}
+        for name, x in self.module.state_dict().items():
+            if not (exclude_frozen_parameters and name in frozen):
+                whole[name] = (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().cpu()
+        return whole
+
+    def load_module_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: object = None
+    ) -> None:
+        """Take whole weights into the module, however it is sharded. All ranks, the same ones.
+
+        state_dict: as `module_state_dict` gives it, or {"module": of that}. Raises ValueError, on all ranks, where the
+        ranks' names differ, RuntimeError where names or shapes are not the module's.
+        """
+        if custom_load_fn is not None:
+            raise ValueError("custom_load_fn= is not here: change the state dict before it is loaded")
+        inner = state_dict.get("module")
+        given: dict[str, Any] = dict(inner if isinstance(inner, Mapping) else state_dict)
+        if len(set(gather_texts(self.grid.world, "\n".join(sorted(given))))) > 1:
+            raise ValueError(
+                f"rank {self.global_rank}: the ranks load weights of different names; read the same file on all of them"
+            )
+        self.synchronise()
+        set_model_state_dict(self.module, given, options=StateDictOptions(full_state_dict=True, strict=strict))
+        self.adopt_weights()
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
+        """As `load_module_state_dict`."""
+        self.load_module_state_dict(state_dict, strict)
+
+    def adopt_weights(self) -> None:
+        """Say that weights were changed outside of step(), alike on all ranks. All ranks."""
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.adopt_parameters()
+
+    def save_fp16_model(self, save_dir: str, save_filename: str = "model.safetensors") -> bool:
+        """As `save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def empty_partition_cache(self) -> None:
+        """Let go of gathered parameters."""
+        if self.stage is not None:
+            fsdp.reshard(self.module)
+
+    def to(self: _Self, device: torch.device | str | int | None = None) -> _Self:
+        """The engine, which is where it computes. Raises RuntimeError on any other place."""
+        wanted = self.device if device is None else torch.device(device)
+        if wanted.type != self.device.type or wanted.index not in (None, self.device.index):
+            raise RuntimeError(
+                f"the engine computes on {self.device} and stays there, asked for {wanted}; leave it out"
+            )
+        return self
+
+    def cuda(self: _Self, device: int | None = None) -> _Self:
+        """As `to`."""
+        return self.to(torch.device("cuda") if device is None else torch.device("cuda", device))
+
+    def cpu(self: _Self) -> _Self:
+        """As `to`."""
+        return self.to("cpu")
+
+    def destroy(self) -> None:
+        """As `close`."""
+        self.close()
+
+
+def _refuse(name: str, *args: object, **named: object) -> NoReturn:
+    raise RuntimeError(f"engine.{name}() is not here: {REFUSED[name]}")
+
+
+def _says_false() -> bool:
+    """Of a feature that is not here."""
+    return False

@@ -1,0 +1,152 @@
+"""What a script hands to `initialize` that another line of it has made: optimizers, schedules, `mpu`, arguments.
+
+An optimizer made of the plain model's parameters keeps its groups, and is given the sharded ones in their place: it
+stays the object that the script, and its schedule, know.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import ParamsT
+
+from ...lamb import Lamb
+from ...optimizer import CompressedOptimizer
+from ..grid import GridShape
+from ..parallel.groups import Groups, remembered
+from ..sharded.base import ShardedOptimizer
+
+MakeOptimizer = Callable[[ParamsT], torch.optim.Optimizer]
+MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """A schedule of the caller's own, as LRScheduler: the engine steps it behind every step that was taken."""
+
+    def step(self) -> object: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add --deepspeed and --deepspeed_config; `initialize(args=...)` reads the file that the second names."""
+    group = parser.add_argument_group("DeepSpeed", "the configuration of the engine")
+    group.add_argument("--deepspeed", action="store_true", help="for the script: nothing here reads it")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed's JSON")
+    return parser
+
+
+def check_mpu(mpu: object, world_size: int) -> None:
+    """Raise TypeError and ValueError unless an object as Megatron's `mpu` says that every rank holds the whole model.
+
+    Layers that the caller has divided by itself are not for this engine: it gives all ranks rank 0's values.
+    """
+    asked: dict[str, int | None] = {}
+    for what in (
+        "tensor_model_parallel",
+        "model_parallel",
+        "pipeline_model_parallel",
+        "pipe_parallel",
+        "data_parallel",
+    ):
+        ask = getattr(mpu, f"get_{what}_world_size", None)
+        asked[what] = None if ask is None else int(ask())
+    if asked["data_parallel"] is None or (asked["model_parallel"] is None and asked["tensor_model_parallel"] is None):
+        raise TypeError(
+            f"mpu is a {type(mpu).__name__} without get_model_parallel_world_size and get_data_parallel_world_size; "
+            "leave it out where every rank holds the whole model"
+        )
+    for what, size in asked.items():
+        if size not in (None, 1) and what != "data_parallel":
+            raise ValueError(
+                f"mpu says that {size} ranks share a model (get_{what}_world_size): layers divided by the script are "
+                'not taken over; pass the whole model with initialize(tensor_plan=...) and "onebit": {"tensor": '
+                f"{size}}}, or a PipelineModule, and no mpu"
+            )
+    if asked["data_parallel"] != world_size:
+        raise ValueError(
+            f"mpu says {asked['data_parallel']} data-parallel ranks of {world_size}, and one model-parallel: they "
+            "contradict each other; correct the one that is wrong, or leave mpu out"
+        )
+
+
+def check_optimizer(made: object) -> torch.optim.Optimizer:
+    """Raise TypeError unless it is an optimizer in front of which the engine is to average gradients."""
+    if isinstance(made, CompressedOptimizer | ShardedOptimizer):
+        raise TypeError(
+            f"{type(made).__name__} sends its own gradients, and the engine would average them once more; write it "
+            f'into the configuration, as {{"optimizer": {{"type": "OneBitAdam", "params": {{...}}}}}}, or use it '
+            "without the engine"
+        )
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, or a function that makes one, got {type(made).__name__}")
+    return made
+
+
+def check_fits(made: torch.optim.Optimizer, shape: GridShape) -> None:
+    """Raise ValueError where an optimizer that needs norms of whole layers was made without those who hold the rest."""
+    ranks = shape.size("shard") * shape.size("tensor")
+    knows_alone = isinstance(made, Lamb) and made.model_parallel_group.whole.world_size == 1
+    if knows_alone and ranks > 1 and any(group["min_coeff"] != group["max_coeff"] for group in made.param_groups):
+        raise ValueError(
+            f"{type(made).__name__} needs the norms of whole layers, of which {ranks} ranks hold a part each; write "
+            '"optimizer": {"type": "Lamb"} into the configuration, which knows them, in place of optimizer='
+        )
+
+
+def optimizer_for(given: object, model: nn.Module) -> tuple[MakeOptimizer, Groups | None]:
+    """(what gives the optimizer its sharded parameters, those that an instance was made of).
+
+    given: an optimizer of the plain model's parameters, or a function that makes one of parameters. Raises TypeError
+    where it is neither, or sends gradients itself; ValueError where it has taken steps, or has others' parameters.
+    """
+    if not isinstance(given, torch.optim.Optimizer):
+        if not callable(given):
+            check_optimizer(given)
+        make = cast(Callable[[ParamsT], object], given)
+        return lambda params: check_optimizer(make(params)), None
+    optimizer = check_optimizer(given)
+    if optimizer.state:
+        raise ValueError(
+            f"the {type(optimizer).__name__} in optimizer= has a state, of parameters that sharding replaces; pass it "
+            "before its first step, and load a state with engine.load_checkpoint"
+        )
+    try:
+        find = remembered(model, cast(ParamsT, optimizer.param_groups))
+    except ValueError as error:
+        raise ValueError(f"optimizer= was made of other parameters than model='s: {error}") from error
+
+    def take_over(params: ParamsT) -> torch.optim.Optimizer:
+        for group, now in zip(optimizer.param_groups, cast(list[dict[str, Any]], list(params)), strict=True):
+            group["params"] = list(now["params"])
+        return optimizer
+
+    return take_over, find
+
+
+def scheduler_for(given: object, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """The schedule that the engine steps: one that was made for this optimizer, or what the function makes for it.
+
+    Raises TypeError where it is no schedule, ValueError where it sets the rates of another optimizer.
+    """
+    made = given
+    if not isinstance(given, Schedule) or isinstance(given, type):
+        if not callable(given):
+            raise TypeError(f"expected a schedule, or a function that makes one, got {type(given).__name__}")
+        made = given(optimizer)
+        if not isinstance(made, Schedule):
+            raise TypeError(f"lr_scheduler= is a function that gave a {type(made).__name__}, expected a schedule")
+    its_own = getattr(made, "optimizer", optimizer)
+    if its_own is not optimizer:
+        raise ValueError(
+            f"the {type(made).__name__} in lr_scheduler= sets the rates of another {type(its_own).__name__} than the "
+            f"engine's {type(optimizer).__name__}; pass a function, lr_scheduler=lambda optimizer: "
+            f"{type(made).__name__}(optimizer, ...), or the optimizer that it was made for as optimizer="
+        )
+    return cast(LRScheduler, made)

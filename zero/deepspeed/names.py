@@ -1,0 +1,199 @@
+"""Names of DeepSpeed that are not here: each with what to do instead, which the AttributeError says.
+
+A name may end in "*". `docs/deepspeed.md` shows them, and a test holds it to these. What an engine answers with False
+for good, because the feature is not here, is in `SWITCHED_OFF`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+_SENDS = "the optimizer sends gradients during backward and step()"
+_NO_EXPERTS = "there are no experts"
+_PLAN = "see `python -m onebit.zero.plan`"
+_CONFIG = "ask engine.config"
+_NO_LENGTHS = "there is no curriculum; order the dataset"
+_COMPILE = "compile the model with torch.compile before initialize()"
+_STATES = '"offload_optimizer" keeps states in host memory for the whole run'
+_OWN_FILES = "files are written by engine.save_checkpoint alone"
+
+SWITCHED_OFF = frozenset({
+    "amp_enabled", "autotuning_enabled", "curriculum_enabled_legacy", "curriculum_learning_enabled",
+    "data_efficiency_enabled", "data_sampling_enabled", "eigenvalue_enabled", "elasticity_enabled",
+    "flops_profiler_enabled", "graph_harvesting", "memory_breakdown", "pld_enabled", "random_ltd_enabled",
+    "sparse_gradients_enabled", "torch_autocast_enabled", "super_offload", "zero_nvme_offload_optimizer",
+    "zero_partial_offload", "zero_quantized_gradients", "zero_quantized_nontrainable_weights",
+    "zero_quantized_weights", "zero_grad_hooks", "zero_legacy_stage1", "is_compiled", "is_deepcompile_enabled",
+    "is_deepcompile_active", "load_universal_checkpoint", "use_node_local_storage", "bf16_optimizer_states",
+    "bf16_master_weights_and_gradients", "fp16_master_weights_and_gradients",
+})  # fmt: skip
+"""Features that are not here: the engine has a function of each of these names, which says False."""
+
+ENGINE: Mapping[str, str] = {
+    "allreduce_gradients": f"{_SENDS}; accumulate in engine.no_sync()",
+    "allreduce_*": _SENDS,
+    "all_gather_scalar": "use onebit.zero.comm",
+    "buffered_allreduce_fallback": _SENDS,
+    "sparse_*": "gradients are dense: nn.Embedding(..., sparse=False)",
+    "coalesce_grad_reduction": f"{_SENDS}; accumulate in engine.no_sync()",
+    "clip_fp32_gradients": '"gradient_clipping" clips in step()',
+    "scale": "call engine.backward(loss), which scales it",
+    "managed_gradient_accumulation": "engine.step() counts; see set_gradient_accumulation_boundary()",
+    "postscale_gradients": "gradients are averaged in float32",
+    "gradient_predivide_factor": "gradients are averaged in float32",
+    "gradient_average": "gradients are averaged",
+    "enable_backward_allreduce": _SENDS,
+    "enable_allreduce": _SENDS,
+    "disable_allreduce": f"{_SENDS}; accumulate in engine.no_sync()",
+    "enable_need_reduction": _SENDS,
+    "disable_need_reduction": f"{_SENDS}; accumulate in engine.no_sync()",
+    "communication_data_type": "it is engine.config.communication_data_type, a string",
+    "set_train_micro_batch_size": "the loader's batches are of this size; make another with engine.deepspeed_io()",
+    "set_data_post_process_func": "map over the loader",
+    "set_batch_fn": "map over the iterator that train_batch() takes",
+    "set_custom_curriculum_learning_schedule": _NO_LENGTHS,
+    "curriculum_*": _NO_LENGTHS,
+    "data_efficiency_config": _NO_LENGTHS,
+    "data_sampling_config": _NO_LENGTHS,
+    "random_ltd_*": "there is no token dropping",
+    "pld_*": "there is no layer dropping",
+    "get_pld_theta": "there is no layer dropping",
+    "progressive_layer_drop": "there is no layer dropping",
+    "eigenvalue*": "there are no eigenvalues",
+    "block_eigenvalue": "there are no eigenvalues",
+    "quantize*": "there is no quantized training",
+    "compression_scheduler": "there is no compression of models",
+    "amp_params": 'there is no apex; write "fp16" or "bf16"',
+    "torch_autocast_*": 'write "fp16" or "bf16"',
+    "flops*": "use torch.utils.flop_counter or torch.profiler",
+    "autotuning_*": _PLAN,
+    "tensor_parallel_config": "it is engine.config.onebit.tensor",
+    "autotp_size": "it is engine.config.onebit.tensor",
+    "aio_config": "there is no offload to disk",
+    "swap_tensor_config": "there is no offload to disk",
+    "zenflow_config": "there is one form of offload",
+    "cpuadam_cores_perc": "threads are torch's",
+    "zero_use_cpu_optimizer": "ask engine.zero_cpu_offload()",
+    "zero_*": _CONFIG,
+    "zeropp_loco_param": "there are no quantized gradients; take a one-bit optimizer",
+    "mics_shard_size": "it is engine.config.zero_optimization.mics_shard_size",
+    "is_sanity_checks_enabled": '"onebit": {"check_replicas_every"} compares replicas',
+    "is_first_weights_partition_group": "ask engine.grid.coordinates",
+    "is_elastic_model_parallel_supported": "there is no elastic training; checkpoints load into any number of ranks",
+    "checkpoint_*": "checkpoints are torch.distributed.checkpoint's, named by their step or tag",
+    "loaded_checkpoint_*": "a checkpoint loads into any layout",
+    "fp16_auto_cast": "floating-point inputs are always cast to the type computed in",
+    "optimizer_legacy_fusion": "there is one form of the step",
+    "dynamic_loss_scale_args": "it is engine.config.fp16",
+    "log_level": "configure Python's logging of `onebit`",
+    "compile_*": _COMPILE,
+    "uses_parallelization_pass_only": _COMPILE,
+    "get_compile_time": _COMPILE,
+    "get_deep*": _COMPILE,
+    "get_autosp_backend": _COMPILE,
+    "get_autotp_backend": _COMPILE,
+    "register_compile_pass": _COMPILE,
+    "offload_states": _STATES,
+    "reload_states": _STATES,
+    "print_forward_breakdown": "see wall_clock_breakdown",
+    "get_wall_clock_timers": "see wall_clock_breakdown",
+    "get_sequence_parallel_group": "there is no sequence parallelism",
+    "seq_*": "there is no sequence parallelism",
+    "sequence_parallel_size": "there is no sequence parallelism",
+    "expert_*": _NO_EXPERTS,
+    "has_moe_layers": _NO_EXPERTS,
+    "num_experts": _NO_EXPERTS,
+    "moe_layers": _NO_EXPERTS,
+    "gate_modules": _NO_EXPERTS,
+    "load_moe_state_dict": _NO_EXPERTS,
+    "all_to_all_group": _NO_EXPERTS,
+    "local_all_to_all_group": _NO_EXPERTS,
+    "save_zero_checkpoint": _OWN_FILES,
+    "save_non_zero_checkpoint": _OWN_FILES,
+    "checkpoint_engine": _OWN_FILES,
+    "basic_optimizer": "it is engine.optimizer",
+    "client_optimizer": "it is engine.optimizer",
+    "client_lr_scheduler": "it is engine.lr_scheduler",
+    "monitor": '"tensorboard" and "csv_monitor" write scalars',
+    "summary_writer": '"tensorboard" writes scalars',
+    "summary_events": '"tensorboard" writes scalars',
+    "*timer*": "see wall_clock_breakdown",
+    "is_map_style_dataset": "datasets have a length and items",
+    "is_iterable_style_dataset": "datasets have a length and items",
+    "losses": "keep what engine.backward(loss) gives",
+    "pipeline_parallelism": "ask engine.is_pipe_parallel",
+    "param_names": "ask engine.module.named_parameters()",
+    "mesh_device": "it is engine.grid.mesh",
+    "dont_change_device": "the model is moved to engine.device",
+    "flatten": "nothing here is flat",
+    "unflatten": "nothing here is flat",
+    "first_dataloader_check": "it is DeepSpeed's own",
+    "fwd_duration": "see wall_clock_breakdown",
+    "gas_boundary_ctr": "it is engine.micro_steps_of_step",
+    "inside_no_sync_ctxt": "it is DeepSpeed's own",
+    "module_forward_*_hook": "it is DeepSpeed's own",
+    "optimized_linear_*": "there are no adapters of its own; any module is trained",
+    "scale_wrt_gas": "it is an argument of engine.backward",
+    "sparse_tensor_module_names": "gradients are dense",
+    "torch_autocast_z0_gradscaler": 'write "fp16" or "bf16"',
+    "use_ds_comm": "it is DeepSpeed's own",
+    "warn_unscaled_loss": "it is DeepSpeed's own",
+    "training_data": "it is engine.loader.dataset",
+    "collate_fn": "it is an argument of initialize()",
+    "get_layer_state_dict": "it is DeepSpeed's own",
+    "passes_name_to_fn": _COMPILE,
+}
+"""Of an engine."""
+
+_DTYPE = 'the configuration says what is computed in, as {"bf16": {"enabled": true}}; masters are float32'
+
+REFUSED: Mapping[str, str] = {
+    "half": _DTYPE,
+    "bfloat16": _DTYPE,
+    "float": _DTYPE,
+    "double": _DTYPE,
+    "type": _DTYPE,
+    "compile": _COMPILE,
+    "to_empty": "the module has its weights",
+    "share_memory": "other processes have their own engines",
+}
+"""What a module has, and an engine has not: calling it raises RuntimeError."""
+
+MODULE: Mapping[str, str] = {
+    "init_inference": "there is no inference engine; engine.save_16bit_model writes weights that others serve",
+    "InferenceEngine": "there is no inference engine",
+    "DeepSpeedInferenceConfig": "there is no inference engine",
+    "default_inference_config": "there is no inference engine",
+    "DeepSpeedHybridEngine": "there is no inference engine",
+    "PipelineEngine": "initialize(model=PipelineModule(...)) gives an engine with train_batch() and eval_batch()",
+    "DeepSpeedConfig": "onebit.zero.read_config(file, world_size=...) gives a Config",
+    "DeepSpeedConfigError": "what is wrong with a configuration is a ValueError or TypeError",
+    "DeepSpeedOptimizer": "optimizers are torch's",
+    "DeepSpeedDataLoader": "engine.deepspeed_io() and initialize(training_data=...) give a loader",
+    "DeepSpeedTransformerLayer": "there are no fused layers; write torch's",
+    "DeepSpeedTransformerConfig": "there are no fused layers; write torch's",
+    "replace_transformer_layer": "there are no fused layers; write torch's",
+    "revert_transformer_layer": "there are no fused layers; write torch's",
+    "module_inject": "there are no fused layers; write torch's",
+    "tp_model_init": 'pass initialize(tensor_plan=...), and "onebit": {"tensor": ...}',
+    "set_autotp_mode": 'pass initialize(tensor_plan=...), and "onebit": {"tensor": ...}',
+    "domino": "there is no Domino",
+    "sequence": "there is no sequence parallelism",
+    "compression": "there is no compression of models",
+    "autotuning": _PLAN,
+    "profiling": "use torch.utils.flop_counter or torch.profiler",
+    "monitor": '"tensorboard" and "csv_monitor" of a configuration write scalars',
+    "OnDevice": "build on torch.device('meta') or as usual: initialize() shards what it is given",
+    "add_tuning_arguments": "write the schedule into the configuration",
+    "is_compile_supported": _COMPILE,
+    "dist": "it is onebit.zero.comm",
+}
+"""Of the module."""
+
+
+def why_not(name: str, names: Mapping[str, str]) -> str | None:
+    """What to do instead of a name that is not here; None where DeepSpeed has none of that name, either."""
+    if name in names:
+        return names[name]
+    return next((why for pattern, why in names.items() if "*" in pattern and fnmatchcase(name, pattern)), None)

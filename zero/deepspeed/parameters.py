@@ -1,0 +1,324 @@
+"""Parameters asked for whole, though ranks hold parts: `GatheredParameters`, `safe_get_full_*`, `safe_set_full_*`.
+
+    with zero.GatheredParameters(engine.module.head.weight, modifier_rank=0):
+        if rank == 0:
+            engine.module.head.weight.zero_()
+    print(zero.utils.safe_get_full_fp32_param(p).norm())
+
+All but the `local` ones are called by all ranks that hold the parameter, in the same order: they communicate. They ask
+the engine that holds it, which `initialize` makes known here; before that, and beside engines, parameters are whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...comm.messages import gather_bytes
+from ...model_parallel import local
+from ..checkpoint.reshard import slice_of
+from ..forms import parts_of
+from ..parallel import fsdp
+from ..sharded.base import ShardedOptimizer
+from .engine import DeepSpeedEngine
+
+log = logging.getLogger(__name__)
+
+_engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
+_warned: set[str] = set()
+
+
+def make_known(engine: DeepSpeedEngine) -> None:
+    """From here on its parameters are found; until nobody else holds the engine."""
+    _engines.add(engine)
+
+
+class _Held(NamedTuple):
+    """A parameter, the engine that trains it, and its name there. p: the shard, also of one that FSDP2 has gathered."""
+
+    p: nn.Parameter
+    engine: DeepSpeedEngine
+    name: str
+
+
+def _find(given: Tensor) -> _Held | None:
+    """None: of no engine."""
+    for engine in _engines:
+        p = given
+        if engine.stage is not None:
+            for part in parts_of(engine.module):
+                p = fsdp.sharded_of(part, p)
+            fsdp.reshard(engine.module)
+        for name, other in engine.module.named_parameters(remove_duplicate=False):
+            if other is p:
+                return _Held(other, engine, name)
+    return None
+
+
+def _held(given: Tensor) -> _Held:
+    found = _find(given)
+    if found is None:
+        raise ValueError(
+            f"a tensor of shape {tuple(given.shape)} is a parameter of no engine's module; take it from "
+            "engine.module.named_parameters() behind initialize()"
+        )
+    return found
+
+
+# -------------------------------------------------------------------------------- building and gathering
+
+
+def Init(
+    module: nn.Module | None = None,
+    data_parallel_group: object = None,
+    mem_efficient_linear: bool = True,
+    remote_device: str | None = None,
+    pin_memory: bool = False,
+    config_dict_or_path: object = None,
+    config: object = None,
+    enabled: bool = True,
+    dtype: torch.dtype | None = None,
+    mpu: object = None,
+) -> AbstractContextManager[None]:
+    """A block in which a model is built as it always is: `initialize` shards it, and takes float32 masters of it.
+
+    Every rank holds the whole model until then; where it is enabled, a warning says so, once. No argument but that has
+    an effect: the configuration of `initialize` says what is sharded, offloaded and computed in.
+    """
+    if enabled and "Init" not in _warned:
+        _warned.add("Init")
+        log.warning(
+            "zero.Init: the model is built whole on every rank, and sharded by initialize(); where it does not fit "
+            "into a rank's memory, build a PipelineModule, whose ranks build their own layers"
+        )
+    return nullcontext()
+
+
+@contextmanager
+def GatheredParameters(
+    params: Tensor | Iterable[Tensor],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[list[Tensor]]:
+    """In this block the module's attributes are these parameters whole, float32 masters; gives them, in order.
+
+    params: of an engine's module; of no engine: they are whole already. modifier_rank: behind the block, all ranks take
+    what this one has made of them. None: what is written is lost, where the parameters are shards. A parameter in a
+    variable from before the block stays a shard: take it from the module, or from what the block gives.
+    """
+    given = [params] if isinstance(params, Tensor) else list(params)
+    if not enabled or not given:
+        yield given
+        return
+    found = [_find(p) for p in given]
+    engines = list(dict.fromkeys(held.engine for held in found if held is not None))
+    if modifier_rank is not None:
+        for engine in engines:
+            _check_can_modify(engine, modifier_rank)
+            engine.synchronise()
+    whole: list[Tensor] = [given[k] if held is None else _whole(held.p) for k, held in enumerate(found)]
+    shown = [(held, full) for held, full in zip(found, whole, strict=True) if held is not None and full is not held.p]
+    places = [(*place, held.p, cast(nn.Parameter, full)) for held, full in shown for place in _places(held)]
+    for owner, name, _, full in places:
+        owner._parameters[name] = full
+    try:
+        yield whole
+    finally:
+        for owner, name, p, full in places:
+            if owner._parameters.get(name) is full:
+                owner._parameters[name] = p
+    if modifier_rank is not None:
+        with torch.no_grad():
+            for held, values in zip(found, whole, strict=True):
+                _take_from(modifier_rank, held, values)
+        for engine in engines:
+            engine.adopt_weights()
+
+
+def _check_can_modify(engine: DeepSpeedEngine, rank: int) -> None:
+    if engine.pipeline is not None:
+        raise ValueError(
+            "modifier_rank in a pipeline: other stages hold other layers and none of these; change the weights of this "
+            "stage alike on all its ranks, with modifier_rank=None"
+        )
+    if not 0 <= rank < engine.world_size:
+        raise ValueError(f"modifier_rank {rank} is no rank of {engine.world_size}")
+
+
+def _whole(p: nn.Parameter) -> nn.Parameter:
+    """A DTensor's values in one tensor, or the parameter itself."""
+    if not hasattr(p, "full_tensor"):
+        return p
+    return nn.Parameter(p.full_tensor().detach().clone(), requires_grad=p.requires_grad)
+
+
+def _places(held: _Held) -> list[tuple[nn.Module, str]]:
+    """The modules that have the parameter, each with the name it has there."""
+    modules = held.engine.module.modules()
+    return [(owner, name) for owner in modules for name, p in owner._parameters.items() if p is held.p]
+
+
+def _take_from(rank: int, held: _Held | None, full: Tensor) -> None:
+    """Give all ranks what one has, and each its part of it."""
+    sent = full.detach().contiguous()
+    if held is not None:
+        held.engine.grid.world.broadcast(sent, rank).wait()
+        _write(held.p, sent)
+    elif torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.broadcast(sent, rank)
+        full.detach().copy_(sent)
+
+
+def _write(p: Tensor, full: Tensor) -> None:
+    """This rank's part of a whole value, into its parameter, moment or gradient."""
+    with torch.no_grad():
+        local(p).copy_(full[slice_of(p)])
+
+
+# -------------------------------------------------------------------------------- one parameter, whole
+
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor:
+    """The float32 master of a parameter, whole. Raises RuntimeError where masters are divided over nodes."""
+    held = _held(param)
+    _refuse_divided(held, "the float32 masters lie in parts at their owners")
+    return _full(held.p).detach().float().clone()
+
+
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Give a parameter a value, the same on all ranks."""
+    held = _held(param)
+    _check_shape(held, value)
+    held.engine.synchronise()
+    _write(held.p, value)
+    held.engine.adopt_weights()
+
+
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
+    """The mean over all ranks of the gradient, whole, without loss scale; float32. Between backward and step().
+
+    Sent in float32 for this answer: a one-bit optimizer averages momentum, or leaves a gradient to its owner. None
+    where no rank has a gradient: before backward, behind step(), and where backward frees it (stage 2 across nodes).
+    """
+    held = _held(param)
+    transport = held.engine.grid.transport
+    grad = held.p.grad
+    has_any = b"\1" in gather_bytes(held.engine.grid.world, bytes([grad is not None]))
+    if not has_any:
+        return None
+    part = (torch.zeros_like(local(held.p)) if grad is None else local(grad).detach()).float().contiguous().clone()
+    if part.numel():
+        transport.all_reduce(part).wait()
+    return _full(_like(held.p, part)).div_(transport.world_size * held.engine.fp16_scale.value)
+
+
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
+    """Give a parameter's gradient a value, the same on all ranks. Between backward and step(); it travels once more.
+
+    Raises ValueError on a rank that has no gradient.
+    """
+    held = _held(param)
+    _check_shape(held, value)
+    if held.p.grad is None:
+        raise ValueError(
+            f"rank {held.engine.global_rank}: {held.name} has no gradient; call this between engine.backward(loss) of "
+            "a step's last micro-batch and engine.step()"
+        )
+    _write(held.p.grad, value * held.engine.fp16_scale.value)
+
+
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor:
+    """A tensor of the optimizer's state of a parameter, whole: "exp_avg", "exp_avg_sq". float32.
+
+    Raises KeyError, with the names that are there, where it has none of that name: a one-bit optimizer keeps momentum
+    packed once it is compressed, and RuntimeError where state is divided over nodes.
+    """
+    held = _held(param)
+    _refuse_divided(held, "moments lie in parts at their owners")
+    return _full(_like(held.p, _state(held, optim_state_key))).float().clone()
+
+
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Give a tensor of the optimizer's state a value, the same on all ranks: of a dense optimizer.
+
+    Raises RuntimeError with any other, whose state is part of what is owed between ranks.
+    """
+    held = _held(param)
+    if held.engine.form != "dense":
+        raise RuntimeError(
+            f"the state of {type(held.engine.optimizer).__name__} is bound up with what ranks owe each other; it is "
+            "set by engine.load_checkpoint alone"
+        )
+    _check_shape(held, value)
+    _write(_like(held.p, _state(held, optim_state_key)), value)
+
+
+# -------------------------------------------------------------------------------- one parameter, as it lies here
+
+
+def safe_get_local_fp32_param(param: Tensor) -> Tensor:
+    """This rank's elements of a parameter. Sends nothing."""
+    return local(_held(param).p).detach().float().clone()
+
+
+def safe_get_local_grad(param: Tensor) -> Tensor | None:
+    """This rank's gradient of its elements, not averaged over replicas, with the loss scale. Sends nothing."""
+    grad = _held(param).p.grad
+    return None if grad is None else local(grad).detach().float().clone()
+
+
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor:
+    """This rank's elements of a tensor of the optimizer's state. Sends nothing. Raises KeyError as the full one."""
+    return local(_state(_held(param), optim_state_key)).detach().float().clone()
+
+
+def _state(held: _Held, key: str) -> Tensor:
+    state: dict[str, Any] = held.engine.optimizer.state.get(held.p, {})
+    known = [name for name, x in state.items() if isinstance(x, Tensor) and x.dim() > 0]
+    if key not in known:
+        raise KeyError(
+            f"{type(held.engine.optimizer).__name__} has no {key!r} of {held.name} now; it has "
+            f"{', '.join(known) or 'nothing before the first step'}"
+        )
+    found: Tensor = state[key]
+    return found
+
+
+def _refuse_divided(held: _Held, what: str) -> None:
+    if isinstance(held.engine.optimizer, ShardedOptimizer):
+        raise RuntimeError(
+            f'in the form "inter_node" {what}; save_checkpoint writes them, and engine.module_state_dict() gives the '
+            "replica's weights"
+        )
+
+
+def _check_shape(held: _Held, value: Tensor) -> None:
+    if value.shape != held.p.shape:
+        raise ValueError(f"{held.name} has shape {tuple(held.p.shape)}, got a value of {tuple(value.shape)}")
+
+
+def _like(p: Tensor, part: Tensor) -> Tensor:
+    """This rank's elements of something in a parameter's shape, as a DTensor where the parameter is one."""
+    if not hasattr(p, "to_local") or hasattr(part, "to_local"):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part.view(local(p).shape),
+        p.device_mesh,  # type: ignore[attr-defined]
+        p.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=p.shape,
+        stride=torch.empty(p.shape, device="meta").stride(),
+    )
+
+
+def _full(x: Tensor) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x

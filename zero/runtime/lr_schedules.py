@@ -1,0 +1,7 @@
+"""DeepSpeed's `deepspeed.runtime.lr_schedules`: the schedules of `lr_schedulers.py`."""
+
+from __future__ import annotations
+
+from ..lr_schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+__all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]

@@ -1,0 +1,7 @@
+"""DeepSpeed's `deepspeed.zero`: a model built under `Init`, parameters whole under `GatheredParameters`."""
+
+from __future__ import annotations
+
+from .deepspeed.parameters import GatheredParameters, Init
+
+__all__ = ["GatheredParameters", "Init"]
