@@ -22,7 +22,10 @@ class Masks:
         self._of_group: dict[int, dict[Tensor, Tensor]] = {}
 
     def read(self, rank: int, g: int, group: Group, named: Iterable[tuple[Tensor, str]]) -> None:
-        """Take over a group's masks: a tensor for all its parameters, or one for each. Raises ValueError."""
+        """Take over a group's masks: a tensor for all its parameters, or one for each. Raises ValueError.
+
+        A mask of as many elements as its parameter may be flat, as DeepSpeed's optimizers take it.
+        """
         masks = group.get("exp_avg_mask")
         if masks is None:
             self._of_group.pop(g, None)
@@ -34,6 +37,8 @@ class Masks:
                 f"rank {rank}: exp_avg_mask of group {g} has {len(per_parameter)} masks for {len(named)} parameters; "
                 "give one tensor, or one for each"
             )
+        pairs = zip(named, per_parameter, strict=True)
+        per_parameter = [m.view(p.shape) if m.dim() == 1 and m.numel() == p.numel() else m for (p, _), m in pairs]
         for (p, name), mask in zip(named, per_parameter, strict=True):
             try:
                 fits = torch.broadcast_shapes(mask.shape, p.shape) == p.shape

@@ -1,0 +1,72 @@
+"""scripts/examples/deepspeed_*.py: written as DeepSpeed's scripts are, two ranks each, beside AdamW, and resumed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from ranks import run_torchrun
+
+EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
+
+
+def output(name: str, *args: object, agent: bool = False) -> str:
+    return run_torchrun(2, EXAMPLES / f"deepspeed_{name}.py", *args, timeout_s=100, agent=agent).check().output
+
+
+def numbers(word: str, text: str) -> list[float]:
+    return [float(number) for number in re.findall(rf"^.*\b{word} ([\d.]+\d)", text, re.MULTILINE)]
+
+
+def test_pictures_are_classified_as_well_as_with_adamw() -> None:
+    """Chance is 0.1; both are far above, on pictures that they have not seen."""
+    onebit, dense = (numbers("accuracy", output("cifar", "--optimizer", name))[0] for name in ("OneBitAdam", "AdamW"))
+    assert onebit > 0.9 and dense > 0.9 and onebit > dense - 0.05
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("args", [("bf16", 2), ("fp16", 3), ("fp32", 1)])
+def test_pictures_in_every_precision_and_stage(args: tuple[str, int]) -> None:
+    text = output("cifar", "--dtype", args[0], "--stage", args[1])
+    assert numbers("accuracy", text)[0] > 0.9 and f"onebitadam, stage {args[1]}" in text
+
+
+def bert(folder: Path, config: Path, *args: object) -> list[float]:
+    text = output("bert", "--deepspeed", "--deepspeed_config", config, "--folder", folder, *args)
+    return numbers("loss", text)
+
+
+@pytest.mark.thorough
+def test_a_bert_goes_on_where_it_was_killed_and_learns_as_with_adamw(tmp_path: Path) -> None:
+    config = {
+        "_comment": "as files for pre-training are",
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.004, "freeze_step": 16, "bias_correction": False}},
+        "gradient_clipping": 1.0,
+        "onebit": {"compression": "always"},
+    }
+    (tmp_path / "onebit.json").write_text(json.dumps(config))
+    config["optimizer"] = {"type": "Adam", "params": {"lr": 0.004}}
+    (tmp_path / "adam.json").write_text(json.dumps(config))
+    whole = bert(tmp_path / "whole", tmp_path / "onebit.json", "--epochs", 6)
+    first = bert(tmp_path / "parts", tmp_path / "onebit.json", "--epochs", 6, "--stop-after", 3)
+    rest = bert(tmp_path / "parts", tmp_path / "onebit.json", "--epochs", 6)
+    assert len(whole) == 6 and first + rest == whole
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == [f"epoch{k}" for k in range(6)] + ["latest"]
+    dense = bert(tmp_path / "dense", tmp_path / "adam.json", "--epochs", 6)
+    assert whole[-1] < 0.9 * whole[0] and whole[-1] < dense[-1] + 0.1
+
+
+@pytest.mark.thorough
+def test_a_gpt_in_two_stages_goes_on_and_learns_as_with_adamw(tmp_path: Path) -> None:
+    text = output("gpt_pipeline", "--steps", 10, "--folder", tmp_path)
+    text += output("gpt_pipeline", "--steps", 30, "--folder", tmp_path, agent=True)
+    dense = output("gpt_pipeline", "--steps", 30, "--optimizer", "AdamW")
+    losses, theirs = numbers("loss", text), numbers("loss", dense)
+    assert len(losses) == len(theirs) == 3 and losses[-1] < 0.8 * losses[0]
+    assert abs(losses[-1] - theirs[-1]) < 0.1 * theirs[-1]
+    whole = output("gpt_pipeline", "--steps", 30)
+    assert numbers("loss", whole) == losses and numbers("validation", whole) == numbers("validation", text)[1:]
