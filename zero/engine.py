@@ -312,7 +312,7 @@ class Engine:
         """Who sends gradients between replicas."""
         return cast(_Sender, self.optimizer) if self._averager is None else self._averager
 
-    # ---------------------------------------------------------------- what DeepSpeed's users ask it
+    # ---------------------------------------------------------------- modes and sizes
 
     def train(self, mode: bool = True) -> Engine:
         """As the model's."""

@@ -372,7 +372,7 @@ OBJECTS = {
     "optimizer.stats": (Stats,),
     "stats": (Stats,),
     "optimizer": (onebit.OnebitAdam, onebit.ZeroOneAdam),
-    "engine": (onebit.zero.Engine,),
+    "engine": (onebit.zero.DeepSpeedEngine,),
 }
 """What pages call an object by, and its classes."""
 PACKAGES = {"onebit": "onebit", "zero": "onebit.zero", "comm": "onebit.comm"}

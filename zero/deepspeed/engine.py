@@ -174,6 +174,10 @@ class DeepSpeedEngine(Engine):
         """Samples of a micro-batch, of this rank."""
         return self.train_micro_batch_size_per_gpu()
 
+    def get_pipeline_parallel_rank(self) -> int:
+        """As stage_id."""
+        return self.stage_id
+
     def is_first_stage(self) -> bool:
         """Whether this rank reads the inputs."""
         return self.pipeline is None or self.pipeline.is_first

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 _SENDS = "the optimizer sends gradients during backward and step()"
 _NO_EXPERTS = "there are no experts"
-_PLAN = "see `python -m onebit.zero.plan`"
+_PLAN = "see onebit.zero.plan"
 _CONFIG = "ask engine.config"
 _NO_LENGTHS = "there is no curriculum; order the dataset"
 _COMPILE = "compile the model with torch.compile before initialize()"
@@ -141,8 +141,10 @@ ENGINE: Mapping[str, str] = {
     "warn_unscaled_loss": "it is DeepSpeed's own",
     "training_data": "it is engine.loader.dataset",
     "collate_fn": "it is an argument of initialize()",
-    "get_layer_state_dict": "it is DeepSpeed's own",
-    "passes_name_to_fn": _COMPILE,
+    "get_additional_losses": "return what loss_fn gives beside the loss through a hook of your own",
+    "log_for_device": "use onebit.zero.log_dist",
+    "set_has_attention_mask": "what a layer gives to the next are tensors in a tuple, masks among them",
+    "tput_log": "see wall_clock_breakdown",
 }
 """Of an engine."""
 
@@ -187,6 +189,15 @@ MODULE: Mapping[str, str] = {
     "OnDevice": "build on torch.device('meta') or as usual: initialize() shards what it is given",
     "add_tuning_arguments": "write the schedule into the configuration",
     "is_compile_supported": _COMPILE,
+    "DeepSpeedOptimizerCallable": "any function of parameters makes an optimizer",
+    "DeepSpeedSchedulerCallable": "any function of an optimizer makes a schedule",
+    "git_branch": "it is onebit.zero.__version__",
+    "git_hash": "it is onebit.zero.__version__",
+    "version": "it is onebit.zero.__version__",
+    "load_ds_config": "onebit.zero.read_config(file, world_size=...) gives a Config",
+    "merge_tp_model_init_into_config": "it is DeepSpeed's own",
+    "record_tp_model_init_args": "it is DeepSpeed's own",
+    "set_optimizer_flags": "it is DeepSpeed's own",
     "dist": "it is onebit.zero.comm",
 }
 """Of the module."""

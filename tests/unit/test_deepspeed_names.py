@@ -1,0 +1,351 @@
+"""DeepSpeed's names: every public one is here, or says what to do instead; docs/deepspeed.md is made from the code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+from pathlib import Path
+
+import deepspeed_names
+import pytest
+import torch
+from deepspeed_table import NAMES, rows, table, used_patterns
+from torch import nn
+
+import onebit.zero as deepspeed
+from onebit import Lamb, OnebitAdam
+from onebit.comm import SimTransport
+from onebit.zero.deepspeed.engine import DeepSpeedEngine
+from onebit.zero.deepspeed.given import (
+    add_config_arguments,
+    check_fits,
+    check_mpu,
+    check_optimizer,
+    optimizer_for,
+    scheduler_for,
+)
+from onebit.zero.deepspeed.names import ENGINE, MODULE, REFUSED, SWITCHED_OFF, why_not
+from onebit.zero.grid import GridShape
+from onebit.zero.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from onebit.zero.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"
+
+
+# ---------------------------------------------------------------- the table
+
+
+def test_the_page_shows_the_table_of_the_code() -> None:
+    shown = PAGE.read_text().partition("<!-- names -->")[2].partition("<!-- /names -->")[0]
+    assert shown.strip() == table(), "python tests/support/deepspeed_table.py prints what belongs there"
+
+
+def test_every_name_is_in_one_row_and_no_reason_is_missing() -> None:
+    listed = [name for _, names in rows() for name in names]
+    assert sorted(listed) == NAMES and len(NAMES) > 250
+    assert not [here for here, _ in rows() if here.endswith("?")]
+    assert set(ENGINE) - used_patterns() <= {
+        "disable_allreduce",
+        "disable_need_reduction",
+        "enable_allreduce",
+        "enable_need_reduction",
+        "summary_writer",
+    }  # fmt: skip  (those of older releases)
+
+
+class Bare(DeepSpeedEngine):
+    """An engine of which only the module is there."""
+
+    def __init__(self) -> None:
+        self.module = nn.Linear(3, 2)
+        self.module.generate = lambda: "generated"  # type: ignore[assignment]
+
+
+def test_names_are_answered_as_the_table_says() -> None:
+    engine = Bare()
+    for here, names in rows():
+        kind, _, why = here.partition(": ")
+        for name in names:
+            if name in SWITCHED_OFF:
+                assert getattr(engine, name)() is False
+            elif name in REFUSED:
+                with pytest.raises(RuntimeError, match="is not here"):
+                    getattr(engine, name)()
+            elif kind != "yes":
+                with pytest.raises(AttributeError) as error:
+                    getattr(engine, name)
+                assert str(error.value).endswith(why)
+
+
+def test_what_else_is_asked_is_the_modules() -> None:
+    engine = Bare()
+    assert engine.generate() == "generated" and engine.weight is engine.module.weight
+    assert [name for name, _ in engine.named_parameters()] == ["weight", "bias"] and not hasattr(engine, "xyzzy")
+    with pytest.raises(
+        AttributeError, match="neither the engine nor its Linear has an attribute 'get_lrs'; did you mean"
+    ):
+        _ = engine.get_lrs
+    for name in ("half", "float", "compile"):
+        with pytest.raises(RuntimeError, match=f"engine.{name}.. is not here"):
+            getattr(engine, name)()
+
+
+def test_the_modules_names() -> None:
+    for name in deepspeed_names.MODULE:
+        if why_not(name, MODULE) is None:
+            assert getattr(deepspeed, name) is not None
+        else:
+            with pytest.raises(AttributeError, match=f"DeepSpeed's {name} is not here: "):
+                getattr(deepspeed, name)
+    assert {name for name in MODULE if name not in deepspeed_names.MODULE} <= {
+        "autotuning",
+        "compression",
+        "monitor",
+        "profiling",
+        "sequence",
+    }  # fmt: skip  (packages)
+    assert deepspeed.__version__
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["accelerator", "checkpointing", "comm", "moe", "ops.adam", "ops.lamb", "pipe", "runtime.config",
+     "runtime.lr_schedules", "runtime.utils", "utils.logging", "zero"],
+)  # fmt: skip
+def test_modules_by_deepspeeds_names(name: str) -> None:
+    found = importlib.import_module(f"onebit.zero.{name}")
+    assert found.__doc__ and "DeepSpeed" in found.__doc__
+    assert all(hasattr(found, public) for public in getattr(found, "__all__", ()))
+    step: object = deepspeed
+    for part in name.split("."):
+        step = getattr(step, part)
+    assert step is found
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def test_arguments_are_added() -> None:
+    parser = argparse.ArgumentParser()
+    assert add_config_arguments(parser) is parser
+    assert parser.parse_args([]) == argparse.Namespace(deepspeed=False, deepspeed_config=None)
+    assert parser.parse_args(["--deepspeed", "--deepspeed_config", "x.json"]).deepspeed_config == "x.json"
+
+
+class Mpu:
+    def __init__(self, **sizes: int) -> None:
+        for name, size in sizes.items():
+            setattr(self, f"get_{name}_world_size", lambda size=size: size)
+
+
+def test_an_mpu_is_taken_where_every_rank_holds_the_whole_model() -> None:
+    check_mpu(Mpu(model_parallel=1, data_parallel=4), 4)
+    check_mpu(Mpu(tensor_model_parallel=1, pipeline_model_parallel=1, data_parallel=4), 4)
+    with pytest.raises(ValueError, match=r"mpu says that 2 ranks share a model .*tensor_plan.*\"tensor\": 2"):
+        check_mpu(Mpu(model_parallel=2, data_parallel=2), 4)
+    with pytest.raises(ValueError, match="2 data-parallel ranks of 4, and one model-parallel"):
+        check_mpu(Mpu(model_parallel=1, data_parallel=2), 4)
+    for other in (object(), Mpu(data_parallel=4), Mpu(model_parallel=1)):
+        with pytest.raises(TypeError, match="leave it out where every rank holds the whole model"):
+            check_mpu(other, 4)
+
+
+def test_an_optimizer_keeps_its_groups_and_is_given_the_sharded_parameters() -> None:
+    net, sharded = (nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)) for _ in range(2))
+    groups = [{"params": [net[1].bias], "lr": 0.5}, {"params": list(net[0].parameters())}]
+    given = torch.optim.SGD(groups, lr=0.1)
+    make, find = optimizer_for(given, net)
+    assert find is not None and make(find(sharded)) is given  # type: ignore[arg-type]
+    assert [group["lr"] for group in given.param_groups] == [0.5, 0.1]
+    found = [[id(p) for p in group["params"]] for group in given.param_groups]
+    assert found == [[id(sharded[1].bias)], [id(p) for p in sharded[0].parameters()]]
+    make, find = optimizer_for(lambda params: torch.optim.SGD(params, lr=0.1), net)
+    assert find is None and isinstance(make(sharded.parameters()), torch.optim.SGD)
+
+
+def test_optimizers_that_cannot_be_taken_over() -> None:
+    net = nn.Linear(3, 2)
+    stepped = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 3)).sum().backward()
+    stepped.step()
+    with pytest.raises(ValueError, match="has a state, of parameters that sharding replaces"):
+        optimizer_for(stepped, net)
+    with pytest.raises(ValueError, match="optimizer= was made of other parameters than model='s"):
+        optimizer_for(torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1), net)
+    onebit = OnebitAdam(nn.Linear(3, 2).parameters(), transport=SimTransport())
+    for given in (onebit, deepspeed.ShardedOnebitAdam(nn.Linear(3, 2).parameters(), transport=SimTransport())):
+        with pytest.raises(TypeError, match="sends its own gradients, and the engine would average them once more"):
+            check_optimizer(given)
+    make, _ = optimizer_for(lambda params: onebit, net)
+    with pytest.raises(TypeError, match="sends its own gradients"):
+        make(net.parameters())
+    for wrong in (3, "AdamW"):
+        with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, or a function that makes one"):
+            optimizer_for(wrong, net)
+    lamb = Lamb(net.parameters())
+    check_fits(lamb, GridShape((1, 4, 1, 1)))
+    with pytest.raises(ValueError, match="needs the norms of whole layers, of which 2 ranks hold a part each"):
+        check_fits(lamb, GridShape((1, 2, 2, 1)))
+
+
+def test_a_schedule_is_that_of_the_engines_optimizer() -> None:
+    here, there = (torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1) for _ in range(2))
+    mine = torch.optim.lr_scheduler.StepLR(here, 3)
+    assert scheduler_for(mine, here) is mine
+    assert scheduler_for(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3), here).optimizer is here
+    with pytest.raises(ValueError, match="sets the rates of another SGD than the engine's SGD; pass a function"):
+        scheduler_for(mine, there)
+    for wrong, message in (
+        (3, "expected a schedule, or a function"),
+        (lambda optimizer: 3, "a function that gave a int"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            scheduler_for(wrong, here)
+
+
+def test_what_initialize_refuses_before_any_rank_is_asked() -> None:
+    config = {"train_batch_size": 1, "optimizer": {"type": "OneBitAdam"}}
+    net = nn.Linear(1, 1)
+    for arguments, kind, message in (
+        ({}, TypeError, "expected model=, a torch.nn.Module or a PipelineModule, got NoneType"),
+        ({"model": net}, ValueError, "no configuration: pass config="),
+        ({"model": net, "config": config, "config_params": config}, ValueError, "as config and as config_params"),
+        ({"model": net, "config": config, "mesh_param": (1, 1)}, ValueError, "mesh_param is not here"),
+        (
+            {"model": net, "config": config, "model_parameters": net},
+            TypeError,
+            r"model_parameters=model.parameters\(\)",
+        ),
+        ({"model": net, "config": config, "mpu": object()}, TypeError, "mpu is a object without"),
+        (
+            {"model": net, "config": config, "dist_init_required": False},
+            RuntimeError,
+            "call torch.distributed.init_pro",
+        ),
+        (
+            {"model": net, "config": config, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)},
+            ValueError,
+            r"given twice, as optimizer= \(SGD\) and as OneBitAdam in the configuration, which sends a fraction",
+        ),
+    ):
+        with pytest.raises(kind, match=message):
+            deepspeed.initialize(**arguments)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- modules
+
+
+def test_a_loader_is_begun_again() -> None:
+    loader = deepspeed.utils.RepeatingLoader([1, 2, 3])
+    assert [next(loader) for _ in range(7)] == [1, 2, 3, 1, 2, 3, 1]
+    with pytest.raises(ValueError, match="the loader is empty"):
+        next(deepspeed.utils.RepeatingLoader([]))
+
+
+def test_lines_of_some_ranks(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with caplog.at_level(logging.INFO, "onebit"):
+        for ranks in ([0], [1], None, [-1]):
+            deepspeed.log_dist(f"of {ranks}", ranks=ranks)
+    assert caplog.messages == ["[Rank 1] of [1]", "[Rank 1] of None", "[Rank 1] of [-1]"]
+
+
+def test_the_accelerator_of_a_machine_without_cuda() -> None:
+    device = deepspeed.get_accelerator()
+    if device.is_cuda:
+        pytest.skip("CUDA is here: its names are torch.cuda's")
+    assert torch.device(device.device_name(3)) == device.device() == torch.device("cpu")
+    assert device.communication_backend_name() == "gloo" and device.on_accelerator(torch.zeros(1))
+    device.manual_seed(4)
+    state, drawn = device.get_rng_state(), torch.rand(3)
+    device.set_rng_state(state)
+    assert torch.equal(torch.rand(3), drawn) and device.memory_allocated() == 0 and device.device_count() == 1
+
+
+def test_optimizers_by_deepspeeds_names() -> None:
+    net = nn.Linear(3, 2)
+    adamw = deepspeed.ops.adam.FusedAdam(net.parameters(), lr=0.1, betas=[0.8, 0.9], weight_decay=0.01)
+    assert type(adamw) is torch.optim.AdamW and adamw.param_groups[0]["betas"] == (0.8, 0.9)
+    assert type(deepspeed.ops.adam.DeepSpeedCPUAdam(net.parameters(), adamw_mode=False)) is torch.optim.Adam
+    assert type(deepspeed.ops.lamb.FusedLamb(net.parameters(), max_coeff=5.0)) is Lamb
+    with pytest.raises(ValueError, match="fp32_optimizer_states=False is not here"):
+        deepspeed.ops.adam.DeepSpeedCPUAdam(net.parameters(), fp32_optimizer_states=False)
+
+
+def test_activations_are_computed_again() -> None:
+    x, calls = torch.ones(3, requires_grad=True), []
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x * x
+
+    deepspeed.checkpointing.configure(None, num_checkpoints=2)
+    deepspeed.checkpointing.checkpoint(square, x).sum().backward()  # type: ignore[attr-defined]
+    assert len(calls) == 2 and torch.equal(x.grad, 2 * torch.ones(3)) and deepspeed.checkpointing.is_configured()
+    with pytest.raises(ValueError, match="partition_activations=True is not here"):
+        deepspeed.checkpointing.configure(None, partition_activations=True)
+
+
+def test_groups_of_a_model_without_experts() -> None:
+    net = nn.Linear(3, 2)
+    groups = split_params_into_different_moe_groups_for_optimizer({"params": net.parameters(), "name": "all"})
+    assert [len(group["params"]) for group in groups] == [2] and groups[0]["name"] == "all"
+    net.bias.allreduce = False  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="is marked as an expert's"):
+        split_params_into_different_moe_groups_for_optimizer({"params": net.parameters()})
+    with pytest.raises(AttributeError, match="there are no experts"):
+        _ = deepspeed.moe.layer
+
+
+# ---------------------------------------------------------------- pipelines
+
+
+def layers() -> list[object]:
+    return [TiedLayerSpec("ends", nn.Linear, 3, 3), LayerSpec(nn.Linear, 3, 4), nn.ReLU, nn.Linear(4, 3),
+            TiedLayerSpec("ends", nn.Linear, 3, 3)]  # fmt: skip
+
+
+class Topology:
+    def __init__(self, **sizes: int) -> None:
+        self.get_dim = sizes.get
+
+
+def test_parameters_of_a_list_of_layers_stand_for_those_of_its_stages() -> None:
+    given = layers()
+    given[2] = nn.ReLU()
+    net = PipelineModule(given, loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
+    names = [name for name, _ in net.named_parameters()]
+    assert names == ["layers.1.weight", "layers.1.bias", "layers.3.weight", "layers.3.bias", "tied.ends.weight",
+                     "tied.ends.bias"]  # fmt: skip
+    assert (
+        next(net.parameters()).device.type == "meta" and dict(net.named_parameters())["layers.3.bias"] is given[3].bias
+    )
+    dict(net.named_parameters())["layers.1.bias"].requires_grad_(False)
+    (last,) = net.stages([range(1, 5)])
+    assert {name for name, p in last.named_parameters() if not p.requires_grad} == {"layers.1.bias"}
+    with pytest.raises(AttributeError, match="a PipelineModule is a list of layers"):
+        net.apply(print)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"seed_fn": print}, "seed_fn=.* is not here: pass base_seed="),
+        ({"dynamic_shape": True}, "dynamic_shape=True is not here"),
+        ({"checkpointable_layers": ["Block"]}, "checkpointable_layers=.* is not here"),
+        ({"topology": Topology(pipe=2, data=2, model=2)}, "the topology divides layers over 2 ranks"),
+        ({"topology": Topology(pipe=2, data=2), "num_stages": 4}, "num_stages is 4, the topology has 2 stages"),
+    ],
+)
+def test_what_a_list_of_layers_does_not_take(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PipelineModule([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, **arguments)
+
+
+def test_a_topology_says_how_many_stages() -> None:
+    net = PipelineModule([nn.Linear(1, 1)], None, Topology(pipe=1, data=2), nn.functional.mse_loss)
+    assert net.num_stages == 1
+    with pytest.raises(TypeError, match="needs loss_fn="):
+        PipelineModule([nn.Linear(1, 1)])
