@@ -20,6 +20,7 @@ def numbers(word: str, text: str) -> list[float]:
     return [float(number) for number in re.findall(rf"^.*\b{word} ([\d.]+\d)", text, re.MULTILINE)]
 
 
+@pytest.mark.thorough
 def test_pictures_are_classified_as_well_as_with_adamw() -> None:
     """Chance is 0.1; both are far above, on pictures that they have not seen."""
     onebit, dense = (numbers("accuracy", output("cifar", "--optimizer", name))[0] for name in ("OneBitAdam", "AdamW"))

@@ -431,7 +431,8 @@ class DeepSpeedEngine(Engine):
         whole = {}
         for name, x in self.module.state_dict().items():
             if not (exclude_frozen_parameters and name in frozen):
-                whole[name] = (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().cpu()
+                full = x.full_tensor() if hasattr(x, "full_tensor") else x
+                whole[name] = full.detach().to("cpu", copy=True)
         return whole
 
     def load_module_state_dict(

@@ -1,0 +1,321 @@
+"""What the ranks of test_deepspeed.py do: DeepSpeed's names of a running engine, in every form."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from pathlib import Path
+
+import torch
+from engine_ranks import bits, net
+from torch import Tensor, nn
+
+import onebit.zero as deepspeed
+from onebit.zero import grid as grids
+
+ONE_BIT = {"compression": "always", "block": 64}
+FORMS = {
+    "dense, stage 3": ("AdamW", 3, 2, {}),
+    "dense, stage 0": ("AdamW", 0, 1, {}),
+    "replicated": ("OneBitAdam", 0, 1, {}),
+    "intra_node, stage 2": ("OneBitAdam", 2, 2, {"bf16": {"enabled": True}}),
+    "inter_node": ("OneBitAdam", 1, 1, {}),
+}
+GRIDS: dict[int, grids.Grid] = {}
+
+
+def config_of(name: str = "AdamW", stage: int = 0, sums: int = 1, **blocks: object) -> dict:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": sums,
+        "optimizer": {"type": name, "params": {"lr": 0.01, "betas": [0.9, 0.99]}},
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": None,
+    }
+    return config | ({"onebit": ONE_BIT} if name == "OneBitAdam" else {}) | blocks
+
+
+def begin(form: str, model: nn.Module | None = None, sums: int = 1, **blocks: object) -> deepspeed.DeepSpeedEngine:
+    name, stage, shards, more = FORMS[form]
+    if shards not in GRIDS:
+        GRIDS[shards] = grids.start(shard=shards)
+    config = config_of(name, stage, sums, **more, **blocks)
+    return deepspeed.initialize(model=model or net(), config=config, grid=GRIDS[shards])[0]
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(15, (4,), generator=torch.Generator().manual_seed(97 * step + rank))
+    return tokens, tokens % 5
+
+
+def loss_of(model: object, rank: int, step: int) -> Tensor:
+    tokens, targets = batch(rank, step)
+    return nn.functional.cross_entropy(model(tokens).float(), targets)
+
+
+def step(engine: deepspeed.DeepSpeedEngine, k: int) -> None:
+    engine.backward(loss_of(engine, engine.global_rank, k))
+    engine.step()
+
+
+def refusal(act: object, *args: object, **named: object) -> str:
+    try:
+        act(*args, **named)
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def whole_parameters() -> dict[str, dict[str, object]]:
+    """Of each form: parameters, gradients and moments asked for whole, beside a plain model's."""
+    ask, facts = deepspeed.utils, {}
+    for form in FORMS:
+        engine, plain = begin(form), net()
+        p, name = engine.module.layers[0].weight, "layers.0.weight"
+        world = engine.world_size
+        sum(loss_of(plain, rank, 0) / world for rank in range(world)).backward()
+        engine.backward(loss_of(engine, engine.global_rank, 0))
+        grad, oracle = ask.safe_get_full_grad(p), plain.layers[0].weight.grad
+        unseen = ask.safe_get_full_grad(engine.module.layers[2].bias)
+        engine.step()
+        own: dict[str, object] = {
+            "gradient": float((grad - oracle).norm() / oracle.norm()),
+            "other": unseen.shape == (8,),
+        }
+        own["none behind step"] = ask.safe_get_full_grad(p) is None
+        if form == "inter_node":
+            own["refused"] = [refusal(ask.safe_get_full_fp32_param, p),
+                              refusal(ask.safe_get_full_optimizer_state, p, "exp_avg")]  # fmt: skip
+        else:
+            moment = ask.safe_get_full_optimizer_state(p, "exp_avg")
+            own["moment"] = float((moment - 0.1 * oracle).norm() / (0.1 * oracle).norm())
+            own["unknown"] = refusal(ask.safe_get_full_optimizer_state, p, "xyzzy")
+            full = ask.safe_get_full_fp32_param(p)
+            own["whole"] = torch.equal(full, engine.module_state_dict()[name]) and full.dtype == torch.float32
+            own["moved"] = 0 < float((full - plain.layers[0].weight).abs().max()) < 0.03
+        own |= modified(engine, p, name)
+        step(engine, 1)
+        own["alike"] = len({hash(b) for b in gathered(bits(engine))}) == 1
+        facts[form] = own
+    return facts
+
+
+def modified(engine: deepspeed.DeepSpeedEngine, p: nn.Parameter, name: str) -> dict[str, object]:
+    """Through the block, on rank 1; and by a value."""
+    before = engine.module_state_dict()
+    with deepspeed.zero.GatheredParameters([p, engine.module.head.bias], modifier_rank=1) as (first, _):
+        shown = engine.module.layers[0].weight
+        is_whole = shown is first and type(shown) is nn.Parameter and shown.shape == (16, 8)
+        if engine.global_rank == 1:
+            shown.data[3] = 7.0
+            first.data[15, 7] = -7.0
+    after = engine.module_state_dict()
+    expected = before[name].clone()
+    expected[3], expected[15, 7] = 7.0, -7.0
+    others = all(torch.equal(before[other], after[other]) for other in before if other != name)
+    deepspeed.utils.safe_set_full_fp32_param(p, torch.full((16, 8), 0.5))
+    return {
+        "gathered": is_whole and engine.module.layers[0].weight is p and torch.equal(after[name], expected) and others,
+        "set": bool((engine.module_state_dict()[name] == 0.5).all()),
+        "shape": refusal(deepspeed.utils.safe_set_full_fp32_param, p, torch.zeros(3)),
+    }
+
+
+def gathered(mine: bytes) -> list[bytes]:
+    every: list[bytes] = [b""] * deepspeed.comm.get_world_size()
+    deepspeed.comm.all_gather_object(every, mine)
+    return every
+
+
+def checkpoints() -> dict[str, object]:
+    """Tags, and parts of a checkpoint."""
+    facts: dict[str, object] = {}
+    block = {
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0.005, "warmup_max_lr": 0.01, "warmup_num_steps": 9},
+        }
+    }
+    first = begin("dense, stage 3", **block)
+    kept = {}
+    for k, (tag, is_latest) in enumerate((("a", True), ("b", True), ("b", True), ("c", False))):
+        step(first, k)
+        facts[f"save {k}"] = first.save_checkpoint("tags", tag, {"k": k}, save_latest=is_latest)
+        kept[tag] = bits(first)
+    again = begin("dense, stage 3", **block)
+    for tag in (None, "a", "c"):
+        folder, state = again.load_checkpoint("tags", tag)
+        counts = [again.global_steps, again.micro_steps, again.global_samples, again.scheduler.last_epoch]
+        facts[f"load {tag}"] = [Path(str(folder)).parent.name, state, counts, bits(again) == kept[tag or "b"]]
+    facts["folders"] = sorted(os.listdir("tags")) + sorted(os.listdir("tags/b"))
+    facts["absent"] = refusal(again.load_checkpoint, "tags", "d")
+    facts["bad"] = [refusal(again.save_checkpoint, "tags", tag) for tag in ("x/y", "step_00000001", "latest", "..")]
+    facts["apart"] = refusal(again.save_checkpoint, "tags", f"rank {again.global_rank}")
+    facts["empty"] = list(again.load_checkpoint("nothing here"))
+    again.save_checkpoint("only", "best", save_latest=False)
+    facts["no latest"] = [list(again.load_checkpoint("only")), again.load_checkpoint("only", "best")[1]]
+
+    parts = {}
+    for form in FORMS:
+        other = begin(form, **block)
+        step(other, 0)
+        folder, state = other.load_checkpoint("tags", "c", load_module_only=True)
+        counts = [other.global_steps, other.scheduler.last_epoch]
+        is_loaded = bits(other) == kept["c"]
+        step(other, 1)
+        parts[form] = [state, counts, is_loaded, bits(other) != kept["c"], len(set(gathered(bits(other)))) == 1]
+    facts["weights alone"] = parts
+    other = begin("replicated", **block)
+    other.load_checkpoint("tags", "c", load_optimizer_states=False, load_lr_scheduler_states=False)
+    facts["anew"] = [
+        other.global_steps,
+        other.scheduler.last_epoch,
+        bits(other) == kept["c"],
+        len(other.optimizer.state),
+    ]
+
+    partly, model = net(), net()
+    partly.embed.requires_grad_(False)
+    frozen = begin("dense, stage 3", partly)
+    step(frozen, 0)
+    frozen.save_checkpoint("frozen", exclude_frozen_parameters=True)
+    model.embed.requires_grad_(False)
+    nn.init.zeros_(model.embed.weight)
+    back = begin("dense, stage 3", model)
+    back.load_checkpoint("frozen")
+    theirs, ours = frozen.module_state_dict(), back.module_state_dict()
+    facts["frozen"] = [name for name in theirs if not torch.equal(theirs[name], ours[name])]
+    facts["not frozen"] = refusal(begin("dense, stage 3").load_checkpoint, "frozen")
+    longer = net()
+    longer.more = nn.Linear(2, 2)
+    wider = begin("dense, stage 3", longer)
+    facts["strict"] = [
+        refusal(wider.load_checkpoint, "tags", "c", load_module_only=True),
+        refusal(wider.load_checkpoint, "tags", "c", False),
+        refusal(wider.load_checkpoint, "tags", "c", False, load_module_only=True),
+    ]
+    loaded = wider.module_state_dict()
+    facts["not strict"] = all(torch.equal(loaded[name], x) for name, x in again.module_state_dict().items())
+    again.load_module_state_dict({"module": theirs})
+    facts["module"] = all(torch.equal(again.module_state_dict()[name], theirs[name]) for name in theirs)
+    facts["named otherwise"] = refusal(again.save_16bit_model, "tags", "pytorch_model.bin")
+    return facts
+
+
+def steps() -> dict[str, object]:
+    """Boundaries, batch sizes, arguments of step() and backward()."""
+    facts: dict[str, object] = {}
+    weighed = []
+    for is_said in (False, True):  # three micro-batches in a step: counted, and said
+        engine = begin("dense, stage 3", sums=1 if is_said else 3)
+        for k in range(6):
+            if is_said:
+                engine.set_gradient_accumulation_boundary(k % 3 == 2)
+            loss = loss_of(engine, engine.global_rank, k)
+            engine.backward(loss / 3 if is_said else loss)
+            engine.step()
+        weighed.append([bits(engine), engine.global_steps, engine.micro_steps])
+    facts["said"] = [weighed[0][1:], weighed[1][1:], weighed[0][0] == weighed[1][0]]
+
+    engine, plain = begin("dense, stage 0", sums=2), begin("dense, stage 0", sums=2)
+    applied = []
+    for k in range(4):
+        step(engine, k)
+        applied.append(engine.was_step_applied())
+    within = begin("dense, stage 0", sums=2)
+    step(within, 0)
+    facts["within"] = refusal(within.set_train_batch_size, 8)
+    engine.set_train_batch_size(32)
+    facts["bad size"] = refusal(engine.set_train_batch_size, 12)
+    for k in range(4, 8):
+        step(engine, k)
+        applied.append(engine.was_step_applied())
+    facts["sizes"] = [engine.get_batch_info(), engine.global_steps, engine.global_samples, applied]
+
+    for k in range(4):  # one step of the four, as the engine's own after it was told
+        if k % 2 == 0:
+            with plain.no_sync():
+                plain.backward(loss_of(plain, plain.global_rank, k), scale_wrt_gas=False)
+                facts["paused"] = refusal(plain.step)
+        else:
+            plain.set_gradient_accumulation_boundary(k == 3)
+            plain.backward(loss_of(plain, plain.global_rank, k), scale_wrt_gas=False)
+            plain.step()
+    facts["passes"] = [plain.global_steps, plain.micro_steps]
+
+    model = net()
+    optimizer = torch.optim.SGD([{"params": model.embed.parameters()}, {"params": [*model.layers.parameters(),
+                                *model.head.parameters()], "lr": 0.3}], lr=0.1)  # fmt: skip
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    config = {name: x for name, x in config_of(stage=3).items() if name != "optimizer"}
+    engine, same, _, scheduler = deepspeed.initialize(
+        None, model, optimizer, lr_scheduler=plateau, config_params=config, grid=GRIDS[2]
+    )
+    before = bits(engine)
+    for _ in range(3):
+        engine.backward(loss_of(engine, 0, 0), retain_graph=True)
+        engine.step(lr_kwargs={"metrics": 1.0})
+    facts["given"] = [
+        same is optimizer is engine.optimizer, scheduler is plateau is engine.lr_scheduler, engine.get_lr(),
+        engine.optimizer_name(), bits(engine) != before, type(optimizer.param_groups[1]["params"][0]).__name__,
+        len(set(gathered(bits(engine)))) == 1,
+    ]  # fmt: skip
+    facts["takes the place"] = warned(
+        lambda: deepspeed.initialize(
+            model=(other := net()),
+            optimizer=torch.optim.SGD(other.parameters(), lr=0.1),
+            config=config_of(),
+            grid=GRIDS[1],
+        )
+    )
+    engine = begin("dense, stage 0")
+    loss_of(engine, 0, 0).backward()
+    facts["by loss.backward()"] = refusal(engine.step)
+    engine.zero_grad()
+    facts["no loss"] = [refusal(engine.backward, torch.zeros(3)), refusal(engine.backward, 1.0),
+                        refusal(engine.backward, torch.zeros(()), allreduce_gradients=False)]  # fmt: skip
+    never = begin("dense, stage 0", sums=2)
+    facts["never stepped"] = warned(
+        lambda: [
+            never.backward(loss_of(never, 0, k)) for k in range(7) if not never.is_gradient_accumulation_boundary()
+        ]
+    )
+    facts["ranks"] = [
+        never.global_rank, never.local_rank, never.world_size, never.dp_world_size, never.mp_world_size,
+        never.get_data_parallel_rank(), never.data_parallel_group.size(), str(never.device), never.dist_backend,
+        never.to("cpu") is never, refusal(never.to, "cuda"), never.loss_scale(), never.get_mom(),
+    ]  # fmt: skip
+    return facts
+
+
+def warned(act: object) -> list[str]:
+    """What onebit warns of while it runs."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("onebit").addHandler(handler)
+    try:
+        act()
+    finally:
+        logging.getLogger("onebit").removeHandler(handler)
+    return lines
+
+
+def surface(folder: str) -> dict[str, object]:
+    """Everything of two ranks."""
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    deepspeed.init_distributed(dist_backend="gloo")
+    again = warned(lambda: deepspeed.init_distributed(dist_backend="nccl"))
+    with deepspeed.zero.Init(config_dict_or_path=config_of()):
+        copy.deepcopy(net())
+    facts: dict[str, object] = {
+        "again": again,
+        "whole": whole_parameters(),
+        "checkpoints": checkpoints(),
+        "steps": steps(),
+    }
+    for grid in GRIDS.values():
+        grid.close()
+    return facts
