@@ -160,8 +160,8 @@ def _check_one_optimizer(read: Config, given: object, rank: int) -> None:
     name = type(given).__name__ if isinstance(given, torch.optim.Optimizer) else "a function that makes one"
     if read.optimizer.is_one_bit:
         raise ValueError(
-            f"the optimizer is given twice, as optimizer= ({name}) and as {read.optimizer.type} in the configuration, "
-            "which sends a fraction of what the first does; give one"
+            f"the optimizer is given twice, as optimizer= and as {read.optimizer.type} in the configuration, which "
+            f"sends a fraction of what the first does ({name}); give one"
         )
     if rank == 0:
         log.warning("optimizer= (%s) takes the place of %s in the configuration", name, read.optimizer.type)
