@@ -1,9 +1,9 @@
 """What `make demo` shows: what a slow network costs AdamW and OnebitAdam, and what each learns in as many steps.
 
-Seconds and bytes are measured on four emulated hosts where this machine can (`cluster.py`); elsewhere the ranks meet on
-loopback, and the table says so. All steps of AdamW cost the same there, so it takes a few of them. Losses need no
-network: they are of simulated ranks (`study/run.py`), for several seeds and with two values of β2, since a few hundred
-steps tell no smaller difference than AdamW's own seeds have, and a baseline deserves its better β2.
+Seconds and bytes are measured on four emulated hosts where this machine can (`onebit emulate`); elsewhere the ranks
+meet on loopback, and the table says so. All steps of AdamW cost the same there, so it takes a few of them. Losses need
+no network: they are of simulated ranks (`study/run.py`), for several seeds and with two values of β2, since a few
+hundred steps tell no smaller difference than AdamW's own seeds have, and a baseline deserves its better β2.
 Everything it shows lies in runs/demo afterwards.
 """
 
@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-import cluster
 import rich.table
 import torch
 from provenance import check_record, refuse_dirty_tree, revision
@@ -34,6 +33,8 @@ from study.figure import draw
 from study.run import Job
 from train.corpus import first_difference, read_corpus
 from train.report import read_csv
+
+from onebit.cli import cluster
 
 HERE = Path(__file__).parent
 RESULTS, RECORD = HERE.parent / "docs" / "results.md", HERE / "records" / "demo.json"

@@ -1,6 +1,6 @@
 """What a run will need, before it is started: memory and traffic of every stage and optimizer, and seconds per step.
 
-    python -m onebit.zero.plan --params 1.5e9 --hosts 4 --ranks-per-host 2 --link 1gbit --dtype bf16 --compute-s 2
+    onebit plan --params 1.5e9 --hosts 4 --ranks-per-host 2 --link 1gbit --dtype bf16 --compute 2
 
 Counted from the layouts, not measured: parameters, gradients, optimizer state and what travels in a steady step.
 Activations, the buckets of the exchange (a few times `bucket_cap_mb`) and what the allocator keeps come on top; padding
@@ -14,13 +14,10 @@ formulas are in `docs/memory.md`.
 
 from __future__ import annotations
 
-import argparse
-import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..comm import Int4Codec, SignCodec, codec_named, momentum_codecs
+from ..comm import Int4Codec, SignCodec, codec_named
 from ..comm.cost import CodecCost, LinkCost, exchange_s
 from .config.entries.base import Footprint
 from .config.optimizers import OPTIMIZERS
@@ -172,61 +169,3 @@ def _step_s(run: Run, during: float, behind: float = 0.0) -> tuple[float, float]
     """A step of which so many seconds of traffic go on while backward computes, or not, and so many behind it."""
     least = run.compute_s + max(0.0, during - _HIDDEN_BY_BACKWARD * run.compute_s) + behind
     return least, run.compute_s + during + behind
-
-
-def table(run: Run) -> str:
-    """The plans of a run, as Markdown."""
-    heads = (
-        "optimizer",
-        "stage",
-        "parameters",
-        "gradients",
-        "state",
-        "bytes/param",
-        "GB per rank",
-        "bits/param",
-        "s/step",
-    )
-    lines = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1)]
-    for made in plans(run):
-        cells = [
-            made.optimizer,
-            str(made.stage),
-            *(f"{x:.2f}" for x in (made.parameters, made.gradients, made.state, made.bytes_per_parameter)),
-            f"{made.bytes_per_parameter * run.params / 1e9:.2f}",
-            f"{made.bits:.2f}",
-            " to ".join(dict.fromkeys(f"{s:.3g}" for s in made.seconds)),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _rate(text: str) -> float:
-    match = re.fullmatch(r"([\d.]+)([kmg])bit", text.lower())
-    if not match:
-        raise argparse.ArgumentTypeError(f"expected a rate such as 1gbit or 100mbit, got {text!r}")
-    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m onebit.zero.plan", description=__doc__.split("\n\n")[0])
-    add = parser.add_argument
-    add("--params", type=float, required=True, help="of the model; 1.5e9")
-    add("--hosts", type=int, required=True)
-    add("--ranks-per-host", type=int, default=1)
-    add("--dtype", choices=DTYPE_BYTES, default="bf16")
-    add("--error-bytes", type=int, choices=(2, 4), default=4, help="of the one-bit optimizers' errors")
-    add("--link", type=_rate, default=1e9, metavar="RATE", help="of a host: 1gbit, 100mbit (default: 1gbit)")
-    add("--codec", choices=momentum_codecs(), default="sign", help="of the momentum, but across hosts")
-    add("--compute-s", type=float, default=0.0, help="of a step without traffic; some of it hides behind")
-    args = parser.parse_args(argv)
-    try:
-        numbers = args.params, args.hosts, args.ranks_per_host, args.dtype, args.error_bytes, args.link, args.compute_s
-        run = Run(*numbers, codec=args.codec)
-    except ValueError as error:
-        parser.error(str(error))
-    sys.stdout.write(f"{table(run)}\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -3,8 +3,8 @@
     python scripts/bench.py collective --record scripts/records/collective_2026-11.md
 
 Each row is measured in one run of four hosts (network namespaces), both sides in turn. The limit of a side is its own
-payload over the link's rate. Needs root and iproute2; see cluster.py. With --worker it is one rank's part of that,
-which `suite.py` and `growth.py` start too, by `run_workers`.
+payload over the link's rate. Needs root and iproute2; see `onebit emulate`. With --worker it is one rank's part of
+that, which `suite.py` and `growth.py` start too, by `run_workers`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from cluster import INTERFACE, Cluster, QueueCounters, available, parse_rate, read_queue, sent_on_wire
 from provenance import record_path, write_record
 
 from bench.command import words
 from onebit import comm
+from onebit.cli.cluster import INTERFACE, Cluster, QueueCounters, available, parse_rate, read_queue, sent_on_wire
 from onebit.comm import (
     EncodeOutput,
     ErrorFeedback,

@@ -4,7 +4,7 @@
 
 What --results already holds is not measured again, so that a run may be interrupted and extended; the report is of all
 that the file holds. The model is `onebit/comm/cost.py`, its fit `growth_fit.py`, the report `growth_report.py`. Needs
-root and iproute2; see cluster.py. With --worker it is one rank's part.
+root and iproute2; see `onebit emulate`. With --worker it is one rank's part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from cluster import Cluster, available, parse_rate
 from provenance import record_path, write_record
 from rich.progress import Progress
 
@@ -28,6 +27,7 @@ from bench.command import words
 from bench.growth_report import draw, points_of, report
 from bench.record import append, describe_machine, read_lines
 from onebit import comm
+from onebit.cli.cluster import Cluster, available, parse_rate
 from onebit.comm import SignCodec, Transport
 
 MILLION = 1_000_000

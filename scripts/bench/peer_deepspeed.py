@@ -1,7 +1,7 @@
 """DeepSpeed 0.19.6 as a contender on CPU: its own environment, and one rank's part of a measurement.
 
     python scripts/bench.py peer_deepspeed --prepare
-    python scripts/cluster.py --hosts 4 --rate 100mbit -- \\
+    onebit emulate --hosts 4 --rate 100mbit -- \\
         env MALLOC_MMAP_THRESHOLD_=4294967295 MALLOC_TRIM_THRESHOLD_=17179869184 .venv-deepspeed/bin/python \\
         scripts/bench.py peer_deepspeed --worker --what step --method deepspeed-onebit-adam --out result.json
 
@@ -34,13 +34,15 @@ from pathlib import Path
 import numpy
 import torch
 import torch.distributed as dist
-from cluster import sent_on_wire
 from torch import Tensor, nn
 from train.model import GPT, SIZES, VOCABULARY, build_model
 
 from bench.command import COMMAND
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "onebit" / "cli"))  # onebit itself is not installed where the peer is
+from cluster import sent_on_wire  # noqa: E402
+
 FOLDER = ROOT / ".venv-deepspeed"
 PINS = Path(__file__).resolve().with_name("peer_deepspeed.txt")
 STAMP = "prepared.json"
@@ -82,7 +84,7 @@ def prepare(folder: Path) -> None:
     log.info("trying it")
     _call([python, "-c", "from deepspeed.runtime.fp16.onebit import adam, lamb, zoadam"], "DeepSpeed does not start")
     stamp.write_text(json.dumps(wanted) + "\n")
-    log.info("done. A rank's part of a measurement, for instance on emulated hosts (scripts/cluster.py):")
+    log.info("done. A rank's part of a measurement, for instance on emulated hosts (onebit emulate):")
     log.info("%s", shlex.join(worker_command(folder, ["--what", "collective", "--out", "result.json"])))
 
 
@@ -109,7 +111,7 @@ def why_not_prepared(folder: Path = FOLDER) -> str | None:
 
 
 def worker_command(folder: Path, flags: Sequence[str]) -> list[str]:
-    """One rank's command, for cluster.py, torchrun --no-python or RANK, WORLD_SIZE, MASTER_ADDR, … set by hand."""
+    """One rank's command, for `onebit emulate`, torchrun --no-python or RANK, WORLD_SIZE, … set by hand."""
     return [
         "env",
         *_allocator_words(),

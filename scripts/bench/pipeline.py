@@ -1,8 +1,8 @@
 """Seconds per step of a pipeline times replicas on a slow network: what travels in full, and what in few bits.
 
 Four hosts (network namespaces) with one rank each: two stages, two replicas of each. The GPT "25m-short" of
-`train/model.py`; every contender runs in the same layout, in one start. Needs root and iproute2; see cluster.py. With
---worker it is one rank's part of that, which the hosts run.
+`train/model.py`; every contender runs in the same layout, in one start. Needs root and iproute2; see
+`onebit emulate`. With --worker it is one rank's part of that, which the hosts run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from cluster import Cluster, available, parse_rate, sent_on_wire
 from provenance import record_path, write_record
 from train.corpus import read_corpus
 from train.model import SIZES
@@ -28,6 +27,7 @@ from bench.collective import measure, meet
 from bench.command import words
 from bench.record import describe_machine
 from onebit import zero
+from onebit.cli.cluster import Cluster, available, parse_rate, sent_on_wire
 from onebit.comm.messages import gather_texts
 from onebit.zero import grid as grids
 

@@ -1,7 +1,7 @@
 """Cables that are cut, restored, slow, lossy or deaf: ranks on emulated hosts, one network namespace each.
 
-`cluster.py` lays the hosts; the ranks are forks of this process that enter them. The victim itself asks the switch to
-cut its cable, so that the moment is known. Promised is a PeerError on every rank within the timeout, which names the
+`onebit emulate` lays the hosts; the ranks are forks of this process that enter them. The victim itself asks the switch
+to cut its cable, so that the moment is known. Promised is a PeerError on every rank within the timeout, which names the
 rank behind the cable; where the cable is back in time, or only slow, the same bits.
 """
 
@@ -19,12 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from cluster import BRIDGE, INTERFACE, MASTER_PORT, NEW_NETWORK, SEARCH_PATH, SWITCH, Cluster, available
-
 from faults.case import AS_PROMISED, REFUSED, Case, End, Outcome, Promise, Tools, judge
 from faults.peers import MARGIN_S, TIMEOUT_S
 from faults.ranks import Rank, fork_ranks
 from faults.setups import PLAIN, Setup
+from onebit.cli.cluster import BRIDGE, INTERFACE, MASTER_PORT, NEW_NETWORK, SEARCH_PATH, SWITCH, Cluster, available
 
 HOSTS, STEPS, AT = 3, 16, 6
 

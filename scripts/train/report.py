@@ -36,7 +36,7 @@ class Row:
     what FSDP2 moves inside a node. bits_per_parameter: of the parameters whose shard this rank has. step_s
     leaves out validation and checkpoints. comm_ms: how long the optimizer waited for the network. val_loss and
     error_norm_ratio: every --eval-every steps. wire_bytes: what the kernel saw leave this host in the step, headers
-    included; only known inside an emulated host (`cluster.py`).
+    included; only known inside an emulated host (`onebit emulate`).
     """
 
     step: int

@@ -23,10 +23,10 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from cluster import sent_on_wire
 from torch import Tensor
 
 from onebit import comm
+from onebit.cli.cluster import sent_on_wire
 from onebit.comm.launch import Launch, detect
 from onebit.comm.messages import gather_bytes, raise_on_all_ranks
 from onebit.zero.config.optimizers import optimizer_flags

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "cluster.py"
-sys.path.insert(0, str(SCRIPT.parent))
-from cluster import Cluster, available, parse_rate, sent_on_wire  # noqa: E402
-from cluster.machine import KEEPER  # noqa: E402
+from onebit.cli.cluster import Cluster, available, parse_rate, sent_on_wire
+from onebit.cli.cluster.machine import KEEPER
 
+COMMAND = [sys.executable, "-m", "onebit", "emulate"]
 TIMEOUT_S = 100.0
 PAYLOAD_BYTES = 6_000_000
 
@@ -51,9 +50,8 @@ print(name, socket.gethostbyname(name), os.listdir("/dev/shm"), *ranks)
 # Both all-reduce 250,000 float32 numbers: 1 MB each way between two ranks, whatever the algorithm.
 REDUCED_BYTES = 1_000_000
 GLOO = f"""
-import os, sys, torch, torch.distributed as dist
-sys.path.insert(0, {str(SCRIPT.parent)!r})
-from cluster import sent_on_wire
+import os, torch, torch.distributed as dist
+from onebit.cli.cluster import sent_on_wire
 dist.init_process_group("gloo")
 ranks = torch.full(({REDUCED_BYTES // 4},), dist.get_rank() + 1.0)
 dist.barrier()
@@ -64,10 +62,9 @@ print('result', dist.get_world_size(), ranks.mean().item(), sent_on_wire() - bef
 dist.destroy_process_group()
 """
 MPI = f"""
-import sys, numpy
+import numpy
 from mpi4py import MPI
-sys.path.insert(0, {str(SCRIPT.parent)!r})
-from cluster import sent_on_wire
+from onebit.cli.cluster import sent_on_wire
 world = MPI.COMM_WORLD
 ranks = numpy.full({REDUCED_BYTES // 4}, world.rank + 1.0, numpy.float32)
 before = sent_on_wire()
@@ -79,7 +76,7 @@ if world.rank == 0:
 
 
 def run_script(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    command = [*COMMAND, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
 
 
@@ -239,7 +236,7 @@ def _hear_all_signals() -> None:
 def test_nothing_is_left(can_emulate: None, ending: signal.Signals | None) -> None:
     before = visible_state()
     marker = f"{3 if ending is None else 600}.{uuid.uuid4().int % 10**9:09d}"
-    command = [sys.executable, str(SCRIPT), "--hosts", "2", "--launcher", "none", "--", "sleep", marker]
+    command = [*COMMAND, "--hosts", "2", "--launcher", "none", "--", "sleep", marker]
     script = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -312,5 +309,5 @@ def test_bad_arguments_are_named(arguments: list[object], complaint: str) -> Non
 
 
 def test_missing_iproute2_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.hosts.SEARCH_PATH", "/nowhere")
+    monkeypatch.setattr("onebit.cli.cluster.hosts.SEARCH_PATH", "/nowhere")
     assert "apt-get install iproute2" in str(available())

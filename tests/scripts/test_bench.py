@@ -16,10 +16,10 @@ from bench.growth_fit import Costs
 from bench.growth_report import points_of
 from bench.growth_report import report as growth_report
 from bench.report import Setting, memory_bytes, report, rows_of
-from cluster import available
 from ranks import run_torchrun
 from train.model import build_model
 
+from onebit.cli.cluster import available
 from onebit.comm import SignCodec
 
 SETTING = Setting(elements=1_000_000, size="tiny", batch=1)

@@ -27,6 +27,7 @@ from typing import NoReturn
 import pytest
 
 import onebit
+from onebit.cli import main
 from onebit.comm import Transport
 from onebit.step.stats import Stats
 from onebit.zero.config.sections import Onebit
@@ -174,7 +175,9 @@ def commands_of(page: Path) -> list[str]:
     """What a page tells its reader to type: lines of its shell blocks, and commands in its sentences."""
     lines = [line for block in blocks_of(page) if block.language == "sh" for line in block.code.splitlines()]
     typed = [line.partition("#")[0].strip() for line in lines]
-    said = re.findall(r"`((?:python|make|pip|torchrun|mpirun) [^`\n]+)`", without_code(page.read_text()))
+    said = re.findall(
+        r"`((?:python|make|pip|torchrun|mpirun|onebit \w+(?= -)) [^`\n]+)`", without_code(page.read_text())
+    )
     return [command for command in [*typed, *said] if command]
 
 
@@ -191,10 +194,13 @@ def check_words(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
         with pytest.raises(Parsed):
             get_args_parser().parse_args(words[1:])
-        is_script = next(k for k, word in enumerate(words) if word.endswith(".py"))
-        words = ["python", *words[is_script:]]
+        is_script = next(k for k, word in enumerate(words) if word.endswith(".py") or word == "onebit")
+        words = words[is_script:] if words[is_script] == "onebit" else ["python", *words[is_script:]]
     elif words[0] == "mpirun":
         words = without_launch(words)
+    if words[0] == "onebit":
+        check_command(words[1:], monkeypatch)
+        return
     assert words[0] == "python", words
     if words[1] in ("-m", "-c"):
         check_module(words[2:], monkeypatch)
@@ -218,6 +224,16 @@ def without_launch(words: list[str]) -> list[str]:
         return words[5:]
     assert words[1] == "-np" and int(words[2]) > 0, words
     return words[3:]
+
+
+def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the command line `onebit`."""
+    if "--" in words:
+        check_words(words[words.index("--") + 1 :], monkeypatch)
+    if words[0] in ("--help", "--version"):
+        return
+    with pytest.raises(Parsed):
+        main(words)
 
 
 def check_module(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from headless import Headless
 from train.methods import choice_of
 from train.run import parse_args
 
+from onebit.cli.plan import table
 from onebit.comm import SimTransport, run_ranks
 from onebit.zero.config import optimizers
 from onebit.zero.config.optimizers import OPTIMIZERS, OptimizerChoice, build_optimizer, optimizer_flags
@@ -18,7 +19,7 @@ from onebit.zero.config.schema import keys_of
 from onebit.zero.config.whole import read_config
 from onebit.zero.forms import choose
 from onebit.zero.grid import GridShape
-from onebit.zero.plan import Run, plan, table
+from onebit.zero.plan import Run, plan
 from onebit.zero.plan import optimizers as planned
 
 ENTRIES = list(OPTIMIZERS.values())
@@ -83,7 +84,8 @@ def test_an_entry_is_all_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None
     assert choice_of(parse_args(["--optimizer", "mine", "--freeze-step", "5"])) == config.optimizer
     run = Run(1e9, 4, 2)
     theirs, ours = plan(run, "OneBitAdam", 0), plan(run, "Mine", 0)
-    assert theirs is not None and ours == replace(theirs, optimizer="Mine") and "| Mine | 0 |" in table(run)
+    assert theirs is not None and ours == replace(theirs, optimizer="Mine")
+    assert any(row[:2] == ["Mine", "0"] for row in table(run).rows)
 
 
 def test_an_optimizer_without_a_sharded_form_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,22 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "onebit"
 SCRIPTS = PACKAGE.parent / "scripts"
-MAY_IMPORT = {"comm": {"comm"}, "onebit": {"onebit", "comm"}, "zero": {"zero", "onebit", "comm"}}
+MAY_IMPORT = {
+    "comm": {"comm"},
+    "onebit": {"onebit", "comm"},
+    "zero": {"zero", "onebit", "comm"},
+    "cli": {"cli", "zero", "onebit", "comm"},
+}
+
+
+FACES = {
+    PACKAGE / "__init__.py": {"zero"},  # offers it, and imports it when asked
+    PACKAGE / "__main__.py": {"cli"},
+}
 
 
 def files_of(layer: str) -> list[Path]:
-    """comm and zero are links in a checkout and folders in a source distribution: no files of the layer onebit."""
+    """comm and zero are links in a checkout and folders in a source distribution; cli is a folder: not of onebit."""
     folder = PACKAGE if layer == "onebit" else PACKAGE / layer
     files = [
         path
@@ -30,7 +41,7 @@ def files_of(layer: str) -> list[Path]:
 
 
 def imported_layers(path: Path) -> set[str]:
-    """Which of comm, onebit, zero a file imports; relative imports are resolved by hand."""
+    """Which of the layers a file imports; relative imports are resolved by hand."""
     package = ["onebit", *path.relative_to(PACKAGE).parts[:-1]]
     layers = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -44,24 +55,22 @@ def imported_layers(path: Path) -> set[str]:
             continue
         for target in targets:
             if target[0] == "onebit":
-                layers.add(target[1] if len(target) > 1 and target[1] in ("comm", "zero") else "onebit")
+                layers.add(target[1] if len(target) > 1 and target[1] in MAY_IMPORT else "onebit")
     return layers
 
 
 @pytest.mark.parametrize("layer", MAY_IMPORT)
 def test_dependencies_point_one_way(layer: str) -> None:
     for path in files_of(layer):
-        face = {"zero"} if path == PACKAGE / "__init__.py" else set()  # offers it, and imports it when asked
-        assert imported_layers(path) <= MAY_IMPORT[layer] | face, path
+        assert imported_layers(path) <= MAY_IMPORT[layer] | FACES.get(path, set()), path
 
 
 ROOMS = {
-    "cluster": {"cluster"},
-    "train": {"train", "cluster"},
-    "bench": {"bench", "train", "cluster"},
-    "study": {"study", "train", "cluster"},
-    "faults": {"faults", "bench", "train", "cluster"},
-    "gpu_check": {"gpu_check", "bench", "train", "cluster"},
+    "train": {"train"},
+    "bench": {"bench", "train"},
+    "study": {"study", "train"},
+    "faults": {"faults", "bench", "train"},
+    "gpu_check": {"gpu_check", "bench", "train"},
 }
 """Which rooms of scripts/ may import which."""
 KNOWN_CIRCLES: set[tuple[str, str]] = set()
@@ -107,7 +116,7 @@ def imported_modules(name: str, path: Path, modules: Mapping[str, Path]) -> set[
     return {other for other in found if other in modules and other != name}
 
 
-@pytest.mark.parametrize("layers", [("onebit", "comm", "zero"), ("scripts",)], ids=lambda layers: layers[0])
+@pytest.mark.parametrize("layers", [("onebit", "comm", "zero", "cli"), ("scripts",)], ids=lambda layers: layers[0])
 def test_no_imports_go_in_circles(layers: tuple[str, ...]) -> None:
     modules = {name: path for layer in layers for name, path in module_names(layer).items()}
     imports = {name: imported_modules(name, path, modules) for name, path in modules.items()}
@@ -140,7 +149,7 @@ def test_importing_has_no_side_effects() -> None:
     code = (
         "import sys, threading; import onebit; "
         "assert threading.active_count() == 1; "
-        "assert not {'mpi4py', 'cupy', 'triton.language', 'onebit.zero'} & set(sys.modules); "
+        "assert not {'mpi4py', 'cupy', 'triton.language', 'onebit.zero', 'onebit.cli', 'rich'} & set(sys.modules); "
         "import torch.distributed as d; assert not d.is_initialized(); assert 'comm' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -12,10 +12,11 @@ import torch
 from headless import Headless
 from torch import nn
 
+from onebit.cli.plan import main, table
 from onebit.comm import SimTransport, run_ranks
 from onebit.zero.config.optimizers import OPTIMIZERS, OptimizerChoice, build_optimizer
 from onebit.zero.config.schema import keys_of
-from onebit.zero.plan import DTYPE_BYTES, Run, main, optimizers, plan, plans, table
+from onebit.zero.plan import DTYPE_BYTES, Run, optimizers, plan, plans
 from onebit.zero.sharded.adam import ShardedOnebitAdam
 
 N = 1 << 20
@@ -134,13 +135,18 @@ def test_recorded_steps_lie_within_the_estimate(row: dict) -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--params", "1.5e9", "--hosts", "4", "--ranks-per-host", "2", "--link", "1gbit"])
-    text = capsys.readouterr().out
-    assert text == table(Run(1.5e9, 4, 2)) + "\n" and text.count("\n") == 2 + 4 * 5
+    arguments = ["--params", "1.5e9", "--hosts", "4", "--ranks-per-host", "2", "--link", "1gbit"]
+    assert main(arguments) == 0
+    text, made = capsys.readouterr().out, list(plans(Run(1.5e9, 4, 2)))
+    assert len(table(Run(1.5e9, 4, 2)).rows) == len(made) == 4 * 5
+    assert all(f"{one.bytes_per_parameter:.2f}" in text for one in made)
+    assert main([*arguments, "--json", "-"]) == 0
+    said = capsys.readouterr().out
+    assert json.loads(said[said.index("\n{") :])["plans"][0]["bits"] == made[0].bits
     with pytest.raises(SystemExit):
         main(["--params", "1e9", "--hosts", "4", "--link", "fast"])
     with pytest.raises(SystemExit):
-        main(["--params", "0", "--hosts", "4"])
+        main(["--params", "1e9", "--hosts", "0"])
     assert "expected at least one parameter" in capsys.readouterr().err
     with pytest.raises(ValueError, match="at least one"):
         Run(0, 4)

@@ -10,8 +10,8 @@ import socket
 import time
 from collections.abc import Callable
 
-from cluster.launchers import Start
-from cluster.machine import send_request
+from .launchers import Start
+from .machine import send_request
 
 GRACE_S = 5.0  # from SIGTERM to SIGKILL, when one host's failure ends the others
 TIMED_OUT = 124  # the exit status of timeout(1)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.machine import INTERFACE
+from .machine import INTERFACE
 
 if TYPE_CHECKING:
-    from cluster.hosts import Cluster
+    from .hosts import Cluster
 
 MASTER_PORT = 29500
 

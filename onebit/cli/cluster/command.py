@@ -1,4 +1,4 @@
-"""The command line of `scripts/cluster.py`."""
+"""`onebit emulate`: any command on emulated hosts."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
-from cluster.hosts import Cluster, Run, available
-from cluster.launchers import LAUNCHERS, ClusterError, path_with_own_python
-from cluster.machine import ENTER, KEEPER, MAX_HOSTS, enter, run_keeper
-from cluster.queues import parse_rate
-from cluster.running import TIMED_OUT
+from .hosts import Cluster, Run, available
+from .launchers import LAUNCHERS, ClusterError, path_with_own_python
+from .machine import MAX_HOSTS
+from .queues import parse_rate
+from .running import TIMED_OUT
 
 _DESCRIPTION = """\
 See what your own training gains on a slow network before you buy or rent one: lays emulated hosts on this machine,
 joined by Ethernet links of the rate you name, runs your command across them, and counts the bytes each host sent.
 
-  python scripts/cluster.py --hosts 4 --rate 100mbit -- python scripts/train.py
-  python scripts/cluster.py --hosts 4 --rate 1gbit --launcher mpirun --stats traffic.json -- python my_mpi_program.py
+  onebit emulate --hosts 4 --rate 100mbit -- python train.py
+  onebit emulate --hosts 4 --rate 1gbit --launcher mpirun --stats traffic.json -- python my_mpi_program.py
 """
 
 _EPILOG = """\
 Each host has its own addresses (10.77.0.1, …), name (ob0, ob1, …), processes and shared memory, and the files of this
-machine. `python` after the -- is the one this script runs under. The first host writes to your terminal; lines of the
+machine. `python` after the -- is the one this command runs under. The first host writes to your terminal; lines of the
 others carry their name (mpirun mixes those of all ranks, as it does everywhere). Exit status: the first of the command
 that is not zero; 124 after --timeout. Inside a host ONEBIT_WIRE_COUNTER names the interface whose queue counts frames:
-`tc -s -j qdisc show dev $ONEBIT_WIRE_COUNTER`, or cluster.sent_on_wire(). Needs Linux, iproute2, and root or
+`tc -s -j qdisc show dev $ONEBIT_WIRE_COUNTER`, or onebit.cli.cluster.sent_on_wire(). Needs Linux, iproute2, and root or
 unprivileged user namespaces. All hosts share this machine's processors: only the network is slow, not the computing.
 """
 
@@ -41,7 +41,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         split = arguments.index("--")
         own, command = arguments[:split], arguments[split + 1 :]
     parser = argparse.ArgumentParser(
-        usage="cluster.py --hosts N --rate RATE [options] -- COMMAND [ARGUMENT ...]\n       cluster.py --check",
+        usage="onebit emulate --hosts N --rate RATE [options] -- COMMAND [ARGUMENT ...]\n       onebit emulate --check",
         description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
@@ -75,7 +75,7 @@ def _complain(options: argparse.Namespace) -> str | None:
     if options.stats is not None and not options.stats.absolute().parent.is_dir():
         return f"--stats {options.stats}: there is no such folder"
     if not options.command:
-        return "no command: write it behind a --, as in `cluster.py --hosts 4 -- python scripts/train.py`"
+        return "no command: write it behind a --, as in `onebit emulate --hosts 4 -- python train.py`"
     if shutil.which(options.command[0], path=path_with_own_python()) is None:
         return f"{options.command[0]}: no such command"
     return None
@@ -108,7 +108,7 @@ def _run_command(options: argparse.Namespace) -> int:
             options.command, launcher=options.launcher, ranks_per_host=options.ranks_per_host, timeout_s=options.timeout
         )
     if run.status == TIMED_OUT:
-        print(f"cluster.py: ended after --timeout {options.timeout:g} s", file=sys.stderr)
+        print(f"onebit emulate: ended after --timeout {options.timeout:g} s", file=sys.stderr)
     print(f"\n{options.hosts} hosts at {options.rate}, {run.seconds:.1f} s\n{_table(run)}", file=sys.stderr)
     if options.stats is not None:
         options.stats.write_text(json.dumps(_statistics(options, run), indent=1) + "\n")
@@ -116,11 +116,6 @@ def _run_command(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    if arguments[:1] == [KEEPER]:
-        run_keeper(arguments[1], arguments[2:])
-        return 0
-    if arguments[:1] == [ENTER]:
-        return enter(arguments[1], arguments[2], arguments[3:])
     options = _parse(arguments)
     if options.check:
         reason = available()
@@ -132,7 +127,7 @@ def main(arguments: list[str]) -> int:
     try:
         return _run_command(options)
     except ClusterError as error:
-        print(f"cluster.py: {error}", file=sys.stderr)
+        print(f"onebit emulate: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

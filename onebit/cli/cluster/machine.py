@@ -1,6 +1,6 @@
 """Inside: the namespaces of the hosts and of the switch, and the first process of each, which is asked over a socket.
 
-These processes run as `scripts/cluster.py __keeper__` and `__enter__`, without site packages.
+These processes run as `alone.py __keeper__` and `__enter__`, without site packages.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from cluster.queues import read_queue, sent_before_cutting
+from .queues import read_queue, sent_before_cutting
 
 MAX_HOSTS = 64
 INTERFACE = "eth0"
@@ -75,7 +76,7 @@ def send_request(connection: socket.socket, request: Mapping[str, object], fds: 
         connection.sendall(message[sent:])
 
 
-def _receive_request(connection: socket.socket) -> tuple[dict, list[int]]:
+def _receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     header, fds, _, _ = socket.recv_fds(connection, 4, 3)
     length = struct.unpack("=I", header)[0]
     body = b""
@@ -93,7 +94,7 @@ class _Daemon:
     def __init__(self, path: str) -> None:
         """path: of the socket to listen at."""
         self.selector = selectors.DefaultSelector()
-        self.commands: dict[socket.socket, subprocess.Popen] = {}
+        self.commands: dict[socket.socket, subprocess.Popen[bytes]] = {}
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(path)
         self.listener.listen(MAX_HOSTS)
@@ -124,7 +125,7 @@ class _Daemon:
             connection.sendall(json.dumps({"queues": queues, "tx_bytes": sent_before_cutting()}).encode())
         connection.close()
 
-    def _start(self, connection: socket.socket, request: dict, fds: list[int]) -> None:
+    def _start(self, connection: socket.socket, request: dict[str, Any], fds: list[int]) -> None:
         try:
             command = subprocess.Popen(
                 request["argv"], env=request["env"], cwd=request["cwd"], start_new_session=True,

@@ -14,15 +14,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from cluster.launchers import LAUNCHERS, ClusterError, hosts_environment
-from cluster.machine import ENTER, INTERFACE, KEEPER, MAX_HOSTS, SEARCH_PATH, SWITCH, send_request
-from cluster.queues import parse_rate, queue_arguments
-from cluster.running import Running
+from .launchers import LAUNCHERS, ClusterError, hosts_environment
+from .machine import ENTER, INTERFACE, KEEPER, MAX_HOSTS, SEARCH_PATH, SWITCH, send_request
+from .queues import parse_rate, queue_arguments
+from .running import Running
 
 ANSWER_S = 60.0  # a machine's daemon needs milliseconds; waiting longer means it is stuck
-_ALONE = ("-E", "-s", "-S", str(Path(__file__).resolve().parents[1] / "cluster.py"))
-"""This command for a Python that reads neither its environment nor any site packages."""
+_ALONE = ("-E", "-s", "-S", str(Path(__file__).resolve().with_name("alone.py")))
+"""For a Python that reads neither its environment nor any site packages."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Cluster:
     """Emulated hosts ob0, ob1, … (10.77.0.1, 10.77.0.2, …) behind one switch, for as long as the `with` block lasts.
 
     with Cluster(hosts=4, rate="100mbit") as cluster:
-        run = cluster.run(["python", "scripts/train.py"], launcher="torchrun")
+        run = cluster.run(["python", "train.py"], launcher="torchrun")
         print(run.traffic[0].sent_bytes)
 
     Every link is limited to `rate` in both directions at once. One command at a time; a Cluster belongs to the process
@@ -72,7 +73,7 @@ class Cluster:
         self.names = [f"ob{k}" for k in range(hosts)]
         self.addresses = [f"10.77.0.{k + 1}" for k in range(hosts)]
         self.directory = ""
-        self._keeper: subprocess.Popen | None = None
+        self._keeper: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Cluster:
         try:
@@ -178,14 +179,15 @@ class Cluster:
             raise ClusterError(f"{machine} is not running: {error}; a Cluster lives within its `with` block") from error
         return connection
 
-    def _ask(self, machine: str, what: str, interfaces: Sequence[str] = ()) -> dict:
+    def _ask(self, machine: str, what: str, interfaces: Sequence[str] = ()) -> dict[str, Any]:
         with self._connect(machine) as connection, connection.makefile() as answer:
             connection.settimeout(ANSWER_S)
             send_request(connection, {"do": what, "interfaces": interfaces}, [])
             text = answer.read()
         if not text:
             raise ClusterError(f"{machine} does not answer")
-        return json.loads(text)
+        answered: dict[str, Any] = json.loads(text)
+        return answered
 
     def _call(self, machine: str, argv: list[str], stdin: str = "") -> None:
         """Run a configuration command to its end; ClusterError with what it wrote if it fails."""

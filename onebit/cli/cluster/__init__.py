@@ -5,11 +5,11 @@
 command line.
 """
 
-from cluster.hosts import Cluster, HostTraffic, Run, available
-from cluster.launchers import LAUNCHERS, MASTER_PORT, ClusterError
-from cluster.machine import BRIDGE, INTERFACE, MAX_HOSTS, NEW_NETWORK, SEARCH_PATH, SWITCH
-from cluster.queues import QueueCounters, parse_rate, queue_arguments, read_queue, sent_on_wire
-from cluster.running import TIMED_OUT
+from .hosts import Cluster, HostTraffic, Run, available
+from .launchers import LAUNCHERS, MASTER_PORT, ClusterError
+from .machine import BRIDGE, INTERFACE, MAX_HOSTS, NEW_NETWORK, SEARCH_PATH, SWITCH
+from .queues import QueueCounters, parse_rate, queue_arguments, read_queue, sent_on_wire
+from .running import TIMED_OUT
 
 __all__ = [
     "BRIDGE",

@@ -1,0 +1,104 @@
+"""What commands show: tables by rich where it is installed, plain text elsewhere, and JSON for machines."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PLAIN = "rich is not installed, so this is plain text: pip install onebit[train]"
+
+
+def has_rich() -> bool:
+    return importlib.util.find_spec("rich") is not None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under headings. words: how many columns on the left are words; the others are numbers."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: int = 1
+
+    def text(self) -> str:
+        """For a terminal without rich, and for a file."""
+        lines = [self.headings, *self.rows]
+        widths = [max(len(line[k]) for line in lines) for k in range(len(self.headings))]
+        shown = [
+            "  ".join(f"{cell:<{width}}" if k < self.words else f"{cell:>{width}}"
+                      for k, (cell, width) in enumerate(zip(line, widths, strict=True)))
+            for line in lines
+        ]  # fmt: skip
+        shown.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([self.title, *(line.rstrip() for line in shown)])
+
+
+class Screen:
+    """Where a command writes. is_quiet: a rank that leaves the talking to rank 0."""
+
+    def __init__(self, *, is_quiet: bool = False):
+        self.is_quiet = is_quiet
+        self._console: Console | None = None
+        if not is_quiet and has_rich():
+            from rich.console import Console
+
+            # A file or a pipe has no width: tables there are as wide as they need.
+            self._console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+        self._has_said = False
+
+    def line(self, text: str = "") -> None:
+        if self.is_quiet:
+            return
+        if self._console is None:
+            print(text, flush=True)
+        else:
+            self._console.print(text, markup=False)
+
+    def table(self, table: Table) -> None:
+        if self.is_quiet:
+            return
+        if self._console is None:
+            if not self._has_said:
+                self._has_said = True
+                print(PLAIN)
+            print(f"\n{table.text()}\n", flush=True)
+            return
+        from rich.table import Table as RichTable
+
+        shown = RichTable(title=table.title, title_justify="left", title_style="bold")
+        for k, heading in enumerate(table.headings):
+            shown.add_column(heading, justify="left" if k < table.words else "right", no_wrap=True)
+        for row in table.rows:
+            shown.add_row(*row)
+        self._console.print(shown)
+
+    def status(self, text: str) -> None:
+        """What is being done now: one line that the next overwrites, on a terminal alone."""
+        if not self.is_quiet and sys.stderr.isatty():
+            sys.stderr.write(f"\r\033[K{text}")
+            sys.stderr.flush()
+
+
+def write_json(path: Path | None, record: object) -> None:
+    """For --json FILE; "-" is standard output. Raises UserError where the file cannot be written."""
+    if path is None:
+        return
+    text = json.dumps(record, indent=1) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise UserError(f"--json {path} cannot be written: {error.strerror}") from error
