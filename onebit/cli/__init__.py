@@ -16,6 +16,7 @@ from importlib import import_module
 from ..version import VERSION
 
 COMMANDS = {
+    "doctor": ("doctor.command", "what is installed, what the network passes, and whether one bit would pay on it"),
     "plan": ("plan", "memory, traffic and seconds per step of a run, before it is started"),
     "emulate": ("cluster.command", "run a command on emulated hosts, joined by links of the rate you name"),
 }

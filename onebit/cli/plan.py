@@ -17,7 +17,7 @@ _HEADINGS = (
 )  # fmt: skip
 _ABOUT = """\
 What a run will need, before it is started: memory and traffic of every stage and optimizer, and seconds per step.
-Counted from the layouts and estimated with costs of one machine, not measured:XX
+Counted from the layouts and estimated with costs of one machine, not measured: `onebit doctor` measures.
 """
 
 

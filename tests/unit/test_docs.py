@@ -240,6 +240,9 @@ def check_module(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if not words[0].startswith("onebit"):
         assert words[0] in ("mpi4py",), words
         return
+    if words[0] == "onebit":
+        check_command(words[1:], monkeypatch)
+        return
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(Parsed):
         importlib.import_module(words[0]).main(words[1:])

@@ -1,0 +1,169 @@
+"""`onebit doctor`: what is here, what the network passes, and whether one bit pays on it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ... import comm
+from ...comm import PeerError, Transport
+from .. import UserError
+from ..numbers import model_size, number, seconds
+from ..output import Screen, Table, write_json
+from . import installed, links, samples
+from .contenders import Method, methods_for
+from .prediction import Prediction, Verdict, verdict
+
+_ABOUT = """\
+What is installed here, and, started on two or more ranks, what the network between them passes and what it makes of a
+training step. Steps of a few matrices are timed for every optimizer, on the network at hand, and carried over to a
+model of the size you name. Nothing is written but what --json names.
+
+  onebit doctor
+  torchrun --nnodes 2 --nproc-per-node 8 --master-addr HOST --no-python onebit doctor --params 340m --compute 0.4
+  onebit emulate --hosts 4 --rate 1gbit -- onebit doctor --model gpt2-medium --compute 0.4
+"""
+_EPILOG = """\
+Exit status: 0 done; 1 the ranks did not reach each other, or the environment contradicts itself; 2 wrong arguments. A
+verdict against one bit is no error. It cannot time a script of yours: give it --compute, the seconds of a step without
+any traffic, which your script measures best on one rank.
+"""
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="onebit doctor", description=_ABOUT, epilog=_EPILOG, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--params", type=number, metavar="N", help="parameters of the model: 340m, 1.5e9")
+    size.add_argument("--model", type=model_size, metavar="NAME", help="the same by a name: gpt2-medium")
+    add = parser.add_argument
+    add("--compute", type=seconds, metavar="SECONDS", help="of a step on one rank, without traffic; without it the "
+        "table says what traffic and update take alone")  # fmt: skip
+    add("--methods", nargs="+", metavar="NAME", help="of the table, these alone, by the beginnings of their names; the "
+        "first dense one is always there")  # fmt: skip
+    add("--backend", choices=comm.launch.BACKENDS, help="what moves the bytes; default: as in training")
+    add("--timeout", type=seconds, default=60.0, metavar="SECONDS", help="of a wait for other ranks (default: 60)")
+    add("--json", type=Path, metavar="FILE", help="write what was found there, too; - is standard output")
+    args = parser.parse_args(argv)
+    args.params = args.params or args.model
+    if args.compute is not None and args.params is None:
+        parser.error("--compute says nothing without the size of a model: add --params 340m or --model gpt2-medium")
+    return args
+
+
+def main(argv: Sequence[str]) -> int:
+    args = _parse(argv)
+    logging.getLogger("onebit").setLevel(logging.WARNING)
+    try:
+        facts = installed.facts(os.environ)
+        transport = comm.init(args.backend, timeout_s=args.timeout)
+    except (ValueError, ImportError, PeerError) as error:
+        raise UserError(str(error)) from error
+    screen = Screen(is_quiet=transport.rank != 0)
+    found: dict[str, object] = {"facts": facts, "transport": transport.describe(), "ranks": transport.world_size}
+    rows = [[what, said] for what, said in (facts | {"transport": transport.describe()}).items()]
+    screen.table(Table("This machine", ("", ""), rows, 2))
+    try:
+        if transport.world_size > 1:
+            found |= _on_the_network(args, transport, screen)
+        else:
+            screen.line(
+                "One rank: there is no network to look at. Start it on two or more, by torchrun, mpirun or srun; or "
+                "see what a slow one makes of it:\n  onebit emulate --hosts 4 --rate 1gbit -- onebit doctor --params "
+                "340m --compute 0.4"
+            )
+    except PeerError as error:
+        raise UserError(str(error)) from error
+    if transport.rank == 0:
+        write_json(args.json, found)
+    transport.close()
+    return 0
+
+
+def _on_the_network(args: argparse.Namespace, transport: Transport, screen: Screen) -> dict[str, object]:
+    nodes = links.find_nodes(transport)
+    measured = links.measure(transport, nodes, screen.status)
+    slow = links.slow(measured, nodes)
+    screen.status("")
+    if len(nodes) > 1:
+        screen.table(_links_table(measured, nodes))
+        screen.line(slow or "All links are alike.")
+    found: dict[str, object] = {
+        "nodes": [asdict(node) for node in nodes], "links": [asdict(link) for link in measured], "slow": slow,
+    }  # fmt: skip
+    if args.params is None:
+        screen.line("--params 340m --compute SECONDS adds what a training step would take here.")
+        return found
+    compute_s, methods = args.compute or 0.0, _choose(methods_for(transport), args.methods)
+    shapes = samples.model_shapes(args.params)
+    slowest = min((link.bytes_per_s for link in measured), default=1e9)
+    taken = samples.take_samples(methods, shapes, transport, slowest, screen.status)
+    screen.status("")
+    predicted = samples.predictions(methods, taken, shapes, compute_s)
+    said = _verdict(methods, predicted, compute_s)
+    elements = sum(samples.numels_of(shapes))
+    screen.table(_steps_table(predicted, methods, elements, compute_s, transport.world_size))
+    _explain(args, methods, compute_s, screen)
+    if said is not None:
+        screen.line(f"\nVerdict: {said.text}.")
+    return found | {
+        "params": elements,
+        "compute_s": compute_s,
+        "predicted": {name: asdict(step) for name, step in predicted.items()},
+        "samples": {name: [asdict(one) for one in each] for name, each in taken.items()},
+        "verdict": None if said is None else asdict(said),
+    }
+
+
+def _choose(methods: Sequence[Method], names: Sequence[str] | None) -> Sequence[Method]:
+    """Those whose names begin so, and the first that is dense."""
+    if names is None:
+        return methods
+    for name in names:
+        if not any(m.name.lower().startswith(name.lower()) for m in methods):
+            raise UserError(f"--methods {name}: expected beginnings of {', '.join(m.name for m in methods)}")
+    baseline = next(m for m in methods if m.is_dense)
+    return [m for m in methods if m is baseline or any(m.name.lower().startswith(name.lower()) for name in names)]
+
+
+def _links_table(measured: Sequence[links.Link], nodes: Sequence[links.Node]) -> Table:
+    rows = [
+        [nodes[link.a].name, nodes[link.b].name, f"{8e-9 * link.bytes_per_s:.3g}", f"{1e3 * link.latency_s:.2f}"]
+        for link in measured
+    ]
+    return Table("Links between nodes, both directions at once", ("from", "to", "Gbit/s", "latency ms"), rows, 2)
+
+
+def _steps_table(
+    predicted: Mapping[str, Prediction], methods: Sequence[Method], elements: int, compute_s: float, ranks: int
+) -> Table:
+    baseline = predicted[next(m.name for m in methods if m.is_dense)].hidden
+    rows = [
+        [name, f"{step.hidden:.3g}", f"{step.behind:.3g}", f"{baseline / step.hidden:.2f} ×"]
+        for name, step in predicted.items()
+    ]
+    title = f"Predicted seconds per step: {elements / 1e6:.4g} M parameters on {ranks} ranks, {compute_s:g} s computing"
+    return Table(title, ("", "s/step", "s/step, nothing hidden", "times as fast"), rows)
+
+
+def _explain(args: argparse.Namespace, methods: Sequence[Method], compute_s: float, screen: Screen) -> None:
+    if args.compute is None:
+        screen.line("Without --compute a step is its traffic and its update alone: the most that can be gained.")
+    if not any(m.needs_group for m in methods):
+        screen.line("Over MPI there is no DDP and no PowerSGD: dense float32 is AdamW behind onebit's own averaging.")
+    screen.line(
+        "s/step: traffic that may leave during backward hides behind it, as where an accelerator computes. Nothing "
+        "hidden: where ranks have no processor to spare. Warm-up: 8 bits, as in that of ZeroOneAdam and OnebitLamb."
+    )
+
+
+def _verdict(methods: Sequence[Method], predicted: Mapping[str, Prediction], compute_s: float) -> Verdict | None:
+    dense = {m.name: predicted[m.name].hidden for m in methods if m.is_dense}
+    ours = {m.name: predicted[m.name].hidden for m in methods if m.is_ours}
+    return verdict(dense, ours, compute_s) if ours else None

@@ -1,0 +1,228 @@
+"""Training steps that the doctor times: DDP in four forms, dense AdamW over any transport, and our optimizers.
+
+A contender is made of the parameters of an `EmulatedModel`, which computes by sleeping: what is left of its steps is
+traffic, encoding and updates, as on a machine that computes elsewhere.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ... import OnebitAdam, OnebitLamb, ZeroOneAdam
+from ...comm import Transport
+from ...dense import DenseAverager
+from ...zero.sharded.adam import ShardedOnebitAdam
+from .prediction import FORWARD, Schedule
+
+LR = 1e-4
+
+
+class EmulatedModel(nn.Module):
+    """Matrices of these shapes, the first layer first, whose gradients come last layer first while backward sleeps.
+
+    forward() returns a loss of zero. compute_s: of a step, a third of it forward; each matrix its share. Gradients
+    differ between ranks.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], transport: Transport, compute_s: float = 0.0):
+        super().__init__()
+        device = transport.device
+        generator = torch.Generator(device).manual_seed(transport.rank)  # rank 0's weights are sent to all
+        total = sum(rows * columns for rows, columns in shapes)
+        self.weights = nn.ParameterList()
+        self._gradients, self._sleeps = [], []
+        for shape in shapes:
+            self.weights.append(torch.randn(shape, generator=generator, device=device).mul_(0.02))
+            self._gradients.append(torch.randn(shape, generator=generator, device=device).mul_(1e-3))
+            self._sleeps.append(compute_s * shape[0] * shape[1] / total)
+
+    def forward(self) -> Tensor:
+        x = torch.zeros((), device=self.weights[0].device, requires_grad=True)
+        for weight, gradient, sleep_s in zip(self.weights, self._gradients, self._sleeps, strict=True):
+            x = _Layer.apply(x, weight, gradient, sleep_s)  # type: ignore[no-untyped-call]
+        return x
+
+
+class _Layer(torch.autograd.Function):
+    """Sleeps on its way, and gives a gradient that it has been given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor, sleep_s: float) -> Tensor:
+        ctx.gradient, ctx.sleep_s = gradient, sleep_s
+        _sleep(FORWARD * sleep_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *into: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        _sleep((1 - FORWARD) * ctx.sleep_s)
+        return into[0], ctx.gradient.clone(), None, None
+
+
+def _sleep(seconds: float) -> None:
+    if seconds > 0:
+        time.sleep(seconds)
+
+
+class Contender(ABC):
+    """A model in training on this rank."""
+
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, model: EmulatedModel, transport: Transport):
+        self.model = model
+
+    def backward(self) -> None:
+        """Forward and backward; what leaves meanwhile has left."""
+        self.model().backward()
+
+    @abstractmethod
+    def update(self) -> float:
+        """Move the parameters. Returns the seconds of it that were spent waiting for traffic."""
+
+
+class Ddp(Contender):
+    """DistributedDataParallel as it comes, buckets of 25 MiB, then AdamW."""
+
+    bucket_cap_mb: float | None = None
+
+    def __init__(self, model: EmulatedModel, transport: Transport):
+        super().__init__(model, transport)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+        # That replicas differ does not change the time of a step, and to send them to all takes some.
+        self.ddp = DistributedDataParallel(
+            model, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=self.bucket_cap_mb
+        )
+
+    def backward(self) -> None:
+        self.ddp().backward()
+
+    def update(self) -> float:
+        self.optimizer.step()
+        return 0.0
+
+
+class DdpBfloat16(Ddp):
+    """Buckets travel as bfloat16. torch's bf16_compress_hook refuses to run without CUDA; this does what it does."""
+
+    def __init__(self, model: EmulatedModel, transport: Transport):
+        super().__init__(model, transport)
+        self.ddp.register_comm_hook(None, bfloat16_hook)
+
+
+def bfloat16_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses postponed annotations
+    """A hook for DistributedDataParallel. state: the process group; None: the default one."""
+    group = dist.group.WORLD if state is None else state
+    buffer = bucket.buffer()
+    travels = buffer.to(torch.bfloat16).div_(dist.get_world_size(group))
+    work = dist.all_reduce(travels, group=group, async_op=True)
+    return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+
+
+class PowerSgd(Ddp):
+    """torch's powerSGD_hook, in float32 for two steps (the fewest it allows) and in low rank from then on.
+
+    In one bucket: of several, each launches its second and third collective when the one before is done, over Gloo in
+    another order on every rank, and on 4 hosts they waited for each other for ever (torch 2.13).
+    """
+
+    bucket_cap_mb = 1e4
+
+    def __init__(self, model: EmulatedModel, transport: Transport, rank: int):
+        super().__init__(model, transport)
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        self.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+class Dense(Contender):
+    """`DenseAverager` and AdamW: what DDP does, over transports that have no process group."""
+
+    def __init__(self, model: EmulatedModel, transport: Transport):
+        super().__init__(model, transport)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+        self.averager = DenseAverager(model.parameters(), transport)
+
+    def update(self) -> float:
+        began = time.perf_counter()
+        self.averager.finish()
+        waited_s = time.perf_counter() - began
+        self.optimizer.step()
+        return waited_s
+
+
+class Onebit(Contender):
+    """One of ours, as in the README: the plain model, whose optimizer does the traffic."""
+
+    def __init__(self, model: EmulatedModel, transport: Transport, make: Callable[..., Any]):
+        super().__init__(model, transport)
+        self.optimizer = make(model.parameters(), lr=LR, transport=transport)
+
+    def update(self) -> float:
+        self.optimizer.step()
+        waited_s: float = self.optimizer.stats.comm_ms / 1e3  # type: ignore[attr-defined]
+        return waited_s
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the doctor's table. make(model, transport). steps_before: that do not count. has_warmup: whether `make`
+    begins with `WARMUP_STEPS` in eight bits, which are timed as well. needs_group: of torch.distributed. is_dense: what
+    those that are ours (is_ours) are compared with. sent_bytes: of an element, at most: it cuts samples."""
+
+    name: str
+    make: Callable[[EmulatedModel, Transport], Contender]
+    schedule: Schedule
+    sent_bytes: float
+    steps_before: int = 1
+    has_warmup: bool = False
+    needs_group: bool = False
+    is_dense: bool = False
+    is_ours: bool = False
+
+
+WARMUP_STEPS = 3
+_DDP = Schedule(hides=True, bucket_mb=25.0, first_mb=1.0, closes_above=True, phases=1)
+_OURS, _ONE_BUCKET, _SHARDED = Schedule(hides=True), Schedule(hides=False, bucket_mb=1e4), Schedule(hides=False)
+
+
+def _ours(name: str, make: Callable[..., Any], *, has_warmup: bool = False, **options: object) -> Method:
+    build = partial(make, compression="always", check_replicas_every=0, **options)
+    return Method(name, partial(Onebit, make=build), _OURS, 0.13, steps_before=2, has_warmup=has_warmup, is_ours=True)
+
+
+def _sharded(differences: str, *, has_warmup: bool = False) -> Method:
+    warmup_steps = WARMUP_STEPS if has_warmup else 0
+    build = partial(ShardedOnebitAdam, differences=differences, warmup_steps=warmup_steps, check_replicas_every=0)
+    name = f"sharded, {differences} down"
+    return Method(name, partial(Onebit, make=build), _SHARDED, 0.33, has_warmup=has_warmup, is_ours=True)
+
+
+METHODS = (
+    Method("DDP float32", Ddp, _DDP, 4.0, needs_group=True, is_dense=True),
+    Method("DDP bfloat16", DdpBfloat16, _DDP, 2.0, needs_group=True, is_dense=True),
+    Method("dense float32", Dense, _DDP, 4.0, is_dense=True),
+    Method("PowerSGD rank 1", partial(PowerSgd, rank=1), _ONE_BUCKET, 1.0, steps_before=3, needs_group=True),
+    Method("PowerSGD rank 4", partial(PowerSgd, rank=4), _ONE_BUCKET, 1.0, steps_before=3, needs_group=True),
+    _ours("OnebitAdam", OnebitAdam, has_warmup=True, freeze_step=WARMUP_STEPS),
+    _ours("ZeroOneAdam", ZeroOneAdam, var_freeze_step=0),
+    _ours("OnebitLamb", OnebitLamb, freeze_step=1),
+    _sharded("int4", has_warmup=True),
+    _sharded("sign"),
+)
+"""What is compared. "dense float32" takes the place of DDP where there is no process group."""
+
+
+def methods_for(transport: Transport) -> list[Method]:
+    """Those that run over this transport."""
+    has_group = dist.is_available() and dist.is_initialized()
+    return [m for m in METHODS if m.needs_group == has_group or not (m.needs_group or m.is_dense)]

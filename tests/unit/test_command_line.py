@@ -1,0 +1,132 @@
+"""The command `onebit`: what it accepts, what it refuses and how, with rich and without."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from onebit import cli
+from onebit.cli import COMMANDS, main
+from onebit.cli.numbers import MODELS, model_size, number, rate, seconds
+from onebit.cli.output import PLAIN, Screen, Table
+from onebit.version import VERSION
+
+TABLE = Table("Title", ("name", "s/step"), [["OnebitAdam", "0.4"], ["DDP", "12.5"]])
+
+
+def test_every_command_lists_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as end:
+            main([name, "--help"])
+        assert end.value.code == 0
+        assert f"onebit {name}" in capsys.readouterr().out
+
+
+def test_usage_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"  {name} " in said for name in COMMANDS)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"onebit {VERSION}\n"
+    assert main([]) == 2
+    assert "usage: onebit COMMAND" in capsys.readouterr().err
+    assert main(["docter"]) == 2
+    assert "no command 'docter'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["plan", "--params", "many", "--hosts", "4"], "340m or 1.5e9, got 'many'"),
+        (["plan", "--params", "1b", "--hosts", "4", "--link", "none"], 'got "none"'),
+        (["doctor", "--compute", "0.3"], "add --params 340m"),
+        (["doctor", "--model", "gpt5"], "gpt2-medium"),
+        (["doctor", "--params", "1m", "--compute", "-1"], "at least 0, got '-1'"),
+        (["doctor", "--params", "1m", "--model", "gpt2"], "not allowed with"),
+        (["emulate", "--hosts", "2"], "no command"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2 and complaint in capsys.readouterr().err
+
+
+def test_what_cannot_be_done_ends_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == (
+        "onebit doctor: RANK=0 is set, WORLD_SIZE is not; set both, or neither (a single process)\n"
+    )
+
+
+def test_the_doctor_says_what_is_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "doctor.json"
+    assert main(["doctor", "--json", str(file)]) == 0
+    text, found = capsys.readouterr().out, json.loads(file.read_text())
+    assert found["ranks"] == 1 and found["facts"]["launcher"] == "a single process: rank 0 of 1"
+    assert "kernels that run" in text and "One rank: there is no network" in text
+    assert main(["doctor", "--json", str(tmp_path / "no" / "x.json")]) == 1
+    assert "cannot be written: No such file" in capsys.readouterr().err
+
+
+def test_without_rich_tables_are_plain_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("onebit.cli.output.has_rich", lambda: False)
+    screen = Screen()
+    screen.table(TABLE)
+    screen.table(TABLE)
+    text = capsys.readouterr().out
+    assert text.count(PLAIN) == 1 and text.count(TABLE.text()) == 2
+    assert TABLE.text().splitlines()[1:] == [
+        "name        s/step", "----------  ------", "OnebitAdam     0.4", "DDP           12.5",
+    ]  # fmt: skip
+
+
+def test_other_ranks_are_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(is_quiet=True)
+    screen.table(TABLE)
+    screen.line("something")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("340m", 3.4e8), ("1.5e9", 1.5e9), ("1.5B", 1.5e9), ("25k", 25e3), ("7", 7.0)]
+)
+def test_numbers_as_people_write_them(text: str, value: float) -> None:
+    assert number(text) == value
+
+
+@pytest.mark.parametrize("read", [number, rate, seconds, model_size])
+def test_other_texts_are_refused(read: object) -> None:
+    for text in ("", "0x10", "fast", "-3", "nan"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"expected|write it"):
+            read(text)  # type: ignore[operator]
+
+
+def test_models_by_name() -> None:
+    assert model_size("GPT2-medium") == MODELS["gpt2-medium"] == 355e6
+
+
+@pytest.mark.processes
+def test_the_package_runs_as_a_module() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "onebit", "--version"], capture_output=True, text=True, timeout=60, env=os.environ
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, f"onebit {VERSION}\n", "")
+
+
+def test_errors_that_are_no_users_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "broken", ("no_such_module", ""))
+    with pytest.raises(ModuleNotFoundError):
+        main(["broken"])
