@@ -18,6 +18,7 @@ from ..version import VERSION
 COMMANDS = {
     "doctor": ("doctor.command", "what is installed, what the network passes, and whether one bit would pay on it"),
     "plan": ("plan", "memory, traffic and seconds per step of a run, before it is started"),
+    "convert": ("convert", "weights of onebit, DeepSpeed or torch as one file; our state as plain AdamW's"),
     "emulate": ("cluster.command", "run a command on emulated hosts, joined by links of the rate you name"),
 }
 """By name: the module, and what it does."""

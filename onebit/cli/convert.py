@@ -1,0 +1,342 @@
+"""`onebit convert`: weights of an engine's, DeepSpeed's or torch's files as one file, and our state as plain AdamW's.
+
+Nothing that a file says is run: DeepSpeed's files are pickles that name classes of its own, which are read as records
+that can do nothing. What each source has is read by a function here that gives {name: tensor}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.change_world_size import gather_states
+from ..checkpoint.files import STAMP, CheckpointError, check_files, create, read_stamp, reason
+from ..checkpoint.portable import take_apart
+from ..comm import SimTransport
+from ..onebit_adam import OnebitAdam
+from . import UserError
+from .output import Screen
+
+Weights = dict[str, Tensor]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ABOUT = """\
+Weights as one file, whatever they were saved by, and the state of OnebitAdam as that of torch.optim.AdamW.
+
+  onebit convert runs/gpt model.safetensors --dtype bf16        a folder of onebit.zero's checkpoints
+  onebit convert global_step500 model.safetensors               DeepSpeed's, ZeRO stages 0 to 3; or the folder above it
+  onebit convert model.pt model.safetensors                     a file of torch.save, and back
+  onebit convert --adamw rank0.pt rank1.pt adamw.pt             optimizer states of all ranks, in rank order
+"""
+_EPILOG = """\
+The other way needs no conversion: OnebitAdam.load_state_dict takes the state of a torch.optim.AdamW as that of its
+warm-up, and onebit.zero.import_weights loads a safetensors file into any layout. Checkpoints in DeepSpeed's layout are
+not written. Exit status: 0 done; 1 it could not be read or written; 2 wrong arguments.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="onebit convert", description=_ABOUT, epilog=_EPILOG, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("sources", nargs="+", type=Path, metavar="FROM", help="a folder or a file; --adamw: one a rank")
+    parser.add_argument("target", type=Path, metavar="TO", help="a new file: .safetensors, or .pt for torch.load")
+    parser.add_argument("--dtype", choices=DTYPES, help="of floating-point weights; default: as they are")
+    parser.add_argument("--tag", help="of several checkpoints in a folder this one; default: the newest")
+    parser.add_argument("--adamw", action="store_true", help="convert optimizer states, not weights")
+    args = parser.parse_args(argv)
+    if args.target.suffix not in (".safetensors", ".pt"):
+        parser.error(f"{args.target}: expected a name that ends in .safetensors or .pt")
+    if args.adamw and args.target.suffix != ".pt":
+        parser.error("--adamw writes a state_dict: name a file that ends in .pt")
+    if not args.adamw and len(args.sources) > 1:
+        parser.error("weights come from one folder or file; --adamw takes a file of every rank")
+    if args.target.exists():
+        raise UserError(f"{args.target} is there already; name a new file, or remove it")
+    try:
+        if args.adamw:
+            state = adamw_state([_optimizer_state(source) for source in args.sources])
+            _save(state, args.target)
+            Screen().line(f"{args.target}: the state of {len(state['state'])} parameters for torch.optim.AdamW")
+            return 0
+        weights = _in(DTYPES.get(args.dtype or ""), read_weights(args.sources[0], args.tag))
+        _write(weights, args.target)
+    except (CheckpointError, OSError, ValueError, ImportError) as error:
+        raise UserError(str(error)) from error
+    elements = sum(x.numel() for x in weights.values())
+    Screen().line(f"{args.target}: {len(weights)} tensors, {elements / 1e6:.4g} M elements")
+    return 0
+
+
+def read_weights(source: Path, tag: str | None = None) -> Weights:
+    """By name. Raises ValueError or CheckpointError where there are none that this knows."""
+    if source.is_file():
+        if tag is not None:
+            raise ValueError(f"--tag {tag} chooses among a folder's checkpoints, {source} is a file")
+        return _safetensors().load_file(source) if source.suffix == ".safetensors" else _of_torch(source)
+    if not source.is_dir():
+        raise ValueError(f"{source} is not there")
+    folder = _checkpoint_in(source, tag)
+    for has, read in _FOLDERS:
+        if has(folder):
+            return read(folder)
+    raise ValueError(
+        f"{folder} holds no checkpoint that this knows: expected {STAMP} (onebit.zero) or *_model_states.pt (DeepSpeed)"
+    )
+
+
+def _checkpoint_in(source: Path, tag: str | None) -> Path:
+    """The folder that holds files: itself, or the one that a tag or `latest` names."""
+    latest = source / "latest"
+    if tag is None and latest.is_file():
+        tag = latest.read_text().strip()
+    if tag is None:
+        return source
+    if not re.fullmatch(r"[\w.-]+", tag) or not (source / tag).is_dir():
+        names = sorted(path.name for path in source.iterdir() if path.is_dir() and not path.name.startswith("."))
+        raise ValueError(f"{source} has no checkpoint {tag!r}; it holds {', '.join(names) or 'none'}")
+    return source / tag
+
+
+# ---------------------------------------------------------------- onebit.zero
+
+
+def _of_engine(folder: Path) -> Weights:
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from ..zero.checkpoint.files import _knowing_that_it_is_alone
+    from ..zero.checkpoint.storage import Reader, read_table
+
+    stamp = read_stamp(folder)
+    check_files(folder, stamp, stamp["files"])
+    table = read_table(folder)
+    empty: Weights = {}
+    for key, entry in table.state_dict_metadata.items():
+        if key.startswith("model/") and isinstance(entry, TensorStorageMetadata):
+            empty[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    with _knowing_that_it_is_alone():
+        state_dict_loader.load(empty, storage_reader=Reader(folder, table), no_dist=True)
+    return {key.removeprefix("model/"): x for key, x in empty.items()}
+
+
+# ---------------------------------------------------------------- DeepSpeed
+
+
+def _of_deepspeed(folder: Path) -> Weights:
+    """The float32 masters where the ranks' optimizer files are there, else the module's weights as they are."""
+    models = _by_rank(folder.glob("*_model_states.pt"))
+    if len(parts := {path.name.partition("mp_rank_")[2] for path in models}) > 1:
+        raise ValueError(f"{folder} is of a model in {len(parts)} tensor slices; merge them with DeepSpeed's own tools")
+    model = _load_records(models[0])
+    optimizers = _by_rank(folder.glob("*_optim_states.pt"))
+    if not optimizers:
+        return {name: x for name, x in model["module"].items() if isinstance(x, Tensor)}
+    states = [_load_records(path)["optimizer_state_dict"] for path in optimizers]
+    stage, partitions = states[0]["zero_stage"], states[0]["partition_count"]
+    expected = max(partitions) if isinstance(partitions, list) else partitions
+    if len(states) != expected:
+        raise ValueError(f"{folder} holds the optimizer states of {len(states)} ranks, it was written by {expected}")
+    groups: list[Mapping[str, torch.Size]] = model["param_shapes"]
+    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    flats = [list(state[key]) for state in states]
+    buffers = set(model["buffer_names"])
+    found = _in(torch.float32, {name: x for name, x in model["module"].items() if name in buffers})
+    if model.get("frozen_param_shapes"):
+        found |= _frozen(model, [_load_records(path) for path in models], stage)
+    found |= _of_stage_3(groups, flats) if stage == 3 else _of_stage_2(groups, flats)
+    for name, first in dict(model["shared_params"]).items():
+        if first in found:
+            found[name] = found[first].clone()
+    return found
+
+
+def _of_stage_2(groups: Sequence[Mapping[str, torch.Size]], flats: Sequence[Sequence[Tensor]]) -> Weights:
+    """A group's parameters lie behind one another in the ranks' partitions, which are padded at the end."""
+    found: Weights = {}
+    for g, shapes in enumerate(groups):
+        whole, at = torch.cat([rank[g] for rank in flats]), 0
+        for name, shape in shapes.items():
+            numel = torch.Size(shape).numel()
+            if at + numel > whole.numel():
+                raise ValueError(f"group {g} holds {whole.numel()} elements, {name} would end at {at + numel}: damaged")
+            found[name] = whole[at : at + numel].view(shape).clone()
+            at += numel
+    return found
+
+
+def _of_stage_3(groups: Sequence[Mapping[str, torch.Size]], flats: Sequence[Sequence[Tensor]]) -> Weights:
+    """Every parameter is cut over the ranks, padded to equal shards; a rank's shards lie behind one another."""
+    ranks = [torch.cat(list(rank)) for rank in flats]
+    found: Weights = {}
+    at = 0
+    for shapes in groups:
+        for name, shape in shapes.items():
+            numel = torch.Size(shape).numel()
+            shard = -(-numel // len(ranks))
+            if at + shard > ranks[0].numel():
+                raise ValueError(f"a rank holds {ranks[0].numel()} elements, {name} would end at {at + shard}: damaged")
+            found[name] = torch.cat([rank[at : at + shard] for rank in ranks])[:numel].view(shape).clone()
+            at += shard
+    return found
+
+
+def _frozen(model: Mapping[str, Any], models: Sequence[Mapping[str, Any]], stage: int) -> Weights:
+    """Parameters that are not trained: whole, or at stage 3 in shards, one in each rank's model file."""
+    found: Weights = {}
+    for name, shape in model["frozen_param_shapes"].items():
+        numel = torch.Size(shape).numel()
+        shards = [each["frozen_param_fragments"][name].reshape(-1) for each in (models if stage == 3 else models[:1])]
+        found[name] = torch.cat(shards)[:numel].view(shape)
+    return found
+
+
+def _by_rank(paths: object) -> list[Path]:
+    """In the order of the numbers in their names."""
+    return sorted(paths, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])  # type: ignore[call-overload,no-any-return]
+
+
+_FOLDERS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Weights]], ...] = (
+    (lambda folder: (folder / STAMP).is_file(), _of_engine),
+    (lambda folder: any(folder.glob("*_model_states.pt")), _of_deepspeed),
+)
+"""Kinds of checkpoints: whether a folder is one, and what reads it."""
+
+
+# ---------------------------------------------------------------- torch's files
+
+
+def _of_torch(path: Path) -> Weights:
+    """A state dict, or the one in a dict of more."""
+    content = _load(path)
+    for key in ("model", "module", "state_dict", "model_state_dict"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+            break
+    weights = {name: x for name, x in content.items() if isinstance(x, Tensor)} if isinstance(content, dict) else {}
+    if not weights:
+        raise ValueError(f'{path} holds no state dict of a model: expected tensors by name, or them under "model"')
+    return weights
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a spoilt file makes torch raise
+        raise ValueError(f"{path} cannot be read: {reason(error)}") from error
+
+
+class Record:
+    """What stands in a pickle for an object of a class that is not known here. It does nothing."""
+
+    def __init__(self, *args: object, **named: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+    def append(self, item: object) -> None: ...
+
+    def __setitem__(self, key: object, item: object) -> None: ...
+
+
+_KNOWN = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
+    ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    ("builtins", "set"): set,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if isinstance(found := getattr(torch, name, None), torch.dtype) and module == "torch":
+            return found
+        return _KNOWN.get((module, name), Record)
+
+
+def _load_records(path: Path) -> Any:
+    """A file of torch.save whose unknown objects become `Record`."""
+    module = SimpleNamespace(Unpickler=_Unpickler, load=pickle.load, __name__="records")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=False, pickle_module=module)
+    except Exception as error:  # whatever a spoilt file makes torch raise
+        raise ValueError(f"{path} cannot be read: {reason(error)}") from error
+
+
+# ---------------------------------------------------------------- the optimizer's state
+
+
+def _optimizer_state(path: Path) -> dict[str, Any]:
+    """That of one rank: the file's content, or what it has under "optimizer"."""
+    content = _load(path)
+    for state in (content, content.get("optimizer") if isinstance(content, dict) else None):
+        if isinstance(state, dict) and "onebit" in state:
+            return state
+    raise ValueError(f'{path} holds no state of OnebitAdam: expected its state_dict(), or it under "optimizer"')
+
+
+def adamw_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """For torch.optim.AdamW.load_state_dict, of the states of all ranks.
+
+    exp_avg: m, as the frames hold it; what ranks still owe of it is dropped. exp_avg_sq: (D - eps)², with the bias that
+    AdamW takes out again: v where it is above `variance_floor` of its block's mean, the floor elsewhere. Raises
+    ValueError where they are another optimizer's, or not of all ranks.
+    """
+    optimizer = OnebitAdam([torch.nn.Parameter(torch.zeros(1))], transport=SimTransport(), compression="always")
+    world = gather_states(states)
+    parameters, _ = take_apart(optimizer, world.state, world.server_errors)
+    groups, entries = [], {}
+    for group in world.state["param_groups"]:
+        names = ("lr", "betas", "eps", "weight_decay", "params", "param_names", "initial_lr")
+        groups.append({"amsgrad": False, "maximize": False, "foreach": None, "capturable": False,
+                       "differentiable": False, "fused": None, "decoupled_weight_decay": True}
+                      | {name: group[name] for name in names if name in group})  # fmt: skip
+        for key in group["params"]:
+            if key not in parameters:
+                continue
+            one, step = parameters[key], float(parameters[key].numbers["step"])
+            if one.phase == "warmup":
+                m, v = one.elements["exp_avg"], one.elements["exp_avg_sq"]
+            else:
+                D = one.elements["denominator"]
+                m = one.elements["momentum"] * D
+                v = (D - group["eps"]).square() * (1.0 - group["betas"][1] ** step)
+            entries[key] = {"step": torch.tensor(step), "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
+    return {"state": entries, "param_groups": groups}
+
+
+# ---------------------------------------------------------------- writing
+
+
+def _in(dtype: torch.dtype | None, weights: Weights) -> Weights:
+    return {name: x if dtype is None or not x.is_floating_point() else x.to(dtype) for name, x in weights.items()}
+
+
+def _write(weights: Weights, target: Path) -> None:
+    if target.suffix == ".pt":
+        _save(weights, target)
+        return
+    from ..zero.checkpoint import weights as files
+
+    files._write(_safetensors(), target, files._once({name: x.contiguous() for name, x in weights.items()}))
+
+
+def _save(content: object, target: Path) -> None:
+    with create(target) as file:
+        torch.save(content, file)
+
+
+def _safetensors() -> Any:
+    from ..zero.checkpoint.weights import _safetensors
+
+    return _safetensors()
