@@ -18,6 +18,8 @@ from ..version import VERSION
 COMMANDS = {
     "doctor": ("doctor.command", "what is installed, what the network passes, and whether one bit would pay on it"),
     "plan": ("plan", "memory, traffic and seconds per step of a run, before it is started"),
+    "demo": ("demo", "train a small model with AdamW and with OnebitAdam, and compare loss and traffic"),
+    "bench": ("bench", "what codecs and kernels pass on this machine, and exchanges between ranks"),
     "convert": ("convert", "weights of onebit, DeepSpeed or torch as one file; our state as plain AdamW's"),
     "emulate": ("cluster.command", "run a command on emulated hosts, joined by links of the rate you name"),
 }

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from onebit import cli
-from onebit.cli import COMMANDS, main
+from onebit.cli import COMMANDS, bench, main
 from onebit.cli.numbers import MODELS, model_size, number, rate, seconds
 from onebit.cli.output import PLAIN, Screen, Table
+from onebit.comm import CODECS, run_ranks
 from onebit.version import VERSION
 
 TABLE = Table("Title", ("name", "s/step"), [["OnebitAdam", "0.4"], ["DDP", "12.5"]])
@@ -130,3 +131,32 @@ def test_errors_that_are_no_users_keep_their_traceback(monkeypatch: pytest.Monke
     monkeypatch.setitem(cli.COMMANDS, "broken", ("no_such_module", ""))
     with pytest.raises(ModuleNotFoundError):
         main(["broken"])
+
+
+def test_the_demo_compares_losses_and_traffic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "demo.json"
+    assert main(["demo", "--ranks", "2", "--steps", "40", "--json", str(file)]) == 0
+    adamw, onebit = (json.loads(file.read_text())[name] for name in ("AdamW", "OnebitAdam"))
+    dense_bits, bits = (8 * run["last_bytes"] / run["parameters"] for run in (adamw, onebit))
+    assert 32 <= dense_bits < 32.1 and 1 < bits < 1.5
+    assert adamw["losses"][0] == onebit["losses"][0] and adamw["last_bytes"] * 40 == adamw["all_bytes"]
+    for run in (adamw, onebit):
+        assert sum(run["losses"][-10:]) < 0.8 * sum(run["losses"][:10])
+    assert f"{dense_bits:.3g}" in capsys.readouterr().out
+
+
+def test_the_bench_has_a_row_for_each_codec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bench.json"
+    assert main(["bench", "--elements", "20k", "--repeats", "2", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert set(rows) == set(CODECS)
+    assert all(row["encode_s"] > 0 and row["decode_s"] > 0 and row["exchange_s"] is None for row in rows.values())
+    assert rows["sign"]["bytes_per_element"] * 8 == pytest.approx(1 + 16 / 256, rel=0.01)
+    assert "log4" in capsys.readouterr().out
+
+
+def test_the_bench_of_ranks_times_exchanges() -> None:
+    every = run_ranks(2, lambda transport: bench.measure(transport, 5000, 2048, repeats=1))
+    assert every[0].keys() == {*CODECS, "all-reduce"}
+    assert all(row["exchange_s"] is not None and row["exchange_s"] > 0 for row in every[0].values())
+    assert [row["exchange_s"] for row in every[0].values()] == [row["exchange_s"] for row in every[1].values()]
