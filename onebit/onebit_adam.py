@@ -24,6 +24,7 @@ from .optimizer import CommonOptions, CompressedOptimizer
 from .rule import Rule, codec_of_gradients
 from .step.bucket_step import Answer, BucketStep, Decision, Meeting
 from .usage.contract import State, check_number
+from .usage.signature import shows_all_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -278,6 +279,7 @@ class AdamRule(Rule):
         self._freeze_where_due()
 
 
+@shows_all_options(CommonOptions)
 class OnebitAdam(CompressedOptimizer):
     """AdamW whose data-parallel traffic is about two bits per parameter and step, after a short warm-up.
 

@@ -25,6 +25,7 @@ from .optimizer import CommonOptions, CompressedOptimizer
 from .rule import codec_of_gradients
 from .step.bucket_step import Answer, Meeting
 from .usage.contract import State
+from .usage.signature import shows_all_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -258,6 +259,7 @@ class LambRule(AdamRule):
         super().adopt_dense_state()
 
 
+@shows_all_options(CommonOptions)
 class OnebitLamb(CompressedOptimizer):
     """LAMB whose data-parallel traffic is about two bits per parameter and step, after a short warm-up.
 

@@ -20,6 +20,7 @@ from .optimizer import CommonOptions, CompressedOptimizer
 from .rule import codec_of_gradients
 from .step.bucket_step import Answer, BucketStep, Decision, Meeting
 from .usage.contract import Group, State
+from .usage.signature import shows_all_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -153,6 +154,7 @@ class MuonRule(AdamRule):
         return bucket.flat["momentum_buffer"] * (1.0 - self.beta)
 
 
+@shows_all_options(CommonOptions)
 class OnebitMuon(CompressedOptimizer):
     """Muon whose data-parallel traffic is about two bits per parameter and step, after a short warm-up.
 

@@ -24,6 +24,7 @@ from .rule import Rule, codec_of_gradients
 from .step.bucket_step import Answer, Arrived, BucketStep, Decision, Meeting
 from .usage.contract import Group, State, check_number
 from .usage.frozen import gradient_of
+from .usage.signature import shows_all_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -377,6 +378,7 @@ class ZeroOneRule(Rule):
             bucket.flat["exp_avg_update"].div_(self._variance(bucket).denominator().view(-1))
 
 
+@shows_all_options(CommonOptions)
 class ZeroOneAdam(CompressedOptimizer):
     """AdamW whose ranks talk about two bits per parameter and step, or less: whole steps go by without a word.
 

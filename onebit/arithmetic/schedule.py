@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field
 
 # The most local steps that were measured, and kept the loss within 1 % of AdamW's (scripts/records/study_2026-11.md).
 AUTO_CLIPPER = 8
+
+
+def whole_steps(name: str, value: object) -> int:
+    """A number of steps as an int, NumPy's too. Raises ValueError for a share of a run, TypeError for what is none."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    if not isinstance(value, float):
+        raise TypeError(f"{name} must be a number of steps, got {value!r}")
+    if 0 < value < 1:
+        remedy = f"of a run of total_steps that share is {name}=round({value:g} * total_steps)"
+    else:
+        remedy = f"write {name}={value:.0f}"
+    raise ValueError(f"{name} must be a whole number of steps, got {value!r}; {remedy}")
 
 
 @dataclass(frozen=True)
@@ -23,6 +39,8 @@ class VarianceUpdates:
     def __post_init__(self) -> None:
         if self.var_update_scaler < 1:
             raise ValueError(f"var_update_scaler must be at least 1, got {self.var_update_scaler}")
+        if self.var_freeze_step is not None:
+            object.__setattr__(self, "var_freeze_step", whole_steps("var_freeze_step", self.var_freeze_step))
         if self.var_freeze_step is not None and self.var_freeze_step < 0:
             raise ValueError(f"var_freeze_step must not be negative, got {self.var_freeze_step}")
 
@@ -53,7 +71,9 @@ class DenseSteps:
         if isinstance(self.freeze_step, str):
             if self.freeze_step != "auto":
                 raise ValueError(f'freeze_step must be a number of steps or "auto", got {self.freeze_step!r}')
-        elif self.freeze_step < 1:
+            return
+        object.__setattr__(self, "freeze_step", whole_steps("freeze_step", self.freeze_step))
+        if self.freeze_step < 1:
             raise ValueError(f"freeze_step must be at least 1 (the variance needs a gradient), got {self.freeze_step}")
 
     def is_dense(self, step: int) -> bool:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ...usage.signature import shows_all_options
 from .optimizer import ShardedOnebitOptimizer, ShardedOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+@shows_all_options(ShardedOptions)
 class ShardedOnebitAdam(ShardedOnebitOptimizer):
     """AdamW with its state sharded over all ranks, and about 5.1 bits (or 2.1) per parameter and step on the wire.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...comm import Exchange
 from ...comm.messages import sum_in_order
 from ...lamb import check_trust_options, trust_ratio
+from ...usage.signature import shows_all_options
 from .bucket import ShardedBucket
 from .exchange import Arrived, send_down, send_up
 from .optimizer import ShardedOnebitOptimizer, ShardedOptions
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+@shows_all_options(ShardedOptions)
 class ShardedOnebitLamb(ShardedOnebitOptimizer):
     """LAMB with its state sharded over all ranks, and about 5.1 bits (or 2.1) per parameter and step on the wire.
 

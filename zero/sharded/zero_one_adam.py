@@ -15,6 +15,7 @@ from torch import Tensor
 from ...arithmetic.schedule import LocalSteps
 from ...comm import Exchange
 from ...usage.frozen import gradient_of
+from ...usage.signature import shows_all_options
 from . import vote as shard_vote
 from .bucket import ShardedBucket
 from .exchange import Step, keep
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+@shows_all_options(ShardedOptions)
 class ShardedZeroOneAdam(ShardedOnebitOptimizer):
     """`ShardedOnebitAdam` of which whole steps go by without a word, more of them as the learning rate falls.
 

@@ -1,0 +1,61 @@
+"""Signatures that say all: what `**common: Unpack[CommonOptions]` leaves out of help() and of notebooks.
+
+Type checkers read the TypedDicts. Python shows `**common` where `@shows_all_options` has not put the options
+themselves, with the defaults that they have in the base's constructor.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from .contract import TorchOptions
+
+C = TypeVar("C", bound=type)
+
+_TORCHS = {
+    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
+}  # fmt: skip
+
+
+def shows_all_options(options: type) -> Callable[[C], C]:
+    """A class decorator: its signature lists every option with its default, its docstring what `options` says of them.
+
+    options: the TypedDict behind the constructor's `**`. Defaults come from the bases' constructors, and torch's own.
+    """
+
+    def decorate(cls: C) -> C:
+        init: Any = cls.__init__  # type: ignore[misc]
+        own = inspect.signature(init)
+        listed = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        taken = {p.name for p in listed}
+        found = _keywords(cls)
+        for name in getattr(options, "__annotations__", {}):
+            if name not in taken:
+                listed.append(found[name])
+        init.__signature__ = own.replace(parameters=listed)
+        if cls.__doc__ and options.__doc__:  # python -OO has none
+            about = inspect.cleandoc(options.__doc__).partition("\n\n")[2]
+            torchs = inspect.cleandoc(TorchOptions.__doc__ or "").partition("\n\n")[2]
+            cls.__doc__ = f"{inspect.cleandoc(cls.__doc__)}\n\nOptions of the whole family. {about}\n{torchs}\n"
+        return cls
+
+    return decorate
+
+
+def _keywords(cls: type) -> dict[str, inspect.Parameter]:
+    """The keyword-only parameters of the constructors that this class inherits, and torch's."""
+    found = {
+        name: inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=TorchOptions.__annotations__[name]
+        )
+        for name, default in _TORCHS.items()
+    }
+    for base in reversed(cls.__mro__[1:]):
+        init = vars(base).get("__init__")
+        if init is not None and base.__module__.startswith("onebit."):
+            for name, parameter in inspect.signature(init).parameters.items():
+                if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                    found[name] = parameter
+    return found

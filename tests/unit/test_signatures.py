@@ -1,0 +1,85 @@
+"""help() and notebooks show every option with the default that it has; a share of a run is no number of steps."""
+
+from __future__ import annotations
+
+import inspect
+import pydoc
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import onebit
+from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
+from onebit.comm import SimTransport
+from onebit.optimizer import CommonOptions, CompressedOptimizer
+from onebit.usage.contract import TorchOptions
+from onebit.zero import ShardedOnebitAdam
+from onebit.zero.sharded.lamb import ShardedOnebitLamb
+from onebit.zero.sharded.optimizer import ShardedOnebitOptimizer, ShardedOptions
+from onebit.zero.sharded.zero_one_adam import ShardedZeroOneAdam
+
+REPLICATED = (onebit.OnebitAdam, onebit.OnebitLamb, onebit.ZeroOneAdam, onebit.OnebitMuon)
+SHARDED = (ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam)
+KINDS = [*((kind, CommonOptions, CompressedOptimizer) for kind in REPLICATED),
+         *((kind, ShardedOptions, ShardedOnebitOptimizer) for kind in SHARDED)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "options", "base"), KINDS)
+def test_every_option_is_there_with_its_default(kind: type, options: type, base: type) -> None:
+    shown = inspect.signature(kind).parameters
+    assert not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in shown.values())
+    bases = inspect.signature(base.__init__).parameters
+    for name in options.__annotations__:
+        assert shown[name].kind is inspect.Parameter.KEYWORD_ONLY, name
+        if name in bases:
+            assert shown[name].default == bases[name].default, name
+    adamw = inspect.signature(torch.optim.AdamW).parameters
+    for name in TorchOptions.__annotations__:
+        assert shown[name].default == adamw[name].default, name
+    assert all(p.default is not inspect.Parameter.empty for p in list(shown.values())[1:])
+
+
+@pytest.mark.parametrize("kind", REPLICATED[:3])
+def test_the_defaults_that_are_shown_may_be_given(kind: type) -> None:
+    shown = inspect.signature(kind).parameters
+    given = {name: p.default for name, p in shown.items() if name not in ("params", "transport")}
+    optimizer = kind(nn.Linear(3, 2).parameters(), transport=SimTransport(), **given)
+    plain = kind(nn.Linear(3, 2).parameters(), transport=SimTransport())
+    assert optimizer.option_lines() == plain.option_lines()
+
+
+def test_help_says_what_the_options_are() -> None:
+    text = pydoc.render_doc(onebit.OnebitAdam, renderer=pydoc.plaintext)
+    assert "bucket_cap_mb: 'float' = 16.0" in text and "overlap: 'bool' = True" in text
+    assert "Options of the whole family." in text and "max_consecutive_skips: so many skipped steps" in text
+    assert "foreach, fused: how torch runs the same mathematics" in text
+    assert onebit.OnebitAdam.__doc__ is not None and onebit.OnebitAdam.__doc__.startswith("AdamW whose data-parallel")
+
+
+def test_an_unknown_option_is_still_refused() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'overlapp'"):
+        onebit.OnebitAdam(nn.Linear(3, 2).parameters(), transport=SimTransport(), overlapp=True)
+
+
+@pytest.mark.parametrize("share", [0.15, 0.5])
+def test_a_share_of_a_run_is_told_what_to_write(share: float) -> None:
+    with pytest.raises(ValueError, match=rf"freeze_step=round\({share:g} \* total_steps\)"):
+        onebit.OnebitAdam(nn.Linear(3, 2).parameters(), transport=SimTransport(), freeze_step=share)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"var_freeze_step=round\({share:g} \* total_steps\)"):
+        onebit.ZeroOneAdam(nn.Linear(3, 2).parameters(), transport=SimTransport(), var_freeze_step=share)  # type: ignore[arg-type]
+
+
+def test_numbers_of_steps_are_whole() -> None:
+    assert DenseSteps(numpy.int64(7)).freeze_step == 7 and DenseSteps(numpy.int64(7)).is_dense(6)  # type: ignore[arg-type]
+    assert not DenseSteps(numpy.int64(7)).is_dense(7)  # type: ignore[arg-type]
+    assert type(VarianceUpdates(16, numpy.int32(5)).var_freeze_step) is int  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="write freeze_step=150"):
+        DenseSteps(150.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be a number of steps, got None"):
+        DenseSteps(None)  # type: ignore[arg-type]
+
+
+def test_checkers_still_read_the_typed_dict() -> None:
+    assert inspect.get_annotations(onebit.OnebitAdam.__init__)["common"] == "Unpack[CommonOptions]"
