@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,6 +33,7 @@ import onebit
 from bench.collective import measure
 from onebit import comm
 from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
+from onebit.cli.doctor.contenders import bfloat16_hook
 from onebit.comm import Transport
 from onebit.comm.transports.torch_distributed import TorchTransport
 from onebit.onebit_adam import AdamRule
@@ -165,14 +165,7 @@ class DdpBfloat16(Ddp):
 
     def __init__(self, model: GPT, transport: TorchTransport):
         super().__init__(model, transport)
-        self.ddp.register_comm_hook(transport.group, _bfloat16_hook)
-
-
-def _bfloat16_hook(group, bucket):  # DDP looks at annotations, and refuses the postponed ones of this file
-    buffer = bucket.buffer()
-    travels = buffer.to(torch.bfloat16).div_(group.size())
-    work = dist.all_reduce(travels, group=group, async_op=True)
-    return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+        self.ddp.register_comm_hook(transport.group, bfloat16_hook)
 
 
 class DdpFloat16(Ddp):

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from onebit.cli.cluster import available
+
 ROOT = Path(__file__).parents[2]
 FILES = (
     "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "mkdocs.yml",
@@ -98,7 +100,14 @@ def test_without_a_compiler_the_install_succeeds_and_the_reference_runs(source: 
     assert built(tmp_path / "site") == [] and wheel_tag(tmp_path / "site") == "py3-none-any"
     assert_holds_the_cuda_source(tmp_path / "site")
 
-    said = run(sys.executable, "-c", ENCODE, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")})
+    site = {"PYTHONPATH": str(tmp_path / "site")}
+    assert (tmp_path / "site" / "bin" / "onebit").is_file()
+    assert "AdamW" in run(
+        sys.executable, "-m", "onebit", "plan", "--params", "1m", "--hosts", "2", cwd=tmp_path, env=site
+    )
+    can_emulate = "import sys; from onebit.cli.cluster import available; sys.stdout.write(str(available()))"
+    assert run(sys.executable, "-c", can_emulate, cwd=tmp_path, env=site) == str(available())  # from files of the wheel
+    said = run(sys.executable, "-c", ENCODE, cwd=tmp_path, env=site)
     assert str(tmp_path / "site") in said
     assert "host tensors: reference (pure torch): the C++ kernel is not built" in said
     assert said.count("LOGGED onebit.comm.kernels.cpu") == 1, said
