@@ -243,7 +243,8 @@ def test_nothing_is_left(can_emulate: None, ending: signal.Signals | None) -> No
         stderr=subprocess.DEVNULL,
         preexec_fn=_hear_all_signals,
     )
-    assert eventually(lambda: len(processes_with(f"sleep {marker}")) == 3)  # the script and both hosts'
+    # The command and both hosts'. It imports torch first, which takes a busy machine many seconds.
+    assert eventually(lambda: len(processes_with(f"sleep {marker}")) == 3, within_s=60.0)
     (directory,) = {path for path in processes_of_keeper(script.pid)}
     sleeper = next(p for p in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_command(p, ["sleep", marker]))
     namespaces = namespaces_of(sleeper) - namespaces_of(os.getpid())
