@@ -1,4 +1,4 @@
-"""scripts/examples/deepspeed_*.py: written as DeepSpeed's scripts are, two ranks each, beside AdamW, and resumed."""
+"""scripts/examples/deepspeed/*.py: written as DeepSpeed's scripts are, two ranks each, beside AdamW, and resumed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 
 
 def output(name: str, *args: object, agent: bool = False) -> str:
-    return run_torchrun(2, EXAMPLES / f"deepspeed_{name}.py", *args, timeout_s=100, agent=agent).check().output
+    return run_torchrun(2, EXAMPLES / f"deepspeed/{name}.py", *args, timeout_s=100, agent=agent).check().output
 
 
 def numbers(word: str, text: str) -> list[float]:

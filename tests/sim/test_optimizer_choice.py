@@ -19,10 +19,11 @@ from onebit.zero.lr_schedulers import build_scheduler
 PEER_ADAM = {"lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
 
 
-def build(config: Config, params: object, transport: SimTransport | None = None) -> torch.optim.Optimizer:
-    return build_optimizer(
-        config.optimizer, params, transport=transport or SimTransport(), **config.optimizer_options()
-    )
+def build(
+    config: Config, params: object, transport: SimTransport | None = None, model: torch.nn.Module | None = None
+) -> torch.optim.Optimizer:
+    options = config.optimizer_options() | {"transport": transport or SimTransport(), "model": model}
+    return build_optimizer(config.optimizer, params, **options)
 
 
 def parameter(n: int = 300) -> torch.nn.Parameter:
@@ -207,7 +208,8 @@ def test_every_file_builds_and_trains(path: Path) -> None:
             layer.weight.copy_(torch.linspace(-0.3, 0.3, 8))  # ranks are threads, which share torch's generator
             layer.bias.zero_()
         data = torch.randn(64, 8, generator=torch.Generator().manual_seed(transport.rank))
-        built = build(config, layer.parameters(), transport)
+        model = torch.nn.ModuleDict({"head": layer})  # as the file of 1-bit Muon calls it
+        built = build(config, layer.parameters(), transport, model)
         scheduler = build_scheduler(config.scheduler, built) if config.scheduler else None
         losses = []
         for _ in range(40):

@@ -1,6 +1,6 @@
 """A small GPT in pipeline stages as scripts for DeepSpeed train it; what was changed is the imports.
 
-    torchrun --nproc-per-node 2 scripts/examples/deepspeed_gpt_pipeline.py --pipeline-parallel-size 2
+    torchrun --nproc-per-node 2 scripts/examples/deepspeed/gpt_pipeline.py --pipeline-parallel-size 2
 
 The model is a list of layers, its embedding tied to its head. `train_batch` runs a whole step, of the engine's loader,
 which checkpoints keep the place of; `eval_batch` one of the script's own.

@@ -1,6 +1,6 @@
 """A classifier of pictures as scripts for DeepSpeed train it; what was changed is the import.
 
-    torchrun --nproc-per-node 2 scripts/examples/deepspeed_cifar.py --dtype bf16 --stage 2
+    torchrun --nproc-per-node 2 scripts/examples/deepspeed/cifar.py --dtype bf16 --stage 2
 
 The configuration is a dict of the script's own, the engine makes the loader. Pictures are drawn at random, each class
 around a picture of its own: nothing is downloaded.
