@@ -7,11 +7,14 @@ Every function is called by all ranks, in the same order, and ends the same way 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from .transports.base import Transport, Work
+
+T = TypeVar("T")
 
 
 def exchange_bytes(
@@ -30,12 +33,16 @@ def exchange_bytes(
 
 def gather_bytes(transport: Transport, mine: bytes, device: torch.device | str | None = None) -> list[bytes]:
     """As `exchange_bytes`, and waits."""
-    exchange = exchange_bytes(transport, mine, device)
-    while True:
-        try:
+    return wait_for(exchange_bytes(transport, mine, device))
+
+
+def wait_for(exchange: Generator[Work, None, T]) -> T:
+    """Run an exchange to its end, alone; what it returns."""
+    try:
+        while True:
             next(exchange).wait()
-        except StopIteration as end:
-            return list(end.value)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
 
 
 def gather_tensors(transport: Transport, mine: Tensor) -> Tensor:

@@ -10,17 +10,15 @@ here the steps of all buckets are begun, decided and committed. One step, top to
                 where a gradient has changed since it was sent, on any rank, all buckets begin once more
                 what is not finite on any rank shows in everybody's frames: all skip, nothing was written
                 all buckets are told the decision, and commit: errors, momentum, variance, parameters
-                now and then a vote on the replicas' bits
 
-Nothing is written before the decision, so a skipped step leaves no trace. Buckets are in `layout/buckets.py`, states
-and checkpoints in `checkpoint/optimizer_state.py`.
+Nothing is written before the decision, so a skipped step leaves no trace. What surrounds a step is in
+`bucket_optimizer.py`, buckets in `layout/buckets.py`, states and checkpoints in `checkpoint/optimizer_state.py`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -28,40 +26,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import comm
 from .agreement import replicas
-from .agreement.join import Join
-from .agreement.replicas import ReplicaCheck, ReplicaError
-from .agreement.skips import MOST_SKIPS, SkipLimit
-from .agreement.step_vote import (
-    DesyncError,
-    Header,
-    StepVote,
-    Summary,
-    cast_votes,
-    check_headers,
-    gather_headers,
-    present_anywhere,
-)
-from .agreement.wrappers import NOT_COMPARED, WrapperWatch, gradient_digest, refuse_wrapper
+from .agreement.replicas import ReplicaError
+from .agreement.step_vote import DesyncError, StepVote, Summary, cast_votes, present_anywhere
+from .agreement.wrappers import refuse_wrapper
+from .bucket_optimizer import BucketOptimizer, SharedOptions
 from .checkpoint import optimizer_state
 from .comm import FusedCodec, SignCodec, Transport, check_fused
 from .layout.bucket import Bucket
-from .layout.buckets import Buckets, elements_of
 from .layout.flat import lay_out
 from .layout.masks import Masks
-from .model_parallel import ModelParallelGroup, count_edits_apart_, local, model_parallel_group_of
+from .model_parallel import ModelParallelGroup, count_edits_apart_, local
 from .rule import Rule
 from .step.bucket_step import Decision
-from .step.clip import Clipper, dot, exact_norm, has_squares
+from .step.clip import dot, exact_norm, has_squares
 from .step.driver import Driver
 from .step.link_probe import CompressionPolicy
 from .step.overlap import Overlap
 from .step.replicated import Replicated
-from .step.stats import Stats, Traffic
-from .usage.contract import Group, State, TorchOptions, check_arguments, check_group, refuse_copy
+from .usage.contract import Group, State
 from .usage.frozen import gradient_of, refuse_unfrozen
-from .usage.marks import GradientMark, are_used_again, is_inspected
+from .usage.marks import is_inspected
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -69,41 +54,33 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class CommonOptions(TorchOptions, total=False):
-    """Keyword arguments that every optimizer of the family takes, beside those of `TorchOptions`.
+class CommonOptions(SharedOptions, total=False):
+    """Keyword arguments that every optimizer of the family takes, beside those of `SharedOptions`.
 
-    max_grad_norm: clip by the norm of the mean gradient (0: off): exact while gradients travel, estimated from each
-    rank's norm and its product with the momentum otherwise. It then costs the overlap with backward.
-    transport: default `onebit.comm.init()`. model_parallel_group: where the parameters are DTensors, each rank of the
-    transport holding the same shard of another replica (`onebit.zero.grid`), the transport between the shards of one
-    replica, or the grid's `ModelParallelGroup` where others hold other layers. It carries what concerns the whole
-    model: 8 to 32 bytes a step to each peer, and LAMB's norms. codec: what momentum travels in; its block size and kind
-    of scale. error_dtype: torch.bfloat16 halves the worker and server errors.
+    max_grad_norm: exact while gradients travel, estimated from each rank's norm and its product with the momentum
+    otherwise. It then costs the overlap with backward.
+    model_parallel_group: where the parameters are DTensors, each rank of the transport holding the same shard of
+    another replica (`onebit.zero.grid`), the transport between the shards of one replica, or the grid's
+    `ModelParallelGroup` where others hold other layers. It carries what concerns the whole model: 8 to 32 bytes a step
+    to each peer, and LAMB's norms. codec: what momentum travels in; its block size and kind of scale.
+    error_dtype: torch.bfloat16 halves the worker and server errors.
     compression: "auto" measures the network once, before the first one-bit step, and where one bit would gain nothing
     gradients travel in bfloat16 from there on, which rank 0 logs; "always" asks nothing.
     overlap: send buckets during backward. Where gradients change before step() all the same, they are sent once more,
-    and after three such steps in a row nothing is sent during backward any more. bucket_cap_mb: float32 MiB per bucket.
-    check_replicas_every: steps, taken or skipped, between votes on the bits of parameters and of the state that
-    replicas have in common (0: never). max_consecutive_skips: so many skipped steps in a row are an error (0: never);
-    see `agreement/skips.py`.
+    and after three such steps in a row nothing is sent during backward any more.
     """
 
-    max_grad_norm: float
-    transport: Transport | None
     model_parallel_group: ModelParallelGroup | Transport | None
     codec: FusedCodec | None
     error_dtype: torch.dtype
     compression: str
     overlap: bool
-    bucket_cap_mb: float
-    check_replicas_every: int
-    max_consecutive_skips: int
 
 
-class CompressedOptimizer(torch.optim.Optimizer):
+class CompressedOptimizer(BucketOptimizer[Bucket]):
     """Base of the family; arguments: see `CommonOptions`. All ranks construct, step, load and add groups together."""
 
-    _step_supports_amp_scaling = True
+    rule: Rule
 
     def __init__(
         self,
@@ -111,52 +88,28 @@ class CompressedOptimizer(torch.optim.Optimizer):
         defaults: dict[str, object],
         rule: Rule,
         *,
-        max_grad_norm: float = 0.0,
-        transport: Transport | None = None,
         model_parallel_group: ModelParallelGroup | Transport | None = None,
         codec: FusedCodec | None = None,
         error_dtype: torch.dtype = torch.float32,
         compression: str = "auto",
         overlap: bool = True,
-        bucket_cap_mb: float = 16.0,
-        check_replicas_every: int = 100,
-        max_consecutive_skips: int = MOST_SKIPS,
-        **torchs: Unpack[TorchOptions],
+        **shared: Unpack[SharedOptions],
     ):
-        check_arguments(type(self).__name__, torchs)
         rule.check(type(self).__name__)
-        if not (max_grad_norm >= 0 and check_replicas_every >= 0):
-            raise ValueError(
-                "max_grad_norm and check_replicas_every must be at least 0 (0: off), got "
-                f"{max_grad_norm}, {check_replicas_every}"
-            )
         if error_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"error_dtype must be torch.float32 or torch.bfloat16, got {error_dtype}")
-        elements = elements_of(bucket_cap_mb)
-        self.rule, self.stats = rule, Stats()
-        self.clipper, self.policy = Clipper(max_grad_norm), CompressionPolicy(compression)
-        self.skip_limit, self.replica_check = SkipLimit(max_consecutive_skips), ReplicaCheck(check_replicas_every)
+        self.rule, self.policy = rule, CompressionPolicy(compression)
         self.codec = SignCodec() if codec is None else check_fused(codec)
-        self.transport = comm.init() if transport is None else transport
-        comm.check_transport(self.transport)
-        self.model_parallel_group = model_parallel_group_of(model_parallel_group)
+        super().__init__(parts=model_parallel_group, **shared)
         self.masks = Masks()
         self.placement = Replicated(self.transport, self.codec, error_dtype, self.masks)
-        self.buckets: Buckets[Bucket] = Buckets(self, self.transport, self.model_parallel_group, elements)
         self.steps: list[Tensor] = []  # by group
         self.rule.bind(self.placement, self.buckets, self.masks, self.policy, self.model_parallel_group, self.steps)
         self.overlap = Overlap(self.transport.rank, overlap)
-        self._traffic = Traffic(self.transport)
         self.policy.bind(self.transport, self.codec, self.buckets, self.model_parallel_group, self._traffic)
-        self._watch = WrapperWatch(self.transport, self.model_parallel_group)
-        self._driver = Driver(self.placement.hierarchy.phases)
-        self._join = Join()
+        self._driver: Driver[Bucket] = Driver(self.placement.hierarchy.phases)
         self._has_begun = False  # the step under way
-        self._used: list[GradientMark] = []  # the gradients of the last step
-        self._waited_s = 0.0
-        self._steps_here = 0  # of this object, whatever was loaded
-        super().__init__(params, defaults)  # type: ignore[arg-type]
-        self._build()
+        self._construct(params, defaults)
 
     @property
     def max_grad_norm(self) -> float:
@@ -182,41 +135,21 @@ class CompressedOptimizer(torch.optim.Optimizer):
     # ---------------------------------------------------------------- groups and buckets
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group; all ranks, at the same step. It warms up for as many steps as the first groups did.
-
-        Raises ValueError/TypeError as the constructor, and is then as it was.
-        """
+        """As `BucketOptimizer.add_param_group`. The group warms up for as many steps as the first groups did."""
         super().add_param_group(param_group)
-        try:
-            self._check_group(f"rank {self.transport.rank}: group {len(self.param_groups) - 1}", self.param_groups[-1])
-            if self.buckets.built_groups:
-                self._build()
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
-
-    def _check_group(self, where: str, group: Group) -> None:
-        """Raise ValueError or TypeError where a group is not for this optimizer. where: of the message."""
-        check_group(where, group)
 
     def _build(self) -> None:
         self._give_up_step()
-        self.buckets.build()
-        self._traffic.begin()
+        super()._build()
 
-    def option_lines(self) -> list[str]:
-        """The options that must be the same on all ranks, as text."""
-        options = {
+    def _options(self) -> dict[str, object]:
+        return {
             "codec": self.codec,
             "error_dtype": self.placement.error_dtype,
-            "bucket_elements": self.buckets.elements,
-            "max_grad_norm": self.clipper.max_norm,
-            "check_replicas_every": self.replica_check.every,
             "overlap": self.overlap.is_on,
             "compression": self.policy.mode,
-            "max_consecutive_skips": self.skip_limit.most,
+            **self.rule.options(),
         }
-        return [f"option {name} = {value}" for name, value in {**options, **self.rule.options()}.items()]
 
     def begin_group(self, g: int) -> None:
         """Called by `Buckets`: the group's masks and its count of steps."""
@@ -255,10 +188,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
         for k, p in enumerate(bucket.params):
             self.state[p] = {"step": bucket.steps, **{name: v[k] for name, v in views.items()}}
 
-    def state_bytes(self) -> int:
-        """Bytes of optimizer state on this rank: moments, errors, packed momentum. Without bucket and wire buffers."""
-        return sum(bucket.state_bytes() for bucket in self.buckets)
-
     def buffer_bytes(self) -> int:
         """Bytes of buckets and wire buffers on this rank; what DDP calls its buckets."""
         tensors = [tensor for bucket in self.buckets for tensor in bucket.buffers()]
@@ -281,78 +210,57 @@ class CompressedOptimizer(torch.optim.Optimizer):
         count_edits_apart_(p.grad)
         if not self.overlap.count_pass(p, self.buckets.of(p)) or not self.overlap.is_possible or self._join.is_on:
             return
-        self._begin()
-        if self.rule.is_silent() or self._clips_before_sending:
+        if not self._has_begun:
+            self._begin()
+        if self.rule.is_silent() or self._clips_before_sending or self._next_complete() is None:
             return
         with torch.no_grad(), self.policy.computing.paused():
-            while self._launched < len(self.buckets) and self.overlap.is_complete(self.buckets[self._launched]):
-                self._launch(in_backward=True)
+            while (bucket := self._next_complete()) is not None:
+                self._launch(bucket, in_backward=True)
 
     @property
     def _launched(self) -> int:
         return self._driver.launched
 
     def _begin(self) -> None:
-        """Once a step: what kind it is. Learning rates may be edited between backward and step()."""
+        """Unless the step has begun: what kind it is. Once, as learning rates may be edited before step()."""
         if not self._has_begun:
             self._has_begun = True
             self.rule.begin_step()
 
-    def _launch(self, scale: float = 1.0, *, in_backward: bool = False) -> None:
-        """Begin the next bucket's step, with its gradients times scale. Also where a gradient is missing here."""
-        bucket = self.buckets[self._launched]
+    def _next_complete(self) -> Bucket | None:
+        """The next bucket to leave, once all of its gradients are there."""
+        rest = self.buckets[self._launched :]
+        return rest[0] if rest and self.overlap.is_complete(rest[0]) else None
+
+    def _launch(self, bucket: Bucket, scale: float = 1.0, *, in_backward: bool = False) -> None:
+        """Begin the step of the next bucket, with its gradients times scale. Also where a gradient is missing here."""
         if bucket.index == 0 and self.rule.asks_first and not self.rule.is_silent():
             self._call_roll(self.rule.round_name())
         self.overlap.mark_sent(bucket, with_bits=in_backward and is_inspected(self._steps_here))
         self._driver.launch(bucket, lambda: self.rule.step(bucket, scale))
 
     def _launch_rest(self, scale: float) -> None:
-        while self._launched < len(self.buckets):
-            self._launch(scale)
+        for bucket in self.buckets[self._launched :]:
+            self._launch(bucket, scale)
 
     # ---------------------------------------------------------------- step
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update from this rank's gradients; all ranks. See the module docstring for the sequence.
-
-        Under GradScaler the loss scale is taken out here, and an overflow on one rank makes all skip. Raises PeerError
-        if a peer is lost, DesyncError if the ranks are not in the same step with the same options, ReplicaError if the
-        replicas are no longer identical, SkippedStepsError if too many steps in a row were skipped.
-        """
+        """As `BucketOptimizer.step`."""
         self.policy.computing.stop()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if not self.buckets:
-            self._join.is_finished = False  # no rank has any
-            present = [[gradient_of(p) is not None for p in self.buckets.frozen]]
-            refuse_unfrozen(self.transport.rank, list(self.buckets.frozen.values()), present)
-            return loss
-        self._waited_s, self.stats.clip_factor, self.clipper.norm = 0.0, 1.0, None
-        if self._join.is_on and not self._anybody_goes_on():
-            return loss
-        grad_scale = float(getattr(self, "grad_scale", None) or 1.0)
-        resends = self.overlap.has_changed(grad_scale)
-        self._begin()
-        if self.rule.is_silent():
-            decision: Decision | None = self._decide_alone(1.0 / grad_scale)
-        else:
-            decision = self._decide(1.0 / grad_scale, resends)
-        bad: list[str] = []
-        if decision is None:
-            bad = self._skip()
-        else:
-            self._commit(decision)
-        if self.replica_check.is_due(are_synchronised=self.rule.is_synchronised()):
-            self.check_replicas()
-        self._fill_stats()
-        self._end_step()
-        self._steps_here += 1
-        self.skip_limit.observe(decision is None, bad, self.transport, self.model_parallel_group.whole)
+        loss = super().step(closure)
         self.policy.computing.start()
         return loss
+
+    def _take_step(self, scale: float) -> Sequence[str] | None:
+        resends = self.overlap.has_changed(scale)
+        self._begin()
+        decision = self._decide_alone(scale) if self.rule.is_silent() else self._decide(scale, resends)
+        if decision is None:
+            return self._skip()
+        self._commit(decision)
+        return None
 
     def _decide(self, scale: float, resends: bool) -> Decision | None:
         """Bring all buckets to their meeting. None, on all ranks, where anything is not finite on any.
@@ -371,13 +279,13 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._launch_rest(scale)
         if votes is None:
             votes = self._cast(scale, resends)
-        with self._waiting():
+        with self._waited.running():
             arrived = self._driver.wait()
         resending = [rank for rank, vote in enumerate(votes) if vote.summary.resends]
         if resending:
             self._driver.give_up()  # nothing has been written: what came back can be forgotten
             self._launch_rest(scale)
-            with self._waiting():
+            with self._waited.running():
                 arrived = self._driver.wait()
         self._count_resent(resending)
         # One question to each device, however many buckets it has.
@@ -422,7 +330,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         try:
             self._launch_rest(1.0)
             header = self._header(self.rule.round_name())
-            mine = StepVote(header.summary(), [self.rule.is_present(p) for p in self.buckets.params])
+            mine = StepVote(header.summary(), self.rule.present(self.buckets.params))
             seen = present_anywhere(cast_votes(self.transport, header, mine, self.buckets[0].device))
             self._driver.wait()
             self._driver.commit(Decision(seen), self.rule.meet)
@@ -454,10 +362,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return mine
 
     def _end_step(self) -> None:
-        self._used = [GradientMark.of(p) for p in self.buckets.params]
         self._has_begun = False
         self.overlap.end_step()
-        self.rule.end_step()
+        super()._end_step()
 
     def _give_up_step(self) -> None:
         """Drop what a backward pass has begun that no step will follow. All ranks, alike."""
@@ -470,42 +377,16 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._has_begun = False
             self.rule.end_step()
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self._waited_s += time.perf_counter() - began
-
-    def _fill_stats(self) -> None:
-        sent, inter_node = self._traffic.take()
-        elements = sum(bucket.layout.parameter_numel for bucket in self.buckets)
-        self.stats.sent_bytes, self.stats.sent_bytes_inter_node = sent, inter_node
-        self.stats.bits_per_parameter = 8.0 * inter_node / max(elements, 1)
-        self.stats.comm_ms, self.stats.grad_norm = 1e3 * self._waited_s, self.clipper.norm
-
     # ---------------------------------------------------------------- what the ranks agree on
 
-    def _header(self, kind: str) -> Header:
-        """What this rank is about to do."""
-        kind, step = f"{type(self).__name__}, {kind}", int(self.steps[0]) + 1
-        return Header.of(self.param_groups, step, kind, is_finished=self._join.is_finished)
-
-    def _call_roll(self, kind: str) -> list[Header]:
-        """Every rank's header, before anything else of the step is sent. Raises DesyncError."""
-        with self._waiting():
-            headers = gather_headers(self.transport, self._header(kind), self.buckets[0].device)
-        check_headers(self.transport.rank, headers)
-        return headers
-
     def _cast(self, scale: float, resends: bool) -> list[StepVote]:
-        header, is_watched = self._header(self.rule.round_name()), self._watch.is_on(self._steps_here)
-        repeats = are_used_again(self.buckets.params, self._used)
-        gradients = gradient_digest(bucket.gradients() for bucket in self.buckets) if is_watched else NOT_COMPARED
-        mine = self._my_vote(scale, header.summary(resends=resends, repeats=repeats, gradients=gradients))
-        with self._waiting():
+        header = self._header(self.rule.round_name())
+        mine = self._my_vote(scale, self._summary(header, self.buckets, resends=resends))
+        with self._waited.running():
             votes = cast_votes(self.transport, header, mine, self.buckets[0].device)
-        if is_watched:
-            self._watch.look([vote.summary.gradients for vote in votes], self.buckets.params)
+        if self._watch.is_on(self._steps_here):
+            self._watch.note([vote.summary.gradients for vote in votes])
+            self._watch.look(self.buckets.params)
         return votes
 
     def _my_vote(self, scale: float, summary: Summary) -> StepVote:
@@ -518,9 +399,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                         norm_squared += share * scale * scale * dot(g, g)
                         product += share * scale * dot(g, m)
             norm_squared, product = self.model_parallel_group.total(norm_squared, product)
-        present = [self.rule.is_present(p) for p in self.buckets.params]
-        present += [gradient_of(p) is not None for p in self.buckets.frozen]
-        return StepVote(summary, present, norm_squared, product)
+        return StepVote(summary, self._present(self.buckets), norm_squared, product)
 
     @property
     def _clips_before_sending(self) -> bool:
@@ -552,13 +431,17 @@ class CompressedOptimizer(torch.optim.Optimizer):
             )
         return all(good for good, *_ in said)
 
+    def steps_taken(self) -> int:
+        """Of the first group."""
+        return int(self.steps[0]) if self.steps else 0
+
     def check_replicas(self) -> None:
         """Vote on the bits of all that replicas have in common; ReplicaError on all ranks where they differ.
 
         That is the parameters, the moments or D, and the packed momentum. Sends 16 bytes per peer. So do tensor ranks
         on what they hold alike: see `ModelParallelGroup.find_divergence`.
         """
-        names, step = self.buckets.names, int(self.steps[0])
+        names, step = self.buckets.names, self.steps_taken()
         diverged = self.model_parallel_group.find_divergence(self.buckets.params, names)
         state = [pair for bucket in self.buckets for pair in bucket.replicated()]
         tensors = [local(p) for p in self.buckets.params] + [tensor for _, tensor in state]
@@ -587,38 +470,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 brought += sum(dot(x, x) for x in bucket.layout.views(average))
         return math.sqrt(owed / brought) if brought > 0 else 0.0
 
-    # ---------------------------------------------------------------- ranks with different numbers of batches
-
-    @contextmanager
-    def join(self) -> Iterator[None]:
-        """Around a loop over batches of which ranks may have different numbers. All ranks. As torch's Join.
-
-            with optimizer.join():
-                for x, y in loader:
-                    ...
-
-        A rank that is through takes part in the steps of the others, without gradients, until all are: the mean is over
-        all ranks, so that what it would have had counts as zero. Its parameters stay the others' bits, and it takes
-        over their learning rates, betas and weight decays; its scheduler knows nothing of these steps:
-        `stats.shadow_steps` says how many there were. Costs a header per step to each peer, and the overlap with
-        backward. Raises RuntimeError between a backward pass and its step; in the loop as `step`.
-        """
-        if self._launched:
-            raise RuntimeError(
-                f"rank {self.transport.rank}: join() between a backward pass and its step; call step() first"
-            )
-        with self._join.loop(self._shadow_step):
-            yield
-
-    def _shadow_step(self) -> None:
-        self.zero_grad()
-        self.step()
-
-    def _anybody_goes_on(self) -> bool:
-        goes_on = self._join.goes_on(self._call_roll("in join()"), self.param_groups)
-        self.stats.shadow_steps = self._join.shadow_steps
-        return goes_on
-
     # ---------------------------------------------------------------- states
 
     def state_dict(self) -> State:
@@ -639,8 +490,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         saved = optimizer_state.check_and_load_groups(self, state_dict)
         self._give_up_step()
         optimizer_state.restore(self, saved)
-        self.replica_check.restart(int(self.steps[0]) if self.steps else 0)
-        self.skip_limit.in_a_row = 0
+        self._resume()
         if self.buckets:
             self.stats.phase = self.buckets[0].phase
 
@@ -653,6 +503,3 @@ class CompressedOptimizer(torch.optim.Optimizer):
         is asked for. Raises ValueError as `load_state_dict`, and where the states are not those of one world.
         """
         optimizer_state.load_of_all_ranks(self, states)
-
-    def __getstate__(self) -> State:
-        raise refuse_copy(self)

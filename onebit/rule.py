@@ -1,22 +1,23 @@
 """What a rule is: one paper's step of one bucket as a generator, and the state that it keeps.
 
-Rules are in `onebit_adam.py`, `onebit_lamb.py`, `zero_one_adam.py` and `onebit_muon.py`. What a step yields is in
-`step/bucket_step.py`, how a bucket's tensors are exchanged in `step/replicated.py`, who runs the steps of all buckets
-in `step/driver.py`.
+`BucketRule` is what both families ask of one, `Rule` what the one with the state on every rank asks besides. Rules are
+in `onebit_adam.py`, `onebit_lamb.py`, `zero_one_adam.py` and `onebit_muon.py`, and in `zero/sharded`. What a step
+yields is in `step/bucket_step.py`, how a bucket's tensors are exchanged in `step/replicated.py`, who runs the steps of
+all buckets in `step/driver.py`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Generic
 
 from torch import Tensor
 
 from .checkpoint.parameter_state import ParameterState
 from .comm import Codec, FusedCodec, Int8Codec, SignCodec, check_fused
 from .layout.bucket import Bucket
-from .layout.buckets import Buckets
+from .layout.buckets import B, Buckets
 from .layout.flat import Layout
 from .layout.masks import Masks
 from .model_parallel import ModelParallelGroup
@@ -27,13 +28,70 @@ from .usage.contract import State
 from .usage.frozen import gradient_of
 
 
-class Rule(ABC):
-    """One paper. The optimizer binds it to its parts once, before any bucket is made.
-
-    kind: what its states are called. adam_names: torch.optim's names for state that is named otherwise here.
-    """
+class BucketRule(ABC, Generic[B]):
+    """One algorithm: the step of a bucket, and what kind of step the next one is. kind: what its states are called."""
 
     kind: ClassVar[str] = ""
+
+    def check(self, name: str) -> None:
+        """Raise TypeError or ValueError where an option is bad. name: the optimizer's, for the message."""
+        return
+
+    @abstractmethod
+    def options(self) -> Mapping[str, object]:
+        """Those that must be the same on all ranks, by name."""
+
+    def begin_step(self) -> None:
+        """Decide what kind of step the next one is. Once a step, before anything else is asked about it."""
+        return
+
+    @abstractmethod
+    def round_name(self) -> str:
+        """What kind of step this is, for messages; the same on all ranks."""
+
+    def is_silent(self) -> bool:
+        """Whether this step exchanges nothing at all."""
+        return False
+
+    @abstractmethod
+    def step(self, bucket: B, scale: float) -> BucketStep:
+        """This step of a bucket, from its gradients times scale."""
+
+    def after_step(self) -> str:
+        """All buckets have taken their step: change phase. What the step was."""
+        return self.round_name()
+
+    def end_step(self) -> None:
+        """The step is over, taken or skipped."""
+        return
+
+    def is_synchronised(self) -> bool:
+        """Whether all replicas are meant to be the same now, and know that they are."""
+        return True
+
+    def present(self, params: Sequence[Tensor]) -> list[bool]:
+        """For which of these this rank has a gradient."""
+        return [gradient_of(p) is not None for p in params]
+
+    def check_state(self, where: str, state: State) -> None:
+        """Raise ValueError where a state of this kind, with these groups and shapes, is not this rule's."""
+        return
+
+    def record(self) -> State:
+        """What else a checkpoint keeps, as plain numbers and tensors; this rank's."""
+        return {}
+
+    def load_record(self, record: State) -> None:
+        """Take back what `record` gave."""
+        return
+
+
+class Rule(BucketRule[Bucket]):
+    """One paper. The optimizer binds it to its parts once, before any bucket is made.
+
+    adam_names: torch.optim's names for state that is named otherwise here.
+    """
+
     adam_names: ClassVar[Mapping[str, str]] = {}
     of_parameters: ClassVar[tuple[str, ...]] = ()  # the entries of `record` that say something of single parameters
 
@@ -62,60 +120,20 @@ class Rule(ABC):
         """What momentum travels in."""
         return self.placement.codec
 
-    def check(self, name: str) -> None:
-        """Raise TypeError or ValueError where an option is bad. name: the optimizer's, for the message."""
-        return
-
-    @abstractmethod
-    def options(self) -> Mapping[str, object]:
-        """Those that must be the same on all ranks, by name."""
-
     # ---------------------------------------------------------------- a step
-
-    def begin_step(self) -> None:
-        """Decide what kind of step the next one is. Once a step, before anything else is asked about it."""
-        return
-
-    @abstractmethod
-    def round_name(self) -> str:
-        """What kind of step this is, for messages; the same on all ranks."""
 
     @abstractmethod
     def averages_gradients(self, bucket: Bucket) -> bool:
         """Whether the bucket's step exchanges gradients."""
-
-    def is_silent(self) -> bool:
-        """Whether this step exchanges nothing at all."""
-        return False
 
     @property
     def asks_first(self) -> bool:
         """Whether ranks compare options before the first bucket of a step leaves, as its kind follows from them."""
         return False
 
-    @abstractmethod
-    def step(self, bucket: Bucket, scale: float) -> BucketStep:
-        """This step of a bucket, from its gradients times scale."""
-
     def meet(self, buckets: Sequence[Bucket], said: Sequence[Meeting]) -> Sequence[Answer]:
         """The answers to what these buckets have said behind the decision. All ranks, the same buckets."""
         raise AssertionError(f"{type(self).__name__} has no further meeting")
-
-    def after_step(self) -> str:
-        """All buckets have taken their step: change phase. What the step was."""
-        return self.round_name()
-
-    def end_step(self) -> None:
-        """The step is over, taken or skipped."""
-        return
-
-    def is_synchronised(self) -> bool:
-        """Whether all replicas are meant to be the same now."""
-        return True
-
-    def is_present(self, p: Tensor) -> bool:
-        """Whether this rank has a gradient for p."""
-        return gradient_of(p) is not None
 
     # ---------------------------------------------------------------- state
 
@@ -141,18 +159,6 @@ class Rule(ABC):
         if bucket.ef is not None:
             bucket.ef.worker.mul_(bucket.own_rows(may_move).reshape(-1))
             bucket.ef.server.mul_(bucket.own_chunk(may_move))
-
-    def check_state(self, where: str, state: State) -> None:
-        """Raise ValueError where a state of this kind, with these groups and shapes, is not this rule's."""
-        return
-
-    def record(self) -> State:
-        """What else a checkpoint keeps, as plain numbers and tensors; this rank's."""
-        return {}
-
-    def load_record(self, record: State) -> None:
-        """Take back what `record` gave."""
-        return
 
     def take_apart(self, record: State, index: int, layout: Layout, states: Sequence[ParameterState]) -> None:
         """Give the parameters of bucket `index` of a saved record what that says of each. All on the host."""

@@ -121,9 +121,10 @@ class ZeroOneRule(Rule):
     def is_synchronised(self) -> bool:
         return self.since_sync == 0
 
-    def is_present(self, p: Tensor) -> bool:
+    def present(self, params: Sequence[Tensor]) -> list[bool]:
         """Whether this rank has a gradient for p, or has had one since the last synchronisation."""
-        return p in self._seen_since_sync or (super().is_present(p) and not self._is_forced)
+        pairs = zip(params, super().present(params), strict=True)
+        return [p in self._seen_since_sync or (is_present and not self._is_forced) for p, is_present in pairs]
 
     # ---------------------------------------------------------------- a step of one bucket
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..comm import Transport
-from ..comm.messages import gather_bytes
+from ..comm import Transport, Work
+from ..comm.messages import exchange_bytes, gather_bytes
 from ..usage.contract import Group
 from ..version import VERSION
 from .wrappers import NOT_COMPARED
@@ -177,35 +177,54 @@ def _listed(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class StepVote:
-    """One rank's contribution. present: which parameters have a gradient here. The rest is its replica's share of sums.
+    """One rank's contribution. present: which parameters have a gradient here. Then its replica's share of sums.
 
-    norm_squared: ‖g_i‖². product: <g_i, m̂>. Both of all the replica's shards together.
+    norm_squared: ‖g_i‖². product: <g_i, m̂>. Both of all the replica's shards together. note: what a family of
+    optimizers says besides, as many bytes on every rank.
     """
 
     summary: Summary
     present: Sequence[bool]
     norm_squared: float = 0.0
     product: float = 0.0
+    note: bytes = b""
 
     def to_bytes(self) -> bytes:
         bits = sum(1 << k for k, is_present in enumerate(self.present) if is_present)
         presence = bits.to_bytes(-(-len(self.present) // 8), "little")
-        return self.summary.to_bytes() + _SUMS.pack(self.norm_squared, self.product) + presence
+        return self.summary.to_bytes() + _SUMS.pack(self.norm_squared, self.product) + presence + self.note
 
     @classmethod
     def from_bytes(cls, data: bytes, parameters: int) -> StepVote:
-        start = _SUMMARY.size
-        bits = int.from_bytes(data[start + _SUMS.size :], "little")
+        start, end = _SUMMARY.size + _SUMS.size, _SUMMARY.size + _SUMS.size + -(-parameters // 8)
+        bits = int.from_bytes(data[start:end], "little")
         present = [bool(bits >> k & 1) for k in range(parameters)]
-        return cls(Summary.from_bytes(data[:start]), present, *_SUMS.unpack_from(data, start))
+        norm_squared, product = _SUMS.unpack_from(data, _SUMMARY.size)
+        return cls(Summary.from_bytes(data[: _SUMMARY.size]), present, norm_squared, product, data[end:])
+
+
+def exchange_votes(
+    transport: Transport, header: Header, mine: StepVote, device: torch.device | str
+) -> Generator[Work, None, list[StepVote]]:
+    """Every rank's vote, in rank order. Yields one Work. All ranks.
+
+    Sends 42 bytes, a bit per parameter and the note to each peer. header: of which the vote has the summary. Raises
+    DesyncError; see `check_headers` and `check_votes`.
+    """
+    messages = yield from exchange_bytes(transport, mine.to_bytes(), device)
+    return _read_votes(transport, header, messages, len(mine.present), device)
 
 
 def cast_votes(transport: Transport, header: Header, mine: StepVote, device: torch.device | str) -> list[StepVote]:
-    """Every rank's vote, in rank order. All ranks. Sends 42 bytes and a bit per parameter to each peer.
+    """As `exchange_votes`, and waits."""
+    messages = gather_bytes(transport, mine.to_bytes(), device)
+    return _read_votes(transport, header, messages, len(mine.present), device)
 
-    header: of which the vote has the summary. Raises DesyncError; see `check_headers` and `check_votes`.
-    """
-    votes = [StepVote.from_bytes(data, len(mine.present)) for data in gather_bytes(transport, mine.to_bytes(), device)]
+
+def _read_votes(
+    transport: Transport, header: Header, messages: Sequence[bytes], parameters: int, device: torch.device | str
+) -> list[StepVote]:
+    votes = [StepVote.from_bytes(data, parameters) for data in messages]
     check_votes(transport, header, votes, device)
     return votes
 

@@ -37,19 +37,26 @@ class WrapperWatch:
 
     def __init__(self, transport: Transport, parts: ModelParallelGroup):
         self._transport, self._parts = transport, parts
-        self._is_warned = self._has_looked = False
+        self._is_alike = self._is_warned = self._has_looked = False
 
     def is_on(self, step: int) -> bool:
         """Whether gradients are compared in this step, counted from 0."""
         return step < COMPARED_STEPS and self._transport.world_size > 1
 
-    def look(self, digests: Sequence[bytes], params: Iterable[Tensor]) -> None:
-        """Refuse a wrapper that averages gradients as well, warn of what looks like one. All parts of the model."""
+    def note(self, digests: Sequence[bytes]) -> None:
+        """What all ranks say of some gradients, in rank order."""
+        self._is_alike |= are_alike(digests)
+
+    def look(self, params: Iterable[Tensor], *, in_any_case: bool = False) -> None:
+        """Refuse a wrapper that averages gradients as well, warn of what looks like one. All parts of the model.
+
+        in_any_case: also where no gradients were noted that are the same on all ranks.
+        """
         if not self._has_looked:
             self._has_looked = True
             refuse_lone_trainer(self._transport, params)
-        is_alike = are_alike(digests)
-        if any(flag for (flag,) in self._parts.gather(float(is_alike))):
+        is_alike, self._is_alike = self._is_alike, False
+        if any(flag for (flag,) in self._parts.gather(float(is_alike or in_any_case))):
             self._parts.raise_on_all_ranks(RuntimeError, lambda: refuse_wrapper(self._transport, params))
             if is_alike and not self._is_warned:
                 self._is_warned = True

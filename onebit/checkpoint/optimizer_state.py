@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..layout.bucket import Bucket
 from ..model_parallel import local
-from ..usage.contract import Group, State, check_adam_entry, check_saved_groups, load_checked
+from ..usage.contract import Group, State, check_adam_entry, check_identity, check_saved_groups, load_checked
 from .change_world_size import gather_states, reframe, resize
 
 if TYPE_CHECKING:
@@ -135,15 +135,7 @@ def _check_record(optimizer: CompressedOptimizer, record: State, where: str) -> 
     # Not in the first files.
     former: State = {"local_size": 1, "shard": 0, "shards": 1, "kind": optimizer.rule.kind, "codec": "sign"}
     record = former | record
-    for key, value in identity(optimizer).items():
-        there = record[key]
-        if there != value:
-            raise ValueError(
-                f"{where}{key} is {there} there and {value} here; each rank loads its own, or all ranks load those of "
-                "all ranks with load_state_dicts"
-            )
-    if [b["numel"] for b in record["buckets"]] != [bucket.layout.numel for bucket in optimizer.buckets]:
-        raise ValueError(f"{where}the buckets differ; construct with the same groups, shapes and bucket_cap_mb")
+    check_identity(where, record, identity(optimizer), [bucket.layout.numel for bucket in optimizer.buckets])
 
 
 # ---------------------------------------------------------------- take back

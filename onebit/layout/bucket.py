@@ -12,7 +12,7 @@ from torch import Tensor
 from ..comm import Codec, ErrorFeedback, Hierarchy, Wire
 from ..model_parallel import local
 from ..step.clip import dot, has_squares
-from ..usage.frozen import check_place, gradient_of
+from ..usage.frozen import dense_gradients, gradient_of
 from .flat import Layout
 
 
@@ -86,25 +86,8 @@ class Bucket:
         return [local(p) for p in self.params]
 
     def gradients(self) -> list[Tensor | None]:
-        """The gradients where they lie, of what this rank holds; None for what is frozen now.
-
-        Raises RuntimeError on sparse and partial ones, and where a parameter was moved or resized.
-        """
-        for p, name, shape in zip(self.params, self.names, self.layout.shapes, strict=True):
-            check_place(self.rank, p, name, shape, self.device)
-            if p.grad is not None and p.grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"rank {self.rank}: {name} has a {p.grad.layout} gradient; onebit needs dense ones "
-                    "(nn.Embedding(..., sparse=False))"
-                )
-            if p.grad is not None and getattr(p.grad, "placements", None) != getattr(p, "placements", None):
-                raise RuntimeError(
-                    f"rank {self.rank}: the gradient of {name} is placed as "
-                    f"{getattr(p.grad, 'placements', 'a plain tensor')}, the parameter as "
-                    f"{getattr(p, 'placements', 'a plain tensor')}; redistribute it in a hook"
-                )
-        grads = map(gradient_of, self.params)
-        return [None if grad is None else local(grad) for grad in grads]
+        """The gradients where they lie, of what this rank holds; see `dense_gradients`."""
+        return dense_gradients(self.rank, self.params, self.names, self.layout.shapes, self.device)
 
     def gather(self, grads: Sequence[Tensor | None], scale: float = 1.0) -> Tensor:
         """The buffer ← scale · the gradients; zeros where there is none."""

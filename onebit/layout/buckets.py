@@ -20,15 +20,25 @@ from ..agreement.step_vote import option_lines
 from ..comm import Transport
 from ..model_parallel import ModelParallelGroup, local
 from ..usage.contract import Group, State, check_parameters
-from .flat import partition
+from .flat import Layout, partition
 
 
 class AnyBucket(Protocol):
     """What every kind of bucket has."""
 
+    index: int
+    first: int
     group_index: int
+    device: torch.device
     params: list[Tensor]
     names: list[str]
+    layout: Layout
+
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients where they lie; None where there is none, or for what is frozen now."""
+
+    def state_bytes(self) -> int:
+        """Bytes of the state that this rank keeps of it."""
 
 
 B = TypeVar("B", bound=AnyBucket)

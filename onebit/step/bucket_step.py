@@ -14,11 +14,15 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from ..comm import Work
-from ..layout.bucket import Bucket
+from ..layout.buckets import AnyBucket
 
 
 class Meeting:
     """What a bucket's step says where the steps of all buckets wait for each other."""
+
+
+class Ready(Meeting):
+    """Nothing has been sent: it waits for a vote on the gradients. The answer is a `Decision`; a skipped step ends."""
 
 
 @dataclass
@@ -34,7 +38,7 @@ class Arrived(Meeting):
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks have decided. seen: for each parameter of the model, whether any rank has a gradient for it.
+    """What all ranks have decided. seen: for each parameter from number `first` on, whether any rank has a gradient.
 
     clip_factor: for a mean gradient; what was exchanged in other steps has been clipped before. is_spoilt: in a step
     without traffic, whether this replica's gradients count as zero.
@@ -43,10 +47,11 @@ class Decision:
     seen: Sequence[bool]
     clip_factor: float = 1.0
     is_spoilt: bool = False
+    first: int = 0
 
-    def of(self, bucket: Bucket) -> Sequence[bool]:
+    def of(self, bucket: AnyBucket) -> Sequence[bool]:
         """For each of the bucket's parameters."""
-        return self.seen[bucket.first :][: len(bucket.params)]
+        return self.seen[bucket.first - self.first :][: len(bucket.params)]
 
 
 Answer: TypeAlias = Any  # to an Arrived a Decision; to others what the rule's `meet` says

@@ -8,54 +8,66 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Generic
 
 import torch
 
 from .. import comm
-from ..comm import Exchange, ExchangeTask
-from ..layout.bucket import Bucket
+from ..comm import Exchange, ExchangeTask, Work
+from ..layout.buckets import B
 from .bucket_step import Answer, Arrived, BucketStep, Decision, Meeting
 
 NEXT_PHASE_BEHIND = 2  # until then so many buckets are on the wire
 
 
-class BucketTask:
+class BucketTask(Generic[B]):
     """A bucket's step under way. said: what it says at the meeting that it has come to; None: it is through."""
 
-    def __init__(self, bucket: Bucket, step: BucketStep):
+    def __init__(self, bucket: B, step: BucketStep):
         self.bucket = bucket
         self.said: Meeting | None = None
         self._step = step
-        self.exchange = ExchangeTask(self._works())
+        self.exchange = ExchangeTask(self._works(next(step, None)))
 
-    def _works(self) -> Exchange:
-        said = next(self._step)
-        while not isinstance(said, Meeting):
+    def _works(self, said: Work | Meeting | None) -> Exchange:
+        """From what it says now, the Works up to its next meeting, or to its end."""
+        while said is not None and not isinstance(said, Meeting):
             yield said
-            said = next(self._step)
+            said = next(self._step, None)
         self.said = said
 
-    def answer(self, answer: Answer) -> None:
-        """Tell it what was decided where it has met the others; it goes on to its next meeting, or to its end."""
+    def answer(self, answer: Answer) -> Exchange | None:
+        """Tell it what was decided where it has met the others. What it exchanges then; None: nothing, it has gone on.
+
+        That is to its next meeting, or to its end.
+        """
         try:
             said = self._step.send(answer)
         except StopIteration:
             self.said = None
-        else:
-            assert isinstance(said, Meeting), "behind the decision nothing is exchanged by single buckets"
-            self.said = said
+            return None
+        if not isinstance(said, Meeting):
+            return self._works(said)
+        self.said = said
+        return None
 
     def close(self) -> None:
         """Give the step up. Nothing has been written."""
         self._step.close()
 
 
-class Driver:
-    """Runs one step of all buckets. phases: of an exchange, see `Hierarchy.phases`."""
+class Driver(Generic[B]):
+    """Runs one step of all buckets.
 
-    def __init__(self, phases: int):
-        self._phases = phases
-        self._tasks: list[BucketTask] = []
+    phases: of an exchange, see `Hierarchy.phases`; each begins with the first phase of the bucket `behind` buckets
+    later.
+    on_comm_stream: on CUDA buckets are launched on a stream of their own. Not where they free gradients, whose memory
+    the backward pass would take for its own at once.
+    """
+
+    def __init__(self, phases: int, *, behind: int = NEXT_PHASE_BEHIND, on_comm_stream: bool = True):
+        self._phases, self._behind, self._has_stream = phases, behind, on_comm_stream
+        self._tasks: list[BucketTask[B]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @property
@@ -63,18 +75,30 @@ class Driver:
         """How many buckets have begun their step."""
         return len(self._tasks)
 
-    def launch(self, bucket: Bucket, make: Callable[[], BucketStep]) -> None:
+    def launch(self, bucket: B, make: Callable[[], BucketStep]) -> None:
         """Begin the next bucket's step, up to its first Work; and earlier buckets' next phases."""
         assert bucket.index == len(self._tasks)
         with self._on_comm_stream(bucket.device):
             self._tasks.append(BucketTask(bucket, make()))
             for phase in range(1, self._phases):
-                behind = bucket.index - phase * NEXT_PHASE_BEHIND
+                behind = bucket.index - phase * self._behind
                 if behind >= 0:
                     self._tasks[behind].exchange.advance()
 
     def wait(self) -> Sequence[Arrived]:
         """Bring every bucket that has been launched to its meeting; what they say."""
+        self._wait()
+        said = [task.said for task in self._tasks]
+        assert all(isinstance(each, Arrived) for each in said)
+        return said  # type: ignore[return-value]
+
+    def finish(self) -> None:
+        """Bring every bucket that has been launched to its end. None meets the others."""
+        self._wait()
+        assert all(task.said is None for task in self._tasks)
+        self._tasks = []
+
+    def _wait(self) -> None:
         devices = {task.bucket.device for task in self._tasks}
         with ExitStack() as streams:
             for device in devices:
@@ -82,21 +106,19 @@ class Driver:
             comm.wait_all([task.exchange for task in self._tasks])
         for device in devices & self._streams.keys():
             torch.cuda.current_stream(device).wait_stream(self._streams[device])
-        said = [task.said for task in self._tasks]
-        assert all(isinstance(each, Arrived) for each in said)
-        return said  # type: ignore[return-value]
 
     def commit(
-        self, decision: Decision, meet: Callable[[Sequence[Bucket], Sequence[Meeting]], Sequence[Answer]]
+        self, decision: Decision, meet: Callable[[Sequence[B], Sequence[Meeting]], Sequence[Answer]] | None = None
     ) -> None:
-        """The step is good: all buckets go on. Where some meet again, `meet` has the answers."""
-        for task in self._tasks:
-            task.answer(decision)
-        while waiting := [(task, said) for task in self._tasks if (said := task.said) is not None]:
+        """The step is good: all buckets go on, side by side. Where some meet again, `meet` has the answers."""
+        tasks, self._tasks = self._tasks, []
+        comm.interleave(works for task in tasks if (works := task.answer(decision)) is not None)
+        while waiting := [(task, said) for task in tasks if (said := task.said) is not None]:
+            assert meet is not None
             answers = meet([task.bucket for task, _ in waiting], [said for _, said in waiting])
             for (task, _), answer in zip(waiting, answers, strict=True):
-                task.answer(answer)
-        self._tasks = []
+                works = task.answer(answer)
+                assert works is None, "behind a second meeting nothing is exchanged by single buckets"
 
     def give_up(self) -> None:
         """Forget what was launched and has come to its meeting. Nothing was written."""
@@ -107,7 +129,7 @@ class Driver:
     @contextmanager
     def _on_comm_stream(self, device: torch.device) -> Iterator[None]:
         """On CUDA, a stream of the optimizer's own, behind what was computed so far: backward does not wait for it."""
-        if device.type != "cuda":
+        if device.type != "cuda" or not self._has_stream:
             yield
             return
         if device not in self._streams:

@@ -105,8 +105,11 @@ class Overlap:
         bits = gradient_bits(bucket.gradients()) if with_bits else None
         self._sent[bucket.index] = Sent(bucket, [GradientMark.of(p) for p in bucket.params], bits)
 
-    def has_changed(self, grad_scale: float) -> bool:
-        """Whether a gradient that has been sent is no longer what was sent; a warning says so, once."""
+    def has_changed(self, scale: float) -> bool:
+        """Whether a gradient that has been sent is no longer what was sent; a warning says so, once.
+
+        scale: what gradients are to be multiplied by.
+        """
         changed = [name for sent in self._sent.values() for name in sent.changed()]
         is_edited_unseen = not changed and any(sent.is_edited_unseen() for sent in self._sent.values())
         if changed and not self.resent_steps:
@@ -126,7 +129,7 @@ class Overlap:
                 "overlap=False. Edit the gradients themselves (p.grad.clamp_()), or construct with overlap=False",
                 self._rank,
             )
-        is_scaled = bool(self._sent) and grad_scale != 1.0  # the scale is known too late
+        is_scaled = bool(self._sent) and scale != 1.0  # the scale is known too late
         return bool(changed) or is_edited_unseen or is_scaled
 
     def count_resent(self, ranks: Sequence[int]) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
-from ..comm import Transport
+from ..comm import Transport, Work
+from .bucket_step import Answer, Meeting
+
+T = TypeVar("T")
+Y = TypeVar("Y")
 
 
 @dataclass
@@ -30,6 +36,40 @@ class Stats:
     grad_norm: float | None = None
     resent_steps: int = 0
     shadow_steps: int = 0
+
+
+@dataclass
+class WaitClock:
+    """How long this rank has waited for others."""
+
+    total_s: float = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """What happens in here is waiting."""
+        began = time.perf_counter()
+        yield
+        self.total_s += time.perf_counter() - began
+
+    def timed(self, exchange: Generator[Y, Answer, T]) -> Generator[Y, Answer, T]:
+        """The same exchange, or step of a bucket, with its Works on this clock while they are waited for."""
+        answer = None
+        try:
+            while True:
+                said = exchange.send(answer)
+                answer = yield said if isinstance(said, Meeting) else cast("Y", _TimedWork(cast(Work, said), self))
+        except StopIteration as end:
+            return cast("T", end.value)
+
+
+@dataclass
+class _TimedWork:
+    work: Work
+    clock: WaitClock
+
+    def wait(self) -> None:
+        with self.clock.running():
+            self.work.wait()
 
 
 class Traffic:

@@ -145,6 +145,21 @@ def check_saved_groups(where: str, saved: list[Group], groups: list[Group]) -> N
             )
 
 
+def check_identity(where: str, record: State, identity: Mapping[str, object], numels: list[int]) -> None:
+    """Raise ValueError where a record is another rank's, or of other buckets. numels: the elements of those here."""
+    for key, value in identity.items():
+        if record[key] != value:
+            raise ValueError(
+                f"{where}{key} is {record[key]} there and {value} here; each rank loads its own, or all ranks load "
+                "those of all ranks with load_state_dicts"
+            )
+    if (there := [saved["numel"] for saved in record["buckets"]]) != numels:
+        raise ValueError(
+            f"{where}its buckets hold {there} elements, these {numels}; construct with the same groups, shapes and "
+            "bucket_cap_mb"
+        )
+
+
 def check_adam_entry(where: str, name: str, entry: Mapping[str, Tensor], shape: torch.Size) -> None:
     """Raise ValueError where a parameter's saved state is neither empty nor Adam's of a parameter of this shape."""
     if entry and (missing := [key for key in ("step", *ADAM_STATE) if key not in entry]):

@@ -15,6 +15,30 @@ def gradient_of(p: Tensor) -> Tensor | None:
     return p.grad if p.requires_grad else None
 
 
+def dense_gradients(
+    rank: int, params: Sequence[Tensor], names: Sequence[str], shapes: Sequence[torch.Size], device: torch.device
+) -> list[Tensor | None]:
+    """The gradients where they lie, of what this rank holds; None for what is frozen now.
+
+    Raises RuntimeError on sparse and partial ones, and where a parameter was moved or resized.
+    """
+    for p, name, shape in zip(params, names, shapes, strict=True):
+        check_place(rank, p, name, shape, device)
+        if p.grad is not None and p.grad.layout != torch.strided:
+            raise RuntimeError(
+                f"rank {rank}: {name} has a {p.grad.layout} gradient; onebit needs dense ones "
+                "(nn.Embedding(..., sparse=False))"
+            )
+        if p.grad is not None and getattr(p.grad, "placements", None) != getattr(p, "placements", None):
+            raise RuntimeError(
+                f"rank {rank}: the gradient of {name} is placed as "
+                f"{getattr(p.grad, 'placements', 'a plain tensor')}, the parameter as "
+                f"{getattr(p, 'placements', 'a plain tensor')}; redistribute it in a hook"
+            )
+    grads = map(gradient_of, params)
+    return [None if grad is None else local(grad) for grad in grads]
+
+
 def refuse_unfrozen(rank: int, names: Sequence[str], present_by_rank: Sequence[Sequence[bool]]) -> None:
     """Raise RuntimeError where any rank has a gradient for one of these, which were frozen at construction.
 

@@ -37,7 +37,10 @@ class GradientMark(NamedTuple):
     @classmethod
     def of(cls, p: Tensor) -> GradientMark:
         """The gradient as it is now."""
-        return cls(None) if p.grad is None else cls(weakref.ref(local(p.grad)), local(p.grad)._version)
+        if p.grad is None:
+            return cls(None)
+        grad = local(p.grad)
+        return cls(weakref.ref(grad), grad._version)
 
     def is_still(self, p: Tensor) -> bool:
         """Whether p's gradient is what it was."""

@@ -125,6 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         layout = lay_out([p.shape for p, _ in members], self._config.codec.block, self.transport.world_size)
         bucket = ShardedBucket.new(
             len(self.buckets),
+            len(self.buckets.params),
             g,
             members,
             layout,

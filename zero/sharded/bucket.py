@@ -46,7 +46,8 @@ def pieces_of(layout: Layout, rank: int) -> list[ParamSlice]:
 class ShardedBucket:
     """Parameters, layout, and the state of them that this rank keeps.
 
-    counts: int32 [W, J], real elements of each block. momentum: [W·N], float32 or bfloat16: what is left of c when its
+    first: how many parameters the buckets before it hold. counts: int32 [W, J], real elements of each block.
+    momentum: [W·N], float32 or bfloat16: what is left of c when its
     frame is sent, c - (1-β1)·q. variance: float32 [N]. owned: float32 [N], the master weights; at stage 0 the error of
     the updates that were sent. steps: per parameter, the steps in which some rank had a gradient for it, 0-dimensional.
     is_warm: whether the last step was one of the warm-up, and until the first, whether there is one. received:
@@ -56,6 +57,7 @@ class ShardedBucket:
     """
 
     index: int
+    first: int
     group_index: int
     rank: int
     device: torch.device
@@ -78,6 +80,7 @@ class ShardedBucket:
     def new(
         cls,
         index: int,
+        first: int,
         group_index: int,
         members: Sequence[tuple[Tensor, str]],
         layout: Layout,
@@ -89,6 +92,7 @@ class ShardedBucket:
         device = members[0][0].device
         return cls(
             index=index,
+            first=first,
             group_index=group_index,
             rank=rank,
             device=device,

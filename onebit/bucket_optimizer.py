@@ -1,0 +1,309 @@
+"""BucketOptimizer: the frame of a step, for every optimizer that exchanges its buckets compressed.
+
+Two families rest on it: `optimizer.py`, with the state on every rank, and `zero/sharded/optimizer.py`, with a part on
+each. A family says how its buckets are exchanged and decided on. Around that, the same for both:
+
+    step()      where ranks have different numbers of batches: does any go on? (`join`)
+                the family takes the step of all buckets, or all ranks skip it
+                now and then a vote on the replicas' bits
+                stats; an error after too many skipped steps in a row
+
+and what ranks say of a step before they take it: which it is, with which options, from which gradients.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Generic
+
+import torch
+from torch import Tensor
+
+from . import comm
+from .agreement.join import Join
+from .agreement.replicas import ReplicaCheck
+from .agreement.skips import MOST_SKIPS, SkipLimit
+from .agreement.step_vote import Header, Summary, check_headers, gather_headers
+from .agreement.wrappers import NOT_COMPARED, WrapperWatch, gradient_digest
+from .comm import Transport
+from .layout.buckets import B, Buckets, elements_of
+from .model_parallel import ModelParallelGroup, model_parallel_group_of
+from .rule import BucketRule
+from .step.clip import Clipper
+from .step.stats import Stats, Traffic, WaitClock
+from .usage.contract import Group, State, TorchOptions, check_arguments, check_group, refuse_copy
+from .usage.frozen import gradient_of, refuse_unfrozen
+from .usage.marks import GradientMark, are_used_again
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class SharedOptions(TorchOptions, total=False):
+    """Keyword arguments of both families, beside those of `TorchOptions`.
+
+    max_grad_norm: clip by the norm of the mean gradient (0: off). transport: default `onebit.comm.init()`.
+    bucket_cap_mb: float32 MiB per bucket. check_replicas_every: steps, taken or skipped, between votes on the bits of
+    what replicas have in common (0: never). max_consecutive_skips: so many skipped steps in a row are an error
+    (0: never); see `agreement/skips.py`.
+    """
+
+    max_grad_norm: float
+    transport: Transport | None
+    bucket_cap_mb: float
+    check_replicas_every: int
+    max_consecutive_skips: int
+
+
+class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
+    """Base of both families. All ranks construct, step, load and add groups together.
+
+    A family's constructor checks its own options, binds its rule and its placement between `__init__`, which makes the
+    parts and may join other ranks, and `_construct`.
+    hooks: whether gradients are looked at as they come; see `Buckets`.
+    """
+
+    _step_supports_amp_scaling = True
+    rule: BucketRule[B]
+
+    def __init__(
+        self,
+        *,
+        parts: ModelParallelGroup | Transport | None = None,
+        hooks: bool = True,
+        max_grad_norm: float = 0.0,
+        transport: Transport | None = None,
+        bucket_cap_mb: float = 16.0,
+        check_replicas_every: int = 100,
+        max_consecutive_skips: int = MOST_SKIPS,
+        **torchs: Unpack[TorchOptions],
+    ):
+        check_arguments(type(self).__name__, torchs)
+        if not (max_grad_norm >= 0 and check_replicas_every >= 0):
+            raise ValueError(
+                "max_grad_norm and check_replicas_every must be at least 0 (0: off), got "
+                f"{max_grad_norm}, {check_replicas_every}"
+            )
+        elements = elements_of(bucket_cap_mb)
+        self.clipper = Clipper(max_grad_norm)
+        self.skip_limit, self.replica_check = SkipLimit(max_consecutive_skips), ReplicaCheck(check_replicas_every)
+        self.transport = comm.init() if transport is None else transport
+        comm.check_transport(self.transport)
+        self.model_parallel_group = model_parallel_group_of(parts)
+        self.buckets: Buckets[B] = Buckets(self, self.transport, self.model_parallel_group, elements, hooks=hooks)
+        self.stats = self._new_stats()
+        self._traffic, self._waited = Traffic(self.transport), WaitClock()
+        self._watch = WrapperWatch(self.transport, self.model_parallel_group)
+        self._join = Join()
+        self._used: list[GradientMark] = []  # the gradients of the last step
+        self._steps_here = 0  # of this object, whatever was loaded
+
+    def _construct(self, params: object, defaults: dict[str, object]) -> None:
+        """torch's own construction, and the buckets of these parameters."""
+        super().__init__(params, defaults)  # type: ignore[arg-type]
+        self._build()
+
+    def _new_stats(self) -> Stats:
+        """What the optimizer says of its last step."""
+        return Stats()
+
+    # ---------------------------------------------------------------- groups and buckets
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group; all ranks, at the same step.
+
+        Raises ValueError/TypeError as the constructor, and is then as it was.
+        """
+        super().add_param_group(param_group)
+        try:
+            self._check_group(f"rank {self.transport.rank}: group {len(self.param_groups) - 1}", self.param_groups[-1])
+            if self.buckets.built_groups:
+                self._build()
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, where: str, group: Group) -> None:
+        """Raise ValueError or TypeError where a group is not for this optimizer. where: of the message."""
+        check_group(where, group)
+
+    def _build(self) -> None:
+        self.buckets.build()
+        self._traffic.begin()
+
+    def option_lines(self) -> list[str]:
+        """The options that must be the same on all ranks, as text."""
+        options = {
+            "bucket_elements": self.buckets.elements,
+            "max_grad_norm": self.clipper.max_norm,
+            "check_replicas_every": self.replica_check.every,
+            "max_consecutive_skips": self.skip_limit.most,
+        }
+        return [f"option {name} = {value}" for name, value in {**self._options(), **options}.items()]
+
+    @abstractmethod
+    def _options(self) -> dict[str, object]:
+        """The family's own, and its rule's."""
+
+    @abstractmethod
+    def begin_group(self, g: int) -> None:
+        """Called by `Buckets`: group g has been checked."""
+
+    @abstractmethod
+    def new_bucket(self, g: int, members: Sequence[tuple[Tensor, str]], device: torch.device) -> B:
+        """Called by `Buckets`: a bucket of these parameters of group g."""
+
+    @abstractmethod
+    def publish(self, bucket: B) -> None:
+        """Show the bucket's state as torch does: optimizer.state[p], views of the flat tensors."""
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank. Without bucket and wire buffers."""
+        return sum(bucket.state_bytes() for bucket in self.buckets)
+
+    # ---------------------------------------------------------------- step
+
+    @abstractmethod
+    def on_gradient(self, p: Tensor) -> None:
+        """p's gradient has just been accumulated. Called by its hook."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update from this rank's gradients; all ranks. See the module docstring for the sequence.
+
+        Under GradScaler the loss scale is taken out here, and an overflow on one rank makes all skip. Raises PeerError
+        if a peer is lost, DesyncError if the ranks are not in the same step with the same options, ReplicaError if the
+        replicas are no longer identical, SkippedStepsError if too many steps in a row were skipped.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.buckets:
+            self._join.is_finished = False  # no rank has any
+            present = [[gradient_of(p) is not None for p in self.buckets.frozen]]
+            refuse_unfrozen(self.transport.rank, list(self.buckets.frozen.values()), present)
+            return loss
+        self._waited.total_s, self.stats.clip_factor, self.clipper.norm = 0.0, 1.0, None
+        if self._join.is_on and not self._anybody_goes_on():
+            return loss
+        bad = self._take_step(self._unscale())
+        if self.replica_check.is_due(are_synchronised=self.rule.is_synchronised()):
+            self.check_replicas()
+        self._fill_stats()
+        self._end_step()
+        self._steps_here += 1
+        self.skip_limit.observe(bad is not None, bad or (), self.transport, self.model_parallel_group.whole)
+        return loss
+
+    def _unscale(self) -> float:
+        """What gradients are to be multiplied by: GradScaler sets grad_scale."""
+        return 1.0 / float(getattr(self, "grad_scale", None) or 1.0)
+
+    @abstractmethod
+    def _take_step(self, scale: float) -> Sequence[str] | None:
+        """All buckets' step, from their gradients times scale. None; where all ranks have skipped it, what is bad here.
+
+        That is the names of this rank's parameters whose gradients are not finite.
+        """
+
+    def _end_step(self) -> None:
+        self._used = [GradientMark.of(p) for p in self.buckets.params]
+        self.rule.end_step()
+
+    def _fill_stats(self) -> None:
+        sent, inter_node = self._traffic.take()
+        elements = sum(bucket.layout.parameter_numel for bucket in self.buckets)
+        self.stats.sent_bytes, self.stats.sent_bytes_inter_node = sent, inter_node
+        self.stats.bits_per_parameter = 8.0 * inter_node / max(elements, 1)
+        self.stats.comm_ms, self.stats.grad_norm = 1e3 * self._waited.total_s, self.clipper.norm
+
+    # ---------------------------------------------------------------- what the ranks agree on
+
+    @abstractmethod
+    def steps_taken(self) -> int:
+        """How many steps of the training have been taken."""
+
+    @abstractmethod
+    def check_replicas(self) -> None:
+        """Vote on the bits of all that replicas have in common; ReplicaError on all ranks where they differ."""
+
+    def _header(self, kind: str) -> Header:
+        """What this rank is about to do."""
+        kind, step = f"{type(self).__name__}, {kind}", self.steps_taken() + 1
+        return Header.of(self.param_groups, step, kind, is_finished=self._join.is_finished)
+
+    def _call_roll(self, kind: str) -> list[Header]:
+        """Every rank's header, before anything else of the step is sent. Raises DesyncError."""
+        with self._waited.running():
+            headers = gather_headers(self.transport, self._header(kind), self.buckets[0].device)
+        check_headers(self.transport.rank, headers)
+        return headers
+
+    def _summary(self, header: Header, buckets: Sequence[B], *, resends: bool = False) -> Summary:
+        """The header as it travels in a vote on these buckets, and whether their gradients are somebody else's."""
+        repeats = are_used_again(self.buckets.params, self._used)
+        is_watched = self._watch.is_on(self._steps_here)
+        gradients = gradient_digest(bucket.gradients() for bucket in buckets) if is_watched else NOT_COMPARED
+        return header.summary(resends=resends, repeats=repeats, gradients=gradients)
+
+    def _present(self, buckets: Sequence[B]) -> list[bool]:
+        """Which of these buckets' parameters have a gradient here; behind the last bucket's, the frozen ones'."""
+        present = self.rule.present([p for bucket in buckets for p in bucket.params])
+        if buckets[-1] is self.buckets[-1]:
+            present += [gradient_of(p) is not None for p in self.buckets.frozen]
+        return present
+
+    # ---------------------------------------------------------------- ranks with different numbers of batches
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a loop over batches of which ranks may have different numbers. All ranks. As torch's Join.
+
+            with optimizer.join():
+                for x, y in loader:
+                    ...
+
+        A rank that is through takes part in the steps of the others, without gradients, until all are: the mean is over
+        all ranks, so that what it would have had counts as zero. Its parameters stay the others' bits, and it takes
+        over their learning rates, betas and weight decays; its scheduler knows nothing of these steps:
+        `stats.shadow_steps` says how many there were. Costs a header per step to each peer, and the overlap with
+        backward. Raises RuntimeError between a backward pass and its step; in the loop as `step`.
+        """
+        self._check_at_rest("join()")
+        with self._join.loop(self._shadow_step):
+            yield
+
+    @property
+    @abstractmethod
+    def _launched(self) -> int:
+        """How many buckets have begun their step."""
+
+    def _check_at_rest(self, what: str) -> None:
+        """Raise RuntimeError where a backward pass has begun a step that step() has not ended."""
+        if self._launched:
+            raise RuntimeError(
+                f"rank {self.transport.rank}: {what} between a backward pass, whose gradients have left, and its step; "
+                "call step() first"
+            )
+
+    def _shadow_step(self) -> None:
+        self.zero_grad()
+        self.step()
+
+    def _anybody_goes_on(self) -> bool:
+        goes_on = self._join.goes_on(self._call_roll("in join()"), self.param_groups)
+        self.stats.shadow_steps = self._join.shadow_steps
+        return goes_on
+
+    # ---------------------------------------------------------------- states
+
+    def _resume(self) -> None:
+        """A state was loaded: votes and skips are counted from it."""
+        self.replica_check.restart(self.steps_taken())
+        self.skip_limit.in_a_row = 0
+
+    def __getstate__(self) -> State:
+        raise refuse_copy(self)
