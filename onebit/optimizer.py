@@ -238,7 +238,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         if bucket.index == 0 and self.rule.asks_first and not self.rule.is_silent():
             self._call_roll(self.rule.round_name())
         self.overlap.mark_sent(bucket, with_bits=in_backward and is_inspected(self._steps_here))
-        self._driver.launch(bucket, lambda: self.rule.step(bucket, scale))
+        self._driver.launch(bucket, self.rule.step(bucket, scale))
 
     def _launch_rest(self, scale: float) -> None:
         for bucket in self.buckets[self._launched :]:

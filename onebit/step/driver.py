@@ -75,11 +75,11 @@ class Driver(Generic[B]):
         """How many buckets have begun their step."""
         return len(self._tasks)
 
-    def launch(self, bucket: B, make: Callable[[], BucketStep]) -> None:
+    def launch(self, bucket: B, step: BucketStep) -> None:
         """Begin the next bucket's step, up to its first Work; and earlier buckets' next phases."""
         assert bucket.index == len(self._tasks)
         with self._on_comm_stream(bucket.device):
-            self._tasks.append(BucketTask(bucket, make()))
+            self._tasks.append(BucketTask(bucket, step))
             for phase in range(1, self._phases):
                 behind = bucket.index - phase * self._behind
                 if behind >= 0:

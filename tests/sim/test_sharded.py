@@ -170,7 +170,7 @@ def test_a_skipped_step_leaves_everything_untouched(form: str) -> None:
 
             def spoil(step: int, grads: list[Tensor]) -> None:
                 if transport.rank == 1:
-                    for g in grads if optimizer._config.stage == 2 else grads[2:3]:
+                    for g in grads if optimizer.placement.config.stage == 2 else grads[2:3]:
                         g[5] = float("inf")
 
             take_steps(params, optimizer, range(90, 91), spoil)

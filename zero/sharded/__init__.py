@@ -1,4 +1,4 @@
 """The one-bit algorithms with state sharded across the slow network.
 
-Start at `adam.py`, then `optimizer.py` and `exchange.py`.
+Start at `adam.py`, then `exchange.py` and `optimizer.py`.
 """

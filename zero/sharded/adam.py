@@ -1,20 +1,82 @@
 """ShardedOnebitAdam: ZeRO across the slow axis. Signs of momentum go up to the owners, differences come down.
 
-For clusters with one rank per node, where sharding itself must cross the network. The sequence of a step is in
-`optimizer.py`; read on there.
+For clusters with one rank per node, where sharding itself must cross the network. `ShardedAdamRule` is a step of one
+bucket from top to bottom, `ShardedOnebitAdam` the optimizer that takes it, and the algorithm in formulas.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ...comm import Exchange, Work
+from ...step.bucket_step import BucketStep, Decision, Ready
 from ...usage.signature import shows_all_options
+from . import arithmetic
+from .bucket import ShardedBucket
+from .exchange import Arrived, StepNumbers
 from .optimizer import ShardedOnebitOptimizer, ShardedOptions
+from .rule import ShardedRule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class ShardedAdamRule(ShardedRule):
+    """Steps 1 to 4 of `ShardedOnebitAdam`."""
+
+    kind = "sharded"
+
+    def step(self, bucket: ShardedBucket, scale: float) -> BucketStep:
+        decision: Decision = yield Ready()  # 1
+        seen = decision.of(bucket)
+        if any(seen):
+            yield from self.exchange(bucket, seen, scale * decision.clip_factor)
+
+    def exchange(self, bucket: ShardedBucket, seen: Sequence[bool], scale: float) -> Exchange:
+        """Steps 2 to 4. seen: by parameter, whether any rank has a gradient for it; the others stay as they are."""
+        numbers = self.numbers(bucket)
+        arrived = yield from self.placement.send_up(bucket, numbers, seen, scale)  # 2
+        update, decay = yield from self.update(bucket, numbers, seen, arrived)  # 3
+        del arrived
+        yield from self.placement.send_down(bucket, seen, update, lr=numbers.lr, decay=decay)  # 4
+
+    def update(
+        self, bucket: ShardedBucket, numbers: StepNumbers, seen: Sequence[bool], arrived: Arrived
+    ) -> Generator[Work, None, tuple[Tensor, float]]:
+        """u, float32 [N], and decay: master ← (1 - decay)·master - lr·u."""
+        direction, _ = self.direction(bucket, numbers, arrived)
+        return direction, numbers.decay
+        yield  # a generator, as LAMB's, whose owners tell each other norms here
+
+    def direction(self, bucket: ShardedBucket, numbers: StepNumbers, arrived: Arrived) -> tuple[Tensor, Tensor]:
+        """m̂/D, float32 [N], and D, float32 [J, n], of the own chunk. Advances the variance."""
+        config, W, (beta1, beta2) = self.placement.config, self.placement.transport.world_size, numbers.betas
+        block, correction_J1 = config.codec.block, bucket.correction(beta1)
+        mean_hat, q_hat = ((x.view(-1, block) * correction_J1).view(-1) for x in (arrived.mean, arrived.q))
+        bucket.grad_stats = arithmetic.grad_stats(arrived.g, arrived.q, q_hat, mean_hat)
+        if bucket.is_warm:
+            target = arithmetic.mean_gradient(arrived.mean, bucket.mean, beta1).square_()
+            scale_hat_J = arithmetic.mean_magnitudes(mean_hat, bucket.own_counts, block)
+        else:
+            target = arithmetic.square_of_mean(arrived.g, mean_hat, W, numbers.share)
+            scale_hat_J = arithmetic.mean_scales(arrived.frames_WB, len(arrived.g), block).mul_(correction_J1.view(-1))
+        arithmetic.advance_variance_(bucket.variance, target, beta2=beta2, block=block, seen_J=arrived.seen_J)
+        D_Jn = arithmetic.direction_(
+            mean_hat,
+            scale_hat_J,
+            bucket.variance,
+            bucket.correction(beta2),
+            bucket.own_counts,
+            eps=numbers.eps,
+            floor=config.variance_floor,
+            limit=config.update_limit,
+            block=block,
+        )
+        self.placement.keep_mean(bucket, arrived)
+        return mean_hat, D_Jn
 
 
 @shows_all_options(ShardedOptions)
@@ -73,4 +135,4 @@ class ShardedOnebitAdam(ShardedOnebitOptimizer):
         **common: Unpack[ShardedOptions],
     ):
         defaults: dict[str, object] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, updates=updates, **common)
+        super().__init__(params, defaults, ShardedAdamRule(), updates=updates, **common)

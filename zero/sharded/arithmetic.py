@@ -1,7 +1,7 @@
 """The arithmetic of the sharded one-bit optimizers on flat tensors: what ranks send, what chunks' owners make of it.
 
-Free functions, no traffic, no agreement: those are in `optimizer.py`. The algorithm is this project's own (no paper
-has it); it is written out in `ShardedOnebitAdam`.
+Free functions, no traffic, no agreement: see `exchange.py` and `optimizer.py`. The algorithm is this project's own (no
+paper has it); it is written out in `ShardedOnebitAdam`.
 
 Shape legend: W ranks, N elements of a chunk, J blocks of a chunk, n elements of a block.
 """

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm import ExchangeTask, SignCodec
+from ...comm import SignCodec
 from ...layout.flat import Layout
-from ...usage.frozen import check_place, gradient_of
+from ...usage.frozen import dense_gradients
 
 
 class ParamSlice(NamedTuple):
@@ -47,13 +47,13 @@ class ShardedBucket:
     """Parameters, layout, and the state of them that this rank keeps.
 
     first: how many parameters the buckets before it hold. counts: int32 [W, J], real elements of each block.
-    momentum: [W·N], float32 or bfloat16: what is left of c when its
-    frame is sent, c - (1-β1)·q. variance: float32 [N]. owned: float32 [N], the master weights; at stage 0 the error of
-    the updates that were sent. steps: per parameter, the steps in which some rank had a gradient for it, 0-dimensional.
-    is_warm: whether the last step was one of the warm-up, and until the first, whether there is one. received:
-    everybody's last frames of the own chunk, kept only for clipping. mean: float32 [N], their mean: in the
-    warm-up, and where they were loaded from a checkpoint. grad_stats: float64 [4], of the last step, see
-    `shard_vote.GradStats`.
+    momentum: [W·N], float32 or bfloat16: what is left of c when its frame is sent, c - (1-β1)·q. variance: float32 [N].
+    owned: float32 [N], the master weights; at stage 0 the error of the updates that were sent. steps: per parameter,
+    the steps in which some rank had a gradient for it, 0-dimensional. is_warm: whether the last step was one of the
+    warm-up, and until the first, whether there is one. received: everybody's last frames of the own chunk, kept only
+    for clipping. mean: float32 [N], their mean: in the warm-up, and where they were loaded from a checkpoint.
+    grad_stats: float64 [4], of the last step, see `health.GradStats`. ready: at stage 2, the parameters whose gradients
+    have come in this backward pass.
     """
 
     index: int
@@ -74,7 +74,6 @@ class ShardedBucket:
     mean: Tensor | None = None
     grad_stats: Tensor | None = None
     ready: set[Tensor] = field(default_factory=set)
-    task: ExchangeTask | None = None
 
     @classmethod
     def new(
@@ -142,18 +141,13 @@ class ShardedBucket:
         return self.counts[self.rank]
 
     def gradients(self) -> list[Tensor | None]:
-        """The gradients where they lie; None for what is frozen now.
+        """The gradients where they lie; see `dense_gradients`."""
+        return dense_gradients(self.rank, self.params, self.names, self.layout.shapes, self.device)
 
-        Raises RuntimeError on sparse ones, and where a parameter was moved or resized.
-        """
-        for p, name, shape in zip(self.params, self.names, self.layout.shapes, strict=True):
-            check_place(self.rank, p, name, shape, self.device)
-            if p.grad is not None and p.grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"rank {self.rank}: {name} has a {p.grad.layout} gradient; onebit needs dense ones "
-                    "(nn.Embedding(..., sparse=False))"
-                )
-        return list(map(gradient_of, self.params))
+    def free_gradients(self) -> None:
+        """At stage 2: what they held is in the momentum, or left out."""
+        for p in self.params:
+            p.grad = None
 
     def gather_gradients(self, scale: float) -> Tensor:
         """scale · the gradients, float32 [W·N]; zeros where there is none, and in the padding."""
@@ -185,6 +179,28 @@ class ShardedBucket:
         if mean is not None:
             mean.view(-1, self.layout.block).mul_(self.correction(beta1))
         return mean
+
+    def product(self, grads: Sequence[Tensor | None], codec: SignCodec, beta1: float) -> float:
+        """<g, m̂> on the own chunk, with m̂ as the last step left it."""
+        mean_hat = self.mean_momentum(codec, beta1)
+        if mean_hat is None:
+            return 0.0
+        products = []
+        for k, start, stop, at in self.pieces:
+            if (g := grads[k]) is not None:
+                products.append(torch.dot(g.reshape(-1)[start:stop].float(), mean_hat[at : at + stop - start]))
+        return float(torch.stack(products).sum(dtype=torch.float64)) if products else 0.0
+
+    def bad(self) -> list[str]:
+        """The parameters whose gradients on this rank are not finite, or whose squares are beyond float32."""
+        pairs = zip(self.gradients(), self.names, strict=True)
+        norms = [(torch.linalg.vector_norm(g, dtype=torch.float32), name) for g, name in pairs if g is not None]
+        return [name for norm, name in norms if not bool(norm.isfinite())]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all gradients have come."""
+        return len(self.ready) == len(self.params)
 
     def correction(self, beta: float) -> Tensor:
         """1/(1 - β^t) for each own block, with the steps of its parameter, float32 [J, 1]; 0 where there was none."""

@@ -1,27 +1,88 @@
 """ShardedOnebitLamb: LAMB across the slow network, its layers' norms put together from the chunks of their owners.
 
-Sharded one-bit Adam (`adam.py`) with another last line; the trust ratio is `onebit/lamb.py`'s.
+Sharded one-bit Adam (`adam.py`) with another step 3; the trust ratio is `onebit/lamb.py`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ...comm import Exchange
-from ...comm.messages import sum_in_order
+from ...comm import Work
 from ...lamb import check_trust_options, trust_ratio
+from ...usage.contract import State
 from ...usage.signature import shows_all_options
+from .adam import ShardedAdamRule
 from .bucket import ShardedBucket
-from .exchange import Arrived, send_down, send_up
+from .exchange import Arrived, StepNumbers
 from .optimizer import ShardedOnebitOptimizer, ShardedOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class ShardedLambRule(ShardedAdamRule):
+    """Step 3 of `ShardedOnebitLamb`."""
+
+    kind = "sharded lamb"
+
+    def __init__(self, *, max_coeff: float, min_coeff: float, coeff_beta: float):
+        check_trust_options(min_coeff, max_coeff)
+        if not 0.0 <= coeff_beta < 1.0:
+            raise ValueError(f"coeff_beta must lie in [0, 1), got {coeff_beta}")
+        self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
+        self._agreed: dict[int, Tensor] = {}  # bucket -> the average that a_l is made of, uncorrected, float64 [K]
+
+    def options(self) -> Mapping[str, object]:
+        return {"max_coeff": self.max_coeff, "min_coeff": self.min_coeff, "coeff_beta": self.coeff_beta}
+
+    def update(
+        self, bucket: ShardedBucket, numbers: StepNumbers, seen: Sequence[bool], arrived: Arrived
+    ) -> Generator[Work, None, tuple[Tensor, float]]:
+        direction, D_Jn = self.direction(bucket, numbers, arrived)
+        sums_K4 = self._own_sums(bucket, direction, D_Jn, arrived.g)
+        total_K4 = yield from self.placement.total(sums_K4)
+        ratio_K = self._trust_ratios(bucket, total_K4, seen)
+        ratio_J = ratio_K[bucket.parameter_of_block[bucket.rank]]
+        u = direction.add_(bucket.owned, alpha=self.buckets.group(bucket)["weight_decay"])
+        u.view(ratio_J.numel(), -1).mul_(ratio_J.unsqueeze(1))
+        return u, 0.0  # the decay is in u
+
+    def _own_sums(self, bucket: ShardedBucket, direction: Tensor, D_Jn: Tensor, g: Tensor) -> Tensor:
+        """‖master‖², <m̂/D, master>, Σ v̂/D² and Σ g·m̂/D² of this rank's part of each layer, float64 [K, 4]."""
+        D, owned, beta2 = D_Jn.view(-1), bucket.owned, self.buckets.group(bucket)["betas"][1]
+        v_hat = bucket.variance.clamp(min=0.0).view_as(D_Jn).mul_(bucket.correction(beta2)).view(-1)
+        pairs = ((owned, owned), (direction, owned), (v_hat / D, D.reciprocal()), (g / D, direction))
+        sums_K4 = torch.zeros(len(bucket.params), 4, dtype=torch.float64, device=bucket.device)
+        for k, start, stop, at in bucket.pieces:
+            part = slice(at, at + stop - start)
+            sums_K4[k] = torch.stack([torch.dot(a[part], b[part]) for a, b in pairs])
+        return sums_K4
+
+    def _trust_ratios(self, bucket: ShardedBucket, total_K4: Tensor, seen: Sequence[bool]) -> Tensor:
+        """r_l of the bucket's layers, float32 [K], the same on every rank. Advances the averages of those seen."""
+        group, beta = self.buckets.group(bucket), self.coeff_beta
+        decay, beta1 = group["weight_decay"], group["betas"][0]
+        steps = torch.stack(bucket.steps).to(bucket.device, torch.float64).clamp(min=1.0)
+        weight, product, noise, common = total_K4.unbind(1)
+        agreed = self._agreed.setdefault(bucket.index, torch.zeros_like(common))
+        agreed.lerp_(torch.where(torch.tensor(seen, device=bucket.device), common, agreed), 1.0 - beta)
+        left = beta1**steps
+        share = (1.0 - beta1) * (1.0 + left) / ((1.0 + beta1) * (1.0 - left))
+        a = torch.minimum((agreed / (1.0 - beta**steps)).clamp(min=0.0), noise)
+        update = share * noise + (1.0 - share) * a + 2.0 * decay * product + decay * decay * weight
+        bounds = {"min_coeff": self.min_coeff, "max_coeff": self.max_coeff}
+        return trust_ratio(weight.sqrt(), update.clamp(min=0.0).sqrt(), **bounds).float()
+
+    def record(self) -> State:
+        return {"agreed": [self._agreed.get(bucket.index) for bucket in self.buckets]}
+
+    def load_record(self, record: State) -> None:
+        pairs = zip(self.buckets, record["agreed"], strict=True)
+        self._agreed = {bucket.index: a.to(bucket.device, copy=True) for bucket, a in pairs if a is not None}
 
 
 @shows_all_options(ShardedOptions)
@@ -56,8 +117,6 @@ class ShardedOnebitLamb(ShardedOnebitOptimizer):
     Raises ValueError/TypeError at construction as `ShardedOnebitAdam`.
     """
 
-    kind = "sharded lamb"
-
     def __init__(
         self,
         params: object,
@@ -71,63 +130,6 @@ class ShardedOnebitLamb(ShardedOnebitOptimizer):
         coeff_beta: float = 0.9,
         **common: Unpack[ShardedOptions],
     ):
-        check_trust_options(min_coeff, max_coeff)
-        if not 0.0 <= coeff_beta < 1.0:
-            raise ValueError(f"coeff_beta must lie in [0, 1), got {coeff_beta}")
-        self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
-        self._agreed: dict[int, Tensor] = {}  # bucket -> the average that a_l is made of, uncorrected, float64 [K]
+        rule = ShardedLambRule(max_coeff=max_coeff, min_coeff=min_coeff, coeff_beta=coeff_beta)
         defaults: dict[str, object] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, **common)
-
-    def option_lines(self) -> list[str]:
-        names = ("max_coeff", "min_coeff", "coeff_beta")
-        return [*super().option_lines(), *(f"option {name} = {getattr(self, name)}" for name in names)]
-
-    def _exchange(self, bucket: ShardedBucket, seen: Sequence[bool], scale: float) -> Exchange:
-        step, config = self._step_of(bucket), self._config
-        arrived = yield from send_up(bucket, step, config, self.transport, seen, scale)
-        sums_K4 = self._own_sums(bucket, arrived)
-        rows = torch.empty(self.transport.world_size, sums_K4.nbytes, dtype=torch.uint8, device=bucket.device)
-        yield self.transport.all_gather(rows, sums_K4.view(-1).view(torch.uint8))
-        total_K4 = sum_in_order(rows.view(torch.float64).view(self.transport.world_size, -1, 4))
-        ratio_K = self._trust_ratios(bucket, total_K4, seen)
-        ratio_J = ratio_K[bucket.parameter_of_block[bucket.rank]]
-        u = arrived.update.add_(bucket.owned, alpha=self.param_groups[bucket.group_index]["weight_decay"])
-        u.view(-1, config.codec.block).mul_(ratio_J.unsqueeze(1))
-        yield from send_down(bucket, replace(step, decay=0.0), config, self.transport, seen, u)
-
-    def _own_sums(self, bucket: ShardedBucket, arrived: Arrived) -> Tensor:
-        """‖master‖², <m̂/D, master>, Σ v̂/D² and Σ g·m̂/D² of this rank's part of each layer, float64 [K, 4]."""
-        update, D_Jn, g = arrived
-        D, beta2 = D_Jn.view(-1), self.param_groups[bucket.group_index]["betas"][1]
-        v_hat = bucket.variance.clamp(min=0.0).view_as(D_Jn).mul_(bucket.correction(beta2)).view(-1)
-        pairs = ((bucket.owned, bucket.owned), (update, bucket.owned), (v_hat / D, D.reciprocal()), (g / D, update))
-        sums_K4 = torch.zeros(len(bucket.params), 4, dtype=torch.float64, device=bucket.device)
-        for k, start, stop, at in bucket.pieces:
-            part = slice(at, at + stop - start)
-            sums_K4[k] = torch.stack([torch.dot(a[part], b[part]) for a, b in pairs])
-        return sums_K4
-
-    def _trust_ratios(self, bucket: ShardedBucket, total_K4: Tensor, seen: Sequence[bool]) -> Tensor:
-        """r_l of the bucket's layers, float32 [K], the same on every rank. Advances the averages of those seen."""
-        group, beta = self.param_groups[bucket.group_index], self.coeff_beta
-        decay, beta1 = group["weight_decay"], group["betas"][0]
-        steps = torch.stack(bucket.steps).to(bucket.device, torch.float64).clamp(min=1.0)
-        weight, product, noise, common = total_K4.unbind(1)
-        agreed = self._agreed.setdefault(bucket.index, torch.zeros_like(common))
-        agreed.lerp_(torch.where(torch.tensor(seen, device=bucket.device), common, agreed), 1.0 - beta)
-        left = beta1**steps
-        share = (1.0 - beta1) * (1.0 + left) / ((1.0 + beta1) * (1.0 - left))
-        a = torch.minimum((agreed / (1.0 - beta**steps)).clamp(min=0.0), noise)
-        update = share * noise + (1.0 - share) * a + 2.0 * decay * product + decay * decay * weight
-        bounds = {"min_coeff": self.min_coeff, "max_coeff": self.max_coeff}
-        return trust_ratio(weight.sqrt(), update.clamp(min=0.0).sqrt(), **bounds).float()
-
-    # ---------------------------------------------------------------- checkpoints
-
-    def _extra_state(self) -> dict:
-        return {"agreed": [self._agreed.get(bucket.index) for bucket in self.buckets]}
-
-    def _load_extra_state(self, record: dict) -> None:
-        pairs = zip(self.buckets, record["agreed"], strict=True)
-        self._agreed = {bucket.index: a.to(bucket.device, copy=True) for bucket, a in pairs if a is not None}
+        super().__init__(params, defaults, rule, **common)

@@ -1,44 +1,44 @@
 """ShardedOnebitOptimizer: a step, as every optimizer that is sharded across the slow network takes it.
 
-A leaf (`adam.py`, `lamb.py`, `zero_one_adam.py`) says what its owners make of what comes up, and in which steps
-anything does. Here is the sequence; one bucket's part in it is in `exchange.py`, the arithmetic in `arithmetic.py`,
-where things lie in `bucket.py`, what the ranks agree on in `vote.py`, construction and checkpoints in `base.py` and
-`state.py`.
+A rule (`adam.py`, `lamb.py`, `zero_one_adam.py`) is the step of one bucket: a vote, then its way up and down, in
+`exchange.py`. Here is who votes, and when:
+
+    stages 0, 1   step(): one vote on all gradients; behind a good one all buckets' steps, a few on the wire at a time
+    stage 2       backward: a bucket whose gradients are complete begins its step, with a vote of its own
+                  step(): the other buckets begin theirs; all are brought home
+
+What surrounds a step is in `onebit/bucket_optimizer.py`, where things lie in `bucket.py`, checkpoints in `state.py`.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+import math
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ... import comm
-from ...agreement.join import Join
-from ...agreement.replicas import ReplicaCheck
-from ...agreement.skips import MOST_SKIPS, SkipLimit
-from ...agreement.step_vote import Header, StepVote, check_headers, gather_headers, present_anywhere
-from ...agreement.wrappers import (
-    COMPARED_STEPS,
-    NOT_COMPARED,
-    are_alike,
-    gradient_digest,
-    refuse_wrapper,
-    warn_of_averaging,
-)
-from ...comm import Codec, Exchange, ExchangeTask, Int4Codec, Int8Codec, SignCodec, Transport, Work
-from ...usage.contract import TorchOptions, check_arguments, check_number
-from ...usage.frozen import gradient_of, refuse_unfrozen
-from ...usage.marks import GradientMark, are_used_again
-from . import vote as shard_vote
-from .base import ShardedOptimizer
+from ...agreement import replicas
+from ...agreement.step_vote import StepVote, Summary, exchange_votes, present_anywhere
+from ...bucket_optimizer import BucketOptimizer, SharedOptions
+from ...comm import Int8Codec, SignCodec, Work
+from ...comm.messages import wait_for
+from ...layout.flat import lay_out
+from ...step.bucket_step import BucketStep, Decision
+from ...step.driver import Driver
+from ...step.stats import Stats
+from ...usage.contract import Group, State
+from ...usage.frozen import refuse_unfrozen
+from . import state as shard_state
 from .bucket import ShardedBucket
-from .exchange import ShardedConfig, Step, send_down, send_up
+from .exchange import Sharded, ShardedConfig, codec_down
+from .health import GradStats, Health
+from .masters import Masters
+from .rule import ShardedRule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -47,44 +47,24 @@ log = logging.getLogger(__name__)
 
 WARMUP_STEPS = 64
 
-T = TypeVar("T")
-
 
 @dataclass
-class ShardStats:
-    """What the last step did. Bytes: payload this rank sent to others, without headers; bits: of it, across nodes.
+class ShardStats(Stats):
+    """What the last step did; see `onebit.step.stats.Stats`. Nothing is ever sent twice.
 
-    phase: "warmup", "compressed", or "local" where a step sends nothing. is_skipped: whether any bucket was
-    skipped; below stage 2, all of them. grad_norm: see `onebit.step.stats.Stats`. skipped_steps: how often, so far.
-    shadow_steps: see `join`. health, agreement, offset: see `shard_vote.Health`; of the last step that sent
-    something but one.
+    phase: "warmup", "compressed", or "local" where a step sends nothing. is_skipped: whether any bucket was skipped;
+    below stage 2, all of them. health, agreement, offset: see `health.Health`; of the last step that sent something but
+    one.
     """
 
-    phase: str = "warmup"
-    sent_bytes: int = 0
-    sent_bytes_inter_node: int = 0
-    bits_per_parameter: float = 0.0
-    comm_ms: float = 0.0
-    skipped_steps: int = 0
-    shadow_steps: int = 0
     is_skipped: bool = False
-    clip_factor: float = 1.0
-    grad_norm: float | None = None
     health: float = 0.0
     agreement: float = 0.0
     offset: float = 0.0
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What the vote says of some buckets. seen: by parameter of each bucket, whether any rank has a gradient for it."""
-
-    seen: list[list[bool]]
-    clip_factor: float
-
-
-class ShardedOptions(TorchOptions, total=False):
-    """Keyword arguments that every optimizer of the sharded family takes, beside those of `TorchOptions`.
+class ShardedOptions(SharedOptions, total=False):
+    """Keyword arguments that every optimizer of the sharded family takes, beside those of `SharedOptions`.
 
     stage: 1: masters and variance sharded. 2: also, gradients are freed during backward, bucket by bucket, as soon as
     they have gone into the momentum. Then the vote is one per bucket: a bucket in which a gradient is not finite is
@@ -92,26 +72,19 @@ class ShardedOptions(TorchOptions, total=False):
     max_grad_norm: no global norm is known when the first bucket leaves. 0 (ShardedOnebitAdam alone): parameters whole
     on every rank, no masters.
     differences: what comes down at stages 1 and 2, "int4" or "sign". max_grad_norm: clip by an estimate of the global
-    norm (0: off). transport: the transport; default `onebit.comm.init()`. momentum_dtype: of c. block: elements per
-    scale. variance_floor, update_limit: see D in `ShardedOnebitAdam`. warmup_steps: how many steps at the beginning
-    send eight bits up; one bit then is too coarse for a variance that is still young, and some runs never make it up
-    (scripts/records/sharded_2026-11.md). 0: none. bucket_cap_mb: float32 MiB of a bucket. check_replicas_every: steps,
-    taken or skipped, between votes on the replicas' bits (0: never). max_consecutive_skips: so many steps in a row of
-    which anything was skipped are an error (0: never).
+    norm (0: off). momentum_dtype: of c. block: elements per scale. variance_floor, update_limit: see D in
+    `ShardedOnebitAdam`. warmup_steps: how many steps at the beginning send eight bits up; one bit then is too coarse
+    for a variance that is still young, and some runs never make it up (scripts/records/sharded_2026-11.md). 0: none.
+    max_consecutive_skips: so many steps in a row of which anything was skipped are an error (0: never).
     """
 
     stage: int
     differences: str
-    max_grad_norm: float
-    transport: Transport | None
     block: int
     momentum_dtype: torch.dtype
     variance_floor: float
     update_limit: float
     warmup_steps: int
-    bucket_cap_mb: float
-    check_replicas_every: int
-    max_consecutive_skips: int
 
 
 @dataclass
@@ -123,288 +96,106 @@ class LeftOut:
     by_all: bool = False
 
 
-class ShardedOnebitOptimizer(ShardedOptimizer):
+class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
     """Base of the family; arguments: see `ShardedOptions`. All ranks construct, step, load and add groups together.
 
     updates: what comes down at stage 0; None: there is no such stage.
     """
 
-    _step_supports_amp_scaling = True
+    rule: ShardedRule
+    stats: ShardStats
 
     def __init__(
         self,
         params: object,
         defaults: dict[str, object],
+        rule: ShardedRule,
         *,
         updates: str | None = None,
         stage: int = 1,
         differences: str = "int4",
-        max_grad_norm: float = 0.0,
-        transport: Transport | None = None,
         block: int = 256,
         momentum_dtype: torch.dtype = torch.bfloat16,
         variance_floor: float = 0.01,
         update_limit: float = 5.0,
         warmup_steps: int = WARMUP_STEPS,
-        bucket_cap_mb: float = 16.0,
-        check_replicas_every: int = 100,
-        max_consecutive_skips: int = MOST_SKIPS,
-        **torchs: Unpack[TorchOptions],
+        **shared: Unpack[SharedOptions],
     ):
-        check_arguments(type(self).__name__, torchs)
-        check_number(type(self).__name__, "variance_floor", variance_floor)
-        if not update_limit > 0:
-            raise ValueError(f"update_limit must be above 0, got {update_limit}")
-        if check_replicas_every < 0 or warmup_steps < 0:
-            raise ValueError(
-                "check_replicas_every and warmup_steps must be at least 0 (0: off, none), got "
-                f"{check_replicas_every}, {warmup_steps}"
-            )
-        stages = (1, 2) if updates is None else (0, 1, 2)
-        if stage not in stages:
-            raise ValueError(
-                f"stage must be one of {stages} for {type(self).__name__}, got {stage}; stage 3 needs a fast axis "
-                "inside the node"
-            )
-        if stage == 2 and max_grad_norm > 0:
-            raise ValueError(
-                "stage 2 frees gradients before their global norm is known; use stage=1 with max_grad_norm, or clip "
-                "nothing (no element moves more than update_limit·lr in a step)"
-            )
-        self.replica_check = ReplicaCheck(check_replicas_every)
-        self.stats = ShardStats()
-        self._is_alike = self._is_warned_of_averaging = False
-        self._left_out, self._skips = LeftOut(), SkipLimit(max_consecutive_skips)
-        self._is_paused = False
-        self._join = Join()
-        self._used: list[GradientMark] = []  # the gradients of the last step
-        self._launched, self._launched_scale = 0, 1.0
-        self._waited_s = 0.0
-        codec = SignCodec(block=block, scale="mean_abs")
-        codec_down = _codec_down("differences", differences, block)
-        if updates is not None and stage == 0:
-            codec_down = _codec_down("updates", updates, block)
-        super().__init__(
-            params,
-            defaults,
-            config=ShardedConfig(
-                stage=stage,
-                codec=codec,
-                warmup_codec=Int8Codec(block),
-                warmup_steps=warmup_steps,
-                codec_down=codec_down,
-                variance_floor=variance_floor,
-                update_limit=update_limit,
-                keeps_frames=max_grad_norm > 0,
-            ),
-            max_grad_norm=max_grad_norm,
-            transport=transport,
-            momentum_dtype=momentum_dtype,
-            bucket_cap_mb=bucket_cap_mb,
+        if momentum_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"momentum_dtype must be torch.float32 or torch.bfloat16, got {momentum_dtype}")
+        codec, down = SignCodec(block=block, scale="mean_abs"), codec_down("differences", differences, block)
+        config = ShardedConfig(
+            stage=stage,
+            codec=codec,
+            warmup_codec=Int8Codec(block),
+            warmup_steps=warmup_steps,
+            codec_down=codec_down("updates", updates, block) if updates is not None and stage == 0 else down,
+            variance_floor=variance_floor,
+            update_limit=update_limit,
+            keeps_frames=shared.get("max_grad_norm", 0.0) > 0,
         )
+        config.check(type(self).__name__, (1, 2) if updates is None else (0, 1, 2))
+        rule.check(type(self).__name__)
+        super().__init__(hooks=stage == 2, **shared)
+        self.rule, self.momentum_dtype, self.placement = rule, momentum_dtype, Sharded(self.transport, config)
+        self.rule.bind(self.placement, self.buckets)
+        self.masters = Masters(self.transport.rank, self.buckets, are_kept=stage > 0)
+        self.grad_stats, self.health, self._left_out = GradStats(), Health(), LeftOut()
+        self._driver: Driver[ShardedBucket] = Driver(2, behind=1, on_comm_stream=False)
+        self._is_paused, self._launched_scale = False, 1.0
+        self._construct(params, defaults)
 
-    def option_lines(self) -> list[str]:
-        limits = {"check_replicas_every": self.replica_check.every, "max_consecutive_skips": self._skips.most}
-        return [*super().option_lines(), *(f"option {name} = {value}" for name, value in limits.items())]
+    def _new_stats(self) -> ShardStats:
+        return ShardStats()
 
-    # ---------------------------------------------------------------- step
+    # ---------------------------------------------------------------- groups and buckets
+
+    def _check_group(self, where: str, group: Group) -> None:
+        super()._check_group(where, group)
+        if not group["eps"] > 0:
+            raise ValueError(f"{where}: eps must be above 0, got {group['eps']}")
+        if group.get("exp_avg_mask") is not None:
+            raise ValueError(
+                f"{where} has an exp_avg_mask, which {type(self).__name__} does not have; leave it out, or shard "
+                "inside the node (onebit.sharding)"
+            )
+
+    def _build(self) -> None:
+        super()._build()
+        self.masters.forget()
+
+    def _options(self) -> dict[str, object]:
+        return {"config": self.placement.config, "momentum_dtype": self.momentum_dtype, **self.rule.options()}
+
+    def begin_group(self, g: int) -> None:
+        self.rule.begin_group()
+
+    def new_bucket(self, g: int, members: Sequence[tuple[Tensor, str]], device: torch.device) -> ShardedBucket:
+        config, transport = self.placement.config, self.transport
+        bucket = ShardedBucket.new(
+            len(self.buckets),
+            len(self.buckets.params),
+            g,
+            members,
+            lay_out([p.shape for p, _ in members], config.codec.block, transport.world_size),
+            transport.rank,
+            self.momentum_dtype,
+            is_warm=config.warmup_steps > 0,
+        )
+        if self.masters.are_taken:
+            self.masters.take_of(bucket)
+        self.publish(bucket)
+        return bucket
+
+    def publish(self, bucket: ShardedBucket) -> None:
+        views = bucket.layout.views(bucket.momentum)
+        for p, step, momentum in zip(bucket.params, bucket.steps, views, strict=True):
+            self.state[p] = {"step": step, "momentum": momentum}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update from this rank's gradients; all ranks. See the class for the sequence.
-
-        Raises PeerError if a peer is lost, DesyncError if the ranks are not in the same step with the same options,
-        SkippedStepsError if too many steps in a row were skipped, and ReplicaError if the replicas are no longer
-        identical; state and parameters are then to be taken from a checkpoint.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if not self.buckets:
-            self._join.is_finished = False  # no rank has any
-            present = [[gradient_of(p) is not None for p in self.buckets.frozen]]
-            refuse_unfrozen(self.transport.rank, list(self.buckets.frozen.values()), present)
-            return loss
-        self._waited_s, self.stats.clip_factor, self._clip.norm = 0.0, 1.0, None
-        if self._join.is_on and not self._anybody_goes_on():
-            return loss
-        self._check_masters()
-        if self._config.stage == 2:
-            self._finish_launched()
-        else:
-            self._step_whole()
-        self._after_step()
-        self._remember_parameters()
-        self._used = [GradientMark.of(p) for p in self.buckets.params]
-        left_out, self._left_out = self._left_out, LeftOut()
-        self.stats.is_skipped = left_out.is_any
-        self._skipped_steps += left_out.is_any
-        self._fill_stats()
-        if self.replica_check.is_due(are_synchronised=self._is_sending()):
-            self.check_replicas()
-        self._skips.observe(left_out.by_all, left_out.names, self.transport)
-        return loss
-
-    def _is_sending(self) -> bool:
-        """Whether the ranks hear of each other in this step."""
-        return True
-
-    def _step_whole(self) -> None:
-        """Stages 0 and 1: one vote on all gradients, then every bucket's exchange, a few on the wire at a time."""
-        scale = self._unscale()
-        verdict = _finish(self._timed(self._vote(self.buckets, scale)))
-        self._look_for_averaging()
-        if verdict is None:
-            self._grad_stats = shard_vote.GradStats()
-            return
-        self.stats.clip_factor = verdict.clip_factor
-        self._clip.remember(verdict.clip_factor, self.param_groups[0]["betas"][0])
-        pairs = zip(self.buckets, verdict.seen, strict=True)
-        comm.interleave(
-            self._timed(self._exchange(bucket, seen, scale * verdict.clip_factor))
-            for bucket, seen in pairs
-            if any(seen)
-        )
-        self._take_grad_stats()
-
-    def _look_for_averaging(self) -> None:
-        """Refuse a wrapper that averages gradients as well, warn of what looks like one. All ranks, behind a vote.
-
-        At stage 2 gradients leave before a wrapper averages them, so that it is looked for in any case, in the first
-        step.
-        """
-        if self._is_alike or (self._config.stage == 2 and self._steps_here == 0 and self.transport.world_size > 1):
-            refuse_wrapper(self.transport, self.buckets.params)
-        if self._is_alike and not self._is_warned_of_averaging:
-            self._is_warned_of_averaging = True
-            warn_of_averaging(self.transport)
-        self._is_alike = False
-
-    def _unscale(self) -> float:
-        """What gradients are to be multiplied by: GradScaler sets grad_scale."""
-        return 1.0 / float(getattr(self, "grad_scale", None) or 1.0)
-
-    def _vote(self, buckets: Sequence[ShardedBucket], scale: float) -> Generator[Work, None, Verdict | None]:
-        """Ask all ranks about the gradients of these buckets. None, on all ranks, where any is not finite."""
-        vote = self._my_vote(buckets, scale)
-        votes, tallies = yield from shard_vote.gather_votes(
-            self.transport, self._header(), vote, self._grad_stats, buckets[0].device
-        )
-        trained = sum(len(bucket.params) for bucket in buckets)
-        if buckets[-1] is self.buckets[-1]:
-            unfrozen = [each.present[trained:] for each in votes]
-            refuse_unfrozen(self.transport.rank, list(self.buckets.frozen.values()), unfrozen)
-        self._is_alike |= are_alike([each.summary.gradients for each in votes])
-        if buckets[0].index == 0:
-            self._health.observe(tallies, self.transport.rank)
-        if not shard_vote.is_finite(votes):
-            what = "these parameters" if self._config.stage == 2 else "the step"
-            self._report_skip(buckets, f"all ranks skip {what}")
-            self._left_out.by_all = True
-            return None
-        factor = self._clip.estimated_factor(votes, self.transport.world_size) if self._clip.max_norm > 0 else 1.0
-        everywhere = iter(present_anywhere(votes))
-        return Verdict([[next(everywhere) for _ in bucket.params] for bucket in buckets], factor)
-
-    def _my_vote(self, buckets: Sequence[ShardedBucket], scale: float) -> StepVote:
-        norm_squared = product = 0.0
-        for bucket in buckets:
-            grads = bucket.gradients()
-            norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads if g is not None]
-            if norms:
-                norm_squared += scale * scale * float(torch.stack(norms).square().sum(dtype=torch.float64))
-            if self._clip.max_norm > 0:
-                product += scale * self._product(bucket, grads)
-        # The estimate takes the mean over ranks of products; here each rank has its chunks' part of one product.
-        present = [self._present(p) for bucket in buckets for p in bucket.params]
-        if buckets[-1] is self.buckets[-1]:
-            present += [gradient_of(p) is not None for p in self.buckets.frozen]
-        repeats = are_used_again(self.buckets.params, self._used)
-        is_compared = self._steps_here < COMPARED_STEPS and self.transport.world_size > 1
-        gradients = gradient_digest(bucket.gradients() for bucket in buckets) if is_compared else NOT_COMPARED
-        summary = self._header().summary(repeats=repeats, gradients=gradients)
-        return StepVote(summary, present, norm_squared, self.transport.world_size * product)
-
-    def _header(self, kind: str = "step()") -> Header:
-        """What this rank is about to do."""
-        kind = f"{type(self).__name__}, {kind}"
-        return Header.of(self.param_groups, self._step_number(), kind, is_finished=self._join.is_finished)
-
-    def _step_number(self) -> int:
-        """Of the step under way, from 1."""
-        return self.steps_taken() + 1
-
-    def _present(self, p: Tensor) -> bool:
-        """Whether this rank has a gradient for p."""
-        return gradient_of(p) is not None
-
-    def _product(self, bucket: ShardedBucket, grads: Sequence[Tensor | None]) -> float:
-        """<g, m̂> on the own chunk, with m̂ as the last step left it."""
-        mean_hat = bucket.mean_momentum(self._config.codec, self.param_groups[bucket.group_index]["betas"][0])
-        if mean_hat is None:
-            return 0.0
-        products = []
-        for k, start, stop, at in bucket.pieces:
-            if (g := grads[k]) is not None:
-                products.append(torch.dot(g.reshape(-1)[start:stop].float(), mean_hat[at : at + stop - start]))
-        return float(torch.stack(products).sum(dtype=torch.float64)) if products else 0.0
-
-    def _exchange(self, bucket: ShardedBucket, seen: Sequence[bool], scale: float) -> Exchange:
-        """A bucket's way up and down again."""
-        step, config = self._step_of(bucket), self._config
-        update = (yield from send_up(bucket, step, config, self.transport, seen, scale)).update
-        yield from send_down(bucket, step, config, self.transport, seen, update)
-
-    def _step_of(self, bucket: ShardedBucket) -> Step:
-        return Step.of(self.param_groups[bucket.group_index])
-
-    def _after_step(self) -> None:
-        """Called when a step is over, taken or skipped."""
-        self.stats.phase = "warmup" if any(bucket.is_warm for bucket in self.buckets) else "compressed"
-
-    # ---------------------------------------------------------------- telemetry
-
-    def _report_skip(self, buckets: Sequence[ShardedBucket], what_follows: str) -> None:
-        """Count it, and say whose gradients are not finite: on that rank, or on rank 0 that it is another's."""
-        self._clip.norm = None
-        bad = [
-            name
-            for bucket in buckets
-            for grad, name in zip(bucket.gradients(), bucket.names, strict=True)
-            if grad is not None and not bool(torch.linalg.vector_norm(grad, dtype=torch.float32).isfinite())
-        ]
-        self._left_out.is_any = True
-        self._left_out.names += bad
-        if bad:
-            log.warning("rank %d: gradient not finite in %s; %s", self.transport.rank, ", ".join(bad[:5]), what_follows)
-        elif self.transport.rank == 0:
-            log.warning("a gradient is not finite on another rank; %s", what_follows)
-
-    def _take_grad_stats(self) -> None:
-        """This rank's sums over the buckets that took a step, for the next vote."""
-        sums = [0.0] * 4
-        for bucket in self.buckets:
-            if bucket.grad_stats is not None:
-                sums = [a + b for a, b in zip(sums, bucket.grad_stats.tolist(), strict=True)]
-            bucket.grad_stats = None
-        self._grad_stats = shard_vote.GradStats(*sums)
-
-    def _fill_stats(self) -> None:
-        stats, health = self.stats, self._health
-        stats.grad_norm = self._clip.norm
-        stats.sent_bytes, stats.sent_bytes_inter_node = self._traffic.take()
-        stats.bits_per_parameter = 8.0 * stats.sent_bytes_inter_node / sum(p.numel() for p in self.buckets.params)
-        stats.comm_ms, stats.skipped_steps = 1e3 * self._waited_s, self._skipped_steps
-        stats.health, stats.agreement, stats.offset = health.ratio, health.agreement, health.offset
-
-    def _timed(self, exchange: Generator[Work, None, T]) -> Generator[Work, None, T]:
-        """The same exchange, with the time spent waiting for it on the clock."""
-        try:
-            while True:
-                yield _TimedWork(next(exchange), self)
-        except StopIteration as end:
-            return end.value
+    def adopt_parameters(self) -> None:
+        """Masters ← the parameters as they are now. All ranks, after changing them outside step(), alike on all."""
+        self.masters.take()
 
     # ---------------------------------------------------------------- stage 2: gradients leave during backward
 
@@ -417,31 +208,9 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
         finally:
             self._is_paused = before
 
-    # ---------------------------------------------------------------- ranks with different numbers of batches
-
-    @contextmanager
-    def join(self) -> Iterator[None]:
-        """Around a loop over batches of which ranks may have different numbers: as `onebit.OnebitAdam.join`.
-
-        At stage 2 gradients then leave in step(), not during backward.
-        """
-        self._check_at_rest()
-        with self._join.loop(self._shadow_step):
-            yield
-
-    def _shadow_step(self) -> None:
-        self.zero_grad()
-        self.step()
-
-    def _anybody_goes_on(self) -> bool:
-        headers = gather_headers(self.transport, self._header("in join()"), self.buckets[0].device)
-        check_headers(self.transport.rank, headers)
-        goes_on = self._join.goes_on(headers, self.param_groups)
-        self.stats.shadow_steps = self._join.shadow_steps
-        return goes_on
-
     @torch.no_grad()
     def on_gradient(self, p: Tensor) -> None:
+        """p's gradient has just been accumulated. Called at stage 2 alone, by its hook."""
         if self._is_paused or self._join.is_on:
             return
         bucket = self.buckets.of(p)
@@ -452,93 +221,189 @@ class ShardedOnebitOptimizer(ShardedOptimizer):
                 "follows (another network's loss, a batch given up), or use stage=1"
             )
         bucket.ready.add(p)
-        while self._launched < len(self.buckets) and self._is_complete(self.buckets[self._launched]):
+        while self._launched < len(self.buckets) and self.buckets[self._launched].is_complete:
             if self._launched == len(self.buckets) - 1 and any(q.requires_grad for q in self.buckets.frozen):
                 return  # the last vote is on these too, whose gradients may be still to come
-            self._launch(self.buckets[self._launched])
+            self._launch(self.buckets[self._launched], self._launched_scale if self._launched else self._unscale())
 
-    @staticmethod
-    def _is_complete(bucket: ShardedBucket) -> bool:
-        return len(bucket.ready) == len(bucket.params)
+    @property
+    def _launched(self) -> int:
+        return self._driver.launched
 
-    def _launch(self, bucket: ShardedBucket) -> None:
-        """Vote on a bucket's gradients, and send those of the bucket before it. In bucket order on every rank."""
-        if bucket.index == 0:
-            self._launched_scale = self._unscale()
-        bucket.task = ExchangeTask(self._timed(self._vote_and_exchange(bucket, self._launched_scale)))
-        self._launched += 1
-        if bucket.index > 0 and (task := self.buckets[bucket.index - 1].task):
-            task.advance()
+    def _launch(self, bucket: ShardedBucket, scale: float) -> None:
+        """Stage 2: begin the next bucket's step, in bucket order on every rank; the one before it sends."""
+        if self._launched == 0:
+            self.rule.begin_step()
+            self._launched_scale = scale
+        self._driver.launch(bucket, self._waited.timed(self._vote_alone(bucket, scale)))
 
-    def _vote_and_exchange(self, bucket: ShardedBucket, scale: float) -> Exchange:
-        verdict = yield from self._vote([bucket], scale)
-        if verdict is None:
-            for p in bucket.params:
-                p.grad = None
-        elif any(verdict.seen[0]):
-            yield from self._exchange(bucket, verdict.seen[0], scale)
+    def _vote_alone(self, bucket: ShardedBucket, scale: float) -> BucketStep:
+        """The rule's step, that meets no other: this bucket's gradients have a vote of their own."""
+        step = self.rule.step(bucket, scale)
+        next(step)
+        decision = yield from self._decide([bucket], scale)
+        if decision is None:
+            bucket.free_gradients()
+            return
+        try:
+            yield step.send(decision)
+        except StopIteration:
+            return
+        yield from step
 
-    def _finish_launched(self) -> None:
-        """Send what backward has not sent, bring all of it home, and move the parameters."""
-        if self._launched and self._unscale() != self._launched_scale:
-            raise RuntimeError("at stage 2 gradients leave during backward: GradScaler's scale is known too late")
-        for bucket in self.buckets[self._launched :]:
-            self._launch(bucket)
-        comm.wait_all([bucket.task for bucket in self.buckets if bucket.task is not None])
-        self._launched = 0
-        for bucket in self.buckets:
-            bucket.task = None
-            bucket.ready.clear()
-        self._look_for_averaging()
+    # ---------------------------------------------------------------- step
+
+    def _take_step(self, scale: float) -> Sequence[str] | None:
+        self.masters.check()
+        if self.placement.config.stage == 2:
+            self._step_launched(scale)
+        else:
+            self._step_whole(scale)
+        self.stats.phase = self.rule.after_step()
+        left_out, self._left_out = self._left_out, LeftOut()
+        self.stats.is_skipped = left_out.is_any
+        self.stats.skipped_steps += left_out.is_any
+        return left_out.names if left_out.by_all else None
+
+    def _step_whole(self, scale: float) -> None:
+        """Stages 0 and 1: nothing is sent before the vote."""
+        self.rule.begin_step()
+        decision = wait_for(self._waited.timed(self._decide(self.buckets, scale)))
+        self._watch.look(self.buckets.params)
+        if decision is not None:
+            self.stats.clip_factor = decision.clip_factor
+            if not self.rule.is_silent():
+                self.clipper.remember(decision.clip_factor, self.param_groups[0]["betas"][0])
+            for bucket in self.buckets:
+                self._driver.launch(bucket, self._waited.timed(self.rule.step(bucket, scale)))
+            self._driver.commit(decision)
         self._take_grad_stats()
 
-    def _check_at_rest(self) -> None:
-        if self._launched:
-            raise RuntimeError(
-                f"rank {self.transport.rank}: gradients of this backward pass have gone into the momentum; call "
-                "step() first"
-            )
+    def _step_launched(self, scale: float) -> None:
+        """Stage 2: send what backward has not sent, and bring all of it home."""
+        if self._launched and scale != self._launched_scale:
+            raise RuntimeError("at stage 2 gradients leave during backward: GradScaler's scale is known too late")
+        for bucket in self.buckets[self._launched :]:
+            self._launch(bucket, scale)
+        for bucket in self.buckets:
+            bucket.ready.clear()
+        self._driver.finish()
+        # Gradients leave before a wrapper averages them: they need not be the same on all ranks.
+        self._watch.look(self.buckets.params, in_any_case=self._steps_here == 0 and self.transport.world_size > 1)
+        self._take_grad_stats()
+
+    def _decide(self, buckets: Sequence[ShardedBucket], scale: float) -> Generator[Work, None, Decision | None]:
+        """Ask all ranks about the gradients of these buckets. None, on all ranks, where any is not finite.
+
+        In a step that sends nothing, this rank alone.
+        """
+        header, is_silent = self._header(self.rule.round_name()), self.rule.is_silent()
+        mine = self._my_vote(buckets, scale, self._summary(header, buckets))
+        votes = [mine]
+        if not is_silent:
+            votes = yield from exchange_votes(self.transport, header, mine, buckets[0].device)
+            self._take_in(votes, buckets)
+        if not all(math.isfinite(vote.norm_squared) and math.isfinite(vote.product) for vote in votes):
+            self._leave_out(buckets, by_all=not is_silent)
+            return None
+        factor = 1.0
+        if self.clipper.max_norm > 0:
+            factor = self.clipper.estimated_factor(votes, self.transport.world_size)
+        return Decision(present_anywhere(votes), factor, first=buckets[0].first)
+
+    def _take_in(self, votes: Sequence[StepVote], buckets: Sequence[ShardedBucket]) -> None:
+        """What votes say beside the decision. Raises RuntimeError where a rank trains what it has no state of."""
+        trained = sum(len(bucket.params) for bucket in buckets)
+        if buckets[-1] is self.buckets[-1]:
+            unfrozen = [vote.present[trained:] for vote in votes]
+            refuse_unfrozen(self.transport.rank, list(self.buckets.frozen.values()), unfrozen)
+        self._watch.note([vote.summary.gradients for vote in votes])
+        if buckets[0].index == 0:
+            self.health.observe([GradStats.from_bytes(vote.note) for vote in votes], self.transport.rank)
+
+    def _my_vote(self, buckets: Sequence[ShardedBucket], scale: float, summary: Summary) -> StepVote:
+        norm_squared = product = 0.0
+        for bucket in buckets:
+            grads = bucket.gradients()
+            norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads if g is not None]
+            if norms:
+                norm_squared += scale * scale * float(torch.stack(norms).square().sum(dtype=torch.float64))
+            if self.clipper.max_norm > 0:
+                beta1 = self.buckets.group(bucket)["betas"][0]
+                product += scale * bucket.product(grads, self.placement.config.codec, beta1)
+        # The estimate takes the mean over ranks of products; here each rank has its chunks' part of one product.
+        product *= self.transport.world_size
+        return StepVote(summary, self._present(buckets), norm_squared, product, self.grad_stats.to_bytes())
+
+    def _leave_out(self, buckets: Sequence[ShardedBucket], *, by_all: bool) -> None:
+        """Count it, and say whose gradients are not finite: on that rank, or on rank 0 that it is another's."""
+        self.clipper.norm = None
+        bad = [name for bucket in buckets for name in bucket.bad()]
+        left_out = self._left_out
+        self._left_out = LeftOut(left_out.names + bad, is_any=True, by_all=left_out.by_all or by_all)
+        what = "these parameters" if self.placement.config.stage == 2 else "the step"
+        consequence = f"all ranks skip {what}" if by_all else "this rank leaves its gradients of this step out"
+        if bad:
+            log.warning("rank %d: gradient not finite in %s; %s", self.transport.rank, ", ".join(bad[:5]), consequence)
+        elif self.transport.rank == 0:
+            log.warning("a gradient is not finite on another rank; %s", consequence)
+
+    def _take_grad_stats(self) -> None:
+        """Of the buckets that took a step, for the next vote."""
+        if not self.rule.is_silent():
+            self.grad_stats = GradStats.of(self.buckets)
+
+    def _fill_stats(self) -> None:
+        super()._fill_stats()
+        stats, health = self.stats, self.health
+        stats.health, stats.agreement, stats.offset = health.ratio, health.agreement, health.offset
+
+    def _end_step(self) -> None:
+        self.masters.remember(self._steps_here)
+        super()._end_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Raises RuntimeError between a backward pass at stage 2 and its step: gradients have left."""
-        self._check_at_rest()
+        self._check_at_rest("zero_grad()")
         super().zero_grad(set_to_none)
 
-    def state_dict(self) -> dict:
-        """See `ShardedOptimizer.state_dict`. Raises RuntimeError between a backward pass at stage 2 and its step."""
-        self._check_at_rest()
-        return super().state_dict()
+    # ---------------------------------------------------------------- replicas and states
 
-    def load_state_dict(self, state_dict: dict) -> None:
-        """See `ShardedOptimizer.load_state_dict`. Raises RuntimeError as `state_dict`."""
-        self._check_at_rest()
-        super().load_state_dict(state_dict)
-        self.replica_check.restart(self.steps_taken())
-        self._skips.in_a_row = 0
+    def steps_taken(self) -> int:
+        """The most steps that any parameter has taken; with skipped ones, where there are any."""
+        return self.rule.steps_taken()
 
+    def check_replicas(self) -> None:
+        """Vote on the bits of all parameters; ReplicaError on all ranks if they differ. Sends 16 bytes per peer."""
+        replicas.check_replicas(self.transport, self.buckets.params, self.buckets.names, self.steps_taken())
 
-class _TimedWork:
-    """A Work whose waiting time is added to its optimizer's."""
+    def state_dict(self) -> State:
+        """As torch's, and the chunks that this rank owns under "onebit": each rank saves and loads its own.
 
-    def __init__(self, work: Work, optimizer: ShardedOnebitOptimizer):
-        self._work, self._optimizer = work, optimizer
+        The parameters, which are the replicas, are not in it: save the model's state beside it (any rank's). Raises
+        RuntimeError between a backward pass at stage 2 and its step.
+        """
+        self._check_at_rest("state_dict()")
+        if not self.masters.are_taken:
+            self.adopt_parameters()
+        return shard_state.save(self, super().state_dict())
 
-    def wait(self) -> None:
-        began = time.perf_counter()
-        self._work.wait()
-        self._optimizer._waited_s += time.perf_counter() - began
+    def load_state_dict(self, state_dict: State) -> None:
+        """Continue exactly where `state_dict` was taken, on the same rank of a world of the same size. All ranks.
 
+        Load the model's parameters as well, before or after. Raises ValueError, before anything is changed, where
+        world size, rank, shapes, dtypes or options do not fit; RuntimeError as `state_dict`.
+        """
+        self._check_at_rest("load_state_dict()")
+        shard_state.load(self, state_dict)
+        self._resume()
 
-def _finish(exchange: Generator[Work, None, T]) -> T:
-    """Run an exchange to its end, alone, and give what it returns."""
-    try:
-        while True:
-            next(exchange).wait()
-    except StopIteration as end:
-        return end.value
+    def load_state_dicts(self, states: Sequence[State]) -> None:
+        """Continue from the states of all ranks of a world of any size, in rank order. All ranks, all the states.
 
-
-def _codec_down(what: str, name: str, block: int) -> Codec:
-    if name not in ("int4", "sign"):
-        raise ValueError(f'{what} must be "int4" or "sign", got {name!r}')
-    return Int4Codec(block) if name == "int4" else SignCodec(block=block, scale="mean_abs")
+        In a world of the same size this rank's own is loaded, exactly. In another, masters and variances move with
+        their elements, and each rank's momentum is the mean of the old ranks': the sum of what is still to be
+        delivered, over ranks and times lr/W, is what it was. Rank 0 logs that. `states` may load an item when it is
+        asked for. Raises ValueError as `load_state_dict`, and where the states are not those of one world.
+        """
+        shard_state.load_of_all_ranks(self, states)

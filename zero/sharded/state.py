@@ -7,21 +7,60 @@ owed: what will still be delivered is the same.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...checkpoint.change_world_size import resize
 from ...comm import SignCodec
+from ...usage.contract import State, check_identity, check_saved_groups, load_checked
 from .bucket import ShardedBucket
+from .health import GradStats, Health
 
-VERSION = 1
+if TYPE_CHECKING:
+    from .optimizer import ShardedOnebitOptimizer
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1
 # By bucket, float32: concatenated over ranks, the chunks of a bucket's elements.
 _CHUNKS = ("variance", "owned", "mean")
 
 
-def bucket_records(buckets: Sequence[ShardedBucket], codec: SignCodec) -> list[dict]:
+def identity(optimizer: ShardedOnebitOptimizer) -> dict[str, object]:
+    """What a state must say to be this rank's."""
+    config, transport = optimizer.placement.config, optimizer.transport
+    return {
+        "kind": optimizer.rule.kind,
+        "version": _VERSION,
+        "rank": transport.rank,
+        "world_size": transport.world_size,
+        "block": config.codec.block,
+        "has_masters": config.stage > 0,
+    }
+
+
+# ---------------------------------------------------------------- save
+
+
+def save(optimizer: ShardedOnebitOptimizer, state: State) -> State:
+    """torch's state, and what this rank owns."""
+    state["onebit"] = {
+        **identity(optimizer),
+        "buckets": bucket_records(optimizer.buckets, optimizer.placement.config.codec),
+        "clip_average": optimizer.clipper.average,
+        "skipped_steps": optimizer.stats.skipped_steps,
+        "grad_stats": vars(optimizer.grad_stats).copy(),
+        "health": vars(optimizer.health).copy(),
+        **optimizer.rule.record(),
+    }
+    return state
+
+
+def bucket_records(buckets: Sequence[ShardedBucket], codec: SignCodec) -> list[State]:
     """The chunks that this rank owns, by bucket. mean: of the last frames, where warm-up or clipping asks for it."""
     records = []
     for bucket in buckets:
@@ -34,29 +73,37 @@ def bucket_records(buckets: Sequence[ShardedBucket], codec: SignCodec) -> list[d
     return records
 
 
-def check_record(record: dict | None, mine: dict, buckets: Sequence[ShardedBucket], name: str) -> None:
-    """Raise ValueError unless this record of a state fits this rank.
+# ---------------------------------------------------------------- load
 
-    mine: what it must say of kind, version, rank, ... name: of the optimizer.
-    """
-    where = f"rank {mine['rank']}: cannot load this optimizer state: "
-    if record is None or record.get("kind") != mine["kind"]:
+
+def load(optimizer: ShardedOnebitOptimizer, state_dict: State) -> None:
+    """Check a state and take it over. Raises ValueError, before anything is changed, where it is not this rank's."""
+    state = load_checked(optimizer, state_dict, lambda state: _check(optimizer, state))
+    entries, record = {p: entry for _, p, entry in optimizer.buckets.saved_entries(state)}, state["onebit"]
+    optimizer.state.clear()
+    for bucket, saved in zip(optimizer.buckets, record["buckets"], strict=True):
+        restore(bucket, saved, [entries[p] for p in bucket.params])
+        optimizer.publish(bucket)
+    optimizer.clipper.average = tuple(record["clip_average"])
+    optimizer.stats.skipped_steps = record["skipped_steps"]
+    optimizer.grad_stats, optimizer.health = GradStats(**record["grad_stats"]), Health(**record["health"])
+    optimizer.masters.restored()
+    optimizer.rule.load_record(record)
+
+
+def _check(optimizer: ShardedOnebitOptimizer, state: State) -> None:
+    rank, record = optimizer.transport.rank, state.get("onebit")
+    where = f"rank {rank}: cannot load this optimizer state: "
+    check_saved_groups(where, state["param_groups"], optimizer.param_groups)
+    if record is None or record.get("kind") != optimizer.rule.kind:
+        name = type(optimizer).__name__
         raise ValueError(f"{where}it is not that of a {name}; to start from a model's weights load none")
-    for key, value in mine.items():
-        if record[key] != value:
-            raise ValueError(
-                f"{where}{key} is {record[key]} there and {value} here; each rank loads its own, or all ranks load "
-                "those of all ranks with load_state_dicts"
-            )
-    there, here = [saved["numel"] for saved in record["buckets"]], [bucket.layout.numel for bucket in buckets]
-    if there != here:
-        raise ValueError(
-            f"{where}its buckets hold {there} elements, these {here}; construct with the same groups, shapes and "
-            "bucket_cap_mb"
-        )
+    check_identity(where, record, identity(optimizer), [bucket.layout.numel for bucket in optimizer.buckets])
+    for name, p, entry in optimizer.buckets.saved_entries(state):
+        check_entry(entry, p, name, optimizer.momentum_dtype, rank)
 
 
-def check_entry(entry: dict, p: Tensor, name: str, momentum_dtype: torch.dtype, rank: int) -> None:
+def check_entry(entry: State, p: Tensor, name: str, momentum_dtype: torch.dtype, rank: int) -> None:
     """Raise ValueError unless a parameter's saved state fits it exactly."""
     momentum = entry.get("momentum")
     found = "none" if momentum is None else f"{momentum.dtype} {tuple(momentum.shape)}"
@@ -67,7 +114,7 @@ def check_entry(entry: dict, p: Tensor, name: str, momentum_dtype: torch.dtype, 
         )
 
 
-def restore(bucket: ShardedBucket, saved: dict, entries: Sequence[dict]) -> None:
+def restore(bucket: ShardedBucket, saved: State, entries: Sequence[State]) -> None:
     """Take over a bucket's record and its parameters' entries, both checked."""
     bucket.variance.copy_(saved["variance"])
     bucket.owned.copy_(saved["owned"])
@@ -79,14 +126,30 @@ def restore(bucket: ShardedBucket, saved: dict, entries: Sequence[dict]) -> None
         step.fill_(float(entry["step"]))
 
 
-def regather(states: Iterable[dict], kind: str, buckets: Sequence[ShardedBucket], world_size: int) -> dict:
+# ---------------------------------------------------------------- of all ranks of another world
+
+
+def load_of_all_ranks(optimizer: ShardedOnebitOptimizer, states: Sequence[State]) -> None:
+    """See `ShardedOnebitOptimizer.load_state_dicts`."""
+    rank, world_size = optimizer.transport.rank, optimizer.transport.world_size
+    if len(states) == world_size:
+        optimizer.load_state_dict(states[rank])
+        return
+    optimizer.load_state_dict(regather(states, optimizer.rule.kind, optimizer.buckets, world_size))
+    if rank == 0:
+        log.info(
+            "optimizer state of %d ranks taken over by %d: each owes the mean of what was owed", len(states), world_size
+        )
+
+
+def regather(states: Iterable[State], kind: str, buckets: Sequence[ShardedBucket], world_size: int) -> State:
     """The states of all ranks of one world, in rank order, as the state of one rank of a world of `world_size`.
 
     Reads them one at a time. Raises ValueError where they are not the states of one world.
     """
-    state: dict | None = None
+    state: State | None = None
     sums: dict[object, Tensor] = {}
-    chunks: list[dict[str, list]] = []
+    chunks: list[dict[str, list[Any]]] = []
     old_size = 0
     for rank, one in enumerate(states):
         record = one.get("onebit")

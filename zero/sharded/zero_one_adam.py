@@ -6,23 +6,137 @@ done in a skipped round is not: see the class.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ...arithmetic.schedule import LocalSteps
-from ...comm import Exchange
+from ...step.bucket_step import BucketStep, Decision, Ready
+from ...usage.contract import Group, State
 from ...usage.frozen import gradient_of
 from ...usage.signature import shows_all_options
-from . import vote as shard_vote
+from .adam import ShardedAdamRule
 from .bucket import ShardedBucket
-from .exchange import Step, keep
+from .exchange import StepNumbers
 from .optimizer import ShardedOnebitOptimizer, ShardedOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class ShardedZeroOneRule(ShardedAdamRule):
+    """Steps of which some are skipped; see `ShardedZeroOneAdam`."""
+
+    kind = "sharded 0/1"
+
+    def __init__(self, local_steps: LocalSteps):
+        self.local_steps = local_steps
+        self._is_skipping = self._has_sent = False  # of the step under way
+        self._interval = 1  # H of the steps since the last synchronisation, decided in the first of them
+        self._since_sync = self._steps = 0
+        self._peak_lr = 0.0
+        self._owed: list[tuple[float, float]] = []  # by group: Σ lr_h and Σ lr_h·wd of the skipped steps
+        self._waiting: set[Tensor] = set()  # parameters with gradients of skipped steps, on this rank
+
+    def options(self) -> Mapping[str, object]:
+        return {"local_steps": self.local_steps}
+
+    def begin_group(self) -> None:
+        self._owed.append((0.0, 0.0))
+
+    # ---------------------------------------------------------------- a step of one bucket
+
+    def step(self, bucket: ShardedBucket, scale: float) -> BucketStep:
+        decision: Decision = yield Ready()
+        seen, scale = decision.of(bucket), scale * decision.clip_factor
+        if self._is_skipping:
+            self.keep(bucket, scale)
+        elif any(seen):
+            self._has_sent = True
+            self._waiting.difference_update(bucket.params)
+            yield from self.exchange(bucket, seen, scale)
+
+    def keep(self, bucket: ShardedBucket, scale: float) -> None:
+        """A skipped step: the gradient's share into the momentum, of its square into the own chunk's variance.
+
+        The variance takes it divided by β2, with which a synchronisation multiplies.
+        """
+        self._waiting.update(p for p in bucket.params if gradient_of(p) is not None)
+        numbers, grads = self.numbers(bucket), bucket.gradients()
+        (beta1, beta2), world_size = numbers.betas, self.placement.transport.world_size
+        for view, g in zip(bucket.layout.views(bucket.momentum), grads, strict=True):
+            if g is not None:
+                view.add_(g.to(torch.float32), alpha=(1.0 - beta1) * numbers.share * scale)
+        weight = (1.0 - beta2) / beta2 * numbers.share / world_size * scale * scale
+        for k, start, stop, at in bucket.pieces:
+            if (grad := grads[k]) is not None:
+                part = grad.reshape(-1)[start:stop].to(torch.float32)
+                bucket.variance[at : at + stop - start].addcmul_(part, part, value=weight)
+        if self.placement.config.stage == 2:
+            bucket.free_gradients()
+
+    def numbers(self, bucket: ShardedBucket) -> StepNumbers:
+        numbers = super().numbers(bucket)
+        lr, decay = self._owed[bucket.group_index]
+        return replace(numbers, lr=lr + numbers.lr, decay=decay + numbers.decay, share=1.0 / self._interval)
+
+    def present(self, params: Sequence[Tensor]) -> list[bool]:
+        pairs = zip(params, super().present(params), strict=True)
+        return [is_present or p in self._waiting for p, is_present in pairs]
+
+    # ---------------------------------------------------------------- which step this is
+
+    def begin_step(self) -> None:
+        lr = float(self.buckets.groups[0]["lr"])
+        if self._since_sync == 0:
+            self._interval = self.local_steps.interval(self._steps, lr, max(self._peak_lr, lr))
+            if any(self.placement.config.warms_up(bucket, ahead=1) for bucket in self.buckets):
+                self._interval = 1
+        self._is_skipping, self._has_sent = self._since_sync + 1 < self._interval, False
+
+    def is_silent(self) -> bool:
+        return self._is_skipping
+
+    def is_synchronised(self) -> bool:
+        return not self._is_skipping
+
+    def after_step(self) -> str:
+        groups = self.buckets.groups
+        if self._is_skipping:
+            numbers = [StepNumbers.of(group) for group in groups]
+            self._owed = [(lr + n.lr, decay + n.decay) for (lr, decay), n in zip(self._owed, numbers, strict=True)]
+            self._since_sync += 1
+        elif self._has_sent:
+            self._owed = [(0.0, 0.0)] * len(groups)
+            self._since_sync = 0
+        if self._is_skipping or self._has_sent:
+            self._steps += 1
+            self._peak_lr = max(self._peak_lr, float(groups[0]["lr"]))
+        return "local" if self._is_skipping else super().after_step()
+
+    def steps_taken(self) -> int:
+        return self._steps
+
+    # ---------------------------------------------------------------- state
+
+    def record(self) -> State:
+        return {
+            "interval": self._interval,
+            "since_sync": self._since_sync,
+            "steps": self._steps,
+            "peak_lr": self._peak_lr,
+            "owed": [list(pair) for pair in self._owed],
+            "waiting": [p in self._waiting for p in self.buckets.params],
+        }
+
+    def load_record(self, record: State) -> None:
+        self._interval, self._since_sync = record["interval"], record["since_sync"]
+        self._steps, self._peak_lr = record["steps"], record["peak_lr"]
+        self._owed = [(lr, decay) for lr, decay in record["owed"]]
+        self._waiting = {p for p, waits in zip(self.buckets.params, record["waiting"], strict=True) if waits}
 
 
 @shows_all_options(ShardedOptions)
@@ -60,7 +174,7 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
     State as `ShardedOnebitAdam`, traffic 1/H of it. Raises ValueError/TypeError at construction as that.
     """
 
-    kind = "sharded 0/1"
+    rule: ShardedZeroOneRule
 
     def __init__(
         self,
@@ -75,127 +189,11 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
         local_step_start: int = 0,
         **common: Unpack[ShardedOptions],
     ):
-        self.local_steps = LocalSteps(local_step_scaler, local_step_clipper, local_step_start)
-        self._is_skipping = self._has_sent = False  # of the step under way
-        self._interval = 1  # H of the steps since the last synchronisation, decided in the first of them
-        self._since_sync = self._steps = 0
-        self._peak_lr = 0.0
-        self._owed: list[tuple[float, float]] = []  # by group: Σ lr_h and Σ lr_h·wd of the skipped steps
-        self._waiting: set[Tensor] = set()  # parameters with gradients of skipped steps, on this rank
+        rule = ShardedZeroOneRule(LocalSteps(local_step_scaler, local_step_clipper, local_step_start))
         defaults: dict[str, object] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, **common)
+        super().__init__(params, defaults, rule, **common)
 
-    def add_param_group(self, param_group: dict) -> None:
-        """As `ShardedOptimizer.add_param_group`."""
-        super().add_param_group(param_group)
-        self._owed.append((0.0, 0.0))
-
-    def _check_group(self, g: int) -> None:
-        super()._check_group(g)
-        if self.local_steps.longest > 1 and self.param_groups[g]["betas"][1] <= 0.0:
+    def _check_group(self, where: str, group: Group) -> None:
+        super()._check_group(where, group)
+        if self.rule.local_steps.longest > 1 and group["betas"][1] <= 0.0:
             raise ValueError("betas[1] must be above 0 where steps are skipped; set it, or local_step_clipper to 1")
-
-    def option_lines(self) -> list[str]:
-        return [*super().option_lines(), f"option local_steps = {self.local_steps}"]
-
-    # ---------------------------------------------------------------- which step this is
-
-    def _decide(self) -> None:
-        """Whether the step under way is skipped; once, as learning rates may be edited before step()."""
-        lr = float(self.param_groups[0]["lr"])
-        if self._since_sync == 0:
-            self._interval = self.local_steps.interval(self._steps, lr, max(self._peak_lr, lr))
-            if any(self._config.warms_up(bucket, ahead=1) for bucket in self.buckets):
-                self._interval = 1
-        self._is_skipping, self._has_sent = self._since_sync + 1 < self._interval, False
-
-    def _after_step(self) -> None:
-        super()._after_step()
-        if self._is_skipping:
-            steps = [Step.of(group) for group in self.param_groups]
-            self._owed = [(lr + s.lr, decay + s.decay) for (lr, decay), s in zip(self._owed, steps, strict=True)]
-            self._since_sync += 1
-        elif self._has_sent:
-            self._owed = [(0.0, 0.0)] * len(self.param_groups)
-            self._since_sync = 0
-        if self._is_skipping or self._has_sent:
-            self._steps += 1
-            self._peak_lr = max(self._peak_lr, float(self.param_groups[0]["lr"]))
-        if self._is_skipping:
-            self.stats.phase = "local"
-
-    def _is_sending(self) -> bool:
-        return not self._is_skipping
-
-    def _step_number(self) -> int:
-        return self._steps + 1
-
-    # ---------------------------------------------------------------- what is done in it
-
-    def _step_whole(self) -> None:
-        self._decide()
-        if self._is_skipping:
-            self._keep(self.buckets, self._unscale())
-        else:
-            super()._step_whole()
-
-    def _launch(self, bucket: ShardedBucket) -> None:
-        if bucket.index == 0:
-            self._decide()
-        super()._launch(bucket)
-
-    def _vote_and_exchange(self, bucket: ShardedBucket, scale: float) -> Exchange:
-        if self._is_skipping:
-            self._keep([bucket], scale)
-        else:
-            yield from super()._vote_and_exchange(bucket, scale)
-
-    def _exchange(self, bucket: ShardedBucket, seen: Sequence[bool], scale: float) -> Exchange:
-        self._has_sent = True
-        self._waiting.difference_update(bucket.params)
-        yield from super()._exchange(bucket, seen, scale)
-
-    def _keep(self, buckets: Sequence[ShardedBucket], scale: float) -> None:
-        """A skipped step: into the momentum and the own variance, if everything is finite here. Sends nothing."""
-        vote = self._my_vote(buckets, scale)
-        if not shard_vote.is_finite([vote]):
-            self._report_skip(buckets, "this rank leaves its gradients of this step out")
-        else:
-            if self._clip.max_norm > 0:
-                self.stats.clip_factor = self._clip.estimated_factor([vote], self.transport.world_size)
-            for bucket in buckets:
-                self._waiting.update(p for p in bucket.params if gradient_of(p) is not None)
-                keep(bucket, self._step_of(bucket), self.transport.world_size, scale * self.stats.clip_factor)
-        if self._config.stage == 2:
-            for p in (p for bucket in buckets for p in bucket.params):
-                p.grad = None
-
-    def _step_of(self, bucket: ShardedBucket) -> Step:
-        step = super()._step_of(bucket)
-        lr, decay = self._owed[bucket.group_index]
-        return replace(step, lr=lr + step.lr, decay=decay + step.decay, share=1.0 / self._interval)
-
-    def _present(self, p: Tensor) -> bool:
-        return super()._present(p) or p in self._waiting
-
-    def _take_grad_stats(self) -> None:
-        if not self._is_skipping:
-            super()._take_grad_stats()
-
-    # ---------------------------------------------------------------- checkpoints
-
-    def _extra_state(self) -> dict:
-        return {
-            "interval": self._interval,
-            "since_sync": self._since_sync,
-            "steps": self._steps,
-            "peak_lr": self._peak_lr,
-            "owed": [list(pair) for pair in self._owed],
-            "waiting": [p in self._waiting for p in self.buckets.params],
-        }
-
-    def _load_extra_state(self, record: dict) -> None:
-        self._interval, self._since_sync = record["interval"], record["since_sync"]
-        self._steps, self._peak_lr = record["steps"], record["peak_lr"]
-        self._owed = [(lr, decay) for lr, decay in record["owed"]]
-        self._waiting = {p for p, waits in zip(self.buckets.params, record["waiting"], strict=True) if waits}

@@ -1,21 +1,14 @@
-"""What the ranks tell each other before a sharded step: one small message, and the figures that come of it.
-
-Verdict, clipping and health rest on it, and come out the same on every rank, to the bit: sums run in rank order.
-"""
+"""Whether sharded one-bit Adam is right for the data: what votes say of the step before, and the figures of it."""
 
 from __future__ import annotations
 
 import logging
 import math
 import struct
-from collections.abc import Generator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
-import torch
-
-from ...agreement.step_vote import Header, StepVote, check_votes
-from ...comm import Transport, Work
-from ...comm.messages import exchange_bytes
+from .bucket import ShardedBucket
 
 log = logging.getLogger(__name__)
 
@@ -36,24 +29,22 @@ class GradStats:
     kept: float = 0.0
     agreed: float = 0.0
 
+    @classmethod
+    def of(cls, buckets: Iterable[ShardedBucket]) -> GradStats:
+        """Of the buckets that took part in a step; they forget theirs."""
+        sums = [0.0] * 4
+        for bucket in buckets:
+            if bucket.grad_stats is not None:
+                sums = [a + b for a, b in zip(sums, bucket.grad_stats.tolist(), strict=True)]
+            bucket.grad_stats = None
+        return cls(*sums)
 
-def gather_votes(
-    transport: Transport, header: Header, vote: StepVote, grad_stats: GradStats, device: torch.device
-) -> Generator[Work, None, tuple[list[StepVote], list[GradStats]]]:
-    """Every rank's vote and grad_stats, in rank order. Yields one Work. Sends 74 bytes and a bit per parameter to each.
+    def to_bytes(self) -> bytes:
+        return _GRAD_STATS.pack(*astuple(self))
 
-    Raises DesyncError, on all ranks, where they are not in the same step with the same options.
-    """
-    mine = _GRAD_STATS.pack(*astuple(grad_stats)) + vote.to_bytes()
-    messages = yield from exchange_bytes(transport, mine, device)
-    votes = [StepVote.from_bytes(message[_GRAD_STATS.size :], len(vote.present)) for message in messages]
-    check_votes(transport, header, votes, device)
-    return votes, [GradStats(*_GRAD_STATS.unpack_from(message)) for message in messages]
-
-
-def is_finite(votes: Sequence[StepVote]) -> bool:
-    """Whether every rank's gradients are, and their squares in float32."""
-    return all(math.isfinite(vote.norm_squared) and math.isfinite(vote.product) for vote in votes)
+    @classmethod
+    def from_bytes(cls, data: bytes) -> GradStats:
+        return cls(*_GRAD_STATS.unpack(data))
 
 
 @dataclass

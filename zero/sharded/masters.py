@@ -1,0 +1,72 @@
+"""Master weights beside the parameters that all ranks hold: taken from them once, and pulling them back ever after."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from ...agreement import replicas
+from ...layout.buckets import Buckets
+from ...usage.marks import is_inspected
+from .bucket import ShardedBucket
+
+log = logging.getLogger(__name__)
+
+
+class Masters:
+    """Whether masters have been taken, and whether somebody has changed the parameters since. Stage 0 has none."""
+
+    def __init__(self, rank: int, buckets: Buckets[ShardedBucket], *, are_kept: bool):
+        self._rank, self._buckets, self._are_kept = rank, buckets, are_kept
+        self.are_taken = self._is_warned = False
+        self._versions: list[int] | None = None
+        self._bits: Tensor | None = None
+
+    def take(self) -> None:
+        """Masters ← the parameters as they are now."""
+        for bucket in self._buckets:
+            self.take_of(bucket)
+        self.restored()
+
+    def take_of(self, bucket: ShardedBucket) -> None:
+        """The same of one bucket."""
+        if self._are_kept:
+            bucket.owned.copy_(bucket.gather_replica())
+
+    def restored(self) -> None:
+        """They are what a state says, or the parameters."""
+        self.are_taken = True
+        self.forget()
+
+    def forget(self) -> None:
+        """Parameters have been added, or loaded: they say nothing of edits."""
+        self._versions = None
+
+    def check(self) -> None:
+        """Take them before the first step; later on say so, once, where somebody has changed the parameters."""
+        if not self.are_taken:
+            self.take()
+        if self._are_kept and not self._is_warned and self._is_edited():
+            self._is_warned = True
+            log.warning(
+                "rank %d: parameters were changed outside of step(); the masters were not, and will pull them back; "
+                "call adopt_parameters() on all ranks after such a change",
+                self._rank,
+            )
+
+    def _is_edited(self) -> bool:
+        params = self._buckets.params
+        if self._versions is None:
+            return False
+        return self._versions != [p._version for p in params] or (
+            self._bits is not None and not torch.equal(self._bits, replicas.fingerprints(params))
+        )
+
+    def remember(self, step: int) -> None:
+        """The parameters are as the masters have them. In some steps, counted from 0, note their bits too."""
+        params, self._bits = self._buckets.params, None
+        self._versions = [p._version for p in params]
+        if self._are_kept and not self._is_warned and is_inspected(step):
+            self._bits = replicas.fingerprints(params)
