@@ -96,7 +96,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         self.stats = self._new_stats()
         self._traffic, self._waited = Traffic(self.transport), WaitClock()
         self._watch = WrapperWatch(self.transport, self.model_parallel_group)
-        self._join = Join()
+        self._join, self._is_paused = Join(), False
         self._used: list[GradientMark] = []  # the gradients of the last step
         self._steps_here = 0  # of this object, whatever was loaded
 
@@ -168,6 +168,19 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
     @abstractmethod
     def on_gradient(self, p: Tensor) -> None:
         """p's gradient has just been accumulated. Called by its hook."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here only accumulate; gradients leave in the first pass outside. As in DDP.
+
+        Needed by the sharded optimizers at stage 2. Elsewhere passes are counted: as long as every step has as many as
+        the one before it, gradients are sent once without it, and otherwise twice.
+        """
+        self._is_paused, before = True, self._is_paused
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

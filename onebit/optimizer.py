@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -195,20 +194,12 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     # ---------------------------------------------------------------- backward: complete buckets begin their step
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes in here only accumulate; the bucket leaves in the first pass outside. As in DDP.
-
-        Not needed where every step has as many passes as the one before it: those are counted. Where the count is
-        wrong, gradients are sent twice.
-        """
-        with self.overlap.paused():
-            yield
-
     def on_gradient(self, p: Tensor) -> None:
         """p's gradient has just been accumulated. Called by its hook."""
         count_edits_apart_(p.grad)
-        if not self.overlap.count_pass(p, self.buckets.of(p)) or not self.overlap.is_possible or self._join.is_on:
+        if self._is_paused or not self.overlap.count_pass(p, self.buckets.of(p)):
+            return
+        if not self.overlap.is_possible or self._join.is_on:
             return
         if not self._has_begun:
             self._begin()

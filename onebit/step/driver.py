@@ -94,9 +94,11 @@ class Driver(Generic[B]):
 
     def finish(self) -> None:
         """Bring every bucket that has been launched to its end. None meets the others."""
-        self._wait()
-        assert all(task.said is None for task in self._tasks)
-        self._tasks = []
+        try:
+            self._wait()
+            assert all(task.said is None for task in self._tasks)
+        finally:
+            self._tasks = []
 
     def _wait(self) -> None:
         devices = {task.bucket.device for task in self._tasks}

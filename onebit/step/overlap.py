@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -68,25 +67,15 @@ class Overlap:
         self._sent: dict[int, Sent] = {}  # bucket -> what it sent last
         self._passes_per_step = 0  # the first step learns how many there are
         self._resent_in_a_row = 0
-        self._is_paused = False
 
     @property
     def is_possible(self) -> bool:
         """Whether buckets may leave during backward at all."""
         return self.is_on and self._resent_in_a_row < RESENT_STEPS
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Backward passes in here only accumulate."""
-        self._is_paused, before = True, self._is_paused
-        try:
-            yield
-        finally:
-            self._is_paused = before
-
     def count_pass(self, p: Tensor, bucket: Bucket) -> bool:
         """A backward pass has added to p's gradient. Whether that is complete now."""
-        if self._is_paused or p.grad is None:
+        if p.grad is None:
             return False
         passes = self._passes.setdefault(p, Passes())
         passes.add(p.grad)

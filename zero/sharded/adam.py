@@ -115,7 +115,7 @@ class ShardedOnebitAdam(ShardedOnebitOptimizer):
 
     State on each rank, bytes per parameter: c 2 (float32: 4), master and variance 8/W; with max_grad_norm 0.13 more; in
     the warm-up 4/W more. Sends per rank (W-1)/W·(1 + 16/block + 4 + 16/block) bits per parameter and step ("sign": 1
-    instead of 4; in the warm-up 8 instead of the first 1), each parameter padded to whole blocks, and a vote of 48
+    instead of 4; in the warm-up 8 instead of the first 1), each parameter padded to whole blocks, and a vote of 74
     bytes and a bit per parameter tensor to each peer (at stage 2 one for every bucket).
 
     Accuracy: for data that is shuffled across ranks (`stats.health`, which warns); OnebitAdam for data that is not.

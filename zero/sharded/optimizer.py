@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -142,7 +141,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self.masters = Masters(self.transport.rank, self.buckets, are_kept=stage > 0)
         self.grad_stats, self.health, self._left_out = GradStats(), Health(), LeftOut()
         self._driver: Driver[ShardedBucket] = Driver(2, behind=1, on_comm_stream=False)
-        self._is_paused, self._launched_scale = False, 1.0
+        self._launched_scale = 1.0  # of the step under way
         self._construct(params, defaults)
 
     def _new_stats(self) -> ShardStats:
@@ -198,15 +197,6 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self.masters.take()
 
     # ---------------------------------------------------------------- stage 2: gradients leave during backward
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes in here only accumulate; gradients leave in the one pass outside. Needed at stage 2 alone."""
-        self._is_paused, before = True, self._is_paused
-        try:
-            yield
-        finally:
-            self._is_paused = before
 
     @torch.no_grad()
     def on_gradient(self, p: Tensor) -> None:

@@ -1,0 +1,80 @@
+"""The driver of buckets' steps: when they exchange, where they meet, and what an error leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from onebit.step.bucket_step import BucketStep, Decision, Ready
+from onebit.step.driver import Driver
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class FakeBucket:
+    index: int
+    device: torch.device = CPU
+
+
+class FakeWork:
+    def __init__(self, said: list[str], name: str):
+        self._said, self._name = said, name
+        said.append(f"launch {name}")
+
+    def wait(self) -> None:
+        self._said.append(f"wait {self._name}")
+
+
+def exchanging(said: list[str], index: int, works: int, *, fails: bool = False) -> BucketStep:
+    """Meets the others first, then exchanges."""
+    decision = yield Ready()
+    said.append(f"{index} hears {decision.clip_factor}")
+    for k in range(works):
+        yield FakeWork(said, f"{index}.{k}")
+    if fails:
+        raise RuntimeError("spoilt")
+
+
+def test_buckets_exchange_behind_the_decision_a_few_at_a_time() -> None:
+    """A bucket hears of the decision when it is its turn: what it encodes is not held longer than needed."""
+    said: list[str] = []
+    driver: Driver = Driver(2)
+    for index in range(5):
+        driver.launch(FakeBucket(index), exchanging(said, index, 2))
+    assert said == [] and driver.launched == 5
+    driver.commit(Decision([], 0.5))
+    assert driver.launched == 0
+    heard = [said.index(f"{index} hears 0.5") for index in range(5)]
+    assert heard == sorted(heard) and said.index("wait 0.0") < heard[4]
+    for index in range(5):
+        order = [f"launch {index}.0", f"wait {index}.0", f"launch {index}.1", f"wait {index}.1"]
+        assert [each for each in said if each in order] == order
+
+
+def test_steps_that_meet_nobody_are_brought_to_their_end() -> None:
+    said: list[str] = []
+
+    def alone(index: int) -> BucketStep:
+        for k in range(index):
+            yield FakeWork(said, f"{index}.{k}")
+
+    driver: Driver = Driver(2, behind=1)
+    for index in range(3):
+        driver.launch(FakeBucket(index), alone(index))
+    assert said == ["launch 1.0", "launch 2.0", "wait 1.0"]  # the bucket before goes on when the next begins
+    driver.finish()
+    assert driver.launched == 0 and said[3:] == ["wait 2.0", "launch 2.1", "wait 2.1"]
+
+
+@pytest.mark.parametrize("works", [0, 1])
+def test_a_step_that_fails_leaves_nothing_launched(works: int) -> None:
+    """Otherwise its optimizer could take in no checkpoint."""
+    driver: Driver = Driver(2)
+    for index in range(2):
+        driver.launch(FakeBucket(index), exchanging([], index, works, fails=index == 1))
+    with pytest.raises(RuntimeError, match="spoilt"):
+        driver.commit(Decision([]))
+    assert driver.launched == 0
