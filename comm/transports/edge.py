@@ -1,6 +1,6 @@
 """What the real transports share: tensors checked at the edge, staging through host memory, the text of a `PeerError`.
 
-Rests on torch alone. Read `torch_distributed.py` or `mpi.py` next.
+Rests on torch alone. Read `networked.py` next.
 
 Shape legend: W ranks, B bytes of one frame.
 """

@@ -1,6 +1,6 @@
 """The transport over MPI (mpi4py, any MPI library): non-blocking operations driven by one progress thread.
 
-The thread is in `mpi_progress.py`. Rests on `base.py` (the contract) and `edge.py`; `launch.py` makes one.
+The thread is in `mpi_progress.py`. Rests on `networked.py`, `edge.py` and `notes.py`; `launch.py` makes one.
 Importing this module initialises nothing; constructing an `MpiTransport` imports mpi4py, which calls MPI_Init.
 
 Shape legend: W ranks, B bytes of one frame.
@@ -8,7 +8,6 @@ Shape legend: W ranks, B bytes of one frame.
 
 from __future__ import annotations
 
-import collections
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,19 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .base import PeerError, Transport, Work
-from .edge import (
-    NOTES_S,
-    HostStaged,
-    as_bytes,
-    check_all_gather,
-    check_all_to_all,
-    check_contiguous,
-    check_split,
-    peer_error,
-)
+from .base import PeerError, Work
+from .edge import NOTES_S, as_bytes, peer_error
 from .mpi_progress import FIRST_PAUSE_S, Posted, Progress, Task
-from .notes import HISTORY, Note, Operation, conclude
+from .networked import NetworkedTransport
+from .notes import Note, Operation, conclude
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -47,7 +38,7 @@ _LAST_WORDS_S = 1.0
 """How long a rank that lost a peer waits before it falls silent or ends the job: the others have questions, too."""
 
 
-class MpiTransport(Transport):
+class MpiTransport(NetworkedTransport):
     """Ranks of an MPI communicator (None: COMM_WORLD), on a duplicate of its own. See `Transport` for the contract.
 
     1. A call puts an operation in a queue and returns its Work. After construction, all MPI calls on this communicator
@@ -65,8 +56,6 @@ class MpiTransport(Transport):
     process with `abandon()`; `onebit.comm.init()` arranges for that.
     """
 
-    sent_bytes = 0
-
     def __init__(
         self,
         comm: MPI.Intracomm | None = None,
@@ -81,21 +70,15 @@ class MpiTransport(Transport):
         if _part_of is None:
             meet(comm, timeout_s)  # Dup would wait for ever
         self._comm = comm.Dup()
-        self.rank = self._comm.Get_rank()
-        self.world_size = self._comm.Get_size()
-        self.timeout_s = timeout_s
+        super().__init__(self._comm.Get_rank(), self._comm.Get_size(), timeout_s)
         self.cuda_aware = cuda_aware
         self.piece_bytes = piece_bytes
         top_tag = int(self._comm.Get_attr(self._mpi.TAG_UB) or 32767)
         self._tags, self._roll_call_tag, self._note_tag = top_tag - 1, top_tag - 1, top_tag
-        self._launched: collections.deque[Operation] = collections.deque(maxlen=HISTORY)
-        self._splits: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._failed: list[Task] = []  # held: the library may still write to their tensors
         self._sent_notes: list[tuple[MPI.Request, bytearray]] = []
-        self._is_closed = False
         self._owns_progress = _part_of is None
         self._progress: Progress = Progress() if _part_of is None else _part_of._progress
-        self._names: Sequence[int] = range(self.world_size)  # what ranks are called in messages
         self._link_name = "world"
         self._progress.serve(self)
 
@@ -108,25 +91,18 @@ class MpiTransport(Transport):
         """What serves which memory, for a log line."""
         return f"MPI ({'host and device memory, CUDA-aware' if self.cuda_aware else 'host memory'})"
 
-    def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
-        check_all_to_all(self.rank, self.world_size, out_WB, in_WB)
-        if self._is_staged(in_WB):
-            return HostStaged(self).all_to_all(out_WB, in_WB)
-        return self._exchange("all_to_all", out_WB, list(in_WB))
-
-    def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work:
-        check_all_gather(self.rank, self.world_size, out_WB, in_B)
-        if self._is_staged(in_B):
-            return HostStaged(self).all_gather(out_WB, in_B)
-        return self._exchange("all_gather", out_WB, [in_B] * self.world_size)
-
     def all_reduce(self, x: Tensor) -> Work:
-        check_contiguous(self.rank, "all_reduce", x)
         if x.dtype != torch.float32:
             raise ValueError(f"rank {self.rank}: all_reduce sums float32, got {x.dtype}")
-        if self._is_staged(x):
-            return HostStaged(self).all_reduce(x)
+        return super().all_reduce(x)
 
+    def _all_to_all(self, operation: Operation, out_WB: Tensor, in_WB: Tensor) -> Work:
+        return self._exchange(operation, out_WB, list(in_WB))
+
+    def _all_gather(self, operation: Operation, out_WB: Tensor, in_B: Tensor) -> Work:
+        return self._exchange(operation, out_WB, [in_B] * self.world_size)
+
+    def _all_reduce(self, operation: Operation, x: Tensor) -> Work:
         chunks = self._chunks(x.detach().view(-1))
         received_WN = torch.empty(self.world_size, len(chunks[self.rank]), device=x.device)
 
@@ -138,13 +114,9 @@ class MpiTransport(Transport):
             torch.sum(received_WN, 0, out=chunks[self.rank])
             return self._post_pairs(chunks, [chunks[self.rank]] * self.world_size, tag)
 
-        self.sent_bytes += 2 * x.nbytes * (self.world_size - 1) // self.world_size
-        return self._launch(self._count("all_reduce", x.nbytes), [reduce_scatter, all_gather], (x, received_WN))
+        return self._launch(operation, [reduce_scatter, all_gather], (x, received_WN))
 
-    def broadcast(self, x: Tensor, src: int) -> Work:
-        check_contiguous(self.rank, "broadcast", x)
-        if self._is_staged(x):
-            return HostStaged(self).broadcast(x, src)
+    def _broadcast(self, operation: Operation, x: Tensor, src: int) -> Work:
         data = as_bytes(x)
 
         def post(tag: int) -> Posted:
@@ -158,42 +130,35 @@ class MpiTransport(Transport):
             sent = [(self._comm.Isend(piece, dest=rank, tag=tag), rank) for piece, rank in pieces]
             return sent + [(self._comm.Irecv(echo, source=rank, tag=tag), rank) for rank in others]
 
-        self.sent_bytes += x.nbytes * (self.world_size - 1) if self.rank == src else 0
-        return self._launch(self._count(f"broadcast from rank {self._names[src]}", x.nbytes), [post], (x,))
+        return self._launch(operation, [post], (x,))
 
     def split(self, ranks: Sequence[int]) -> MpiTransport:
         """See `Transport`. The progress thread is this one's: all MPI calls of both come from it."""
-        check_split(self.rank, self.world_size, ranks)
-        self._splits[tuple(ranks)] += 1
-        names = [self._names[rank] for rank in ranks]
-        link_name = f"split {self._splits[tuple(ranks)]} into ranks {names}"
-        self._meet(Operation(link_name, 0), ranks)  # Create_group would wait for ever
+        names, operation = self._begin_split(ranks)
+        self._meet(operation, ranks)  # Create_group would wait for ever
         members = self._comm.Create_group(self._comm.Get_group().Incl(list(ranks)))
         part = MpiTransport(
             members, self.timeout_s, cuda_aware=self.cuda_aware, piece_bytes=self.piece_bytes, _part_of=self
         )
         members.Free()
-        part._names, part._link_name = names, link_name
+        part._names, part._link_name = names, operation.name
         part._failed = self._failed  # where one has failed, no other waits for a barrier
         return part
 
-    def close(self) -> None:
-        """Barrier; then end the thread and free the communicator. After a PeerError: end the thread. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+    def _barrier(self, operation: Operation) -> None:
         try:
-            if not self._failed:
-                self._meet(self._count("the barrier of close()", 0), range(self.world_size))
+            self._meet(operation, range(self.world_size))
         except PeerError:
             time.sleep(_LAST_WORDS_S)  # others are about to ask where this rank is
             raise
-        finally:
-            if self._owns_progress:
-                self._progress.stop()
-            self._progress.forget(self)
-            if not self._failed and not self._mpi.Is_finalized():
-                self._comm.Free()
+
+    def _release(self) -> None:
+        """End the thread and free the communicator; after a PeerError, end the thread."""
+        if self._owns_progress:
+            self._progress.stop()
+        self._progress.forget(self)
+        if not self._failed and not self._mpi.Is_finalized():
+            self._comm.Free()
 
     def abandon(self) -> None:
         """End the whole MPI job with exit status 1, this process included: for a rank that ends on an error."""
@@ -205,16 +170,10 @@ class MpiTransport(Transport):
     def _is_staged(self, x: Tensor) -> bool:
         return x.device.type != "cpu" and not self.cuda_aware
 
-    def _count(self, name: str, nbytes: int) -> Operation:
-        operation = Operation(name, self._launched[-1].number + 1 if self._launched else 1, nbytes)
-        self._launched.append(operation)
-        return operation
-
-    def _exchange(self, name: str, out_WB: Tensor, rows: Sequence[Tensor]) -> Work:
-        self.sent_bytes += rows[0].nbytes * (self.world_size - 1)
+    def _exchange(self, operation: Operation, out_WB: Tensor, rows: Sequence[Tensor]) -> Work:
         out_WB[self.rank].copy_(rows[self.rank])
         pairs = [lambda tag: self._post_pairs(list(out_WB), rows, tag)]
-        return self._launch(self._count(name, rows[0].nbytes), pairs, (out_WB, *rows))
+        return self._launch(operation, pairs, (out_WB, *rows))
 
     def _meet(self, operation: Operation, ranks: Sequence[int]) -> None:
         """Wait until these ranks have launched the operation: no bytes, to and from each."""

@@ -1,8 +1,8 @@
 """The transport over torch.distributed: any process group, Gloo and NCCL from the same class.
 
 On Gloo both exchanges are posted isend/irecv pairs: half the wire bytes of its all-to-all, and each pair has a peer
-to name when it fails. Elsewhere they are the library's collectives. Rests on `base.py` (the contract), `edge.py`
-and `notes.py`; `launch.py` makes the process group.
+to name when it fails. Elsewhere they are the library's collectives. Rests on `networked.py`, `edge.py` and `notes.py`;
+`launch.py` makes the process group.
 
 Shape legend: W ranks, B bytes of one frame.
 """
@@ -23,22 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .base import PeerError, Transport, Work
-from .edge import (
-    DIAGNOSIS_S,
-    NOTES_S,
-    ROLL_CALL_S,
-    HostStaged,
-    as_bytes,
-    check_all_gather,
-    check_all_to_all,
-    check_contiguous,
-    check_split,
-    peer_error,
-    reason,
-)
+from .base import PeerError, Work
+from .edge import DIAGNOSIS_S, NOTES_S, ROLL_CALL_S, as_bytes, peer_error, reason
 from .hanging import call_within
-from .notes import HISTORY, Conclusion, Note, Operation, conclude
+from .networked import NetworkedTransport
+from .notes import Conclusion, Note, Operation, conclude
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +42,7 @@ _HINT = "check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
 _failures: weakref.WeakKeyDictionary[dist.ProcessGroup, list[object]] = weakref.WeakKeyDictionary()
 
 
-class TorchTransport(Transport):
+class TorchTransport(NetworkedTransport):
     """Ranks of a torch.distributed process group (None: the default one). See `Transport` for the contract.
 
     1. Host tensors on a Gloo group: all_to_all and all_gather post an irecv and an isend per peer, all in flight, peers
@@ -71,8 +60,6 @@ class TorchTransport(Transport):
     in whose process the group's store lives; None: in none, or it is not known.
     """
 
-    sent_bytes = 0
-
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
@@ -86,19 +73,13 @@ class TorchTransport(Transport):
         if group is None:
             raise ValueError("torch.distributed has no default process group; call onebit.comm.init() instead")
         self.group: dist.ProcessGroup = group
-        self.rank = dist.get_rank(self.group)
-        self.world_size = dist.get_world_size(self.group)
-        self.timeout_s = timeout_s
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout_s)
         self._owns_group = owns_group
         self._store_host = None if store_host == self.rank else store_host
         self._backends = _backends_by_device(self.group)
         self._board = _Board(group, self.rank)
-        self._names: Sequence[int] = range(self.world_size)  # what ranks are called in messages
-        self._splits: collections.Counter[tuple[int, ...]] = collections.Counter()
-        self._launched: collections.deque[Operation] = collections.deque(maxlen=HISTORY)
         # What a failed operation may still write to must outlive it. A group fails for all its transports.
         self._failed: list[object] = _failures.setdefault(self.group, [])
-        self._is_closed = False
 
     @property
     def has_failed(self) -> bool:
@@ -119,41 +100,24 @@ class TorchTransport(Transport):
             return f"torch.distributed ({next(iter(self._backends.values()))})"
         return f"torch.distributed ({', '.join(f'{d}: {b}' for d, b in sorted(self._backends.items()))})"
 
-    def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
-        check_all_to_all(self.rank, self.world_size, out_WB, in_WB)
-        if self._is_staged(in_WB):
-            return HostStaged(self).all_to_all(out_WB, in_WB)
-        operation = self._count("all_to_all", in_WB[0].nbytes, in_WB[0].nbytes * (self.world_size - 1))
+    def _all_to_all(self, operation: Operation, out_WB: Tensor, in_WB: Tensor) -> Work:
         if self._is_gloo(in_WB):
             return self._exchange(operation, out_WB, list(in_WB))
         return self._collective(
             operation, (out_WB, in_WB), lambda: dist.all_to_all_single(out_WB, in_WB, group=self.group, async_op=True)
         )
 
-    def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work:
-        check_all_gather(self.rank, self.world_size, out_WB, in_B)
-        if self._is_staged(in_B):
-            return HostStaged(self).all_gather(out_WB, in_B)
-        operation = self._count("all_gather", in_B.nbytes, in_B.nbytes * (self.world_size - 1))
+    def _all_gather(self, operation: Operation, out_WB: Tensor, in_B: Tensor) -> Work:
         if self._is_gloo(in_B):
             return self._exchange(operation, out_WB, [in_B] * self.world_size)
         return self._collective(
             operation, (out_WB, in_B), lambda: _all_gather_single(out_WB.view(-1), in_B, self.group)
         )
 
-    def all_reduce(self, x: Tensor) -> Work:
-        check_contiguous(self.rank, "all_reduce", x)
-        if self._is_staged(x):
-            return HostStaged(self).all_reduce(x)
-        operation = self._count("all_reduce", x.nbytes, 2 * x.nbytes * (self.world_size - 1) // self.world_size)
+    def _all_reduce(self, operation: Operation, x: Tensor) -> Work:
         return self._collective(operation, (x,), lambda: dist.all_reduce(x.detach(), group=self.group, async_op=True))
 
-    def broadcast(self, x: Tensor, src: int) -> Work:
-        check_contiguous(self.rank, "broadcast", x)
-        if self._is_staged(x):
-            return HostStaged(self).broadcast(x, src)
-        sent_bytes = x.nbytes * (self.world_size - 1) if self.rank == src else 0
-        operation = self._count(f"broadcast from rank {self._names[src]}", x.nbytes, sent_bytes)
+    def _broadcast(self, operation: Operation, x: Tensor, src: int) -> Work:
         return self._collective(
             operation, (x,), lambda: dist.broadcast(as_bytes(x), group_src=src, group=self.group, async_op=True)
         )
@@ -165,7 +129,7 @@ class TorchTransport(Transport):
         All ranks of the group, in the same order as its operations; not is_counted: as they like, and they learn less
         of who is out of step. Errors of any other kind pass as they are.
         """
-        operation = self._count(what, 0, 0) if is_counted else Operation(what, 0)
+        operation = self._count(what, 0) if is_counted else Operation(what, 0)
         try:
             yield
         except PeerError:
@@ -177,16 +141,13 @@ class TorchTransport(Transport):
             raise self._collective_error(operation, (), cause) from error
 
     def split(self, ranks: Sequence[int]) -> TorchTransport:
-        check_split(self.rank, self.world_size, ranks)
-        members = tuple(ranks)
-        self._splits[members] += 1
-        operation = Operation(f"split {self._splits[members]} into ranks {[self._names[rank] for rank in members]}", 0)
+        names, operation = self._begin_split(ranks)
         if self._backends.get("cpu") == "gloo":
-            self._meet(operation, members)
+            self._meet(operation, ranks)
         everywhere = dist.get_process_group_ranks(self.group)
         try:
             group = dist.new_group(
-                [everywhere[rank] for rank in members],
+                [everywhere[rank] for rank in ranks],
                 timeout=timedelta(seconds=self.timeout_s + DIAGNOSIS_S),
                 backend=dist.get_backend(self.group),
                 use_local_synchronization=True,  # others of the default group need not call
@@ -194,21 +155,10 @@ class TorchTransport(Transport):
         except RuntimeError as error:
             raise self._collective_error(operation, (), error) from error
         part = TorchTransport(group, self.timeout_s)
-        part._names, part._board = [self._names[rank] for rank in ranks], self._board
+        part._names, part._board = names, self._board
         part._store_host = self._store_host
         part._failed = self._failed  # where one has failed, no other waits for a barrier
         return part
-
-    def close(self) -> None:
-        """Barrier; then, where this object owns the group, destroy it. After a PeerError: no barrier. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        try:
-            if not self._failed:
-                self._barrier()
-        finally:
-            self._release()
 
     def abandon(self) -> None:
         """Release without the others: for a rank that ends on an error of its own. Idempotent."""
@@ -224,8 +174,7 @@ class TorchTransport(Transport):
             # A Gloo group that only this object still holds lives on with its threads, which abort the exit of Python.
             del self.group, self._board
 
-    def _barrier(self) -> None:
-        operation = self._count("the barrier of close()", 0, 0)
+    def _barrier(self, operation: Operation) -> None:
         if self._backends.get("cpu") == "gloo":
             self._meet(operation)
         else:
@@ -237,12 +186,6 @@ class TorchTransport(Transport):
 
     def _is_gloo(self, x: Tensor) -> bool:
         return self._backends.get(x.device.type) == "gloo"
-
-    def _count(self, name: str, nbytes: int, sent_bytes: int) -> Operation:
-        self.sent_bytes += sent_bytes
-        operation = Operation(name, self._launched[-1].number + 1 if self._launched else 1, nbytes)
-        self._launched.append(operation)
-        return operation
 
     def _exchange(self, operation: Operation, out_WB: Tensor, rows: Sequence[Tensor]) -> Work:
         work = _PairsWork(self, operation, out_WB, rows, _TAG + operation.tag(_TAGS), self.timeout_s)

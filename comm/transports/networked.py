@@ -1,0 +1,119 @@
+"""What the transports between processes share: the door to their collectives, and the record of what went through it.
+
+Rests on `base.py` (the contract), `edge.py` and `notes.py`. Read `torch_distributed.py` or `mpi.py` next.
+
+Shape legend: W ranks, B bytes of one frame.
+"""
+
+from __future__ import annotations
+
+import collections
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .base import Transport, Work
+from .edge import HostStaged, check_all_gather, check_all_to_all, check_contiguous, check_split
+from .notes import HISTORY, Operation
+
+
+class NetworkedTransport(Transport):
+    """A collective's tensors are checked; where the network cannot reach them, they travel through host memory.
+
+    Then the operation is numbered, its bytes are counted, and the subclass launches it: `_all_to_all` and the others.
+    """
+
+    sent_bytes = 0
+
+    def __init__(self, rank: int, world_size: int, timeout_s: float):
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self._names: Sequence[int] = range(world_size)  # what ranks are called in messages
+        self._splits: collections.Counter[tuple[int, ...]] = collections.Counter()
+        self._launched: collections.deque[Operation] = collections.deque(maxlen=HISTORY)
+        self._is_closed = False
+
+    @property
+    @abstractmethod
+    def has_failed(self) -> bool: ...
+
+    @abstractmethod
+    def _is_staged(self, x: Tensor) -> bool:
+        """Whether a tensor there travels through host memory."""
+
+    # ---------------------------------------------------------------- collectives
+
+    def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
+        check_all_to_all(self.rank, self.world_size, out_WB, in_WB)
+        if self._is_staged(in_WB):
+            return HostStaged(self).all_to_all(out_WB, in_WB)
+        row_bytes = in_WB[0].nbytes
+        operation = self._count("all_to_all", row_bytes, row_bytes * (self.world_size - 1))
+        return self._all_to_all(operation, out_WB, in_WB)
+
+    def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work:
+        check_all_gather(self.rank, self.world_size, out_WB, in_B)
+        if self._is_staged(in_B):
+            return HostStaged(self).all_gather(out_WB, in_B)
+        operation = self._count("all_gather", in_B.nbytes, in_B.nbytes * (self.world_size - 1))
+        return self._all_gather(operation, out_WB, in_B)
+
+    def all_reduce(self, x: Tensor) -> Work:
+        check_contiguous(self.rank, "all_reduce", x)
+        if self._is_staged(x):
+            return HostStaged(self).all_reduce(x)
+        operation = self._count("all_reduce", x.nbytes, 2 * x.nbytes * (self.world_size - 1) // self.world_size)
+        return self._all_reduce(operation, x)
+
+    def broadcast(self, x: Tensor, src: int) -> Work:
+        check_contiguous(self.rank, "broadcast", x)
+        if self._is_staged(x):
+            return HostStaged(self).broadcast(x, src)
+        sent_bytes = x.nbytes * (self.world_size - 1) if self.rank == src else 0
+        operation = self._count(f"broadcast from rank {self._names[src]}", x.nbytes, sent_bytes)
+        return self._broadcast(operation, x, src)
+
+    @abstractmethod
+    def _all_to_all(self, operation: Operation, out_WB: Tensor, in_WB: Tensor) -> Work: ...
+
+    @abstractmethod
+    def _all_gather(self, operation: Operation, out_WB: Tensor, in_B: Tensor) -> Work: ...
+
+    @abstractmethod
+    def _all_reduce(self, operation: Operation, x: Tensor) -> Work: ...
+
+    @abstractmethod
+    def _broadcast(self, operation: Operation, x: Tensor, src: int) -> Work: ...
+
+    # ---------------------------------------------------------------- what was launched, and the end
+
+    def _count(self, name: str, nbytes: int, sent_bytes: int = 0) -> Operation:
+        """The next operation, which all ranks number alike."""
+        self.sent_bytes += sent_bytes
+        operation = Operation(name, self._launched[-1].number + 1 if self._launched else 1, nbytes)
+        self._launched.append(operation)
+        return operation
+
+    def _begin_split(self, ranks: Sequence[int]) -> tuple[list[int], Operation]:
+        """What these ranks are called in messages, and the operation that makes a transport of them."""
+        check_split(self.rank, self.world_size, ranks)
+        self._splits[tuple(ranks)] += 1
+        names = [self._names[rank] for rank in ranks]
+        return names, Operation(f"split {self._splits[tuple(ranks)]} into ranks {names}", 0)
+
+    def close(self) -> None:
+        """Barrier; then release everything. After a PeerError: no barrier. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if not self.has_failed:
+                self._barrier(self._count("the barrier of close()", 0))
+        finally:
+            self._release()
+
+    @abstractmethod
+    def _barrier(self, operation: Operation) -> None: ...
+
+    @abstractmethod
+    def _release(self) -> None: ...
