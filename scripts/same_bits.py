@@ -194,8 +194,9 @@ def _leaves(value: object, path: str = "") -> Iterable[tuple[str, object]]:
             yield from _leaves(each, f"{path}/{k}")
     elif isinstance(value, torch.Tensor):
         held = value.detach()
-        held = getattr(held, "to_local", lambda: held)().contiguous().cpu()
-        data = hashlib.sha256(held.view(-1).view(torch.uint8).numpy()).hexdigest()
+        held = getattr(held, "to_local", lambda: held)().cpu()
+        flat = held.flatten().clone(memory_format=torch.contiguous_format)  # one element may have any stride
+        data = hashlib.sha256(flat.view(torch.uint8).numpy()).hexdigest()
         yield path, f"{held.dtype} {tuple(held.shape)} {data}"
     else:
         yield path, value
