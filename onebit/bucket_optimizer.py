@@ -61,8 +61,8 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
     """Base of both families. All ranks construct, step, load and add groups together.
 
     A family's constructor checks its own options, binds its rule and its placement between `__init__`, which makes the
-    parts and may join other ranks, and `_construct`.
-    hooks: whether gradients are looked at as they come; see `Buckets`.
+    parts and may join other ranks, and `_construct`. parts: `model_parallel_group` of `CommonOptions`. hooks: whether
+    gradients are looked at as they come; see `Buckets`.
     """
 
     _step_supports_amp_scaling = True
@@ -70,9 +70,10 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
 
     def __init__(
         self,
+        parts: ModelParallelGroup | Transport | None,
+        hooks: bool,
+        /,
         *,
-        parts: ModelParallelGroup | Transport | None = None,
-        hooks: bool = True,
         max_grad_norm: float = 0.0,
         transport: Transport | None = None,
         bucket_cap_mb: float = 16.0,

@@ -99,7 +99,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             raise ValueError(f"error_dtype must be torch.float32 or torch.bfloat16, got {error_dtype}")
         self.rule, self.policy = rule, CompressionPolicy(compression)
         self.codec = SignCodec() if codec is None else check_fused(codec)
-        super().__init__(parts=model_parallel_group, **shared)
+        super().__init__(model_parallel_group, True, **shared)
         self.masks = Masks()
         self.placement = Replicated(self.transport, self.codec, error_dtype, self.masks)
         self.steps: list[Tensor] = []  # by group

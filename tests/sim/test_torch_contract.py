@@ -72,8 +72,9 @@ def test_what_has_no_form_is_refused_with_its_reason(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_an_unknown_argument_is_an_error_of_the_class_that_was_called(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument 'warmup'"):
-        make(name, parameters(), warmup=3)
+    for key in ("warmup", "hooks", "parts"):  # the last two are arguments between our own classes
+        with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument '{key}'"):
+            make(name, parameters(), **{key: 3})
 
 
 BAD = [

@@ -135,7 +135,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         )
         config.check(type(self).__name__, (1, 2) if updates is None else (0, 1, 2))
         rule.check(type(self).__name__)
-        super().__init__(hooks=stage == 2, **shared)
+        super().__init__(None, stage == 2, **shared)
         self.rule, self.momentum_dtype, self.placement = rule, momentum_dtype, Sharded(self.transport, config)
         self.rule.bind(self.placement, self.buckets)
         self.masters = Masters(self.transport.rank, self.buckets, are_kept=stage > 0)
