@@ -41,22 +41,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class SharedOptions(TorchOptions, total=False):
-    """Keyword arguments of both families, beside those of `TorchOptions`.
-
-    max_grad_norm: clip by the norm of the mean gradient (0: off). transport: default `onebit.comm.init()`.
-    bucket_cap_mb: float32 MiB per bucket. check_replicas_every: steps, taken or skipped, between votes on the bits of
-    what replicas have in common (0: never). max_consecutive_skips: so many skipped steps in a row are an error
-    (0: never); see `agreement/skips.py`.
-    """
-
-    max_grad_norm: float
-    transport: Transport | None
-    bucket_cap_mb: float
-    check_replicas_every: int
-    max_consecutive_skips: int
-
-
 class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
     """Base of both families. All ranks construct, step, load and add groups together.
 

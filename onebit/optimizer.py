@@ -29,7 +29,7 @@ from .agreement import replicas
 from .agreement.replicas import ReplicaError
 from .agreement.step_vote import DesyncError, StepVote, Summary, cast_votes, present_anywhere
 from .agreement.wrappers import refuse_wrapper
-from .bucket_optimizer import BucketOptimizer, SharedOptions
+from .bucket_optimizer import BucketOptimizer
 from .checkpoint import optimizer_state
 from .comm import FusedCodec, SignCodec, Transport, check_fused
 from .layout.bucket import Bucket
@@ -43,7 +43,7 @@ from .step.driver import Driver
 from .step.link_probe import CompressionPolicy
 from .step.overlap import Overlap
 from .step.replicated import Replicated
-from .usage.contract import Group, State
+from .usage.contract import Group, SharedOptions, State
 from .usage.frozen import gradient_of, refuse_unfrozen
 from .usage.marks import is_inspected
 

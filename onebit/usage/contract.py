@@ -13,6 +13,8 @@ from typing import Any, TypeAlias, TypedDict
 import torch
 from torch import Tensor
 
+from ..comm import Transport
+
 Group: TypeAlias = dict[str, Any]
 """A param group."""
 State: TypeAlias = dict[str, Any]
@@ -45,6 +47,22 @@ class TorchOptions(TypedDict, total=False):
     capturable: bool
     differentiable: bool
     fused: bool | None
+
+
+class SharedOptions(TorchOptions, total=False):
+    """Keyword arguments of both families, beside those of `TorchOptions`.
+
+    max_grad_norm: clip by the norm of the mean gradient (0: off). transport: default `onebit.comm.init()`.
+    bucket_cap_mb: float32 MiB per bucket. check_replicas_every: steps, taken or skipped, between votes on the bits of
+    what replicas have in common (0: never). max_consecutive_skips: so many skipped steps in a row are an error
+    (0: never); see `agreement/skips.py`.
+    """
+
+    max_grad_norm: float
+    transport: Transport | None
+    bucket_cap_mb: float
+    check_replicas_every: int
+    max_consecutive_skips: int
 
 
 # ---------------------------------------------------------------- arguments and groups

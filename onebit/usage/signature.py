@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .contract import TorchOptions
+from .contract import SharedOptions, TorchOptions
 
 C = TypeVar("C", bound=type)
 
@@ -36,12 +36,16 @@ def shows_all_options(options: type) -> Callable[[C], C]:
                 listed.append(found[name])
         init.__signature__ = own.replace(parameters=listed)
         if cls.__doc__ and options.__doc__:  # python -OO has none
-            about = inspect.cleandoc(options.__doc__).partition("\n\n")[2]
-            torchs = inspect.cleandoc(TorchOptions.__doc__ or "").partition("\n\n")[2]
-            cls.__doc__ = f"{inspect.cleandoc(cls.__doc__)}\n\nOptions of the whole family. {about}\n{torchs}\n"
+            told = [each for each in (options, SharedOptions, TorchOptions) if _has_all_of(options, each)]
+            abouts = [inspect.cleandoc(each.__doc__ or "").partition("\n\n")[2] for each in dict.fromkeys(told)]
+            cls.__doc__ = "\n".join((f"{inspect.cleandoc(cls.__doc__)}\n\nOptions of the whole family.", *abouts, ""))
         return cls
 
     return decorate
+
+
+def _has_all_of(options: type, others: type) -> bool:
+    return set(others.__annotations__) <= set(options.__annotations__)
 
 
 def _keywords(cls: type) -> dict[str, inspect.Parameter]:

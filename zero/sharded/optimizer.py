@@ -23,14 +23,14 @@ from torch import Tensor
 
 from ...agreement import replicas
 from ...agreement.step_vote import StepVote, Summary, exchange_votes, present_anywhere
-from ...bucket_optimizer import BucketOptimizer, SharedOptions
+from ...bucket_optimizer import BucketOptimizer
 from ...comm import Int8Codec, SignCodec, Work
 from ...comm.messages import wait_for
 from ...layout.flat import lay_out
 from ...step.bucket_step import BucketStep, Decision
 from ...step.driver import Driver
 from ...step.stats import Stats
-from ...usage.contract import Group, State
+from ...usage.contract import Group, SharedOptions, State
 from ...usage.frozen import refuse_unfrozen
 from . import state as shard_state
 from .bucket import ShardedBucket
