@@ -20,7 +20,7 @@ from ...checkpoint.files import CheckpointError
 from ...comm.messages import gather_bytes, raise_on_all_ranks
 from ..grid import AXES, GridShape
 from ..parallel import dense, fsdp
-from ..sharded.base import ShardedOptimizer
+from ..sharded.optimizer import ShardedOnebitOptimizer
 from . import reshard
 from .files import Checkpoints, Loaded
 from .reshard import CopyPlan, ParamSlice
@@ -118,7 +118,7 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Co
 
     def take_over(loaded: Loaded) -> None:
         if not contents.optimizer:
-            if isinstance(engine.optimizer, ShardedOptimizer):
+            if isinstance(engine.optimizer, ShardedOnebitOptimizer):
                 engine.optimizer.adopt_parameters()
         elif engine.shares_state:
             dense.load_state(engine.module, engine.optimizer, *_shared_state(engine, loaded, tensors))

@@ -28,7 +28,7 @@ from ..data import ShardedLoader
 from ..engine import Engine
 from ..parallel import fsdp
 from ..pipeline.run import Batch
-from ..sharded.base import ShardedOptimizer
+from ..sharded.optimizer import ShardedOnebitOptimizer
 from .names import ENGINE, REFUSED, SWITCHED_OFF, why_not
 
 log = logging.getLogger(__name__)
@@ -461,7 +461,7 @@ class DeepSpeedEngine(Engine):
 
     def adopt_weights(self) -> None:
         """Say that weights were changed outside of step(), alike on all ranks. All ranks."""
-        if isinstance(self.optimizer, ShardedOptimizer):
+        if isinstance(self.optimizer, ShardedOnebitOptimizer):
             self.optimizer.adopt_parameters()
 
     def save_fp16_model(self, save_dir: str, save_filename: str = "model.safetensors") -> bool:

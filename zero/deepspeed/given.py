@@ -19,7 +19,7 @@ from ...lamb import Lamb
 from ...optimizer import CompressedOptimizer
 from ..grid import GridShape
 from ..parallel.groups import Groups, remembered
-from ..sharded.base import ShardedOptimizer
+from ..sharded.optimizer import ShardedOnebitOptimizer
 
 MakeOptimizer = Callable[[ParamsT], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -78,7 +78,7 @@ def check_mpu(mpu: object, world_size: int) -> None:
 
 def check_optimizer(made: object) -> torch.optim.Optimizer:
     """Raise TypeError unless it is an optimizer in front of which the engine is to average gradients."""
-    if isinstance(made, CompressedOptimizer | ShardedOptimizer):
+    if isinstance(made, CompressedOptimizer | ShardedOnebitOptimizer):
         raise TypeError(
             f"{type(made).__name__} sends its own gradients, and the engine would average them once more; write it "
             f'into the configuration, as {{"optimizer": {{"type": "OneBitAdam", "params": {{...}}}}}}, or use it '

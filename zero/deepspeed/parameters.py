@@ -25,7 +25,7 @@ from ...model_parallel import local
 from ..checkpoint.reshard import slice_of
 from ..forms import parts_of
 from ..parallel import fsdp
-from ..sharded.base import ShardedOptimizer
+from ..sharded.optimizer import ShardedOnebitOptimizer
 from .engine import DeepSpeedEngine
 
 log = logging.getLogger(__name__)
@@ -292,7 +292,7 @@ def _state(held: _Held, key: str) -> Tensor:
 
 
 def _refuse_divided(held: _Held, what: str) -> None:
-    if isinstance(held.engine.optimizer, ShardedOptimizer):
+    if isinstance(held.engine.optimizer, ShardedOnebitOptimizer):
         raise RuntimeError(
             f'in the form "inter_node" {what}; save_checkpoint writes them, and engine.module_state_dict() gives the '
             "replica's weights"
