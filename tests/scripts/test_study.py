@@ -14,7 +14,7 @@ import pytest
 import torch
 from study import main as study
 from study import run as study_run
-from study.figure import COLOURS, _spread, family, lines_of, shown_settings
+from study.figure import COLOURS, _spread, family, lines_of, saving, shown_settings
 from study.main import read_results
 from study.report import best_lr, gap_with_interval, report, runs_by_lr, verdict
 from study.run import Job, Point, Result, run_job
@@ -224,6 +224,15 @@ def test_the_figure_has_one_line_for_each_optimizer_with_its_gap_by_step() -> No
     first, last = lines["onebit-lamb"].gaps or ()
     assert first[0] == pytest.approx((3 / 2 + 4 / 3) / 2 - 1) and last == (pytest.approx(0.1), pytest.approx(0.0))
     assert lines["onebit-lamb"].seeds == 2 and lines["onebit-lamb"].bits == [10.0, 20.0]
+
+
+def test_the_figure_says_what_is_sent_beside_the_dense_twin() -> None:
+    """Dense Muon has a gap, to AdamW, and sends as much; the twin of 1-bit Muon is dense Muon."""
+    results = [curve_of(method, 0, 2.0, 1.0) for method in ("adamw", "muon", "onebit-muon", "onebit-lamb")]
+    lines = lines_of(results, results[0].job.setting)
+    lines = [replace(line, bits=[5.0 if line.name.startswith("onebit") else 20.0]) for line in lines]
+    said = {line.name: saving(line, lines) for line in lines}
+    assert said == {"adamw": "float32", "muon": "float32", "onebit-muon": "4 × fewer bits", "onebit-lamb": ""}
 
 
 def test_every_method_of_the_study_has_a_colour() -> None:
