@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pydoc
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy
 import pytest
@@ -20,6 +24,7 @@ from onebit.zero.sharded.lamb import ShardedOnebitLamb
 from onebit.zero.sharded.optimizer import ShardedOnebitOptimizer, ShardedOptions
 from onebit.zero.sharded.zero_one_adam import ShardedZeroOneAdam
 
+ROOT = Path(__file__).parents[2]
 REPLICATED = (onebit.OnebitAdam, onebit.OnebitLamb, onebit.ZeroOneAdam, onebit.OnebitMuon)
 SHARDED = (ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam)
 KINDS = [*((kind, CommonOptions, CompressedOptimizer) for kind in REPLICATED),
@@ -83,3 +88,40 @@ def test_numbers_of_steps_are_whole() -> None:
 
 def test_checkers_still_read_the_typed_dict() -> None:
     assert inspect.get_annotations(onebit.OnebitAdam.__init__)["common"] == "Unpack[CommonOptions]"
+
+
+USER = """
+import torch
+
+import onebit
+
+net = torch.nn.Linear(8, 1)
+adam = onebit.OnebitAdam(net.parameters(), lr=1e-3, freeze_step="auto", max_grad_norm=1.0, bucket_cap_mb=4.0)
+zero_one = onebit.ZeroOneAdam(net.parameters(), local_step_clipper="auto", compression="always", fused=True)
+muon = onebit.OnebitMuon(onebit.muon_groups(net, head=None), momentum=0.9)
+bits: float = adam.stats.bits_per_parameter
+scheduler = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1.0)
+adam.load_state_dict(adam.state_dict())
+engine, optimizer, loader, schedule = onebit.zero.initialize(model=net, config={"train_batch_size": 1})
+"""
+WRONG = {
+    "bucket_cap=4.0": 'Unexpected keyword argument "bucket_cap" for "OnebitAdam"; did you mean "bucket_cap_mb"?',
+    'max_grad_norm="1"': 'Argument "max_grad_norm" to "OnebitAdam" has incompatible type "str"; expected "float"',
+    "local_step_clipper=4": 'Unexpected keyword argument "local_step_clipper" for "OnebitAdam"',
+}
+
+
+@pytest.mark.processes
+@pytest.mark.thorough
+def test_a_users_code_is_checked(tmp_path: Path) -> None:
+    """By mypy; wrong options are found, right ones pass."""
+    lines = [f"onebit.OnebitAdam(net.parameters(), {words})" for words in WRONG]
+    (tmp_path / "user.py").write_text(USER + "\n".join(lines))
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--strict", "user.py"]
+    env = os.environ | {"MYPYPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110, check=False)
+    said = [line for line in done.stdout.splitlines() if ": error: " in line]
+    first = USER.count("\n") + 1
+    assert len(said) == len(WRONG), done.stdout + done.stderr
+    for k, (message, line) in enumerate(zip(WRONG.values(), said, strict=True)):
+        assert line.startswith(f"user.py:{first + k}: error: {message}"), line
