@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from test_optimizer_contract import FAMILY, flat, make, model, same, train
+from family import FAMILY, flat, make, model, same, train
 from torch import Tensor
 
 from onebit.comm import SimTransport, run_ranks

@@ -12,8 +12,8 @@ from typing import TypeVar
 import pytest
 import torch
 import transport_contract as contract
+from family import FAMILY, flat, loss_of, make, model, same, snapshot, train
 from test_elastic import owed
-from test_optimizer_contract import FAMILY, flat, loss_of, make, model, same, snapshot, train
 from torch import Tensor, nn
 
 import onebit

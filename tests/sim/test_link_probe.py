@@ -7,8 +7,8 @@ import logging
 
 import pytest
 import torch
+from family import FAMILY, flat, fresh, loss_of, model
 from ranks import run_torchrun
-from test_optimizer_contract import FAMILY, flat, fresh, loss_of, model
 from torch import Tensor
 
 import onebit

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_optimizer_contract import FAMILY, flat, fresh, loss_of, make, model, train
+from family import FAMILY, flat, fresh, loss_of, make, model, train
 from torch import Tensor, nn
 
 import onebit

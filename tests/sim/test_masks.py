@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
+from family import FAMILY
 from test_hierarchy import run_nodes
-from test_optimizer_contract import FAMILY
 from torch import Tensor, nn
 
 import onebit

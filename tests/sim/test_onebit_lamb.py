@@ -7,9 +7,9 @@ import copy
 import numpy as np
 import pytest
 import torch
+from family import averaged_gradients, flat, make, model, train
 from oracles import OnebitLambOracle, run
 from test_onebit_adam import LRS, SIZES, gradient, split, start
-from test_optimizer_contract import averaged_gradients, flat, make, model, train
 from torch import nn
 
 import onebit

@@ -7,8 +7,8 @@ import copy
 import numpy as np
 import pytest
 import torch
+from family import same
 from oracles import OnebitMuonOracle, orthogonalised
-from test_optimizer_contract import same
 from torch import Tensor, nn
 
 import onebit

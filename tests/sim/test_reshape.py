@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 import torch
+from family import same
 from reshape_cases import FAMILY, LAYOUTS, SHAPES, Rank, assembled, cut, known, whole
-from test_optimizer_contract import same
 from torch import Tensor
 
 import onebit

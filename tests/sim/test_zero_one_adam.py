@@ -9,9 +9,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from family import flat, loss_of, model, same
 from oracles import ZeroOneAdamOracle
 from test_onebit_adam import SIZES, gradient, split, start
-from test_optimizer_contract import flat, loss_of, model, same
 from torch import Tensor, nn
 
 import onebit
