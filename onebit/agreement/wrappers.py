@@ -2,8 +2,8 @@
 
 DistributedDataParallel leaves no mark on parameters. So gradients are compared in the first steps: where all ranks have
 the same bits, someone has averaged them, or all ranks read the same data. Only then the wrapper is looked for, among
-all live objects. Lightning is looked for where it is imported: its Trainer may take each rank for the only one, and
-give all of them the same data in another order.
+all live objects. Lightning's Trainer is looked for among those who call the step: it may take each rank for the only
+one, and give all of them the same data in another order.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import gc
 import hashlib
 import logging
 import sys
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -101,15 +101,12 @@ def _averages(wrapped: DistributedDataParallel) -> bool:
 def refuse_lone_trainer(transport: Transport, params: Iterable[Tensor]) -> None:
     """Raise RuntimeError where a Lightning Trainer trains these parameters as if this rank were the only one.
 
-    Looks at every live object where Lightning is imported: 120 ms per million. Sends nothing.
+    Looks at who has called this step. Sends nothing.
     """
-    if transport.world_size == 1 or not sys.modules.keys() & {"lightning.pytorch", "pytorch_lightning"}:
+    if transport.world_size == 1:
         return
     ours = set(params)
-    for found in gc.get_objects():
-        kind = type(found)
-        if kind.__name__ != "Trainer" or not kind.__module__.startswith(("lightning.", "pytorch_lightning.")):
-            continue
+    for found in _calling_trainers():
         module = found.lightning_module
         if found.world_size == 1 and module is not None and any(p in ours for p in module.parameters()):
             raise RuntimeError(
@@ -117,6 +114,20 @@ def refuse_lone_trainer(transport: Transport, params: Iterable[Tensor]) -> None:
                 f"and gives the same data to all {transport.world_size}; use Trainer(strategy=OnebitStrategy()) "
                 "(onebit.integrations.lightning)"
             )
+
+
+def _calling_trainers() -> Iterator[Any]:
+    """Lightning's Trainers whose methods this thread is in.
+
+    Not by gc.get_objects(): a tuple that another thread is making would be seen, and its tuple() raise SystemError.
+    """
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        if str(frame.f_globals.get("__name__")).startswith(("lightning.pytorch.trainer", "pytorch_lightning.trainer")):
+            found = frame.f_locals.get("self")
+            if type(found).__name__ == "Trainer":
+                yield found
 
 
 def _with_subclasses(kind: type) -> set[type]:

@@ -129,7 +129,8 @@ def test_an_install_brings_the_kernel_and_no_top_level_comm(source: Path, tmp_pa
     assert built(tmp_path / "site") == ["_kernels.so"]
     assert re.fullmatch(r"py3-none-(?!any).+", wheel_tag(tmp_path / "site")), "ctypes loads the kernel into any Python"
     top_level = {path.name for path in (tmp_path / "site").iterdir() if not path.name.endswith(".dist-info")}
-    assert top_level - {"__pycache__"} == {"onebit"}
+    assert top_level - {"__pycache__"} == {"onebit", "bin"}
+    assert [path.name for path in (tmp_path / "site/bin").iterdir()] == ["onebit"]  # the command
 
     said = run(sys.executable, "-c", ENCODE, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")})
     assert str(tmp_path / "site") in said

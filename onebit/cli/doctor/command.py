@@ -58,8 +58,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    args = _parse(argv)
-    logging.getLogger("onebit").setLevel(logging.WARNING)
+    args, logger = _parse(argv), logging.getLogger("onebit")
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # what the parts would say of their own, the tables say
+    try:
+        return _examine(args)
+    finally:
+        logger.setLevel(level)
+
+
+def _examine(args: argparse.Namespace) -> int:
     try:
         facts = installed.facts(os.environ)
         transport = comm.init(args.backend, timeout_s=args.timeout)
