@@ -156,6 +156,7 @@ def built(seed: int = 0) -> Net:
         return Net()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"error_dtype": torch.bfloat16}], ids=str)
 def test_replicas_stay_the_same_learn_and_resume(options: dict) -> None:
     def work(transport: SimTransport) -> tuple[Tensor, list[float], bool]:

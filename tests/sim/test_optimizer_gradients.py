@@ -146,6 +146,7 @@ def test_where_a_mask_is_zero_nothing_moves(name: str) -> None:
     run_ranks(2, ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
 @pytest.mark.parametrize("name", FAMILY)
 def test_loading_between_backward_and_step_forgets_what_was_decided(name: str, max_grad_norm: float) -> None:

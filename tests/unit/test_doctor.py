@@ -139,6 +139,7 @@ def test_samples_are_as_large_as_a_second_allows_and_never_larger_than_the_model
     assert samples.sample_shapes(tiny, DDP, 4, 12e6) == [tiny]
 
 
+@pytest.mark.slow
 def test_every_method_takes_its_steps_and_tells_its_warmup() -> None:
     """Over simulated ranks, which have no process group: what does not need one."""
     methods = [m for m in METHODS if not m.needs_group]
