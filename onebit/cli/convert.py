@@ -266,7 +266,10 @@ class _Unpickler(pickle.Unpickler):
 
 def _load_records(path: Path) -> Any:
     """A file of torch.save whose unknown objects become `Record`."""
-    module = SimpleNamespace(Unpickler=_Unpickler, load=pickle.load, __name__="records")
+    # torch asks `load` for parts of its first format, and `Unpickler` for the rest.
+    module = SimpleNamespace(
+        Unpickler=_Unpickler, load=lambda file, **options: _Unpickler(file, **options).load(), __name__="records"
+    )
     try:
         return torch.load(path, map_location="cpu", weights_only=False, pickle_module=module)
     except Exception as error:  # whatever a spoilt file makes torch raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import types
 from collections import OrderedDict
@@ -145,6 +146,25 @@ def test_nothing_in_a_file_is_run_and_unknown_classes_are_no_hindrance(
     expected = save_as_deepspeed(tmp_path / "c", 2, 2, extra=[held, Evil(evil)])
     monkeypatch.delitem(sys.modules, "deepspeed_of_yore")
     assert same(read_weights(tmp_path / "c"), expected) and not evil.exists()
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_bare_pickle_runs_nothing(tmp_path: Path, protocol: int) -> None:
+    """torch reads files of its first format by pickle_module.load, not by the Unpickler."""
+    folder = tmp_path / "global_step1"
+    folder.mkdir()
+    (folder / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps(Evil(tmp_path / "made"), protocol=protocol))
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_weights(folder)
+    assert not (tmp_path / "made").exists()
+
+
+def test_files_of_torchs_first_format_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "global_step1"
+    folder.mkdir()
+    content = {"module": weights(), "other": types.SimpleNamespace(x=1)}
+    torch.save(content, folder / "mp_rank_00_model_states.pt", _use_new_zipfile_serialization=False)
+    assert same(read_weights(folder), weights())
 
 
 # ---------------------------------------------------------------- torch's files
