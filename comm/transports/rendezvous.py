@@ -25,6 +25,8 @@ from .hanging import call_within
 T = TypeVar("T")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.2
+_SECOND_HOST_S = 5.0
+"""How long a second rank 0 waits for the name of the first, which listens in its place."""
 _LINGER_S = 1.0
 """How long the rank that hosts the store outlives an error, so that the others can read it."""
 
@@ -162,11 +164,13 @@ class Rendezvous:
         except RuntimeError as error:
             why = reason(error)
         try:
-            self.store = self._store(is_host=False, timeout_s=max(min(self._deadline - time.monotonic(), 5.0), 0.1))
-            if self.store.check(["onebit/arrivals/1"]):
-                self.meet()  # as a second rank 0
+            seconds = max(min(self._deadline - time.monotonic(), _SECOND_HOST_S), 0.1)
+            self.store = self._store(is_host=False, timeout_s=seconds)
+            # Whoever listens there may not have put its own name on the list yet.
+            self.store.wait(["onebit/arrivals/1"], timedelta(seconds=seconds))
+            self.meet()  # as a second rank 0
         except RuntimeError:
-            pass  # it is no store
+            pass  # it is no store, or none of ours
         raise ValueError(
             f"{self._who()}: cannot listen at {self._place()}: {why}. Another program does, or an earlier run that has "
             "not ended; set MASTER_PORT to a free port of this host, on all ranks"

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed
 import transport_ranks
 from ranks import Ended, run_mpi, run_torchrun
 
@@ -20,6 +24,7 @@ import onebit.comm
 from onebit.comm.launch import Launch, describe, detect, first_host
 from onebit.comm.transports.edge import DIAGNOSIS_S
 from onebit.comm.transports.mpi import import_mpi
+from onebit.comm.transports.rendezvous import Arrival, Rendezvous
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -244,6 +249,24 @@ def test_levels_that_are_not_there_are_logged() -> None:
     for rank, result in enumerate(ended.check().results):
         assert "two levels" not in result["auto"]
         assert ("one level between 4 ranks: the launcher says 2" in result["log"]) == (rank == 0)
+
+
+@pytest.mark.slow
+def test_a_second_rank_0_waits_for_the_name_of_the_first() -> None:
+    """The first listens before it puts itself on the list."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    first = Arrival(0, 2, "elsewhere", 1)
+    late = threading.Timer(
+        0.3,
+        lambda: (
+            store.add("onebit/groups/0/elsewhere/1", 1),
+            store.append("onebit/arrivals/1", json.dumps(astuple(first)) + "\n"),
+        ),
+    )
+    late.start()
+    with pytest.raises(ValueError, match="process 1 on elsewhere and process .* are both rank 0"):
+        Rendezvous(Arrival.here(0, 2), ("127.0.0.1", store.port), 5.0)
+    late.join()
 
 
 @functools.cache
