@@ -264,7 +264,7 @@ def test_a_second_rank_0_waits_for_the_name_of_the_first() -> None:
         ),
     )
     late.start()
-    with pytest.raises(ValueError, match="process 1 on elsewhere and process .* are both rank 0"):
+    with pytest.raises(ValueError, match=r"process 1 on elsewhere and process .* are both rank 0"):
         Rendezvous(Arrival.here(0, 2), ("127.0.0.1", store.port), 5.0)
     late.join()
 
