@@ -86,6 +86,15 @@ def test_statistics_are_the_mean_of_the_ranks_in_evaluation_and_checkpoints(rank
         )
 
 
+def test_a_first_step_with_stages_leaves_what_any_step_leaves(ranks: list[dict]) -> None:
+    """Before it torch runs the stages on memory as it comes, to learn the shapes of what they send each other."""
+    for facts in ranks:
+        found = facts["first steps"]
+        assert found["alike"] and found["finite"]
+        first, second = found["counts"]
+        assert first and set(first) == {2} and set(second) == {4}  # two micro-batches a step
+
+
 def test_offload_changes_no_bit(ranks: list[dict]) -> None:
     assert all(
         facts["offload"] == {"intra_node": [True, "CPUOffloadPolicy"], "dense": [True, "CPUOffloadPolicy"]}

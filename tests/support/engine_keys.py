@@ -279,6 +279,27 @@ def buffers() -> dict[str, list[bool]]:
     return facts
 
 
+def first_steps_of_stages() -> dict[str, object]:
+    """What a step with stages leaves in statistics and in the stream of random numbers: the first, and the second."""
+    GRIDS[-2] = GRIDS.get(-2) or grids.start(pipe=2, shard=1)
+    config = config_of("OneBitAdam", onebit=ONE_BIT) | {"pipeline": {"stages": 2}}
+    layers = [zero.LayerSpec(nn.Embedding, 20, 8), zero.LayerSpec(nn.BatchNorm1d, 8), zero.LayerSpec(nn.Dropout, 0.5),
+              zero.LayerSpec(nn.BatchNorm1d, 8), zero.LayerSpec(nn.Linear, 8, 5)]  # fmt: skip
+    model = zero.PipelineModule(layers, loss_fn=nn.functional.cross_entropy, partition_method="uniform")
+    engine = zero.initialize(model=model, config=config, training_data=dataset(), grid=GRIDS[-2])[0]
+    batches = zero.data.forever(engine.loader)
+    read = [next(batches) for _ in range(4)]  # a loader draws a number when it begins
+    streams, counts = [], []
+    for step in range(2):
+        torch.manual_seed(0)
+        engine.train_batch(iter(read[2 * step :]))
+        streams.append(torch.get_rng_state())
+        held = dict(engine.module.named_buffers())
+        counts.append([int(x) for name, x in held.items() if name.endswith("num_batches_tracked")])
+    finite = all(bool(x.isfinite().all()) for x in engine.module.buffers())
+    return {"alike": torch.equal(*streams), "counts": counts, "finite": finite}
+
+
 def offloads() -> dict[str, list]:
     """With shards, gradients and state in host memory, where they are already: the same bits."""
     facts = {}
@@ -385,6 +406,7 @@ def keys(folder: str) -> dict[str, object]:
         "passes": passes(),
         "within a step": within_a_step(),
         "buffers": buffers(),
+        "first steps": first_steps_of_stages(),
     }
     ends, phases = {}, {}
     for form in ("replicated", "inter_node", "intra_node"):

@@ -8,7 +8,8 @@ collectives (`onebit/comm/`); a pipeline is built in `run.py`. The measurements 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -129,6 +130,31 @@ class CompressedStage(PipelineStage):
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
         self._arriving.clear()
+
+    # Before the first step torch runs the stage on memory as it comes, to learn the shapes of what is sent.
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._leaving_no_trace():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._leaving_no_trace():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    def _to_tensor(self, arg: Any) -> Tensor:
+        x: Tensor = super()._to_tensor(arg)
+        if not isinstance(arg, Tensor):
+            with torch.no_grad():
+                x.zero_()  # numbers that index something are in range
+        return x
+
+    @contextmanager
+    def _leaving_no_trace(self) -> Iterator[None]:
+        """Behind it buffers (running statistics) are as they were; so are random streams, by torch's own doing."""
+        held = [(buffer, buffer.detach().clone()) for buffer in self.submod.buffers()]
+        yield
+        for buffer, before in held:
+            buffer.data.copy_(before)  # past autograd, whose backward of that run may be still to come
 
     def _sending(self, ops: list[P2POp], codec: Codec | None, errors: Sequence[Tensor | None] = ()) -> list[P2POp]:
         for op, error in zip_longest(ops, errors):
