@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from test_torch_contract import ONE_BIT, make
 from torch import nn
 from wrapper_ranks import CASES, errors
 
+from onebit.agreement.wrappers import wrapper_of
 from onebit.comm import SimTransport, run_ranks
 
 
@@ -57,3 +59,24 @@ def test_an_all_reduce_of_the_users_own_is_warned_of_once(
         run_ranks(1, ours)
     said = [record.message for record in caplog.records]
     assert len(said) == averages and all("all 3 ranks have the same gradients" in line for line in said)
+
+
+def test_looking_for_a_wrapper_leaves_other_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tuple that is seen before it is whole cannot grow: tuple() raises SystemError in the thread that makes it."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    params, errors, is_over = list(nn.Linear(3, 3).parameters()), [], threading.Event()
+
+    def make_tuples() -> None:
+        while not is_over.is_set():
+            try:
+                tuple(number for number in range(50))
+            except SystemError as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=make_tuples)
+    thread.start()
+    for _ in range(20):
+        assert wrapper_of(params) == ""
+    is_over.set()
+    thread.join()
+    assert not errors
