@@ -82,7 +82,7 @@ def read_weights(source: Path, tag: str | None = None) -> Weights:
     if source.is_file():
         if tag is not None:
             raise ValueError(f"--tag {tag} chooses among a folder's checkpoints, {source} is a file")
-        return _safetensors().load_file(source) if source.suffix == ".safetensors" else _of_torch(source)
+        return _of_safetensors(source) if source.suffix == ".safetensors" else _of_torch(source)
     if not source.is_dir():
         raise ValueError(f"{source} is not there")
     folder = _checkpoint_in(source, tag)
@@ -110,11 +110,17 @@ def _checkpoint_in(source: Path, tag: str | None) -> Path:
 # ---------------------------------------------------------------- onebit.zero
 
 
+def _of_safetensors(file: Path) -> Weights:
+    from ..zero.checkpoint.weights import read_weights as read
+
+    return read(file)
+
+
 def _of_engine(folder: Path) -> Weights:
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from ..zero.checkpoint.files import _knowing_that_it_is_alone
+    from ..zero.checkpoint.files import knowing_that_it_is_alone
     from ..zero.checkpoint.storage import Reader, read_table
 
     stamp = read_stamp(folder)
@@ -124,7 +130,7 @@ def _of_engine(folder: Path) -> Weights:
     for key, entry in table.state_dict_metadata.items():
         if key.startswith("model/") and isinstance(entry, TensorStorageMetadata):
             empty[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    with _knowing_that_it_is_alone():
+    with knowing_that_it_is_alone():
         state_dict_loader.load(empty, storage_reader=Reader(folder, table), no_dist=True)
     return {key.removeprefix("model/"): x for key, x in empty.items()}
 
@@ -329,17 +335,11 @@ def _write(weights: Weights, target: Path) -> None:
     if target.suffix == ".pt":
         _save(weights, target)
         return
-    from ..zero.checkpoint import weights as files
+    from ..zero.checkpoint.weights import write_weights
 
-    files._write(_safetensors(), target, files._once({name: x.contiguous() for name, x in weights.items()}))
+    write_weights(target, {name: x.contiguous() for name, x in weights.items()})
 
 
 def _save(content: object, target: Path) -> None:
     with create(target) as file:
         torch.save(content, file)
-
-
-def _safetensors() -> Any:
-    from ..zero.checkpoint.weights import _safetensors
-
-    return _safetensors()

@@ -123,7 +123,7 @@ class Checkpoints(Checkpointing):
                 raise
 
         if is_foreground:
-            with _knowing_that_it_is_alone():
+            with knowing_that_it_is_alone():
                 self.together(write, hint=lambda: AS_BEFORE)
         else:
             self._pending = self._writing.submit(write)
@@ -161,7 +161,7 @@ class Checkpoints(Checkpointing):
         self.together(check, loaded)
         found = self.together(_check_model, target, metadata, model, names, partial(may_lack, loaded))
         state = {f"model/{key}": tensor for key, tensor in model.items() if key in found}
-        with _knowing_that_it_is_alone():
+        with knowing_that_it_is_alone():
             self.together(
                 lambda: state_dict_loader.load(
                     state, storage_reader=Reader(target, metadata), process_group=self.group
@@ -241,7 +241,7 @@ class Own(Sequence[object]):
 
     def _load(self, keys: Sequence[str]) -> list[Tensor]:
         state = {key: self._empty(key, "cpu") for key in keys}
-        with _knowing_that_it_is_alone():
+        with knowing_that_it_is_alone():
             state_dict_loader.load(state, storage_reader=Reader(self.folder, self.metadata), no_dist=True)
         return [state[key] for key in keys]
 
@@ -285,7 +285,7 @@ def _check_model(
 
 
 @contextmanager
-def _knowing_that_it_is_alone() -> Iterator[None]:
+def knowing_that_it_is_alone() -> Iterator[None]:
     """Without torch's warning that one process saves or loads alone, which is what was asked for."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)

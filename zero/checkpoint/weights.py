@@ -13,7 +13,12 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    ValueType,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 
 from ...checkpoint.files import make_folder, reason, remove, sync_folder
 from ...comm import Transport
@@ -39,7 +44,7 @@ def export_weights(
     (chmod it to share it). Raises ImportError without safetensors, and OSError, on all ranks, where the file cannot be
     written: an older one is as it was then.
     """
-    torch_form = _safetensors()
+    check_can_export()
     if grid is not None and grid.shape.size("pipe") > 1:
         whole = _of_all_stages(model, grid)
     else:
@@ -48,7 +53,7 @@ def export_weights(
     path, problem = Path(file), None
     if transport.rank == 0:
         try:
-            _write(torch_form, path, _once({name: _in(dtype, x) for name, x in whole.items()}))
+            write_weights(path, {name: _in(dtype, x) for name, x in whole.items()})
         except (OSError, _error_of_safetensors()) as error:
             problem = f"rank 0: {path} cannot be written: {reason(error)}"
     raise_on_all_ranks(transport, problem, OSError)
@@ -91,11 +96,12 @@ def import_weights(
     ValueError, on all ranks, before anything is changed, where names or shapes differ, and where the file is damaged
     (in a file of somebody else's, as far as safetensors sees it) or not there.
     """
-    torch_form = _safetensors()
-    path, problem, whole = Path(file), None, {}
+    path, problem = Path(file), None
+    whole: dict[str, Tensor] = {}
     try:
-        whole = torch_form.load_file(path)
-        _check_sums(torch_form, path, whole)
+        whole = read_weights(path)
+    except ImportError:
+        raise
     except Exception as error:
         problem = f"rank {transport.rank}: {path} cannot be read: {error}"
     state = model.state_dict()
@@ -105,8 +111,8 @@ def import_weights(
             whole = {name: x for name, x in whole.items() if name in state}
         problem = _difference(path, whole, state)
     raise_on_all_ranks(transport, problem, ValueError)
-    whole = {name: x.to(state[name].dtype) for name, x in whole.items()}
-    set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))
+    own: dict[str, ValueType] = {name: x.to(state[name].dtype) for name, x in whole.items()}
+    set_model_state_dict(model, own, options=StateDictOptions(full_state_dict=True))
 
 
 def _difference(path: Path, whole: dict[str, Tensor], state: dict[str, Tensor]) -> str | None:
@@ -143,7 +149,24 @@ def _tied(model: nn.Module) -> dict[str, str]:
     return names
 
 
-def _write(torch_form: ModuleType, path: Path, tensors: dict[str, Tensor]) -> None:
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """A .safetensors file's tensors, in host memory. One process.
+
+    Raises ImportError without safetensors, ValueError where a tensor is not what `write_weights` wrote, OSError or
+    SafetensorError where the file cannot be read.
+    """
+    torch_form = _safetensors()
+    whole: dict[str, Tensor] = torch_form.load_file(path)
+    _check_sums(torch_form, path, whole)
+    return whole
+
+
+def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
+    """A .safetensors file of tensors in host memory, as `export_weights` writes it. One process.
+
+    Raises ImportError without safetensors, OSError or SafetensorError where it cannot be written.
+    """
+    torch_form, tensors = _safetensors(), _once(tensors)
     make_folder(path.parent)
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     os.mkdir(hidden, 0o700)  # safetensors makes the file itself
