@@ -1,0 +1,265 @@
+"""The recursion of local steps, for one bucket: differences up, their mean down, error feedback on both phases.
+
+    w ← Inner(w, own gradient)                      in every step; nothing travels
+    Δ = k·θ - w                                     at a round; k: what weight decay has left of θ since the last one
+    c = e + γ·Δ;  q = C(c);  e ← ρ·(c - q)          phase 1; γ: the rank's weight, 1 unless tokens are counted
+    a = mean q + E;  Q = C(a);  E ← a - Q           phase 2, on the owner of a chunk
+    u ← μ·u + Q;  θ ← k·θ - η·(Q + μ·u);  w ← θ     μ = 0: θ ← k·θ - η·Q
+
+A rank that does not take part in a round sends empty frames (scale 0), so that q = 0 and e takes all of c: the mean is
+over all ranks, always, and nothing is lost. The decay is that of w's own steps, whose share in Δ is taken out by k: the
+anchor decays exactly, and no decay travels in one bit; k = 1 for a parameter that had no gradient in some step on some
+rank, whose decay stays in Δ. Where frames are lossless, w itself travels in place of Δ, which
+subtracting from θ twice would round.
+
+Δ, not the gradient, is what fits signs: it is dense and of one size. The exchange is `comm/allreduce.py`'s. Sources:
+DiLoCo (arXiv 2311.08105) for the outer step; 1-bit Adam (arXiv 2102.02888), Algorithm 1, for both errors.
+
+Shape legend: W ranks, N elements of a chunk; H ranks exchange compressed, see `comm/hierarchy.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .. import comm
+from ..comm import Codec, ErrorFeedback, Exchange, ExchangeTask, Hierarchy, IdentityCodec, Transport, Wire
+from ..layout.flat import Layout
+from ..model_parallel import local
+from ..step.clip import has_squares
+from ..usage.frozen import check_place, gradient_of
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """What becomes of a mean difference. lr: η. momentum: μ, Nesterov's. error_decay: ρ."""
+
+    lr: float = 1.0
+    momentum: float = 0.0
+    error_decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value, most in (("outer_lr", self.lr, 10.0), ("error_decay", self.error_decay, 1.0)):
+            if not 0.0 < value <= most:
+                raise ValueError(f"{name} must be above 0 and at most {most:g}, got {value}")
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"outer_momentum must lie in [0, 1), got {self.momentum}")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the anchor becomes the mean of the weights."""
+        return self.lr == 1.0 and self.momentum == 0.0
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's part in a round of a bucket. keep_K: k, by parameter; the same on all ranks. weight: γ.
+
+    is_present: False: its difference is owed. sends_weights: w travels in place of Δ; the same on all ranks.
+    """
+
+    keep_K: tuple[float, ...]
+    weight: float = 1.0
+    is_present: bool = True
+    sends_weights: bool = False
+
+
+@dataclass(eq=False)
+class LocalBucket:
+    """Some parameters of one group, and what is kept of them beside the inner optimizer's state.
+
+    anchor: θ, float32 [W·N], the same bits on all ranks. velocity: u, likewise; None where μ = 0. ef: e and E. wire and
+    at_send: of an exchange under way: its frames, and w as it was sent, where w has gone on since. sent_HB: a copy of
+    the frames that were sent, for a checkpoint.
+    """
+
+    index: int
+    first: int
+    rank: int
+    hierarchy: Hierarchy
+    group_index: int
+    device: torch.device
+    params: list[Tensor]
+    names: list[str]
+    layout: Layout
+    counts: Tensor
+    anchor: Tensor
+    ef: ErrorFeedback
+    velocity: Tensor | None = None
+    wire: Wire | None = None
+    at_send: Tensor | None = None
+    sent_HB: Tensor | None = None
+
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients where they lie, of what this rank holds; None for what is frozen now. They may be sparse."""
+        grads = map(gradient_of, self.params)
+        return [None if grad is None else local(grad) for grad in grads]
+
+    def state_bytes(self) -> int:
+        """Bytes of anchor, errors and outer momentum."""
+        kept = (self.anchor, self.velocity, self.ef.worker, self.ef.server, self.ef.server_next)
+        return sum(t.nbytes for t in kept if t is not None)
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What this rank holds of the parameters, where it lies."""
+        return [local(p) for p in self.params]
+
+    def rows(self, flat: Tensor) -> Tensor:
+        """A flat tensor, one row for each owner."""
+        return flat.view(self.layout.world_size, -1)
+
+    def flatten(self) -> Tensor:
+        """The parameters as they are, float32 [W·N], zeros in the padding. A new tensor."""
+        flat = torch.zeros(self.layout.numel, device=self.device)
+        torch._foreach_copy_(self.layout.views(flat), self.held)
+        return flat
+
+    def difference(self, keep_K: Sequence[float]) -> Tensor:
+        """Δ, float32 [W·N], zeros in the padding. A new tensor."""
+        flat = torch.zeros(self.layout.numel, device=self.device)
+        views, anchors = self.layout.views(flat), self.layout.views(self.anchor)
+        for delta, theta, w, keep in zip(views, anchors, self.held, keep_K, strict=True):
+            if keep == 1.0:
+                torch.sub(theta, w, out=delta)
+            else:
+                torch.mul(theta, keep, out=delta).sub_(w)
+        return flat
+
+    def can_travel(self) -> bool:
+        """Whether the parameters are finite, and so that frames can hold their differences."""
+        return all(bool(has_squares(w)) for w in self.held)
+
+    def return_to_anchor(self) -> None:
+        """w ← θ."""
+        torch._foreach_copy_(self.held, self.layout.views(self.anchor))
+
+    def owes(self) -> bool:
+        """Whether the worker error holds anything."""
+        return bool(self.ef.worker.any())
+
+    # ---------------------------------------------------------------- a round
+
+    def send(self, codec: Codec, transport: Transport, share: Share, *, keeps_weights: bool) -> Exchange:
+        """Both phases, from the parameters as they are now. Yields Works; at the end the wire has everybody's frames.
+
+        keeps_weights: w goes on while this travels; see `land`.
+        """
+        for p, name, shape in zip(self.params, self.names, self.layout.shapes, strict=True):
+            check_place(self.rank, p, name, shape, self.device)
+        x = self.flatten() if share.sends_weights else self.difference(share.keep_K)
+        if keeps_weights:
+            self.at_send = x.clone() if share.sends_weights else self.flatten()
+        if share.weight != 1.0:
+            x.mul_(share.weight)
+        self.wire = Wire.empty(
+            codec, self.layout.numel, self.layout.world_size, hierarchy=self.hierarchy, device=self.device
+        )
+        counts_HJ = self.hierarchy.rows(self.counts)
+        x_HN = self.hierarchy.rows(x)  # the ranks of a node have averaged gradients: theirs is the same x
+        e_HN = self.ef.worker.view(x_HN.shape)
+        if share.is_present:
+            codec.encode(x_HN, e_HN, self.wire.sent_HB, counts_HJ)
+        else:
+            codec.encode(torch.zeros_like(x_HN), None, self.wire.sent_HB, counts_HJ)
+            x_HN.add_(e_HN)
+        # In a flat world x is the next error; of a node's ranks each keeps its own rows.
+        residual = x if len(x_HN) == self.layout.world_size else x_HN.reshape(-1).clone()
+        self.ef.worker_next = residual.to(self.ef.worker.dtype)
+        if keeps_weights:
+            self.sent_HB = self.wire.sent_HB.clone()
+        yield from comm.exchange(self.ef, codec, transport, self.wire, x_HN.shape[1], self.counts)
+
+    def send_again(self, codec: Codec, transport: Transport, sent_HB: Tensor) -> Exchange:
+        """The same from the frames of a checkpoint; at_send and ef.worker_next are there."""
+        self.wire = Wire.empty(
+            codec, self.layout.numel, self.layout.world_size, hierarchy=self.hierarchy, device=self.device
+        )
+        self.wire.sent_HB.copy_(sent_HB)
+        self.sent_HB = sent_HB
+        yield from comm.exchange(self.ef, codec, transport, self.wire, self.layout.chunk, self.counts)
+
+    def land(self, codec: Codec, outer: OuterStep, share: Share) -> None:
+        """Take over what has arrived: errors, anchor, parameters.
+
+        Raises RuntimeError, on all ranks, where frames are not finite: senders had checked what they sent.
+        """
+        wire, self.wire = self.wire, None
+        assert wire is not None
+        if not bool(codec.is_finite(wire.frames_WB, self.layout.chunk)):
+            raise RuntimeError(
+                f"rank {self.rank}: the mean difference of {self.names[0]} and its bucket is not finite, though every "
+                "rank's was: lower the learning rate, and resume from a checkpoint"
+            )
+        self.ef.commit()
+        self.ef.worker_next = self.ef.worker.new_empty(0)
+        if outer.error_decay != 1.0:
+            self.ef.worker.mul_(outer.error_decay)
+        anchor_WN = self.rows(self.anchor)
+        if share.sends_weights:
+            codec.decode(wire.frames_WB, anchor_WN)
+        else:
+            for theta, keep in zip(self.layout.views(self.anchor), share.keep_K, strict=True):
+                if keep != 1.0:
+                    theta.mul_(keep)
+            codec.decode(wire.frames_WB, anchor_WN, weight=-outer.lr, keep=1.0)
+            if self.velocity is not None:
+                codec.decode(wire.frames_WB, self.rows(self.velocity), keep=outer.momentum)
+                self.anchor.sub_(self.velocity, alpha=outer.lr * outer.momentum)
+        self._follow_anchor()
+
+    def _follow_anchor(self) -> None:
+        """w ← θ, and what w has gained since it was sent."""
+        if self.at_send is not None:
+            gained = zip(self.held, self.layout.views(self.anchor), self.layout.views(self.at_send), strict=True)
+            for w, theta, sent in gained:
+                w.add_(theta - sent)
+            self.at_send = self.sent_HB = None
+        else:
+            self.return_to_anchor()
+
+
+def is_lossless(codec: Codec) -> bool:
+    """Whether frames hold float32 as it is."""
+    return isinstance(codec, IdentityCodec)
+
+
+@dataclass(eq=False)
+class Fragment:
+    """Buckets that travel together. due: the step after which they are sent next.
+
+    sent_at, lands_at: of the exchange under way; None: there is none. shares, tasks: of it, by bucket. keeps: by group,
+    k since they were sent last; decays: by parameter, whether it had a gradient in every step since. tokens: those
+    since then. synced_at: the step after which its parameters were last the anchor.
+    """
+
+    index: int
+    buckets: list[LocalBucket]
+    due: int
+    keeps: list[float] = field(default_factory=list)
+    decays: list[bool] = field(default_factory=list)
+    tokens: float = 0.0
+    synced_at: int = 0
+    sent_at: int | None = None
+    lands_at: int | None = None
+    shares: list[Share] = field(default_factory=list)
+    tasks: list[ExchangeTask] = field(default_factory=list)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it has been sent and has not landed."""
+        return self.lands_at is not None
+
+    @property
+    def params(self) -> list[Tensor]:
+        """In the order of `decays`."""
+        return [p for bucket in self.buckets for p in bucket.params]
+
+    def begin(self, step: int) -> None:
+        """Its parameters were sent after this step: the next round begins."""
+        self.tokens, self.keeps = 0.0, [1.0] * len(self.keeps)
+        self.decays, self.sent_at = [True] * len(self.decays), step

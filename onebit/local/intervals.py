@@ -1,0 +1,150 @@
+"""How many local steps there are between two rounds: fixed, by a table, from the learning rate, or from the network.
+
+Pure functions of numbers that all ranks share. Sources: QSR, the quadratic synchronisation rule (arXiv 2310.14423,
+section 2): H = max(H_least, ⌊(a/lr)²⌋).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from ..arithmetic.schedule import whole_steps
+
+
+class Interval(Protocol):
+    """When the next round is. smallest: the least that `steps` ever says."""
+
+    @property
+    def smallest(self) -> int: ...
+
+    def steps(self, step: int, lr: float) -> int:
+        """Local steps to the next round, at least 1, decided after so many steps at this learning rate."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same number of steps each time."""
+
+    every: int
+
+    def __post_init__(self) -> None:
+        _check_at_least_one("every", self.every)
+
+    @property
+    def smallest(self) -> int:
+        return self.every
+
+    def steps(self, step: int, lr: float) -> int:
+        return self.every
+
+
+@dataclass(frozen=True)
+class Table:
+    """{first step: interval from there on}. Steps count from 0, and 0 must be in it."""
+
+    intervals: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, table: Mapping[int, int]) -> Table:
+        """Raises ValueError where it does not begin at step 0, or an interval is below 1."""
+        pairs = sorted((whole_steps("a step of every", s), whole_steps("every", h)) for s, h in table.items())
+        if not pairs or pairs[0][0] != 0:
+            raise ValueError(f"every={dict(table)} must say what holds from step 0 on, as {{0: 4, 1000: 32}}")
+        for _, interval in pairs:
+            _check_at_least_one("every", interval)
+        return cls(tuple(pairs))
+
+    @property
+    def smallest(self) -> int:
+        return min(interval for _, interval in self.intervals)
+
+    def steps(self, step: int, lr: float) -> int:
+        return [interval for first, interval in self.intervals if first <= step][-1]
+
+
+@dataclass(frozen=True)
+class QSR:
+    """H = ⌊(scale/lr)²⌋, between least and most: rounds grow rare as the learning rate falls.
+
+    scale: the learning rate at which H is 1; with a peak rate p and `least` there, scale = p·√(least + 1) lets H grow
+    as soon as the rate has left its peak. lr: the largest of all groups. Source: arXiv 2310.14423.
+    """
+
+    scale: float
+    least: int = 4
+    most: int = 128
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.scale < math.inf:
+            raise ValueError(f"scale must be above 0 and finite, got {self.scale}")
+        _check_at_least_one("least", self.least)
+        if self.most < self.least:
+            raise ValueError(f"most must be at least least={self.least}, got {self.most}")
+
+    @property
+    def smallest(self) -> int:
+        return self.least
+
+    def steps(self, step: int, lr: float) -> int:
+        if lr <= 0.0:
+            return self.most
+        return int(min(max((self.scale / lr) ** 2, self.least), self.most))
+
+
+@dataclass
+class Auto:
+    """The smallest H at which a round takes at most `share` of the time that H steps compute, between least and most.
+
+    Asked once, `MEASURED_STEPS` steps after the start; until then rounds are `least` steps apart. chosen: the answer,
+    which is saved: a resumed run does not ask again.
+    """
+
+    least: int = 4
+    most: int = 64
+    share: float = 0.05
+    chosen: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_at_least_one("least", self.least)
+        if self.most < self.least:
+            raise ValueError(f"most must be at least least={self.least}, got {self.most}")
+        if not 0.0 < self.share <= 1.0:
+            raise ValueError(f"share must be above 0 and at most 1, got {self.share}")
+
+    @property
+    def smallest(self) -> int:
+        return self.least
+
+    def decide(self, compute_s: float, exchange_s: float) -> int:
+        """Take the measured seconds in: of a step's computing, and of a round. The same numbers on all ranks."""
+        enough = math.inf if compute_s <= 0.0 else exchange_s / (self.share * compute_s)
+        self.chosen = int(min(max(math.ceil(min(enough, self.most)), self.least), self.most))
+        return self.chosen
+
+    def steps(self, step: int, lr: float) -> int:
+        return self.least if self.chosen is None else self.chosen
+
+
+MEASURED_STEPS = 12
+Every: TypeAlias = "int | str | Mapping[int, int] | QSR | Auto"
+
+
+def interval_of(every: Every) -> Interval:
+    """What `every=` says. Raises ValueError and TypeError."""
+    if isinstance(every, QSR | Auto):
+        return every
+    if isinstance(every, str):
+        if every != "auto":
+            raise ValueError(f'every must be a number of steps, {{step: number}}, a QSR or "auto", got {every!r}')
+        return Auto()
+    if isinstance(every, Mapping):
+        return Table.of(every)
+    return Fixed(whole_steps("every", every))
+
+
+def _check_at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")

@@ -1,0 +1,292 @@
+"""The state of local steps as a dict: what is saved, checked and taken back, and what another world takes over.
+
+As the inner optimizer's own, with "anchor", "worker_error" and "outer_momentum" among each parameter's entries; the
+rest is under "onebit". Right behind a round parameters are the anchors, and are left out; otherwise each rank's are in.
+An exchange under way is saved as the frames that were sent, and is sent again when it is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..agreement.replicas import make_equal
+from ..checkpoint.change_world_size import gather_states, resize
+from ..comm import Codec, ExchangeTask
+from ..layout.flat import lay_out
+from ..model_parallel import local
+from ..usage.contract import State, check_identity
+from .fragment import Fragment, LocalBucket, Share
+from .intervals import Auto
+
+if TYPE_CHECKING:
+    from .local_steps import LocalSteps
+
+log = logging.getLogger(__name__)
+
+KIND = "local steps"
+_VERSION = 1
+_OURS = ("anchor", "worker_error", "outer_momentum")
+
+
+def identity(optimizer: LocalSteps) -> dict[str, object]:
+    """What a state must say to be this rank's."""
+    return {
+        "kind": KIND,
+        "version": _VERSION,
+        "inner": type(optimizer.inner).__name__,
+        "rank": optimizer.transport.rank,
+        "world_size": optimizer.transport.world_size,
+        "local_size": optimizer.hierarchy.local_size,
+        "shard": optimizer.model_parallel_group.whole.rank,
+        "shards": optimizer.model_parallel_group.whole.world_size,
+        "block": optimizer.codec.block,
+        "codec": optimizer.codec.name,
+        "fragments": len(optimizer.fragments),
+    }
+
+
+# ---------------------------------------------------------------- save
+
+
+def save(optimizer: LocalSteps, inner: State) -> State:
+    """The inner optimizer's state, and this rank's share of local steps."""
+    numbers = optimizer.buckets.numbers()
+    entries = {key: dict(entry) for key, entry in inner["state"].items()}
+    for bucket in optimizer.buckets:
+        for p, ours in zip(bucket.params, _entries(bucket), strict=True):
+            entries[numbers[p]] = {**entries.get(numbers[p], {}), **ours}
+    stats = optimizer.stats
+    record: State = {
+        **identity(optimizer),
+        "steps": optimizer.steps,
+        "interval": stats.interval,
+        "chosen": optimizer.interval.chosen if isinstance(optimizer.interval, Auto) else None,
+        "is_frozen": optimizer.is_frozen,
+        "counts": [stats.rounds, stats.missed_rounds, stats.skipped_steps],
+        "timetable": [_timetable(fragment) for fragment in optimizer.fragments],
+        "buckets": [
+            {
+                "phase": "local",
+                "numel": bucket.layout.numel,
+                "params": [numbers[p] for p in bucket.params],
+                "frames": None,
+                "server_error": bucket.ef.server,
+            }
+            for bucket in optimizer.buckets
+        ],
+    }
+    if not optimizer.is_at_anchor():
+        record["parameters"] = [local(p).detach() for p in optimizer.buckets.params]
+        record["module_buffers"] = {name: local(buffer).detach() for name, buffer in optimizer.named_buffers()}
+    return {**inner, "state": entries, "onebit": record}
+
+
+def _entries(bucket: LocalBucket) -> list[dict[str, Tensor]]:
+    """What is kept of each parameter."""
+    worker = bucket.ef.worker if bucket.wire is None else bucket.ef.worker_next
+    flats = {"anchor": bucket.anchor, "worker_error": _spread(bucket, worker)}
+    if bucket.velocity is not None:
+        flats["outer_momentum"] = bucket.velocity
+    views = {name: bucket.layout.views(flat) for name, flat in flats.items()}
+    return [{name: of[k] for name, of in views.items()} for k in range(len(bucket.params))]
+
+
+def _spread(bucket: LocalBucket, own: Tensor) -> Tensor:
+    """A flat tensor [W·N] that holds these own rows, zeros where another rank of the node keeps them."""
+    if bucket.hierarchy.local_size == 1:
+        return own
+    flat = own.new_zeros(bucket.layout.numel)
+    rows = bucket.hierarchy.rows(flat)
+    rows.copy_(own.view(rows.shape))
+    return flat
+
+
+def _timetable(fragment: Fragment) -> State:
+    """Where a fragment is in its round, and what of it is under way."""
+    found: State = {
+        "buckets": len(fragment.buckets),
+        "due": fragment.due,
+        "keeps": list(fragment.keeps),
+        "decays": list(fragment.decays),
+        "tokens": fragment.tokens,
+        "synced_at": fragment.synced_at,
+        "lands_at": fragment.lands_at,
+    }
+    if fragment.is_under_way:
+        found["sent_at"] = fragment.sent_at
+        found["shares"] = [vars(share) for share in fragment.shares]
+        found["sent"] = [bucket.sent_HB for bucket in fragment.buckets]
+        found["at_send"] = [
+            list(bucket.layout.views(bucket.at_send)) for bucket in fragment.buckets if bucket.at_send is not None
+        ]
+    return found
+
+
+# ---------------------------------------------------------------- load
+
+
+def load(optimizer: LocalSteps, state: State) -> None:
+    """See `LocalSteps.load_state_dict`."""
+    record = state.get("onebit")
+    where = f"rank {optimizer.transport.rank}: cannot load this optimizer state: "
+    if record is None:
+        optimizer.inner.load_state_dict(state)
+        _begin_here(optimizer)
+        return
+    if record.get("kind") != KIND:
+        raise ValueError(
+            f"{where}it is that of {record.get('kind', 'a one-bit optimizer')}, this is of local steps around "
+            f"{type(optimizer.inner).__name__}; to go on from the model's weights alone load no optimizer state"
+        )
+    check_identity(where, record, identity(optimizer), [bucket.layout.numel for bucket in optimizer.buckets])
+    numbers = optimizer.buckets.numbers()
+    for bucket in optimizer.buckets:
+        for p, name, shape in zip(bucket.params, bucket.names, bucket.layout.shapes, strict=True):
+            entry = state["state"].get(numbers[p], {})
+            expected = _OURS if bucket.velocity is not None else _OURS[:2]
+            if missing := [key for key in expected if key not in entry or entry[key].shape != shape]:
+                raise ValueError(f"{where}it has no {missing[0]} of shape {tuple(shape)} for {name}")
+    optimizer.inner.load_state_dict(_inner_part(state))
+    entries = {p: state["state"][numbers[p]] for p in optimizer.buckets.params}
+    for bucket, saved in zip(optimizer.buckets, record["buckets"], strict=True):
+        _restore_bucket(bucket, [entries[p] for p in bucket.params], saved["server_error"])
+    for p, w in zip(optimizer.buckets.params, record.get("parameters", ()), strict="parameters" in record):
+        local(p).copy_(w)
+    named = dict(optimizer.named_buffers())
+    for name, value in record.get("module_buffers", {}).items():
+        if name in named:
+            local(named[name]).copy_(value)
+    optimizer.resume(record)
+    for fragment, saved in zip(optimizer.fragments, record["timetable"], strict=True):
+        _restore_timetable(optimizer, fragment, saved)
+
+
+def _inner_part(state: State) -> State:
+    """The state without what is ours: the inner optimizer's own."""
+    entries = {}
+    for key, entry in state["state"].items():
+        theirs = {name: value for name, value in entry.items() if name not in _OURS}
+        if theirs:
+            entries[key] = theirs
+    return {name: value for name, value in state.items() if name != "onebit"} | {"state": entries}
+
+
+def _begin_here(optimizer: LocalSteps) -> None:
+    """Nothing owed, and anchors where the parameters are: the state was of the inner optimizer alone."""
+    make_equal(optimizer.transport, [local(p) for p in optimizer.buckets.params if local(p).numel() > 0])
+    for bucket in optimizer.buckets:
+        bucket.anchor.copy_(bucket.flatten())
+        bucket.ef.worker.zero_()
+        bucket.ef.server.zero_()
+        if bucket.velocity is not None:
+            bucket.velocity.zero_()
+
+
+def _restore_bucket(bucket: LocalBucket, entries: Sequence[State], server_error: Tensor) -> None:
+    worker = torch.zeros(bucket.layout.numel, dtype=bucket.ef.worker.dtype, device=bucket.device)
+    for name, flat in (("anchor", bucket.anchor), ("worker_error", worker), ("outer_momentum", bucket.velocity)):
+        if flat is not None:
+            for view, entry in zip(bucket.layout.views(flat), entries, strict=True):
+                view.copy_(entry[name])
+    bucket.ef.worker.copy_(bucket.hierarchy.rows(worker).reshape(-1))
+    bucket.ef.server.copy_(server_error)
+    bucket.wire = bucket.at_send = bucket.sent_HB = None
+    bucket.return_to_anchor()
+
+
+def _restore_timetable(optimizer: LocalSteps, fragment: Fragment, saved: State) -> None:
+    fragment.due, fragment.tokens, fragment.synced_at = saved["due"], saved["tokens"], saved["synced_at"]
+    fragment.keeps, fragment.decays = list(saved["keeps"]), list(saved["decays"])
+    fragment.lands_at, fragment.sent_at, fragment.tasks = saved["lands_at"], saved.get("sent_at"), []
+    if not fragment.is_under_way:
+        return
+    fragment.shares = [Share(**share) for share in saved["shares"]]
+    for bucket, weights, sent in zip(fragment.buckets, saved["at_send"], saved["sent"], strict=True):
+        bucket.at_send = torch.zeros(bucket.layout.numel, device=bucket.device)
+        torch._foreach_copy_(bucket.layout.views(bucket.at_send), list(weights))
+        bucket.ef.worker_next = bucket.ef.worker.clone()
+        frames = sent.to(bucket.device, copy=True)
+        fragment.tasks.append(ExchangeTask(bucket.send_again(optimizer.codec, optimizer.transport, frames)))
+    if optimizer.is_past_first_phase(fragment):
+        for task in fragment.tasks:
+            task.advance()
+
+
+# ---------------------------------------------------------------- of all ranks of another world
+
+
+def load_of_all_ranks(optimizer: LocalSteps, states: Sequence[State]) -> None:
+    """See `LocalSteps.load_state_dicts`."""
+    rank, W, local_size = optimizer.transport.rank, optimizer.transport.world_size, optimizer.hierarchy.local_size
+    if len(states) == W and states[rank].get("onebit", {}).get("local_size", 1) == local_size:
+        optimizer.load_state_dict(states[rank])
+        return
+    world = gather_states(_landed(state, optimizer.codec) for state in states)
+    record = world.state["onebit"]
+    if len(record["buckets"]) == len(optimizer.buckets):
+        record["buckets"] = [
+            {**saved, "numel": bucket.layout.numel, "server_error": _own_chunk(bucket, server_error)}
+            for bucket, saved, server_error in zip(
+                optimizer.buckets, record["buckets"], world.server_errors, strict=True
+            )
+        ]
+    record |= {"rank": rank, "world_size": W, "local_size": local_size}
+    optimizer.load_state_dict(world.state)
+    if rank == 0:
+        log.info(
+            "local steps of %d ranks taken over by %d: anchors stay, each owes the mean of what was owed, its sum is "
+            "kept; parameters between rounds, and inner states, are the mean of the old ranks'",
+            world.size,
+            W,
+        )
+
+
+def _own_chunk(bucket: LocalBucket, server_error: Tensor | None) -> Tensor:
+    assert server_error is not None
+    rows = resize(server_error, bucket.layout.numel).view(bucket.layout.world_size, -1)
+    return rows[bucket.hierarchy.owner]
+
+
+def _landed(state: State, codec: Codec) -> State:
+    """The state as if what is under way had not been sent: it is owed, and parameters have what came behind it."""
+    record = state.get("onebit")
+    if record is None or all(saved["lands_at"] is None for saved in record.get("timetable", ())):
+        return state
+    record = dict(record)
+    entries = {key: dict(entry) for key, entry in state["state"].items()}
+    parameters = list(record["parameters"])
+    numbers = [number for saved in record["buckets"] for number in saved["params"]]
+    place, timetable = {number: k for k, number in enumerate(numbers)}, []
+    buckets = iter(record["buckets"])
+    for saved in record["timetable"]:
+        mine = [next(buckets) for _ in range(saved["buckets"])]
+        timetable.append({**saved, "lands_at": None})
+        if saved["lands_at"] is None:
+            continue
+        for bucket, weights, frames, share in zip(mine, saved["at_send"], saved["sent"], saved["shares"], strict=True):
+            shapes = [entries[number]["anchor"].shape for number in bucket["params"]]
+            layout = lay_out(shapes, codec.block, record["world_size"])
+            sent = _decoded(frames, codec, layout.chunk, record)
+            views = zip(bucket["params"], weights, layout.views(sent), share["keep_K"], strict=True)
+            for number, w_sent, q, keep in views:
+                entry, k = entries[number], place[number]
+                entry["anchor"] = entry["anchor"] * keep
+                if not share["sends_weights"]:  # these were sent whole: nothing of them is owed, or lost
+                    entry["worker_error"] = entry["worker_error"] + q.to(entry["worker_error"].dtype)
+                    parameters[k] = entry["anchor"] + (parameters[k] - w_sent)
+    record |= {"timetable": timetable, "parameters": parameters}
+    return {**state, "state": entries, "onebit": record}
+
+
+def _decoded(frames_HB: Tensor, codec: Codec, chunk: int, record: State) -> Tensor:
+    """What frames of a rank's own rows say, flat [W·N]; zeros where another rank of the node has sent."""
+    values = torch.zeros(record["world_size"], chunk, device=frames_HB.device)
+    nodes = len(frames_HB)
+    first = record["rank"] % record["local_size"] * nodes
+    codec.decode(frames_HB, values[first : first + nodes])
+    return values.view(-1)

@@ -1,0 +1,221 @@
+"""What local steps cost in loss: the price of locality and the price of compression, apart.
+
+    python scripts/study.py local-steps --steps 600 --lrs 4e-3 8e-3 --seeds 0 1 --results runs/local.jsonl
+
+All methods see the same batches. AdamW averages gradients in every step, and "AdamW with an outer step" takes Nesterov's
+step over its own last H steps, as DiLoCo does: what such a step gives one worker alone. "DiLoCo" is the published outer
+step (.7, .9) over differences in full or in eight bits; "local" takes the mean of the weights, "one bit" the same from
+frames in one bit. Each method has the rate that suits it best of those given, by the mean over seeds. Locality: local
+differences in full against AdamW; compression: one bit against differences in full, by equal schedules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from provenance import check_record, revision, write_record
+from torch.optim.lr_scheduler import LambdaLR
+from train.model import decay_groups
+
+import onebit
+from onebit.comm import Codec, IdentityCodec, Int8Codec, SignCodec, SimTransport, run_ranks
+from study.run import WEIGHT_DECAY
+from study.tasks import Task, load_task
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, and what it found. loss: of validation. bits: sent per parameter and step, without (n-1)/n."""
+
+    task: str
+    method: str
+    every: int
+    ranks: int
+    steps: int
+    rows: int
+    lr: float
+    seed: int
+
+    def lr_at(self, step: int) -> float:
+        """Linear over the first twentieth, then a cosine to a tenth of the peak; a share of the peak."""
+        rise = max(1, self.steps // 20)
+        if step < rise:
+            return (step + 1) / rise
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - rise) / max(1, self.steps - rise)))
+
+
+@dataclass(frozen=True)
+class Way:
+    """every_of: what LocalSteps takes, of a job; None: AdamW alone. is_one_worker: all batches in one."""
+
+    every_of: Callable[[Job], object] | None = None
+    codec: Codec | None = None
+    outer: tuple[float, float] = (1.0, 0.0)
+    is_one_worker: bool = False
+    fragments: int = 1
+    delay_of: Callable[[Job], int] = lambda job: 0
+
+
+def _fixed(job: Job) -> object:
+    return job.every
+
+
+def _started(job: Job) -> object:
+    """A twentieth of the steps in rounds of two, another in rounds of a quarter of H."""
+    twentieth = max(1, job.steps // 20)
+    return {0: 2, twentieth: max(2, job.every // 4), 2 * twentieth: job.every}
+
+
+def _qsr(job: Job) -> object:
+    """From H at the peak to 4·H."""
+    return onebit.QSR(scale=job.lr * math.sqrt(job.every), least=job.every, most=4 * job.every)
+
+
+NESTEROV = (0.7, 0.9)
+WAYS = {
+    "AdamW": Way(is_one_worker=True),
+    "AdamW with an outer step": Way(_fixed, IdentityCodec(), NESTEROV, is_one_worker=True),
+    "local": Way(_fixed, IdentityCodec()),
+    "one bit": Way(_fixed, SignCodec()),
+    "one bit, started": Way(_started, SignCodec()),
+    "local, started": Way(_started, IdentityCodec()),
+    "one bit, QSR": Way(_qsr, SignCodec()),
+    "one bit, 2 fragments, delay H/4": Way(_fixed, SignCodec(), fragments=2, delay_of=lambda job: job.every // 4),
+    "DiLoCo, fp32": Way(_fixed, IdentityCodec(), NESTEROV),
+    "DiLoCo, int8": Way(_fixed, Int8Codec(), NESTEROV),
+    "DiLoCo, one bit": Way(_fixed, SignCodec(), NESTEROV),
+}
+
+
+def run_job(job: Job) -> dict:
+    """The loss and the traffic of a run."""
+    task, way, began = load_task(job.task), WAYS[job.method], time.perf_counter()
+    found = run_ranks(1 if way.is_one_worker else job.ranks, lambda t: _train(job, way, task, t), timeout_s=600.0)
+    loss, bits = found[0]
+    return {**asdict(job), "loss": loss, "bits": bits, "seconds": time.perf_counter() - began}
+
+
+def _train(job: Job, way: Way, task: Task, transport: SimTransport) -> tuple[float, float]:
+    model = task.build(job.seed)
+    inner: torch.optim.Optimizer = torch.optim.AdamW(decay_groups(model, WEIGHT_DECAY), lr=job.lr)
+    optimizer = inner
+    if way.every_of is not None:
+        optimizer = onebit.LocalSteps(
+            inner,
+            way.every_of(job),  # type: ignore[arg-type]
+            outer_lr=way.outer[0],
+            outer_momentum=way.outer[1],
+            codec=way.codec,
+            fragments=way.fragments,
+            delay=way.delay_of(job),
+            bucket_cap_mb=0.1 if way.fragments > 1 else 16.0,
+            transport=transport,
+        )
+    schedule = LambdaLR(optimizer, job.lr_at)
+    workers = range(job.ranks) if way.is_one_worker else [transport.rank]
+    for step in range(job.steps):
+        parts = [task.batch(job.seed, step, worker, job.rows) for worker in workers]
+        task.loss(model, tuple(torch.cat(column) for column in zip(*parts, strict=True))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    if not isinstance(optimizer, onebit.LocalSteps):
+        return task.evaluate(model), 64.0
+    optimizer.sync()
+    bits = optimizer.stats.mean_bits_per_parameter * job.ranks / max(1, job.ranks - 1)
+    return (task.evaluate(model) if transport.rank == 0 else 0.0), 64.0 if way.is_one_worker else bits
+
+
+# ---------------------------------------------------------------- the table
+
+
+def report(results: Sequence[dict]) -> Iterator[str]:
+    first = results[0]
+    yield (
+        f"{first['task']}, {first['ranks']} workers of {first['rows']} rows, {first['steps']} steps, seeds "
+        f"{', '.join(map(str, sorted({r['seed'] for r in results})))}; each method at its best rate of "
+        f"{', '.join(f'{lr:g}' for lr in sorted({r['lr'] for r in results}))}. Bits per parameter and step, without "
+        f"(n-1)/n. Revision {revision()}.\n"
+    )
+    yield "| method | H | bits | best rate | loss | to AdamW | to the same in full |\n" + "| --- " * 7 + "|"
+    best = {key: _best(results, *key) for key in dict.fromkeys((r["method"], r["every"]) for r in results)}
+    plain = next((value for (method, _), value in best.items() if method == "AdamW"), None)
+    in_full = {"one bit": "local", "one bit, started": "local, started", "DiLoCo, one bit": "DiLoCo, fp32"}
+    in_full |= {"DiLoCo, int8": "DiLoCo, fp32"}
+    for (method, every), (lr, losses, bits) in best.items():
+        twin = best.get((in_full.get(method, ""), every))
+        cells = [method, "" if method == "AdamW" else str(every), f"{bits:.3f}", f"{lr:g}"]
+        cells += [f"{statistics.mean(losses):.4f}", *(_gap(losses, other) for other in (plain, twin))]
+        yield "| " + " | ".join(cells) + " |"
+
+
+def _best(results: Sequence[dict], method: str, every: int) -> tuple[float, list[float], float]:
+    """(rate, losses by seed, bits), of those with the most seeds the rate of the least mean loss."""
+    by_rate: dict[float, list[dict]] = {}
+    for r in results:
+        if (r["method"], r["every"]) == (method, every):
+            by_rate.setdefault(r["lr"], []).append(r)
+    most = max(len(runs) for runs in by_rate.values())
+    whole = {lr: sorted(runs, key=lambda r: r["seed"]) for lr, runs in by_rate.items() if len(runs) == most}
+    lr, runs = min(whole.items(), key=lambda item: statistics.mean(r["loss"] for r in item[1]))
+    return lr, [r["loss"] for r in runs], statistics.mean(r["bits"] for r in runs)
+
+
+def _gap(losses: Sequence[float], other: tuple[float, list[float], float] | None) -> str:
+    if other is None or len(other[1]) != len(losses) or other[1] == losses:
+        return ""
+    gaps = [mine / theirs - 1 for mine, theirs in zip(losses, other[1], strict=True)]
+    return f"{statistics.mean(gaps):+.1%} ({min(gaps):+.1%} to {max(gaps):+.1%})"
+
+
+def read_results(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="study.py local-steps", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--task", default="byte-lm")
+    parser.add_argument("--methods", nargs="+", choices=WAYS, default=list(WAYS), metavar="METHOD")
+    parser.add_argument("--every", nargs="+", type=int, default=[8, 32], metavar="H")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--rows", type=int, default=4, help="of a worker's batch")
+    parser.add_argument("--lrs", nargs="+", type=float, default=[4e-3, 8e-3])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--results", type=Path, help="JSON lines; what is in there is not run again")
+    parser.add_argument("--record", type=Path, help="write the table here; on a clean tree only")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    if args.record is not None:
+        check_record(parser, args.record)
+    results = [] if args.results is None else read_results(args.results)
+    done = {tuple(r[name] for name in Job.__annotations__) for r in results}
+    for seed in args.seeds:
+        for lr in args.lrs:
+            for method in args.methods:
+                for every in args.every[:1] if method == "AdamW" else args.every:
+                    job = Job(args.task, method, every, args.ranks, args.steps, args.rows, lr, seed)
+                    if tuple(asdict(job).values()) not in done:
+                        results.append(run_job(job))
+                        if args.results is not None:
+                            args.results.parent.mkdir(parents=True, exist_ok=True)
+                            with args.results.open("a") as file:
+                                file.write(json.dumps(results[-1]) + "\n")
+    wanted = [r for r in results if (r["task"], r["ranks"], r["steps"], r["rows"]) == (
+        args.task, args.ranks, args.steps, args.rows
+    )]  # fmt: skip
+    text = "\n".join(report(wanted))
+    print(text)
+    if args.record is not None:
+        options = f"--task {args.task} --steps {args.steps} --every {' '.join(map(str, args.every))}"
+        write_record(
+            args.record, f"# Local steps\n\n```sh\npython scripts/study.py local-steps {options}\n```\n\n{text}\n"
+        )

@@ -1,0 +1,724 @@
+"""onebit.LocalSteps on ranks that are threads: the recursion, what it keeps, who may be away, and how it goes on."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracles import LocalStepsOracle, compress, parameter_blocks
+from torch import Tensor, nn
+
+import onebit
+from onebit.agreement.replicas import ReplicaError
+from onebit.agreement.step_vote import DesyncError
+from onebit.comm import IdentityCodec, Int8Codec, SignCodec, SimTransport, Transport, hierarchical, run_ranks
+from onebit.local.intervals import Auto, Fixed, interval_of
+from onebit.local.round_vote import weights_of
+
+SIZES = [(30, 20), (300,), (7,), (16, 16)]
+TOTAL = sum(int(np.prod(size)) for size in SIZES)
+BLOCK = 64
+BLOCKS = parameter_blocks([int(np.prod(size)) for size in SIZES], BLOCK)
+SMALL_BUCKETS = 0.0015  # MiB: three buckets
+
+
+def start() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(TOTAL).astype(np.float32)
+
+
+def targets(rank: int) -> np.ndarray:
+    """What a rank's quadratic loss is least at: mostly common."""
+    common, own = (np.random.default_rng(seed).standard_normal(TOTAL) for seed in (1, 50 + rank))
+    return (common + 0.3 * own).astype(np.float32)
+
+
+def noise(step: int, rank: int) -> np.ndarray:
+    return np.random.default_rng(1000 + 10 * step + rank).standard_normal(TOTAL).astype(np.float32)
+
+
+def make_params() -> list[nn.Parameter]:
+    pieces = torch.from_numpy(start()).split([int(np.prod(size)) for size in SIZES])
+    return [nn.Parameter(piece.reshape(size).clone()) for piece, size in zip(pieces, SIZES, strict=True)]
+
+
+def flat(tensors: Sequence[Tensor]) -> np.ndarray:
+    return torch.cat([t.detach().reshape(-1) for t in tensors]).numpy().copy()
+
+
+def set_gradients(params: Sequence[Tensor], step: int, rank: int) -> None:
+    g = torch.from_numpy(flat(params) - targets(rank) + noise(step, rank))
+    for p, piece in zip(params, g.split([p.numel() for p in params]), strict=True):
+        p.grad = piece.reshape(p.shape).clone()
+
+
+class Run:
+    """One rank's training."""
+
+    def __init__(self, transport: Transport, inner: Any = torch.optim.AdamW, lr: float = 0.01, **options: Any):
+        options = {"codec": SignCodec(block=BLOCK), "bucket_cap_mb": SMALL_BUCKETS, "every": 4} | options
+        inner_options = options.pop("inner_options", {})
+        self.params = make_params()
+        self.optimizer = onebit.LocalSteps(inner(self.params, lr=lr, **inner_options), transport=transport, **options)
+        self.rank = transport.rank
+
+    def train(self, steps: Sequence[int]) -> Run:
+        for step in steps:
+            set_gradients(self.params, step, self.rank)
+            self.optimizer.step()
+        return self
+
+    @property
+    def w(self) -> np.ndarray:
+        return flat(self.params)
+
+    @property
+    def theta(self) -> np.ndarray:
+        with self.optimizer.anchors():
+            return self.w
+
+    def by_parameter(self, what: str) -> np.ndarray:
+        """The anchor, the worker error, or the server error with zeros where other ranks own it."""
+        found = {}
+        for bucket in self.optimizer.buckets:
+            if what == "server":
+                whole = torch.zeros(bucket.layout.numel)
+                whole.view(bucket.layout.world_size, -1)[bucket.hierarchy.owner] = bucket.ef.server
+            else:
+                whole = bucket.anchor if what == "anchor" else bucket.ef.worker
+            found.update(zip(bucket.params, bucket.layout.views(whole), strict=True))
+        return flat([found[p] for p in self.params])
+
+
+# ---------------------------------------------------------------- the recursion
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (1, {}),
+        (2, {"outer_lr": 0.7, "outer_momentum": 0.9}),
+        (3, {"error_decay": 0.9, "inner_options": {"weight_decay": 0.3}}),
+    ],
+)
+def test_it_is_the_oracles_loop(world_size: int, options: dict[str, Any]) -> None:
+    """In float64. Signs of float32 sums may differ where a sum is a rounding away from zero: none here."""
+    options = {"inner_options": {"weight_decay": 0.0}} | options
+
+    def ours(transport: SimTransport) -> list[np.ndarray]:
+        run, found = Run(transport, every=3, **options), []
+        for step in range(12):
+            run.train([step])
+            found.append(run.w)
+        return found
+
+    oracle = LocalStepsOracle(
+        np.repeat(start().astype(np.float64)[None], world_size, 0),
+        lambda c: compress(c, BLOCKS),
+        lr=0.01,
+        decay=options["inner_options"]["weight_decay"],
+        **{key: value for key, value in options.items() if key != "inner_options"},
+    )
+    results = run_ranks(world_size, ours)
+    for step in range(12):
+        oracle.step(np.stack([oracle.w[i] - targets(i) + noise(step, i) for i in range(world_size)]))
+        if step % 3 == 2:
+            oracle.round()
+        for i, found in enumerate(results):
+            np.testing.assert_allclose(found[step], oracle.w[i], rtol=1e-5, atol=2e-6, err_msg=f"{step}, rank {i}")
+
+
+def test_what_moved_and_what_is_owed_are_all_differences() -> None:
+    """θ_T - θ_0 - η(mean e + E) = -η Σ mean Δ, with a codec that leaves much out: what is owed would move θ further."""
+    eta = 0.8
+
+    def ours(transport: SimTransport) -> tuple[np.ndarray, ...]:
+        run = Run(transport, every=3, outer_lr=eta, inner_options={"weight_decay": 0.0})
+        total = np.zeros(TOTAL)
+        for step in range(15):
+            before = run.theta
+            set_gradients(run.params, step, run.rank)
+            if step % 3 == 2:
+                run.optimizer.inner.step()  # to see w as it is sent
+                total += before.astype(np.float64) - run.w
+                for p in run.params:
+                    p.grad = None  # and the step that sends has nothing more to do
+            run.optimizer.step()
+        return run.theta, run.by_parameter("worker"), run.by_parameter("server"), total
+
+    results = run_ranks(4, ours)
+    owed = np.mean([r[1] for r in results], 0, dtype=np.float64) + np.sum([r[2] for r in results], 0, dtype=np.float64)
+    mean = np.mean([r[3] for r in results], 0)
+    np.testing.assert_allclose(results[0][0] - start() - eta * owed, -eta * mean, atol=1e-6)
+    assert np.abs(owed).max() > 1e-3  # something is owed at all
+
+
+@pytest.mark.parametrize("inner", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_one_rank_without_compression_is_the_inner_optimizer_to_the_bit(inner: Any) -> None:
+    params = make_params()
+    plain = inner(params, lr=0.01, weight_decay=0.1)
+    for step in range(8):
+        set_gradients(params, step, 0)
+        plain.step()
+
+    def ours(transport: SimTransport) -> np.ndarray:
+        return (
+            Run(transport, inner, every=1, codec=IdentityCodec(), inner_options={"weight_decay": 0.1}).train(range(8)).w
+        )
+
+    np.testing.assert_array_equal(run_ranks(1, ours)[0], flat(params))
+
+
+def test_sgd_in_every_step_without_compression_is_data_parallel_sgd() -> None:
+    params = make_params()
+    plain = torch.optim.SGD(params, lr=0.05)
+    for step in range(6):
+        sums = []
+        for rank in range(3):
+            set_gradients(params, step, rank)
+            sums.append([p.grad.clone() for p in params if p.grad is not None])
+        for p, grads in zip(params, zip(*sums, strict=True), strict=True):
+            p.grad = torch.stack(grads).mean(0)
+        plain.step()
+
+    def ours(transport: SimTransport) -> np.ndarray:
+        return Run(transport, torch.optim.SGD, lr=0.05, every=1, codec=IdentityCodec()).train(range(6)).w
+
+    for found in run_ranks(3, ours):
+        np.testing.assert_allclose(found, flat(params), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", [SignCodec(block=BLOCK), Int8Codec(block=BLOCK), IdentityCodec()])
+def test_all_ranks_agree_on_the_anchor_to_the_bit(codec: Any) -> None:
+    def ours(transport: SimTransport) -> list[bytes]:
+        run, found = Run(transport, every=2, codec=codec, check_replicas_every=1), []
+        for step in range(8):
+            run.train([step])
+            found.append(run.theta.tobytes())
+        assert run.theta.tobytes() == run.w.tobytes()
+        return found
+
+    first, *others = run_ranks(3, ours)
+    assert all(each == first for each in others) and len(set(first)) == 5
+
+
+def test_a_drifting_anchor_is_found() -> None:
+    def ours(transport: SimTransport) -> None:
+        run = Run(transport, every=2, check_replicas_every=2).train(range(2))
+        if transport.rank == 1:
+            run.optimizer.buckets[0].anchor[3] += 1e-3
+        with pytest.raises(ReplicaError, match="the anchor of"):
+            run.train(range(2, 6))
+
+    run_ranks(2, ours)
+
+
+def test_the_bytes_are_those_of_one_bit_rounds() -> None:
+    """2.125/H·(n-1)/n bits per parameter and step, within 2 %: scales, the vote and padding."""
+
+    def ours(transport: SimTransport) -> tuple[float, float]:
+        p = nn.Parameter(torch.zeros(400, 256))
+        optimizer = onebit.LocalSteps(
+            torch.optim.SGD([p], lr=1.0), every=8, transport=transport, check_replicas_every=0
+        )
+        before = transport.sent_bytes
+        for step in range(32):
+            p.grad = torch.full_like(p, float(step + transport.rank))
+            optimizer.step()
+        return 8 * (transport.sent_bytes - before) / p.numel() / 32, optimizer.stats.mean_bits_per_parameter
+
+    for counted, said in run_ranks(4, ours):
+        assert counted == pytest.approx(2.125 / 8 * 3 / 4, rel=0.02)
+        assert said == pytest.approx(counted, rel=1e-6)
+
+
+# ---------------------------------------------------------------- weight decay, untouched parameters
+
+
+def test_what_no_gradient_has_touched_does_not_move() -> None:
+    """Not by frames of scale 0, and not by a decay that the inner optimizer does not apply to it."""
+
+    def ours(transport: SimTransport) -> tuple[np.ndarray, np.ndarray]:
+        run = Run(transport, every=3, inner_options={"weight_decay": 0.5})
+        for step in range(9):
+            set_gradients(run.params, step, run.rank)
+            run.params[1].grad = None
+            if transport.rank == 1:
+                run.params[3].grad = None  # touched on one rank: it moves, everywhere
+            run.optimizer.step()
+        return run.params[1].detach().numpy().copy(), run.params[3].detach().numpy().copy()
+
+    began = make_params()
+    for untouched, touched in run_ranks(2, ours):
+        np.testing.assert_array_equal(untouched, began[1].detach().numpy())
+        assert not np.array_equal(touched, began[3].detach().numpy())
+
+
+def test_decay_travels_in_no_frame() -> None:
+    """Where gradients are zero, AdamW only decays: the anchor decays exactly, and nothing is owed."""
+
+    def ours(transport: SimTransport) -> tuple[np.ndarray, np.ndarray, float]:
+        run = Run(transport, every=4, inner_options={"weight_decay": 0.5})
+        for _ in range(8):
+            for p in run.params:
+                p.grad = torch.zeros_like(p)
+            run.optimizer.step()
+        return run.theta, run.by_parameter("worker"), run.optimizer.stats.bits_per_parameter
+
+    for theta, owed, _ in run_ranks(2, ours):
+        np.testing.assert_allclose(theta, start() * (1 - 0.01 * 0.5) ** 8, rtol=1e-5, atol=1e-7)
+        assert np.abs(owed).max() < 1e-6
+
+
+# ---------------------------------------------------------------- who takes part
+
+
+def test_a_rank_that_is_away_for_three_rounds_loses_nothing() -> None:
+    """Its differences are owed: books balance behind each round, and what it owes arrives in the rounds after."""
+    away, rounds = range(1, 4), 7
+
+    def ours(transport: SimTransport) -> list[np.ndarray]:
+        run, found = Run(transport, every=3, inner_options={"weight_decay": 0.0}), []
+        for k in range(rounds):
+            run.optimizer.is_away = transport.rank == 2 and k in away
+            run.train(range(3 * k, 3 * k + 3))
+            found.append(run.theta)
+        assert run.optimizer.stats.missed_rounds == (3 if transport.rank == 2 else 0)
+        return found
+
+    oracle = LocalStepsOracle(np.repeat(start().astype(np.float64)[None], 3, 0), lambda c: compress(c, BLOCKS), lr=0.01)
+    results = run_ranks(3, ours)
+    for k in range(rounds):
+        for step in range(3 * k, 3 * k + 3):
+            oracle.step(np.stack([oracle.w[i] - targets(i) + noise(step, i) for i in range(3)]))
+        oracle.round(away=[2] if k in away else [])
+        for found in results:
+            np.testing.assert_allclose(found[k], oracle.theta, rtol=1e-5, atol=2e-6)
+
+
+def test_a_gradient_that_is_not_finite_freezes_its_rank_and_counts_it_out() -> None:
+    def ours(transport: SimTransport) -> tuple[list[np.ndarray], np.ndarray, Any]:
+        run, found = Run(transport, every=4, inner_options={"weight_decay": 0.0}), []
+        for step in range(8):
+            set_gradients(run.params, step, run.rank)
+            if step == 1 and transport.rank == 1:
+                run.params[0].grad[0, 0] = float("nan")  # type: ignore[index]
+            run.optimizer.step()
+            found.append(run.w)
+        return found, run.by_parameter("worker"), run.optimizer.stats
+
+    (healthy, _, fine), (frozen, _, stats) = run_ranks(2, ours)
+    np.testing.assert_array_equal(frozen[0], frozen[1])  # at its last finite point
+    np.testing.assert_array_equal(frozen[1], frozen[2])
+    np.testing.assert_array_equal(frozen[3], healthy[3])  # behind the round all are where the others have gone
+    assert not np.array_equal(healthy[2], healthy[3]) and not np.array_equal(frozen[4], frozen[3])
+    assert (stats.skipped_steps, stats.missed_rounds, fine.missed_rounds) == (3, 1, 0)
+
+
+def test_parameters_that_are_not_finite_come_back_from_the_anchor() -> None:
+    def ours(transport: SimTransport) -> tuple[np.ndarray, np.ndarray]:
+        run = Run(transport, every=4)
+        run.train(range(6))
+        if transport.rank == 0:
+            with torch.no_grad():
+                run.params[2].fill_(float("inf"))
+        run.train(range(6, 16))
+        return run.theta, run.w
+
+    (theta, w), (other, _) = run_ranks(2, ours)
+    np.testing.assert_array_equal(theta, other)
+    assert np.isfinite(w).all()
+
+
+def test_differences_weigh_by_tokens() -> None:
+    def ours(transport: SimTransport) -> tuple[np.ndarray, float]:
+        run = Run(transport, every=3, inner_options={"weight_decay": 0.0})
+        for step in range(9):
+            run.optimizer.add_tokens(100 * (1 + 2 * transport.rank))
+            run.train([step])
+        return run.theta, run.optimizer.stats.weight
+
+    oracle = LocalStepsOracle(np.repeat(start().astype(np.float64)[None], 2, 0), lambda c: compress(c, BLOCKS), lr=0.01)
+    for step in range(9):
+        oracle.step(np.stack([oracle.w[i] - targets(i) + noise(step, i) for i in range(2)]))
+        if step % 3 == 2:
+            oracle.round(weights=[0.5, 1.5])
+    for (theta, weight), expected in zip(run_ranks(2, ours), (0.5, 1.5), strict=True):
+        np.testing.assert_allclose(theta, oracle.theta, rtol=1e-5, atol=2e-6)
+        assert weight == expected
+    assert weights_of([3.0, 3.0]) == weights_of([0.0, 0.0]) == [1.0, 1.0]
+
+
+def test_ranks_with_different_numbers_of_batches_end_with_the_same_parameters() -> None:
+    def ours(transport: SimTransport) -> tuple[np.ndarray, int]:
+        run = Run(transport, every=4, inner_options={"weight_decay": 0.1})
+        with run.optimizer.join():
+            run.train(range(6 + 5 * transport.rank))
+        return run.w, run.optimizer.stats.shadow_rounds
+
+    results = run_ranks(3, ours)
+    for w, _ in results[1:]:
+        np.testing.assert_array_equal(w, results[0][0])
+    assert [shadow for _, shadow in results] == [3, 2, 0][: len(results)] or results[0][1] > results[2][1] == 0
+
+
+def test_buffers_are_averaged_at_rounds_and_one_that_is_not_finite_is_left_out() -> None:
+    def ours(transport: SimTransport) -> list[float]:
+        norm = nn.BatchNorm1d(3)
+        optimizer = onebit.LocalSteps(torch.optim.SGD(norm.parameters(), lr=0.1), 2, model=norm, transport=transport)
+        found = []
+        for step in range(4):
+            assert norm.running_mean is not None
+            norm.running_mean.fill_(float(transport.rank + step))
+            if step == 3 and transport.rank == 1:
+                norm.running_mean.fill_(float("nan"))
+            for p in norm.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            found.append(float(norm.running_mean[0]))
+        return found
+
+    assert run_ranks(2, ours) == [[0.0, 1.5, 2.0, 2.25], [1.0, 1.5, 3.0, 2.25]]
+
+
+def test_inside_a_node_gradients_are_averaged_in_every_step() -> None:
+    """Two nodes of two ranks: each node is one worker of the oracle, with the mean of its ranks' gradients."""
+
+    def ours(transport: SimTransport) -> tuple[list[np.ndarray], tuple[int, int]]:
+        run, found = Run(hierarchical(transport, 2), every=3, inner_options={"weight_decay": 0.0}), []
+        for step in range(9):
+            set_gradients(run.params, step, run.rank)
+            grads = [p.grad.clone() for p in run.params if p.grad is not None]
+            for p in run.params:
+                p.grad = None
+            sum((p * g).sum() for p, g in zip(run.params, grads, strict=True)).backward()  # type: ignore[union-attr]
+            run.optimizer.step()
+            found.append(run.w)
+        return found, (run.optimizer.stats.sent_bytes_inter_node, run.optimizer.stats.sent_bytes)
+
+    oracle = LocalStepsOracle(np.repeat(start().astype(np.float64)[None], 2, 0), lambda c: compress(c, BLOCKS), lr=0.01)
+    results = run_ranks(4, ours)
+    for step in range(9):
+        each = np.stack([oracle.w[i // 2] - targets(i) + noise(step, i) for i in range(4)])
+        oracle.step(np.stack([each[:2].mean(0), each[2:].mean(0)]))
+        if step % 3 == 2:
+            oracle.round()
+        for i, (found, _) in enumerate(results):
+            np.testing.assert_allclose(found[step], oracle.w[i // 2], rtol=1e-5, atol=2e-6)
+    assert all(inter_node < sent for _, (inter_node, sent) in results)
+
+
+# ---------------------------------------------------------------- when
+
+
+def test_intervals_by_a_table_a_start_and_the_learning_rate() -> None:
+    def rounds(transport: SimTransport, steps: int, lr_at: Any = None, **options: Any) -> list[int]:
+        run, found = Run(transport, **options), []
+        for step in range(steps):
+            for group in run.optimizer.param_groups:
+                group["lr"] = 0.01 if lr_at is None else lr_at(step)
+            run.train([step])
+            if run.optimizer.stats.phase == "round":
+                found.append(step + 1)
+        return found
+
+    assert run_ranks(1, lambda t: rounds(t, 14, every={0: 2, 4: 5}))[0] == [2, 4, 9, 14]
+    assert run_ranks(1, lambda t: rounds(t, 20, every=8, start_steps=5, start_every=2))[0] == [2, 4, 6, 14]
+    qsr = onebit.QSR(scale=0.02, least=2, most=9)
+    falling = run_ranks(1, lambda t: rounds(t, 26, lambda step: 0.01 if step < 8 else 0.0072, every=qsr))[0]
+    assert falling == [4, 8, 12, 19, 26]
+    assert qsr.steps(0, 0.1) == 2 and qsr.steps(0, 1e-9) == qsr.steps(0, 0.0) == 9
+
+
+def test_auto_is_the_least_interval_that_the_network_allows() -> None:
+    auto = Auto(least=2, most=50, share=0.1)
+    assert auto.steps(0, 1.0) == 2
+    assert auto.decide(compute_s=0.1, exchange_s=0.255) == 26 == auto.steps(5, 1.0)
+    assert auto.decide(compute_s=0.1, exchange_s=9.0) == 50 and auto.decide(compute_s=0.1, exchange_s=1e-5) == 2
+    assert auto.decide(compute_s=0.0, exchange_s=1e-5) == 50
+    (run,) = run_ranks(1, lambda t: Run(t, every=Auto(least=4, most=6)).train(range(19)))
+    assert run.optimizer.interval.chosen == 6  # no network to measure here
+    assert interval_of(3) == Fixed(3)
+
+
+@pytest.mark.parametrize("delay", [1, 3])
+def test_fragments_take_turns_and_land_later(delay: int) -> None:
+    """By hand, without compression: a fragment lands `delay` steps after it was sent, and what w gained since stays."""
+
+    def ours(transport: SimTransport) -> list[list[np.ndarray]]:
+        run = Run(transport, torch.optim.SGD, lr=0.05, every=6, fragments=2, delay=delay, codec=IdentityCodec())
+        assert [len(f.buckets) for f in run.optimizer.fragments] == [2, 1]
+        found = []
+        for step in range(18):
+            run.train([step])
+            found.append([p.detach().numpy().copy() for p in run.params])
+        return found
+
+    results = run_ranks(2, ours)
+    w = [[p.detach().numpy().copy() for p in make_params()] for _ in range(2)]
+    members = [[3, 2, 1], [0]]  # the last parameters are in the first buckets
+    sent: dict[int, list[list[np.ndarray]]] = {}
+    for step in range(1, 19):
+        for i in range(2):
+            g = np.concatenate([x.reshape(-1) for x in w[i]]) - targets(i) + noise(step - 1, i)
+            pieces = np.split(g, np.cumsum([x.size for x in w[i]])[:-1])
+            w[i] = [x - np.float32(0.05) * piece.reshape(x.shape) for x, piece in zip(w[i], pieces, strict=True)]
+        for k, due in enumerate((3, 6)):
+            if step - delay in range(due, 19, 6):
+                for j in members[k]:
+                    mean = (sent[k][0][j] + sent[k][1][j]) / 2
+                    for i in range(2):
+                        w[i][j] = w[i][j] + (mean - sent[k][i][j])
+            if step in range(due, 19, 6):
+                sent[k] = [[x.copy() for x in w[i]] for i in range(2)]
+        for i, j in itertools.product(range(2), range(4)):
+            np.testing.assert_allclose(
+                results[i][step - 1][j], w[i][j], rtol=1e-4, atol=1e-5, err_msg=f"{step} {i} {j}"
+            )
+
+
+# ---------------------------------------------------------------- states
+
+
+@pytest.mark.parametrize("options", [{}, {"fragments": 2, "delay": 2, "outer_momentum": 0.5}])
+def test_a_kill_at_any_step_of_a_round_leaves_the_same_bits(options: dict[str, Any]) -> None:
+    """A saved model is rank 0's: between rounds the others have other parameters, which the state holds."""
+
+    def ours(transport: SimTransport) -> list[bool]:
+        straight, saved = Run(transport, every=5, **options), {}
+        for step in range(17):
+            if step >= 6:
+                saved[step] = copy.deepcopy(straight.optimizer.state_dict())
+            straight.train([step])
+        same = []
+        for step in range(6, 12):
+            resumed = Run(transport, every=5, **options)
+            with torch.no_grad():
+                for p in resumed.params:
+                    p.fill_(9.0)
+            resumed.optimizer.load_state_dict(saved[step])
+            resumed.train(range(step, 17))
+            same.append(np.array_equal(resumed.w, straight.w) and np.array_equal(resumed.theta, straight.theta))
+        return same
+
+    assert run_ranks(2, ours) == [[True] * 6] * 2
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fragments": 2, "delay": 2}, {"codec": IdentityCodec(), "outer_momentum": 0.5}]
+)
+def test_four_ranks_then_two_then_eight_keep_anchors_and_sums(options: dict[str, Any]) -> None:
+    """Anchors stay to the bit; what is owed, and the mean of what moved since, keep their means."""
+    options = {"inner_options": {"weight_decay": 0.0}} | options
+
+    def books(run: Run) -> tuple[np.ndarray, ...]:
+        return run.theta, run.w, run.by_parameter("worker"), run.by_parameter("server")
+
+    def first(transport: SimTransport) -> tuple[Any, tuple[np.ndarray, ...]]:
+        run = Run(transport, every=5, **options).train(range(13))
+        return copy.deepcopy(run.optimizer.state_dict()), books(run)
+
+    def go_on(transport: SimTransport, states: list[Any]) -> tuple[Any, tuple[np.ndarray, ...], np.ndarray]:
+        run = Run(transport, every=5, **options)
+        run.optimizer.load_state_dicts(copy.deepcopy(states))
+        found = books(run)
+        run.train(range(13, 18))
+        return copy.deepcopy(run.optimizer.state_dict()), found, run.theta
+
+    def total(all_books: list[tuple[np.ndarray, ...]]) -> np.ndarray:
+        """What is still to come off the anchor, per rank on average."""
+        difference = [theta.astype(np.float64) - w for theta, w, _, _ in all_books]
+        worker, server = ([book[k].astype(np.float64) for book in all_books] for k in (2, 3))
+        return np.mean(difference, 0) + np.mean(worker, 0) + np.sum(server, 0)
+
+    def check(world_size: int, states: list[Any], then: list[tuple[np.ndarray, ...]]) -> list[Any]:
+        after = run_ranks(world_size, lambda transport: go_on(transport, states))
+        if "delay" not in options:  # where frames are under way, what they said is owed again
+            np.testing.assert_allclose(total([book for _, book, _ in after]), total(then), atol=1e-6)
+        for _, book, theta in after:
+            np.testing.assert_array_equal(book[0], then[0][0])
+            np.testing.assert_array_equal(theta, after[0][2])
+        return [state for state, *_ in after]
+
+    def read(transport: SimTransport, states: list[Any]) -> tuple[np.ndarray, ...]:
+        run = Run(transport, every=5, **options)
+        run.optimizer.load_state_dict(copy.deepcopy(states[transport.rank]))
+        return books(run)
+
+    began = run_ranks(4, first)
+    of_two = check(2, [state for state, _ in began], [book for _, book in began])
+    check(8, of_two, run_ranks(2, lambda transport: read(transport, of_two)))
+
+
+def test_a_state_of_the_inner_optimizer_begins_local_steps() -> None:
+    params = make_params()
+    plain = torch.optim.AdamW(params, lr=0.01)
+    for step in range(3):
+        set_gradients(params, step, 0)
+        plain.step()
+    state = plain.state_dict()
+
+    def ours(transport: SimTransport) -> tuple[np.ndarray, float]:
+        run = Run(transport, every=4)
+        with torch.no_grad():
+            for p, q in zip(run.params, params, strict=True):
+                p.copy_(q)
+        run.optimizer.load_state_dict(copy.deepcopy(state))
+        return run.theta, float(run.optimizer.state[run.params[0]]["step"])
+
+    for theta, steps in run_ranks(2, ours):
+        np.testing.assert_array_equal(theta, flat(params))
+        assert steps == 3
+
+
+def test_it_is_a_torch_optimizer() -> None:
+    def ours(transport: SimTransport) -> None:
+        run = Run(transport, every=2)
+        optimizer, inner = run.optimizer, run.optimizer.inner
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert optimizer.param_groups is inner.param_groups and optimizer.state is inner.state
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        calls: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        optimizer.register_state_dict_post_hook(lambda _, state: state | {"mine": 1})
+        for step in range(4):
+            run.train([step])
+            schedule.step()
+        assert calls == ["before", "after"] * 4 and inner.param_groups[0]["lr"] == 0.01 / 4
+        state = optimizer.state_dict()
+        assert state["mine"] == 1 and "parameters" not in state["onebit"]  # w = θ: the half of it
+        assert optimizer.step(lambda: 7.0) == 7.0
+        assert "parameters" in optimizer.state_dict()["onebit"]
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in run.params)
+        new = nn.Parameter(torch.ones(5))
+        optimizer.add_param_group({"params": [new]})
+        assert inner.param_groups[-1]["params"] == [new]
+        new.grad = torch.ones(5)
+        optimizer.step()
+        assert optimizer.stats.phase == "round" and not torch.equal(new.detach(), torch.ones(5))
+        with pytest.raises(TypeError, match="neither copied nor pickled"):
+            copy.deepcopy(optimizer)
+
+    run_ranks(2, ours)
+
+
+def test_a_loss_scale_is_taken_out_and_an_overflow_skips_one_step_of_one_rank() -> None:
+    def ours(transport: SimTransport, is_scaled: bool) -> np.ndarray:
+        run = Run(transport, torch.optim.SGD, lr=0.05, every=3)
+        scaler = torch.amp.GradScaler(
+            "cpu", init_scale=8.0, growth_interval=1000, backoff_factor=0.5, enabled=is_scaled
+        )
+        for step in range(7):
+            set_gradients(run.params, step, run.rank)
+            grads = [p.grad.clone() for p in run.params if p.grad is not None]
+            for p in run.params:
+                p.grad = None
+            loss = sum((p * g).sum() for p, g in zip(run.params, grads, strict=True))
+            if step == 4 and transport.rank == 1:
+                loss = loss * float("inf")
+                if not is_scaled:
+                    run.optimizer.grad_scale = 1.0  # type: ignore[attr-defined]
+            scaler.scale(loss).backward()  # type: ignore[arg-type,union-attr]
+            scaler.step(run.optimizer)
+            scaler.update()
+            if not is_scaled and hasattr(run.optimizer, "grad_scale"):
+                del run.optimizer.grad_scale
+        assert run.optimizer.stats.skipped_steps == (transport.rank == 1) and run.optimizer.stats.missed_rounds == 0
+        return run.w
+
+    scaled, plain = (run_ranks(2, lambda t, on=on: ours(t, on)) for on in (True, False))
+    np.testing.assert_array_equal(scaled, plain)
+
+
+# ---------------------------------------------------------------- wrong uses
+
+
+def test_wrong_uses_are_refused_with_the_remedy() -> None:
+    def ours(transport: SimTransport) -> None:
+        def make(inner: Any = None, **options: Any) -> onebit.LocalSteps:
+            inner = torch.optim.SGD(make_params(), lr=0.1) if inner is None else inner
+            return onebit.LocalSteps(inner, transport=transport, **options)
+
+        with pytest.raises(TypeError, match=r"LocalSteps\(torch\.optim\.AdamW"):
+            make(make_params())
+        with pytest.raises(TypeError, match="exchanges by itself"):
+            make(onebit.OnebitAdam(make_params(), transport=transport))
+        with pytest.raises(TypeError, match="closure several times"):
+            make(torch.optim.LBFGS(make_params()))
+        with pytest.raises(TypeError, match=r"bfloat16.*autocast"):
+            make(torch.optim.SGD([nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))], lr=0.1))
+        with pytest.raises(ValueError, match="at least 1"):
+            make(every=0)
+        with pytest.raises(ValueError, match="from step 0 on"):
+            make(every={5: 3})
+        with pytest.raises(ValueError, match='or "auto"'):
+            make(every="soon")
+        with pytest.raises(ValueError, match="lower delay"):
+            make(every=4, delay=4)
+        with pytest.raises(ValueError, match="smaller bucket_cap_mb"):
+            make(every=8, fragments=3)
+        with pytest.raises(ValueError, match="outer_momentum"):
+            make(outer_momentum=1.0)
+        with pytest.raises(ValueError, match="this is of local steps around SGD"):
+            make().load_state_dict(onebit.OnebitAdam(make_params(), transport=transport).state_dict())
+
+    run_ranks(1, ours)
+
+
+def test_other_options_on_one_rank_are_an_error_on_all() -> None:
+    def options(transport: SimTransport) -> None:
+        with pytest.raises(ValueError, match=r"option every = Fixed\(every=4\) on rank 0 and .*every=5"):
+            Run(transport, every=4 + transport.rank)
+
+    def rates(transport: SimTransport) -> None:
+        run = Run(transport, every=2, inner_options={"weight_decay": 0.1})
+        run.optimizer.param_groups[0]["lr"] = 0.01 * (1 + transport.rank)
+        with pytest.raises(DesyncError, match="different weight decay"):
+            run.train(range(4))
+
+    def steps(transport: SimTransport) -> None:
+        run = Run(transport, every=2)
+        run.optimizer.steps += transport.rank
+        run.optimizer.fragments[0].due += transport.rank
+        with pytest.raises(DesyncError, match="different steps since the start"):
+            run.train(range(4))
+
+    for wrong in (options, rates, steps):
+        run_ranks(2, wrong)
+
+
+def test_a_parameter_that_was_frozen_and_trains_is_an_error() -> None:
+    def ours(transport: SimTransport) -> None:
+        frozen, p = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))
+        optimizer = onebit.LocalSteps(torch.optim.SGD([frozen, p], lr=0.1), every=2, transport=transport)
+        frozen.requires_grad_(True)
+        frozen.grad, p.grad = torch.ones(3), torch.ones(3)
+        with pytest.raises(RuntimeError, match="was frozen when"):
+            optimizer.step()
+
+    run_ranks(1, ours)
+
+
+def test_sync_and_the_model_as_all_agree_on_it() -> None:
+    def ours(transport: SimTransport) -> tuple[np.ndarray, np.ndarray, bool]:
+        run = Run(transport, every=4).train(range(6))
+        between, anchor = run.w, run.theta
+        run.optimizer.sync()
+        sent = transport.sent_bytes
+        run.optimizer.sync()
+        assert transport.sent_bytes == sent  # nothing has moved since
+        synced = run.w
+        run.train(range(6, 10))
+        assert run.optimizer.stats.phase == "round"  # the next round is `every` steps behind
+        return anchor, synced, np.array_equal(between, synced)
+
+    (anchor, synced, moved), (other_anchor, other_synced, _) = run_ranks(2, ours)
+    np.testing.assert_array_equal(anchor, other_anchor)
+    np.testing.assert_array_equal(synced, other_synced)
+    assert not moved and not np.array_equal(anchor, synced)
