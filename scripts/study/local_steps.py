@@ -2,11 +2,12 @@
 
     python scripts/study.py local-steps --steps 600 --lrs 4e-3 8e-3 --seeds 0 1 --results runs/local.jsonl
 
-All methods see the same batches. AdamW averages gradients in every step, and "AdamW with an outer step" takes Nesterov's
-step over its own last H steps, as DiLoCo does: what such a step gives one worker alone. "DiLoCo" is the published outer
-step (.7, .9) over differences in full or in eight bits; "local" takes the mean of the weights, "one bit" the same from
-frames in one bit. Each method has the rate that suits it best of those given, by the mean over seeds. Locality: local
-differences in full against AdamW; compression: one bit against differences in full, by equal schedules.
+All methods see the same batches. AdamW averages gradients in every step, and "AdamW with an outer step" takes
+Nesterov's step over its own last H steps, as DiLoCo does: what such a step gives one worker alone. "DiLoCo" is the
+published outer step (.7, .9) over differences in full or in eight bits; "local" takes the mean of the weights, "one
+bit" the same from frames in one bit. Each method has the rate that suits it best of those given, by the mean over
+seeds. Locality: local differences in full against AdamW; compression: one bit against differences in full, by equal
+schedules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The ways to train of `train.py`: an optimizer with its traffic, its schedule and its checkpoints, behind one face.
 
 `Dense` and `Onebit` train a whole model on each rank, over the launcher's transport; `zero_method.py` has the third,
-with sharded state, `layout_method.py` the fourth, in stages. `train.py` knows a `Method` only.
+with sharded state, `layout_method.py` the fourth, in stages, `local_method.py` the fifth, whose ranks seldom exchange.
+`train.py` knows a `Method` only.
 """
 
 from __future__ import annotations
@@ -233,12 +234,20 @@ class Onebit(ByParts):
         """Nothing was opened."""
 
 
+class Loads(Protocol):
+    """A method whose replicas are whole."""
+
+    optimizer: Optimizer
+    schedule: LambdaLR
+
+    def load(self, states: Sequence[dict]) -> None:
+        """Go on from this rank's own state, [state], or from those of all ranks of another world."""
+
+
 class ReplicaCheckpoints:
     """Of a model that is whole on every rank, in `checkpoint.py`'s form."""
 
-    def __init__(
-        self, folder: Path, model: GPT, method: Dense | Onebit, transport: comm.Transport, keep: int | None
-    ) -> None:
+    def __init__(self, folder: Path, model: GPT, method: Loads, transport: comm.Transport, keep: int | None) -> None:
         self.folder = folder
         self._model, self._method, self._transport = model, method, transport
         self._device = next(model.parameters()).device
@@ -289,6 +298,10 @@ def build_method(args: argparse.Namespace, transport: comm.Transport, device: to
 
         return Layout(transport, args)
     model = build_model(args.size, args.seed).to(device)
+    if args.local_steps is not None:
+        from train.local_method import Local
+
+        return Local(model, transport, args)
     if args.zero is None:
         return (Onebit if choice_of(args).is_one_bit else Dense)(model, transport, args)
     from train.zero_method import Zero  # imports torch.distributed.checkpoint: 2 s that other runs need not wait

@@ -43,7 +43,7 @@ _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 _WIRES = [name for name in comm.CODECS if name != "fp32"]
 _FIXED_ON_RESUME = (
     "optimizer", "size", "seed", "batch_size", "accumulate", "steps", "lr", "warmup_lr_fraction", "weight_decay",
-    "max_grad_norm", "compression", "codec", "warmup_codec",
+    "max_grad_norm", "compression", "codec", "warmup_codec", "local_steps", "outer_lr", "outer_momentum", "differences",
 )  # fmt: skip
 
 log = logging.getLogger("train")
@@ -251,6 +251,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--codec", choices=comm.momentum_codecs(), default="sign", help="one-bit optimizers: what momentum travels in")
     add("--warmup-codec", choices=comm.CODECS, help="what their gradients travel in; else eight bits")
     add("--compression", choices=("auto", "always"), default="auto", help="auto: bfloat16 where one bit gains nothing")
+    add(
+        "--local-steps",
+        type=_interval,
+        metavar="H",
+        help="a dense optimizer on each rank, a round every H steps; or auto",
+    )
+    add("--differences", choices=comm.CODECS, default="sign", help="with --local-steps: what a round travels in")
+    add("--outer-lr", type=float, default=1.0, help="with --local-steps: of the mean difference; DiLoCo's is 0.7")
+    add("--outer-momentum", type=float, default=0.0, help="with --local-steps: Nesterov's; DiLoCo's is 0.9")
     add("--max-grad-norm", type=float, default=0.0, help="clip the gradient's norm here; 0 does not")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--seed", type=int, default=0)
@@ -272,6 +281,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--dtype, --ranks-per-node, --tensor and --pipe need --zero; --zero 0 shards nothing")
     if args.optimizer == SHARDED_ONLY and args.zero not in (1, 2):
         parser.error(f"--optimizer {SHARDED_ONLY} needs --zero 1 or --zero 2")
+    if args.local_steps is not None and args.zero is not None:
+        parser.error("--local-steps goes without --zero: the engine averages gradients in every step")
     if args.accumulate is None:  # a pipeline's schedule needs a part for each stage
         args.accumulate = args.pipe or 1
     return args
@@ -281,6 +292,10 @@ def _positive(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
     return value
+
+
+def _interval(text: str) -> int | str:
+    return text if text == "auto" else _positive(text)
 
 
 def _optimizer_keys() -> dict[str, list[str]]:

@@ -125,6 +125,33 @@ def test_resumed_run_equals_uninterrupted_run(
     assert_same_checkpoint(newest(parts), newest(whole))
 
 
+@pytest.mark.parametrize("differences", ["sign", "fp32"])
+def test_local_steps_resume_between_two_rounds(tmp_path: Path, differences: str) -> None:
+    more = ["--local-steps", "7", "--differences", differences, "--accumulate", "2", "--max-grad-norm", "1.0"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(2, flags(whole, *more, optimizer="adamw"))
+    run(2, flags(parts, *more, "--stop-after", "17", optimizer="adamw"))
+    run(2, flags(parts, *more, "--resume", optimizer="adamw"))
+    rows = rows_without_times(whole)
+    assert [int(row["step"]) for row in rows if row["phase"] == "round"] == [7, 14, 21, 28]
+    assert rows_without_times(parts) == rows
+    assert_same_checkpoint(newest(parts), newest(whole))
+
+
+def test_local_steps_go_on_with_another_world_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    more = ["--local-steps", "4"]
+    run(3, flags(tmp_path, *more, "--stop-after", "9", optimizer="adamw", steps=12))
+    with caplog.at_level(logging.INFO):
+        assert run(2, flags(tmp_path, *more, "--resume", optimizer="adamw", steps=12)) == [0, 0]
+    assert "local steps of 3 ranks taken over by 2" in caplog.text
+    assert [int(row["step"]) for row in read_csv(tmp_path / "run.csv")] == list(range(1, 13))
+
+
+def test_local_steps_of_a_one_bit_optimizer_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="do not exchange by themselves, got --optimizer onebit-adam"):
+        run(1, flags(tmp_path, "--local-steps", "4"))
+
+
 def test_csv_lines_after_the_checkpoint_are_dropped_on_resume(tmp_path: Path) -> None:
     run(1, flags(tmp_path, "--stop-after", "5", steps=8))
     with (tmp_path / "run.csv").open("a") as file:
@@ -442,6 +469,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, pickled_corpus: st
         (["--ranks-per-node", "2"], "--dtype, --ranks-per-node, --tensor and --pipe need --zero"),
         (["--tensor", "2"], "--dtype, --ranks-per-node, --tensor and --pipe need --zero"),
         (["--pipe", "2"], "--dtype, --ranks-per-node, --tensor and --pipe need --zero"),
+        (["--local-steps", "8", "--zero", "1"], "--local-steps goes without --zero"),
         (["--optimizer", "sharded-onebit-adam"], "needs --zero 1 or --zero 2"),
         (["--optimizer", "sharded-onebit-adam", "--zero", "3"], "needs --zero 1 or --zero 2"),
     ],

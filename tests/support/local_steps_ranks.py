@@ -6,10 +6,12 @@ import copy
 import hashlib
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import onebit
-from onebit.comm import Transport, init
+from onebit.comm import IdentityCodec, Transport, hierarchical, init
 
 
 def train(transport: Transport, resume_at: int = -1, **options: object) -> str:
@@ -50,3 +52,51 @@ def train_here(cases: list[dict[str, object]]) -> list[str]:
     found = [train(transport, **case) for case in cases]  # type: ignore[arg-type]
     transport.close()
     return found
+
+
+def shards_and_nodes() -> dict[str, object]:
+    """Two replicas of two shards under FSDP2, and two nodes of two ranks that average: the same training."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    rank = mesh.get_rank()
+
+    def take_steps(model: nn.Module, optimizer: onebit.LocalSteps, spoilt: int = -1) -> list[list[float]]:
+        """Of each step, some elements of the whole parameters. spoilt: a step in which rank 3 has no finite gradient."""
+        found = []
+        for step in range(8):
+            x = torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * rank + step))
+            model(x).square().mean().backward()
+            if step == spoilt and rank == 3:
+                for p in model.parameters():
+                    held = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+                    assert isinstance(held, Tensor)
+                    held.fill_(float("nan"))
+            optimizer.step()
+            optimizer.zero_grad()
+            whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+            found.append(torch.cat([p.detach().reshape(-1)[:40] for p in whole]).tolist())
+        return found
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 30), nn.Linear(30, 3))
+
+    def sharded(spoilt: int, **options: object) -> tuple[list[list[float]], int]:
+        model = make()
+        for layer in (model[0], model[2], model[3]):
+            fully_shard(layer, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        given = {"every": 3, "check_replicas_every": 3, **onebit.transports_of(mesh), **options}
+        optimizer = onebit.LocalSteps(inner, **given)  # type: ignore[arg-type]
+        return take_steps(model, optimizer, spoilt), optimizer.stats.missed_rounds
+
+    model = make()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    nodes = onebit.LocalSteps(inner, 3, codec=IdentityCodec(), transport=hierarchical(init("gloo", levels=1), 2))
+    in_one_bit, missed = sharded(spoilt=4)
+    return {
+        "sharded": sharded(-1, codec=IdentityCodec())[0],
+        "nodes": take_steps(model, nodes),
+        "in one bit": in_one_bit,
+        "missed": missed,
+    }
