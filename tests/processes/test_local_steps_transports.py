@@ -27,7 +27,7 @@ def test_the_same_bits_on_every_transport(backend: str) -> None:
 
 @pytest.mark.thorough
 def test_shards_of_fsdp2_take_rounds_between_replicas() -> None:
-    """As nodes whose ranks average gradients. A shard whose gradient is not finite counts its replica out, not itself."""
+    """As nodes whose ranks average gradients. A gradient that is not finite on one shard counts its replica out."""
     results: Any = run_torchrun(4, local_steps_ranks.shards_and_nodes, timeout_s=120).check().results
     for result in results:
         np.testing.assert_allclose(result["sharded"], result["nodes"], rtol=2e-4, atol=2e-5)
