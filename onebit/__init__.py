@@ -16,7 +16,7 @@ from .agreement.skips import SkippedStepsError
 from .agreement.step_vote import DesyncError
 from .arithmetic.muon import muon_groups
 from .lamb import Lamb
-from .local.intervals import QSR
+from .local.intervals import QSR, Auto
 from .local.local_steps import LocalSteps
 from .model_parallel import transports_of
 from .onebit_adam import OnebitAdam
@@ -27,7 +27,7 @@ from .version import VERSION as __version__
 from .zero_one_adam import ZeroOneAdam
 
 __all__ = [
-    "QSR", "DDPHookState", "DesyncError", "Lamb", "LocalSteps", "OnebitAdam", "OnebitLamb", "OnebitMuon",
+    "QSR", "Auto", "DDPHookState", "DesyncError", "Lamb", "LocalSteps", "OnebitAdam", "OnebitLamb", "OnebitMuon",
     "ReplicaError", "SkippedStepsError", "ZeroOneAdam", "__version__", "comm", "ddp_hook", "muon_groups",
     "sync_buffers", "transports_of",
 ]  # fmt: skip

@@ -226,7 +226,7 @@ class LocalSteps(torch.optim.Optimizer):
         if known:
             self.fragments[-1].buckets += self.buckets[known:]
         else:
-            interval = self._next_interval()
+            interval = self.stats.interval = self._next_interval()
             shares = _divide(self.buckets, self._most_fragments)
             P = len(shares)
             if self._most_fragments > P and self.buckets:
@@ -734,7 +734,8 @@ def _check_group(g: int, group: Group) -> None:
 
 def _are_finite(grads: Iterable[Tensor]) -> bool:
     held = [grad._values() if grad.is_sparse else local(grad) for grad in grads]
-    norms = torch._foreach_norm([x for x in held if x.numel() > 0], math.inf) if held else ()
+    held = [x for x in held if x.numel() > 0]
+    norms = torch._foreach_norm(held, math.inf) if held else ()
     return all(bool(torch.stack(each).isfinite().all()) for each in _by_device(norms))
 
 

@@ -21,7 +21,9 @@ def test_the_same_bits_on_every_transport(backend: str) -> None:
     simulated = [
         run_ranks(2, lambda transport, case=case: local_steps_ranks.train(transport, **case)) for case in CASES
     ]
-    assert list(ended.results) == [list(hashes) for hashes in zip(*simulated, strict=True)]
+    results: Any = ended.results
+    assert [hashes for hashes, _ in results] == [list(hashes) for hashes in zip(*simulated, strict=True)]
+    assert 2 <= results[0][1] == results[1][1] <= 6  # measured here, and agreed on
     assert simulated[1] == simulated[2]
 
 

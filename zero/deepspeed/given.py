@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import ParamsT
 
 from ...lamb import Lamb
+from ...local.local_steps import LocalSteps
 from ...optimizer import CompressedOptimizer
 from ..grid import GridShape
 from ..parallel.groups import Groups, remembered
@@ -83,6 +84,12 @@ def check_optimizer(made: object) -> torch.optim.Optimizer:
             f"{type(made).__name__} sends its own gradients, and the engine would average them once more; write it "
             f'into the configuration, as {{"optimizer": {{"type": "OneBitAdam", "params": {{...}}}}}}, or use it '
             "without the engine"
+        )
+    if isinstance(made, LocalSteps):
+        raise TypeError(
+            "LocalSteps exchanges differences in place of gradients, and the engine would average gradients in every "
+            f"step; use LocalSteps without the engine (docs/local-steps.md), or pass its {type(made.inner).__name__} "
+            "alone"
         )
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, or a function that makes one, got {type(made).__name__}")
