@@ -56,7 +56,7 @@ class LocalStats:
     """What the last step did. Bytes as payload this rank sent to others, without headers; times in milliseconds.
 
     phase: "local", or "round" where something was sent or has landed. interval: steps to the next round.
-    bits_per_parameter: of the last step, to other nodes; mean_bits_per_parameter: of all steps of this object.
+    bits_per_parameter: of the last step, to other nodes; mean_bits_per_parameter: of all steps of the run.
     rounds: so far. missed_rounds: those of them in which this rank's difference was owed and not counted.
     skipped_steps: inner steps that this rank left out, because its gradients were not finite. weight: this rank's in
     the last round. shadow_rounds: rounds of other ranks it has taken part in without batches of its own (`join`).
@@ -156,7 +156,7 @@ class LocalSteps(torch.optim.Optimizer):
         self.is_away = False
         self.stats = LocalStats()
         self._traffic, self._waited, self._computing = Traffic(self.transport), WaitClock(), StopWatch()
-        self._sent_total = 0
+        self.sent_in_run = 0
         self.is_frozen = self._is_finished = self._has_looked = False
         self._first_gradients = NOT_COMPARED
         self._finite_buffers: dict[str, Tensor] = {}
@@ -224,6 +224,7 @@ class LocalSteps(torch.optim.Optimizer):
         known = len(self.buckets)
         self.buckets.build()
         if known:
+            self._land_all()
             self.fragments[-1].buckets += self.buckets[known:]
         else:
             interval = self.stats.interval = self._next_interval()
@@ -520,13 +521,18 @@ class LocalSteps(torch.optim.Optimizer):
         fragment.tasks, fragment.sent_at, fragment.lands_at = [], None, None
         self.stats.phase = "round"
 
+    def _land_all(self) -> None:
+        for fragment in self.fragments:
+            if fragment.is_under_way:
+                self._land(fragment)
+
     def _fill_stats(self) -> None:
         sent, inter_node = self._traffic.take()
         elements = max(sum(bucket.layout.parameter_numel for bucket in self.buckets), 1)
-        self._sent_total += inter_node
+        self.sent_in_run += inter_node
         self.stats.sent_bytes, self.stats.sent_bytes_inter_node = sent, inter_node
         self.stats.bits_per_parameter = 8.0 * inter_node / elements
-        self.stats.mean_bits_per_parameter = 8.0 * self._sent_total / elements / max(self.steps, 1)
+        self.stats.mean_bits_per_parameter = 8.0 * self.sent_in_run / elements / max(self.steps, 1)
         self.stats.comm_ms = 1e3 * self._waited.total_s
 
     # ---------------------------------------------------------------- what the ranks agree on
@@ -537,9 +543,7 @@ class LocalSteps(torch.optim.Optimizer):
         Before a model is saved alone, or at the end of a run. Nothing is sent where nothing has moved since the last.
         """
         with torch.no_grad():
-            for fragment in self.fragments:
-                if fragment.is_under_way:
-                    self._land(fragment)
+            self._land_all()
             if self.is_at_anchor():
                 return
             delay, self.delay = self.delay, 0
@@ -685,6 +689,7 @@ class LocalSteps(torch.optim.Optimizer):
         """Called when a state is loaded: the place in the run, and what is counted from there."""
         self.steps, self.stats.interval, self.is_frozen = record["steps"], record["interval"], record["is_frozen"]
         self.stats.rounds, self.stats.missed_rounds, self.stats.skipped_steps = record["counts"]
+        self.sent_in_run = record["sent_bytes"]
         if isinstance(self.interval, Auto):
             self.interval.chosen = record["chosen"]
         self.replica_check.restart(self.steps)

@@ -68,6 +68,7 @@ def save(optimizer: LocalSteps, inner: State) -> State:
         "chosen": optimizer.interval.chosen if isinstance(optimizer.interval, Auto) else None,
         "is_frozen": optimizer.is_frozen,
         "counts": [stats.rounds, stats.missed_rounds, stats.skipped_steps],
+        "sent_bytes": optimizer.sent_in_run,
         "timetable": [_timetable(fragment) for fragment in optimizer.fragments],
         "buckets": [
             {

@@ -647,6 +647,24 @@ def test_it_is_a_torch_optimizer() -> None:
     run_ranks(2, ours)
 
 
+def test_a_group_may_come_while_a_fragment_is_under_way() -> None:
+    def ours(transport: SimTransport) -> tuple[np.ndarray, ...]:
+        run = Run(transport, every=6, fragments=2, delay=3).train(range(7))
+        assert run.optimizer.fragments[1].is_under_way
+        new = nn.Parameter(torch.full((5,), float(transport.rank)))
+        run.optimizer.add_param_group({"params": [new]})  # rank 0's values
+        for step in range(7, 20):
+            new.grad = torch.full((5,), 1.0 + transport.rank)
+            run.train([step])
+        run.optimizer.sync()
+        return run.w, new.detach().numpy().copy()
+
+    (w, new), (other_w, other_new) = run_ranks(2, ours)
+    np.testing.assert_array_equal(w, other_w)
+    np.testing.assert_array_equal(new, other_new)
+    assert (new < -0.05).all()
+
+
 def test_a_loss_scale_is_taken_out_and_an_overflow_skips_one_step_of_one_rank() -> None:
     def ours(transport: SimTransport, is_scaled: bool) -> np.ndarray:
         run = Run(transport, torch.optim.SGD, lr=0.05, every=3)

@@ -1,0 +1,34 @@
+"""`study.py local-steps`: every method trains, the table has a row for each, and what was run is not run again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+from study.local_steps import WAYS, main
+
+TRAIN = ["--task", "digits", "--steps", "12", "--every", "4", "--lrs", "1e-2", "2e-2", "--ranks", "2"]
+
+
+@pytest.mark.thorough
+def test_every_method_has_a_row_with_its_bits_and_its_prices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "runs" / "local.jsonl"
+    main([*TRAIN, "--results", str(results)])
+    lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    rows = {cells[0]: [cell.strip() for cell in cells] for cells in lines[2:]}
+    assert rows.keys() == WAYS.keys()
+    assert float(rows["local"][2]) == pytest.approx(64 / 4, rel=0.05)
+    assert float(rows["one bit"][2]) == pytest.approx(2.125 / 4, rel=0.1)  # 27 k parameters: the vote counts
+    assert float(rows["DiLoCo, int8"][2]) == pytest.approx(2 * 8.0625 / 4, rel=0.05)
+    assert "%" in rows["local"][5] and "%" in rows["one bit"][6]
+    written = results.read_text()
+    assert len(written.splitlines()) == 2 * len(WAYS) and json.loads(written.splitlines()[0])["loss"] > 0
+    main([*TRAIN, "--results", str(results)])
+    assert results.read_text() == written
