@@ -321,6 +321,17 @@ def test_a_gradient_that_is_not_finite_freezes_its_rank_and_counts_it_out() -> N
     assert (stats.skipped_steps, stats.missed_rounds, fine.missed_rounds) == (3, 1, 0)
 
 
+def test_finite_gradients_whose_sum_is_not_are_taken() -> None:
+    def ours(transport: SimTransport) -> int:
+        p = nn.Parameter(torch.zeros(64))
+        optimizer = onebit.LocalSteps(torch.optim.SGD([p], lr=1e-38), 2, transport=transport)
+        p.grad = torch.full((64,), 1e38)
+        optimizer.step()
+        return optimizer.stats.skipped_steps
+
+    assert run_ranks(1, ours) == [0]
+
+
 def test_parameters_that_are_not_finite_come_back_from_the_anchor() -> None:
     def ours(transport: SimTransport) -> tuple[np.ndarray, np.ndarray]:
         run = Run(transport, every=4)
