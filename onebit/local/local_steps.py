@@ -156,7 +156,7 @@ class LocalSteps(torch.optim.Optimizer):
         self.is_away = False
         self.stats = LocalStats()
         self._traffic, self._waited, self._computing = Traffic(self.transport), WaitClock(), StopWatch()
-        self.sent_in_run = 0
+        self.sent_in_run = self._inter_node_before = 0
         self.is_frozen = self._is_finished = self._has_looked = False
         self._first_gradients = NOT_COMPARED
         self._finite_buffers: dict[str, Tensor] = {}
@@ -328,7 +328,8 @@ class LocalSteps(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._waited.total_s, self.stats.phase = 0.0, "local"
+        self._begin_counting()
+        self.stats.phase = "local"
         names = list(self.buckets.frozen.values())
         refuse_unfrozen(self.transport.rank, names, [[gradient_of(p) is not None for p in self.buckets.frozen]])
         self._note_first_gradients()
@@ -526,8 +527,15 @@ class LocalSteps(torch.optim.Optimizer):
             if fragment.is_under_way:
                 self._land(fragment)
 
+    def _begin_counting(self) -> None:
+        """What is sent between steps is somebody else's; but inside a node gradients leave during backward."""
+        self._waited.total_s, self._inter_node_before = 0.0, self.transport.sent_bytes_inter_node
+        if self._averager is None:
+            self._traffic.begin()
+
     def _fill_stats(self) -> None:
-        sent, inter_node = self._traffic.take()
+        sent, _ = self._traffic.take()
+        inter_node = self.transport.sent_bytes_inter_node - self._inter_node_before
         elements = max(sum(bucket.layout.parameter_numel for bucket in self.buckets), 1)
         self.sent_in_run += inter_node
         self.stats.sent_bytes, self.stats.sent_bytes_inter_node = sent, inter_node
@@ -543,6 +551,7 @@ class LocalSteps(torch.optim.Optimizer):
         Before a model is saved alone, or at the end of a run. Nothing is sent where nothing has moved since the last.
         """
         with torch.no_grad():
+            self._begin_counting()
             self._land_all()
             if self.is_at_anchor():
                 return
@@ -604,8 +613,10 @@ class LocalSteps(torch.optim.Optimizer):
             yield
             self._is_finished = True
             with torch.no_grad():
+                self._begin_counting()
                 while self._round(self.fragments[0]):
                     pass
+                self._fill_stats()
         finally:
             self._is_finished = False
 
@@ -628,11 +639,12 @@ class LocalSteps(torch.optim.Optimizer):
         if not self.hierarchy.inter_node.has_network:
             auto.chosen = auto.most
             return
-        numels = [bucket.layout.numel for bucket in self.buckets]
+        numels, before = [bucket.layout.numel for bucket in self.buckets], self.transport.sent_bytes_inter_node
         with self._traffic.left_out(), self._computing.paused():
             compute_s, device = self._computing.median_s(), self.buckets[0].device
             mine = measure(self.transport, compute_s, numels, self.codec, self.codec, device)
             every = self.model_parallel_group.gather(mine.compute_s, mine.onebit_s)
+        self._inter_node_before += self.transport.sent_bytes_inter_node - before
         slowest_s, exchange_s = (max(column) for column in zip(*every, strict=True))
         auto.decide(slowest_s, exchange_s)
         if self.transport.rank == 0:
