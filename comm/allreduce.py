@@ -69,14 +69,16 @@ class Wire:
     """The buffers of one bucket's exchange. They hold nothing between steps except, on request, the last frames.
 
     frames_WB: the averages, at the end. own: the rows of it that this rank exchanges across nodes; in a flat world all.
-    received_HB: everybody's frames of my chunk. mean: float32 [N], where the second encoding of an exchange without
-    error feedback leaves its residual.
+    received_HB: everybody's frames of my chunk. mean: [N], float32 or bfloat16, where the second encoding of an
+    exchange without error feedback leaves its residual. is_inside: the frames lie in the memory of what is exchanged,
+    which is dead once it is encoded: decode a copy of them into it.
     """
 
     frames_WB: Tensor
     received_HB: Tensor
     own: slice
     mean: Tensor | None = None
+    is_inside: bool = False
 
     @property
     def sent_HB(self) -> Tensor:
@@ -101,6 +103,24 @@ class Wire:
             frames_WB = torch.empty(world_size, B, dtype=torch.uint8, device=device)
         return cls(frames_WB, torch.empty_like(frames_WB[own]), own)
 
+    @classmethod
+    def inside(
+        cls, memory: Tensor, codec: Codec, world_size: int, *, hierarchy: Hierarchy, mean: Tensor | None = None
+    ) -> Wire | None:
+        """In the memory of what is exchanged without error feedback, float32 [W·N], as far as it goes; None: no room.
+
+        For codecs that do not send in place. mean: where the residual goes that nobody wants, if there is a place.
+        """
+        own, n = hierarchy.own, memory.numel() // world_size
+        B, H = codec.frame_bytes(n), own.stop - own.start
+        room = memory.view(torch.uint8)
+        first, second = world_size * B, (world_size + H) * B
+        if second > len(room):
+            return None
+        if mean is None and second + 4 * n <= len(room):
+            mean = room[second : second + 4 * n].view(torch.float32)
+        return cls(room[:first].view(world_size, B), room[first:second].view(H, B), own, mean, is_inside=True)
+
 
 def compressed_allreduce(
     x: Tensor, ef: ErrorFeedback | None, codec: Codec, transport: Transport, wire: Wire, counts: Tensor | None = None
@@ -117,8 +137,12 @@ def compressed_allreduce(
     if hierarchy.local_size > 1:
         x_HN.mul_(1.0 / hierarchy.local_size)
     worker_HN = None if ef is None else ef.worker.view(x_HN.shape)
-    codec.encode(x_HN, worker_HN, wire.sent_HB, None if counts is None else hierarchy.rows(counts))
-    if ef is not None:
+    made_HB = torch.empty_like(wire.sent_HB) if wire.is_inside else wire.sent_HB
+    codec.encode(x_HN, worker_HN, made_HB, None if counts is None else hierarchy.rows(counts))
+    if wire.is_inside:
+        wire.sent_HB.copy_(made_HB)
+    del made_HB  # all buckets wait below with what they hold
+    if ef is not None and ef.worker_next.data_ptr() != x_HN.data_ptr():
         ef.worker_next.view(x_HN.shape).copy_(x_HN)
     yield from exchange(ef, codec, transport, wire, x_HN.shape[1], counts)
 

@@ -77,8 +77,10 @@ class AdamRule(Rule):
             options = {"betas": group["betas"], "eps": group["eps"], "bias_correction": self.bias_correction}
             adam_direction_(g, m, v, step=bucket.step, **options)  # g ← m̂/D
         else:
-            self.variance.refresh(bucket, g, self.last_average(bucket), group)  # g ← m/D
-            pack_momentum(self.placement, bucket, g.clone(), group["betas"][0])
+            m_over_D = self.variance.refresh(bucket, g, self.last_average(bucket), group)
+            g.copy_(m_over_D)
+            pack_momentum(self.placement, bucket, m_over_D, group["betas"][0])
+            del m_over_D  # the step waits for the others' with what it holds
             self.mask_state(bucket)
             bucket.wires.pop(self.warmup_codec, None)  # refreshes are rare: their buffers are not kept
             g.mul_(self._correction(bucket))
@@ -194,7 +196,8 @@ class AdamRule(Rule):
     def freeze(self, bucket: Bucket) -> None:
         """The bucket's warm-up is over."""
         group, m, v_hat = self.buckets.group(bucket), bucket.flat["exp_avg"], bucket.flat["exp_avg_sq"]
-        self.allocate(bucket, "compressed")
+        self._enter(bucket, "compressed")
+        self._allocate_compressed(bucket)
         m_over_D = self.variance.freeze(bucket, m, v_hat, group["eps"])
         pack_momentum(self.placement, bucket, m_over_D, group["betas"][0])
         self.mask_state(bucket)
@@ -203,16 +206,27 @@ class AdamRule(Rule):
     # ---------------------------------------------------------------- state
 
     def allocate(self, bucket: Bucket, phase: str) -> None:
-        n, W, device = bucket.layout.numel, self.placement.world_size, bucket.device
-        bucket.phase, bucket.frames, bucket.ef, bucket.live_J = phase, None, None, None
-        bucket.wires.clear()
+        n, device = bucket.layout.numel, bucket.device
+        self._enter(bucket, phase)
         if phase == "warmup":
             bucket.flat = {name: torch.zeros(n, device=device) for name in ("exp_avg", "exp_avg_sq")}
         else:
-            bucket.ef = self.placement.new_errors(bucket)
             bucket.flat = {"denominator": torch.ones(n, device=device)}
-            bucket.frames = torch.zeros(W, self.codec.frame_bytes(n // W), dtype=torch.uint8, device=device)
-            bucket.live_J = torch.zeros(n // bucket.layout.block, dtype=torch.bool, device=device)
+            self._allocate_compressed(bucket)
+
+    def _enter(self, bucket: Bucket, phase: str) -> None:
+        """The bucket gives up all that it has, but for what is in its parameters."""
+        bucket.phase, bucket.flat = phase, {}
+        bucket.frames, bucket.ef, bucket.live_J = None, None, None
+        bucket.wires.clear()
+        bucket.release_buffer()
+
+    def _allocate_compressed(self, bucket: Bucket) -> None:
+        """What the bucket has beside D."""
+        n, W, device = bucket.layout.numel, self.placement.world_size, bucket.device
+        bucket.ef = self.placement.new_errors(bucket)
+        bucket.frames = torch.zeros(W, self.codec.frame_bytes(n // W), dtype=torch.uint8, device=device)
+        bucket.live_J = torch.zeros(n // bucket.layout.block, dtype=torch.bool, device=device)
 
     def momentum(self, bucket: Bucket) -> Tensor:
         correction = self._correction(bucket)

@@ -77,6 +77,7 @@ class MuonRule(AdamRule):
             decision = yield from self.placement.average(bucket)  # in one bit, with what is owed
             assert bucket.ef is not None
             bucket.ef.commit()
+            increment = bucket.buffer  # which may be another one from here
             self.codec.decode(self.placement.frames(bucket), bucket.rows(increment))
         if (may_move := self.masks.may_move(bucket)) is not None:
             increment.mul_(may_move)  # a frame of signs holds no zeros
@@ -115,10 +116,10 @@ class MuonRule(AdamRule):
         if not self._is_muon(bucket):
             super().freeze(bucket)
             return
-        m = bucket.flat["momentum_buffer"]
-        self.allocate(bucket, "compressed")
-        bucket.flat["momentum_buffer"].copy_(m)
-        self.buckets.publish(bucket)
+        bucket.phase = "compressed"
+        bucket.wires.clear()
+        bucket.release_buffer()
+        bucket.ef = self.placement.new_errors(bucket)
 
     # ---------------------------------------------------------------- state
 
@@ -142,6 +143,7 @@ class MuonRule(AdamRule):
         bucket.phase, bucket.ef = phase, None if phase == "warmup" else self.placement.new_errors(bucket)
         bucket.flat = {"momentum_buffer": torch.zeros(bucket.layout.numel, device=bucket.device)}
         bucket.wires.clear()
+        bucket.release_buffer()
 
     def momentum(self, bucket: Bucket) -> Tensor:
         if not self._is_muon(bucket):

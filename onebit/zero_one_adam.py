@@ -6,13 +6,13 @@ steps in between that send nothing at all. There is no dense warm-up.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from .arithmetic.adam import floor_of_blocks, normalised, sums_of_live_blocks
+from .arithmetic.adam import BLOCKS_AT_A_TIME, floor_of_blocks, normalised, sums_of_live_blocks
 from .arithmetic.schedule import LocalSteps, VarianceUpdates, variance_weight
 from .checkpoint.parameter_state import ParameterState
 from .comm import Bf16Codec, Codec, MomentumWeights, Variance
@@ -28,9 +28,6 @@ from .usage.signature import shows_all_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-# Elements of which a local step makes some ten temporaries: 256 KiB each with blocks of 256.
-BLOCKS_AT_A_TIME = 256
 
 # The rounds. Idle: every step synchronises and the learning rate is zero, so there is nothing to say.
 _VARIANCE, _SYNC, _LOCAL, _IDLE = "variance", "compressed", "local", "idle"
@@ -141,8 +138,9 @@ class ZeroOneRule(Rule):
         weight = self._weight_of_variance_step(bucket.group_index)
         v.mul_(1.0 - weight).addcmul_(g, g, value=weight)
         bucket.floor_J = None
-        D = self._variance(bucket, self._total_after(bucket.group_index, weight)).denominator().view(-1)
-        m.lerp_(g.div_(D), 1.0 - group["betas"][0])
+        for x, D in self._with_denominators(bucket, self._total_after(bucket.group_index, weight)):
+            x.div_(D)
+        m.lerp_(g, 1.0 - group["betas"][0])
         torch.mul(m, self._weights[bucket.group_index], out=bucket.buffer)
         self._decay(bucket)
         bucket.wires.pop(self.variance_codec, None)  # ever rarer: its buffers are not kept
@@ -179,7 +177,7 @@ class ZeroOneRule(Rule):
             move.mul_(self._weights[g]).add_(u)
         decision = yield from self.placement.average(bucket)
         self._take_average(bucket)
-        self.codec.decode(self.placement.frames(bucket), bucket.rows(move))
+        self.codec.decode(self.placement.frames(bucket), bucket.rows(bucket.buffer))
         anchor_views = bucket.layout.views(anchor)
         torch._foreach_copy_(bucket.held, anchor_views)
         lost = 1.0 - self._kept_share[g] * self._kept_this_step(group)
@@ -231,19 +229,29 @@ class ZeroOneRule(Rule):
         correction = 1.0 / total if self.bias_correction and total > 0.0 else 1.0
         if bucket.floor_J is None:
             bucket.floor_J = floor_of_blocks(
-                v * correction, bucket.layout, bucket.counts, floor=self.variance_floor, fallback=self._fallback
+                v,
+                bucket.layout,
+                bucket.counts,
+                floor=self.variance_floor,
+                fallback=self._fallback,
+                correction=correction,
             )
         return Variance(bucket.rows(v), bucket.rows(bucket.floor_J), correction, eps)
 
     def _normalise(self, bucket: Bucket) -> None:
-        """The buffer: this rank's gradient in, a move out. In parts whose temporaries stay in a cache."""
-        variance = self._variance(bucket)
+        """The buffer: this rank's gradient in, a move out."""
         own = self._share_of_a_gradient(bucket) / self.placement.world_size
+        for x, D in self._with_denominators(bucket):
+            x.copy_(normalised(x, D, own))
+
+    def _with_denominators(self, bucket: Bucket, total: float | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """The buffer and D, in parts whose temporaries stay in a cache. total: as for `_variance`."""
+        variance = self._variance(bucket, total)
         block, at_a_time = self.codec.block, BLOCKS_AT_A_TIME
         parts = (bucket.buffer.split(at_a_time * block), variance.v_KN.view(-1).split(at_a_time * block))
         for x, v, floor in zip(*parts, variance.floor_KJ.view(-1).split(at_a_time), strict=True):
             part = Variance(v.unsqueeze(0), floor.unsqueeze(0), variance.correction, variance.eps)
-            x.copy_(normalised(x, part.denominator()[0], own))
+            yield x, part.denominator()[0]
 
     def _share_of_a_gradient(self, bucket: Bucket) -> float:
         """What a gradient would weigh in a variance step now. Divided among those who send one: see `normalised`."""
@@ -311,6 +319,7 @@ class ZeroOneRule(Rule):
         bucket.flat = {name: torch.zeros(bucket.layout.numel, device=bucket.device) for name in names}
         bucket.floor_J = None
         bucket.wires.clear()
+        bucket.release_buffer()
         groups = len(self.buckets.groups)  # some may have nothing here: a pipeline stage without norms
         self._variance_total += [0.0] * (groups - len(self._variance_total))
         self._accumulated_weight += [0.0] * (groups - len(self._accumulated_weight))

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from ..layout.flat import Layout
 
+# Of which temporaries are made: 256 KiB each with blocks of 256, which stay in a cache.
+BLOCKS_AT_A_TIME = 256
+
 
 def adam_direction_(
     g: Tensor, m: Tensor, v: Tensor, *, betas: tuple[float, float], eps: float, step: int, bias_correction: bool
@@ -32,15 +35,19 @@ def adam_direction_(
         g.mul_(1.0 / (1.0 - beta1**step))
 
 
-def floor_of_blocks(v: Tensor, layout: Layout, counts: Tensor, *, floor: float, fallback: float) -> Tensor:
+def floor_of_blocks(
+    v: Tensor, layout: Layout, counts: Tensor, *, floor: float, fallback: float, correction: float = 1.0
+) -> Tensor:
     """What a variance is at least, by block: floor times the block's mean. float32 [W·J].
 
-    v: float32 [W·N], bias-corrected. counts: int32 [W, J]. A block that has never seen a gradient knows no scale of
-    its own: it takes the mean of its parameter's other blocks (on this rank, where it is sharded), or `fallback` (the
-    mean of the whole model) if there is none, so that a row which first gets a gradient later moves as far as its
-    neighbours. floor = 0 is the paper's rule, without any of this.
+    v: float32 [W·N]; v·correction is the variance, bias-corrected. counts: int32 [W, J]. A block that has never seen a
+    gradient knows no scale of its own: it takes the mean of its parameter's other blocks (on this rank, where it is
+    sharded), or `fallback` (the mean of the whole model) if there is none, so that a row which first gets a gradient
+    later moves as far as its neighbours. floor = 0 is the paper's rule, without any of this.
     """
-    mean_J = v.view(-1, layout.block).sum(1) / counts.view(-1).clamp(min=1)
+    parts = v.view(-1, layout.block).split(BLOCKS_AT_A_TIME)
+    sum_J = torch.cat([(part if correction == 1.0 else part * correction).sum(1) for part in parts])
+    mean_J = sum_J / counts.view(-1).clamp(min=1)
     least_J = floor * mean_J
     if floor > 0.0:
         for mean, least in zip(layout.by_parameter(mean_J), layout.by_parameter(least_J), strict=True):

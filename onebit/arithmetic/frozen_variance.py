@@ -18,7 +18,7 @@ from ..layout.bucket import Bucket
 from ..model_parallel import ModelParallelGroup
 from ..step.replicated import Replicated
 from ..usage.contract import Group, State
-from .adam import denominator_, sums_of_live_blocks
+from .adam import BLOCKS_AT_A_TIME, denominator_, sums_of_live_blocks
 from .schedule import variance_weight
 
 
@@ -77,7 +77,9 @@ class FrozenVariance:
         return m.div_(v_hat)
 
     def refresh(self, bucket: Bucket, g: Tensor, last_average: Tensor, group: Group) -> Tensor:
-        """v takes in the mean gradient g, D is made anew, and g ← m/D ← β1·m/D + (1-β1)·g/D, which is given back.
+        """v takes in the mean gradient g, D is made anew, and the average ← m/D ← β1·m/D + (1-β1)·g/D is given back.
+
+        In the memory of D, g (which becomes g/D) and the average, and little else.
 
         What is in the frames and in the errors stays as it is: moves, made or owed. Turned into gradients by the old D
         and back by the new one, the noise of compression would grow without bound where a block's D collapses.
@@ -85,13 +87,16 @@ class FrozenVariance:
         assert bucket.live_J is not None
         beta1, beta2 = group["betas"]
         D, block = bucket.flat["denominator"], bucket.layout.block
-        v = (D - group["eps"]).square_()
+        v = D.sub_(group["eps"]).square_()
         known_J = bucket.counts.view(-1) * bucket.live_J  # elements that are no padding and have seen a gradient
-        v.view(-1, block).masked_fill_(torch.arange(block, device=v.device) >= known_J.unsqueeze(1), 0.0)
-        v.lerp_(g.square(), self.share(bucket.group_index, beta2, bucket.step))
+        share = self.share(bucket.group_index, beta2, bucket.step)
+        parts = zip(*(x.split(BLOCKS_AT_A_TIME) for x in (v.view(-1, block), g.view(-1, block), known_J)), strict=True)
+        for v_Jn, g_Jn, known in parts:
+            v_Jn.masked_fill_(torch.arange(block, device=v.device) >= known.unsqueeze(1), 0.0)
+            v_Jn.lerp_(g_Jn.square(), share)
         bucket.live_J = v.view(-1, block).any(1)
-        D.copy_(self._denominator(bucket, v, group["eps"]))
-        return torch.lerp(last_average, g.div_(D), 1.0 - beta1, out=g)
+        self._denominator(bucket, v, group["eps"])  # in place
+        return last_average.lerp_(g.div_(D), 1.0 - beta1)
 
     def _denominator(self, bucket: Bucket, v: Tensor, eps: float) -> Tensor:
         return denominator_(v, bucket.layout, bucket.counts, eps=eps, floor=self.floor, fallback=self.fallback)

@@ -50,7 +50,7 @@ class Bucket:
     ef: ErrorFeedback | None = None
     wires: dict[Codec, Wire] = field(default_factory=dict)
     _buffer: Tensor | None = None
-    _views: list[Tensor] = field(default_factory=list)
+    _views: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -59,26 +59,43 @@ class Bucket:
 
     @property
     def buffer(self) -> Tensor:
-        """float32 [W·N], zeros when first asked for: gradients at the beginning of a step, its move at the end."""
+        """float32 [W·N], zeros when first asked for: gradients at the beginning of a step, its move at the end.
+
+        Where the next worker error has this shape and type, it is that one's memory, which holds nothing between steps
+        either. `ErrorFeedback.commit` makes that the error: ask for the buffer anew behind it.
+        """
+        if self.ef is not None and self.has_spare_error:
+            return self.ef.worker_next
         if self._buffer is None:
             self._buffer = torch.zeros(self.layout.numel, device=self.device)
         return self._buffer
 
     @property
+    def has_spare_error(self) -> bool:
+        """Whether the next worker error serves as the buffer."""
+        if self.ef is None:
+            return False
+        return self.ef.worker_next.dtype == torch.float32 and self.ef.worker_next.numel() == self.layout.numel
+
+    @property
     def views(self) -> list[Tensor]:
         """The buffer, by parameter."""
-        if not self._views:
-            self._views = self.layout.views(self.buffer)
-        return self._views
+        buffer = self.buffer
+        if buffer.data_ptr() not in self._views:
+            if len(self._views) == 2:  # an error and the next one: others are gone
+                self._views.clear()
+            self._views[buffer.data_ptr()] = self.layout.views(buffer)
+        return self._views[buffer.data_ptr()]
 
     @property
     def buffer_bytes(self) -> int:
-        """What the buffer takes now."""
+        """What a buffer of its own takes now."""
         return 0 if self._buffer is None else self._buffer.nbytes
 
     def release_buffer(self) -> None:
         """Give its memory back until it is asked for again."""
-        self._buffer, self._views = None, []
+        self._buffer = None
+        self._views.clear()
 
     @property
     def held(self) -> list[Tensor]:
@@ -157,7 +174,7 @@ class Bucket:
 
     def buffers(self) -> list[Tensor]:
         """The tensors that hold nothing between steps: the buffer, wires, next errors."""
-        tensors = [self.buffer] if self.buffer_bytes else []
+        tensors = [] if self._buffer is None else [self._buffer]
         for wire in self.wires.values():
             tensors += [t for t in (wire.frames_WB, wire.received_HB, wire.mean) if t is not None]
         return tensors if self.ef is None else [*tensors, self.ef.worker_next, self.ef.server_next]

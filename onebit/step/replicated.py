@@ -68,17 +68,35 @@ class Replicated:
 
     def wire(self, bucket: Bucket, codec: Codec) -> Wire:
         """The bucket's buffers for this codec, made when first needed. In full, it travels from where it lies."""
-        if codec not in bucket.wires:
-            in_place = bucket.rows(bucket.buffer.view(torch.uint8)) if codec.sends_in_place else None
-            bucket.wires[codec] = Wire.empty(
-                codec,
-                bucket.layout.numel,
-                self.world_size,
-                hierarchy=self.hierarchy,
-                frames_WB=in_place,
-                device=bucket.device,
-            )
-        return bucket.wires[codec]
+        if codec in bucket.wires:
+            return bucket.wires[codec]
+        in_place = bucket.rows(bucket.buffer.view(torch.uint8)) if codec.sends_in_place else None
+        wire = Wire.empty(
+            codec,
+            bucket.layout.numel,
+            self.world_size,
+            hierarchy=self.hierarchy,
+            frames_WB=in_place,
+            device=bucket.device,
+        )
+        if in_place is None or not bucket.has_spare_error:  # else the buffer is another one after the next commit
+            bucket.wires[codec] = wire
+        return wire
+
+    def gradient_wire(self, bucket: Bucket, codec: Codec) -> Wire:
+        """The same for gradients, which nobody owes anything: in the memory of the bucket's buffer where they fit."""
+        if codec in bucket.wires:
+            return bucket.wires[codec]
+        mean = None if bucket.ef is None else bucket.ef.server_next
+        inside = None
+        if not codec.sends_in_place:
+            inside = Wire.inside(bucket.buffer, codec, self.world_size, hierarchy=self.hierarchy, mean=mean)
+        if inside is None:
+            return self.wire(bucket, codec)
+        if inside.mean is None:  # one rank alone: kept, as nothing of it is in memory that changes places
+            inside.mean = torch.empty(bucket.layout.chunk, device=bucket.device)
+            bucket.wires[codec] = inside
+        return inside
 
     # ---------------------------------------------------------------- exchanges
 
@@ -90,10 +108,13 @@ class Replicated:
         Meets the other buckets. Sends 2·(W-1)/W frames of the bucket in this codec, per rank.
         """
         g = bucket.gather(self.masks.gradients(bucket), scale)
-        wire = self.wire(bucket, codec)
+        wire = self.gradient_wire(bucket, codec)
         yield from comm.compressed_allreduce(g, None, codec, self.transport, wire, bucket.counts)
-        codec.decode(wire.frames_WB, bucket.rows(g))
-        decision = yield Arrived(codec.is_finite(wire.frames_WB, bucket.layout.chunk), g)
+        frames_WB = wire.frames_WB.clone() if wire.is_inside else wire.frames_WB
+        codec.decode(frames_WB, bucket.rows(g))
+        arrived = Arrived(codec.is_finite(frames_WB, bucket.layout.chunk), g)
+        del frames_WB  # all buckets wait here with what they hold
+        decision = yield arrived
         return (g if decision.clip_factor == 1.0 else g.mul_(decision.clip_factor)), decision
 
     def average(self, bucket: Bucket) -> Generator[Work | Meeting, Answer, Decision]:

@@ -1,0 +1,37 @@
+"""No step needs much more memory than the steps around it: neither the freeze, nor a refresh, nor a variance step."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from peak_memory import KINDS
+
+SCRIPT = Path(__file__).parents[1] / "support" / "peak_memory.py"
+
+
+@functools.cache
+def measured() -> dict[str, list[tuple[str, float, float]]]:
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=250)
+    assert run.returncode == 0, run.stderr
+    steps: dict[str, list[tuple[str, float, float]]] = json.loads(run.stdout)
+    return steps
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux: peaks are read from /proc")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_step_needs_5_percent_more_than_what_is_kept_between_steps(kind: str) -> None:
+    """A bucket is 1/40 of the model here: what one needs for a moment is within the bound, what all need is not."""
+    steps = measured()[kind]
+    lines = "\n".join(f"{phase}: {peak:.2f} bytes per parameter, {after:.2f} after" for phase, peak, after in steps)
+    assert len({phase for phase, _, _ in steps}) > 1, lines
+    *_, steady = steps[-1]
+    assert 16.0 < steady < 50.0, lines  # the parameters and gradients alone are 8
+    assert max(peak for _, peak, _ in steps) <= 1.05 * steady, lines
