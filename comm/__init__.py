@@ -33,7 +33,7 @@ from .codecs import (
     momentum_codecs,
 )
 from .hierarchy import HierarchicalTransport, Hierarchy, hierarchical
-from .kernels.operands import EncodeOutput, MomentumInputs, MomentumWeights, ParamUpdate, Segments, Variance
+from .kernels.operands import EncodeOutput, LocalStep, MomentumInputs, MomentumWeights, ParamUpdate, Segments, Variance
 from .launch import init
 from .transports.base import PeerError, Transport, Work, check_transport
 from .transports.simulated import SimNetwork, SimTransport, run_ranks
@@ -52,6 +52,7 @@ __all__ = [
     "IdentityCodec",
     "Int4Codec",
     "Int8Codec",
+    "LocalStep",
     "Log4Codec",
     "MomentumInputs",
     "MomentumWeights",

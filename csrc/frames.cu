@@ -376,6 +376,31 @@ struct MomentumSource {
   }
 };
 
+// kBatch rows of a block's local step. start: of the block in its parameter, of which `left` elements lie in it.
+template <class Source>
+__device__ __forceinline__ void take_rows(Source& source, int row, void* p, int kind, i64 start, int left, float* m,
+                                          float* u, float* anchor, float weight, float kept) {
+  const int within = row * kLanes + lane();
+  u32 sum[kBatch], held[kBatch];
+  float values[kBatch], moved[kBatch];
+  load_raw(sum, u, kFloat32, within);
+  load_raw(held, p, kind, start + within, left - within);
+  source.load(row);
+  source.compute(values);
+  store_floats(m, kFloat32, within, values);
+#pragma unroll
+  for (int r = 0; r < kBatch; ++r) moved[r] = values[r] * weight;
+#pragma unroll
+  for (int r = 0; r < kBatch; ++r) values[r] = __uint_as_float(sum[r]) + moved[r];
+  store_floats(u, kFloat32, within, values);
+  if (kind == kNone) return;
+  widen(held, kind);
+  if (anchor) store_words(reinterpret_cast<u32*>(anchor) + within, held, left - within);
+#pragma unroll
+  for (int r = 0; r < kBatch; ++r) values[r] = __uint_as_float(held[r]) * kept - moved[r];
+  store_floats(p, kind, start + within, values, left - within);
+}
+
 }  // namespace sign
 #endif
 
@@ -546,6 +571,38 @@ ONEBIT_KERNEL sign_apply(const u8* frames, i64 frame_stride, i64 K, i64 J, const
     store_floats(p, kind, from, values, left - inside_block);
   }
 }
+
+// Rule 8, for both forms of D. Nothing but the gradients' and the parameters' pointers is per tensor.
+#define ONEBIT_LOCAL_STEP(NAME, VARIANCE)                                                                                \
+  ONEBIT_KERNEL NAME(const int* owners, const i64* grads, const i64* first, i64 S, const i64* params, const float* D,    \
+                     const float* floor, float correction, float eps, float* m, float keep, float add, float own,        \
+                     float unscale, float* u, float* anchor, float weight, float kept, i64 K, i64 J) {                   \
+    const Place at(static_cast<u32>(K * J), static_cast<u32>(J));                                                        \
+    if (!at.inside) return;                                                                                              \
+    const i64 flat = static_cast<i64>(at.b) * kBlock;                                                                    \
+    const int s = owners[at.b];                                                                                          \
+    const sign::Pointers tensors{owners, grads, first, static_cast<int>(S)};                                             \
+    const sign::Pointers written{owners, params, first, static_cast<int>(S)};                                            \
+    const i64 start = s < 0 ? 0 : tensors.start(s, at.b);                                                                \
+    const int left = s < 0 ? 0 : tensors.left(s, at.b);                                                                  \
+    const int kind = s < 0 ? kNone : written.kind(s);                                                                    \
+    void* p = s < 0 ? nullptr : reinterpret_cast<void*>(params[s]);                                                      \
+    sign::MomentumSource<false, VARIANCE> source;                                                                        \
+    source.grad_kind = s < 0 ? kNone : tensors.kind(s);                                                                  \
+    source.grad = s < 0 ? nullptr : reinterpret_cast<const void*>(grads[s]);                                             \
+    source.grad_at = start, source.grad_left = left;                                                                     \
+    source.D = D + flat, source.correction = correction, source.eps = eps;                                               \
+    source.floor = VARIANCE ? floor[at.b] : 0.0f;                                                                        \
+    source.m = m + flat;                                                                                                 \
+    source.keep = keep, source.add = add, source.own = own, source.unscale = unscale;                                    \
+    _Pragma("unroll 1") for (int row = 0; row < kRows; row += kBatch) {                                                  \
+      sign::take_rows(source, row, p, kind, start, left, m + flat, u + flat, anchor ? anchor + flat : nullptr, weight,   \
+                      kept);                                                                                             \
+    }                                                                                                                    \
+  }
+
+ONEBIT_LOCAL_STEP(local_step, false)
+ONEBIT_LOCAL_STEP(local_step_variance, true)
 
 #endif
 

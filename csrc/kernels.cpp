@@ -126,6 +126,21 @@ struct ApplyJob {
   const float* keep;
 };
 
+// A step without frames: rule 8. m, u and anchor are rows without gaps, as D.
+struct LocalJob {
+  PointersJob grads;
+  PointersJob params;
+  const float* D;      // or the variance, where there is a
+  const float* floor;  // floor for each block
+  float correction, eps;
+  float* m;
+  float keep, add, own, unscale;
+  float* u;
+  float* anchor;  // may be null
+  float weight, kept;
+  int64_t block;
+};
+
 // The segment of a block: a walk over blocks in ascending order, with one search.
 struct SegmentAt {
   int64_t s, b;
@@ -165,6 +180,7 @@ struct Fused {
   void (*encode_mean)(const EncodeMeanJob&, int64_t begin, int64_t end);
   void (*encode_momentum)(const MomentumJob&, int64_t begin, int64_t end);
   void (*apply)(const ApplyJob&, int64_t begin, int64_t end);
+  void (*local_step)(const LocalJob&, int64_t begin, int64_t end);
 };
 
 // Of one instruction set.
@@ -307,7 +323,7 @@ void encode_rows(const Kernel& kernel, const EncodeJob& job, int64_t K, int64_t 
 #define ONEBIT_API extern "C" __attribute__((visibility("default")))
 
 // Raise it together with cpu.py's when a signature or a frame changes: a library built from older sources is then refused.
-ONEBIT_API int onebit_abi_version() { return 4; }
+ONEBIT_API int onebit_abi_version() { return 5; }
 
 ONEBIT_API int onebit_best_isa() { return best_isa(); }
 
@@ -457,5 +473,22 @@ ONEBIT_API int onebit_sign_apply(const uint8_t* frames, int64_t frame_stride, in
   if (!kernels) return 1;
   const ApplyJob job{frames, frame_stride, J, block, {params, param_kinds, first, numels, segments}, weight, keep};
   run(kernels->fused.apply, job, K * J, threads);
+  return 0;
+}
+
+ONEBIT_API int onebit_local_step(void* const* grads, const int32_t* grad_kinds, const int64_t* first,
+                                 const int64_t* numels, int64_t segments, void* const* params,
+                                 const int32_t* param_kinds, const float* D, const float* floor, double correction,
+                                 double eps, float* m, double keep, double add, double own, double unscale, float* u,
+                                 float* anchor, double weight, double kept, int64_t K, int64_t J, int64_t block, int isa,
+                                 int threads) {
+  const Kernels* kernels = kernels_for(isa);
+  if (!kernels) return 1;
+  const LocalJob job{{grads, grad_kinds, first, numels, segments},
+                     {params, param_kinds, first, numels, segments},
+                     D, floor, static_cast<float>(correction), static_cast<float>(eps), m, static_cast<float>(keep),
+                     static_cast<float>(add), static_cast<float>(own), static_cast<float>(unscale), u, anchor,
+                     static_cast<float>(weight), static_cast<float>(kept), block};
+  run(kernels->fused.local_step, job, K * J, threads);
   return 0;
 }

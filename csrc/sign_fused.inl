@@ -163,4 +163,47 @@ ONEBIT_TARGET void apply(const ApplyJob& job, int64_t begin, int64_t end) {
   }
 }
 
-constexpr Fused fused{encode_mean, encode_momentum, apply};
+ONEBIT_TARGET void local_step(const LocalJob& job, int64_t begin, int64_t end) {
+  const int64_t block = job.block;
+  std::vector<float> memory(3 * block);
+  float *grad_room = memory.data(), *p_room = grad_room + block, *anchor_room = p_room + block;
+  const Lanes weight = Lanes::splat(job.weight), kept = Lanes::splat(job.kept);
+  MomentumSource source;
+  source.is_variance = job.floor != nullptr;
+  source.correction = Lanes::splat(job.correction), source.eps = Lanes::splat(job.eps);
+  source.keep = Lanes::splat(job.keep), source.add = Lanes::splat(job.add), source.own = Lanes::splat(job.own);
+  source.unscale = Lanes::splat(job.unscale);
+  SegmentAt segment(job.grads, begin, block);
+  for (int64_t b = begin; b < end; ++b, segment.next()) {
+    const bool is_inside = segment.is_inside();
+    const int64_t s = segment.s;
+    source.grad_kind = is_inside ? static_cast<FloatKind>(job.grads.kinds[s]) : FloatKind::kNone;
+    source.grad = is_inside ? block_of(job.grads, s, b, block, grad_room) : nullptr;
+    source.D = job.D + b * block;
+    if (source.is_variance) source.floor = Lanes::splat(job.floor[b]);
+    float *m = job.m + b * block, *u = job.u + b * block, *anchor = job.anchor ? job.anchor + b * block : nullptr;
+    source.m = m;
+    const FloatKind kind = is_inside ? static_cast<FloatKind>(job.params.kinds[s]) : FloatKind::kNone;
+    const int64_t size = kind == FloatKind::kFloat32 ? 4 : 2, start = is_inside ? (b - job.params.first[s]) * block : 0;
+    const int64_t left = is_inside ? job.params.numels[s] - start : 0;
+    char* p = kind == FloatKind::kNone ? nullptr : static_cast<char*>(job.params.data[s]) + start * size;
+    const bool is_short = p && left < block;
+    void* to = is_short ? static_cast<void*>(p_room) : p;
+    float* anchor_to = is_short && anchor ? anchor_room : anchor;
+    if (is_short) std::memcpy(to, p, left * size);
+    for (int64_t i = 0; i < block; i += kLanes) {
+      const Lanes next = source(i), moved = next * weight;
+      next.store(m + i);
+      (Lanes::load(u + i) + moved).store(u + i);
+      if (!p) continue;
+      const Lanes held = load_as(to, kind, i);
+      if (anchor) held.store(anchor_to + i);
+      store_as(to, kind, i, held * kept - moved);
+    }
+    if (!is_short) continue;
+    std::memcpy(p, to, left * size);
+    if (anchor) std::memcpy(anchor, anchor_room, left * sizeof(float));
+  }
+}
+
+constexpr Fused fused{encode_mean, encode_momentum, apply, local_step};

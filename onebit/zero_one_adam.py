@@ -6,7 +6,7 @@ steps in between that send nothing at all. There is no dense warm-up.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -15,13 +15,14 @@ from torch import Tensor
 from .arithmetic.adam import BLOCKS_AT_A_TIME, floor_of_blocks, normalised, sums_of_live_blocks
 from .arithmetic.schedule import LocalSteps, VarianceUpdates, variance_weight
 from .checkpoint.parameter_state import ParameterState
-from .comm import Bf16Codec, Codec, MomentumWeights, Variance
+from .comm import Bf16Codec, Codec, LocalStep, MomentumInputs, MomentumWeights, Variance
 from .layout.bucket import Bucket
 from .layout.flat import Layout
 from .model_parallel import local
 from .optimizer import CommonOptions, CompressedOptimizer
 from .rule import Rule, codec_of_gradients
-from .step.bucket_step import Answer, Arrived, BucketStep, Decision, Meeting
+from .step.bucket_step import Arrived, BucketStep, Decision
+from .step.clip import are_finite
 from .usage.contract import Group, State, check_number
 from .usage.frozen import gradient_of
 from .usage.signature import shows_all_options
@@ -154,63 +155,87 @@ class ZeroOneRule(Rule):
         m = bucket.flat["exp_avg_update"]
         decision = yield from self.placement.average_momentum(bucket, self._variance(bucket), bucket.rows(m), weights)
         self._take_average(bucket)
-        if bucket in self.masks:
-            self.codec.decode(self.placement.frames(bucket), bucket.rows(bucket.buffer))
-            self._decay(bucket)
-            self.placement.move(bucket, decision)
-        else:
-            K, kept = len(bucket.params), self._kept_this_step(group)
-            weight_K, keep_K = (torch.full((K,), number, device=bucket.device) for number in (-1.0, kept))
-            self.placement.apply(bucket, decision, self.placement.frames(bucket), weight_K, keep_K)
+        self._move_all(bucket, decision, self._kept_this_step(group))
 
     def end_local_steps(self, bucket: Bucket, scale: float) -> BucketStep:
         """u + γ·(β1·m + (1-β1)·g/D) travels, or u where it is forced; the replicas meet at the anchor less the mean."""
-        group, u, anchor = self.buckets.group(bucket), bucket.flat["accumulated"], bucket.flat["anchor"]
-        g, move = bucket.group_index, bucket.buffer
-        if self._is_forced:
-            move.copy_(u)
+        group, u, m = self.buckets.group(bucket), bucket.flat["accumulated"], bucket.flat["exp_avg_update"]
+        g, beta1 = bucket.group_index, group["betas"][0]
+        weight = self._weights[g]
+        own = 0.0 if self._is_forced else self._share_of_a_gradient(bucket) / self.placement.world_size
+        weights = MomentumWeights(keep=weight * beta1, add=weight * (1.0 - beta1), own=own, unscale=scale)
+        if self.placement.hierarchy.local_size == 1:
+            grads = [None] * len(bucket.params) if self._is_forced else None
+            made_of = self._variance(bucket), bucket.rows(m), weights
+            decision = yield from self.placement.average_momentum(bucket, *made_of, added=u, grads=grads)
         else:
-            beta1 = group["betas"][0]
-            bucket.gather(self.masks.gradients(bucket), scale)
-            self._normalise(bucket)
-            move.mul_(1.0 - beta1).add_(bucket.flat["exp_avg_update"], alpha=beta1)
-            move.mul_(self._weights[g]).add_(u)
-        decision = yield from self.placement.average(bucket)
+            # The ranks of a node add up what each sends, not their gradients.
+            self._gather_update(bucket, weights)
+            decision = yield from self.placement.average(bucket)
         self._take_average(bucket)
-        self.codec.decode(self.placement.frames(bucket), bucket.rows(bucket.buffer))
-        anchor_views = bucket.layout.views(anchor)
-        torch._foreach_copy_(bucket.held, anchor_views)
-        lost = 1.0 - self._kept_share[g] * self._kept_this_step(group)
-        torch._foreach_add_(bucket.views, anchor_views, alpha=lost)
+        torch._foreach_copy_(bucket.held, bucket.layout.views(bucket.flat["anchor"]))
         u.zero_()
-        self.placement.move(bucket, decision)
+        self._move_all(bucket, decision, self._kept_share[g] * self._kept_this_step(group))
 
     def local_step(self, bucket: Bucket, scale: float) -> BucketStep:
         """This rank's own parameters move by γ·m_i; nothing is sent."""
-        m, u, weight = bucket.flat["exp_avg_update"], bucket.flat["accumulated"], self._weights[bucket.group_index]
-        decision = yield from self._own_gradient(bucket, scale)
+        group, weight, m = self.buckets.group(bucket), self._weights[bucket.group_index], bucket.flat["exp_avg_update"]
+        grads = self.masks.gradients(bucket)
+        decision: Decision = yield Arrived(are_finite(grads, scale, bucket.device))
+        if decision.is_spoilt:
+            grads = [None] * len(grads)
+        beta1, own = group["betas"][0], self._share_of_a_gradient(bucket) / self.placement.world_size
+        weights = MomentumWeights(keep=beta1, add=1.0 - beta1, own=own, unscale=scale)
+        is_masked = bucket in self.masks
+        moving = zip(bucket.held, decision.of(bucket), strict=True)
+        params = [p if is_seen and not is_masked else None for p, is_seen in moving]
         if self.since_sync == 0:
-            torch._foreach_copy_(bucket.layout.views(bucket.flat["anchor"]), bucket.held)
-        self._normalise(bucket)
-        m.lerp_(bucket.buffer, 1.0 - self.buckets.group(bucket)["betas"][0])
-        u.add_(m, alpha=weight)
-        torch.mul(m, weight, out=bucket.buffer)
-        self._decay(bucket)
-        self.placement.move(bucket, decision)
+            anchors = zip(params, bucket.layout.views(bucket.flat["anchor"]), bucket.held, strict=True)
+            for anchor, held in [(anchor, held) for p, anchor, held in anchors if p is None]:
+                anchor.copy_(held)
+        self.codec.local_step(
+            LocalStep(
+                MomentumInputs(grads, bucket.layout.segments, self._variance(bucket), bucket.rows(m), weights),
+                bucket.rows(bucket.flat["accumulated"]),
+                bucket.rows(bucket.flat["anchor"]) if self.since_sync == 0 else None,
+                params,
+                weight=weight,
+                kept=self._kept_this_step(group),
+            )
+        )
+        if is_masked:
+            torch.mul(m, weight, out=bucket.buffer)
+            self._decay(bucket)
+            self.placement.move(bucket, decision)
 
     def idle_step(self, bucket: Bucket, scale: float) -> BucketStep:
         """Nothing moves; the gradient is dropped, and looked at."""
-        yield from self._own_gradient(bucket, scale)
+        yield Arrived(are_finite(self.masks.gradients(bucket), scale, bucket.device))
 
     # ---------------------------------------------------------------- parts of steps
 
-    def _own_gradient(self, bucket: Bucket, scale: float) -> Generator[Meeting, Answer, Decision]:
-        """This rank's gradient, times scale, in the buffer; zeros where it is not finite."""
-        g = bucket.gather(self.masks.gradients(bucket), scale)
-        decision: Decision = yield Arrived(g.isfinite().all())
-        if decision.is_spoilt:
-            g.zero_()
-        return decision
+    def _gather_update(self, bucket: Bucket, weights: MomentumWeights) -> None:
+        """The buffer ← add·g/D + keep·m + u, or u where the synchronisation is forced."""
+        u = bucket.flat["accumulated"]
+        if self._is_forced:
+            bucket.buffer.copy_(u)
+            return
+        bucket.gather(self.masks.gradients(bucket), weights.unscale)
+        for x, D in self._with_denominators(bucket):
+            x.copy_(normalised(x, D, weights.own))
+        bucket.buffer.mul_(weights.add).add_(bucket.flat["exp_avg_update"], alpha=weights.keep).add_(u)
+
+    def _move_all(self, bucket: Bucket, decision: Decision, kept: float) -> None:
+        """p ← kept·p less what the frames say that have arrived."""
+        frames = self.placement.frames(bucket)
+        if bucket in self.masks:
+            self.codec.decode(frames, bucket.rows(bucket.buffer))
+            if kept != 1.0:
+                torch._foreach_add_(bucket.views, bucket.held, alpha=1.0 - kept)
+            self.placement.move(bucket, decision)
+        else:
+            numbers = (torch.full((len(bucket.params),), number, device=bucket.device) for number in (-1.0, kept))
+            self.placement.apply(bucket, decision, frames, *numbers)
 
     def _take_average(self, bucket: Bucket) -> None:
         """m ← U/G, from the frames that have arrived; errors are taken over."""
@@ -237,12 +262,6 @@ class ZeroOneRule(Rule):
                 correction=correction,
             )
         return Variance(bucket.rows(v), bucket.rows(bucket.floor_J), correction, eps)
-
-    def _normalise(self, bucket: Bucket) -> None:
-        """The buffer: this rank's gradient in, a move out."""
-        own = self._share_of_a_gradient(bucket) / self.placement.world_size
-        for x, D in self._with_denominators(bucket):
-            x.copy_(normalised(x, D, own))
 
     def _with_denominators(self, bucket: Bucket, total: float | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """The buffer and D, in parts whose temporaries stay in a cache. total: as for `_variance`."""

@@ -16,9 +16,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..kernels import reference
-from ..kernels.arguments import check_shape
-from ..kernels.operands import EncodeOutput, MomentumInputs, ParamUpdate
+from ..kernels.arguments import SIGN, check_shape
+from ..kernels.operands import EncodeOutput, LocalStep, MomentumInputs, ParamUpdate
 
 
 class Codec(ABC):
@@ -97,6 +98,11 @@ class FusedCodec(Codec):
         values_KN = torch.empty(len(frames_KB), n, device=frames_KB.device)
         self.decode(frames_KB, values_KN)
         reference.update_with(values_KN, update)
+
+    def local_step(self, step: LocalStep) -> None:
+        """m ← add·y + keep·m, u ← u + weight·m, p ← kept·p - weight·m, in blocks of this size; nothing is encoded."""
+        name = "reference" if self.block % SIGN.block_multiple else "auto"
+        kernels.select(name, step.momentum.old.device).local_step(step, block=self.block)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import reference
-from ..kernels.operands import EncodeOutput, MomentumInputs, ParamUpdate
+from ..kernels.operands import EncodeOutput, LocalStep, MomentumInputs, ParamUpdate
 from .base import FusedCodec, check_whole_blocks
 
 
@@ -67,6 +67,10 @@ class SignCodec(FusedCodec):
     def apply(self, frames_KB: Tensor, n: int, update: ParamUpdate) -> None:
         """p ← keep·p + weight·value, the values those of frames of rows of n elements."""
         kernels.select(self.kernel, frames_KB.device).apply(frames_KB, n, update, block=self.block)
+
+    def local_step(self, step: LocalStep) -> None:
+        """m ← add·y + keep·m, u ← u + weight·m, p ← kept·p - weight·m, in blocks of this size; nothing is encoded."""
+        kernels.select(self.kernel, step.momentum.old.device).local_step(step, block=self.block)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         return reference.scales(frames_KB, n, block=self.block).isfinite().all()

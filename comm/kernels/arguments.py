@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .operands import EncodeOutput, MomentumInputs, ParamUpdate, Segments, Variance, check_tensors
+from .operands import EncodeOutput, LocalStep, MomentumInputs, ParamUpdate, Segments, Variance, check_tensors
 
 SCALES = ("rms", "mean_abs")
 
@@ -122,19 +122,36 @@ class Edge:
     ) -> tuple[int, int]:
         """(K, J)."""
         K, J = self._check_encode_output(frame, out, block=block)
-        N, D = J * block, momentum.D_KN
-        self._check_segments("grads", momentum.grads, momentum.segments, K * J, block)
-        if isinstance(D, Variance):
-            self._check_flat("variance", D.v_KN, (torch.float32,), (K, N))
-            self._check_flat("floor", D.floor_KJ, (torch.float32,), (K, J))
-        else:
-            self._check_flat("D", D, (torch.float32,), (K, N))
+        self._check_made_of(momentum, K, J, block)
         if momentum.is_packed:
-            self._check_frames(momentum.old, K, frame.bytes(N, J))
+            self._check_frames(momentum.old, K, frame.bytes(J * block, J))
         else:
-            self._check_flat("momentum", momentum.old, (torch.float32,), (K, N))
+            self._check_flat("momentum", momentum.old, (torch.float32,), (K, J * block))
         self._check_one_device(momentum.old, out.residual_KN, *momentum.grads)
         return K, J
+
+    def check_local_step(self, step: LocalStep, *, block: int) -> tuple[int, int]:
+        """(K, J)."""
+        momentum = step.momentum
+        self._check_flat("momentum", momentum.old, (torch.float32,), None)
+        K, N = momentum.old.shape
+        J = SIGN.whole_blocks(N, block)
+        self._check_made_of(momentum, K, J, block)
+        self._check_segments("params", step.params, momentum.segments, K * J, block)
+        for name, x in (("sum", step.sum_KN), ("anchor", step.anchor_KN)):
+            if x is not None:
+                self._check_flat(name, x, (torch.float32,), (K, N))
+        self._check_one_device(momentum.old, step.sum_KN, step.anchor_KN, *momentum.grads, *step.params)
+        return K, J
+
+    def _check_made_of(self, momentum: MomentumInputs, K: int, J: int, block: int) -> None:
+        D = momentum.D_KN
+        self._check_segments("grads", momentum.grads, momentum.segments, K * J, block)
+        if isinstance(D, Variance):
+            self._check_flat("variance", D.v_KN, (torch.float32,), (K, J * block))
+            self._check_flat("floor", D.floor_KJ, (torch.float32,), (K, J))
+        else:
+            self._check_flat("D", D, (torch.float32,), (K, J * block))
 
     def check_apply(
         self, frame: Frame, frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int

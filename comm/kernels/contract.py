@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .operands import EncodeOutput, MomentumInputs, ParamUpdate
+from .operands import EncodeOutput, LocalStep, MomentumInputs, ParamUpdate
 
 
 class Backend(Protocol):
@@ -62,6 +62,8 @@ class SignKernel(Protocol):
     def encode_momentum(self, momentum: MomentumInputs, out: EncodeOutput, *, block: int, scale: str) -> None: ...
 
     def apply(self, frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int) -> None: ...
+
+    def local_step(self, step: LocalStep, *, block: int) -> None: ...
 
 
 class Int8Kernel(Protocol):

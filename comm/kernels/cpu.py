@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from .arguments import INT4, INT8, SIGN, Edge, Frame, check_scale
-from .operands import EncodeOutput, MomentumInputs, ParamUpdate, Segments
+from .operands import EncodeOutput, LocalStep, MomentumInputs, ParamUpdate, Segments
 
 NAME = "cpu"
 SERVES = "cpu"
 FRAMES = dict.fromkeys(("sign", "int8", "int4"), ".cpu")
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 EDGE = Edge("cpu")
 ISAS = ("auto", "portable", "avx2", "avx512")
 _ISA_TITLES = {"portable": "portable", "avx2": "AVX2", "avx512": "AVX-512"}
@@ -176,9 +176,43 @@ def apply(frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int, isa: st
         isa=isa,
         elements=K * n,
     )
-    for p, written in zip(update.params, writable, strict=True):
-        if p is not None and written is not p and written is not None:
-            p.copy_(written)
+    _write_back(update.params, writable)
+
+
+def local_step(step: LocalStep, *, block: int, isa: str = "auto") -> None:
+    """m, u, anchors and parameters ← those of a step by this rank's gradients alone (rule 8).
+
+    One pass over each. What is neither float32 nor bfloat16, or not contiguous, goes through a copy.
+    """
+    K, J = EDGE.check_local_step(step, block=block)
+    momentum, weights = step.momentum, step.momentum.weights
+    readable = [None if grad is None else _readable(grad) for grad in momentum.grads]
+    writable = [None if p is None else _readable(p) for p in step.params]
+    D, floor, correction, eps = momentum.divisor
+    _call(
+        "local_step",
+        *_pointers(readable, momentum.segments),
+        *_pointers(writable, momentum.segments)[:2],
+        D.data_ptr(),
+        _address(floor),
+        correction,
+        eps,
+        momentum.old.data_ptr(),
+        weights.keep,
+        weights.add,
+        weights.own,
+        weights.unscale,
+        step.sum_KN.data_ptr(),
+        _address(step.anchor_KN),
+        step.weight,
+        step.kept,
+        K,
+        J,
+        block,
+        isa=isa,
+        elements=momentum.old.numel(),
+    )
+    _write_back(step.params, writable)
 
 
 def _encode(
@@ -245,6 +279,13 @@ def _decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int, 
 int8_encode, int4_encode = (functools.partial(_encode, frame) for frame in (INT8, INT4))
 int8_decode, int4_decode = (functools.partial(_decode, frame) for frame in (INT8, INT4))
 int8_decode_mean, int4_decode_mean = (functools.partial(_decode_mean, frame) for frame in (INT8, INT4))
+
+
+def _write_back(tensors: Sequence[Tensor | None], written: Sequence[Tensor | None]) -> None:
+    """Copies what `_readable` had to copy."""
+    for x, copy in zip(tensors, written, strict=True):
+        if x is not None and copy is not None and copy is not x:
+            x.copy_(copy)
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -339,3 +380,7 @@ def _declare(library: ctypes.CDLL) -> None:
         *typed, size, size, size, flag, flag, flag,
     )  # fmt: skip
     library.onebit_sign_apply.argtypes = (*rows, size, size, size, *tensors, pointer, pointer, flag, flag)
+    library.onebit_local_step.argtypes = (
+        *tensors, pointer, pointer, pointer, pointer, real, real, pointer, real, real, real, real, pointer, pointer,
+        real, real, size, size, size, flag, flag,
+    )  # fmt: skip

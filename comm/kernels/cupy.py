@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .arguments import INT8, SIGN, Edge, Frame, check_scale
 from .gpu_tables import Table, address, kind, readable, write_back
-from .operands import EncodeOutput, MomentumInputs, ParamUpdate
+from .operands import EncodeOutput, LocalStep, MomentumInputs, ParamUpdate
 
 NAME = "cupy"
 SERVES = "cuda"
@@ -173,6 +173,41 @@ def apply(frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int) -> None
         update.keep_S.data_ptr(),
     )
     write_back(update.params, written)
+
+
+def local_step(step: LocalStep, *, block: int) -> None:
+    """m, u, anchors and parameters ← those of a step by this rank's gradients alone (rule 8).
+
+    One pass over each. What is of another type than float32, bfloat16 and float16, or not contiguous, goes through a
+    copy.
+    """
+    K, J = EDGE.check_local_step(step, block=block)
+    momentum, weights, device = step.momentum, step.momentum.weights, step.momentum.old.device
+    D, floor, correction, eps = momentum.divisor
+    written = readable(step.params)
+    grads = Table(readable(momentum.grads), momentum.segments, K * J, device)
+    params = Table(written, momentum.segments, K * J, device)
+    _launch(
+        f"local_step{'' if floor is None else '_variance'}",
+        device,
+        block,
+        K * J,
+        *_tensors(grads),
+        params.pointers.data_ptr(),
+        D.data_ptr(),
+        address(floor),
+        numpy.float32(correction),
+        numpy.float32(eps),
+        momentum.old.data_ptr(),
+        *(numpy.float32(w) for w in (weights.keep, weights.add, weights.own, weights.unscale)),
+        step.sum_KN.data_ptr(),
+        address(step.anchor_KN),
+        numpy.float32(step.weight),
+        numpy.float32(step.kept),
+        K,
+        J,
+    )
+    write_back(step.params, written)
 
 
 def _encode(

@@ -143,6 +143,23 @@ class ParamUpdate:
     keep_S: Tensor
 
 
+@dataclass(frozen=True)
+class LocalStep:
+    """m ← add·y + keep·m, u ← u + weight·m and p ← kept·p - weight·m, from this rank's gradients alone; see rule 8.
+
+    momentum: what the new m is made of; `old`, float32 [K, N], is m and becomes it. sum: u, float32 [K, N]. anchor:
+    float32 [K, N], which becomes what the parameters were (None: nobody asks). params: where they lie, one per segment
+    (None: neither it nor its anchor moves), of any float type.
+    """
+
+    momentum: MomentumInputs
+    sum_KN: Tensor
+    anchor_KN: Tensor | None
+    params: Sequence[Tensor | None]
+    weight: float
+    kept: float
+
+
 def check_tensors(name: str, tensors: Sequence[Tensor | None], segments: Segments) -> None:
     """Raise ValueError unless there is one tensor (or None) of the right length for each segment."""
     if len(tensors) != len(segments):

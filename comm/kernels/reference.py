@@ -27,6 +27,11 @@ Fused steps over sign frames. They say what c is, and where what comes back goes
    Everything in float32, each operation rounded once. A bfloat16 residual is the float32 one, rounded to nearest even.
 7. `apply`: p ← keep·p + weight·value in float32, by rule 5, then rounded to p's own type.
 
+A step without frames, of a rank that exchanges nothing in it:
+8. `local_step`: m ← y·add + m·keep, y as in rule 6, for every element of the rows (without a gradient y is +0.0). With
+   s = m·weight, u ← u + s. For parameters: anchor ← p in float32, then p ← p·kept - s, rounded to p's own type.
+   Everything in float32, each operation rounded once. Anchors change where parameters are, and nowhere else.
+
 Int8 frame (`int8_encode`, `int8_decode`, `int8_decode_mean`) of a row of N = J·block elements:
 
     offset 0    N bytes      q of each element, two's complement
@@ -52,7 +57,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_shape
-from .operands import EncodeOutput, MomentumInputs, ParamUpdate, Variance
+from .operands import EncodeOutput, LocalStep, MomentumInputs, ParamUpdate, Variance
 
 NAME = "reference"
 SERVES = None
@@ -160,6 +165,20 @@ def update_with(values_KN: Tensor, update: ParamUpdate) -> None:
     for p, value, weight, keep in zip(update.params, values, update.weight_S, update.keep_S, strict=True):
         if p is not None:
             p.copy_((p.to(torch.float32) * keep).add_(value.view(p.shape) * weight))
+
+
+def local_step(step: LocalStep, *, block: int) -> None:
+    """m, u, anchors and parameters ← those of a step by this rank's gradients alone (rule 8)."""
+    momentum, segments = step.momentum, step.momentum.segments
+    m = momentum.old.copy_(momentum_of(momentum, momentum.old))
+    moved = m * step.weight
+    step.sum_KN.add_(moved)
+    anchors = [None] * len(segments) if step.anchor_KN is None else segments.views(step.anchor_KN.view(-1))
+    for p, move, anchor in zip(step.params, segments.views(moved.view(-1)), anchors, strict=True):
+        if p is not None:
+            if anchor is not None:
+                anchor.copy_(p.reshape(-1))
+            p.copy_((p.to(torch.float32) * step.kept).sub_(move.view(p.shape)))
 
 
 def scales(frames_KB: Tensor, n: int, *, block: int) -> Tensor:

@@ -128,24 +128,39 @@ class Replicated:
         return decision
 
     def average_momentum(
-        self, bucket: Bucket, D_WN: Tensor | Variance, momentum_W: Tensor, weights: MomentumWeights
+        self,
+        bucket: Bucket,
+        D_WN: Tensor | Variance,
+        momentum_W: Tensor,
+        weights: MomentumWeights,
+        *,
+        added: Tensor | None = None,
+        grads: Sequence[Tensor | None] | None = None,
     ) -> Generator[Work | Meeting, Answer, Decision]:
         """The same of the momentum that this rank's gradients make (`FusedCodec.encode_momentum`), in one pass.
 
         D_WN and momentum_W: one row for each owner. In a flat world gradients are read where they lie. In a hierarchy
-        the ranks of a node add them up first, in the buffer, and each encodes its own rows of their mean.
+        the ranks of a node add them up first, in the buffer, and each encodes its own rows of their mean. added: what
+        travels with it, float32 [W·N], in a flat world. grads: others than the parameters'.
         """
         wire = self.wire(bucket, self.codec)
-        yield from self._exchange_momentum(bucket, wire, D_WN, momentum_W, weights)
+        grads = self.masks.gradients(bucket) if grads is None else grads
+        yield from self._exchange_momentum(bucket, wire, grads, D_WN, momentum_W, weights, added)
         decision: Decision = yield self._arrived(bucket)
         return decision
 
     def _exchange_momentum(
-        self, bucket: Bucket, wire: Wire, D_WN: Tensor | Variance, momentum_W: Tensor, weights: MomentumWeights
+        self,
+        bucket: Bucket,
+        wire: Wire,
+        grads: Sequence[Tensor | None],
+        D_WN: Tensor | Variance,
+        momentum_W: Tensor,
+        weights: MomentumWeights,
+        added: Tensor | None,
     ) -> Exchange:
         ef, segments, own = bucket.ef, bucket.layout.segments, self.hierarchy.own
-        assert ef is not None
-        grads: Sequence[Tensor | None] = self.masks.gradients(bucket)
+        assert ef is not None and (added is None or self.hierarchy.local_size == 1)
         if self.hierarchy.local_size > 1:
             yield from self.hierarchy.sum_intra_node(bucket.gather(grads))
             node = bucket.own_rows(bucket.buffer).view(-1)
@@ -153,8 +168,10 @@ class Replicated:
             weights = replace(weights, unscale=weights.unscale / self.hierarchy.local_size)
         D_KN = D_WN.rows(own) if isinstance(D_WN, Variance) else D_WN[own]
         momentum = MomentumInputs(grads, segments, D_KN, momentum_W[own], weights)
-        n = bucket.layout.chunk
-        out = EncodeOutput(ef.worker.view(-1, n), wire.sent_HB, bucket.counts[own], ef.worker_next.view(-1, n))
+        n, owed = bucket.layout.chunk, ef.worker
+        if added is not None:
+            owed = torch.add(ef.worker, added, out=ef.worker_next if bucket.has_spare_error else None)
+        out = EncodeOutput(owed.view(-1, n), wire.sent_HB, bucket.counts[own], ef.worker_next.view(-1, n))
         self.codec.encode_momentum(momentum, out)
         yield from comm.exchange(ef, self.codec, self.transport, wire, n, bucket.counts)
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from onebit.comm import (
     EncodeOutput,
     Int8Codec,
+    LocalStep,
     MomentumInputs,
     MomentumWeights,
     ParamUpdate,
@@ -129,6 +130,8 @@ def step_operations(elements: int, block: int, isa: str) -> list[Operation]:
     momentum = MomentumInputs([grad], one, variance, received[:1].clone(), weights)
     to = EncodeOutput(error, frames, None, out)
     update = ParamUpdate([param], one, torch.full((1,), -1e-3), torch.full((1,), 0.999))
+    own_m, total = torch.rand(1, N), torch.zeros(1, N)
+    alone = LocalStep(MomentumInputs([grad], one, variance, own_m, weights), total, None, [param], 1e-3, 0.999)
     scale = {"block": block, "scale": codec.scale}
 
     return [
@@ -155,6 +158,14 @@ def step_operations(elements: int, block: int, isa: str) -> list[Operation]:
             lambda: cpu.apply(frames, N, update, block=block, isa=isa),
             lambda: param.mul_(0.999),
             lambda: reference.apply(frames, N, update, block=block),
+        ),
+        Operation(
+            "local_step",
+            "three passes of torch.addcmul(error, grad, v, out=out)",
+            N * 32 + J * 4,
+            lambda: cpu.local_step(alone, block=block, isa=isa),
+            lambda: [torch.addcmul(error[0], grad, variance.v_KN[0], out=out[0]) for _ in range(3)],
+            lambda: reference.local_step(alone, block=block),
         ),
     ]
 

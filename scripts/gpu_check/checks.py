@@ -160,6 +160,8 @@ def check_fused(kernel: ModuleType, device: torch.device, case: fused_cases.Case
                 kernel.encode_mean, case, rows=rows, error=error, scale=FRAMES[k % 2], device=str(device)
             )
     fused_cases.check_apply(kernel.apply, case, device=str(device))
+    for anchored in (False, True):
+        fused_cases.check_local_step(kernel.local_step, case, variance=anchored, anchored=anchored, device=str(device))
 
 
 def kernel_checks(

@@ -13,6 +13,7 @@ from family import flat, loss_of, model, same
 from oracles import ZeroOneAdamOracle
 from test_onebit_adam import SIZES, gradient, split, start
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import onebit
 from onebit.arithmetic.schedule import LocalSteps, VarianceUpdates
@@ -299,6 +300,37 @@ def test_local_steps_follow_step_or_learning_rate() -> None:
     assert [by_lr.interval(0, lr, 1.0) for lr in (1.0, 0.6, 0.5, 0.25, 0.01, 0.0)] == [1, 1, 2, 4, 16, 16]
     assert by_lr.interval(0, 0.0, 0.0) == 1
     assert LocalSteps("auto", "auto").interval(0, 1e-9, 1.0) == LocalSteps("auto", "auto").longest > 1
+
+
+class Count(TorchDispatchMode):
+    """torch's operations in here, each of which is a pass over memory, and on a GPU a launch."""
+
+    operations = 0
+
+    def __torch_dispatch__(
+        self, function: object, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        self.operations += 1
+        return function(*args, **(kwargs or {}))  # type: ignore[operator]
+
+
+def test_a_local_step_is_few_operations_however_many_elements() -> None:
+    """It was ten for each 65,536 elements, and took five times as long as a step that synchronises."""
+
+    def operations(n: int) -> int:
+        p = nn.Parameter(torch.ones(n))
+        optimizer = onebit.ZeroOneAdam(
+            [p], transport=SimTransport(), var_freeze_step=1, local_step_scaler=1, local_step_clipper=4
+        )
+        for _ in range(20):
+            p.grad = torch.ones(n)
+            with Count() as count:
+                optimizer.step()
+            if optimizer.stats.phase == "local" and optimizer.rule.since_sync > 1:
+                return count.operations
+        raise AssertionError("no local step was taken")
+
+    assert operations(700_000) == operations(700) <= 40
 
 
 @pytest.mark.parametrize(

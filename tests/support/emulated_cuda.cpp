@@ -165,6 +165,8 @@ EMULATE(sign_encode_momentum_variance)
 EMULATE(sign_encode_momentum_packed)
 EMULATE(sign_encode_momentum_packed_variance)
 EMULATE(sign_apply)
+EMULATE(local_step)
+EMULATE(local_step_variance)
 #endif
 EMULATE(int8_encode)
 EMULATE(int8_decode)

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from onebit.comm import SignCodec
 from onebit.comm.kernels import reference
-from onebit.comm.kernels.operands import EncodeOutput, MomentumInputs, MomentumWeights, ParamUpdate, Segments, Variance
+from onebit.comm.kernels.operands import (
+    EncodeOutput,
+    LocalStep,
+    MomentumInputs,
+    MomentumWeights,
+    ParamUpdate,
+    Segments,
+    Variance,
+)
 
 DTYPES = (torch.float32, torch.bfloat16)
 WEIGHTS = MomentumWeights(keep=0.9, add=0.1, own=0.25, unscale=0.5)
@@ -151,20 +159,53 @@ def check_encode_mean(
     assert_same(got[1], expected[1], "residual")
 
 
+def inside(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Of `wide` tensors, what the kernel is given."""
+    return [None if p is None else p[8:-8] for p in tensors]
+
+
+def wide(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Each in the middle of a wider tensor, whose edges must stay."""
+    return [None if p is None else torch.cat([p.new_full((8,), 3.0), p, p.new_full((8,), 4.0)]) for p in tensors]
+
+
+def check_local_step(
+    function: Callable[..., None], case: Case, *, variance: bool, anchored: bool, device: str = "cpu"
+) -> None:
+    """Momentum, sum, anchor and parameters; gradients stay as they are. Parameters are there in other segments."""
+    K, J, N = case.K, case.J, case.N
+    grads = tensors_of(case, 10)
+    params = wide([numbers(n, seed=20 + k).to(DTYPES[k % 2]) if k != 1 else None for k, n in enumerate(case.numels)])
+    D, floor = numbers(K, N, seed=1).abs() + 1e-6, numbers(K, J, seed=4).abs()
+    flats = [numbers(K, N, seed=2), numbers(K, N, seed=3), torch.full((K, N), 7.0) if anchored else None]
+
+    def step(where: str, params: Sequence[Tensor | None], flats: Sequence[Tensor | None]) -> LocalStep:
+        m, u, anchor = flats
+        divisor = Variance(D.square().to(where), floor.to(where), 1.25, 1e-8) if variance else D.to(where)
+        assert m is not None and u is not None
+        momentum = MomentumInputs(to(where, *grads), case.segments(), divisor, m, WEIGHTS)
+        return LocalStep(momentum, u, anchor, inside(params), weight=0.01, kept=0.999)
+
+    got = [None if x is None else x.clone().to(device) for x in (*params, *flats)]
+    expected = [None if x is None else x.clone() for x in (*params, *flats)]
+    made = step(device, got[: len(params)], got[len(params) :])
+    function(made, block=case.block)
+    reference.local_step(step("cpu", expected[: len(params)], expected[len(params) :]), block=case.block)
+    for k, (mine, wanted) in enumerate(zip(got, expected, strict=True)):
+        if mine is not None and wanted is not None:
+            assert_same(mine, wanted, f"parameter {k}" if k < len(params) else f"flat {k - len(params)}")
+    for before, after in zip(grads, made.momentum.grads, strict=True):
+        if before is not None and after is not None:
+            assert_same(after, before, "a gradient")
+
+
 def check_apply(function: Callable[..., None], case: Case, *, device: str = "cpu") -> None:
     """Parameters, each in the middle of a wider tensor whose edges stay."""
     frames, segments, S = frames_of(case, 5), case.segments(), len(case.numels)
     weight, keep = numbers(S, seed=6), 1.0 - numbers(S, seed=7).abs() * 1e-3
-    wide = [
-        None if p is None else torch.cat([p.new_full((8,), 3.0), p, p.new_full((8,), 4.0)])
-        for p in tensors_of(case, 20)
-    ]
-    there = to(device, *wide)
-    expected = [None if p is None else p.clone() for p in wide]
-
-    def inside(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        return [None if p is None else p[8:-8] for p in tensors]
-
+    params = wide(tensors_of(case, 20))
+    there = [None if p is None else p.clone().to(device) for p in params]
+    expected = [None if p is None else p.clone() for p in params]
     reference.apply(frames, case.N, ParamUpdate(inside(expected), segments, weight, keep), block=case.block)
     f_there, w_there, k_there = to(device, frames, weight, keep)
     function(f_there, case.N, ParamUpdate(inside(there), segments, w_there, k_there), block=case.block)
@@ -182,7 +223,7 @@ def check_copies(kernel: ModuleType, dtype: torch.dtype) -> None:
     S = torch.tensor([0.5, 0.25])
     expected = [weight.clone(memory_format=torch.contiguous_format), other.clone()]
     got = [weight.clone(memory_format=torch.preserve_format), other.clone()]
-    outs = []
+    outs, stepped = [], []
     for module, tensors in ((reference, expected), (kernel, got)):
         module.apply(frames, 768, ParamUpdate(tensors, segments, S, S), block=256)
         out = EncodeOutput(None, torch.zeros_like(frames), None, torch.empty(1, 768))
@@ -190,6 +231,11 @@ def check_copies(kernel: ModuleType, dtype: torch.dtype) -> None:
             MomentumInputs(tensors, segments, torch.ones(1, 768), frames, WEIGHTS), out, block=256, scale="rms"
         )
         outs.append(out)
+        flats = [torch.full((1, 768), float(k)) for k in range(3)]
+        made_of = MomentumInputs(tensors, segments, torch.ones(1, 768), flats[0], WEIGHTS)
+        module.local_step(LocalStep(made_of, flats[1], flats[2], tensors, weight=0.01, kept=0.999), block=256)
+        stepped.append(torch.cat(flats))
+    assert_same(stepped[1], stepped[0], "momentum, sum and anchor")
     assert got[0].is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
     assert_same(outs[1].frames_KB, outs[0].frames_KB, "frames")

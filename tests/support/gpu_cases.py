@@ -333,6 +333,13 @@ def apply_gives_the_parameters_of_the_reference(kernel: ModuleType) -> None:
 
 
 @case
+def local_step_gives_the_state_and_parameters_of_the_reference(kernel: ModuleType) -> None:
+    for each in FUSED:
+        for variance, anchored in itertools.product((False, True), repeat=2):
+            fused_cases.check_local_step(kernel.local_step, each, variance=variance, anchored=anchored)
+
+
+@case
 def tensors_of_other_types_and_strides_go_through_a_copy(kernel: ModuleType) -> None:
     fused_cases.check_copies(kernel, torch.float64)
 

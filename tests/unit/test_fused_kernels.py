@@ -13,7 +13,14 @@ from test_kernels import each_isa, needs_build
 
 from onebit.comm import SignCodec
 from onebit.comm.kernels import cpu, reference
-from onebit.comm.kernels.operands import EncodeOutput, MomentumInputs, MomentumWeights, Segments, Variance
+from onebit.comm.kernels.operands import (
+    EncodeOutput,
+    LocalStep,
+    MomentumInputs,
+    MomentumWeights,
+    Segments,
+    Variance,
+)
 
 each_case = pytest.mark.parametrize("case", cases.CASES, ids=str)
 ERRORS = (None, torch.float32, torch.bfloat16)
@@ -46,6 +53,15 @@ def test_encode_mean(isa: str, case: cases.Case, error: torch.dtype | None, rows
 @each_case
 def test_apply(isa: str, case: cases.Case) -> None:
     cases.check_apply(partial(cpu.apply, isa=isa), case)
+
+
+@needs_build
+@each_isa
+@each_case
+@pytest.mark.parametrize("anchored", [False, True])
+@pytest.mark.parametrize("variance", [False, True])
+def test_local_step(isa: str, case: cases.Case, variance: bool, anchored: bool) -> None:
+    cases.check_local_step(partial(cpu.local_step, isa=isa), case, variance=variance, anchored=anchored)
 
 
 @needs_build
@@ -84,6 +100,7 @@ def test_any_layout(isa: str, data: st.DataObject) -> None:
         partial(cpu.encode_momentum, isa=isa), case, error=error, packed=packed, variance=variance
     )
     cases.check_apply(partial(cpu.apply, isa=isa), case)
+    cases.check_local_step(partial(cpu.local_step, isa=isa), case, variance=variance, anchored=packed)
 
 
 @needs_build
@@ -97,6 +114,7 @@ def test_threads_change_nothing(threads: int) -> None:
         cases.check_encode_momentum(cpu.encode_momentum, case, error=torch.float32, packed=True, variance=False)
         cases.check_encode_mean(cpu.encode_mean, case, rows=3, error=torch.float32)
         cases.check_apply(cpu.apply, case)
+        cases.check_local_step(cpu.local_step, case, variance=True, anchored=True)
     finally:
         torch.set_num_threads(before)
 
@@ -123,6 +141,44 @@ def test_the_reference_computes_what_rule_6_says_in_float64() -> None:
     c[:, 400:] = 0.0
     got = (sent.double() + residual.double()).masked_fill(torch.arange(512) >= 400, 0.0)
     assert (got - c).abs().max() < 1e-5 * c.abs().max()
+
+
+def test_the_reference_computes_what_rule_8_says_in_float64() -> None:
+    """Within 1e-5 of the largest: float32 against float64."""
+    g, v, m, u = (cases.numbers(1, 512, seed=k) for k in range(4))
+    p, anchor = cases.numbers(400, seed=9), torch.zeros(1, 512)
+    variance = Variance(v.square(), torch.full((1, 2), 1e-3), 1.5, 1e-6)
+    weights = MomentumWeights(keep=0.9, add=0.1, own=0.01, unscale=0.125)
+    made_of = MomentumInputs([g[0, :400]], Segments((0,), (400,), 256), variance, m.clone(), weights)
+    step = LocalStep(made_of, u.clone(), anchor, [p.clone()], weight=0.02, kept=0.99)
+    reference.local_step(step, block=256)
+    D = (v.double().square() * 1.5).clamp(min=1e-3).sqrt() + 1e-6
+    grad = torch.where(torch.arange(512) < 400, g.double() * 0.125, 0.0)
+    moved = 0.9 * m.double() + 0.1 * grad / (D.square() + 0.01 * grad.square()).sqrt()
+    held = step.params[0]
+    assert held is not None and torch.equal(anchor[0, :400], p) and not anchor[0, 400:].any()
+    for got, expected in (
+        (made_of.old, moved),
+        (step.sum_KN, u.double() + 0.02 * moved),
+        (held, 0.99 * p.double() - 0.02 * moved[0, :400]),
+    ):
+        assert (got.double() - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@needs_build
+def test_the_edge_says_what_is_wrong_with_a_local_step() -> None:
+    ones, segments = torch.ones(1, 512), Segments((0,), (300,), 256)
+
+    def take(old: torch.Tensor = ones, total: torch.Tensor = ones, params: tuple = (None,)) -> None:
+        made_of = MomentumInputs([None], segments, ones, old, cases.WEIGHTS)
+        cpu.local_step(LocalStep(made_of, total, None, params, weight=1.0, kept=1.0), block=256)
+
+    with pytest.raises(ValueError, match="2 tensors for 1 segments"):
+        take(params=(None, None))
+    with pytest.raises(ValueError, match="sum must have shape"):
+        take(total=torch.ones(1, 256))
+    with pytest.raises(TypeError, match="momentum must be"):
+        take(old=torch.zeros(1, 80, dtype=torch.uint8))
 
 
 @needs_build

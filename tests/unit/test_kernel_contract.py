@@ -47,7 +47,15 @@ def test_a_backend_says_what_it_is(name: str) -> None:
 def test_the_reference_computes_every_frame_and_serves_every_device() -> None:
     assert reference.SERVES is None and set(reference.FRAMES) == set(contract.CONTRACTS) and not reference.why_not()
     assert list(kernels.BACKENDS)[-1] == "reference", "what stands behind it would never be chosen"
-    assert set(FUNCTIONS["sign"]) == {"encode", "decode", "decode_mean", "encode_mean", "encode_momentum", "apply"}
+    assert set(FUNCTIONS["sign"]) == {
+        "encode",
+        "decode",
+        "decode_mean",
+        "encode_mean",
+        "encode_momentum",
+        "apply",
+        "local_step",
+    }
 
 
 @each_frame_of_each_backend

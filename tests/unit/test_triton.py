@@ -29,6 +29,7 @@ from torch import Tensor
 
 from onebit.comm import EncodeOutput, MomentumInputs, ParamUpdate, Segments, SignCodec, Variance, kernels
 from onebit.comm.kernels import reference
+from onebit.comm.kernels.operands import LocalStep
 
 pytestmark = pytest.mark.processes  # interpreters and compilers
 
@@ -147,6 +148,13 @@ def apply(block: int, *, dtypes: tuple[torch.dtype, ...] = FLOATS[:1]) -> None:
     backend().apply(frames_for(2, 2 * block, block), 2 * block, update, block=block)
 
 
+def local_step(block: int, *, dtypes: tuple[torch.dtype, ...] = FLOATS[:1]) -> None:
+    (tensors, segments), flats = pieces(block, dtypes), [rows(block) for _ in range(4)]
+    D = Variance(flats[0], torch.zeros(2, 2), 1.25, 1e-8)
+    made_of = MomentumInputs(tensors, segments, D, flats[1], fused_cases.WEIGHTS)
+    backend().local_step(LocalStep(made_of, flats[2], flats[3], tensors, weight=0.01, kept=0.999), block=block)
+
+
 # 64: the same operations as in 256, the usual block, a quarter as often; compiles in a quarter of the time.
 COMPILED: dict[str, tuple[Callable[[int], None], int]] = {
     "encode": (encode, 256),
@@ -164,6 +172,8 @@ COMPILED: dict[str, tuple[Callable[[int], None], int]] = {
     "encode_momentum, large blocks": (encode_momentum, 2048),
     "apply": (apply, 256),
     "apply, every type": (partial(apply, dtypes=FLOATS), 256),
+    "local_step": (local_step, 256),
+    "local_step, every type": (partial(local_step, dtypes=FLOATS), 64),
     "int8_encode": (int8_encode, 256),
     "int8_encode, large blocks": (int8_encode, 2048),
     "int8_decode": (partial(decode, frame="int8", weight=0.1, keep=0.9), 256),
@@ -279,6 +289,8 @@ def test_sizes_do_not_make_other_kernels() -> None:
             backend().decode_mean(frames, residual[0], block=64)
             backend().decode(frames, residual, block=64, weight=1.0, keep=0.0)
             backend().apply(frames, case.N, ParamUpdate(tensors, case_segments, ones, ones), block=64)
+            made_of = MomentumInputs(tensors, case_segments, torch.ones(K, case.N), residual, fused_cases.WEIGHTS)
+            backend().local_step(LocalStep(made_of, residual, None, tensors, weight=0.01, kept=0.999), block=64)
         hashes.append([binary.hash for binary in compiled])
     assert hashes[0] == hashes[1]
 

@@ -1,7 +1,8 @@
 """Kernels: the frames in Triton, for CUDA tensors. The same bytes and the same floats as `reference.py`.
 
 One pass over memory each. `encode.py` has the one loop that encodes, `codes.py` what differs between the frames,
-`momentum.py` and `mean.py` what an optimizer's step encodes, `decode.py` and `apply.py` what it does with frames.
+`momentum.py` and `mean.py` what an optimizer's step encodes, `decode.py` and `apply.py` what it does with frames,
+`local.py` a step without any.
 Rests on Triton, which is imported with this module; arguments are checked in `arguments.py`.
 
 What Triton would round otherwise than rule 2 of reference.py: a / b and sqrt are approximate (div_rn and sqrt_rn are
@@ -17,6 +18,7 @@ from ..arguments import INT8, SIGN
 from . import decode as triton_decode
 from .apply import apply
 from .encode import encode, int8_encode
+from .local import local_step
 from .mean import encode_mean
 from .momentum import encode_momentum
 
@@ -30,6 +32,7 @@ __all__ = [
     "int8_decode",
     "int8_decode_mean",
     "int8_encode",
+    "local_step",
 ]
 
 decode = functools.partial(triton_decode.decode, SIGN)
