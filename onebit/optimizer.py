@@ -38,7 +38,7 @@ from .layout.masks import Masks
 from .model_parallel import ModelParallelGroup, count_edits_apart_, local
 from .rule import Rule
 from .step.bucket_step import Decision
-from .step.clip import dot, exact_norm, has_squares
+from .step.clip import dot, exact_norm, gradient_dots, has_squares
 from .step.driver import Driver
 from .step.link_probe import CompressionPolicy
 from .step.overlap import Overlap
@@ -384,11 +384,13 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         norm_squared = product = 0.0
         if self._clips_before_sending:
             for bucket in self.buckets:
-                m_views = bucket.layout.views(self.rule.momentum(bucket))
-                for g, m, share in zip(self.masks.gradients(bucket), m_views, bucket.share_K, strict=True):
-                    if g is not None:
-                        norm_squared += share * scale * scale * dot(g, g)
-                        product += share * scale * dot(g, m)
+                m_views = bucket.layout.flat_views(self.rule.momentum(bucket))
+                triples = zip(self.masks.gradients(bucket), m_views, bucket.share_K, strict=True)
+                there = [(g, m, share) for g, m, share in triples if g is not None]
+                dots = gradient_dots([(g, m) for g, m, _ in there])
+                for (_, _, share), (squares, products) in zip(there, dots, strict=True):
+                    norm_squared += share * scale * scale * squares
+                    product += share * scale * products
             norm_squared, product = self.model_parallel_group.total(norm_squared, product)
         return StepVote(summary, self._present(self.buckets), norm_squared, product)
 

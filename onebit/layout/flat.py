@@ -53,6 +53,15 @@ class Layout:
             for offset, shape in zip(self.offsets, self.shapes, strict=True)
         ]
 
+    def flat_views(self, flat: Tensor) -> Sequence[Tensor]:
+        """As `views`, each of one dimension."""
+        sizes, at = [], 0
+        for offset, numel in zip(self.offsets, self.segments.numels, strict=True):
+            sizes += [offset - at, numel]
+            at = offset + numel
+        pieces: Sequence[Tensor] = flat.split([*sizes, self.numel - at])
+        return pieces[1::2]
+
     def by_parameter(self, per_block_J: Tensor) -> list[Tensor]:
         """The parameters' segments of a tensor with one element per block."""
         starts = [offset // self.block for offset in self.offsets]

@@ -108,3 +108,17 @@ def dot(a: Tensor, b: Tensor) -> float:
     a, b = a.reshape(-1), b.reshape(-1)
     product = float(torch.dot(a.float(), b.float()))
     return product if math.isfinite(product) else float(torch.dot(a.double(), b.double()))
+
+
+def gradient_dots(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[float, float]]:
+    """<g, g> and <g, m> of each pair (g, m), m of one dimension and float32, as `dot` has them. On one device.
+
+    Waits for the device once, however many pairs there are.
+    """
+    if not pairs:
+        return []
+    flat = [(g.reshape(-1).float(), m) for g, m in pairs]
+    products = torch.stack([torch.dot(g, other) for g, m in flat for other in (g, m)]).tolist()
+    if not all(map(math.isfinite, products)):
+        products = [dot(g, other) for g, m in pairs for other in (g, m)]
+    return list(zip(products[::2], products[1::2], strict=True))

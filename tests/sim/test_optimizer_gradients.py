@@ -8,10 +8,12 @@ import pytest
 import torch
 from family import FAMILY, FREEZE, batch, flat, fresh, loss_of, make, model, same, snapshot, train
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import onebit
 from onebit.comm import IdentityCodec, Int8Codec, SignCodec, SimTransport, run_ranks
 from onebit.optimizer import CompressedOptimizer
+from onebit.step.clip import gradient_dots
 
 # -------------------------------------------------------------------------------- missing, empty, frozen
 
@@ -465,3 +467,41 @@ def test_a_bad_variance_floor_names_the_optimizer_that_got_it(name: str) -> None
     kind, defaults = FAMILY[name]
     with pytest.raises(ValueError, match=f"^{name}: variance_floor must not be negative"):
         kind([nn.Parameter(torch.ones(3))], transport=SimTransport(), **defaults | {"variance_floor": -1.0})
+
+
+class Questions(TorchDispatchMode):
+    """How often the device is asked for a number, for which the host waits."""
+
+    asked = 0
+
+    def __torch_dispatch__(self, function: object, types: object, args: tuple = (), kwargs: object = None) -> object:
+        self.asked += str(function) == "aten._local_scalar_dense.default"
+        return function(*args, **(kwargs or {}))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", ["OnebitAdam", "ZeroOneAdam"])
+def test_an_estimated_norm_waits_for_the_device_once_a_bucket(name: str) -> None:
+    """It was twice for every tensor."""
+
+    def asked(tensors: int) -> int:
+        params = [nn.Parameter(torch.ones(7)) for _ in range(tensors)]
+        early = {"freeze_step": 1} if name == "OnebitAdam" else {"var_freeze_step": 1}
+        optimizer = getattr(onebit, name)(params, transport=SimTransport(), max_grad_norm=0.1, **early)
+        for _ in range(4):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            with Questions() as questions:
+                optimizer.step()
+        assert optimizer.stats.phase == "compressed" and 0.0 < optimizer.stats.clip_factor < 1.0
+        return questions.asked
+
+    assert asked(40) == asked(2)
+
+
+def test_the_dots_of_huge_gradients_are_finite() -> None:
+    g, m = torch.full((3, 4), 1e30), torch.full((12,), 1e30)
+    small = torch.arange(12.0).view(3, 4)
+    dots = gradient_dots([(g, m), (small, m)])
+    assert dots[0] == pytest.approx((12e60, 12e60), rel=1e-6)
+    assert dots[1] == pytest.approx((506.0, 66e30), rel=1e-6)
+    assert gradient_dots([]) == []
