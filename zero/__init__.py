@@ -23,8 +23,9 @@ from ..version import VERSION as __version__  # noqa: F401
 __all__ = [
     "CheckpointError", "Checkpoints", "Config", "DeepSpeedEngine", "Engine", "LayerSpec", "NotFiniteError",
     "PipelineModule", "ShardedOnebitAdam", "ShardedOnebitLamb", "ShardedZeroOneAdam", "TiedLayerSpec",
-    "add_config_arguments", "data", "export_weights", "fsdp", "get_accelerator", "grid", "import_weights",
-    "init_distributed", "initialize", "log_dist", "read_config", "split", "tensor",
+    "add_config_arguments", "data", "export_compressed", "export_weights", "fsdp", "get_accelerator", "grid",
+    "import_compressed", "import_weights", "init_compression", "init_distributed", "initialize", "log_dist",
+    "read_config", "redundancy_clean", "split", "tensor",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from . import accelerator as accelerator
     from . import checkpointing as checkpointing
     from . import comm as comm
+    from . import compression as compression
     from . import data, grid
     from . import moe as moe
     from . import ops as ops
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from .checkpoint.files import Checkpoints
     from .checkpoint.weights import export_weights, import_weights
     from .comm import init_distributed
+    from .compression import export_compressed, import_compressed, init_compression, redundancy_clean
     from .config.whole import Config, read_config
     from .deepspeed.engine import DeepSpeedEngine
     from .deepspeed.given import add_config_arguments
@@ -61,7 +64,18 @@ else:
     _MODULES = {"data": ".data", "fsdp": ".parallel.fsdp", "grid": ".grid", "tensor": ".parallel.tensor"}
     _MODULES |= {  # by DeepSpeed's names
         name: f".{name}"
-        for name in ("accelerator", "checkpointing", "comm", "moe", "ops", "pipe", "runtime", "utils", "zero")
+        for name in (
+            "accelerator",
+            "checkpointing",
+            "comm",
+            "compression",
+            "moe",
+            "ops",
+            "pipe",
+            "runtime",
+            "utils",
+            "zero",
+        )
     }
     _HOMES = {
         "CheckpointError": "..checkpoint.files",
@@ -77,14 +91,18 @@ else:
         "ShardedZeroOneAdam": ".sharded.zero_one_adam",
         "TiedLayerSpec": ".pipeline.layers",
         "add_config_arguments": ".deepspeed.given",
+        "export_compressed": ".compression",
         "export_weights": ".checkpoint.weights",
         "get_accelerator": ".accelerator",
+        "import_compressed": ".compression",
         "import_weights": ".checkpoint.weights",
+        "init_compression": ".compression",
         "init_distributed": ".comm",
         "initialize": ".initializing",
         "log_dist": ".utils.logging",
         "logger": ".utils.logging",
         "read_config": ".config.whole",
+        "redundancy_clean": ".compression",
         "split": ".pipeline.split",
     }
 

@@ -30,6 +30,7 @@ from ..usage.buffers import persistent_buffers, sync_tensors
 from .checkpoint import engine_state, tags
 from .checkpoint.files import Checkpoints
 from .checkpoint.weights import export_weights
+from .compression.scheduler import scheduler_of
 from .config.whole import Config
 from .data import ShardedLoader, forever
 from .forms import Built
@@ -53,6 +54,7 @@ class Engine:
     global_samples: what all ranks have seen in these. micro_steps_of_step: how many of them the step under way has.
     has_gradients: whether a backward pass waits for its `step`. fp16_scale: the loss scale, 1 but in float16.
     comm_ms: how long the last step waited for a dense optimizer's gradients; the others have it in their stats.
+    compression_scheduler: of a model that `init_compression` has armed; it counts every step, skipped ones included.
 
     A step has `config.gradient_accumulation_steps` micro-batches: call the engine, `backward`, and `step` for each; the
     last one's `step` updates. What is accumulated: the mean over the micro-batches. Gradients travel once per step,
@@ -89,6 +91,7 @@ class Engine:
         self._clock = WallClock(config.wall_clock_breakdown)
         self.comm_ms = 0.0
         self._checkpoints: dict[Path, Checkpoints] = {}
+        self.compression_scheduler = scheduler_of(module, self.synchronise, says=grid.world.rank == 0)
 
     # ---------------------------------------------------------------- a step
 
@@ -176,6 +179,8 @@ class Engine:
         self.fp16_scale = self.fp16_scale.after(is_skipped)
         if self.scheduler is not None and not is_skipped:
             self.scheduler.step(**dict(lr_kwargs or {}))  # type: ignore[arg-type]
+        if self.compression_scheduler is not None:
+            self.compression_scheduler.step()
         every = self.config.steps_per_print
         if every and self.grid.world.rank == 0 and self.global_steps % every == 0:
             log.info(

@@ -26,6 +26,8 @@ from ..comm.launch import Launch, detect
 from . import grid as grids
 from .checkpoint.weights import check_can_export
 from .comm import init_distributed, timeout_s
+from .compression.armed import armed_in
+from .compression.config import compression_in
 from .config.whole import Config, Fills, read_config
 from .data import ShardedLoader
 from .deepspeed.engine import DeepSpeedEngine
@@ -188,9 +190,31 @@ def _check_model(read: Config, model: nn.Module | PipelineModule, rank: int) -> 
     """Raise ValueError, TypeError or ImportError where the configuration asks for what this model cannot do."""
     if read.zero_optimization.stage3_gather_16bit_weights_on_model_save:
         check_can_export()
+    _check_compression(read, model, rank)
     pipeline.check(read, model)
     for warning in pipeline.without_effect(read.pipeline, model) if rank == 0 else ():
         log.warning("%s", warning)
+
+
+def _check_compression(read: Config, model: nn.Module | PipelineModule, rank: int) -> None:
+    """Raise ValueError where the configuration's compression is not the model's, or its layers are divided."""
+    armed = armed_in(model) if isinstance(model, nn.Module) else None
+    wanted = None if read.compression_training is None else compression_in(read)
+    if wanted and armed is None:
+        raise ValueError(
+            f"rank {rank}: the configuration has compression_training, and the model is as it was: call "
+            "onebit.zero.init_compression(model, config) before initialize()"
+        )
+    if armed is not None and wanted is not None and wanted != armed.compression:
+        raise ValueError(
+            f"rank {rank}: the configuration's compression_training is not the one that init_compression was given; "
+            "pass both the same"
+        )
+    if armed is not None and (read.onebit.tensor or 1) > 1:
+        raise ValueError(
+            f"rank {rank}: onebit.tensor divides layers over {read.onebit.tensor} ranks, and compression needs whole "
+            "weights; leave one of them out"
+        )
 
 
 def _scheduler(read: Config, given: object, optimizer: torch.optim.Optimizer) -> LRScheduler | None:

@@ -249,7 +249,6 @@ def test_a_key_that_asks_for_what_happens_anyway_is_silent(caplog: pytest.LogCap
         {"torch_autocast": {"enabled": True}},
         {"expert_parallel": {"enabled": True}},
         {"progressive_layer_drop": {"enabled": True}},
-        {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
         {"sparse_gradients": True},
         {"elasticity": {"enabled": True}},
         {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},

@@ -126,6 +126,8 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Co
             _load_recut(engine, loaded, recutting[0] if recutting else _Recutting.of(engine, loaded))
         else:
             _load_own(engine, loaded)
+        if engine.compression_scheduler is not None:
+            engine.compression_scheduler.reload()
         if contents.counts:
             _load_rest(engine, own, contents)
 

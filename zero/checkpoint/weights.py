@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import cast
@@ -54,7 +55,7 @@ def export_weights(
     if transport.rank == 0:
         try:
             write_weights(path, {name: _in(dtype, x) for name, x in whole.items()})
-        except (OSError, _error_of_safetensors()) as error:
+        except (OSError, error_of_safetensors()) as error:
             problem = f"rank 0: {path} cannot be written: {reason(error)}"
     raise_on_all_ranks(transport, problem, OSError)
 
@@ -106,7 +107,7 @@ def import_weights(
         problem = f"rank {transport.rank}: {path} cannot be read: {error}"
     state = model.state_dict()
     if problem is None:
-        whole |= {name: whole[first] for name, first in _tied(model).items() if first in whole and name not in whole}
+        whole |= {name: whole[first] for name, first in tied(model).items() if first in whole and name not in whole}
         if grid is not None and grid.shape.size("pipe") > 1:
             whole = {name: x for name, x in whole.items() if name in state}
         problem = _difference(path, whole, state)
@@ -139,7 +140,7 @@ def _once(whole: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.contiguous() for name, x in whole.items() if name in kept or x.numel() == 0}
 
 
-def _tied(model: nn.Module) -> dict[str, str]:
+def tied(model: nn.Module) -> dict[str, str]:
     """Names of parameters that have another, earlier name: later -> first."""
     first: dict[int, str] = {}
     names = {}
@@ -161,8 +162,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return whole
 
 
-def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
-    """A .safetensors file of tensors in host memory, as `export_weights` writes it. One process.
+def read_about(path: Path) -> dict[str, str]:
+    """The texts that a .safetensors file holds beside its tensors. One process; raises as `read_weights`."""
+    with _safetensors().safe_open(path, framework="pt") as file:
+        return dict(file.metadata() or {})
+
+
+def write_weights(path: Path, tensors: dict[str, Tensor], about: Mapping[str, str] | None = None) -> None:
+    """A .safetensors file of tensors in host memory, as `export_weights` writes it. One process. about: texts beside.
 
     Raises ImportError without safetensors, OSError or SafetensorError where it cannot be written.
     """
@@ -171,7 +178,8 @@ def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     os.mkdir(hidden, 0o700)  # safetensors makes the file itself
     try:
-        metadata = {"format": "pt", _SUMS: json.dumps({name: _crc32(x) for name, x in tensors.items()})}
+        sums = json.dumps({name: _crc32(x) for name, x in tensors.items()})
+        metadata = {"format": "pt", _SUMS: sums, **(about or {})}
         torch_form.save_file(tensors, hidden / "new", metadata=metadata)
         os.chmod(hidden / "new", 0o600)
         with (hidden / "new").open("rb") as file:
@@ -197,7 +205,7 @@ def _crc32(x: Tensor) -> int:
     return zlib.crc32(values.numpy().data, zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode()))
 
 
-def _error_of_safetensors() -> type[Exception]:
+def error_of_safetensors() -> type[Exception]:
     return importlib.import_module("safetensors").SafetensorError  # type: ignore[no-any-return]
 
 

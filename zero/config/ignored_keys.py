@@ -334,7 +334,6 @@ TOP_LEVEL = {
     "hybrid_engine": Inert(_HYBRID, "there is no inference engine", refused=True),
     "data_efficiency": Inert(_DATA_EFFICIENCY, _FREE, refused=True),
     "curriculum_learning": Inert(_CURRICULUM, _FREE, refused=True),
-    "compression_training": Inert(OBJECT, _FREE, refused=True),
     "progressive_layer_drop": Inert(_SWITCH | {"theta": FLOAT, "gamma": FLOAT}, _FREE, refused=True),
     "eigenvalue": Inert(_EIGENVALUE, _FREE, refused=True),
     "quantize_training": Inert(OBJECT, _FREE, refused=True),

@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 import torch
 
 from ...comm import Codec, codec_named
+from ..compression.config import read_compression
 from ..lr_schedulers import SCHEDULERS, SchedulerChoice, build_scheduler
 from .compat import load, modernised
 from .ignored_keys import TOP_LEVEL
 from .optimizers import OptimizerChoice, build_optimizer, read_optimizer
 from .reader import Reading, nearest, read_block, read_choice, read_object, write_block, write_choice
-from .schema import AUTO, BOOL, FLOAT, INT, PERIOD, TEXT, Inert, block, blocks_of, check_block, key, keys_of
+from .schema import AUTO, BOOL, FLOAT, INT, OBJECT, PERIOD, TEXT, Inert, block, blocks_of, check_block, key, keys_of
 from .sections import DTYPES, Bf16, DataTypes, Fp16, Monitor, Onebit, Pipelining, ZeroOptimization
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class _TopLevel:
     wall_clock_breakdown: bool = key(False, BOOL)
     dump_state: bool = key(False, BOOL)
     dataloader_drop_last: bool = key(False, BOOL)
+    compression_training: Mapping[str, object] | None = key(None, OBJECT, null=True)
     fp16: Fp16 = block(Fp16)
     bf16: Bf16 = block(Bf16)
     zero_optimization: ZeroOptimization = block(ZeroOptimization)
@@ -257,6 +259,8 @@ def _make(config: object, world_size: int, ranks_per_batch: int | None, reading:
     if scheduler_data is not None:
         scheduler = _read_scheduler(scheduler_data, optimizer, reading)
     top = read_block(_TopLevel, data, "", reading)
+    if top.compression_training is not None:
+        read_compression(top.compression_training, reading)  # what `init_compression` acts on is checked here already
     if top.communication_data_type == "fp16":
         reading.warnings.append(f"{reading.at('communication_data_type')} fp16 is taken as bf16: as many bytes")
     alike = (top.onebit.tensor or 1) * top.pipeline.ranks if ranks_per_batch is None else ranks_per_batch

@@ -1,0 +1,171 @@
+"""A model under compression: its techniques, which step they are in, and the masks that are computed between steps.
+
+`arm` lays the techniques that `plan.py` has decided into a model; `Armed` is what the scheduler moves and cleaning
+reads. The step lies in the model as the buffer `compression_step`: a state dict holds all that the techniques know.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from .config import Compression
+from .matrices import Form, is_compressible
+from .plan import Plan, Pruned
+from .techniques import (
+    ACTIVATIONS,
+    ActivationQuantization,
+    Pruning,
+    RelatedInputs,
+    Units,
+    WeightQuantization,
+    quantize_inputs,
+)
+
+log = logging.getLogger(__name__)
+
+STEP = "compression_step"
+_ARMED = "_onebit_compression"
+
+Technique = WeightQuantization | Pruning | RelatedInputs | ActivationQuantization
+
+
+@dataclass
+class Armed:
+    """What `arm` has laid into a model. step: optimizer steps done."""
+
+    model: nn.Module
+    compression: Compression
+    plan: Plan
+    pruning: list[tuple[Pruned, Pruning]] = field(default_factory=list)
+    step: int = 0
+
+    def techniques(self) -> Iterator[Technique]:
+        """All of them."""
+        for module in self.model.modules():
+            if isinstance(module, Technique):
+                yield module
+
+    def is_due(self, step: int) -> bool:
+        """Whether this step, the next one, chooses masks anew: replicas that differ are made the same before."""
+        return any(pruning.is_due(self.step, step) for _, pruning in self.pruning)
+
+    def advance(self, step: int) -> None:
+        """So many steps are done, one more than before. All ranks, where weights are sharded: masks need them whole."""
+        before, self.step = self.step, step
+        self._choose(before)
+        self._tell()
+        self._step_buffer().fill_(step)
+
+    def resume(self) -> None:
+        """The step is that of the model's buffer, and masks are those of its buffers: after loading these."""
+        self.step = int(self._step_buffer())
+        self._tell()
+
+    def begin(self) -> None:
+        """The masks of what is on from the start."""
+        self._choose(None)
+        self._tell()
+
+    def original(self, name: str) -> Tensor:
+        """The weight that the optimizer trains."""
+        weight = self.model.get_submodule(f"{name}.parametrizations.weight").original
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def _choose(self, before: int | None) -> None:
+        for one, pruning in self.pruning:
+            if pruning.is_due(before, self.step):
+                pruning.reach(self.step)
+                weight = self.original(one.name).detach()
+                whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+                pruning.choose(whole.to(pruning.mask.device))
+
+    def _tell(self) -> None:
+        for technique in self.techniques():
+            technique.reach(self.step)
+
+    def _step_buffer(self) -> Tensor:
+        return self.model.get_buffer(STEP)
+
+
+def armed_in(model: nn.Module) -> Armed | None:
+    """What `arm` has laid into this model or, where a wrapper holds it, into the one inside; None: nothing."""
+    return next((m.__dict__[_ARMED] for m in model.modules() if _ARMED in m.__dict__), None)
+
+
+def arm(model: nn.Module, compression: Compression, plan: Plan) -> Armed:
+    """Lay the techniques of the plan into the model, in place."""
+    armed = Armed(model, compression, plan)
+    stacks = _stacks(armed)
+    order = [name for name, _ in model.named_modules()]
+    for name in sorted(stacks, key=order.index):
+        module = model.get_submodule(name)
+        for technique in stacks[name]:
+            parametrize.register_parametrization(module, "weight", technique)
+        for technique in stacks[name]:
+            if isinstance(technique, Pruning):
+                technique.read_from(module.get_submodule("parametrizations.weight"))
+    for each in plan.activations:
+        module = model.get_submodule(each.name)
+        device = next(module.parameters()).device
+        quantize_inputs(
+            module,
+            ActivationQuantization(each.bits, each.kind, is_static=each.is_static, offset=each.offset, device=device),
+        )
+    model.register_buffer(STEP, torch.zeros((), dtype=torch.int64, device=next(model.parameters()).device))
+    model.__dict__[_ARMED] = armed
+    model.register_load_state_dict_post_hook(_resume)
+    armed.begin()
+    return armed
+
+
+def _stacks(armed: Armed) -> dict[str, list[nn.Module]]:
+    """The parametrizations of each weight, in the order in which they are stacked."""
+    model, stacks = armed.model, dict[str, list[nn.Module]]()
+    for one in armed.plan.quantized:
+        form = Form.of(model.get_submodule(one.name))
+        stacks.setdefault(one.name, []).append(
+            WeightQuantization(form, one.schedule, one.kind, one.tiles, name=one.name, is_stochastic=one.is_stochastic)
+        )
+    later: list[tuple[str, nn.Module]] = []
+    for each in armed.plan.pruned:
+        module = model.get_submodule(each.name)
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        pruning = Pruning(Units(Form.of(module), each.unit, each.heads), each.schedule, each.method, weight)
+        stacks.setdefault(each.name, []).append(pruning)
+        armed.pruning.append((each, pruning))
+        for other in each.related if each.unit == "row" else ():
+            if is_compressible(model.get_submodule(other)):
+                later.append((other, RelatedInputs(Form.of(model.get_submodule(other)), pruning)))
+    for name, technique in later:
+        stacks.setdefault(name, []).append(technique)
+    return stacks
+
+
+def disarm(armed: Armed) -> None:
+    """Take the step and the record out of a model whose techniques are gone."""
+    delattr(armed.model, STEP)
+    del armed.model.__dict__[_ARMED]
+    hooks = armed.model._load_state_dict_post_hooks
+    for number in [k for k, hook in hooks.items() if hook is _resume]:
+        del hooks[number]
+
+
+def _resume(module: nn.Module, incompatible: object) -> None:
+    """A hook behind load_state_dict."""
+    armed: Armed | None = module.__dict__.get(_ARMED)
+    if armed is not None:
+        armed.resume()
+
+
+def activation_of(module: nn.Module) -> ActivationQuantization | None:
+    """What quantizes a module's inputs."""
+    found = module._modules.get(ACTIVATIONS)
+    return found if isinstance(found, ActivationQuantization) else None

@@ -1,0 +1,279 @@
+"""A compressed model as one safetensors file, and back: codes in place of quantized weights, bits in place of zeros.
+
+Of a weight W in the file's JSON (metadata "onebit.compression"):
+
+    quantized       W.codes (a stream of bits), W.scale [I, J], W.zero [I, J] where there are zero points
+    with zeros      W.kept (a bit for each element), and codes or values of those alone, where that is smaller
+    anything else   W as it is
+
+Values are computed from codes as in training: the same bits come back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...checkpoint.files import reason
+from ...comm import Transport
+from ...comm.messages import raise_on_all_ranks
+from ..checkpoint import weights as files
+from .armed import activation_of, armed_in
+from .cleaning import Cleaned, cleaned_in, mark_cleaned
+from .matrices import Form
+from .quantizers import Code, Grid, Scales, pack_bits, unpack_bits
+from .techniques import ActivationQuantization, quantize_inputs
+
+_HEADER = "onebit.compression"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model: parameters, those that are not zero, bytes in memory, bytes packed (without the file's header)."""
+
+    parameters: int
+    nonzero: int
+    memory_bytes: int
+    packed_bytes: int
+
+
+def sizes(model: nn.Module) -> Sizes:
+    """Of a model with or without compression; shared parameters count once."""
+    params = list(model.parameters())
+    tensors, _ = pack(model)
+    return Sizes(
+        sum(p.numel() for p in params),
+        sum(int(p.detach().count_nonzero()) for p in params),
+        sum(p.numel() * p.element_size() for p in params),
+        sum(x.numel() * x.element_size() for x in tensors.values()),
+    )
+
+
+def export_compressed(model: nn.Module, file: str | os.PathLike[str], transport: Transport | None = None) -> int:
+    """Write a cleaned model to one safetensors file; its bytes. transport: all ranks call, rank 0 writes.
+
+    Raises ValueError where the model was not cleaned, or where a quantized weight was changed since; ImportError
+    without safetensors; OSError, on all ranks, where it cannot be written.
+    """
+    if armed_in(model) is not None:
+        raise ValueError("the model's compression is not permanent yet: call redundancy_clean(model, config) before")
+    files.check_can_export()
+    path, problem = Path(file), None
+    tensors, about = pack(model)
+    if transport is None or transport.rank == 0:
+        try:
+            files.write_weights(path, tensors, {_HEADER: json.dumps(about)})
+        except (OSError, files.error_of_safetensors()) as error:
+            problem = f"rank 0: {path} cannot be written: {reason(error)}"
+    if transport is not None:
+        raise_on_all_ranks(transport, problem, OSError)
+    elif problem is not None:
+        raise OSError(problem)
+    return path.stat().st_size if path.exists() else 0
+
+
+@torch.no_grad()
+def pack(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors by name, what is said of them). Raises ValueError where a quantized weight was changed."""
+    cleaned, tensors, packed = cleaned_in(model), dict[str, Tensor](), dict[str, Any]()
+    first: dict[int, str] = {}
+    for name, x in model.state_dict(keep_vars=True).items():
+        if first.setdefault(id(x), name) != name:
+            continue  # tied: under the first of its names
+        x = x.detach().cpu()
+        if name in cleaned.scales:
+            parts, packed[name] = _quantized(name, x, *cleaned.scales[name])
+        elif name in cleaned.pruned and (found := _sparse(x)) is not None:
+            parts, packed[name] = found
+        else:
+            parts = {"": x}
+        tensors |= {f"{name}{suffix}": part for suffix, part in parts.items()}
+    about = {
+        "version": _VERSION,
+        "packed": packed,
+        "sizes": cleaned.sizes,
+        "pruned": sorted(cleaned.pruned),
+        "activations": {
+            name: {"bits": a.bits, "kind": a.kind, "is_static": a.is_static}
+            for name, module in model.named_modules()
+            if (a := activation_of(module)) is not None
+        },
+    }
+    return tensors, about
+
+
+def _quantized(name: str, x: Tensor, form: Form, scales: Scales) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    scales = _on_cpu(scales)
+    matrix_RC = form.matrix(x).float()
+    level_RC = scales.levels(matrix_RC)
+    kept_RC = matrix_RC != 0
+    if not torch.equal(torch.where(kept_RC, scales.values(level_RC).to(x.dtype).float(), 0.0), matrix_RC):
+        raise ValueError(
+            f"{name} was changed since it was cleaned, so that its codes are of other values; export it before you "
+            "train on, or write it whole with onebit.zero.export_weights"
+        )
+    about: dict[str, Any] = {
+        "kind": scales.code.kind,
+        "bits": scales.code.bits,
+        "rows": _runs(scales.grid.rows),
+        "columns": _runs(scales.grid.columns),
+    } | _about(x, form)
+    parts = {".scale": scales.scale_IJ}
+    if scales.zero_IJ is not None:
+        parts[".zero"] = scales.zero_IJ.to(torch.int32)
+    codes, bits = scales.encode(level_RC), scales.code.bits
+    left, everything = int(kept_RC.sum()), kept_RC.numel()
+    if left < everything and (not scales.code.has_zero or left * bits + everything < everything * bits):
+        parts |= {".kept": pack_bits(kept_RC, 1), ".codes": pack_bits(codes[kept_RC], bits)}
+        about["kept"] = left
+    else:
+        parts[".codes"] = pack_bits(codes, bits)
+    return parts, about
+
+
+def _sparse(x: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """None: it is smaller as it is."""
+    kept = x != 0
+    left = int(kept.sum())
+    if left * x.element_size() + -(-x.numel() // 8) >= x.numel() * x.element_size():
+        return None
+    about = _about(x, Form(tuple(x.shape))) | {"kept": left}
+    return {".kept": pack_bits(kept, 1), ".values": x[kept]}, about
+
+
+def _about(x: Tensor, form: Form) -> dict[str, Any]:
+    return {
+        "shape": list(x.shape),
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "is_transposed": form.is_transposed,
+    }
+
+
+def _runs(sizes: tuple[int, ...]) -> list[list[int]]:
+    """[size, how many in a row], ..."""
+    runs: list[list[int]] = []
+    for size in sizes:
+        if runs and runs[-1][0] == size:
+            runs[-1][1] += 1
+        else:
+            runs.append([size, 1])
+    return runs
+
+
+def _on_cpu(scales: Scales) -> Scales:
+    zero = scales.zero_IJ
+    return Scales(scales.code, scales.grid, scales.scale_IJ.cpu(), None if zero is None else zero.cpu())
+
+
+# ---------------------------------------------------------------- back
+
+
+@torch.no_grad()
+def import_compressed(model: nn.Module, file: str | os.PathLike[str]) -> nn.Module:
+    """Read a file of `export_compressed` into a plain model, in place; the model. Each rank reads the file.
+
+    model: as it was built before compression, with as many layers; its modules become as small as those in the file.
+    Raises ValueError, before anything is changed, where the file is damaged or of another model.
+    """
+    files.check_can_export()
+    path = Path(file)
+    try:
+        header, tensors = files.read_about(path).get(_HEADER), files.read_weights(path)
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if header is None:
+        raise ValueError(f"{path} is no file of export_compressed; read it with onebit.zero.import_weights")
+    about = json.loads(header)
+    if about["version"] != _VERSION:
+        raise ValueError(f"{path} has version {about['version']}, this package reads {_VERSION}")
+    whole, scales = _unpack(tensors, about, path)
+    _check_fits(model, whole, about, path)
+    cleaned = Cleaned(scales, about["sizes"], set(about["pruned"]))
+    for name, numbers in cleaned.sizes.items():
+        for attribute, number in numbers.items():
+            setattr(model.get_submodule(name), attribute, number)
+    for name, a in about["activations"].items():
+        module = model.get_submodule(name)
+        device = next(module.parameters()).device
+        quantize_inputs(module, ActivationQuantization(a["bits"], a["kind"], is_static=a["is_static"], device=device))
+    _put(model, whole)
+    mark_cleaned(model, cleaned)
+    return model
+
+
+def _unpack(
+    tensors: Mapping[str, Tensor], about: Mapping[str, Any], path: Path
+) -> tuple[dict[str, Tensor], dict[str, tuple[Form, Scales]]]:
+    """(whole tensors by name, scales of those that were quantized)."""
+    rest, scales = dict(tensors), dict[str, tuple[Form, Scales]]()
+    for name, said in about["packed"].items():
+        shape, dtype = tuple(said["shape"]), getattr(torch, said["dtype"])
+        n = torch.Size(shape).numel()
+        try:
+            kept = unpack_bits(rest.pop(f"{name}.kept"), 1, n).bool() if "kept" in said else None
+            left = said.get("kept", n)
+            if "bits" not in said:
+                assert kept is not None
+                rest[name] = torch.zeros(n, dtype=dtype).masked_scatter_(kept, rest.pop(f"{name}.values")).view(shape)
+                continue
+            form, (rows, columns) = (
+                Form(shape, said["is_transposed"]),
+                (tuple(size for size, times in said[side] for _ in range(times)) for side in ("rows", "columns")),
+            )
+            zero = rest.pop(f"{name}.zero").float() if f"{name}.zero" in rest else None
+            known = Scales(Code(said["kind"], said["bits"]), Grid(rows, columns), rest.pop(f"{name}.scale"), zero)
+            codes = unpack_bits(rest.pop(f"{name}.codes"), said["bits"], left)
+            if kept is not None:
+                codes = torch.zeros(n, dtype=codes.dtype).masked_scatter_(kept, codes)
+            value_RC = known.values(known.decode(codes.view(form.rows, form.columns)))
+            if kept is not None:
+                value_RC = value_RC * kept.view_as(value_RC)
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged at {name}: {error}") from error
+        rest[name], scales[name] = form.weight(value_RC).to(dtype).contiguous(), (form, known)
+    return rest, scales
+
+
+def _check_fits(model: nn.Module, whole: Mapping[str, Tensor], about: Mapping[str, Any], path: Path) -> None:
+    """Raise ValueError where names differ, or a shape whose module was not cut."""
+    own, tied = model.state_dict(), files.tied(model)
+    for name in about["sizes"].keys() | about["activations"].keys():
+        try:
+            model.get_submodule(name)
+        except AttributeError as error:
+            raise ValueError(f"{path} is of another model: there is no module {name}") from error
+    added = {f"{name}.activation_quantization.{end}" for name in about["activations"] for end in ("low", "high")}
+    for name in sorted((whole.keys() - added) ^ own.keys()):
+        if name in whole or tied.get(name) not in whole:
+            where = "the model has no" if name in whole else "the file has no"
+            raise ValueError(f"{path} is of another model: {where} {name}")
+    for name, x in own.items():
+        if name in whole and whole[name].shape != x.shape and name.rpartition(".")[0] not in about["sizes"]:
+            shapes = f"shape {tuple(whole[name].shape)} there and {tuple(x.shape)} here"
+            raise ValueError(f"{path} is of another model: {name} has {shapes}")
+
+
+def _put(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
+    """In the dtypes and on the devices of the model, and with its ties."""
+    made: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for own, p in list(module._parameters.items()):
+            name = f"{prefix}.{own}" if prefix else own
+            if p is None:
+                continue
+            if id(p) not in made and name in whole:
+                made[id(p)] = nn.Parameter(whole[name].to(p.device), requires_grad=p.requires_grad)
+            if id(p) in made:
+                module._parameters[own] = made[id(p)]
+        for own, x in list(module._buffers.items()):
+            name = f"{prefix}.{own}" if prefix else own
+            if x is not None and name in whole:
+                module._buffers[own] = whole[name].to(x.device)

@@ -1,0 +1,342 @@
+"""Which module gets which technique, and which shrink with it: decided, and all that is wrong said, before any change.
+
+A pattern finds by `re.search`, in the order of the model, modules of the classes that `matrices.py` knows; their
+containers do not count. The k-th module that a pattern finds and the k-th that one of its related patterns finds belong
+together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from .config import (
+    TECHNIQUES,
+    ActivationBits,
+    ActivationQuantization,
+    Compression,
+    DenseRatio,
+    Group,
+    HeadPruning,
+    HeadRatio,
+    Pruning,
+    Technique,
+    WeightBits,
+    WeightQuantization,
+)
+from .matrices import Form, is_compressible, is_convolution
+from .quantizers import Grid
+from .schedule import BitSchedule, DensitySchedule
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_SHOWN = 4  # names in a message
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """The weight of a module, in few bits."""
+
+    name: str
+    schedule: BitSchedule
+    kind: str
+    tiles: int
+    is_stochastic: bool
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """The weight of a module, pruned by "element", "row" or "head".
+
+    related: of rows, modules whose inputs are these outputs, and norms between; of heads, modules that compute q, k or
+    v. parts: of each of those, 1, or 3 where it computes all; layout: how these lie.
+    """
+
+    name: str
+    technique: str
+    unit: str
+    schedule: DensitySchedule
+    method: str
+    heads: int = 1
+    related: tuple[str, ...] = ()
+    layout: str | None = None
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What goes into a module, in few bits."""
+
+    name: str
+    offset: int
+    bits: int
+    kind: str
+    is_static: bool
+
+
+@dataclass
+class Plan:
+    """In the order in which techniques are stacked, and in that of the model."""
+
+    quantized: list[Quantized] = field(default_factory=list)
+    pruned: list[Pruned] = field(default_factory=list)
+    activations: list[Activations] = field(default_factory=list)
+
+
+def plan_of(model: nn.Module, compression: Compression) -> Plan:
+    """Raises ValueError, which names the technique, the group and the module, where it cannot be done."""
+    modules, made = dict(model.named_modules()), Plan()
+    for technique in compression.techniques:
+        taken: dict[str, str] = {}
+        for group in technique.groups:
+            where = f"{technique.name}, group {group.name!r}"
+            for name, related in _matches(modules, group, where):
+                if name in taken:
+                    raise ValueError(
+                        f"{technique.name}: {name} is in the groups {taken[name]!r} and {group.name!r}; a module is in "
+                        "one group of a technique: make their patterns apart"
+                    )
+                taken[name] = group.name
+                _add(made, modules, technique, group, name, related, f"{where}: {name}")
+    order = {name: k for k, name in enumerate(modules)}
+    for each in (made.quantized, made.activations):
+        each.sort(key=lambda one: order[one.name])
+    stacked = list(TECHNIQUES)
+    made.pruned.sort(key=lambda one: (stacked.index(one.technique), order[one.name]))
+    _check_apart(made)
+    _check_ties(model, made)
+    _check_plain(modules, made)
+    return made
+
+
+def _matches(modules: dict[str, nn.Module], group: Group, where: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(module, those related to it), once each for one group."""
+    seen: set[str] = set()
+    for k, pattern in enumerate(group.patterns):
+        found = _found(modules, pattern, where)
+        columns: list[list[str]] = []
+        for other in group.related[k] if group.related else ():
+            related = _found(modules, other, f"{where}, related_modules", norms=True)
+            if len(related) != len(found):
+                raise ValueError(
+                    f"{where}: modules {pattern!r} finds {len(found)} ({_some(found)}), related_modules {other!r} "
+                    f"finds {len(related)} ({_some(related)}); each must have its own"
+                )
+            columns.append(related)
+        for name, *others in zip(found, *columns, strict=True):
+            if name not in seen:
+                seen.add(name)
+                yield name, tuple(others)
+
+
+def _found(modules: dict[str, nn.Module], pattern: str, where: str, *, norms: bool = False) -> list[str]:
+    named = [name for name in modules if re.search(pattern, name)]
+    found = [n for n in named if is_compressible(modules[n]) or (norms and isinstance(modules[n], _NORMS))]
+    if not found and named:
+        kinds = sorted({type(modules[name]).__name__ for name in named})
+        raise ValueError(
+            f"{where}: {pattern!r} finds {_some(named)} alone ({', '.join(kinds)}): no Linear, Conv, Conv1D, Embedding"
+        )
+    if not found:
+        known = [name for name, module in modules.items() if is_compressible(module)]
+        raise ValueError(f"{where}: {pattern!r} finds no module; there are {_some(known)}")
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _add(
+    made: Plan,
+    modules: dict[str, nn.Module],
+    technique: Technique,
+    group: Group,
+    name: str,
+    related: tuple[str, ...],
+    where: str,
+) -> None:
+    module, shared, params = modules[name], technique.shared, group.params
+    if isinstance(shared, WeightQuantization):
+        made.quantized.append(_quantized(module, shared, cast(WeightBits, params), name, where))
+    elif isinstance(shared, ActivationQuantization):
+        if isinstance(module, nn.Embedding):
+            raise ValueError(f"{where} is an Embedding, which reads whole numbers: leave it to weight_quantization")
+        made.activations.append(
+            Activations(
+                name,
+                shared.schedule_offset,
+                cast(ActivationBits, params).bits,
+                _kind(shared.quantization_type),
+                shared.range_calibration == "static",
+            )
+        )
+    else:
+        made.pruned.append(_pruned(modules, technique.name, shared, cast(DenseRatio, params), name, related, where))
+
+
+def _kind(given: str) -> str:
+    return "asymmetric" if given.startswith("asym") else "symmetric"
+
+
+def _quantized(module: nn.Module, shared: WeightQuantization, params: WeightBits, name: str, where: str) -> Quantized:
+    form, mixed = Form.of(module), shared.fp16_mixed_quantize
+    try:
+        Grid.of(form.rows, form.columns, shared.quantize_groups)
+    except ValueError as wrong:
+        raise ValueError(f"{where}: quantize_groups {shared.quantize_groups}: {wrong}") from wrong
+    schedule = BitSchedule(
+        shared.schedule_offset,
+        params.start_bits,
+        params.target_bits,
+        params.quantization_period or shared.quantization_period,
+        mixed.quantize_change_ratio if mixed.enabled else None,
+    )
+    kind, is_stochastic = _kind(shared.quantization_type), shared.rounding == "stochastic"
+    return Quantized(name, schedule, kind, shared.quantize_groups, is_stochastic)
+
+
+def _pruned(
+    modules: dict[str, nn.Module],
+    technique: str,
+    shared: Pruning,
+    params: DenseRatio,
+    name: str,
+    related: tuple[str, ...],
+    where: str,
+) -> Pruned:
+    module = modules[name]
+    schedule = DensitySchedule(
+        shared.schedule_offset, params.dense_ratio, shared.schedule_offset_end, shared.schedule_offset_stride
+    )
+    if technique == "sparse_pruning":
+        return Pruned(name, technique, "element", schedule, shared.method)
+    if isinstance(module, nn.Embedding):
+        raise ValueError(f"{where} is an Embedding, whose rows are words; name Linear, Conv or Conv1D modules")
+    if is_convolution(module) and getattr(module, "groups", 1) != 1:
+        raise ValueError(f"{where} is a convolution in {module.groups} groups, whose channels are not free")
+    if technique == "head_pruning":
+        assert isinstance(shared, HeadPruning) and isinstance(params, HeadRatio)
+        return _heads(modules, shared, params, schedule, name, related, where)
+    if technique == "channel_pruning" and not is_convolution(module):
+        raise ValueError(f"{where} is a {type(module).__name__}; channels are a convolution's: write row_pruning")
+    rows = Form.of(module).rows
+    for other in related:
+        _check_inputs(modules[other], rows, other, where)
+    return Pruned(name, technique, "row", schedule, shared.method, related=related)
+
+
+def _check_inputs(module: nn.Module, rows: int, name: str, where: str) -> None:
+    if isinstance(module, _NORMS):
+        if module.num_features != rows:
+            raise ValueError(
+                f"{where} has {rows} outputs, and its related module {name} normalises {module.num_features}"
+            )
+        return
+    form = Form.of(module)
+    if isinstance(module, nn.Embedding) or getattr(module, "groups", 1) != 1 or form.inputs != rows:
+        raise ValueError(
+            f"{where} has {rows} outputs, and its related module {name} ({type(module).__name__}) has "
+            f"{form.inputs} inputs: it must take these outputs, and no others"
+        )
+
+
+def _heads(
+    modules: dict[str, nn.Module],
+    shared: HeadPruning,
+    params: HeadRatio,
+    schedule: DensitySchedule,
+    name: str,
+    related: tuple[str, ...],
+    where: str,
+) -> Pruned:
+    form, heads = Form.of(modules[name]), params.num_heads or shared.num_heads
+    if is_convolution(modules[name]):
+        raise ValueError(f"{where} is a convolution: head_pruning names the matrix behind attention")
+    if heads is None:
+        raise ValueError(f'{where}: write "num_heads" into shared_parameters, or into the group\'s params')
+    if form.inputs % heads:
+        raise ValueError(f"{where}: {heads} heads do not divide its {form.inputs} inputs")
+    layout = params.qkv_layout
+    for other in related:
+        if not is_compressible(modules[other]) or isinstance(modules[other], nn.Embedding):
+            raise ValueError(f"{where}: its related module {other} computes no q, k or v")
+        its = Form.of(modules[other])
+        if its.rows == 3 * form.inputs:
+            if layout is None and its.is_transposed:
+                layout = "blocks"  # GPT-2
+            if layout is None:
+                raise ValueError(
+                    f"{where}: its related module {other} computes q, k and v at once, and its rows may lie in two "
+                    'ways; write "qkv_layout" into the group\'s params: "blocks" (all of q, then k, then v) or "heads" '
+                    "(q, k and v of the first head, then of the next)"
+                )
+        elif its.rows != form.inputs:
+            raise ValueError(
+                f"{where} has {form.inputs} inputs, {heads} heads of {form.inputs // heads}, and its related module "
+                f"{other} has {its.rows} outputs: expected as many, or three times as many where it computes q, k and v"
+            )
+    return Pruned(name, "head_pruning", "head", schedule, shared.method, heads, related, layout)
+
+
+def _check_apart(made: Plan) -> None:
+    """Raise ValueError where two would shrink the same side of a module."""
+    rows: dict[str, str] = {}
+    inputs: dict[str, str] = {}
+    for one in made.pruned:
+        said = f"{one.technique} of {one.name}"
+        sides = {"row": (rows, inputs), "head": (inputs, rows)}.get(one.unit)
+        if sides is None:
+            continue
+        for side, names, what in ((sides[0], (one.name,), "own"), (sides[1], one.related, "related")):
+            for name in names:
+                if name in side:
+                    which = "outputs" if side is rows else "inputs"
+                    raise ValueError(f"the {which} of {name} are pruned twice: by {side[name]} and by {said} ({what})")
+                side[name] = said
+
+
+def _check_ties(model: nn.Module, made: Plan) -> None:
+    """Raise ValueError where a weight that several modules share would not stay one."""
+    holders: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        weight = getattr(module, "weight", None) if is_compressible(module) else None
+        if isinstance(weight, nn.Parameter):
+            holders.setdefault(id(weight), []).append(name)
+    shared = {name: names for names in holders.values() if len(names) > 1 for name in names}
+    quantized = {one.name: (one.schedule, one.kind, one.tiles, one.is_stochastic) for one in made.quantized}
+    touched = [one.name for one in made.pruned] + [name for one in made.pruned for name in one.related]
+    for name in touched:
+        if name in shared:
+            raise ValueError(f"{_some(shared[name])} share one weight: it can be quantized, but not pruned")
+    for name in quantized:
+        if name not in shared:
+            continue
+        unlike = [other for other in shared[name] if quantized.get(other) != quantized[name]]
+        if unlike or quantized[name][3]:
+            raise ValueError(
+                f"{_some(shared[name])} share one weight: quantize all of them the same way, rounding to the nearest, "
+                "or none"
+            )
+
+
+def _check_plain(modules: dict[str, nn.Module], made: Plan) -> None:
+    """Raise ValueError where a weight is no plain parameter."""
+    pruned = [name for one in made.pruned for name in (one.name, *one.related)]
+    for name in [*(one.name for one in made.quantized), *pruned]:
+        module = modules[name]
+        if parametrize.is_parametrized(module):
+            raise ValueError(
+                f"{name} has parametrizations already; compress the model before others are added, and once"
+            )
+        weight = module.weight
+        if isinstance(module, _NORMS):
+            continue
+        if not isinstance(weight, Tensor) or not weight.is_floating_point():
+            raise ValueError(f"{name} has no weight of floating-point numbers")
+        if hasattr(weight, "placements"):
+            raise ValueError(f"{name} is sharded: call init_compression before initialize() or fully_shard()")

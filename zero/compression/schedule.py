@@ -1,0 +1,56 @@
+"""What a technique does after so many optimizer steps: pure functions of the step, so that a resumed run goes on.
+
+bits     start_bits at the offset; one less after P, 2P, 4P, ... steps, down to target_bits
+mix      r of w ← r·w + (1-r)·q(w): 1 whenever the bits fall, then less by the change ratio each step
+density  1 before the offset, then the dense ratio; with an end, 1 - (1-ratio)·(1-(1-u)³), u from 0 to 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BitSchedule:
+    """change_ratio: None: weights are quantized wholly from the start."""
+
+    offset: int
+    start_bits: int
+    target_bits: int
+    period: int
+    change_ratio: float | None = None
+
+    def _drops(self, step: int) -> int:
+        passed = (step - self.offset) // self.period
+        return min(passed.bit_length(), self.start_bits - self.target_bits)
+
+    def bits(self, step: int) -> int | None:
+        """None: not yet."""
+        return None if step < self.offset else self.start_bits - self._drops(step)
+
+    def mix(self, step: int) -> float:
+        """The share of the whole weight, from 1 to 0."""
+        if self.change_ratio is None or step < self.offset:
+            return 0.0
+        drops = self._drops(step)
+        since = self.offset + (self.period << (drops - 1) if drops else 0)
+        return max(0.0, 1.0 - self.change_ratio * (step - since))
+
+
+@dataclass(frozen=True)
+class DensitySchedule:
+    """ratio: the share that is kept in the end. end: None: from the offset on."""
+
+    offset: int
+    ratio: float
+    end: int | None = None
+    stride: int = 1
+
+    def density(self, step: int) -> float:
+        """The share that is kept; 1: nothing is pruned."""
+        if step < self.offset:
+            return 1.0
+        if self.end is None or step >= self.end:
+            return self.ratio
+        done = (step - self.offset) // self.stride * self.stride
+        return 1.0 - (1.0 - self.ratio) * (1.0 - (1.0 - done / (self.end - self.offset)) ** 3)

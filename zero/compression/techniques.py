@@ -1,0 +1,290 @@
+"""The techniques, each a parametrization of a weight; activation quantization, which has none, a submodule and a hook.
+
+    torch.nn.utils.parametrize.register_parametrization(module, "weight", WeightQuantization(...))
+
+Stacked, the next one takes what the one before gives: quantization first, then the masks. Each does what its schedule
+says of the step that `reach` has told it. Masks of "l1" are buffers, computed once from the whole weight; those of
+"topk" are computed in every forward pass, from weights and learned scores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from .matrices import Form
+from .quantizers import Code, Scales, quantize, quantize_range, straight_through
+from .schedule import BitSchedule, DensitySchedule
+
+_MOMENTUM = 0.95  # of a static range
+
+
+class WeightQuantization(nn.Module):
+    """q(w), or w and q(w) mixed. The gradient is that of w. name: of the weight, seeds stochastic rounding.
+
+    Stochastic rounding draws from a generator of (name, step): the same on all ranks and in every micro-batch.
+    """
+
+    def __init__(self, form: Form, schedule: BitSchedule, kind: str, tiles: int, *, name: str, is_stochastic: bool):
+        super().__init__()
+        self.form, self.schedule, self.kind, self.tiles = form, schedule, kind, tiles
+        self.name, self.is_stochastic = name, is_stochastic
+        self.reach(0)
+
+    def reach(self, step: int) -> None:
+        """So many steps are done."""
+        self.step, self.bits, self.mix = step, self.schedule.bits(step), self.schedule.mix(step)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        if self.bits is None:
+            return weight
+        with torch.no_grad():
+            scales, level_RC = self.quantized(weight)
+            whole = self.form.weight(scales.values(level_RC)).to(weight.dtype)
+            if self.mix > 0:
+                whole = torch.lerp(whole, weight, self.mix)
+        return straight_through(weight, whole)
+
+    @torch.no_grad()
+    def quantized(self, weight: Tensor) -> tuple[Scales, Tensor]:
+        """(scales, levels [R, C]) of the weight now; computed in float32."""
+        assert self.bits is not None
+        matrix_RC = self.form.matrix(weight).float()
+        return quantize(matrix_RC, Code(self.kind, self.bits), self.tiles, self._noise(matrix_RC))
+
+    def _noise(self, matrix_RC: Tensor) -> Tensor | None:
+        if not self.is_stochastic:
+            return None
+        digest = hashlib.sha256(f"{self.name}/{self.step}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        return torch.rand(matrix_RC.shape, generator=generator).to(matrix_RC.device)
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, {self.bits} bits, {self.tiles} groups"
+
+
+class _Masked(torch.autograd.Function):
+    """weight · mask. The scores' gradient is that of the mask: the sum of gradient · weight over each unit."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, scores: Tensor, mask: Tensor, units: Units) -> Tensor:
+        ctx.save_for_backward(weight, mask)
+        ctx.units = units
+        return weight * mask
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        weight, mask = ctx.saved_tensors
+        return grad * mask, ctx.units.total(grad * weight).to(grad.dtype), None, None
+
+
+class Units:
+    """What is kept or dropped as one: "element", "row" (an output), "head" (equally many inputs). shape: of a mask."""
+
+    def __init__(self, form: Form, kind: str, heads: int = 1):
+        self.form, self.kind, self.heads = form, kind, heads
+        self.shape = {"element": form.shape, "row": (form.rows,), "head": (heads,)}[kind]
+
+    def _split(self, weight: Tensor) -> Tensor:
+        """[R, units, columns of one], of heads."""
+        return self.form.matrix(weight).reshape(self.form.rows, self.heads, -1)
+
+    def total(self, weight: Tensor) -> Tensor:
+        """The sum over each unit."""
+        if self.kind == "element":
+            return weight
+        return self.form.matrix(weight).sum(1) if self.kind == "row" else self._split(weight).sum((0, 2))
+
+    def expand(self, mask: Tensor) -> Tensor:
+        """What is said of each unit, of each element of the weight."""
+        if self.kind == "element":
+            return mask
+        matrix = mask[:, None] if self.kind == "row" else mask.repeat_interleave(self.form.columns // self.heads)[None]
+        return self.form.weight(matrix.expand(self.form.rows, self.form.columns))
+
+    def l1_mask(self, weight: Tensor, keep: int) -> Tensor:
+        """torch's: the units of the largest L1 norms are 1."""
+        drop = torch.Size(self.shape).numel() - keep
+        mask: Tensor
+        if self.kind == "element":
+            mask = prune.L1Unstructured(drop).compute_mask(weight, torch.ones_like(weight))
+            return mask
+        matrix = self.form.matrix(weight) if self.kind == "row" else self._split(weight)
+        dim = 0 if self.kind == "row" else 1
+        mask = prune.LnStructured(drop, n=1, dim=dim).compute_mask(matrix, torch.ones_like(matrix))
+        return mask.select(1, 0) if self.kind == "row" else mask[0, :, 0]
+
+
+class Pruning(nn.Module):
+    """weight · mask, over units. `kept`: the mask of the last forward pass; None while nothing is pruned.
+
+    "l1": the mask is a buffer; `choose` computes it. "topk": the units with the largest (norm / mean norm + score);
+    scores begin at zero, so that the first mask is that of l1, and learn with the straight-through gradient.
+    """
+
+    mask: Tensor
+
+    def __init__(self, units: Units, schedule: DensitySchedule, method: str, like: Tensor):
+        super().__init__()
+        self.units, self.schedule, self.method = units, schedule, method
+        self.kept: Tensor | None = None
+        self._stack: tuple[nn.Module, ...] = ()  # in a tuple: not registered
+        if method == "topk":
+            self.scores = nn.Parameter(torch.zeros(units.shape, dtype=like.dtype, device=like.device))
+        else:
+            self.register_buffer("mask", torch.ones(units.shape, dtype=torch.uint8, device=like.device))
+        self.reach(0)
+
+    def read_from(self, stack: nn.Module) -> None:
+        """The norms are those of the trained weight, not of a quantized one, whose are often equal."""
+        self._stack = (stack,)
+
+    def reach(self, step: int) -> None:
+        """So many steps are done."""
+        self.density = self.schedule.density(step)
+
+    def is_due(self, before: int | None, step: int) -> bool:
+        """Whether `choose` must compute another mask than that of the step before; None: there was none."""
+        now = self.schedule.density(step)
+        return self.method == "l1" and now < 1.0 and (before is None or self.schedule.density(before) != now)
+
+    @property
+    def count(self) -> int:
+        """Units that are kept: at least one."""
+        return max(1, round(self.density * torch.Size(self.units.shape).numel()))
+
+    @torch.no_grad()
+    def choose(self, weight: Tensor) -> None:
+        """The mask of this whole weight, of "l1"."""
+        self.mask.copy_(self.units.l1_mask(weight.float(), self.count))
+
+    def _now(self, weight: Tensor) -> Tensor:
+        if self.method == "l1":
+            return self.mask
+        norms = self.units.total(weight.detach().abs().float())
+        value = norms / norms.mean().clamp(min=torch.finfo(torch.float32).tiny) + self.scores.detach().float()
+        drop = value.numel() - self.count
+        # torch's takes absolute values: from the least value on, they are in the order of the values
+        mask: Tensor = prune.L1Unstructured(drop).compute_mask(value - value.min(), torch.ones_like(value))
+        return mask
+
+    def forward(self, weight: Tensor) -> Tensor:
+        if self.density >= 1.0:
+            self.kept = None
+            return weight
+        with torch.no_grad():
+            trained = self._stack[0].original if self._stack else weight
+            assert isinstance(trained, Tensor)
+            self.kept = self._now(trained).to(weight.dtype)
+            mask = self.units.expand(self.kept)
+        if self.method == "l1":
+            return weight * mask
+        masked: Tensor = _Masked.apply(weight, self.scores, mask, self.units)  # type: ignore[no-untyped-call]
+        return masked
+
+    def extra_repr(self) -> str:
+        return f"{self.units.kind}, {self.method}, density {self.density:g}"
+
+
+class RelatedInputs(nn.Module):
+    """weight without the inputs that come from the rows which another module has dropped: what they hold is the same
+    before and after cleaning, whatever lies in between. source: is not its submodule.
+    """
+
+    def __init__(self, form: Form, source: Pruning):
+        super().__init__()
+        self.form, self._source = form, (source,)  # in a tuple: not registered
+
+    @property
+    def source(self) -> Pruning:
+        """Which drops the rows."""
+        return self._source[0]
+
+    def reach(self, step: int) -> None:
+        """It does what its source does."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        kept = self.source.kept
+        if kept is None:
+            return weight
+        columns = self.form.columns_of(kept.to(weight.dtype))
+        return weight * self.form.weight(columns.expand(self.form.rows, -1))
+
+
+class ActivationQuantization(nn.Module):
+    """What goes into a module, in few bits; the gradient passes through. offset: None: from the start, for good.
+
+    dynamic: a range for each token, the last dimension. static: the running range of what training has shown since the
+    module was armed, one for the module; in the buffers low and high, which `Engine` averages over ranks.
+    """
+
+    low: Tensor
+    high: Tensor
+
+    def __init__(self, bits: int, kind: str, *, is_static: bool, offset: int | None = None, device: torch.device):
+        super().__init__()
+        self.bits, self.kind, self.is_static, self.offset = bits, kind, is_static, offset
+        if is_static:
+            self.register_buffer("low", torch.full((), torch.inf, device=device))
+            self.register_buffer("high", torch.full((), -torch.inf, device=device))
+        self.is_on = offset is None
+        self.reach(0)
+
+    def reach(self, step: int) -> None:
+        """So many steps are done."""
+        self.is_on = self.offset is None or step >= self.offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return x
+        with torch.no_grad():
+            if self.is_static and self.training and x.numel() > 0:
+                self._observe(x)
+            if not self.is_on:
+                return x
+            if not self.is_static:
+                low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+            elif torch.isfinite(self.low):
+                low, high = self.low, self.high
+            else:
+                raise RuntimeError(
+                    "an activation with a static range has seen no training batch: run some with model.train() first, "
+                    'or write "range_calibration": "dynamic"'
+                )
+            quantized = quantize_range(x, low, high, self.kind, self.bits)
+        return straight_through(x, quantized)
+
+    def _observe(self, x: Tensor) -> None:
+        low, high = x.min().float(), x.max().float()
+        if not bool(torch.isfinite(low) & torch.isfinite(high)):
+            return  # a step that is skipped
+        is_first = not bool(torch.isfinite(self.low))
+        self.low.copy_(low if is_first else torch.lerp(low, self.low.float(), _MOMENTUM))
+        self.high.copy_(high if is_first else torch.lerp(high, self.high.float(), _MOMENTUM))
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, {self.bits} bits, {'static' if self.is_static else 'dynamic'}"
+
+
+ACTIVATIONS = "activation_quantization"  # the submodule's name
+
+
+def quantize_inputs(module: nn.Module, quantization: ActivationQuantization) -> None:
+    """Let a module take what goes in through this one, its submodule from now on."""
+    setattr(module, ACTIVATIONS, quantization)
+    module.register_forward_pre_hook(take_quantized, with_kwargs=True)
+
+
+def take_quantized(
+    module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A hook before a module's forward pass."""
+    quantization: Callable[[Tensor], Tensor] = getattr(module, ACTIVATIONS)
+    if args:
+        return (quantization(args[0]), *args[1:]), named
+    return args, {name: quantization(x) if isinstance(x, Tensor) else x for name, x in named.items()}
