@@ -3,6 +3,7 @@
 python scripts/study.py --task byte-lm digits --ranks 4 --results runs/study.jsonl --record scripts/records/study.md
 python scripts/study.py activations --results runs/activations.jsonl        (the stages)
 python scripts/study.py local-steps --results runs/local.jsonl              (local steps)
+python scripts/study.py compression --results runs/compression.jsonl        (models that shrink)
 torchrun --nproc-per-node 2 scripts/study.py ddp-hooks                      (hooks of DDP; all take --help)
 """
 
@@ -15,6 +16,9 @@ if __name__ == "__main__":
         main(sys.argv[2:])
     elif sys.argv[1:2] == ["local-steps"]:
         from study.local_steps import main
+        main(sys.argv[2:])
+    elif sys.argv[1:2] == ["compression"]:
+        from study.compression import main
 
         main(sys.argv[2:])
     elif sys.argv[1:2] == ["ddp-hooks"]:
