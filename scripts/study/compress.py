@@ -1,0 +1,159 @@
+"""Compress one model by a DeepSpeed JSON, and say what came of it.
+
+    python scripts/compress.py --config ds.json --out small.safetensors     (a JSON with "compression_training")
+
+A dense model of the task is trained (or read, --weights), compressed while it trains on, cleaned, written, read back
+and validated at each point.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from onebit.comm import SimTransport
+from onebit.zero import export_weights, import_weights
+from onebit.zero.compression import (
+    CompressionScheduler,
+    Distillation,
+    export_compressed,
+    import_compressed,
+    redundancy_clean,
+    sizes,
+)
+from onebit.zero.compression.config import compression_in
+from study.compression import DEFAULTS, Digits, Task, distilled, fit, is_armed, plain_of, student_of, task_named
+
+
+@dataclass(frozen=True)
+class Row:
+    """A point of the model's way. file_bytes: of a safetensors file with all of it."""
+
+    name: str
+    parameters: int
+    memory_bytes: int
+    file_bytes: int
+    loss: float
+    accuracy: float | None
+
+
+def row(name: str, task: Task, model: nn.Module, folder: Path) -> Row:
+    """Measured now."""
+    accuracy = task.accuracy(model) if isinstance(task, Digits) else None
+    file, size = folder / ".measured.safetensors", sizes(model)
+    if is_armed(model):
+        export_weights(model, file, SimTransport())
+        written = file.stat().st_size
+    else:
+        written = export_compressed(model, file)
+    file.unlink()
+    return Row(name, size.parameters, size.memory_bytes, written, task.evaluate(model.eval()), accuracy)
+
+
+def compress(args: argparse.Namespace) -> list[Row]:
+    """The whole way; its points."""
+    progress = _rich("progress")
+    torch.set_num_threads(args.threads)
+    task, setting, folder = task_named(args.task), DEFAULTS[args.task], args.out.parent
+    compression_in(args.config)  # what is wrong with it is said before anything is trained
+    block = _block(args.config)
+    folder.mkdir(parents=True, exist_ok=True)
+    with progress.Progress() as bars:
+        dense = task.build(args.seed)
+        student_of(task, dense, block)
+        if args.weights is None:
+            steps = range(args.steps or setting.steps)
+            for _ in bars.track(
+                fit(task, dense, task.loss, args.seed, steps, setting.batch, setting.lr),
+                total=len(steps), description="dense",
+            ):  # fmt: skip
+                pass
+        else:
+            import_weights(dense, args.weights, SimTransport())
+        rows = [row("dense", task, dense, folder)]
+        model = student_of(task, dense, block)
+        rows.append(row("compressed, as it starts", task, model, folder))
+        loss, teacher = task.loss, None
+        if args.distill:
+            teacher = Distillation(model, dense, temperature=args.temperature)
+            loss = distilled(task, teacher)
+        first = args.steps or setting.steps
+        more = range(first, first + (args.more_steps or setting.more_steps))
+        bar = bars.add_task("compressed", total=len(more))
+        for value in fit(task, model.train(), loss, args.seed, more, setting.batch, setting.more_lr):
+            on = ", ".join(CompressionScheduler(model).describe())
+            bars.update(bar, advance=1, description=f"loss {value:.3f}; {on or 'nothing on yet'}")
+        if teacher is not None:
+            teacher.close()
+    rows.append(row("trained", task, model, folder))
+    redundancy_clean(model, args.config)
+    rows.append(row("cleaned", task, model, folder))
+    export_compressed(model, args.out)
+    back = import_compressed(plain_of(task, dense, block), args.out)
+    rows.append(row(f"read from {args.out.name}", task, back, folder))
+    return rows
+
+
+def _block(config: Path) -> dict:
+    """The JSON's compression_training as it stands there."""
+    from onebit.zero.config.compat import load
+
+    data = load(config)
+    assert isinstance(data, dict)
+    block = data["compression_training"]
+    assert isinstance(block, dict)
+    return block
+
+
+def show(rows: Sequence[Row]) -> None:
+    """The final table."""
+    table = _rich("table").Table()
+    has_accuracy = rows[0].accuracy is not None
+    for column in (
+        "",
+        "parameters",
+        "in memory",
+        "on disk",
+        "smaller",
+        "loss",
+        *(["accuracy"] if has_accuracy else []),
+    ):
+        table.add_column(column, justify="left" if not column else "right")
+    for r in rows:
+        cells = [r.name, f"{r.parameters:,}", f"{r.memory_bytes:,}", f"{r.file_bytes:,}"]
+        cells += [f"{rows[0].file_bytes / r.file_bytes:.2f}", f"{r.loss:.5f}"]
+        table.add_row(*cells, *([f"{r.accuracy:.2%}"] if r.accuracy is not None else []))
+    _rich("console").Console().print(table)
+
+
+def _rich(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"rich.{name}")
+    except ImportError as error:
+        raise ImportError("the bar and the table need rich: pip install onebit[train]") from error
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="compress.py", description=(__doc__ or "").split("\n\n")[0])
+    add = parser.add_argument
+    add("--config", type=Path, required=True, metavar="FILE", help='a DeepSpeed JSON with "compression_training"')
+    add("--out", type=Path, required=True, metavar="FILE", help="the compressed model, a safetensors file")
+    add("--task", choices=DEFAULTS, default="byte-lm")
+    add("--weights", type=Path, metavar="FILE", help="of the dense model, in place of training it (export_weights)")
+    add("--steps", type=int, help="of the dense model; default: the task's")
+    add("--more-steps", type=int, help="under compression; default: the task's")
+    add("--distill", action="store_true", help="the dense model teaches: half of the loss")
+    add("--temperature", type=float, default=2.0, help="of the teacher's logits")
+    add("--seed", type=int, default=0)
+    add("--threads", type=int, default=1)
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.WARNING)
+    show(compress(args))
