@@ -91,7 +91,7 @@ class Engine:
         self._clock = WallClock(config.wall_clock_breakdown)
         self.comm_ms = 0.0
         self._checkpoints: dict[Path, Checkpoints] = {}
-        self.compression_scheduler = scheduler_of(module, self.synchronise, says=grid.world.rank == 0)
+        self.compression_scheduler = scheduler_of(module, built.optimizer, self.synchronise, says=grid.world.rank == 0)
 
     # ---------------------------------------------------------------- a step
 

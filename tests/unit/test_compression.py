@@ -560,6 +560,15 @@ def test_the_configuration_may_be_a_file_or_a_config(tmp_path: Path) -> None:
         zero.read_config(tmp_path / "ds.json", world_size=1)
 
 
+def test_an_optimizer_that_was_made_too_early_is_refused() -> None:
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters())
+    init_compression(model, config(**GPT_TECHNIQUES))
+    with pytest.raises(ValueError, match=r"does not train blocks.0.qkv.*scores.* make it after init_compression"):
+        CompressionScheduler(model).attach(optimizer)
+    CompressionScheduler(model).attach(torch.optim.AdamW(model.parameters()))
+
+
 def test_deepspeeds_module_takes_its_arguments() -> None:
     import onebit.zero as deepspeed
     from onebit.zero.compression import compress

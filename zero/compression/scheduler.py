@@ -51,8 +51,19 @@ class CompressionScheduler:
             for line in sorted(set(self.describe()) - set(before)):
                 log.info("step %d: %s", armed.step, line)
 
+    def check_trains(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError where the optimizer was made before the model was armed: it lacks the learned masks."""
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, p in self._armed.model.named_parameters():
+            if name.endswith(".scores") and p.requires_grad and id(p) not in trained:
+                raise ValueError(
+                    f"the optimizer does not train {name}, the scores of a learned mask: make it after "
+                    "init_compression, of all of model.parameters()"
+                )
+
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Step behind every step of this optimizer; `remove()` of what is returned ends that."""
+        """Step behind every step of this optimizer; `remove()` of what is returned ends that. As `check_trains`."""
+        self.check_trains(optimizer)
         if self._synchronise is None and hasattr(optimizer, "sync"):
             self._synchronise = optimizer.sync
 
@@ -90,6 +101,12 @@ class CompressionScheduler:
         self._armed.resume()
 
 
-def scheduler_of(model: nn.Module, synchronise: Callable[[], object], *, says: bool) -> CompressionScheduler | None:
-    """Of a model that is armed; None of any other."""
-    return None if armed_in(model) is None else CompressionScheduler(model, synchronise, says=says)
+def scheduler_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, synchronise: Callable[[], object], *, says: bool
+) -> CompressionScheduler | None:
+    """Of a model that is armed; None of any other. Raises as `CompressionScheduler.check_trains`."""
+    if armed_in(model) is None:
+        return None
+    scheduler = CompressionScheduler(model, synchronise, says=says)
+    scheduler.check_trains(optimizer)
+    return scheduler
