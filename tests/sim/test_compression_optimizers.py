@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,29 @@ def run(make: Make, ranks: int) -> list[tuple[Tensor, Tensor, Tensor]]:
             return state, before, redundancy_clean(model)(windows(99)[:, :-1])
 
     return run_ranks(ranks, train, timeout_s=60)
+
+
+def masks_after_local_steps(transport: SimTransport, *, synchronises: bool) -> Tensor:
+    """Switched on where replicas have read apart and not met since the step before."""
+    chosen = copy.deepcopy(GPT_TECHNIQUES["row_pruning"])
+    chosen["shared_parameters"]["schedule_offset"] = 6  # between two exchanges
+    model = init_compression(gpt(), config(row_pruning=chosen))
+    optimizer: Any = OPTIMIZERS["ZeroOneAdam"](model, transport)
+    scheduler = CompressionScheduler(model, None if synchronises else lambda: None)
+    scheduler.attach(optimizer)
+    for k in range(6):
+        gpt_loss(model, 2 * k + transport.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([x for name, x in model.named_buffers() if name.endswith(".mask")])
+
+
+@pytest.mark.slow
+def test_masks_are_chosen_of_the_same_weights_on_all_ranks() -> None:
+    one, other = run_ranks(2, lambda t: masks_after_local_steps(t, synchronises=True), timeout_s=60)
+    assert torch.equal(one, other) and int(one.sum()) == 64
+    one, other = run_ranks(2, lambda t: masks_after_local_steps(t, synchronises=False), timeout_s=60)
+    assert not torch.equal(one, other)  # what would become of it
 
 
 def loss_of(logits: Tensor) -> float:

@@ -69,6 +69,12 @@ def trains(folder: str, cases: Sequence[tuple[dict, int]]) -> list[dict]:
 
         engine = start()
         train(engine, range(STEPS))
+        refusal = ""
+        if any(hasattr(p, "placements") for p in engine.module.parameters()):
+            try:
+                redundancy_clean(engine.module)
+            except ValueError as error:
+                refusal = str(error)
         digest, before, cleaned = whole(engine)
         first = start()
         train(first, range(HALF))
@@ -88,6 +94,7 @@ def trains(folder: str, cases: Sequence[tuple[dict, int]]) -> list[dict]:
                 "form": engine.form,
                 "same bits": whole(second)[0] == digest,
                 "same everywhere": len(set(gather_bytes(grid.world, bytes.fromhex(digest)))) == 1,
+                "refusal": refusal,
                 "step": scheduler.training_steps,
                 "on": scheduler.describe(),
                 "cleaning moves": float((after - before).abs().max()),

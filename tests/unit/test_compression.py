@@ -560,6 +560,17 @@ def test_the_configuration_may_be_a_file_or_a_config(tmp_path: Path) -> None:
         zero.read_config(tmp_path / "ds.json", world_size=1)
 
 
+def test_keys_that_ask_for_what_is_done_anyway_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    usual = {"quantizer_kernel": False, "quantize_verbose": False, "quantize_weight_in_forward": True}
+    mixed = {"rounding": "nearest", "fp16_mixed_quantize": {"enabled": False, "quantize_change_ratio": 0.1}}
+    chosen = technique(["blocks"], {"start_bits": 8, "target_bits": 8, "quantization_period": 50}, **usual, **mixed)
+    init_compression(gpt(), config(weight_quantization=chosen))
+    assert caplog.records == []
+    chosen["shared_parameters"]["quantize_weight_in_forward"] = False
+    init_compression(gpt(), config(weight_quantization=chosen))
+    assert "weights are quantized in the forward pass" in caplog.text
+
+
 def test_an_optimizer_that_was_made_too_early_is_refused() -> None:
     model = gpt()
     optimizer = torch.optim.AdamW(model.parameters())

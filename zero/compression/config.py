@@ -43,7 +43,7 @@ class WeightQuantization:
 
     inert: ClassVar[Mapping[str, Inert]] = {
         "quantizer_kernel": Inert(BOOL, "there is one quantizer, in torch", fine=(False,)),
-        "quantize_verbose": Inert(BOOL, "the scheduler logs what it switches on"),
+        "quantize_verbose": Inert(BOOL, "the scheduler logs what it switches on", fine=(False,)),
         "quantize_weight_in_forward": Inert(
             BOOL, "weights are quantized in the forward pass, and what the optimizer trains stays whole", fine=(True,)
         ),

@@ -262,7 +262,7 @@ def _check_fits(model: nn.Module, whole: Mapping[str, Tensor], about: Mapping[st
 
 
 def _put(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
-    """In the dtypes and on the devices of the model, and with its ties."""
+    """On the devices of the model, and with its ties; dtypes are the file's."""
     made: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for own, p in list(module._parameters.items()):
