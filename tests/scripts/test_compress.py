@@ -51,7 +51,7 @@ def test_a_run_of_the_study_is_cleaned_and_read_back(recipe: str, tmp_path: Path
     modes = ("rounded", "trained", "distilled")[: 2 if recipe == "dense" else 3]
     results = [run("digits", recipe, mode, 0, dense, STEPS) for mode in modes]
     for result in results:
-        assert result.moved <= 1e-5 and result.loss == pytest.approx(result.loss_trained, rel=1e-5)
+        assert result.moved <= 1e-10 and result.loss == pytest.approx(result.loss_trained, rel=1e-4)
     assert (results[0].bytes < 10_000) == (recipe != "dense")
     again = run("digits", recipe, "trained", 0, dense, STEPS)
     assert again == results[1]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .config import Compression
-from .matrices import Form, is_compressible
+from .matrices import Form, is_compressible, is_convolution
 from .plan import Plan, Pruned
 from .techniques import (
     ACTIVATIONS,
@@ -114,10 +114,11 @@ def arm(model: nn.Module, compression: Compression, plan: Plan) -> Armed:
     for each in plan.activations:
         module = model.get_submodule(each.name)
         device = next(module.parameters()).device
-        quantize_inputs(
-            module,
-            ActivationQuantization(each.bits, each.kind, is_static=each.is_static, offset=each.offset, device=device),
+        quantization = ActivationQuantization(
+            each.bits, each.kind, is_static=each.is_static, offset=each.offset, device=device
         )
+        quantization.without(tuple(_dropping(armed, each.name, 1 if is_convolution(module) else -1)))
+        quantize_inputs(module, quantization)
     model.register_buffer(STEP, torch.zeros((), dtype=torch.int64, device=next(model.parameters()).device))
     model.__dict__[_ARMED] = armed
     model.register_load_state_dict_post_hook(_resume)
@@ -147,6 +148,13 @@ def _stacks(armed: Armed) -> dict[str, list[nn.Module]]:
     for name, technique in later:
         stacks.setdefault(name, []).append(technique)
     return stacks
+
+
+def _dropping(armed: Armed, name: str, dim: int) -> Iterator[tuple[Pruning, int]]:
+    """What drops inputs of this module."""
+    for one, pruning in armed.pruning:
+        if (one.unit == "head" and one.name == name) or (one.unit == "row" and name in one.related):
+            yield pruning, dim
 
 
 def disarm(armed: Armed) -> None:

@@ -76,6 +76,7 @@ def clean(armed: Armed) -> nn.Module:
     for module in list(model.modules()):
         if (activation := activation_of(module)) is None:
             continue
+        activation.without(())
         if activation.is_on:
             activation.offset = None
         else:
@@ -119,6 +120,9 @@ def _make_permanent(module: nn.Module, name: str, cleaned: Cleaned) -> None:
     value = module.weight
     assert isinstance(value, Tensor)
     value = value.detach().clone()
+    # A deepcopy shares its class with this module, and torch takes the property "weight" out of it: out of one of ours.
+    kind = type(module)
+    module.__class__ = type(kind.__name__, kind.__bases__, dict(kind.__dict__))
     # Not remove_parametrizations(leave_parametrized=True) alone: it writes into the parameter, which ties may share.
     parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
     module.weight = nn.Parameter(value, requires_grad=requires_grad)

@@ -173,15 +173,20 @@ class Pruning(nn.Module):
         mask: Tensor = prune.L1Unstructured(drop).compute_mask(value - value.min(), torch.ones_like(value))
         return mask
 
+    @torch.no_grad()
+    def keep(self, weight: Tensor | None = None) -> Tensor | None:
+        """What is kept now, of the trained weight where `read_from` was told it; also in `kept`."""
+        trained = self._stack[0].original if self._stack else weight
+        assert isinstance(trained, Tensor)
+        self.kept = None if self.density >= 1.0 else self._now(trained).to(trained.dtype)
+        return self.kept
+
     def forward(self, weight: Tensor) -> Tensor:
-        if self.density >= 1.0:
-            self.kept = None
+        kept = self.keep(weight)
+        if kept is None:
             return weight
         with torch.no_grad():
-            trained = self._stack[0].original if self._stack else weight
-            assert isinstance(trained, Tensor)
-            self.kept = self._now(trained).to(weight.dtype)
-            mask = self.units.expand(self.kept)
+            mask = self.units.expand(kept)
         if self.method == "l1":
             return weight * mask
         masked: Tensor = _Masked.apply(weight, self.scores, mask, self.units)  # type: ignore[no-untyped-call]
@@ -220,7 +225,8 @@ class ActivationQuantization(nn.Module):
     """What goes into a module, in few bits; the gradient passes through. offset: None: from the start, for good.
 
     dynamic: a range for each token, the last dimension. static: the running range of what training has shown since the
-    module was armed, one for the module; in the buffers low and high, which `Engine` averages over ranks.
+    module was armed, one for the module; in the buffers low and high, which `Engine` averages over ranks. Inputs
+    that pruning has dropped, here or in the module before, have no part in a range: cleaning takes them away.
     """
 
     low: Tensor
@@ -233,15 +239,30 @@ class ActivationQuantization(nn.Module):
             self.register_buffer("low", torch.full((), torch.inf, device=device))
             self.register_buffer("high", torch.full((), -torch.inf, device=device))
         self.is_on = offset is None
+        self._dropping: tuple[tuple[Pruning, int], ...] = ()  # not registered
         self.reach(0)
 
     def reach(self, step: int) -> None:
         """So many steps are done."""
         self.is_on = self.offset is None or step >= self.offset
 
+    def without(self, dropping: tuple[tuple[Pruning, int], ...]) -> None:
+        """What drops inputs, and the dimension of these."""
+        self._dropping = dropping
+
+    def _kept(self, x: Tensor) -> Tensor:
+        for pruning, dim in self._dropping:
+            # Of heads this module's own weight decides; of rows that of one which has run before.
+            kept = pruning.keep() if pruning.units.kind == "head" else pruning.kept
+            if kept is not None:
+                mask = kept.to(x.dtype).repeat_interleave(x.shape[dim] // len(kept))
+                x = x * (mask if dim == -1 else mask.view(-1, *[1] * (x.dim() - 2)))
+        return x
+
     def forward(self, x: Tensor) -> Tensor:
         if not x.is_floating_point():
             return x
+        x = self._kept(x)
         with torch.no_grad():
             if self.is_static and self.training and x.numel() > 0:
                 self._observe(x)
