@@ -1,0 +1,181 @@
+"""The block "sparse_attention" of a DeepSpeed JSON: which key blocks each block of queries sees.
+
+Names and defaults are DeepSpeed's; `seed` is this package's own. `layouts.py` builds the layout that it describes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from ..config.reader import Reading, read_block
+from ..config.schema import BOOL, INT, TEXT, Kind, check_block, key
+
+MODES = ("dense", "fixed", "variable", "bigbird", "bslongformer", "local_sliding_window")
+UNIDIRECTIONAL, BIDIRECTIONAL = "unidirectional", "bidirectional"
+
+_GLOBAL_INDICES = ("global_block_indices", "global_block_end_indices")
+# The keys of each mode, beside "mode", "block", "attention" and "seed".
+_KEYS = {
+    "dense": (),
+    "fixed": (
+        "num_local_blocks",
+        "num_global_blocks",
+        "horizontal_global_attention",
+        "num_different_global_patterns",
+        "different_layout_per_head",
+    ),
+    "variable": (
+        "num_random_blocks",
+        "local_window_blocks",
+        "horizontal_global_attention",
+        "different_layout_per_head",
+        *_GLOBAL_INDICES,
+    ),
+    "bigbird": ("num_random_blocks", "num_sliding_window_blocks", "num_global_blocks", "different_layout_per_head"),
+    "bslongformer": ("num_sliding_window_blocks", *_GLOBAL_INDICES),
+    "local_sliding_window": ("num_sliding_window_blocks",),
+}
+_OF_ALL = ("mode", "block", "attention", "seed")
+
+
+def _integers(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple):
+        raise TypeError
+    return tuple(_integer(item) for item in value)
+
+
+def _integer(value: object) -> int:
+    taken = INT.read(value)
+    assert isinstance(taken, int)
+    return taken
+
+
+_INTS = Kind("a list of integers", _integers)
+
+
+@dataclass(frozen=True)
+class SparsityConfig:
+    """Which key blocks each block of queries sees. mode: one of `MODES`; null: attention stays as it is.
+
+    block: tokens of a block. attention: "unidirectional": no token sees a later one; "bidirectional"; null: as the
+    model's attention is, and where there is no model to ask, "unidirectional" for local_sliding_window alone.
+    different_layout_per_head: each head draws its own random blocks and takes its own global pattern. seed: of the
+    random blocks, which depend on (seed, head, row) and so are equal on all ranks and after a resume.
+
+    fixed: windows of num_local_blocks, the last num_global_blocks columns of each window for everybody
+    (num_different_global_patterns: heads take the columns before these in turn), with horizontal_global_attention
+    their rows too. variable: windows of local_window_blocks, the last of which repeats, columns
+    [global_block_indices, global_block_end_indices) for everybody, num_random_blocks in each row (null: 0). bigbird:
+    num_sliding_window_blocks around the diagonal, the first num_global_blocks rows and columns, num_random_blocks in
+    each row (null: 1). bslongformer: the same window, rows and columns of the global indices.
+    """
+
+    mode: str | None = key(None, TEXT, null=True, choices=MODES)
+    block: int = key(16, INT, least=1)
+    different_layout_per_head: bool = key(False, BOOL)
+    attention: str | None = key(None, TEXT, null=True, choices=(UNIDIRECTIONAL, BIDIRECTIONAL))
+    num_local_blocks: int = key(4, INT, least=1)
+    num_global_blocks: int = key(1, INT, least=0)
+    horizontal_global_attention: bool = key(False, BOOL)
+    num_different_global_patterns: int = key(1, INT, least=1)
+    num_random_blocks: int | None = key(None, INT, null=True, least=0)
+    local_window_blocks: tuple[int, ...] = key((4,), _INTS, least=1)
+    global_block_indices: tuple[int, ...] = key((0,), _INTS, least=0)
+    global_block_end_indices: tuple[int, ...] | None = key(None, _INTS, null=True, least=1)
+    num_sliding_window_blocks: int = key(3, INT, least=1)
+    seed: int = key(0, INT, least=0)
+
+    def __post_init__(self) -> None:
+        check_block(self)
+        if self.mode == "fixed":
+            self._check_fixed()
+        if self.mode == "variable" and not self.local_window_blocks:
+            raise ValueError("expected local_window_blocks to list at least one window, got []")
+        if self.mode in ("variable", "bslongformer"):
+            self._check_global_ranges()
+        if "horizontal_global_attention" in _KEYS.get(self.mode or "", ()) and self.horizontal_global_attention:
+            self._refuse_rows_of_the_future()
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no token sees a later one."""
+        if self.attention is None:
+            return self.mode == "local_sliding_window"
+        return self.attention == UNIDIRECTIONAL
+
+    @property
+    def random_blocks(self) -> int:
+        """Of each row."""
+        default = 1 if self.mode == "bigbird" else 0
+        return default if self.num_random_blocks is None else self.num_random_blocks
+
+    @property
+    def global_ranges(self) -> tuple[tuple[int, int], ...]:
+        """(first, end) of each run of global blocks."""
+        ends = self.global_block_end_indices
+        return tuple(
+            (first, first + 1 if ends is None else ends[k]) for k, first in enumerate(self.global_block_indices)
+        )
+
+    def of_model(self, is_causal: bool) -> SparsityConfig:
+        """With `attention` as the model has it. Raises ValueError where the file says the other."""
+        said, has = self.attention, UNIDIRECTIONAL if is_causal else BIDIRECTIONAL
+        if said is not None and said != has:
+            raise ValueError(
+                f'sparse_attention.attention is "{said}", but the model\'s attention is {has}; write "{has}", or leave '
+                "the key out"
+            )
+        return self if said == has else replace(self, attention=has)
+
+    def without_effect(self) -> list[str]:
+        """The keys that differ from their defaults and that this mode does not read."""
+        fresh, read = SparsityConfig(), (*_OF_ALL, *_KEYS.get(self.mode or "", ()))
+        names = [f.name for f in fields(self) if f.name not in read]
+        return [name for name in names if getattr(self, name) != getattr(fresh, name)]
+
+    def _check_fixed(self) -> None:
+        local, shared = self.num_local_blocks, self.num_global_blocks
+        if shared and local % shared:
+            raise ValueError(f"expected num_global_blocks to divide num_local_blocks = {local}, got {shared}")
+        patterns = self.num_different_global_patterns
+        if patterns > 1 and not self.different_layout_per_head:
+            raise ValueError(
+                f"num_different_global_patterns = {patterns} needs different_layout_per_head: true; all heads have one "
+                "layout without it"
+            )
+        if shared and patterns > local // shared:
+            raise ValueError(
+                f"expected num_different_global_patterns of at most num_local_blocks / num_global_blocks = "
+                f"{local // shared}, got {patterns}"
+            )
+
+    def _check_global_ranges(self) -> None:
+        firsts, ends = self.global_block_indices, self.global_block_end_indices
+        if ends is None:
+            return
+        if len(firsts) != len(ends):
+            raise ValueError(
+                f"expected as many global_block_end_indices as global_block_indices, got {len(ends)} and {len(firsts)}"
+            )
+        for first, end in zip(firsts, ends, strict=True):
+            if first >= end:
+                raise ValueError(
+                    f"global_block_end_indices: expected an end above {first}, where its run of global blocks begins, "
+                    f"got {end}"
+                )
+
+    def _refuse_rows_of_the_future(self) -> None:
+        if self.attention == UNIDIRECTIONAL:
+            raise ValueError(
+                "horizontal_global_attention shows the whole sequence to global rows, and unidirectional attention "
+                'hides what is later from them; set it to false, or attention to "bidirectional"'
+            )
+
+
+def read_sparsity(given: SparsityConfig | Mapping[str, object]) -> SparsityConfig:
+    """The block as a `SparsityConfig`. Raises ValueError and TypeError, also where it names no mode."""
+    made = given if isinstance(given, SparsityConfig) else read_block(SparsityConfig, given, "", Reading("config"))
+    if made.mode is None:
+        raise ValueError(f"sparse_attention.mode is missing: expected one of {', '.join(MODES)}")
+    return made

@@ -1,0 +1,145 @@
+"""The FlexAttention executor: one compiled kernel on CUDA, which skips the blocks that a layout hides.
+
+The kernel's blocks are of 128 tokens (or the layout's own, where these are multiples of it). A block of the kernel
+that the layout shows in part is computed whole, and `mask_mod` hides the rest: a fine layout costs what its coarse
+cover does. On the CPU torch runs it without a kernel, forward only.
+Shape legend: B sequences, H heads, S tokens, N blocks of the layout, M blocks of the kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .layouts import Layout
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+_KERNEL_BLOCK = 128
+_Where = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """As `sparse_attention`, which has checked the arguments. RuntimeError where gradients are asked off CUDA."""
+    trained = [x for x in (query, key, value, bias) if x is not None and x.requires_grad]
+    if query.device.type != "cuda" and trained and torch.is_grad_enabled():
+        raise RuntimeError(
+            f'FlexAttention has no backward pass on {query.device.type}; take executor="gather", or torch.no_grad()'
+        )
+    S, size = query.shape[2], kernel_block(layout.block)
+    missing = -S % size
+    if missing:
+        query, key, value = (F.pad(x, (0, 0, 0, missing)) for x in (query, key, value))
+    mask = block_mask(layout, S, visible, query.device)
+    mixed = _kernel(query.device.type)(
+        query,
+        key,
+        value,
+        score_mod=None if bias is None else _added(bias, S),
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    assert isinstance(mixed, Tensor)
+    return mixed[:, :, :S]
+
+
+def kernel_block(block: int) -> int:
+    """Tokens of a block of the kernel, for a layout of such blocks."""
+    return block if block % _KERNEL_BLOCK == 0 else _KERNEL_BLOCK
+
+
+def block_mask(layout: Layout, length: int, visible: Tensor | None, device: torch.device) -> BlockMask:
+    """The layout in blocks of the kernel, for sequences padded to them. visible: bool [B, S], false for padding."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    size = kernel_block(layout.block)
+    some, whole = covers(layout, length, device)
+    if visible is not None:  # which keys are padding, no table knows: mask_mod is asked everywhere
+        some, whole = some | whole, torch.zeros_like(whole)
+    padded, (counts, order) = some.shape[1] * size, _as_lists(some)
+    whole_counts, whole_order = _as_lists(whole) if bool(whole.any()) else (None, None)
+    return BlockMask.from_kv_blocks(
+        counts,
+        order,
+        whole_counts,
+        whole_order,
+        BLOCK_SIZE=size,
+        mask_mod=_shown(layout, length, visible, device),
+        seq_lengths=(padded, padded),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def covers(layout: Layout, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(shown in part, shown whole), bool [H, M, M] each, of the layout in blocks of the kernel. Kept."""
+    size = kernel_block(layout.block)
+    M = -(-length // size)
+    first = torch.arange(M)[:, None] * size
+    fine = torch.arange(layout.rows)[None] * layout.block
+    overlaps_MN = ((fine < (first + size).clamp(max=length)) & (fine + layout.block > first)).float()
+    seen = layout.tables.float()
+    some = overlaps_MN @ seen @ overlaps_MN.T > 0
+    whole = overlaps_MN @ (1 - seen) @ overlaps_MN.T == 0
+    if layout.is_causal:
+        some, whole = some.tril(), whole.tril(-1)
+    if length % size:
+        whole[:, -1], whole[:, :, -1] = False, False
+    some &= ~whole
+    return some.expand(layout.heads, -1, -1).to(device), whole.expand(layout.heads, -1, -1).to(device)
+
+
+def _as_lists(table_HMM: Tensor) -> tuple[Tensor, Tensor]:
+    """How many key blocks each row has, and which, first in order: [1, H, M] and [1, H, M, M], int32."""
+    order = table_HMM.to(torch.int8).argsort(dim=2, descending=True, stable=True)
+    return table_HMM.sum(2, dtype=torch.int32)[None], order.to(torch.int32)[None]
+
+
+def _shown(layout: Layout, length: int, visible: Tensor | None, device: torch.device) -> _Where:
+    """mask_mod: whether a query sees a key. Padding up to the kernel's blocks sees and shows nothing."""
+    blocks, b, is_causal = layout.blocks_HNN.to(device), layout.block, layout.is_causal
+    last = length - 1
+
+    def mask_mod(sequence: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        # Indices of what lies behind the end are kept inside the tables: compiled code reads them before it hides them.
+        query, key = q.clamp(max=last), kv.clamp(max=last)
+        seen = blocks[head, query // b, key // b] & (q <= last) & (kv <= last)
+        if is_causal:
+            seen = seen & (q >= kv)
+        return seen if visible is None else seen & visible[sequence, key]
+
+    return mask_mod
+
+
+def _added(bias: Tensor, length: int) -> Callable[..., Tensor]:
+    """score_mod: the score and its bias; an axis of one element has it all."""
+    has = [int(size > 1) for size in bias.shape]
+    last = length - 1
+
+    def score_mod(score: Tensor, sequence: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        query, key = q.clamp(max=last) * has[2], kv.clamp(max=last) * has[3]
+        return score + bias[sequence * has[0], head * has[1], query, key]
+
+    return score_mod
+
+
+@functools.cache
+def _kernel(device_type: str) -> Callable[..., Any]:
+    """FlexAttention; compiled once where there is a kernel to compile."""
+    from torch.nn.attention.flex_attention import flex_attention as flex
+
+    return cast(Callable[..., Any], torch.compile(flex, dynamic=False) if device_type == "cuda" else flex)
