@@ -42,6 +42,7 @@ from .parallel.groups import Groups, remembered, trained
 from .parallel.tensor import Plan
 from .pipeline import run as pipeline
 from .pipeline.layers import Loss, PipelineModule, Stages
+from .sparse_attention.replace import attention_of, place_heads, replace_attention
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -106,6 +107,7 @@ def initialize(
     monitors = open_monitors(read, rank)
     _check_model(read, model, rank)
     outline = model.outline() if isinstance(model, PipelineModule) else model
+    is_sparse = _is_sparse(read, outline, rank)
     groups, make_optimizer = _groups(model_parameters, outline), None
     if optimizer is not None:
         _check_one_optimizer(read, optimizer, rank)
@@ -121,6 +123,9 @@ def initialize(
         model = next(iter(stages.values())) if len(stages) == 1 else Stages(list(stages.values()))
     elif read.zero_optimization.offload_param.device == "none":
         model.to(grid.device)
+    if is_sparse:
+        replace_attention(model, read.sparse_attention, is_part=bool(stages))
+        place_heads(model, grid.coordinates["tensor"], grid.shape.size("tensor"))
     built = build(read, grid, model, groups, make_optimizer, tensor_plan)
     check_fits(built.optimizer, grid.shape)
     scheduler = _scheduler(read, lr_scheduler, built.optimizer)
@@ -215,6 +220,17 @@ def _check_compression(read: Config, model: nn.Module | PipelineModule, rank: in
             f"rank {rank}: onebit.tensor divides layers over {read.onebit.tensor} ranks, and compression needs whole "
             "weights; leave one of them out"
         )
+
+
+def _is_sparse(read: Config, outline: nn.Module, rank: int) -> bool:
+    """Whether attention is to be replaced. Raises ValueError where this model has none that is known by name."""
+    sparsity = read.sparse_attention
+    if sparsity.mode is None:
+        return False
+    attention_of(outline, sparsity)
+    for name in sparsity.without_effect() if rank == 0 else ():
+        log.warning('sparse_attention.%s has no effect: mode "%s" does not read it', name, sparsity.mode)
+    return True
 
 
 def _scheduler(read: Config, given: object, optimizer: torch.optim.Optimizer) -> LRScheduler | None:

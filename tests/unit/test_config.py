@@ -104,6 +104,15 @@ def test_onebit_adam_file() -> None:
     assert config.scheduler is None and config.steps_per_print == 100
 
 
+def test_sparse_attention_file() -> None:
+    """The keys of all modes in one block, as DeepSpeed documents them; without a mode it is "fixed"."""
+    sparsity = read("bert_sparse_attention.json", world_size=8).sparse_attention
+    assert (sparsity.mode, sparsity.block, sparsity.num_different_global_patterns) == ("fixed", 16, 4)
+    assert not sparsity.is_causal and sparsity.local_window_blocks == (4,)
+    assert small(sparse_attention={"block": 32}).sparse_attention.mode == "fixed"
+    assert small().sparse_attention.mode is None and small(sparse_attention=None).sparse_attention.mode is None
+
+
 def test_zero_one_adam_file() -> None:
     config = read("bert_zero_one_adam.json", world_size=4)
     assert config.optimizer.params == ZeroOneAdamParams(

@@ -40,6 +40,8 @@ def modernised(data: dict[str, object], reading: Reading) -> dict[str, object]:
                     zero.setdefault(new, {"device": "cpu"})
         data["zero_optimization"] = zero
     _take_tensor_ranks(data, reading)
+    if isinstance(sparse := data.get("sparse_attention"), Mapping):
+        data["sparse_attention"] = {"mode": "fixed", **sparse}  # DeepSpeed's default, where the block is there
     for (where, old), new in _OLD_NAMES.items():
         inside = data.get(where, {}) if where else data
         if isinstance(inside, dict) and old in inside:

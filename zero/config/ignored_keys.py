@@ -337,5 +337,4 @@ TOP_LEVEL = {
     "progressive_layer_drop": Inert(_SWITCH | {"theta": FLOAT, "gamma": FLOAT}, _FREE, refused=True),
     "eigenvalue": Inert(_EIGENVALUE, _FREE, refused=True),
     "quantize_training": Inert(OBJECT, _FREE, refused=True),
-    "sparse_attention": Inert(OBJECT, _FREE, refused=True),
 }

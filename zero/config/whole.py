@@ -26,6 +26,7 @@ import torch
 from ...comm import Codec, codec_named
 from ..compression.config import read_compression
 from ..lr_schedulers import SCHEDULERS, SchedulerChoice, build_scheduler
+from ..sparse_attention.config import SparsityConfig
 from .compat import load, modernised
 from .ignored_keys import TOP_LEVEL
 from .optimizers import OptimizerChoice, build_optimizer, read_optimizer
@@ -96,6 +97,7 @@ class _TopLevel:
     csv_monitor: Monitor = block(Monitor)
     pipeline: Pipelining = block(Pipelining)
     onebit: Onebit = block(Onebit)
+    sparse_attention: SparsityConfig = block(SparsityConfig)
 
     def __post_init__(self) -> None:
         check_block(self)
