@@ -9,8 +9,7 @@ from torch import Tensor
 
 from onebit import comm
 from train.layouts import layers_plan
-from train.methods import Exchange
-from train.model import SIZES
+from train.methods import Exchange, size_of
 from train.model_layers import build_layers, count_parameters
 from train.zero_method import Zero, config_of
 
@@ -32,9 +31,9 @@ class Layout(Zero):
     """A `Method`: stages, tensor-parallel slices and ZeRO shards; a step's forward and backward are one call."""
 
     def __init__(self, transport: comm.Transport, args: argparse.Namespace) -> None:
-        model = build_layers(args.size, args.seed)
+        model = build_layers(size_of(args), args.seed)
         self.parameters = count_parameters(model)
-        self._start(model, transport, args, layout_config(args), layers_plan(SIZES[args.size], args.tensor))
+        self._start(model, transport, args, layout_config(args), layers_plan(size_of(args), args.tensor))
         if self._engine.pipeline is not None:
             self.transports = [*self.transports, self._engine.pipeline]
 

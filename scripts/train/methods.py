@@ -11,7 +11,7 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
@@ -26,8 +26,9 @@ from onebit.checkpoint.folder import is_empty
 from onebit.dense import DenseAverager, broadcast_parameters
 from onebit.optimizer import CompressedOptimizer
 from onebit.zero.config.optimizers import OptimizerChoice, build_optimizer, optimizer_flags
+from onebit.zero.sparse_attention import replace_attention
 from train.checkpoint import CheckpointFolder
-from train.model import GPT, build_model, decay_groups
+from train.model import GPT, SIZES, ModelSize, build_model, decay_groups
 
 SHARDED_ONLY = "sharded-onebit-adam"
 _SHARDED = {SHARDED_ONLY: "onebit-adam"}
@@ -285,6 +286,12 @@ def lr_fraction(args: argparse.Namespace, step: int) -> float:
     return _FINAL_LR_FRACTION + (1 - _FINAL_LR_FRACTION) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def size_of(args: argparse.Namespace) -> ModelSize:
+    """The model of --size, for sequences of --context bytes."""
+    size = SIZES[args.size]
+    return size if args.context is None else replace(size, context=args.context)
+
+
 def choice_of(args: argparse.Namespace) -> OptimizerChoice:
     """The optimizer of --optimizer, with what the flags say of it; where nothing is said, the registry's defaults."""
     entry = optimizer_flags()[_SHARDED.get(args.optimizer, args.optimizer)]
@@ -297,7 +304,9 @@ def build_method(args: argparse.Namespace, transport: comm.Transport, device: to
         from train.layout_method import Layout
 
         return Layout(transport, args)
-    model = build_model(args.size, args.seed).to(device)
+    model = build_model(size_of(args), args.seed).to(device)
+    if args.zero is None and args.sparse_attention is not None:  # with --zero the engine does it
+        replace_attention(model, args.sparse_attention)
     if args.local_steps is not None:
         from train.local_method import Local
 

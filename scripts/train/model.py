@@ -6,7 +6,9 @@ Shape legend: B sequences, T bytes of each, D features, H heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +39,8 @@ class Block(nn.Module):
     """x ← x + attention(norm(x)), then x ← x + mlp(norm(x)).
 
     The rows of qkv are q, k and v of the first head, then of the next: ranks that cut them compute whole heads each
-    (`layouts.py`). There are as many heads as come out of it.
+    (`layouts.py`). There are as many heads as come out of it. core_attention: of queries, keys and values
+    [B, H, T, d]; `onebit.zero.sparse_attention` puts another in its place.
     """
 
     is_causal = True
@@ -45,7 +48,10 @@ class Block(nn.Module):
     def __init__(self, size: ModelSize):
         super().__init__()
         D = size.width
-        self.head_width = D // size.heads
+        self.heads, self.head_width = size.heads, D // size.heads
+        self.core_attention: Callable[[Tensor, Tensor, Tensor], Tensor] = partial(
+            F.scaled_dot_product_attention, is_causal=self.is_causal
+        )
         self.attention_norm = nn.LayerNorm(D, bias=False)
         self.qkv = nn.Linear(D, 3 * D, bias=False)
         self.attention_out = nn.Linear(D, D, bias=False)
@@ -60,7 +66,7 @@ class Block(nn.Module):
     def _attend(self, x_BTD: Tensor) -> Tensor:
         qkv = self.qkv(x_BTD)
         q, k, v = qkv.unflatten(2, (-1, 3, self.head_width)).permute(3, 0, 2, 1, 4)
-        mixed_BHTd = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+        mixed_BHTd = self.core_attention(q, k, v)
         return self.attention_out(mixed_BHTd.transpose(1, 2).flatten(2))
 
 

@@ -10,6 +10,7 @@ in `methods.py` and `zero_method.py`, the text in `corpus.py`, the outputs in `r
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import signal
@@ -30,10 +31,12 @@ from onebit.cli.cluster import sent_on_wire
 from onebit.comm.launch import Launch, detect
 from onebit.comm.messages import gather_bytes, raise_on_all_ranks
 from onebit.zero.config.optimizers import optimizer_flags
+from onebit.zero.config.reader import write_block
 from onebit.zero.config.schema import Key, keys_of
+from onebit.zero.sparse_attention import read_sparsity
 from train.checkpoint import CheckpointError
 from train.corpus import Corpus, first_difference, read_corpus
-from train.methods import SHARDED_ONLY, Method, RunCheckpoints, build_method
+from train.methods import SHARDED_ONLY, Method, RunCheckpoints, build_method, size_of
 from train.model import SIZES
 from train.report import PROGRESS, Report, Row
 
@@ -44,6 +47,7 @@ _WIRES = [name for name in comm.CODECS if name != "fp32"]
 _FIXED_ON_RESUME = (
     "optimizer", "size", "seed", "batch_size", "accumulate", "steps", "lr", "warmup_lr_fraction", "weight_decay",
     "max_grad_norm", "compression", "codec", "warmup_codec", "local_steps", "outer_lr", "outer_momentum", "differences",
+    "context", "sparse_attention",
 )  # fmt: skip
 
 log = logging.getLogger("train")
@@ -103,7 +107,7 @@ class Training:
             torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
         )
         self.corpus = _read_same_corpus(args.manifest, transport, self.device)
-        self.windows = Windows(self.corpus, SIZES[args.size].context, self.device)
+        self.windows = Windows(self.corpus, size_of(args).context, self.device)
         self.method: Method = build_method(args, transport, self.device)
         self.first_step = 0
         self.checkpoints = None if args.checkpoint is None else self.method.checkpoints(args.checkpoint)
@@ -222,6 +226,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--optimizer", choices=(*optimizer_flags(), SHARDED_ONLY), default="onebit-adam")
     add("--size", choices=SIZES, default="small")
+    add("--context", type=_positive, metavar="BYTES", help="of a sequence; else as --size has it")
+    add(
+        "--sparse-attention",
+        type=_sparsity,
+        metavar="MODE",
+        help='attend by blocks: a mode, or the block of a DeepSpeed JSON, as {"mode": "fixed", "block": 32}',
+    )
     add("--steps", type=_positive, default=200)
     add("--batch-size", type=_positive, default=8, help="sequences per rank, step and part")
     add("--accumulate", type=_positive, metavar="K", help="parts per step, whose gradients add up; else --pipe's, or 1")
@@ -296,6 +307,15 @@ def _positive(text: str) -> int:
 
 def _interval(text: str) -> int | str:
     return text if text == "auto" else _positive(text)
+
+
+def _sparsity(text: str) -> dict[str, object]:
+    """The block "sparse_attention" of a mode's name, or of JSON; all of its keys."""
+    try:
+        given = json.loads(text) if text.lstrip().startswith("{") else {"mode": text}
+        return write_block(read_sparsity(given))
+    except (TypeError, ValueError) as wrong:
+        raise argparse.ArgumentTypeError(str(wrong)) from wrong
 
 
 def _optimizer_keys() -> dict[str, list[str]]:

@@ -22,8 +22,8 @@ from onebit.model_parallel import local
 from onebit.optimizer import CompressedOptimizer
 from onebit.zero.sharded.optimizer import ShardedOnebitOptimizer
 from train.layouts import tensor_plan
-from train.methods import SHARDED_ONLY, ByParts, Exchange, HasSent, RunCheckpoints, choice_of, lr_fraction
-from train.model import GPT, SIZES, decay_groups, next_byte_loss
+from train.methods import SHARDED_ONLY, ByParts, Exchange, HasSent, RunCheckpoints, choice_of, lr_fraction, size_of
+from train.model import GPT, decay_groups, next_byte_loss
 
 
 def config_of(args: argparse.Namespace) -> dict:
@@ -44,6 +44,8 @@ def config_of(args: argparse.Namespace) -> dict:
         "zero_optimization": {"stage": args.zero},
         "onebit": ours,
     }
+    if args.sparse_attention is not None:
+        config["sparse_attention"] = args.sparse_attention
     if args.dtype != "fp32":
         config[args.dtype] = {"enabled": True}
     return config
@@ -57,7 +59,7 @@ class Zero(ByParts):
 
     def __init__(self, model: GPT, transport: comm.Transport, args: argparse.Namespace) -> None:
         self.parameters = sum(p.numel() for p in model.parameters())
-        self._start(model, transport, args, config_of(args), tensor_plan(SIZES[args.size].heads, args.tensor))
+        self._start(model, transport, args, config_of(args), tensor_plan(size_of(args).heads, args.tensor))
 
     def _start(
         self,
