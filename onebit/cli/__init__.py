@@ -21,6 +21,7 @@ COMMANDS = {
     "demo": ("demo", "train a small model with AdamW and with OnebitAdam, and compare loss and traffic"),
     "bench": ("bench", "what codecs and kernels pass on this machine, and exchanges between ranks"),
     "convert": ("convert", "weights of onebit, DeepSpeed or torch as one file; our state as plain AdamW's"),
+    "layout": ("layout", "draw a sparse attention layout, and say what it costs and how far a token sees"),
     "emulate": ("cluster.command", "run a command on emulated hosts, joined by links of the rate you name"),
 }
 """By name: the module, and what it does."""

@@ -1,0 +1,79 @@
+"""`onebit layout`: a sparse attention layout drawn, what it costs, and how far a token sees through several layers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ..zero.sparse_attention import SparsityConfig, build_layout, draw, reach, read_sparsity, save_picture
+from ..zero.sparse_attention.config import BIDIRECTIONAL, MODES, UNIDIRECTIONAL
+from . import UserError
+from .numbers import number
+from .output import Screen, Table, write_json
+
+_ABOUT = """\
+Draws a layout of block-sparse attention: a row for each block of queries, a column for each block of keys. The table
+says what share of earlier tokens (of all, where it is bidirectional) reaches a token through so many layers.
+"""
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="onebit layout", description=_ABOUT)
+    add = parser.add_argument
+    add("what", metavar="MODE", help=f"{', '.join(MODES)}; or the block of a DeepSpeed JSON; or its file")
+    add("--length", type=number, default=4096, metavar="TOKENS", help="of a sequence (default: 4096)")
+    add("--block", type=int, metavar="TOKENS", help="of a block; else as the JSON says, or 64")
+    add("--attention", choices=(UNIDIRECTIONAL, BIDIRECTIONAL), help="else as the JSON says, or unidirectional")
+    add("--heads", type=int, default=1, help="how many are built (default: 1)")
+    add("--head", type=int, default=0, help="which is drawn (default: the first)")
+    add("--layers", type=int, default=4, help="how many the table tells of (default: 4)")
+    add("--width", type=int, default=64, metavar="CHARACTERS", help="of the drawing, at most (default: 64)")
+    add("--png", type=Path, metavar="FILE", help="write a picture of all heads there")
+    add("--json", type=Path, metavar="FILE", help="write the numbers there; - is standard output")
+    args = parser.parse_args(argv)
+    for name in ("length", "heads", "layers", "width"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name}: expected at least 1, got {getattr(args, name):g}")
+    if not 0 <= args.head < args.heads:
+        parser.error(f"--head: expected one of the {args.heads} heads, from 0, got {args.head}")
+    return args
+
+
+def _config(args: argparse.Namespace) -> SparsityConfig:
+    """Of the argument, a mode's name, JSON or a file. Raises UserError."""
+    text: str = args.what
+    try:
+        if not text.lstrip().startswith("{") and text not in MODES and Path(text).suffix == ".json":
+            text = Path(text).read_text(encoding="utf-8")
+        given = json.loads(text) if text.lstrip().startswith("{") else {"mode": text, "block": 64}
+        given = given.get("sparse_attention", given)
+        asked = {"block": args.block, "attention": args.attention}
+        given = {"attention": UNIDIRECTIONAL} | given | {name: value for name, value in asked.items() if value}
+        return read_sparsity(given)
+    except (OSError, TypeError, ValueError) as wrong:
+        raise UserError(str(wrong)) from wrong
+
+
+def main(argv: Sequence[str]) -> int:
+    args = _parse(argv)
+    config, length, screen = _config(args), int(args.length), Screen()
+    layout = build_layout(config, args.heads, length)
+    screen.line(draw(layout, args.head, args.width))
+    rows = [
+        [str(seen.layers), f"{100 * seen.share:.1f} %", f"{min(seen.farthest, length)}"]
+        for seen in reach(layout, args.layers, args.head)
+    ]
+    title = (
+        f"{config.mode}, {layout.rows} blocks of {config.block} tokens, {args.heads} heads: "
+        f"{100 * layout.density:.1f} % of all blocks"
+    )
+    screen.table(Table(title, ("layers", "share that is seen", "tokens back"), rows))
+    if args.png is not None:
+        save_picture(layout, args.png)
+    numbers = {"density": layout.density, "blocks": layout.rows, "heads": args.heads}
+    found = [asdict(seen) for seen in reach(layout, args.layers, args.head)]
+    write_json(args.json, numbers | {"reach": found})
+    return 0
