@@ -18,6 +18,7 @@ NAMES = (
     "kernels",
     "memory",
     "traffic",
+    "sparse_attention",
     "zero_memory",
     "peer_deepspeed",
 )

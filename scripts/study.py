@@ -5,6 +5,7 @@ python scripts/study.py activations --results runs/activations.jsonl        (the
 python scripts/study.py local-steps --results runs/local.jsonl              (local steps)
 python scripts/study.py compression --results runs/compression.jsonl        (models that shrink)
 torchrun --nproc-per-node 2 scripts/study.py ddp-hooks                      (hooks of DDP; all take --help)
+python scripts/study.py sparse-attention retrieval --results runs/far.jsonl (what a layout sees; byte-lm: its loss)
 """
 
 import sys
@@ -23,6 +24,10 @@ if __name__ == "__main__":
         main(sys.argv[2:])
     elif sys.argv[1:2] == ["ddp-hooks"]:
         from study.ddp_hooks import main
+
+        main(sys.argv[2:])
+    elif sys.argv[1:2] == ["sparse-attention"]:
+        from study.sparse_attention import main
 
         main(sys.argv[2:])
     else:

@@ -1,0 +1,113 @@
+"""The benchmark, the studies and the command of sparse attention, in tiny cases: they say what they measured."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from bench import sparse_attention as bench
+from study import sparse_attention as study
+
+from onebit.cli import main as command
+
+
+@pytest.mark.thorough
+def test_the_benchmark_measures_all_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single process measures the memory of one side; the others' parts run in this one."""
+    record = tmp_path / "record.md"
+
+    def ask_here(args: argparse.Namespace, worker: str, *more: str) -> object:
+        if "bigbird" in more:
+            return in_a_process(args, worker, *more)
+        given = dict(zip(more[::2], more[1::2], strict=True))
+        here = argparse.Namespace(**vars(args) | {"worker": worker, "side": given.get("--side")})
+        here.length = int(given.get("--length", 0))
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            bench.work(here)
+        return json.loads(said.getvalue())
+
+    in_a_process = bench.ask
+    monkeypatch.setattr(bench, "ask", ask_here)
+    bench.main(
+        [
+            *("--lengths", "128", "--dense-up-to", "128", "--windows", "64", "128", "--heads", "1", "--features", "4"),
+            *("--repeats", "1", "--threads", "1", "--record", str(record)),
+        ]
+    )
+    lines = [line.split(" | ") for line in record.read_text().splitlines() if line.startswith("| 128 |")]
+    assert [line[1] for line in lines] == ["dense", "window", "bigbird", "fixed"]
+    assert all(float(line[5]) > 0 for line in lines[1:])
+    assert record.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_longest_window_is_the_longest_that_is_no_slower() -> None:
+    found = {name: {"wall": [s, s, s]} for name, s in {"dense": 1.0, "512": 0.5, "1024": 1.0, "2048": 1.1}.items()}
+    assert bench.longest(found, "wall") == 1024
+    assert bench.longest({"dense": {"wall": [1.0]}, "512": {"wall": [2.0]}}, "wall") == 0
+
+
+def test_the_layouts_of_the_benchmark_are_as_thin_as_they_are_said_to_be() -> None:
+    for length in (4096, 8192):
+        for config in bench.LAYOUTS.values():
+            assert bench.build_layout(config, 1, length).density < 0.15
+
+
+def test_only_layouts_that_see_the_pairs_can_answer() -> None:
+    """Of 4,096 tokens the last must see the first block; a window's farthest is far from it."""
+    assert [study.farthest_tokens(name, 4096, 2) for name in study.SEES] == [4032, 4032, 256]
+
+
+def test_a_question_has_its_answer_among_the_first_tokens() -> None:
+    text, value = study.questions(5, 100, torch.Generator().manual_seed(1))
+    for row, expected in zip(text.tolist(), value.tolist(), strict=True):
+        asked = row[-1] - 128
+        said = {token - 192 for token in row[:64]}
+        assert asked * 8 + expected in said and len(said) == study.KEYS
+        assert max(row[64:-1]) < 128
+
+
+def test_the_studies_run_and_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a tiny case; what the file holds is not run again."""
+    made = study.retrieve("window", 0, steps=1, length=128, batch=2)
+    assert made.right is not None and 0 <= made.right <= 1 and made.loss > 0
+    results = tmp_path / "far.jsonl"
+    lines = [made.__dict__ | {"name": name} for name in study.SEES]
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    study.main(["retrieval", "--results", str(results)])
+    assert "| bslongformer | 0 | 1 |" in capsys.readouterr().out
+    assert len(results.read_text().splitlines()) == 3
+
+
+def test_the_command_draws_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, picture = tmp_path / "a.json", tmp_path / "a.png"
+    words = ["local_sliding_window", "--block", "16", "--length", "64", "--layers", "2"]
+    assert command(["layout", *words, "--json", str(file), "--png", str(picture)]) == 0
+    assert "█···\n██··\n·██·\n··██" in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert found["density"] == 7 / 16 and [row["farthest"] for row in found["reach"]] == [16, 32]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"train_batch_size": 8, "sparse_attention": {"mode": "dense", "block": 32}}))
+    assert command(["layout", str(config), "--length", "64"]) == 0
+    assert "█·\n██" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "error"),
+    [
+        (["bigbrd"], 1, 'expected one of "dense", "fixed"'),
+        (["{"], 1, "Expecting property name"),
+        (["nowhere.json"], 1, "No such file"),
+    ],
+)
+def test_a_bad_layout_ends_the_command(
+    words: list[str], status: int, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["layout", *words]) == status
+    assert error in capsys.readouterr().err
