@@ -27,6 +27,7 @@ from collections.abc import Sequence
 import torch
 from provenance import record_path, revision, write_record
 
+from gpu_check.attention import attention_checks, attention_table
 from gpu_check.checks import Outcome, kernel_checks, optimizer_checks
 from gpu_check.speed import TARGET, model_table, speed_table
 from gpu_check.waits import waits_table
@@ -58,10 +59,12 @@ def record(argv: Sequence[str], args: argparse.Namespace, device: torch.device) 
     names = [name for name in names if not why_not_there(name, device)]
     outcomes += kernel_checks(names, device, args.blocks, args.sizes)
     outcomes += optimizer_checks(names, device, args.block, args.steps)
+    outcomes += attention_checks(device, 300 if args.rehearse else 1000)
     failed = [o for o in outcomes if o.problem]
     table = speed_table(names, device, args.elements, args.block, args.repeats)
     model = model_table(names, device, args.model, args.block, max(1, args.repeats // 5))
     waits = waits_table(names, device, args.block, 1 if args.rehearse else 5)
+    attention = attention_table(device, args.lengths, max(1, args.repeats // 5))
     listed = "\n".join(f"- FAILED {o.name}: {o.problem}" if o.problem else f"- {o.name}" for o in outcomes)
     text = f"""# The kernels on a GPU
 
@@ -91,10 +94,19 @@ Calls in which the host waits for the device, in `step()`, of one rank in the co
 
 {chr(10).join(waits)}
 
+## Sparse attention
+
+One sequence, 8 heads of 64, bfloat16, forward and backward; dense is scaled_dot_product_attention, causal, which torch
+runs by FlashAttention. The layouts are those of `python scripts/bench.py sparse_attention`; on the host flex has no
+backward pass and is left out.
+
+{chr(10).join(attention)}
+
 ## Checks: {len(outcomes) - len(failed)} of {len(outcomes)} held
 
 Bit for bit against the reference on the host (kernels), or against the same run with the reference kernel and between
-the ranks (optimizers; `ZeroOneAdam` not between ranks, which may end between two synchronizations).
+the ranks (optimizers; `ZeroOneAdam` not between ranks, which may end between two synchronizations). Sparse attention:
+against dense attention in float64.
 
 {listed}
 """
@@ -112,6 +124,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30, help="of each optimizer (default: %(default)s)")
     parser.add_argument("--elements", type=int, default=100_000_000, help="of the speed table (default: %(default)s)")
     parser.add_argument("--block", type=int, default=256, help="elements per scale elsewhere (default: %(default)s)")
+    lengths = [4096, 16384, 65536, 131072]
+    parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="tokens of the attention table")
     parser.add_argument("--repeats", type=int, default=50, help="of the speed table (default: %(default)s)")
     parser.add_argument("--record", type=record_path, metavar="FILE", help="also write the text there, in Markdown")
     parser.add_argument("--rehearse", action="store_true", help="on host tensors, in Triton's interpreter")

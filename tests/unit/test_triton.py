@@ -349,7 +349,7 @@ def test_triton_serves_cuda_tensors_where_it_is_installed_and_cupy_is_not() -> N
 def test_the_check_for_gpus_can_be_rehearsed(tmp_path: Path) -> None:
     record = tmp_path / "record.md"
     tiny = ["--blocks", "64", "--sizes", "0", "70", "--steps", "4", "--elements", "500", "--repeats", "1"]
-    tiny += ["--block", "64", "--model", "300"]
+    tiny += ["--block", "64", "--model", "300", "--lengths", "128"]
     run = subprocess.run(
         [sys.executable, str(CHECK), "--rehearse", *tiny, "--record", str(record)],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},

@@ -1,0 +1,112 @@
+"""Sparse attention on the device: FlexAttention and gather against dense attention, and seconds against length.
+
+What no CPU can show: FlexAttention's backward pass, its compiled kernel, lengths up to 131,072 beside FlashAttention.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from bench.sparse_attention import LAYOUTS
+from torch import Tensor
+from torch.nn import functional as F
+
+from gpu_check.checks import Outcome, outcome
+from gpu_check.speed import time_in_turn
+from onebit.zero.sparse_attention import Layout, build_layout, sparse_attention
+
+HEADS, KEY_HEADS, FEATURES = 8, 4, 64
+MASKS = ("none", "padding", "bias", "padding and bias")
+# float32: of kernels that round products to 10 bits (TF32), which no setting of torch turns off in FlexAttention's.
+BOUNDS = {torch.float32: 5e-3, torch.bfloat16: 4e-2}
+
+
+def attention_checks(device: torch.device, length: int) -> list[Outcome]:
+    """Both executors against dense attention in float64 with the layout as a mask, forward and backward.
+
+    Without a GPU: gather alone has a backward pass; flex's forward pass is checked.
+    """
+    outcomes = []
+    for name, mask, dtype, executor in _cases():
+        check = functools.partial(_check, name, mask, dtype, executor, device, length)
+        kind = str(dtype).removeprefix("torch.")
+        outcomes.append(outcome(f"sparse attention: {executor}, {name}, mask: {mask}, {kind}", check))
+    return outcomes
+
+
+def _cases() -> Iterator[tuple[str, str, torch.dtype, str]]:
+    for executor in ("flex", "gather"):
+        for name in LAYOUTS:
+            for mask in MASKS:
+                for dtype in BOUNDS:
+                    yield name, mask, dtype, executor
+
+
+def _check(name: str, mask: str, dtype: torch.dtype, executor: str, device: torch.device, length: int) -> None:
+    layout = build_layout(LAYOUTS[name], HEADS, length)
+    has_backward = executor == "gather" or device.type == "cuda"
+    tensors = [x.to(device, dtype).requires_grad_(has_backward) for x in _inputs(length, KEY_HEADS)]
+    given: dict[str, Tensor] = {}
+    if "padding" in mask:
+        given["padding"] = torch.arange(length, device=device)[None] < torch.tensor([[2 * length // 3]], device=device)
+    if "bias" in mask:
+        bias = torch.randn(1, HEADS, 1, length, generator=torch.Generator().manual_seed(9))
+        given["bias"] = bias.to(device, dtype).requires_grad_(has_backward)
+    out = sparse_attention(*tensors, layout, **given, executor=executor)
+    expected = _dense(*tensors, layout, **given)
+    found, wanted = [out], [expected]
+    if has_backward:
+        trained = [*tensors, *([given["bias"]] if "bias" in given else [])]
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(8)).to(device)
+        found += torch.autograd.grad((out.float() * weight).sum(), trained)
+        wanted += torch.autograd.grad((expected * weight).sum(), trained)
+    for got, exact in zip(found, wanted, strict=True):
+        gap = float((got.double() - exact.double()).abs().max() / exact.double().abs().max().clamp(min=1))
+        if not gap <= BOUNDS[dtype]:
+            raise AssertionError(f"expected an error of at most {BOUNDS[dtype]}, got {gap:.2g}")
+
+
+def _inputs(length: int, key_heads: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(1, h, length, FEATURES, generator=generator) for h in (HEADS, key_heads, key_heads)]
+
+
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, padding: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), k.double().repeat_interleave(groups, 1), v.double().repeat_interleave(groups, 1)
+    seen = layout.visible(q.shape[2]).to(q.device)[None]
+    if padding is not None:
+        seen = seen & padding[:, None, None]
+    scores = q @ k.mT / q.shape[3] ** 0.5
+    scores = scores if bias is None else scores + bias.double()
+    return scores.masked_fill(~seen, float("-inf")).softmax(3).nan_to_num(0) @ v
+
+
+def attention_table(device: torch.device, lengths: Sequence[int], repeats: int) -> list[str]:
+    """Milliseconds of forward and backward in bfloat16: dense causal attention, flex and gather, in turn."""
+    lines = ["| tokens | attention | density | dense ms | flex ms | gather ms | flex, × dense | flex, × gather |"]
+    lines.append("|---:|---|---:|---:|---:|---:|---:|---:|")
+    for length in lengths:
+        tensors = [x.to(device, torch.bfloat16).requires_grad_() for x in _inputs(length, HEADS)]
+        for name, config in LAYOUTS.items():
+            layout = build_layout(config, HEADS, length)
+            executors = ("flex", "gather") if device.type == "cuda" else ("gather",)
+            calls = [_timed(tensors, functools.partial(F.scaled_dot_product_attention, is_causal=True))]
+            for executor in executors:
+                calls.append(_timed(tensors, functools.partial(sparse_attention, layout=layout, executor=executor)))
+            dense, *sparse = time_in_turn(calls, repeats, device)
+            gather, flex, faster = sparse[-1], "", " | "
+            if len(sparse) > 1:
+                flex = str(sparse[0])
+                faster = " | ".join(f"{other.median / sparse[0].median:.1f}" for other in (dense, gather))
+            lines.append(f"| {length} | {name} | {layout.density:.4f} | {dense} | {flex} | {gather} | {faster} |")
+    return lines
+
+
+def _timed(tensors: list[Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], object]:
+    q, k, v = tensors
+    return lambda: torch.autograd.grad(attend(q, k, v).sum(), tensors)
