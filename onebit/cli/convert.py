@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.change_world_size import gather_states
-from ..checkpoint.files import STAMP, CheckpointError, check_files, create, read_stamp, reason
+from ..checkpoint.files import STAMP, CheckpointError, create, reason
 from ..checkpoint.portable import take_apart
 from ..comm import SimTransport
 from ..onebit_adam import OnebitAdam
@@ -117,22 +117,9 @@ def _of_safetensors(file: Path) -> Weights:
 
 
 def _of_engine(folder: Path) -> Weights:
-    from torch.distributed.checkpoint import state_dict_loader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from ..zero.checkpoint.whole import read_checkpoint_weights
 
-    from ..zero.checkpoint.files import knowing_that_it_is_alone
-    from ..zero.checkpoint.storage import Reader, read_table
-
-    stamp = read_stamp(folder)
-    check_files(folder, stamp, stamp["files"])
-    table = read_table(folder)
-    empty: Weights = {}
-    for key, entry in table.state_dict_metadata.items():
-        if key.startswith("model/") and isinstance(entry, TensorStorageMetadata):
-            empty[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    with knowing_that_it_is_alone():
-        state_dict_loader.load(empty, storage_reader=Reader(folder, table), no_dist=True)
-    return {key.removeprefix("model/"): x for key, x in empty.items()}
+    return read_checkpoint_weights(folder)
 
 
 # ---------------------------------------------------------------- DeepSpeed
@@ -212,7 +199,7 @@ def _by_rank(paths: object) -> list[Path]:
 
 
 _FOLDERS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Weights]], ...] = (
-    (lambda folder: (folder / STAMP).is_file(), _of_engine),
+    (lambda folder: (folder / STAMP).is_file() or (folder / "latest").is_file(), _of_engine),
     (lambda folder: any(folder.glob("*_model_states.pt")), _of_deepspeed),
 )
 """Kinds of checkpoints: whether a folder is one, and what reads it."""

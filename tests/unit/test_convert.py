@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from onebit import OnebitAdam, ZeroOneAdam
+from onebit import OnebitAdam, ZeroOneAdam, zero
 from onebit.cli import main
 from onebit.cli.convert import adamw_state, read_weights
 from onebit.comm import SimTransport, run_ranks
@@ -46,6 +46,20 @@ def test_an_engines_checkpoint_becomes_one_file(tmp_path: Path, capsys: pytest.C
     older = tmp_path / "older.pt"
     assert main(["convert", str(tmp_path / "run"), str(older), "--tag", "step_00000003", "--dtype", "bf16"]) == 0
     assert same(torch.load(older, weights_only=True), {name: x.bfloat16() for name, x in model.items()})
+
+
+def test_shared_state_of_an_engines_optimizer_is_no_weight(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    engine = zero.initialize(model=model, config=config)[0]
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    engine.save_checkpoint(tmp_path / "run", tag="last")
+    engine.close()
+    target = tmp_path / "model.safetensors"
+    assert main(["convert", str(tmp_path / "run"), str(target)]) == 0
+    assert same(load_file(target), dict(model.state_dict()))
+    zero.import_weights(nn.Linear(4, 3), target, SimTransport())
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,41 @@
+"""Inference over Gloo, from checkpoints that sharded and pipelined runs have written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from inference_ranks import SIZE, of_stages, train_and_serve, train_in_stages, windows
+from ranks import run_torchrun
+from train.model import build_model
+from train.model_layers import build_layers
+
+from onebit import zero
+
+
+def test_two_processes_serve_what_they_trained_sharded(tmp_path: Path) -> None:
+    ended = run_torchrun(2, train_and_serve, str(tmp_path), at_once=True).check()
+    first, second = ended.results
+    model = build_model(SIZE, 0)
+    model.load_state_dict(zero.read_weights(tmp_path))
+    alone = zero.init_inference(model)
+    answer: Any = alone.generate(windows()[:, :9], max_new_tokens=12)
+    for found in (first, second):
+        assert isinstance(found, dict) and found["tokens"] == answer.tolist()
+        logits: Any = alone(windows())
+        torch.testing.assert_close(torch.tensor(found["logits"]), logits, rtol=0, atol=1e-5)
+        assert "is sharded" in found["refused"] and "checkpoint=" in found["refused"]
+    assert not torch.equal(model.bytes.weight, build_model(SIZE, 0).bytes.weight)  # it was trained
+
+
+def test_a_pipelines_checkpoint_serves_under_the_gpts_names(tmp_path: Path) -> None:
+    run_torchrun(2, train_in_stages, str(tmp_path), at_once=True).check()
+    weights = zero.read_weights(tmp_path)
+    (whole,) = build_layers(SIZE, 0).stages([range(len(build_layers(SIZE, 0)))])
+    whole.load_state_dict(weights)
+    engine = zero.init_inference(of_stages(tmp_path))
+    with torch.no_grad():
+        torch.testing.assert_close(engine(windows()), whole(windows()), rtol=0, atol=1e-6)
+    (answer,) = engine.generate([windows()[0, :5]], max_new_tokens=6)
+    assert len(answer) == 11

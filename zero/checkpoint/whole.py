@@ -1,0 +1,81 @@
+"""The weights in files, whole: what an engine of any layout saved, or safetensors. No communication.
+
+`weights.py` writes and reads one safetensors file for all ranks of a run; `files.py` the checkpoints of a run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ...checkpoint.files import STAMP, CheckpointError, check_files, read_stamp, reason
+from .files import knowing_that_it_is_alone
+from .storage import Reader, read_table
+from .weights import read_weights
+
+
+def read_checkpoint_weights(source: Path, tag: str | None = None) -> dict[str, Tensor]:
+    """The weights in files, whole, by their names in the model. Each rank that calls it reads them all; no traffic.
+
+    source: a folder of an engine's checkpoints in any layout (tag: its folder's name, or a step's; None: the latest),
+    a folder of safetensors files, or such a file. Raises CheckpointError where there are none, or they are damaged.
+    """
+    if source.is_file():
+        return _read_safetensors(source)
+    folder = _checkpoint_in(source, tag)
+    if (folder / STAMP).is_file():
+        return _read_engine(folder)
+    if tag is None and (files := sorted(source.glob("*.safetensors"))):
+        return {name: x for file in files for name, x in _read_safetensors(file).items()}
+    raise CheckpointError(
+        f"{source} holds no weights: expected a folder of onebit.zero's checkpoints, a .safetensors file or a folder "
+        "of them; `onebit convert` makes such a file of DeepSpeed's and torch's checkpoints"
+    )
+
+
+def _checkpoint_in(source: Path, tag: str | None) -> Path:
+    """The folder that holds a checkpoint's files: itself, or what a tag or `latest` names, two folders deep."""
+    if tag is not None and (Path(tag).name != tag or not (source / tag).is_dir()):
+        there = [path.name for path in sorted(source.glob("[!.]*")) if path.is_dir()] if source.is_dir() else []
+        raise CheckpointError(f"{source} has no checkpoint {tag!r}; it holds {', '.join(there) or 'none'}")
+    folder = source if tag is None else source / tag
+    for _ in range(2):
+        if (folder / STAMP).is_file() or not (folder / "latest").is_file():
+            break
+        name = (folder / "latest").read_text().strip()
+        if not name or Path(name).name != name:
+            raise CheckpointError(f"{folder / 'latest'} holds {name[:99]!r}, not the name of a folder beside it")
+        folder = folder / name
+    return folder
+
+
+def _read_engine(folder: Path) -> dict[str, Tensor]:
+    stamp = read_stamp(folder)
+    check_files(folder, stamp, stamp["files"])
+    try:
+        table = read_table(folder)
+        names = [name for name in table.state_dict_metadata if name.startswith("model/")]
+        if "form" in stamp:  # an engine's: shared state of the optimizer lies beside the model
+            names = [name for name in names if name.startswith("model/model.")]
+        entries = {name: cast(TensorStorageMetadata, table.state_dict_metadata[name]) for name in names}
+        state = {name: torch.empty(at.size, dtype=at.properties.dtype) for name, at in entries.items()}
+        with knowing_that_it_is_alone():
+            state_dict_loader.load(state, storage_reader=Reader(folder, table), no_dist=True)
+    except Exception as error:  # whatever a spoilt file makes torch raise
+        raise CheckpointError(f"{folder} cannot be read: {reason(error)}") from error
+    prefix = "model/model." if "form" in stamp else "model/"
+    return {name.removeprefix(prefix): x for name, x in state.items()}
+
+
+def _read_safetensors(file: Path) -> dict[str, Tensor]:
+    try:
+        return read_weights(file)
+    except ImportError:
+        raise
+    except Exception as error:  # safetensors' own among them
+        raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error

@@ -1,0 +1,14 @@
+"""Inference: the model just trained, split over ranks, compiled and in int8, in one call.
+
+    engine = onebit.zero.init_inference(model, dtype="int8", kernel_inject=True)
+    texts = engine.generate([prompt], max_new_tokens=64)
+
+Start at `initializing.py`; `engine.py` decodes. `split.py` cuts layers over ranks, `layers.py` holds what is left of
+them, `int8.py` makes bytes of them, `cache.py` keeps keys and values; `plan.py` says what a token costs beforehand.
+"""
+
+from .config import InferenceConfig
+from .engine import InferenceEngine
+from .initializing import init_inference
+
+__all__ = ["InferenceConfig", "InferenceEngine", "init_inference"]

@@ -1,0 +1,52 @@
+"""Keys and values of the tokens so far, in memory that stays: a compiled step and a CUDA graph need the same addresses.
+
+Shape legend: B rows, H heads, T new tokens, S slots, d features of a head.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class StaticCache:
+    """slots: how many tokens a row may have. Memory is made by the first `update` of each layer."""
+
+    def __init__(self, slots: int):
+        self.slots = slots
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def fit(self, rows: int) -> None:
+        """Hold so many rows; what another number of rows has is dropped."""
+        if self.keys and next(iter(self.keys.values())).shape[0] != rows:
+            self.keys, self.values = {}, {}
+
+    def at(self, slots_T: Tensor, width: int) -> CacheView:
+        """For a forward pass whose T tokens go to these slots, and which reads the first `width`."""
+        return CacheView(self, slots_T, width)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (*self.keys.values(), *self.values.values()))
+
+
+class CacheView:
+    """What a model is given as `past_key_values`: transformers' `update`, and nothing else."""
+
+    is_compileable = True
+
+    def __init__(self, cache: StaticCache, slots_T: Tensor, width: int):
+        self._cache, self._slots_T, self._width = cache, slots_T, width
+
+    def update(
+        self, keys_BHTd: Tensor, values_BHTd: Tensor, layer: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Keep them; all keys and values so far, [B, H, width, d]."""
+        return self._kept(self._cache.keys, keys_BHTd, layer), self._kept(self._cache.values, values_BHTd, layer)
+
+    def _kept(self, layers: dict[int, Tensor], x_BHTd: Tensor, layer: int) -> Tensor:
+        if layer not in layers:
+            B, H, _, d = x_BHTd.shape
+            layers[layer] = x_BHTd.new_zeros(B, H, self._cache.slots, d)
+        layers[layer].index_copy_(2, self._slots_T, x_BHTd)
+        return layers[layer][:, :, : self._width]

@@ -1,0 +1,247 @@
+"""`init_inference`: from a model, trained or in files, to an engine that serves it."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ... import comm
+from ...agreement.replicas import differing
+from ...checkpoint.files import CheckpointError
+from ...comm import PeerError, SimTransport, Transport
+from ...comm.messages import raise_on_all_ranks
+from ..checkpoint.weights import read_weights
+from ..engine import Engine
+from .config import read_inference_config
+from .engine import InferenceEngine, longest, outputs_of, why_no_decoding
+from .layers import quantize, untranspose
+from .split import plan_of, split
+
+
+def init_inference(
+    model: nn.Module | Engine | str | Path,
+    config: object = None,
+    *,
+    transport: Transport | None = None,
+    **keywords: object,
+) -> InferenceEngine:
+    """An engine that serves a model: split over tp_size ranks, in another dtype or int8, compiled. All ranks.
+
+    model: a module; an engine that trains one; or a name or folder of transformers. It stays as it is, in training mode
+    if it was, and what need not change is shared: training on changes what is served. config, keywords: the keys of
+    `InferenceConfig`. transport: between the ranks, of which each tp_size next to each other serve together; default:
+    by the launcher, where tp_size is above 1.
+
+    Raises ValueError, on all ranks, where ranks hold different weights, the plan does not give what the whole model
+    gives, or a cache does not; CheckpointError where weights cannot be read or are of another model.
+    """
+    read = read_inference_config(config, **keywords)
+    W = read.tensor_parallel.tp_size
+    group = _group(transport, W)
+    served = _skeleton(_module(model))
+    if read.checkpoint is not None:
+        problem = None
+        try:
+            _load(served, read.checkpoint)
+        except (CheckpointError, OSError, ValueError) as error:
+            problem = f"rank {group.rank}: {error}"
+        raise_on_all_ranks(group, problem, CheckpointError)
+    _check_weights(served, group)
+    expected = _probe(served)
+    if W > 1:
+        split(served, plan_of(served, read.injection_policy, W), group)
+        _check_split(expected, served, group)
+    elif read.injection_policy is not None:
+        plan_of(served, read.injection_policy, W)
+    _recast(served, read.compute_dtype)
+    if read.compute_dtype in (torch.bfloat16, torch.float16):
+        untranspose(served)
+    engine = InferenceEngine(served, read, group)
+    if expected is not None and why_no_decoding(served) is None:
+        _check_cache(engine)
+    if read.is_int8:
+        quantize(served, has_int8_inputs=read.quant.activation.enabled)
+    return engine
+
+
+def _group(transport: Transport | None, ranks: int) -> Transport:
+    """Between the ranks that serve together."""
+    if transport is None:
+        transport = comm.init() if ranks > 1 else SimTransport()
+    W = transport.world_size
+    if W % ranks:
+        raise ValueError(
+            f"tp_size is {ranks} and there are {W} ranks: start a multiple, torchrun --nproc-per-node={ranks}"
+        )
+    if ranks == W:
+        return transport
+    first = transport.rank // ranks * ranks
+    return transport.split(range(first, first + ranks))
+
+
+def _module(model: object) -> nn.Module:
+    if isinstance(model, str | Path):
+        try:
+            transformers = importlib.import_module("transformers")
+        except ImportError as error:
+            raise ImportError("a model by its name needs transformers: pip install onebit[transformers]") from error
+        config = transformers.AutoConfig.from_pretrained(model)
+        if not config.architectures:
+            raise ValueError(f"{model} does not say which class it is of; make the model, and pass it")
+        return cast(nn.Module, getattr(transformers, config.architectures[0]).from_pretrained(model))
+    module = model.module if isinstance(model, Engine) else model
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"expected a module, an engine or a name of transformers, got {type(module).__name__}; of a PipelineModule "
+            "serve the plain model, with checkpoint="
+        )
+    if name := next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None):
+        raise ValueError(
+            f"{name} is sharded: this rank has a part of it; save a checkpoint, and pass a plain model and checkpoint="
+        )
+    return module
+
+
+def _skeleton(model: nn.Module) -> nn.Module:
+    """The same modules anew around the same tensors, which no longer ask for gradients."""
+    tensors = [*model.parameters(), *model.buffers()]
+    served = copy.deepcopy(model, {id(x): x for x in tensors}).eval()
+    _recast(served, None)
+    return served
+
+
+def _recast(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Floating-point parameters in dtype (None: theirs), as new parameters: those of the given model stay."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is None:
+                continue
+            if id(p) not in made:
+                x = p.detach()
+                made[id(p)] = nn.Parameter(x.to(dtype) if dtype and x.is_floating_point() else x, requires_grad=False)
+            module._parameters[name] = made[id(p)]
+
+
+def _load(model: nn.Module, checkpoint: object) -> None:
+    """Weights of files, as new parameters. Raises what `read_weights` raises, and CheckpointError for another model."""
+    given = dict(checkpoint) if isinstance(checkpoint, Mapping) else {"path": checkpoint}
+    if unknown := given.keys() - {"path", "tag"}:
+        raise ValueError(f'checkpoint: expected "path" and "tag", got {", ".join(sorted(unknown))}')
+    path = Path(str(given.get("path")))
+    weights = read_weights(path, cast("str | None", given.get("tag")))
+    places: dict[int, list[str]] = {}
+    for name, x in model.state_dict(keep_vars=True).items():
+        places.setdefault(id(x), []).append(name)
+    state: dict[str, Tensor] = {}
+    for names in places.values():
+        if (known := next((name for name in names if name in weights), None)) is None:
+            raise CheckpointError(f"{path} is of another model: it has no {names[0]}")
+        state |= dict.fromkeys(names, weights[known])
+    if strange := sorted(weights.keys() - state.keys()):
+        raise CheckpointError(f"{path} is of another model, which has no {strange[0]}")
+    for name, x in model.state_dict().items():
+        if state[name].shape != x.shape:
+            shapes = f"shape {tuple(state[name].shape)} there and {tuple(x.shape)} here"
+            raise CheckpointError(f"{path} is of another model: {name} has {shapes}")
+    model.load_state_dict(state, assign=True)
+    for first, *others in places.values():  # assigned as several
+        for name in others:
+            _put(model, name, model.state_dict(keep_vars=True)[first])
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    prefix, _, last = name.rpartition(".")
+    module = model.get_submodule(prefix)
+    if isinstance(tensor, nn.Parameter):
+        module._parameters[last] = tensor
+    else:
+        module._buffers[last] = tensor
+
+
+# -------------------------------------------------------------------------------- what would be wrong without a word
+
+
+def _check_weights(model: nn.Module, transport: Transport) -> None:
+    """Raise ValueError, on all ranks, where a tensor has no values, or ranks have different ones."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if name := next((name for name, x in named.items() if x.is_meta), None):
+        raise ValueError(f"{name} has no values (device meta); pass checkpoint=, or make the model on a device")
+    if transport.world_size > 1:
+        names = list(named)
+        for rank, places in differing(transport, [x.detach() for x in named.values()]).items():
+            raise ValueError(
+                f"rank {rank} has another {names[places[0]]} than rank 0: the ranks would serve parts of different "
+                "models; load the same weights on all ranks, by checkpoint= for instance"
+            )
+
+
+@torch.no_grad()
+def _probe(model: nn.Module) -> Tensor | None:
+    """What a model makes of a few tokens, [1, T, ...]; None of a model that has no tokens."""
+    if not any(isinstance(module, nn.Embedding) for module in model.modules()):
+        return None
+    return outputs_of(model(_tokens(model)))
+
+
+def _tokens(model: nn.Module) -> Tensor:
+    """Of any vocabulary."""
+    tokens = [1, 0, 0, 1, 0, 1, 1, 0][: longest(model)]
+    return torch.tensor([tokens], device=next(model.parameters()).device)
+
+
+def _check_split(whole: Tensor | None, model: nn.Module, transport: Transport) -> None:
+    """Raise ValueError, on all ranks, where a plan has cut what belongs together."""
+    problem = None
+    try:
+        if whole is not None and not (off := _distance(whole, cast(Tensor, _probe(model)))) <= _tolerance(whole):
+            problem = f"something else than whole (off by {off:.2g} of its largest output)"
+    except PeerError:
+        raise
+    except RuntimeError as error:  # of shapes, the same on all ranks
+        problem = f"nothing: {error}"
+    if problem is not None:
+        problem = (
+            f"split over {transport.world_size} ranks the model gives {problem}: the tensor plan cuts what belongs "
+            'together; name each fused layer "packed_colwise:PARTS", each layer whose outputs are cut "colwise", each '
+            'that reads them "rowwise"'
+        )
+    raise_on_all_ranks(transport, problem, ValueError)
+
+
+def _check_cache(engine: InferenceEngine) -> None:
+    """Raise ValueError where decoding over the cache gives something else than one pass over all tokens."""
+    tokens = _tokens(engine.module)[:, : engine.slots]
+    whole = _probe(engine.module)
+    assert whole is not None
+    T = tokens.shape[1]
+    before = max(T - 2, 1)
+    try:
+        logits = engine.step(tokens[:, :before], 0)
+        for slot in range(before, T):
+            logits = engine.step(tokens[:, slot : slot + 1], slot)
+    except (AttributeError, TypeError) as error:
+        name = type(engine.module).__name__
+        raise ValueError(f"{name} does not decode over a cache of keys and values: {error}") from error
+    if not (off := _distance(whole[:, T - 1], logits)) <= _tolerance(whole):
+        raise ValueError(
+            f"{type(engine.module).__name__} over a cache gives something else than in one pass (off by {off:.2g} of "
+            "its largest output): it does not use past_key_values, position_ids and attention_mask as transformers do"
+        )
+
+
+def _distance(expected: Tensor, got: Tensor) -> float:
+    """The largest difference, of the largest value."""
+    return float((expected.float() - got.float()).abs().max() / expected.float().abs().max().clamp(min=1e-30))
+
+
+def _tolerance(x: Tensor) -> float:
+    """Far above what another order of sums does, far below what a wrong plan does."""
+    return 1e-3 if x.dtype == torch.float32 else 0.1

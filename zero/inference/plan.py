@@ -1,0 +1,74 @@
+"""What a token will cost, before anything is split: bytes read, bytes sent, seconds.
+
+    onebit plan --params 124m --hosts 2 --link 1gbit --serve 12x768
+
+A decode step reads every weight once, and sends two sums of a layer's features, one behind the other: nothing hides
+them. So a token costs, on W ranks of which each reads M bytes a second:
+
+    reading = bytes of weights / (W · M)
+    sending = sums · (2·(W-1) · latency + 2·(W-1)/W · 4·rows·width / bandwidth)
+
+and splitting pays where sending is less than what reading is less by. It also pays where the weights do not fit into
+one host at all. The cache, the embeddings that stay whole, and Python's own time are left out. `LATENCY_S` was measured
+between emulated hosts by `scripts/bench/inference.py`; the bench holds this estimate against what it measures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.01}
+LATENCY_S = 1.5e-4
+"""Of one message of a sum over ranks over TCP, its processor time included."""
+_PAYLOAD_OF_FRAME = 1448 / 1514  # Ethernet, IPv4 and TCP headers at an MTU of 1500
+
+
+@dataclass(frozen=True)
+class ServeRun:
+    """What is asked about. rows: prompts that are answered at once. memory_bytes_per_s: of a rank.
+
+    Raises ValueError on numbers that no run can have.
+    """
+
+    params: float
+    layers: int
+    width: int
+    dtype: str = "fp32"
+    rows: int = 1
+    link_bits_per_s: float = 1e9
+    memory_bytes_per_s: float = 2e10
+    latency_s: float = LATENCY_S
+
+    def __post_init__(self) -> None:
+        numbers = self.params, self.layers, self.width, self.rows, self.link_bits_per_s, self.memory_bytes_per_s
+        if min(numbers) <= 0 or self.latency_s < 0 or self.dtype not in WEIGHT_BYTES:
+            raise ValueError(f"expected numbers above 0 and dtype of {', '.join(WEIGHT_BYTES)}, got {self}")
+
+
+@dataclass(frozen=True)
+class TokenPlan:
+    """Of one decode step on so many ranks: what a rank holds and sends, in bytes, and seconds. sums: one after the
+    other."""
+
+    ranks: int
+    held_bytes: float
+    sent_bytes: float
+    sums: int
+    reading_s: float
+    sending_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.reading_s + self.sending_s
+
+
+def token_plan(run: ServeRun, ranks: int) -> TokenPlan:
+    """Of `ranks` ranks with a link each."""
+    if ranks < 1:
+        raise ValueError(f"expected at least 1 rank, got {ranks}")
+    held = run.params * WEIGHT_BYTES[run.dtype] / ranks
+    sums = 2 * run.layers if ranks > 1 else 0
+    each = 2 * (ranks - 1) / ranks * 4 * run.rows * run.width
+    wire = each / (run.link_bits_per_s / 8 * _PAYLOAD_OF_FRAME)
+    sending = sums * (2 * (ranks - 1) * run.latency_s + wire)
+    return TokenPlan(ranks, held, sums * each, sums, held / run.memory_bytes_per_s, sending)

@@ -1,0 +1,194 @@
+"""Tensor parallelism for inference: a model's linear layers, each rank's part of each, over any transport.
+
+1. A plan gives each layer a style by name: injection_policy, else the model's own `_tp_plan`, else `KNOWN` here.
+2. "colwise": a rank keeps its part of the outputs; "packed_colwise:P": of each of P matrices that lie one behind the
+   other; "colwise_gather_output": and all ranks get all outputs. "rowwise": a rank keeps its part of the inputs, and
+   the ranks add up their products. Embeddings, norms and whatever has no style stay whole on every rank.
+3. A forward pass sends, of T tokens, 2·(W-1)/W·4·T·D bytes for each "rowwise" layer, and N for each gathered output:
+   float32, in one all-reduce or all-gather each. `plan.py` counts them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import weakref
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ...comm import Transport
+from ...comm.messages import gather_tensors
+from .layers import Join, ServedLinear, is_linear, matrix_of, replace
+
+Plan = Mapping[str, str]
+
+WHOLE = ("embedding_rowwise", "replicated_with_grad_allreduce", "replicated")
+"""Styles of transformers' plans whose layers stay whole here."""
+_GATHER = ("colwise_gather_output", "colwise_rep")
+
+KNOWN: Mapping[str, Plan] = {
+    "gpt2": {
+        "h.*.attn.c_attn": "packed_colwise:3",
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    },
+    "bert": {
+        "layer.*.attention.self.query": "colwise",
+        "layer.*.attention.self.key": "colwise",
+        "layer.*.attention.self.value": "colwise",
+        "layer.*.attention.output.dense": "rowwise",
+        "layer.*.intermediate.dense": "colwise",
+        "layer.*.output.dense": "rowwise",
+    },
+}
+"""Plans of models that have none of their own, by transformers' model_type."""
+_WIDTHS = {"GPT2Attention": ("split_size",)}
+"""Numbers of features that a module keeps besides its layers."""
+
+
+def plan_of(model: nn.Module, policy: object, ranks: int) -> dict[str, str]:
+    """The style of each layer by its whole name. Raises ValueError and TypeError before anything is changed."""
+    layers = [name for name, module in model.named_modules() if is_linear(module)]
+    if isinstance(policy, Mapping) and policy and not all(isinstance(key, str) for key in policy):
+        return _by_blocks(model, layers, policy)
+    if policy is not None and not (isinstance(policy, Mapping) and policy):
+        raise TypeError(f'expected injection_policy as {{"pattern": "colwise" or "rowwise"}}, got {policy!r}')
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    plan: Plan = policy or getattr(model, "_tp_plan", None) or KNOWN.get(kind) or {}
+    found: dict[str, str] = {}
+    for pattern, style in plan.items():
+        matched = [name for name in layers if _matches(name, pattern)]
+        if not matched and policy is not None:
+            raise ValueError(f"injection_policy: {pattern!r} matches no linear layer; there are {_patterns(layers)}")
+        if matched and style not in WHOLE:
+            if not re.fullmatch(r"colwise|rowwise|packed_colwise(:\d+)?|" + "|".join(_GATHER), style):
+                raise ValueError(
+                    f"the tensor plan of {type(model).__name__} gives {pattern} the style {style!r}, unknown here; "
+                    f"write injection_policy= with colwise and rowwise for {_patterns(layers)}"
+                )
+            found |= dict.fromkeys(matched, style)
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no tensor plan to divide it among {ranks} ranks: give it a _tp_plan, or pass "
+            'injection_policy={pattern: "colwise" where ranks keep a part of the outputs, "rowwise" where they keep a '
+            f"part of the inputs}}; its linear layers are {_patterns(layers)}"
+        )
+    _check_heads(model, ranks)
+    for name, style in found.items():
+        N, K = matrix_of(model.get_submodule(name)).shape
+        size, what = (K, "inputs") if style == "rowwise" else (N // _parts(style), "outputs")
+        if size % ranks:
+            raise ValueError(f"{name} has {size} {what}, which {ranks} ranks do not divide; take another tp_size")
+    return found
+
+
+def split(model: nn.Module, plan: Plan, transport: Transport) -> None:
+    """Leave this rank's part of each layer of the plan, in place. Matrices that are cut are copied."""
+    rank, W = transport.rank, transport.world_size
+    number = _number_of(transport)
+    for name, style in plan.items():
+        module = model.get_submodule(name)
+        matrix_NK, bias = matrix_of(module), getattr(module, "bias", None)
+        bias = None if bias is None else bias.detach()
+        join: Join | None = None
+        if style == "rowwise":
+            part, join = matrix_NK.chunk(W, 1)[rank], partial(torch.ops.onebit.sum_over_ranks, transport=number)
+        else:
+            part = _rows(matrix_NK, _parts(style), rank, W)
+            if style in _GATHER:
+                join = partial(torch.ops.onebit.gather_from_ranks, transport=number, ranks=W)
+            elif bias is not None:
+                bias = _rows(bias, _parts(style), rank, W)
+        replace(model, name, ServedLinear(part.contiguous(), bias, join))
+    for module in model.modules():
+        for width in _WIDTHS.get(type(module).__name__, ()):
+            setattr(module, width, getattr(module, width) // W)
+
+
+def _rows(x: Tensor, parts: int, rank: int, ranks: int) -> Tensor:
+    """This rank's rows of each part."""
+    return torch.cat([part.chunk(ranks)[rank] for part in x.chunk(parts)])
+
+
+def _parts(style: str) -> int:
+    """Matrices in one; transformers' own "packed_colwise" has two."""
+    kind, _, count = style.partition(":")
+    return int(count or 2) if kind == "packed_colwise" else 1
+
+
+def _by_blocks(model: nn.Module, layers: Iterable[str], policy: Mapping[object, object]) -> dict[str, str]:
+    """DeepSpeed's form: of each block the layers behind which ranks add up; all others of it keep a part of the
+    outputs."""
+    found: dict[str, str] = {}
+    for cls, outputs in policy.items():
+        names = [outputs] if isinstance(outputs, str) else list(outputs)  # type: ignore[call-overload]
+        blocks = [name for name, module in model.named_modules() if isinstance(module, cls)]  # type: ignore[arg-type]
+        for block in blocks:
+            inner = [name for name in layers if name.startswith(f"{block}.")]
+            ends = {name for name in inner if any(name.endswith(f".{end}") for end in names)}
+            if len(ends) < len(names):
+                raise ValueError(
+                    f"injection_policy: not all of {names} are linear layers of {block}: {_patterns(inner)}"
+                )
+            found |= {name: "rowwise" if name in ends else "colwise" for name in inner}
+        if not blocks:
+            raise ValueError(f"injection_policy: the model has no {cls}; its linear layers are {_patterns(layers)}")
+    return found
+
+
+def _check_heads(model: nn.Module, ranks: int) -> None:
+    config = getattr(model, "config", model)
+    for key in ("num_attention_heads", "num_key_value_heads", "heads"):
+        heads = getattr(config, key, None)
+        if isinstance(heads, int) and heads % ranks:
+            raise ValueError(f"{key} is {heads}, which {ranks} ranks do not divide; take a tp_size that does")
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Part by part, as far as the pattern goes from the end: a head in front of a model adds to its names."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) >= len(wanted) and all(map(fnmatch.fnmatchcase, parts[-len(wanted) :], wanted))
+
+
+def _patterns(names: Iterable[str]) -> str:
+    """Names with * for numbers, each once."""
+    return ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name) for name in names)) or "none"
+
+
+# -------------------------------------------------------------------------------- what ranks send each other
+
+# Operations of torch, that a compiled step holds them as one piece each: graphs hold numbers, not transports.
+_TRANSPORTS: weakref.WeakValueDictionary[int, Transport] = weakref.WeakValueDictionary()
+
+
+def _number_of(transport: Transport) -> int:
+    _TRANSPORTS[id(transport)] = transport
+    return id(transport)
+
+
+@torch.library.custom_op("onebit::sum_over_ranks", mutates_args=())
+def _sum_over_ranks(x: Tensor, transport: int) -> Tensor:
+    total = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    _TRANSPORTS[transport].all_reduce(total).wait()
+    return total.to(x.dtype)
+
+
+@_sum_over_ranks.register_fake
+def _(x: Tensor, transport: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("onebit::gather_from_ranks", mutates_args=())
+def _gather_from_ranks(x: Tensor, transport: int, ranks: int) -> Tensor:
+    """Along the last dimension."""
+    rows = gather_tensors(_TRANSPORTS[transport], x.contiguous())
+    return rows.movedim(0, -2).flatten(-2)
+
+
+@_gather_from_ranks.register_fake
+def _(x: Tensor, transport: int, ranks: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] * ranks)
