@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 from ..version import VERSION as __version__  # noqa: F401
 
 __all__ = [
-    "CheckpointError", "Checkpoints", "Config", "DeepSpeedEngine", "Engine", "LayerSpec", "NotFiniteError",
-    "PipelineModule", "ShardedOnebitAdam", "ShardedOnebitLamb", "ShardedZeroOneAdam", "TiedLayerSpec",
-    "add_config_arguments", "data", "export_compressed", "export_weights", "fsdp", "get_accelerator", "grid",
-    "import_compressed", "import_weights", "init_compression", "init_distributed", "initialize", "log_dist",
-    "read_config", "redundancy_clean", "split", "tensor",
+    "CheckpointError", "Checkpoints", "Config", "DeepSpeedEngine", "Engine", "InferenceConfig", "InferenceEngine",
+    "LayerSpec", "NotFiniteError", "PipelineModule", "ShardedOnebitAdam", "ShardedOnebitLamb", "ShardedZeroOneAdam",
+    "TiedLayerSpec", "add_config_arguments", "data", "export_compressed", "export_weights", "fsdp", "get_accelerator",
+    "grid", "import_compressed", "import_weights", "init_compression", "init_distributed", "init_inference",
+    "initialize", "log_dist", "read_checkpoint_weights", "read_config", "redundancy_clean", "split", "tensor",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -44,12 +44,14 @@ if TYPE_CHECKING:
     from .accelerator import get_accelerator
     from .checkpoint.files import Checkpoints
     from .checkpoint.weights import export_weights, import_weights
+    from .checkpoint.whole import read_checkpoint_weights
     from .comm import init_distributed
     from .compression import export_compressed, import_compressed, init_compression, redundancy_clean
     from .config.whole import Config, read_config
     from .deepspeed.engine import DeepSpeedEngine
     from .deepspeed.given import add_config_arguments
     from .engine import Engine
+    from .inference import InferenceConfig, InferenceEngine, init_inference
     from .initializing import initialize
     from .parallel import fsdp, tensor
     from .pipeline.layers import LayerSpec, PipelineModule, TiedLayerSpec
@@ -83,6 +85,8 @@ else:
         "Config": ".config.whole",
         "DeepSpeedEngine": ".deepspeed.engine",
         "Engine": ".engine",
+        "InferenceConfig": ".inference",
+        "InferenceEngine": ".inference",
         "LayerSpec": ".pipeline.layers",
         "NotFiniteError": ".sharded.exchange",
         "PipelineModule": ".pipeline.layers",
@@ -98,11 +102,13 @@ else:
         "import_weights": ".checkpoint.weights",
         "init_compression": ".compression",
         "init_distributed": ".comm",
+        "init_inference": ".inference",
         "initialize": ".initializing",
         "log_dist": ".utils.logging",
         "logger": ".utils.logging",
         "read_config": ".config.whole",
         "redundancy_clean": ".compression",
+        "read_checkpoint_weights": ".checkpoint.whole",
         "split": ".pipeline.split",
     }
 

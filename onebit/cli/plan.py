@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..comm import momentum_codecs
+from ..zero.inference.plan import ServeRun, token_plan
 from ..zero.plan import DTYPE_BYTES, Run, plans
 from .numbers import number, rate
 from .output import Screen, Table, write_json
@@ -39,28 +40,62 @@ def table(run: Run) -> Table:
     return Table(f"{run.params:.4g} parameters on {hosts}, {run.link_bits_per_s / 1e9:g} Gbit/s", _HEADINGS, rows)
 
 
-def _parse(argv: Sequence[str]) -> tuple[Run, Path | None]:
+def serving_table(run: ServeRun, ranks: int) -> Table:
+    """What a token costs on 1, 2, 4, ... ranks, and whether splitting pays."""
+    counts = [1 << k for k in range(ranks.bit_length()) if 1 << k < ranks] + [ranks]
+    made = [token_plan(run, count) for count in counts]
+    rows = []
+    for plan in made:
+        pays = "" if plan is made[0] else "yes" if plan.seconds < made[0].seconds else "no"
+        cells = plan.held_bytes / 1e9, plan.sent_bytes / 1e6, 1e3 * plan.reading_s, 1e3 * plan.sending_s
+        rows.append([str(plan.ranks), *(f"{x:.3g}" for x in cells), f"{run.rows / plan.seconds:.3g}", pays])
+    heading = "ranks", "GB of weights", "MB sent/token", "ms reading", "ms sending", "tokens/s", "pays"
+    what = f"{run.params:.4g} parameters in {run.dtype}, {run.layers} layers of {run.width}, rows {run.rows}"
+    return Table(f"{what}: a token over {run.link_bits_per_s / 1e9:g} Gbit/s", heading, rows)
+
+
+def shape(text: str) -> tuple[int, int]:
+    """For argparse: layers and width of "12x768"."""
+    layers, _, width = text.partition("x")
+    if not (layers.isdigit() and width.isdigit() and int(layers) > 0 < int(width)):
+        raise argparse.ArgumentTypeError(f"expected layers and width as 12x768, got {text!r}")
+    return int(layers), int(width)
+
+
+def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | None, Path | None]:
     parser = argparse.ArgumentParser(prog="onebit plan", description=_ABOUT)
     add = parser.add_argument
     add("--params", type=number, required=True, help="of the model: 340m, 1.5e9")
     add("--hosts", type=int, required=True)
     add("--ranks-per-host", type=int, default=1)
-    add("--dtype", choices=DTYPE_BYTES, default="bf16")
+    add("--dtype", choices=(*DTYPE_BYTES, "int8"), default="bf16", help="int8: with --serve")
     add("--error-bytes", type=int, choices=(2, 4), default=4, help="of the one-bit optimizers' errors")
     add("--link", type=rate, default=1e9, metavar="RATE", help="of a host: 1gbit, 100mbit (default: 1gbit)")
     add("--codec", choices=momentum_codecs(), default="sign", help="of the momentum, but across hosts")
     add("--compute", type=float, default=0.0, metavar="SECONDS", help="of a step without traffic; hides some of it")
+    add("--serve", type=shape, metavar="LAYERSxWIDTH", help="of init_inference instead: what a token costs, split")
+    add("--rows", type=int, default=1, help="with --serve: prompts answered at once")
+    add("--memory", type=float, default=20.0, metavar="GB/s", help="with --serve: what a rank reads (default: 20)")
     add("--json", type=Path, metavar="FILE", help="write the numbers there, too; - is standard output")
     args = parser.parse_args(argv)
     try:
+        if args.serve is not None:
+            layers, width = args.serve
+            served = ServeRun(args.params, layers, width, args.dtype, args.rows, args.link, args.memory * 1e9)
+            return Run(args.params, args.hosts, args.ranks_per_host), served, args.json
         numbers = args.params, args.hosts, args.ranks_per_host, args.dtype, args.error_bytes, args.link, args.compute
-        return Run(*numbers, codec=args.codec), args.json
+        return Run(*numbers, codec=args.codec), None, args.json
     except ValueError as error:
         parser.error(str(error))
 
 
 def main(argv: Sequence[str]) -> int:
-    run, file = _parse(argv)
+    run, served, file = _parse(argv)
+    if served is not None:
+        Screen().table(serving_table(served, run.world_size))
+        made = [asdict(token_plan(served, ranks)) for ranks in {1, run.world_size}]
+        write_json(file, {"run": asdict(served), "plans": made})
+        return 0
     Screen().table(table(run))
     write_json(file, {"run": asdict(run), "plans": [asdict(made) for made in plans(run)]})
     return 0

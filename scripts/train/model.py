@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,21 @@ SIZES = {
 }
 
 
+Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Takes new keys and values [B, H, T, d]; gives all so far."""
+
+
+class Cache(Protocol):
+    """Keeps keys and values of every layer: `onebit.zero.inference`'s, or transformers'."""
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, /) -> tuple[Tensor, Tensor]: ...
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *, is_causal: bool) -> Tensor:
+    """Dense attention; a mask says all there is to say of who sees whom."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal and attn_mask is None)
+
+
 class Block(nn.Module):
     """x ← x + attention(norm(x)), then x ← x + mlp(norm(x)).
 
@@ -49,9 +65,7 @@ class Block(nn.Module):
         super().__init__()
         D = size.width
         self.heads, self.head_width = size.heads, D // size.heads
-        self.core_attention: Callable[[Tensor, Tensor, Tensor], Tensor] = partial(
-            F.scaled_dot_product_attention, is_causal=self.is_causal
-        )
+        self.core_attention: Callable[..., Tensor] = partial(attend, is_causal=self.is_causal)
         self.attention_norm = nn.LayerNorm(D, bias=False)
         self.qkv = nn.Linear(D, 3 * D, bias=False)
         self.attention_out = nn.Linear(D, D, bias=False)
@@ -59,33 +73,59 @@ class Block(nn.Module):
         self.mlp_in = nn.Linear(D, 4 * D, bias=False)
         self.mlp_out = nn.Linear(4 * D, D, bias=False)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self._attend(self.attention_norm(x_BTD))
+    def forward(self, x_BTD: Tensor, keep: Keep | None = None, mask_B1TS: Tensor | None = None) -> Tensor:
+        x_BTD = x_BTD + self._attend(self.attention_norm(x_BTD), keep, mask_B1TS)
         return x_BTD + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x_BTD))))
 
-    def _attend(self, x_BTD: Tensor) -> Tensor:
+    def _attend(self, x_BTD: Tensor, keep: Keep | None, mask_B1TS: Tensor | None) -> Tensor:
         qkv = self.qkv(x_BTD)
         q, k, v = qkv.unflatten(2, (-1, 3, self.head_width)).permute(3, 0, 2, 1, 4)
-        mixed_BHTd = self.core_attention(q, k, v)
+        if keep is not None:
+            k, v = keep(k, v)
+        mixed_BHTd = self.core_attention(q, k, v, **({} if mask_B1TS is None else {"attn_mask": mask_B1TS}))
         return self.attention_out(mixed_BHTd.transpose(1, 2).flatten(2))
+
+
+def _keeping(cache: Cache | None, layer: int) -> Keep | None:
+    return None if cache is None else lambda k, v: cache.update(k, v, layer)
 
 
 class GPT(nn.Module):
     """Predicts each next byte of a text."""
 
+    _tp_plan: ClassVar[dict[str, str]] = {  # of inference, by transformers' words; training's are in `layouts.py`
+        "blocks.*.qkv": "colwise",
+        "blocks.*.attention_out": "rowwise",
+        "blocks.*.mlp_in": "colwise",
+        "blocks.*.mlp_out": "rowwise",
+    }
+
     def __init__(self, size: ModelSize):
         super().__init__()
-        self.context = size.context
+        self.context, self.heads = size.context, size.heads
         self.bytes = nn.Embedding(VOCABULARY, size.width)
         self.positions = nn.Embedding(size.context, size.width)
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width, bias=False)
 
-    def forward(self, text_BT: Tensor) -> Tensor:
-        """Logits [B, T, 256] for the byte after each byte; text: int64, T ≤ context."""
-        x_BTD = self.bytes(text_BT) + self.positions.weight[: text_BT.shape[1]]
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
+    def forward(
+        self,
+        text_BT: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> Tensor:
+        """Logits [B, T, 256] for the byte after each byte; text: int64, T ≤ context.
+
+        The rest is for decoding, by transformers' names: a mask [B, 1, T, S] that is added, places [B, T], and what
+        keeps keys and values of the S bytes so far.
+        """
+        if position_ids is None:
+            x_BTD = self.bytes(text_BT) + self.positions.weight[: text_BT.shape[1]]
+        else:
+            x_BTD = self.bytes(text_BT) + self.positions(position_ids)
+        for number, block in enumerate(self.blocks):
+            x_BTD = block(x_BTD, _keeping(past_key_values, number), attention_mask)
         return F.linear(self.norm(x_BTD), self.bytes.weight)
 
     def get_output_embeddings(self) -> nn.Module:

@@ -62,6 +62,19 @@ def build_layers(size: str | ModelSize, seed: int, **options: object) -> Pipelin
     return PipelineModule(layers, loss_fn=_loss, base_seed=seed, **options)  # type: ignore[arg-type]
 
 
+def as_gpt(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of `build_layers` under the names of `model.py`; others as they are."""
+    if "tied.bytes.weight" not in weights:
+        return weights
+    last = max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
+    named = {"tied.bytes.weight": "bytes.weight", "layers.1.weight": "positions.weight"}
+    named |= {f"layers.{last}.weight": "norm.weight"}
+    for name in weights.keys() - named.keys():
+        _, place, rest = name.split(".", 2)
+        named[name] = f"blocks.{int(place) - 2}.{rest}"
+    return {named[name]: x for name, x in weights.items()}
+
+
 def count_parameters(model: PipelineModule) -> int:
     """Of the whole model, without building it."""
     with torch.device("meta"):

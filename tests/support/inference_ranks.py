@@ -64,5 +64,5 @@ def train_in_stages(folder: str) -> None:
 
 def of_stages(folder: Path) -> GPT:
     model = build_model(SIZE, 0)
-    model.load_state_dict(as_gpt(zero.read_weights(folder)))
+    model.load_state_dict(as_gpt(zero.read_checkpoint_weights(folder)))
     return model

@@ -162,11 +162,9 @@ REFUSED: Mapping[str, str] = {
 """What a module has, and an engine has not: calling it raises RuntimeError."""
 
 MODULE: Mapping[str, str] = {
-    "init_inference": "there is no inference engine; engine.save_16bit_model writes weights that others serve",
-    "InferenceEngine": "there is no inference engine",
-    "DeepSpeedInferenceConfig": "there is no inference engine",
-    "default_inference_config": "there is no inference engine",
-    "DeepSpeedHybridEngine": "there is no inference engine",
+    "DeepSpeedInferenceConfig": "onebit.zero.InferenceConfig holds the keys of init_inference",
+    "default_inference_config": "onebit.zero.InferenceConfig() holds the defaults of init_inference",
+    "DeepSpeedHybridEngine": "init_inference(engine) shares its weights where they are whole and keep their type",
     "PipelineEngine": "initialize(model=PipelineModule(...)) gives an engine with train_batch() and eval_batch()",
     "DeepSpeedConfig": "onebit.zero.read_config(file, world_size=...) gives a Config",
     "DeepSpeedConfigError": "what is wrong with a configuration is a ValueError or TypeError",

@@ -17,7 +17,7 @@ from ...agreement.replicas import differing
 from ...checkpoint.files import CheckpointError
 from ...comm import PeerError, SimTransport, Transport
 from ...comm.messages import raise_on_all_ranks
-from ..checkpoint.weights import read_weights
+from ..checkpoint.whole import read_checkpoint_weights
 from ..engine import Engine
 from .config import read_inference_config
 from .engine import InferenceEngine, longest, outputs_of, why_no_decoding
@@ -131,12 +131,12 @@ def _recast(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def _load(model: nn.Module, checkpoint: object) -> None:
-    """Weights of files, as new parameters. Raises what `read_weights` raises, and CheckpointError for another model."""
+    """Weights of files, as new parameters. Raises CheckpointError where they cannot be read or are of another model."""
     given = dict(checkpoint) if isinstance(checkpoint, Mapping) else {"path": checkpoint}
     if unknown := given.keys() - {"path", "tag"}:
         raise ValueError(f'checkpoint: expected "path" and "tag", got {", ".join(sorted(unknown))}')
     path = Path(str(given.get("path")))
-    weights = read_weights(path, cast("str | None", given.get("tag")))
+    weights = read_checkpoint_weights(path, cast("str | None", given.get("tag")))
     places: dict[int, list[str]] = {}
     for name, x in model.state_dict(keep_vars=True).items():
         places.setdefault(id(x), []).append(name)
