@@ -20,6 +20,7 @@ NAMES = (
     "traffic",
     "sparse_attention",
     "zero_memory",
+    "inference",
     "peer_deepspeed",
 )
 

@@ -19,7 +19,7 @@ from train.model_layers import as_gpt
 
 from onebit import comm
 from onebit.checkpoint.files import CheckpointError
-from onebit.zero import init_inference, read_weights
+from onebit.zero import init_inference, read_checkpoint_weights
 
 
 def read_model(folder: Path, size: str) -> nn.Module:
@@ -30,7 +30,7 @@ def read_model(folder: Path, size: str) -> nn.Module:
         name = latest.read_text().strip() if latest.is_file() else shared[-1].parent.name
         weights = torch.load(folder / name / "shared.pt", map_location="cpu", weights_only=True)["model"]
     else:
-        weights = as_gpt(read_weights(folder))
+        weights = as_gpt(read_checkpoint_weights(folder))
     model = build_model(size, seed=0)
     try:
         model.load_state_dict(weights)
