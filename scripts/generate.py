@@ -35,7 +35,9 @@ def read_model(folder: Path, size: str) -> nn.Module:
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise CheckpointError(f"{folder} is no run of train.py --size {size}: {str(error).splitlines()[1]}") from error
+        raise CheckpointError(
+            f"{folder} is no run of train.py --size {size}; give the --size that it was trained with"
+        ) from error
     return model
 
 

@@ -150,14 +150,16 @@ def report(lines: list[dict], split: dict | None, args: argparse.Namespace) -> s
     if split is not None:
         parameters = sum(p.numel() for p in build(args.size, 64).parameters())
         bits = parse_rate(args.network) or float("inf")
-        memory = 4 * parameters / split["alone_s"]
-        run = ServeRun(parameters, layers, width, link_bits_per_s=bits, memory_bytes_per_s=memory)
+        memory = machine["memory_bytes_per_s"] / machine["cores"]
+        overhead = max(0.0, split["alone_s"] - 4 * parameters / memory)  # at most all of it
+        shape: Any = {"params": parameters, "layers": layers, "width": width, "overhead_s": overhead}
+        run = ServeRun(**shape, link_bits_per_s=bits, memory_bytes_per_s=memory)
         plan = token_plan(run, 2)
         text += [
             f"## Two hosts at {args.network}\n",
             "| | measured | plan |",
             "| --- | --- | --- |",
-            f"| ms a token, one host | {1e3 * split['alone_s']:.2f} | taken for the memory's rate |",
+            f"| ms a token, one host | {1e3 * split['alone_s']:.2f} | taken; {1e3 * overhead:.2f} beside reading |",
             f"| ms a token, split over two | {1e3 * split['split_s']:.2f} | {1e3 * plan.seconds:.2f} |",
             f"| KB a token that a host sends | {split['sent'] / 1e3:.1f} | {plan.sent_bytes / 1e3:.1f} |",
             f"| the same on the wire, with headers | {split['wire'] / 1e3:.1f} | |",

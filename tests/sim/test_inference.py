@@ -538,5 +538,8 @@ def test_the_plan_splits_what_is_large_over_what_is_fast() -> None:
     small, large = ServeRun(25e6, 8, 512), ServeRun(7e9, 32, 4096)
     assert token_plan(small, 2).seconds > token_plan(small, 1).seconds
     assert token_plan(large, 2).seconds < token_plan(large, 1).seconds
+    slow = ServeRun(7e9, 32, 4096, overhead_s=1.0)
+    for ranks in (1, 2):  # what no split makes less
+        assert token_plan(slow, ranks).seconds == pytest.approx(token_plan(large, ranks).seconds + 1)
     with pytest.raises(ValueError, match="above 0"):
         ServeRun(1e6, 0, 64)

@@ -5,12 +5,14 @@
 A decode step reads every weight once, and sends two sums of a layer's features, one behind the other: nothing hides
 them. So a token costs, on W ranks of which each reads M bytes a second:
 
+    overhead_s, and
     reading = bytes of weights / (W · M)
     sending = sums · (2·(W-1) · latency + 2·(W-1)/W · 4·rows·width / bandwidth)
 
 and splitting pays where sending is less than what reading is less by. It also pays where the weights do not fit into
-one host at all. The cache, the embeddings that stay whole, and Python's own time are left out. `LATENCY_S` was measured
-between emulated hosts by `scripts/bench/inference.py`; the bench holds this estimate against what it measures.
+one host at all. overhead_s, Python's own time for instance, is the same on any number of ranks. The cache and the
+embeddings that stay whole are left out. The latency is that of `zero/plan.py`, which was fitted to exchanges of buckets
+and not to these small sums; `scripts/bench/inference.py` holds the estimate against what it measures.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.01}
-LATENCY_S = 1.5e-4
-"""Of one message of a sum over ranks over TCP, its processor time included."""
+LATENCY_S = 1.9e-4
+"""Of one message over TCP, its processor time included: scripts/records/growth_2026-11.md."""
 _PAYLOAD_OF_FRAME = 1448 / 1514  # Ethernet, IPv4 and TCP headers at an MTU of 1500
 
 
@@ -38,10 +40,11 @@ class ServeRun:
     link_bits_per_s: float = 1e9
     memory_bytes_per_s: float = 2e10
     latency_s: float = LATENCY_S
+    overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
         numbers = self.params, self.layers, self.width, self.rows, self.link_bits_per_s, self.memory_bytes_per_s
-        if min(numbers) <= 0 or self.latency_s < 0 or self.dtype not in WEIGHT_BYTES:
+        if min(numbers) <= 0 or min(self.latency_s, self.overhead_s) < 0 or self.dtype not in WEIGHT_BYTES:
             raise ValueError(f"expected numbers above 0 and dtype of {', '.join(WEIGHT_BYTES)}, got {self}")
 
 
@@ -56,10 +59,11 @@ class TokenPlan:
     sums: int
     reading_s: float
     sending_s: float
+    overhead_s: float
 
     @property
     def seconds(self) -> float:
-        return self.reading_s + self.sending_s
+        return self.reading_s + self.sending_s + self.overhead_s
 
 
 def token_plan(run: ServeRun, ranks: int) -> TokenPlan:
@@ -71,4 +75,4 @@ def token_plan(run: ServeRun, ranks: int) -> TokenPlan:
     each = 2 * (ranks - 1) / ranks * 4 * run.rows * run.width
     wire = each / (run.link_bits_per_s / 8 * _PAYLOAD_OF_FRAME)
     sending = sums * (2 * (ranks - 1) * run.latency_s + wire)
-    return TokenPlan(ranks, held, sums * each, sums, held / run.memory_bytes_per_s, sending)
+    return TokenPlan(ranks, held, sums * each, sums, held / run.memory_bytes_per_s, sending, run.overhead_s)
