@@ -4,7 +4,7 @@
     texts = engine.generate([prompt], max_new_tokens=64)
 
 Start at `initializing.py`; `engine.py` decodes. `split.py` cuts layers over ranks, `layers.py` holds what is left of
-them, `int8.py` makes bytes of them, `cache.py` keeps keys and values; `plan.py` says what a token costs beforehand.
+them, in floats or int8, `cache.py` keeps keys and values; `plan.py` says what a token costs beforehand.
 """
 
 from .config import InferenceConfig
