@@ -20,6 +20,7 @@ Shape legend: K rows, N elements of a row, B bytes of its frame, J blocks of a r
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,7 @@ from .base import FusedCodec, check_whole_blocks
 
 _NAN_BF16 = 0x7FC0
 _LEVELS = 8
+_MAGNITUDE = 0x7FFFFFFF  # all bits of a float but its sign
 
 
 @dataclass(frozen=True)
@@ -59,21 +61,20 @@ class Log4Codec(FusedCodec):
         if counts_KJ is not None:
             padding = torch.arange(self.block, device=x_KN.device) >= counts_KJ.unsqueeze(-1)
             c_KJn.masked_fill_(padding, 0.0)
-        largest_KJ = torch.linalg.vector_norm(c_KJn, float("inf"), dim=-1)
+        largest_KJ = (c_KJn.view(torch.int32) & _MAGNITUDE).amax(-1).view(torch.float32)  # a NaN is the largest
         s_KJ = reference.round_up_to_bfloat16(largest_KJ)
         bad_KJ = ~(largest_KJ.isfinite() & s_KJ.isfinite())
-        c_KJn.masked_fill_(bad_KJ.unsqueeze(-1), 0.0)
+        if c_KJn.is_cuda or bool(bad_KJ.any()):
+            c_KJn.masked_fill_(bad_KJ.unsqueeze(-1), 0.0)
         s_KJ1 = s_KJ.to(torch.float32).masked_fill(bad_KJ, 0.0).unsqueeze(-1)
-        k_KJn = torch.zeros_like(c_KJn, dtype=torch.uint8)
-        for k in range(_LEVELS - 1):
-            k_KJn += c_KJn.abs() < s_KJ1 * (0.75 * 2.0**-k)
-        codes_KJn = (k_KJn + 8 * (c_KJn < 0)).masked_fill_(bad_KJ.unsqueeze(-1), 0)
-        pairs = codes_KJn.view(K, N // 2, 2)
-        frames_KB[:, : N // 2] = pairs[..., 0] | (pairs[..., 1] << 4)
+        codes = _codes_of(c_KJn, s_KJ1).view(-1).view(torch.int16).view(K, N // 2)
+        frames_KB[:, : N // 2] = (
+            codes.bitwise_or_(codes >> 4).bitwise_and_(0xFF).to(torch.uint8)
+        )  # two codes of a byte each in one
         bits_KJ = torch.where(bad_KJ, _NAN_BF16, s_KJ.view(torch.int16)).to(torch.int16)
         frames_KB[:, N // 2 : N // 2 + 2 * J] = bits_KJ.contiguous().view(-1).view(torch.uint8).view(K, 2 * J)
         frames_KB[:, N // 2 + 2 * J :] = 0
-        c_KJn.sub_(_values_of(codes_KJn, s_KJ1))
+        c_KJn.sub_(_values_of(frames_KB[:, : N // 2], s_KJ1, self.block))
         if padding is not None:
             c_KJn.masked_fill_(padding, 0.0)
 
@@ -90,13 +91,35 @@ class Log4Codec(FusedCodec):
         return reference.scales_at(frames_KB, n // 2, n // self.block)
 
     def _values(self, frames_KB: Tensor, n: int) -> Tensor:
-        K, s_KJ = len(frames_KB), self._scales(frames_KB, n)
-        codes = torch.stack((frames_KB[:, : n // 2] & 0xF, frames_KB[:, : n // 2] >> 4), dim=-1)
-        codes_KJn = codes.view(K, n // self.block, self.block)
-        return _values_of(codes_KJn, s_KJ.to(torch.float32).unsqueeze(-1)).view(K, n)
+        s_KJ1 = self._scales(frames_KB, n).to(torch.float32).unsqueeze(-1)
+        return _values_of(frames_KB[:, : n // 2], s_KJ1, self.block).view(len(frames_KB), n)
 
 
-def _values_of(codes: Tensor, s: Tensor) -> Tensor:
-    """Of codes and the scales of their blocks, float32."""
-    magnitude = s * torch.exp2(-(codes & 7).to(torch.float32))
-    return torch.where(codes >= 8, -magnitude, magnitude)
+def _codes_of(c_KJn: Tensor, s_KJ1: Tensor) -> Tensor:
+    """Rule 2 for every element, uint8 [K, J, n].
+
+    Positive floats are in the order of their bits, and an octave is 2²³ of these: k is the difference to the bits of
+    0.75·s in whole octaves, rounded up. Blocks of tiny numbers are multiplied by 2⁶⁴, which is exact, so that no
+    threshold is subnormal.
+    """
+    up_KJ1 = torch.where(s_KJ1 < 2.0**-60, 2.0**64, 1.0)
+    bits_KJn = (c_KJn * up_KJ1).add_(0.0).view(torch.int32)  # -0.0 is no negative number
+    negative_KJn = (bits_KJn >> 28).bitwise_and_(_LEVELS)
+    threshold_KJ1 = (s_KJ1 * up_KJ1 * 0.75).view(torch.int32) + 0x7FFFFF
+    k_KJn = bits_KJn.bitwise_and_(_MAGNITUDE).neg_().add_(threshold_KJ1).bitwise_right_shift_(23)
+    codes_KJn = k_KJn.clamp_(0, _LEVELS - 1).add_(negative_KJn).to(torch.uint8)
+    return codes_KJn.mul_((s_KJ1 > 0).to(torch.uint8))
+
+
+def _values_of(codes_KB: Tensor, s_KJ1: Tensor, block: int) -> Tensor:
+    """Of bytes of two codes each, and the scales of their blocks, float32 [K, J, n]."""
+    pairs = _pairs(codes_KB.device).index_select(0, codes_KB.reshape(-1).to(torch.int32))
+    return pairs.view(torch.float32).view(*s_KJ1.shape[:2], block).mul_(s_KJ1)
+
+
+@functools.lru_cache(maxsize=16)
+def _pairs(device: torch.device) -> Tensor:
+    """What a byte's two codes are times s: two float32 in the memory of an int64, [256]."""
+    codes = torch.arange(256, device=device).unsqueeze(-1) >> torch.tensor([0, 4], device=device)
+    powers = torch.exp2(-(codes & 7).to(torch.float32))
+    return torch.where((codes & 8) > 0, -powers, powers).view(torch.int64).view(-1)

@@ -315,12 +315,15 @@ def test_bad_int8_options_are_refused(options: dict, message: str) -> None:
         Int8Codec(**options)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-35, 1e30])
 @pytest.mark.parametrize("block", [32, 256])
-def test_log4_is_the_nearest_of_eight_powers_of_two(block: int) -> None:
-    """Half way between two, the larger; in float64, element by element."""
+def test_log4_is_the_nearest_of_eight_powers_of_two(block: int, size: float) -> None:
+    """Half way between two, the larger; in float64, element by element. Also where the smallest are subnormal."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(2, 3 * block, generator=generator) * 10 ** (-4 * torch.rand(2, 3 * block, generator=generator))
     x[0, :4] = torch.tensor([1.0, 0.75, 0.375, -0.75]) * 8.0
+    x[1, :2] = torch.tensor([0.0, -0.0])
+    x *= size
     frames, _ = encode(Log4Codec(block=block), x)
     decoded = decode(Log4Codec(block=block), frames, 3 * block)
     for row, values in zip(x.view(-1, block).double(), decoded.view(-1, block).double(), strict=True):
