@@ -16,6 +16,7 @@ from .agreement.skips import SkippedStepsError
 from .agreement.step_vote import DesyncError
 from .arithmetic.muon import muon_groups
 from .lamb import Lamb
+from .laprop import LaProp
 from .local.intervals import QSR, Auto
 from .local.local_steps import LocalSteps
 from .model_parallel import transports_of
@@ -27,8 +28,8 @@ from .version import VERSION as __version__
 from .zero_one_adam import ZeroOneAdam
 
 __all__ = [
-    "QSR", "Auto", "DDPHookState", "DesyncError", "Lamb", "LocalSteps", "OnebitAdam", "OnebitLamb", "OnebitMuon",
-    "ReplicaError", "SkippedStepsError", "ZeroOneAdam", "__version__", "comm", "ddp_hook", "muon_groups",
+    "QSR", "Auto", "DDPHookState", "DesyncError", "LaProp", "Lamb", "LocalSteps", "OnebitAdam", "OnebitLamb",
+    "OnebitMuon", "ReplicaError", "SkippedStepsError", "ZeroOneAdam", "__version__", "comm", "ddp_hook", "muon_groups",
     "sync_buffers", "transports_of",
 ]  # fmt: skip
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from .arithmetic.adam import adam_direction_
+from .arithmetic.adam import adam_denominator, adam_direction_, laprop_direction_
 from .arithmetic.frozen_variance import FrozenVariance, pack_momentum
 from .arithmetic.schedule import DenseSteps
 from .checkpoint.parameter_state import ParameterState, flat_of, spread_over
@@ -31,11 +31,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MOMENTUM_OF = ("gradients", "moves")
+
 
 class AdamRule(Rule):
     """1-bit Adam's three kinds of steps, by `DenseSteps`.
 
-    - *warmup*: the mean gradient travels in `warmup_codec`; m and v are Adam's.
+    - *warmup*: the mean gradient travels in `warmup_codec`; m and v are Adam's, or m is LaProp's: see `OnebitAdam`.
     - *compressed*: c_i = β1·m/D + (1-β1)·g_i/D + e_i travels in one bit in both phases; what comes back is the new m/D.
       g_i/D is g_i/√(D² + w·g_i²): a gradient far beyond the old D counts in D.
     - *refresh*: the mean gradient ḡ travels in `warmup_codec` again; v takes it in, D is made anew, and
@@ -43,10 +45,22 @@ class AdamRule(Rule):
     """
 
     kind = "1-bit Adam"
+    adam_names: ClassVar = {"exp_avg_update": "exp_avg"}
     of_parameters: ClassVar[tuple[str, ...]] = ("live_blocks",)
 
-    def __init__(self, freeze_step: int | str, warmup_codec: Codec, *, bias_correction: bool, variance_floor: float):
+    def __init__(
+        self,
+        freeze_step: int | str,
+        warmup_codec: Codec,
+        *,
+        bias_correction: bool,
+        variance_floor: float,
+        momentum_of: str = "gradients",
+    ):
+        if momentum_of not in MOMENTUM_OF:
+            raise ValueError(f"momentum_of must be one of {', '.join(MOMENTUM_OF)}, got {momentum_of!r}")
         self.schedule = DenseSteps(freeze_step)
+        self.momentum_of = momentum_of
         self.warmup_codec = warmup_codec
         self.bias_correction = bias_correction
         self.variance = FrozenVariance(variance_floor)
@@ -60,6 +74,7 @@ class AdamRule(Rule):
             "warmup_codec": self.warmup_codec,
             "variance_floor": self.variance.floor,
             "bias_correction": self.bias_correction,
+            "momentum_of": self.momentum_of,
         }
 
     # ---------------------------------------------------------------- a step of one bucket
@@ -73,9 +88,10 @@ class AdamRule(Rule):
         group = self.buckets.group(bucket)
         g, decision = yield from self.placement.mean_gradient(bucket, self._codec_of_gradients(), scale)
         if bucket.phase == "warmup":
-            m, v = bucket.flat["exp_avg"], bucket.flat["exp_avg_sq"]
+            m, v = bucket.flat[self._moment], bucket.flat["exp_avg_sq"]
             options = {"betas": group["betas"], "eps": group["eps"], "bias_correction": self.bias_correction}
-            adam_direction_(g, m, v, step=bucket.step, **options)  # g ← m̂/D
+            direction_ = laprop_direction_ if self._averages_moves else adam_direction_
+            direction_(g, m, v, step=bucket.step, **options)  # g ← m̂/D
         else:
             m_over_D = self.variance.refresh(bucket, g, self.last_average(bucket), group)
             g.copy_(m_over_D)
@@ -195,21 +211,46 @@ class AdamRule(Rule):
 
     def freeze(self, bucket: Bucket) -> None:
         """The bucket's warm-up is over."""
-        group, m, v_hat = self.buckets.group(bucket), bucket.flat["exp_avg"], bucket.flat["exp_avg_sq"]
+        group, m, v_hat = self.buckets.group(bucket), bucket.flat[self._moment], bucket.flat["exp_avg_sq"]
         self._enter(bucket, "compressed")
         self._allocate_compressed(bucket)
-        m_over_D = self.variance.freeze(bucket, m, v_hat, group["eps"])
+        m_over_D = self.variance.freeze(bucket, m, v_hat, group["eps"], is_divided=self._averages_moves)
         pack_momentum(self.placement, bucket, m_over_D, group["betas"][0])
         self.mask_state(bucket)
         self.buckets.publish(bucket)
 
     # ---------------------------------------------------------------- state
 
+    @property
+    def _averages_moves(self) -> bool:
+        return self.momentum_of == "moves"
+
+    @property
+    def _moment(self) -> str:
+        """What the warm-up's m is called: an average of moves by a name of its own, as torch's AdamW has one of m."""
+        return "exp_avg_update" if self._averages_moves else "exp_avg"
+
+    def _denominator(self, bucket: Bucket) -> Tensor:
+        """√v̂ + eps of the warm-up."""
+        group = self.buckets.group(bucket)
+        v, beta2, eps = bucket.flat["exp_avg_sq"], group["betas"][1], group["eps"]
+        return adam_denominator(v, beta2, eps, step=bucket.step, bias_correction=self.bias_correction)
+
+    def check_state(self, where: str, state: State) -> None:
+        """In a warm-up m is what it is of; afterwards both are the same."""
+        names = {name for entry in state["state"].values() for name in entry}
+        found = [each for each, name in zip(MOMENTUM_OF, ("exp_avg", "exp_avg_update"), strict=True) if name in names]
+        if "onebit" in state and any(each != self.momentum_of for each in found):
+            raise ValueError(
+                f"{where}its warm-up averages {found[0]}, this one {self.momentum_of}; construct the optimizer with "
+                f"momentum_of={found[0]!r}, or load none"
+            )
+
     def allocate(self, bucket: Bucket, phase: str) -> None:
         n, device = bucket.layout.numel, bucket.device
         self._enter(bucket, phase)
         if phase == "warmup":
-            bucket.flat = {name: torch.zeros(n, device=device) for name in ("exp_avg", "exp_avg_sq")}
+            bucket.flat = {name: torch.zeros(n, device=device) for name in (self._moment, "exp_avg_sq")}
         else:
             bucket.flat = {"denominator": torch.ones(n, device=device)}
             self._allocate_compressed(bucket)
@@ -231,7 +272,8 @@ class AdamRule(Rule):
     def momentum(self, bucket: Bucket) -> Tensor:
         correction = self._correction(bucket)
         if bucket.frames is None:
-            return bucket.flat["exp_avg"] * correction
+            m = bucket.flat[self._moment] * correction
+            return m.mul_(self._denominator(bucket)) if self._averages_moves else m
         return self.last_average(bucket).mul_(bucket.flat["denominator"]).mul_(correction)
 
     def last_average(self, bucket: Bucket) -> Tensor:
@@ -290,6 +332,10 @@ class AdamRule(Rule):
         return {"live_blocks": live}
 
     def adopt_dense_state(self) -> None:
+        if self._averages_moves:
+            for bucket in self.buckets:
+                if bucket.step > 0:
+                    bucket.flat[self._moment].div_(self._denominator(bucket))  # was AdamW's m
         self._freeze_where_due()
 
 
@@ -315,12 +361,15 @@ class OnebitAdam(CompressedOptimizer):
     act in dense steps). bias_correction: False leaves out both corrections.
     freeze_step: warm-up steps, after which the variance never changes, as in the paper; or "auto": 100 steps, and a
     refresh of the variance now and then, in 16 steps of every doubling of the step count.
-    warmup_codec: what gradients travel in, in warm-up and refreshes (default: `Int8Codec`; `IdentityCodec`: in full).
+    warmup_codec: what gradients travel in, in warm-up and refreshes (default: `Int8Codec`; `IdentityCodec`: in full;
+    `Log4Codec`: half as many bytes).
+    momentum_of: what the warm-up's m averages. "gradients": it is Adam's, m̂/D. "moves": each gradient is divided by the
+    D of its own step before, as LaProp does (arXiv 2002.04839), and as m/D is averaged after the warm-up in any case.
     variance_floor: see `floor_of_blocks`. The others: see `CommonOptions`.
 
     State on each rank, bytes per parameter: 8 in warm-up; then D 4, worker error 4 (bf16: 2), server error 4/W (2/W),
-    m/D 0.13. Sends per rank 2·(W-1)/W·(8 + 16/block) bits per parameter in a dense step, 2·(W-1)/W·(1 + 16/block) in
-    the others.
+    m/D 0.13. Sends per rank 2·(W-1)/W·(8 + 16/block) bits per parameter in a dense step (`Log4Codec`: 4 in place of 8),
+    2·(W-1)/W·(1 + 16/block) in the others.
 
     Raises ValueError/TypeError at construction: bad options, unsupported dtypes, or parameters that differ between
     ranks (named).
@@ -338,6 +387,7 @@ class OnebitAdam(CompressedOptimizer):
         warmup_codec: Codec | None = None,
         bias_correction: bool = True,
         variance_floor: float = 0.01,
+        momentum_of: str = "gradients",
         **common: Unpack[CommonOptions],
     ):
         rule = AdamRule(
@@ -345,5 +395,6 @@ class OnebitAdam(CompressedOptimizer):
             codec_of_gradients(warmup_codec, common.get("codec")),
             bias_correction=bias_correction,
             variance_floor=variance_floor,
+            momentum_of=momentum_of,
         )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, rule, **common)

@@ -1,4 +1,4 @@
-"""Adam's arithmetic on flat tensors, as the family shares it: the dense step, the denominator, the late refresh.
+"""Adam's arithmetic on flat tensors, as the family shares it: the dense steps, the denominator, the late refresh.
 
 Free functions, no state and no traffic. Shape legend: W ranks, N elements of a chunk, J blocks; a bucket has W·N
 elements.
@@ -33,6 +33,28 @@ def adam_direction_(
     torch.div(m, g.add_(eps), out=g)
     if bias_correction:
         g.mul_(1.0 / (1.0 - beta1**step))
+
+
+def laprop_direction_(
+    g: Tensor, m: Tensor, v: Tensor, *, betas: tuple[float, float], eps: float, step: int, bias_correction: bool
+) -> None:
+    """As `adam_direction_`, but that m averages moves: g ← m̂, of gradients that were divided by the D of their step.
+
+    v ← β2·v + (1-β2)·g²,  m ← β1·m + (1-β1)·g/(√v̂ + eps),  m̂ = m/(1-β1^step)   (LaProp, arXiv 2002.04839)
+    """
+    beta1, beta2 = betas
+    v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
+    D = adam_denominator(v, beta2, eps, step=step, bias_correction=bias_correction)
+    m.mul_(beta1).addcdiv_(g, D, value=1.0 - beta1)
+    torch.mul(m, 1.0 / (1.0 - beta1**step) if bias_correction else 1.0, out=g)
+
+
+def adam_denominator(v: Tensor, beta2: float, eps: float, *, step: int, bias_correction: bool) -> Tensor:
+    """√v̂ + eps, without a floor, in a new tensor; v̂ = v/(1-β2^step)."""
+    D = v.sqrt()
+    if bias_correction:
+        D.mul_((1.0 - beta2**step) ** -0.5)
+    return D.add_(eps)
 
 
 def floor_of_blocks(

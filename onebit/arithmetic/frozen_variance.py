@@ -70,11 +70,11 @@ class FrozenVariance:
             total, elements = parts.total(*sums_of_live_blocks(variances, [b.share_J for b, _ in due], block))
             self.fallback = total / elements if elements else 1.0
 
-    def freeze(self, bucket: Bucket, m: Tensor, v_hat: Tensor, eps: float) -> Tensor:
-        """The bucket's D ← D(v̂), in v̂'s memory; m ← m/D, which is given back."""
+    def freeze(self, bucket: Bucket, m: Tensor, v_hat: Tensor, eps: float, *, is_divided: bool = False) -> Tensor:
+        """The bucket's D ← D(v̂), in v̂'s memory; m ← m/D, unless it is divided, which is given back."""
         bucket.live_J = v_hat.view(-1, bucket.layout.block).any(1)
         bucket.flat["denominator"] = self._denominator(bucket, v_hat, eps)
-        return m.div_(v_hat)
+        return m if is_divided else m.div_(v_hat)
 
     def refresh(self, bucket: Bucket, g: Tensor, last_average: Tensor, group: Group) -> Tensor:
         """v takes in the mean gradient g, D is made anew, and the average ← m/D ← β1·m/D + (1-β1)·g/D is given back.

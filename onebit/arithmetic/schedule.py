@@ -53,6 +53,10 @@ class VarianceUpdates:
         gap: int = 2**k
         return (step - self.var_update_scaler * (gap - 1)) % gap == 0
 
+    def count(self, steps: int) -> int:
+        """Updates in the first so many steps."""
+        return sum(map(self.is_due, range(steps)))
+
 
 @dataclass(frozen=True)
 class DenseSteps:
@@ -81,6 +85,10 @@ class DenseSteps:
         if isinstance(self.freeze_step, int):
             return step < self.freeze_step
         return step < self.warmup or self.refreshes.is_due(step)
+
+    def count(self, steps: int) -> int:
+        """Of the first so many steps, those in which gradients travel."""
+        return sum(map(self.is_dense, range(steps)))
 
     def rests(self, step: int, steps: int = 16) -> bool:
         """Whether no gradient travels in this step and those after it: what only they need may be given up."""

@@ -302,13 +302,21 @@ def adamw_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 continue
             one, step = parameters[key], float(parameters[key].numbers["step"])
             if one.phase == "warmup":
-                m, v = one.elements["exp_avg"], one.elements["exp_avg_sq"]
+                v = one.elements["exp_avg_sq"]
+                m = one.elements["exp_avg"] if "exp_avg" in one.elements else _gradients_of(one.elements, group, step)
             else:
                 D = one.elements["denominator"]
                 m = one.elements["momentum"] * D
                 v = (D - group["eps"]).square() * (1.0 - group["betas"][1] ** step)
             entries[key] = {"step": torch.tensor(step), "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
     return {"state": entries, "param_groups": groups}
+
+
+def _gradients_of(elements: dict[str, torch.Tensor], group: dict[str, Any], step: float) -> torch.Tensor:
+    """m of a warm-up whose momentum is of moves, which had D as it is now."""
+    total = 1.0 - group["betas"][1] ** step if step else 1.0
+    D: torch.Tensor = (elements["exp_avg_sq"] / total).sqrt() + group["eps"]
+    return elements["exp_avg_update"] * D
 
 
 # ---------------------------------------------------------------- writing

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from oracles import OnebitAdamOracle, run
+from oracles import OnebitAdamOracle, eight_bits, four_log_bits, run
 from torch import nn
 
 import onebit
 from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates, variance_weight
-from onebit.comm import IdentityCodec, Int8Codec, SignCodec, SimTransport, run_ranks
+from onebit.comm import IdentityCodec, Int8Codec, Log4Codec, SignCodec, SimTransport, run_ranks
 
 SIZES = (300, 1, 513, 256, 7)
 
@@ -51,28 +51,35 @@ def train(transport: SimTransport, lrs: list[float], **options: object) -> tuple
 LRS = [0.05 * (1 - k / 60) for k in range(40)]
 
 
+@pytest.mark.parametrize("momentum_of", ["gradients", "moves"])
 @pytest.mark.parametrize("scale", ["rms", "mean_abs"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equals_the_textbook_loop(world_size: int, scale: str) -> None:
+def test_equals_the_textbook_loop(world_size: int, scale: str, momentum_of: str) -> None:
     """float32 against float64: rounding only. One flipped sign of an element moves it by lr·2s >= 1e-2 at once.
 
     Thirds are no binary fractions: with 3 ranks a sum that cancels has another sign in float32 sooner or later, and
     then its block another scale; so only the first 18 steps, of which 6 are compressed.
     """
     lrs = LRS[:18] if world_size == 3 else LRS
-    oracle = OnebitAdamOracle(start(), world_size, SIZES, dense=lambda step: step < 12, scale=scale)
+    of_moves = momentum_of == "moves"
+    oracle = OnebitAdamOracle(start(), world_size, SIZES, dense=lambda step: step < 12, scale=scale, of_moves=of_moves)
     expected = run(oracle, gradient, lrs)
     options = {"freeze_step": 12, "codec": SignCodec(scale=scale), "warmup_codec": IdentityCodec()}
+    options["momentum_of"] = momentum_of
     results = run_ranks(world_size, lambda transport: train(transport, lrs, **options)[0])
     for trajectory in results:
         np.testing.assert_array_equal(trajectory, results[0])
     np.testing.assert_allclose(results[0], expected, atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("in_eight_bits", [False, True])
+WARMUPS = {"fp32": (None, IdentityCodec()), "int8": (eight_bits, Int8Codec()), "log4": (four_log_bits, Log4Codec())}
+
+
+@pytest.mark.parametrize("momentum_of", ["gradients", "moves"])
+@pytest.mark.parametrize("name", WARMUPS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_equals_the_textbook_loop_over_refreshes(
-    world_size: int, in_eight_bits: bool, monkeypatch: pytest.MonkeyPatch
+    world_size: int, name: str, momentum_of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Warm-up, then momentum with a refresh of the variance now and then.
 
@@ -81,13 +88,13 @@ def test_equals_the_textbook_loop_over_refreshes(
     """
     rule = DenseSteps("auto", warmup=6, refreshes=VarianceUpdates(2))
     assert [step for step in range(40) if rule.is_dense(step)] == [0, 1, 2, 3, 4, 5, 6, 10, 14, 22, 30]
-    oracle = OnebitAdamOracle(
-        start(), world_size, SIZES, dense=rule.is_dense, in_eight_bits=in_eight_bits, is_refreshed=True
-    )
+    bits, codec = WARMUPS[name]
+    options = {"is_refreshed": True, "of_moves": momentum_of == "moves"}
+    oracle = OnebitAdamOracle(start(), world_size, SIZES, dense=rule.is_dense, bits=bits, **options)
     expected = run(oracle, gradient, LRS)
-    codec = Int8Codec() if in_eight_bits else IdentityCodec()
     monkeypatch.setattr("onebit.onebit_adam.DenseSteps", lambda _: rule)
-    results = run_ranks(world_size, lambda transport: train(transport, LRS, warmup_codec=codec)[0])
+    given = {"warmup_codec": codec, "momentum_of": momentum_of}
+    results = run_ranks(world_size, lambda transport: train(transport, LRS, **given)[0])
     for trajectory in results:
         np.testing.assert_array_equal(trajectory, results[0])
     differs = np.abs(results[0] - expected)[: 18 if world_size == 3 else None] > 5e-4

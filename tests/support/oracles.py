@@ -48,9 +48,28 @@ def eight_bits(c: np.ndarray, blocks: Sequence[slice]) -> np.ndarray:
     return q
 
 
-def mean_in_eight_bits(grads: np.ndarray, blocks: Sequence[slice]) -> np.ndarray:
-    """The mean over workers after two phases of eight bits."""
-    return eight_bits(np.mean([eight_bits(g, blocks) for g in grads], axis=0), blocks)
+def four_log_bits(c: np.ndarray, blocks: Sequence[slice]) -> np.ndarray:
+    """What four logarithmic bits say of c: a sign and the nearest of s, s/2, ..., s/128, s the block's max, rounded up.
+
+    Half way between two, the larger. In a block with a zero, or with padding, zeros stay and s/64 is the least.
+    """
+    q, full = np.zeros_like(c), max(block.stop - block.start for block in blocks)
+    for block in blocks:
+        has_zero = (c[block] == 0).any() or block.stop - block.start < full
+        bits = np.abs(c[block]).max().astype(np.float32).view(np.uint32).astype(np.uint64)
+        s = float(((bits + 0xFFFF) & 0xFFFF0000).astype(np.uint32).view(np.float32))
+        if s > 0:
+            levels = s * 2.0 ** -np.arange(7 if has_zero else 8)
+            nearest = np.argmin(np.abs(np.abs(c[block])[:, None] - levels), axis=1)
+            q[block] = np.sign(c[block]) * levels[nearest]
+    return q
+
+
+def mean_in(
+    bits: Callable[[np.ndarray, Sequence[slice]], np.ndarray], grads: np.ndarray, blocks: Sequence[slice]
+) -> np.ndarray:
+    """The mean over workers after two phases of so many bits."""
+    return bits(np.mean([bits(g, blocks) for g in grads], axis=0), blocks)
 
 
 def floored_denominator(v: np.ndarray, blocks: Sequence[slice], floor: float, eps: float) -> np.ndarray:
@@ -71,6 +90,7 @@ class MomentumOracle:
     """Bias-corrected Adam moments of n workers; from the first step that is not dense, two compressed phases of m/D.
 
     dense: whether gradients travel in a step (from 0). Later dense steps refresh the variance. `advance` gives m̂/D.
+    of_moves: m averages g/D from the first step on, each over the D of its own step (LaProp).
     The server error of all chunks is one vector: a chunk's owner is whoever holds it.
     """
 
@@ -84,8 +104,9 @@ class MomentumOracle:
     weight_decay: float = 0.01
     floor: float = 0.01
     scale: str = "rms"
-    in_eight_bits: bool = False
+    bits: Callable[[np.ndarray, Sequence[slice]], np.ndarray] | None = None
     is_refreshed: bool = False
+    of_moves: bool = False
 
     def __post_init__(self) -> None:
         self.blocks = parameter_blocks(self.sizes, self.block)
@@ -99,11 +120,14 @@ class MomentumOracle:
     def advance(self, grads: np.ndarray) -> np.ndarray:
         self.t += 1
         if self.dense(self.t - 1):
-            self.take_in(mean_in_eight_bits(grads, self.blocks) if self.in_eight_bits else grads.mean(0))
+            self.take_in(grads.mean(0) if self.bits is None else mean_in(self.bits, grads, self.blocks))
         else:
             self.compress(grads)
-        update = self.m / (np.sqrt(self.v / self.total) + self.eps) if self.d is None else self.update
+        update = self.m_over_d() if self.d is None else self.update
         return update / (1 - self.betas[0] ** self.t)
+
+    def m_over_d(self) -> np.ndarray:
+        return self.m if self.of_moves else self.m / (np.sqrt(self.v / self.total) + self.eps)
 
     def take_in(self, g: np.ndarray) -> None:
         b1, b2 = self.betas
@@ -112,7 +136,8 @@ class MomentumOracle:
         self.v = (1 - weight) * self.v + weight * g**2
         self.t_dense = self.t
         if self.d is None:
-            self.m = b1 * self.m + (1 - b1) * g
+            move = g / (np.sqrt(self.v / self.total) + self.eps) if self.of_moves else g
+            self.m = b1 * self.m + (1 - b1) * move
         else:
             self.set_denominator()
             self.update = b1 * self.update + (1 - b1) * g / self.d
@@ -134,7 +159,7 @@ class MomentumOracle:
     def freeze(self) -> None:
         if self.d is None:
             self.set_denominator()
-            self.update = self.m / self.d
+            self.update = self.m if self.of_moves else self.m / self.d
 
     def compress(self, grads: np.ndarray) -> None:
         b1 = self.betas[0]
@@ -147,6 +172,24 @@ class MomentumOracle:
         a = q.mean(0) + self.server_error
         self.update = compress(a, self.blocks, self.scale)
         self.server_error = a - self.update
+
+
+def laprop(
+    x: np.ndarray,
+    grads: Sequence[np.ndarray],
+    lrs: Sequence[float],
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+) -> np.ndarray:
+    """LaProp (arXiv 2002.04839, Algorithm 1) with decoupled decay and the learning rate outside; x after each step."""
+    (b1, b2), m, v, trajectory = betas, np.zeros_like(x), np.zeros_like(x), []
+    for t, (g, lr) in enumerate(zip(grads, lrs, strict=True), 1):
+        v = b2 * v + (1 - b2) * g**2
+        m = b1 * m + (1 - b1) * g / (np.sqrt(v / (1 - b2**t)) + eps)
+        x = (1 - lr * weight_decay) * x - lr * m / (1 - b1**t)
+        trajectory.append(x)
+    return np.stack(trajectory)
 
 
 @dataclass

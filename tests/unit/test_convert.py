@@ -241,10 +241,12 @@ def loss_of(model: nn.Module) -> float:
         return nn.functional.mse_loss(model(torch.eye(40)), torch.eye(40)[:, :9] * 3).item()
 
 
+@pytest.mark.parametrize("momentum_of", ["gradients", "moves"])
 @pytest.mark.parametrize("steps", [5, 30])
-def test_adamw_takes_over_momentum_and_variance(tmp_path: Path, steps: int) -> None:
+def test_adamw_takes_over_momentum_and_variance(tmp_path: Path, steps: int, momentum_of: str) -> None:
     """In warm-up and behind it: m and v as the optimizer itself shows them, on any number of ranks."""
-    every = run_ranks(3, lambda transport: trained(transport, steps, freeze_step=10, variance_floor=0.0))
+    options = {"freeze_step": 10, "variance_floor": 0.0, "momentum_of": momentum_of}
+    every = run_ranks(3, lambda transport: trained(transport, steps, **options))
     files = [tmp_path / f"rank{rank}.pt" for rank in range(3)]
     for file, (_, _, state) in zip(files, every, strict=True):
         torch.save({"optimizer": state, "model": {}}, file)

@@ -67,9 +67,11 @@ def test_a_sharded_form_names_keys_that_it_has(entry: optimizers.OptimizerEntry)
 def test_the_training_script_passes_its_flags_on(flag: str) -> None:
     entry = optimizer_flags()[flag]
     assert choice_of(parse_args(["--optimizer", flag])) == OptimizerChoice(entry.name, entry.params())
-    words = [word for key in entry.flag_keys for word in (f"--{key.replace('_', '-')}", "7")]
+    rules = keys_of(entry.params)
+    values = {key: rules[key].choices[-1] if rules[key].choices else 7 for key in entry.flag_keys}
+    words = [word for key, value in values.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     given = choice_of(parse_args(["--optimizer", flag, "--lr", "0.5", *words])).params
-    expected = {"lr": 0.5, **dict.fromkeys(entry.flag_keys, 7)}
+    expected = {"lr": 0.5, **values}
     assert {f.name: getattr(given, f.name) for f in fields(given) if f.name in expected} == expected
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ...comm import Codec
-from .entries import adam, lamb, onebit_adam, onebit_lamb, onebit_muon, zero_one_adam
+from .entries import adam, lamb, laprop, onebit_adam, onebit_lamb, onebit_muon, zero_one_adam
 from .entries.base import AdamParams, BuildOptions, OptimizerEntry
 from .reader import Reading, read_choice
 
@@ -34,6 +34,7 @@ _ENTRIES: tuple[OptimizerEntry[Any], ...] = (
     adam.ADAM,
     adam.ADAMW,
     lamb.ENTRY,
+    laprop.ENTRY,
     onebit_adam.ENTRY,
     zero_one_adam.ENTRY,
     onebit_lamb.ENTRY,
@@ -92,8 +93,8 @@ def build_optimizer(
 
     gradient_codec: what gradients travel in, in warm-up and variance steps (None: eight bits). common: see
     `onebit.optimizer.CommonOptions`, the transport among them. model: whose parameters they are, as it is now (sharded,
-    if it will be): for optimizers whose step depends on what a parameter is for. Adam, AdamW and Lamb take none of
-    these, but Lamb the model_parallel_group: they step on the gradients they find, which whoever steps them averages
+    if it will be): for optimizers whose step depends on what a parameter is for. Adam, AdamW, LaProp and Lamb take none
+    of these, but Lamb the model_parallel_group: they step on the gradients they find, which whoever steps them averages
     and clips before (`onebit.dense`).
     """
     return choice.entry.build(choice.params, params, BuildOptions(gradient_codec, variance_floor, common, model))

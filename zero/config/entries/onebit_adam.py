@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ....onebit_adam import OnebitAdam
+from ....arithmetic.schedule import DenseSteps
+from ....onebit_adam import MOMENTUM_OF, OnebitAdam
 from ...sharded.adam import ShardedOnebitAdam
-from ..schema import STEPS, Inert, key
+from ..schema import STEPS, TEXT, Inert, key
 from .base import ONE_BIT_INERT, AdamParams, BuildOptions, Footprint, OptimizerEntry, ShardedForm
 
 if TYPE_CHECKING:
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
 class OnebitAdamParams(AdamParams):
     """freeze_step: warm-up steps, passed on as it stands; "auto", or absent: `onebit.OnebitAdam`'s own rule.
 
-    Where sharding is across nodes it can only shorten the 64 steps of warm-up: nothing freezes.
+    Where sharding is across nodes it can only shorten the 64 steps of warm-up: nothing freezes. momentum_of: see
+    `onebit.OnebitAdam`.
     """
 
     inert: ClassVar[Mapping[str, Inert]] = ONE_BIT_INERT
 
     freeze_step: int | str = key("auto", STEPS, fill="freeze_step", least=1)
+    momentum_of: str = key("gradients", TEXT, choices=MOMENTUM_OF)
 
 
 def _build(p: OnebitAdamParams, params: object, given: BuildOptions) -> torch.optim.Optimizer:
@@ -37,6 +40,7 @@ def _build(p: OnebitAdamParams, params: object, given: BuildOptions) -> torch.op
         warmup_codec=given.gradient_codec,
         bias_correction=p.bias_correction,
         variance_floor=given.variance_floor,
+        momentum_of=p.momentum_of,
         **given.common,
     )
 
@@ -50,8 +54,11 @@ ENTRY = OptimizerEntry(
     OnebitAdamParams,
     _build,
     is_one_bit=True,
-    sharded=ShardedForm(_build_sharded, warmup="freeze_step"),
-    footprint=Footprint(moments=lambda frame: 4.0 + frame, sent=lambda frame: frame),
+    sharded=ShardedForm(_build_sharded, warmup="freeze_step", without_effect=("momentum_of",)),
+    footprint=Footprint(moments=lambda frame: 4.0 + frame, sent=lambda frame: frame, dense_steps=DenseSteps().count),
     flag="onebit-adam",
-    flag_keys={"freeze_step": "warm-up steps (sharded: at most 64), or auto"},
+    flag_keys={
+        "freeze_step": "warm-up steps (sharded: at most 64), or auto",
+        "momentum_of": "what the warm-up's momentum averages, gradients or moves (as LaProp)",
+    },
 )
