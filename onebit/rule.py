@@ -180,8 +180,13 @@ class Rule(BucketRule[Bucket]):
 def codec_of_gradients(given: Codec | None, codec: FusedCodec | None) -> Codec:
     """What gradients travel in: eight bits, in the blocks of the momentum's codec, unless another codec was given."""
     block = (SignCodec() if codec is None else check_fused(codec)).block
-    if given is None:
-        return Int8Codec(block)
-    if given.block != block and not given.sends_in_place:
-        raise ValueError(f"{given} has blocks of {given.block}, the one-bit codec of {block}; give both the same")
-    return given
+    return Int8Codec(block) if given is None else check_blocks(given, block)
+
+
+def check_blocks(codec: Codec, block: int) -> Codec:
+    """A codec of gradients, whose blocks those of momentum can be. Raises TypeError for none, ValueError for others."""
+    if not isinstance(codec, Codec):
+        raise TypeError(f"warmup_codec must be a Codec, as onebit.comm.Log4Codec(), got {codec!r}")
+    if codec.block != block and not codec.sends_in_place:
+        raise ValueError(f"{codec} has blocks of {codec.block}, the one-bit codec of {block}; give both the same")
+    return codec

@@ -4,8 +4,8 @@
     intra_node   stages 1 to 3, and any   FSDP2 over the ranks of a node (`parallel/fsdp.py`); a one-bit optimizer on
                  stage in bf16 and fp16   the local shards, between nodes. Masters are float32, computing is in dtype
     inter_node   stages 1 and 2           `sharded/`: sharding itself crosses the slow network, in one bit and four
-    dense        Adam, AdamW, Lamb        as intra_node, with gradients averaged between replicas in float32; stage 0:
-                                          as replicated
+    dense        Adam, AdamW, LaProp,     as intra_node, with gradients averaged between replicas in float32; stage 0:
+                 Lamb                     as replicated
 
 `choose` is pure; `build` acts on it, on all ranks.
 """
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
+from ..comm import codec_named
 from ..dense import DenseAverager, broadcast_parameters
 from ..model_parallel import ModelParallelGroup, model_parallel_group_of
 from .config.entries.base import ShardedForm
@@ -211,6 +212,7 @@ def _inter_node(config: Config, grid: Grid, params: ParamsT) -> ShardedOnebitOpt
     options: ShardedOptions = {
         "stage": stage,
         "differences": ours.differences,
+        "warmup_codec": None if ours.warmup_codec is None else codec_named(ours.warmup_codec, ours.block),
         "max_grad_norm": config.gradient_clipping,
         "transport": grid.transport,
         "block": ours.block,
@@ -242,12 +244,13 @@ def _choice(config: Config) -> OptimizerChoice:
 # Keys of the block "onebit" that every form acts on, and those that each form does.
 _OF_ALL = {"sharding", "ranks_per_node", "tensor", "keep_checkpoints"}
 _ALWAYS = {"bucket_cap_mb", "max_consecutive_skips"}
-_CODECS = {"codec", "warmup_codec"}
-_SIGNS = _ALWAYS | _CODECS | {"compression", "error_dtype", "block", "variance_floor", "check_replicas_every"}
+_SIGNS = _ALWAYS | {
+    "codec", "warmup_codec", "compression", "error_dtype", "block", "variance_floor", "check_replicas_every",
+}  # fmt: skip
 _OURS = {
     "replicated": _SIGNS,
     "intra_node": _SIGNS,
-    "inter_node": _SIGNS - _CODECS - {"compression", "error_dtype"} | {"differences"},
+    "inter_node": _SIGNS - {"codec", "compression", "error_dtype"} | {"differences"},
     "dense": _ALWAYS,
 }
 
@@ -259,9 +262,9 @@ def without_effect(config: Config, form: str) -> list[str]:
         if getattr(ours, name) != getattr(Onebit(), name):
             lines.append(f"onebit.{name} has no effect in the form {form!r}")
     if config.communication_data_type is not None and form in ("inter_node", "dense"):
-        what = "averages gradients in float32" if form == "dense" else "sends no whole gradients"
+        sends = {"dense": "averages gradients in float32", "inter_node": "sends gradients in onebit.warmup_codec"}
         if form != "dense" or config.communication_data_type != "fp32":
-            lines.append(f"communication_data_type has no effect in the form {form!r}, which {what}")
+            lines.append(f"communication_data_type has no effect in the form {form!r}, which {sends[form]}")
     if form == "inter_node":
         lines += _of_frozen_things(_choice(config))
     if form == "inter_node" and not _choice(config).params.bias_correction:
@@ -284,7 +287,8 @@ def _of_frozen_things(choice: OptimizerChoice) -> list[str]:
     fresh = type(params)()
     said = [name for name in names if getattr(params, name) != getattr(fresh, name)]
     return [
-        f"optimizer.params.{name} has no effect across nodes: nothing freezes, and {WARMUP_STEPS} steps warm up"
+        f"optimizer.params.{name} has no effect across nodes: momentum is of gradients, nothing freezes, and "
+        f"{WARMUP_STEPS} steps warm up"
         for name in said
     ]
 

@@ -7,6 +7,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from oracles import four_log_bits
 from sharded_oracle import ShardedOracle
 from sharded_ranks import (
     OPTIONS,
@@ -23,7 +24,7 @@ from sharded_ranks import (
 )
 from torch import Tensor
 
-from onebit.comm import SimTransport, run_ranks
+from onebit.comm import Log4Codec, SimTransport, run_ranks
 from onebit.zero import ShardedOnebitAdam
 from onebit.zero.sharded.optimizer import WARMUP_STEPS
 
@@ -36,6 +37,10 @@ FORMS = {
     "clipped": {"max_grad_norm": 90.0},
     "several buckets": {"bucket_cap_mb": 600 * 4 / 2**20},
     "stage 2": {"stage": 2, "bucket_cap_mb": 600 * 4 / 2**20},
+    "four-bit warm-up": {"warmup_codec": Log4Codec()},
+    "four-bit warm-up, sign updates": {"stage": 0, "updates": "sign", "warmup_codec": Log4Codec()},
+    "four-bit warm-up, clipped": {"max_grad_norm": 90.0, "warmup_codec": Log4Codec()},
+    "four-bit warm-up, stage 2": {"stage": 2, "warmup_codec": Log4Codec(), "bucket_cap_mb": 600 * 4 / 2**20},
 }
 
 
@@ -44,7 +49,8 @@ def oracle_for(form: str, world_size: int, optimizers: list[ShardedOnebitAdam], 
     settings = {
         "down": "sign" if "sign" in form else "int4",
         "has_masters": "updates" not in form,
-        "clip": 90.0 if form == "clipped" else 0.0,
+        "clip": 90.0 if "clipped" in form else 0.0,
+        "warmup_bits": four_log_bits if "four-bit" in form else None,
     }
     return ShardedOracle(
         x0, world_size, SIZES, owners(optimizers), betas=(0.9, 0.99), warmup=WARMUP, **settings, **options

@@ -10,7 +10,7 @@ import torch
 from sharded_ranks import OPTIONS, WARMUP, initial, new, state_of, take_steps, values
 from torch import Tensor
 
-from onebit.comm import SimTransport, run_ranks
+from onebit.comm import Log4Codec, SimTransport, run_ranks
 from onebit.zero import ShardedOnebitAdam
 
 SIZES = (1000, 7, 2000, 256)
@@ -18,6 +18,7 @@ FORMS = {
     "int4 differences": {},
     "clipped": {"max_grad_norm": 100.0},
     "sign updates": {"stage": 0},
+    "four-bit warm-up": {"warmup_codec": Log4Codec()},
     "stage 2, float32": {"stage": 2, "momentum_dtype": torch.float32, "bucket_cap_mb": 1100 * 4 / 2**20},
 }
 

@@ -7,7 +7,7 @@ vector per quantity.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,8 +37,8 @@ def four_bits(c: np.ndarray, blocks: Sequence[slice]) -> np.ndarray:
 class ShardedOracle:
     """x: what every rank holds. owner: which worker's gradient the variance of an element is made of.
 
-    warmup: steps whose momentum goes up in eight bits. down: "int4" or "sign". has_masters: False is stage 0, where
-    updates come down. bf16_*: what is kept in bfloat16.
+    warmup: steps whose momentum goes up in eight bits, or whose gradients go up in `warmup_bits`. down: "int4" or
+    "sign". has_masters: False is stage 0, where updates come down. bf16_*: what is kept in bfloat16.
     """
 
     x: np.ndarray
@@ -58,13 +58,14 @@ class ShardedOracle:
     bf16_replica: bool = False
     bf16_momentum: bool = False
     share: float = 1.0  # of this step's gradient in the one that is sent
+    warmup_bits: Callable[[np.ndarray, Sequence[slice]], np.ndarray] | None = None
 
     def __post_init__(self) -> None:
         self.blocks = parameter_blocks(self.sizes, self.block)
         n, size = self.workers, len(self.x)
         self.c, self.q = np.zeros((n, size)), np.zeros((n, size))
         self.r = np.zeros((n, size))  # c - (1-b1) q, as it is kept
-        self.v, self.m_hat = np.zeros(size), np.zeros(size)
+        self.v, self.m_hat, self.mean = np.zeros(size), np.zeros(size), np.zeros(size)
         self.master, self.error = self.x.copy(), np.zeros(size)
         self.k, self.factor = 0, 1.0
         self.mean_factor, self.factor_weight = 0.0, 0.0
@@ -94,20 +95,26 @@ class ShardedOracle:
         s = np.zeros_like(self.c)
         for i in range(n):
             self.c[i] = self.r[i] + (1 - b1) * self.share * grads[i]
-            if is_warmup:
+            if is_warmup and self.warmup_bits:
+                self.q[i] = self.c[i]
+            elif is_warmup:
                 self.q[i] = eight_bits(self.c[i], self.blocks)
             else:
                 self.q[i], s[i] = signs(self.c[i], self.blocks)
             self.r[i] = self.c[i] - (1 - b1) * self.q[i]
             if self.bf16_momentum:
                 self.r[i] = to_bfloat16(self.r[i])
-        self.m_hat = self.q.mean(0) / (1 - b1**self.k)
+        mean = self.q.mean(0)
+        if is_warmup and self.warmup_bits:
+            g_mean = np.mean([self.warmup_bits(self.share * g, self.blocks) for g in grads], axis=0)
+            self.mean = mean = b1 * self.mean + (1 - b1) * g_mean
+        self.m_hat = mean / (1 - b1**self.k)
         s_bar = s.mean(0) / (1 - b1**self.k)
         g = self.own(grads)
         squares = self.squares + self.share * g * g
         target = squares / n + (1 - 1 / n) * g * self.m_hat
         if is_warmup:
-            target = ((self.q.mean(0) - b1 * last_mean) / (1 - b1)) ** 2
+            target = (g_mean if self.warmup_bits else (mean - b1 * last_mean) / (1 - b1)) ** 2
             for block in self.blocks:
                 s_bar[block] = np.abs(self.m_hat[block]).mean()
         self.v = b2 * self.v + (1 - b2) * target

@@ -186,9 +186,10 @@ class Onebit:
     says. compression, bucket_cap_mb, error_dtype, check_replicas_every, max_consecutive_skips: see
     `onebit.optimizer.CommonOptions`. codec: what momentum travels in; block: elements per scale of its frames, a
     multiple of 64. warmup_codec: what gradients travel in, in warm-up and refreshes; null: eight bits, or what
-    communication_data_type says. variance_floor: see `onebit.arithmetic.adam.floor_of_blocks`. tensor: how many ranks
-    compute each layer together (`parallel/tensor.py`); null: one, or as many as the given grid has. keep_checkpoints:
-    how many checkpoints of this run stay in a folder, the newest; null: all.
+    communication_data_type says; under inter_node momentum in eight bits. variance_floor: see
+    `onebit.arithmetic.adam.floor_of_blocks`. tensor: how many ranks compute each layer together (`parallel/tensor.py`);
+    null: one, or as many as the given grid has. keep_checkpoints: how many checkpoints of this run stay in a folder,
+    the newest; null: all.
     """
 
     sharding: str = key("auto", TEXT, choices=("auto", "intra_node", "inter_node"))

@@ -58,7 +58,10 @@ class ShardedAdamRule(ShardedRule):
         mean_hat, q_hat = ((x.view(-1, block) * correction_J1).view(-1) for x in (arrived.mean, arrived.q))
         bucket.grad_stats = arithmetic.grad_stats(arrived.g, arrived.q, q_hat, mean_hat)
         if bucket.is_warm:
-            target = arithmetic.mean_gradient(arrived.mean, bucket.mean, beta1).square_()
+            g_mean = arrived.mean_gradient
+            if g_mean is None:
+                g_mean = arithmetic.mean_gradient(arrived.mean, bucket.mean, beta1)
+            target = g_mean.square()
             scale_hat_J = arithmetic.mean_magnitudes(mean_hat, bucket.own_counts, block)
         else:
             target = arithmetic.square_of_mean(arrived.g, mean_hat, W, numbers.share)
@@ -98,6 +101,8 @@ class ShardedOnebitAdam(ShardedOnebitOptimizer):
                        master = (1 - lr·wd)·master - lr·m̂/D
        first steps:    q_i = c_i in eight bits;  ḡ = (q̄ - β1·q̄_prev)/(1-β1), q̄ = mean_i q_i;  v = β2·v + (1-β2)·ḡ²;
        (warmup_steps)  s̄ = the block's mean |m̂|
+       the same with   g_i goes up in that codec;  ḡ = mean_i C(g_i);  q̄ = β1·q̄_prev + (1-β1)·ḡ
+       warmup_codec
     4. down, to all:   Q = C(master - replica);  replica = replica + Q, rounded to the replica's type, on every rank
        stage 0:        Q = C(m̂/D + E), E = m̂/D + E - Q;  parameter = (1 - lr·wd)·parameter - lr·Q, on every rank
 
@@ -115,8 +120,8 @@ class ShardedOnebitAdam(ShardedOnebitOptimizer):
 
     State on each rank, bytes per parameter: c 2 (float32: 4), master and variance 8/W; with max_grad_norm 0.13 more; in
     the warm-up 4/W more. Sends per rank (W-1)/W·(1 + 16/block + 4 + 16/block) bits per parameter and step ("sign": 1
-    instead of 4; in the warm-up 8 instead of the first 1), each parameter padded to whole blocks, and a vote of 74
-    bytes and a bit per parameter tensor to each peer (at stage 2 one for every bucket).
+    instead of 4; in the warm-up 8, or the warmup_codec's, instead of the first 1), each parameter padded to whole
+    blocks, and a vote of 74 bytes and a bit per parameter tensor to each peer (at stage 2 one for every bucket).
 
     Accuracy: for data that is shuffled across ranks (`stats.health`, which warns); OnebitAdam for data that is not.
     Raises ValueError/TypeError at construction: bad options, unsupported dtypes, or parameters that differ between

@@ -40,6 +40,29 @@ def advance_momentum_(
     keep_unseen_(momentum_WN, x_WN, seen_WJ, block)
 
 
+def advance_in_full_(
+    x_WN: Tensor,
+    momentum_WN: Tensor,
+    codec: Codec,
+    block: int,
+    frames_WB: Tensor,
+    counts_WJ: Tensor,
+    seen_WJ: Tensor | None,
+    beta1: float,
+    share: float = 1.0,
+) -> None:
+    """frames ← those of share·g; c = momentum + (1-β1)·share·g, of which nothing stays owed: momentum ← β1·c. x ← c.
+
+    As `advance_momentum_` where q = c, but that the frames say the gradient: owners make momentum by themselves. What
+    the frames leave out is not returned.
+    """
+    x_WN.mul_(share)
+    counts = counts_WJ if seen_WJ is None else counts_WJ * seen_WJ
+    codec.encode(x_WN.clone(), None, frames_WB, counts)
+    x_WN.mul_(1.0 - beta1).add_(momentum_WN)
+    keep_unseen_(momentum_WN, x_WN * beta1, seen_WJ, block)
+
+
 def keep_unseen_(old: Tensor, new: Tensor, seen_J: Tensor | None, block: int) -> None:
     """old ← new, but for the blocks that are not seen. old: any type; seen: bool, one for each block; None: all."""
     if seen_J is None:

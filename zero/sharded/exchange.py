@@ -27,12 +27,13 @@ from .bucket import ShardedBucket
 class ShardedConfig:
     """What is the same for all buckets. keeps_frames: the clipping needs the last m̂.
 
-    codec: up. warmup_codec: up, in a bucket's first warmup_steps steps. codec_down: down.
+    codec: up. warmup_codec: what gradients travel up in, in a bucket's first warmup_steps steps; None: momentum does,
+    in eight bits. codec_down: down.
     """
 
     stage: int
     codec: SignCodec
-    warmup_codec: Int8Codec
+    warmup_codec: Codec | None
     warmup_steps: int
     codec_down: Codec
     variance_floor: float
@@ -95,8 +96,8 @@ class NotFiniteError(RuntimeError):
 class Arrived(NamedTuple):
     """What an owner has of its chunk when all frames are there. g: its own gradient, float32 [N].
 
-    q: what its own frame says, mean: what all say on average, float32 [N]. frames: uint8 [W, B]. seen: bool [J], blocks
-    that some rank has a gradient for; None: all.
+    q: what its own frame says of the momentum, mean: what all say on average, float32 [N]. frames: uint8 [W, B]. seen:
+    bool [J], blocks that some rank has a gradient for; None: all. mean_gradient: float32 [N], where gradients came up.
     """
 
     g: Tensor
@@ -104,6 +105,7 @@ class Arrived(NamedTuple):
     mean: Tensor
     frames_WB: Tensor
     seen_J: Tensor | None
+    mean_gradient: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -126,15 +128,16 @@ class Sharded:
         for count, is_seen in zip(bucket.steps, seen, strict=True):
             count += is_seen
         bucket.is_warm = config.warms_up(bucket)
-        codec: Codec = config.warmup_codec if bucket.is_warm else config.codec
+        sends_gradients = bucket.is_warm and config.warmup_codec is not None
+        codec = self._codec_up(bucket)
 
         x_WN = bucket.gather_gradients(scale).view(W, N)
         g = x_WN[transport.rank].clone()
         sent_WB = torch.empty(W, codec.frame_bytes(N), dtype=torch.uint8, device=bucket.device)
         momentum_WN, seen_WJ = bucket.momentum.view(W, N), bucket.blocks_of(seen)
-        arithmetic.advance_momentum_(
-            x_WN, momentum_WN, codec, block, sent_WB, bucket.counts, seen_WJ, numbers.betas[0], numbers.share
-        )
+        advance_ = arithmetic.advance_in_full_ if sends_gradients else arithmetic.advance_momentum_
+        advance_(x_WN, momentum_WN, codec, block, sent_WB, bucket.counts, seen_WJ, numbers.betas[0], numbers.share)
+        q_own = x_WN[transport.rank].clone() if sends_gradients else None
         del x_WN
         if config.stage == 2:
             bucket.free_gradients()
@@ -142,7 +145,17 @@ class Sharded:
         yield transport.all_to_all(received_WB, sent_WB)
 
         q, mean = self._means(bucket, codec, received_WB)
-        return Arrived(g, q, mean, received_WB, None if seen_WJ is None else seen_WJ[transport.rank])
+        seen_J = None if seen_WJ is None else seen_WJ[transport.rank]
+        if q_own is None:
+            return Arrived(g, q, mean, received_WB, seen_J)
+        last = torch.zeros_like(mean) if bucket.mean is None else bucket.mean
+        return Arrived(g, q_own, torch.lerp(last, mean, 1.0 - numbers.betas[0]), received_WB, seen_J, mean)
+
+    def _codec_up(self, bucket: ShardedBucket) -> Codec:
+        """What goes up in the step that this bucket has begun."""
+        if not bucket.is_warm:
+            return self.config.codec
+        return Int8Codec(self.config.codec.block) if self.config.warmup_codec is None else self.config.warmup_codec
 
     @staticmethod
     def _means(bucket: ShardedBucket, codec: Codec, received_WB: Tensor) -> tuple[Tensor, Tensor]:

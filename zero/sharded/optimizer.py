@@ -24,9 +24,10 @@ from torch import Tensor
 from ...agreement import replicas
 from ...agreement.step_vote import StepVote, Summary, exchange_votes, present_anywhere
 from ...bucket_optimizer import BucketOptimizer
-from ...comm import Int8Codec, SignCodec, Work
+from ...comm import Codec, SignCodec, Work
 from ...comm.messages import wait_for
 from ...layout.flat import lay_out
+from ...rule import check_blocks
 from ...step.bucket_step import BucketStep, Decision
 from ...step.driver import Driver
 from ...step.stats import Stats
@@ -74,6 +75,8 @@ class ShardedOptions(SharedOptions, total=False):
     norm (0: off). momentum_dtype: of c. block: elements per scale. variance_floor, update_limit: see D in
     `ShardedOnebitAdam`. warmup_steps: how many steps at the beginning send eight bits up; one bit then is too coarse
     for a variance that is still young, and some runs never make it up (scripts/records/sharded_2026-11.md). 0: none.
+    warmup_codec: what gradients travel up in, in these steps: `Log4Codec` halves their bytes. None: momentum goes up,
+    in eight bits, and what they leave out of it is returned.
     max_consecutive_skips: so many steps in a row of which anything was skipped are an error (0: never).
     """
 
@@ -84,6 +87,7 @@ class ShardedOptions(SharedOptions, total=False):
     variance_floor: float
     update_limit: float
     warmup_steps: int
+    warmup_codec: Codec | None
 
 
 @dataclass
@@ -118,6 +122,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         variance_floor: float = 0.01,
         update_limit: float = 5.0,
         warmup_steps: int = WARMUP_STEPS,
+        warmup_codec: Codec | None = None,
         **shared: Unpack[SharedOptions],
     ):
         if momentum_dtype not in (torch.float32, torch.bfloat16):
@@ -126,7 +131,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         config = ShardedConfig(
             stage=stage,
             codec=codec,
-            warmup_codec=Int8Codec(block),
+            warmup_codec=warmup_codec if warmup_codec is None else check_blocks(warmup_codec, block),
             warmup_steps=warmup_steps,
             codec_down=codec_down("updates", updates, block) if updates is not None and stage == 0 else down,
             variance_floor=variance_floor,
