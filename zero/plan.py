@@ -2,7 +2,8 @@
 
     onebit plan --params 1.5e9 --hosts 4 --ranks-per-host 2 --link 1gbit --dtype bf16 --compute 2
 
-Counted from the layouts, not measured: parameters, gradients, optimizer state and what travels in a steady step.
+Counted from the layouts, not measured: parameters, gradients, optimizer state and what travels in a steady step, in one
+of the warm-up, and on average over a run of `--steps`, by the optimizers' own schedules.
 Activations, the buckets of the exchange (a few times `bucket_cap_mb`) and what the allocator keeps come on top; padding
 to blocks is left out, below 1 % for parameters of thousands of elements. "sharded" is across nodes of one rank: the
 same for all three optimizers, but that ZeroOneAdam's skipped rounds send nothing. Seconds: `comm/cost.py` with the
@@ -17,10 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..comm import Int4Codec, SignCodec, codec_named
+from ..comm import CODECS, Int4Codec, SignCodec, codec_named
 from ..comm.cost import CodecCost, LinkCost, exchange_s
 from .config.entries.base import Footprint
 from .config.optimizers import OPTIMIZERS
+from .sharded.optimizer import WARMUP_STEPS
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 SHARDED = ("sharded int4", "sharded sign")
@@ -38,7 +40,8 @@ _HIDDEN_BY_BACKWARD = 2 / 3
 @dataclass(frozen=True)
 class Run:
     """What is asked about. link_bits_per_s: of a host, shared by its ranks. compute_s: of a step without its traffic.
-    codec: what momentum travels in where it is not sharded across hosts.
+    codec: what momentum travels in where it is not sharded across hosts. warmup_codec: what gradients travel in. steps:
+    of the run.
 
     Raises ValueError on numbers that no run can have.
     """
@@ -51,10 +54,14 @@ class Run:
     link_bits_per_s: float = 1e9
     compute_s: float = 0.0
     codec: str = "sign"
+    warmup_codec: str = "int8"
+    steps: int = 1000
 
     def __post_init__(self) -> None:
         if self.params < 1 or self.hosts < 1 or self.ranks_per_host < 1 or self.link_bits_per_s <= 0:
             raise ValueError(f"expected at least one parameter, host and rank, and a link, got {self}")
+        if self.warmup_codec not in CODECS or self.steps < 1:
+            raise ValueError(f"expected warmup_codec of {', '.join(CODECS)} and steps >= 1, got {self}")
         if self.dtype not in DTYPE_BYTES or self.error_bytes not in (2, 4) or self.compute_s < 0:
             raise ValueError(f"expected dtype of {', '.join(DTYPE_BYTES)}, error_bytes 2 or 4, compute_s >= 0: {self}")
 
@@ -67,8 +74,8 @@ class Run:
 class Plan:
     """What one rank holds, in bytes per parameter of the model, and sends, in bits per parameter and step.
 
-    state: optimizer state, master weights and errors. bits: of one rank to other hosts; None where nothing travels
-    between hosts. seconds: of a step, least and most: see above.
+    state: optimizer state, master weights and errors. bits: of one rank to other hosts, in a steady step. warmup_bits:
+    in one that sends gradients. run_bits: the mean over the run. seconds: of a steady step, least and most: see above.
     """
 
     optimizer: str
@@ -77,6 +84,8 @@ class Plan:
     gradients: float
     state: float
     bits: float
+    warmup_bits: float
+    run_bits: float
     seconds: tuple[float, float]
 
     @property
@@ -111,13 +120,25 @@ def plan(run: Run, optimizer: str, stage: int) -> Plan | None:
     if stage > 0 and run.ranks_per_host == 1:
         return None
     S, R = (run.ranks_per_host, run.hosts) if stage else (1, run.world_size)
-    frame = codec_named(run.codec, _BLOCK).frame_bytes(_ELEMENTS) / _ELEMENTS
+    frame, in_warmup = _frame_bytes(run.codec), _frame_bytes(run.warmup_codec)
     sent = entry.footprint.sent(frame)
     state = (entry.footprint.moments(frame) + run.error_bytes * (1 + 1 / R)) / S
     parameters, gradients = _parameters_and_gradients(run, stage, S)
     exchange = _exchange_s(run, run.params / S, R, sent, S if stage else run.ranks_per_host, _ONE_BIT_S)
-    bits = 8 * 2 * (R - 1) / R * sent / S
-    return Plan(optimizer, stage, parameters, gradients, state, bits, _step_s(run, exchange))
+    bits, warmup_bits = (8 * 2 * (R - 1) / R * each / S for each in (sent, in_warmup))
+    run_bits = _mean(run, warmup_bits, bits, entry.footprint.dense_steps(run.steps))
+    return Plan(optimizer, stage, parameters, gradients, state, bits, warmup_bits, run_bits, _step_s(run, exchange))
+
+
+def _frame_bytes(codec: str) -> float:
+    """Of an element."""
+    return codec_named(codec, _BLOCK).frame_bytes(_ELEMENTS) / _ELEMENTS
+
+
+def _mean(run: Run, warmup_bits: float, bits: float, dense_steps: int) -> float:
+    """Over the run's steps, of which so many send gradients."""
+    share = dense_steps / run.steps
+    return share * warmup_bits + (1.0 - share) * bits
 
 
 def _across(run: Run, optimizer: str, stage: int) -> Plan:
@@ -130,7 +151,9 @@ def _across(run: Run, optimizer: str, stage: int) -> Plan:
     # hide.
     phase_up, phase_down = (_exchange_s(run, run.params, W, frame, 1, _ONE_BIT_S) / 2 for frame in (up, down))
     seconds = _step_s(run, phase_up if stage == 2 else 0.0, phase_down if stage == 2 else phase_up + phase_down)
-    return Plan(optimizer, stage, float(b), gradients, state, 8 * (W - 1) / W * (up + down), seconds)
+    bits, warmup_bits = (8 * (W - 1) / W * (each + down) for each in (up, _frame_bytes(run.warmup_codec)))
+    run_bits = _mean(run, warmup_bits, bits, min(WARMUP_STEPS, run.steps))
+    return Plan(optimizer, stage, float(b), gradients, state, bits, warmup_bits, run_bits, seconds)
 
 
 def _dense(run: Run, optimizer: str, footprint: Footprint, stage: int) -> Plan:
@@ -145,7 +168,7 @@ def _dense(run: Run, optimizer: str, footprint: Footprint, stage: int) -> Plan:
     each_way = gradient if stage == 0 else (gathers * DTYPE_BYTES[run.dtype] + gradient) / 2
     exchange = _exchange_s(run, run.params, W, each_way, run.ranks_per_host, _DENSE_S)
     bits = 8 * 2 * (W - 1) / W * each_way
-    return Plan(optimizer, stage, parameters, gradients, moments / S, bits, _step_s(run, exchange))
+    return Plan(optimizer, stage, parameters, gradients, moments / S, bits, bits, bits, _step_s(run, exchange))
 
 
 def _parameters_and_gradients(run: Run, stage: int, shards: int) -> tuple[float, float]:

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ..comm import momentum_codecs
+from ..comm import CODECS, momentum_codecs
 from ..zero.inference.plan import ServeRun, token_plan
 from ..zero.plan import DTYPE_BYTES, Run, plans
 from .numbers import number, rate
 from .output import Screen, Table, write_json
 
 _HEADINGS = (
-    "optimizer", "stage", "parameters", "gradients", "state", "bytes/param", "GB per rank", "bits/param", "s/step",
+    "optimizer", "stage", "parameters", "gradients", "state", "bytes/param", "GB per rank", "bits/param", "in warm-up",
+    "over the run", "s/step",
 )  # fmt: skip
 _ABOUT = """\
 What a run will need, before it is started: memory and traffic of every stage and optimizer, and seconds per step.
@@ -32,12 +33,13 @@ def table(run: Run) -> Table:
                 str(made.stage),
                 *(f"{x:.2f}" for x in (made.parameters, made.gradients, made.state, made.bytes_per_parameter)),
                 f"{made.bytes_per_parameter * run.params / 1e9:.2f}",
-                f"{made.bits:.2f}",
+                *(f"{bits:.2f}" for bits in (made.bits, made.warmup_bits, made.run_bits)),
                 " to ".join(dict.fromkeys(f"{s:.3g}" for s in made.seconds)),
             ]
         )
     hosts = f"{run.hosts} host{'s' * (run.hosts > 1)} of {run.ranks_per_host} rank{'s' * (run.ranks_per_host > 1)}"
-    return Table(f"{run.params:.4g} parameters on {hosts}, {run.link_bits_per_s / 1e9:g} Gbit/s", _HEADINGS, rows)
+    about = f"{run.params:.4g} parameters on {hosts}, {run.link_bits_per_s / 1e9:g} Gbit/s, {run.steps} steps"
+    return Table(about, _HEADINGS, rows)
 
 
 def serving_table(run: ServeRun, ranks: int) -> Table:
@@ -72,6 +74,8 @@ def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | None, Path | None]:
     add("--error-bytes", type=int, choices=(2, 4), default=4, help="of the one-bit optimizers' errors")
     add("--link", type=rate, default=1e9, metavar="RATE", help="of a host: 1gbit, 100mbit (default: 1gbit)")
     add("--codec", choices=momentum_codecs(), default="sign", help="of the momentum, but across hosts")
+    add("--warmup-codec", choices=CODECS, default="int8", help="of the gradients, in warm-up and refreshes")
+    add("--steps", type=int, default=1000, help="of the run, over which bits are averaged (default: 1000)")
     add("--compute", type=float, default=0.0, metavar="SECONDS", help="of a step without traffic; hides some of it")
     add("--serve", type=shape, metavar="LAYERSxWIDTH", help="of init_inference instead: what a token costs, split")
     add("--rows", type=int, default=1, help="with --serve: prompts answered at once")
@@ -84,7 +88,7 @@ def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | None, Path | None]:
             served = ServeRun(args.params, layers, width, args.dtype, args.rows, args.link, args.memory * 1e9)
             return Run(args.params, args.hosts, args.ranks_per_host), served, args.json
         numbers = args.params, args.hosts, args.ranks_per_host, args.dtype, args.error_bytes, args.link, args.compute
-        return Run(*numbers, codec=args.codec), None, args.json
+        return Run(*numbers, codec=args.codec, warmup_codec=args.warmup_codec, steps=args.steps), None, args.json
     except ValueError as error:
         parser.error(str(error))
 

@@ -47,6 +47,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "table says what traffic and update take alone")  # fmt: skip
     add("--methods", nargs="+", metavar="NAME", help="of the table, these alone, by the beginnings of their names; the "
         "first dense one is always there")  # fmt: skip
+    add("--warmup-codec", choices=comm.CODECS, help="what gradients travel in, in warm-ups; default: eight bits")
     add("--backend", choices=comm.launch.BACKENDS, help="what moves the bytes; default: as in training")
     add("--timeout", type=seconds, default=60.0, metavar="SECONDS", help="of a wait for other ranks (default: 60)")
     add("--json", type=Path, metavar="FILE", help="write what was found there, too; - is standard output")
@@ -108,7 +109,7 @@ def _on_the_network(args: argparse.Namespace, transport: Transport, screen: Scre
     if args.params is None:
         screen.line("--params 340m --compute SECONDS adds what a training step would take here.")
         return found
-    compute_s, methods = args.compute or 0.0, _choose(methods_for(transport), args.methods)
+    compute_s, methods = args.compute or 0.0, _choose(methods_for(transport, args.warmup_codec), args.methods)
     shapes = samples.model_shapes(args.params)
     slowest = min((link.bytes_per_s for link in measured), default=1e9)
     taken = samples.take_samples(methods, shapes, transport, slowest, screen.status)
@@ -167,7 +168,8 @@ def _explain(args: argparse.Namespace, methods: Sequence[Method], compute_s: flo
         screen.line("Over MPI there is no DDP and no PowerSGD: dense float32 is AdamW behind onebit's own averaging.")
     screen.line(
         "s/step: traffic that may leave during backward hides behind it, as where an accelerator computes. Nothing "
-        "hidden: where ranks have no processor to spare. Warm-up: 8 bits, as in that of ZeroOneAdam and OnebitLamb."
+        f"hidden: where ranks have no processor to spare. Warm-up: {args.warmup_codec or 'int8'}, as in that of "
+        "ZeroOneAdam and OnebitLamb."
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ... import OnebitAdam, OnebitLamb, ZeroOneAdam
-from ...comm import Transport
+from ...comm import SignCodec, Transport, codec_named
 from ...dense import DenseAverager
 from ...zero.sharded.adam import ShardedOnebitAdam
 from .prediction import FORWARD, Schedule
@@ -163,9 +163,9 @@ class Dense(Contender):
 class Onebit(Contender):
     """One of ours, as in the README: the plain model, whose optimizer does the traffic."""
 
-    def __init__(self, model: EmulatedModel, transport: Transport, make: Callable[..., Any]):
+    def __init__(self, model: EmulatedModel, transport: Transport, make: Callable[..., Any], **options: object):
         super().__init__(model, transport)
-        self.optimizer = make(model.parameters(), lr=LR, transport=transport)
+        self.optimizer = make(model.parameters(), lr=LR, transport=transport, **options)
 
     def update(self) -> float:
         self.optimizer.step()
@@ -176,7 +176,7 @@ class Onebit(Contender):
 @dataclass(frozen=True)
 class Method:
     """A row of the doctor's table. make(model, transport). steps_before: that do not count. has_warmup: whether `make`
-    begins with `WARMUP_STEPS` in eight bits, which are timed as well. needs_group: of torch.distributed. is_dense: what
+    begins with `WARMUP_STEPS` of a warm-up, which are timed as well. needs_group: of torch.distributed. is_dense: what
     those that are ours (is_ours) are compared with. sent_bytes: of an element, at most: it cuts samples."""
 
     name: str
@@ -222,7 +222,15 @@ METHODS = (
 """What is compared. "dense float32" takes the place of DDP where there is no process group."""
 
 
-def methods_for(transport: Transport) -> list[Method]:
-    """Those that run over this transport."""
+def methods_for(transport: Transport, warmup_codec: str | None = None) -> list[Method]:
+    """Those that run over this transport. warmup_codec: of their warm-ups; None: their own."""
     has_group = dist.is_available() and dist.is_initialized()
-    return [m for m in METHODS if m.needs_group == has_group or not (m.needs_group or m.is_dense)]
+    known = [m for m in METHODS if m.needs_group == has_group or not (m.needs_group or m.is_dense)]
+    if warmup_codec is None:
+        return known
+    codec = codec_named(warmup_codec, SignCodec().block)
+    return [replace(m, make=_with(m.make, warmup_codec=codec)) if m.has_warmup else m for m in known]
+
+
+def _with(make: Callable[..., Contender], **options: object) -> Callable[[EmulatedModel, Transport], Contender]:
+    return partial(make, **options)

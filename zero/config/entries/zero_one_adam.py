@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from ....arithmetic.schedule import VarianceUpdates
 from ....zero_one_adam import ZeroOneAdam
 from ...sharded.zero_one_adam import ShardedZeroOneAdam
 from ..schema import INT, STEPS, Inert, key
@@ -70,7 +71,7 @@ ENTRY = OptimizerEntry(
         without_effect=("var_update_scaler",),
         counts_from_warmup=lambda p: p.local_step_scaler != "auto",
     ),
-    footprint=Footprint(moments=lambda frame: 8.0, sent=lambda frame: frame),
+    footprint=Footprint(moments=lambda frame: 8.0, sent=lambda frame: frame, dense_steps=VarianceUpdates().count),
     flag="zero-one-adam",
     flag_keys={"local_step_clipper": "most steps per exchange, or auto"},
 )
