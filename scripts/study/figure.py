@@ -31,6 +31,7 @@ _JUDGED = (
 COLOURS = {
     "adamw": "#333333",
     "lamb": "#999999",
+    "laprop": "#777777",
     "onebit-adam": "#0072b2",
     "onebit-lamb": "#009e73",
     "muon": "#999999",

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from train.model import decay_groups
 
 import onebit
-from onebit.comm import IdentityCodec, Log4Codec, SimTransport, run_ranks
+from onebit.comm import IdentityCodec, Int8Codec, Log4Codec, SimTransport, run_ranks
 from onebit.layout.bucket import Bucket
 from onebit.onebit_muon import Matrices, MuonRule
 from onebit.step.bucket_step import BucketStep
@@ -64,6 +64,56 @@ def _with_beta2(name: str, kind: Callable[..., Optimizer], beta2: float) -> Meth
         f"adamw, beta2 {beta2:g}",
         lambda groups, transport, steps: kind(groups, betas=(0.9, beta2), transport=transport),
     )
+
+
+FAST = 15 / 16  # β2 of a variance in which a new gradient weighs at least 1/16
+
+
+def _laprop(name: str, twin: str, beta2: float = 0.999) -> Method:
+    return Method(name, twin, lambda groups, transport, steps: onebit.LaProp(groups, betas=(0.9, beta2)), is_dense=True)
+
+
+def _variant(name: str, twin: str, kind: Callable[..., Optimizer], **options: object) -> Method:
+    """An optimizer with options of its own."""
+    return Method(name, twin, lambda groups, transport, steps: kind(groups, transport=transport, **options))
+
+
+def _rules() -> list[Method]:
+    """Warm-ups in four bits, momenta of moves, fast variances: each against the same rule, dense."""
+    log4, moves, fast = {"warmup_codec": Log4Codec()}, {"momentum_of": "moves"}, {"betas": (0.9, FAST)}
+    adam, sharded = onebit.OnebitAdam, ShardedOnebitAdam
+    return [
+        _adamw(f"adamw, beta2 {FAST:g}", "adamw", FAST),
+        _laprop("laprop", "adamw"),
+        _laprop(f"laprop, beta2 {FAST:g}", "adamw", FAST),
+        _variant("onebit-adam, four-bit warm-up", "adamw", adam, **log4),
+        _variant(f"onebit-adam, beta2 {FAST:g}", f"adamw, beta2 {FAST:g}", adam, **fast),
+        _variant("onebit-adam, moves", "laprop", adam, **moves),
+        _variant("onebit-adam, moves, four-bit warm-up", "laprop", adam, **moves, **log4),
+        _variant(f"onebit-adam, moves, beta2 {FAST:g}", f"laprop, beta2 {FAST:g}", adam, **moves, **fast),
+        _variant(
+            f"onebit-adam, moves, beta2 {FAST:g}, four-bit warm-up",
+            f"laprop, beta2 {FAST:g}",
+            adam,
+            **moves,
+            **fast,
+            **log4,
+        ),
+        _variant("onebit-lamb, four-bit warm-up", "lamb", onebit.OnebitLamb, **log4),
+        _variant("zero-one-adam, against its own rule", f"laprop, beta2 {FAST:g}", onebit.ZeroOneAdam),
+        _variant(
+            "zero-one-adam, four-bit variance rounds",
+            f"laprop, beta2 {FAST:g}",
+            onebit.ZeroOneAdam,
+            variance_codec=Log4Codec(),
+        ),
+        _variant("sharded-onebit-adam, four-bit warm-up", "adamw", sharded, **log4),
+        _variant("sharded-onebit-adam, eight-bit gradients", "adamw", sharded, warmup_codec=Int8Codec()),
+        _variant(f"sharded-onebit-adam, beta2 {FAST:g}", f"adamw, beta2 {FAST:g}", sharded, **fast),
+        _variant(
+            f"sharded-onebit-adam, beta2 {FAST:g}, four-bit warm-up", f"adamw, beta2 {FAST:g}", sharded, **fast, **log4
+        ),
+    ]
 
 
 def _frozen_early(groups: list[dict], transport: SimTransport | None, steps: int) -> Optimizer:
@@ -243,6 +293,7 @@ METHODS = {
         ),
         _sharded_lamb("int4 differences"),
         _sharded_lamb("sign differences", differences="sign"),
+        *_rules(),
     )
 }
 
