@@ -110,7 +110,7 @@ class LaProp(torch.optim.Optimizer):
 
 def _check_loadable(state: State) -> None:
     for key, entry in state["state"].items():
-        if missing := [name for name in ("step", *_MOMENTS) if name not in entry]:
+        if entry and (missing := [name for name in ("step", *_MOMENTS) if name not in entry]):
             raise ValueError(
                 f"cannot load this optimizer state: parameter {key} has no {missing[0]} there, so it is not LaProp's; "
                 "load one, or none"
