@@ -75,6 +75,14 @@ def test_the_training_script_passes_its_flags_on(flag: str) -> None:
     assert {f.name: getattr(given, f.name) for f in fields(given) if f.name in expected} == expected
 
 
+def test_the_order_of_the_averages_reaches_the_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    choice = choice_of(parse_args(["--optimizer", "onebit-adam", "--momentum-of", "moves"]))
+    assert build_optimizer(choice, [Headless().matrix], transport=SimTransport()).rule.momentum_of == "moves"
+    with pytest.raises(SystemExit):
+        parse_args(["--momentum-of", "laprop"])
+    assert 'one of "gradients", "moves"' in capsys.readouterr().err
+
+
 def test_an_entry_is_all_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = replace(OPTIMIZERS["OneBitAdam"], name="Mine", flag="mine", sharded=None)
     monkeypatch.setitem(OPTIMIZERS, "Mine", mine)
