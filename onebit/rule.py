@@ -186,7 +186,7 @@ def codec_of_gradients(given: Codec | None, codec: FusedCodec | None) -> Codec:
 def check_blocks(codec: Codec, block: int) -> Codec:
     """A codec of gradients, whose blocks those of momentum can be. Raises TypeError for none, ValueError for others."""
     if not isinstance(codec, Codec):
-        raise TypeError(f"warmup_codec must be a Codec, as onebit.comm.Log4Codec(), got {codec!r}")
+        raise TypeError(f"gradients travel in a Codec, as onebit.comm.Log4Codec(), got {codec!r}")
     if codec.block != block and not codec.sends_in_place:
         raise ValueError(f"{codec} has blocks of {codec.block}, the one-bit codec of {block}; give both the same")
     return codec

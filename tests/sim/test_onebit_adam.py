@@ -13,6 +13,7 @@ from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates, variance_wei
 from onebit.comm import IdentityCodec, Int8Codec, Log4Codec, SignCodec, SimTransport, run_ranks
 
 SIZES = (300, 1, 513, 256, 7)
+SLOW_MOVES = pytest.param("moves", marks=pytest.mark.slow)
 
 
 def targets(worker: int) -> np.ndarray:
@@ -51,7 +52,7 @@ def train(transport: SimTransport, lrs: list[float], **options: object) -> tuple
 LRS = [0.05 * (1 - k / 60) for k in range(40)]
 
 
-@pytest.mark.parametrize("momentum_of", ["gradients", "moves"])
+@pytest.mark.parametrize("momentum_of", ["gradients", SLOW_MOVES])
 @pytest.mark.parametrize("scale", ["rms", "mean_abs"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_equals_the_textbook_loop(world_size: int, scale: str, momentum_of: str) -> None:
@@ -75,8 +76,8 @@ def test_equals_the_textbook_loop(world_size: int, scale: str, momentum_of: str)
 WARMUPS = {"fp32": (None, IdentityCodec()), "int8": (eight_bits, Int8Codec()), "log4": (four_log_bits, Log4Codec())}
 
 
-@pytest.mark.parametrize("momentum_of", ["gradients", "moves"])
-@pytest.mark.parametrize("name", WARMUPS)
+@pytest.mark.parametrize("momentum_of", ["gradients", SLOW_MOVES])
+@pytest.mark.parametrize("name", ["fp32", "int8", pytest.param("log4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_equals_the_textbook_loop_over_refreshes(
     world_size: int, name: str, momentum_of: str, monkeypatch: pytest.MonkeyPatch

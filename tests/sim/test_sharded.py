@@ -43,6 +43,8 @@ FORMS = {
     "four-bit warm-up, stage 2": {"stage": 2, "warmup_codec": Log4Codec(), "bucket_cap_mb": 600 * 4 / 2**20},
 }
 
+EVERY_FORM = [pytest.param(form, marks=pytest.mark.slow if "four-bit" in form else ()) for form in FORMS]
+
 
 def oracle_for(form: str, world_size: int, optimizers: list[ShardedOnebitAdam], **options: object) -> ShardedOracle:
     x0 = values(initial()).double().numpy()
@@ -64,7 +66,7 @@ def run_oracle(oracle: ShardedOracle, dtype: torch.dtype = torch.float32) -> Non
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", EVERY_FORM)
 def test_equals_the_textbook_loop(form: str, world_size: int) -> None:
     """Masters within float32; of the replicas, a few may be on the other side of a rounding of the int4 steps."""
 
@@ -164,7 +166,7 @@ def test_a_second_backward_pass_at_stage_2_is_refused() -> None:
     run_ranks(2, work)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", EVERY_FORM)
 def test_a_skipped_step_leaves_everything_untouched(form: str) -> None:
     """On all ranks, also where the gradient was good; what follows is as if the step had not been."""
 
