@@ -1,0 +1,91 @@
+"""Shorter sequences of a batch: cut off, or cut into several. Pure functions of nested tensors.
+
+Every tensor of a batch whose second dimension is the batch's length is changed alike: tokens, labels, padding masks,
+position ids. Square masks [B, T, T] and [B, heads, T, T] are cut along both; they cannot be reshaped.
+Source: arXiv 2212.03597, section 3.1: truncation-based and reshape-based curriculum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def length_of(batch: object) -> int | None:
+    """Tokens in a sequence: the second dimension of the first tensor that has one. None: there is none."""
+    if isinstance(batch, Tensor):
+        return batch.shape[1] if batch.dim() > 1 else None
+    inside = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return next((n for n in map(length_of, inside) if n is not None), None)
+
+
+def truncate(batch: T, length: int) -> T:
+    """The first `length` tokens of every sequence; views. Batches that are as short already stay as they are."""
+    whole = length_of(batch)
+    if whole is None or whole <= length:
+        return batch
+    return cast(T, _mapped(batch, lambda x: _cut(x, whole, length)))
+
+
+def reshape(batch: T, length: int) -> T:
+    """Every sequence as several of `length` tokens, which become rows of the batch; a rest is dropped.
+
+    Raises ValueError where a tensor has a row for each sequence and no such length, or is a square mask.
+    """
+    whole = length_of(batch)
+    if whole is None or whole <= length:
+        return batch
+    rows = _rows_of(batch)
+    return cast(T, _mapped(batch, lambda x: _fold(x, rows, whole, length)))
+
+
+def _rows_of(batch: object) -> int:
+    """Of the tensor whose length `length_of` gives."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0]
+    inside = batch.values() if isinstance(batch, Mapping) else cast("list[object]", batch)
+    return next(_rows_of(value) for value in inside if length_of(value) is not None)
+
+
+def _cut(x: Tensor, whole: int, length: int) -> Tensor:
+    if x.dim() < 2 or x.shape[1] != whole:
+        return _cut_square(x, whole, length)
+    return _cut_square(x[:, :length], whole, length)
+
+
+def _cut_square(x: Tensor, whole: int, length: int) -> Tensor:
+    """A mask's last two dimensions."""
+    is_mask = x.dim() == 4 or (x.dim() == 3 and not x.is_floating_point())
+    if is_mask and x.shape[-1] == whole and x.shape[-2] in (1, whole, length):
+        return x[..., : min(length, x.shape[-2]), :length]
+    return x
+
+
+def _fold(x: Tensor, rows: int, whole: int, length: int) -> Tensor:
+    is_square = x.dim() == 4 or (x.dim() == 3 and not x.is_floating_point() and x.shape[-1] == whole)
+    has_length = x.dim() > 1 and x.shape[1] == whole and not is_square
+    if not has_length and x.dim() > 0 and x.shape[0] == rows:
+        raise ValueError(
+            f"a tensor of shape {tuple(x.shape)} cannot be reshaped with its sequences of {whole} tokens to ones of "
+            f"{length}: it has no such dimension, or is a square mask; pass a padding mask [B, T], or truncate"
+        )
+    pieces = whole // length
+    return x[:, : pieces * length].reshape(x.shape[0] * pieces, length, *x.shape[2:]) if has_length else x
+
+
+def _mapped(value: object, change: Callable[[Tensor], Tensor]) -> object:
+    """As `precision.cast_floats`, of every tensor."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return type(value)({key: _mapped(inner, change) for key, inner in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return cast("type[Any]", type(value))(*(_mapped(inner, change) for inner in value))
+    if isinstance(value, list | tuple):
+        several = [_mapped(inner, change) for inner in value]
+        return several if isinstance(value, list) else tuple(several)
+    return value
