@@ -17,6 +17,7 @@ if __name__ == "__main__":
         main(sys.argv[2:])
     elif sys.argv[1:2] == ["local-steps"]:
         from study.local_steps import main
+
         main(sys.argv[2:])
     elif sys.argv[1:2] == ["compression"]:
         from study.compression import main

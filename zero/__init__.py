@@ -23,9 +23,10 @@ from ..version import VERSION as __version__  # noqa: F401
 __all__ = [
     "CheckpointError", "Checkpoints", "Config", "DeepSpeedEngine", "Engine", "InferenceConfig", "InferenceEngine",
     "LayerSpec", "NotFiniteError", "PipelineModule", "ShardedOnebitAdam", "ShardedOnebitLamb", "ShardedZeroOneAdam",
-    "TiedLayerSpec", "add_config_arguments", "data", "export_compressed", "export_weights", "fsdp", "get_accelerator",
-    "grid", "import_compressed", "import_weights", "init_compression", "init_distributed", "init_inference",
-    "initialize", "log_dist", "read_checkpoint_weights", "read_config", "redundancy_clean", "split", "tensor",
+    "TiedLayerSpec", "add_config_arguments", "data", "data_efficiency", "export_compressed", "export_weights", "fsdp",
+    "get_accelerator", "grid", "import_compressed", "import_weights", "init_compression", "init_distributed",
+    "init_inference", "initialize", "log_dist", "read_checkpoint_weights", "read_config", "redundancy_clean", "split",
+    "tensor",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from . import checkpointing as checkpointing
     from . import comm as comm
     from . import compression as compression
-    from . import data, grid
+    from . import data, data_efficiency, grid
     from . import moe as moe
     from . import ops as ops
     from . import pipe as pipe
@@ -63,7 +64,13 @@ if TYPE_CHECKING:
     from .utils.logging import log_dist
     from .utils.logging import logger as logger
 else:
-    _MODULES = {"data": ".data", "fsdp": ".parallel.fsdp", "grid": ".grid", "tensor": ".parallel.tensor"}
+    _MODULES = {
+        "data": ".data",
+        "data_efficiency": ".data_efficiency",
+        "fsdp": ".parallel.fsdp",
+        "grid": ".grid",
+        "tensor": ".parallel.tensor",
+    }
     _MODULES |= {  # by DeepSpeed's names
         name: f".{name}"
         for name in (

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+
+
+class Loader(Protocol):
+    """What an engine reads: `ShardedLoader`, or `data_efficiency.CurriculumLoader`."""
+
+    dataset: Dataset[object]
+
+    @property
+    def batch_size(self) -> object: ...
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
 
 
 class ShardedLoader:
@@ -54,7 +67,10 @@ class ShardedLoader:
         mine, stop = self._share(), self._batches_from(self._first) * self.batch_size
         starts = range(self.batches_done * self.batch_size, stop, self.batch_size)
         batches = [mine[start : start + self.batch_size] for start in starts]
-        loader: DataLoader[object] = DataLoader(self.dataset, batch_sampler=batches, **self._options)  # type: ignore[arg-type]
+        # Of its own: torch's would be advanced by every iteration, and with it the dropout of a resumed run.
+        generator = torch.Generator().manual_seed((self.seed << 32) ^ self.epoch)
+        options: dict[str, Any] = {"generator": generator, **self._options}
+        loader: DataLoader[object] = DataLoader(self.dataset, batch_sampler=batches, **options)
         for batch in loader:
             self.batches_done += 1
             yield batch
@@ -79,7 +95,12 @@ class ShardedLoader:
         return {"epoch": self.epoch, "samples_done": samples_done, "seed": self.seed}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Go on from there, also where the batches, or the ranks, were others."""
+        """Go on from there, also where the batches, or the ranks, were others. Raises ValueError on a curriculum's."""
+        if "epoch" not in state_dict:
+            raise ValueError(
+                "the checkpoint's data position is that of a curriculum; resume it with the data_efficiency or "
+                "curriculum_learning that it was saved with, or load with load_module_only=True"
+            )
         self.epoch, self.seed = state_dict["epoch"], state_dict["seed"]
         if "samples_done" in state_dict:
             samples_in_batch = self.batch_size * self._world_size
@@ -88,7 +109,7 @@ class ShardedLoader:
             self.batches_done, self._first = state_dict["batches_done"], 0
 
 
-def forever(loader: ShardedLoader) -> Iterator[Any]:
+def forever(loader: Loader) -> Iterator[Any]:
     """Batch after batch, epoch after epoch."""
     if len(loader) == 0:
         raise ValueError(f"an epoch has no batch of {loader.batch_size}: the dataset is too small for drop_last")

@@ -32,7 +32,9 @@ from .checkpoint.files import Checkpoints
 from .checkpoint.weights import export_weights
 from .compression.scheduler import scheduler_of
 from .config.whole import Config
-from .data import ShardedLoader, forever
+from .data import Loader, forever
+from .data_efficiency import efficiency
+from .data_efficiency.efficiency import Efficiency
 from .forms import Built
 from .grid import Grid
 from .monitor import WallClock, Writer
@@ -68,14 +70,15 @@ class Engine:
         grid: Grid,
         built: Built,
         scheduler: LRScheduler | None,
-        loader: ShardedLoader | None,
+        loader: Loader | None,
         monitors: Sequence[Writer] = (),
         loss_fn: Loss | None = None,
+        efficiency: Efficiency | None = None,
     ):
         self.module, self.config, self.grid = module, config, grid
         self.optimizer, self.scheduler, self.loader = built.optimizer, scheduler, loader
         self.form, self.stage, self._averager, self._ties = built.form, built.stage, built.averager, built.ties
-        self._loss_fn = loss_fn
+        self._loss_fn, self.efficiency = loss_fn, efficiency or Efficiency()
         self._batches: Iterator[pipeline.Batch] | None = None
         self.pipeline: pipeline.Pipeline | None = None
         self._model_parallel_group = built.model_parallel_group
@@ -98,6 +101,8 @@ class Engine:
     def __call__(self, *inputs: object, **named: object) -> object:
         """The model's output. Floating-point inputs, also in lists and dicts, are cast to the dtype computed in."""
         self._refuse_in_pipeline("a forward pass")
+        if self.module.training:
+            named = self._prepared(inputs, named)
         if self.stage is not None:
             is_last = self.is_gradient_accumulation_boundary() or not self.module.training
             fsdp.begin_micro_batch(self.module, self.stage, is_last=is_last)
@@ -105,6 +110,16 @@ class Engine:
             inputs, named = cast_floats((inputs, named), self.config.dtype)
         with self._clock.measure("forward") if self.module.training else nullcontext(), self._naming_peers():
             return self.module(*inputs, **named)
+
+    def _prepared(self, inputs: tuple[object, ...], named: dict[str, object]) -> dict[str, object]:
+        """The named arguments of a micro-batch, for data efficiency."""
+        if self.is_gradient_accumulation_boundary():
+            self._scale_rates()
+        return dict(self.efficiency.prepare(self.module, self.global_steps, inputs, named, self.grid.world.rank))
+
+    def _scale_rates(self) -> None:
+        """As dynamic batching asks, before the step's gradients leave."""
+        self.efficiency.begin_rates(self.optimizer, getattr(self.loader, "lr_scale", 1.0))
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False, weight: float | None = None) -> Tensor:
         """Add the loss's gradients, over the micro-batches of a step and times the loss scale; the loss as it came.
@@ -172,15 +187,18 @@ class Engine:
         with self._clock.measure("step"):
             is_skipped = self._step_dense() if self.form == "dense" else self._step_onebit()
             self.optimizer.zero_grad()
+        self.efficiency.end_rates(self.optimizer)
         self.global_steps += 1
         self.global_samples += self.config.train_batch_size
         self.skipped_steps += is_skipped
         self._write_scalars(rates[0])
         self.fp16_scale = self.fp16_scale.after(is_skipped)
-        if self.scheduler is not None and not is_skipped:
+        tokens = self.efficiency.consumed(self.grid) if self.efficiency.counts_tokens else 0
+        if self.scheduler is not None and not is_skipped and not efficiency.advance(self.scheduler, tokens):
             self.scheduler.step(**dict(lr_kwargs or {}))  # type: ignore[arg-type]
         if self.compression_scheduler is not None:
             self.compression_scheduler.step()
+        self.efficiency.go_to(self.global_steps)
         every = self.config.steps_per_print
         if every and self.grid.world.rank == 0 and self.global_steps % every == 0:
             log.info(
@@ -201,6 +219,8 @@ class Engine:
         """
         batches = self._take_batches(data_iter)
         self.train()
+        if self.efficiency.lengths is not None or self.pipeline is not None:
+            batches = self.efficiency.prepare_batches(batches, self.global_steps, is_counted=self.pipeline is not None)
         if self.pipeline is None:
             losses = []
             for inputs, target in batches:
@@ -210,6 +230,7 @@ class Engine:
                 self.step()
             return self._mean_loss(torch.stack(losses).mean())
         self._set_grad_scale()
+        self._scale_rates()
         with self._clock.measure("pipeline"), self._sender.no_sync():
             mine = self.pipeline.run(batches, self.fp16_scale.value)
         if self._ties is not None:

@@ -28,8 +28,12 @@ from .checkpoint.weights import check_can_export
 from .comm import init_distributed, timeout_s
 from .compression.armed import armed_in
 from .compression.config import compression_in
+from .config.data_efficiency import RandomLtd
 from .config.whole import Config, Fills, read_config
-from .data import ShardedLoader
+from .data import Loader, ShardedLoader
+from .data_efficiency import configured
+from .data_efficiency.efficiency import Efficiency
+from .data_efficiency.token_rates import TokenLR
 from .deepspeed.engine import DeepSpeedEngine
 from .deepspeed.given import Schedule, check_fits, check_mpu, optimizer_for, scheduler_for
 from .deepspeed.parameters import make_known
@@ -39,7 +43,7 @@ from .grid import Grid
 from .lr_schedulers import build_scheduler
 from .monitor import open_monitors
 from .parallel.groups import Groups, remembered, trained
-from .parallel.tensor import Plan
+from .parallel.tensor import Plan, splits_sequence
 from .pipeline import run as pipeline
 from .pipeline.layers import Loss, PipelineModule, Stages
 from .sparse_attention.replace import attention_of, place_heads, replace_attention
@@ -50,7 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ConfigLike = Mapping[str, object] | str | os.PathLike[str]
-Initialized = tuple[DeepSpeedEngine, torch.optim.Optimizer, ShardedLoader | None, LRScheduler | None]
+Initialized = tuple[DeepSpeedEngine, torch.optim.Optimizer, Loader | None, LRScheduler | None]
 
 
 def initialize(
@@ -85,7 +89,8 @@ def initialize(
     taken; or a function that makes one. In place of a dense one in the configuration. lr_scheduler: one of that
     optimizer, or a function that makes one; in place of the configuration's.
 
-    training_data, collate_fn: see `ShardedLoader`; seed is its. grid: default: the launcher's ranks, sharded inside
+    training_data, collate_fn: see `ShardedLoader`, and where the configuration has a curriculum,
+    `data_efficiency.CurriculumLoader`; seed is theirs. grid: default: the launcher's ranks, sharded inside
     each node where the stage asks for it. tensor_plan: how the ranks of the grid's tensor axis divide the layers, see
     `tensor.parallelize`; with one rank there it changes nothing. mpu: see `check_mpu`. distributed_port,
     dist_init_required: see `comm.init_distributed`. fills: what "auto" stands for.
@@ -108,6 +113,8 @@ def initialize(
     _check_model(read, model, rank)
     outline = model.outline() if isinstance(model, PipelineModule) else model
     is_sparse = _is_sparse(read, outline, rank)
+    dropped = None if (ltd := read.data_efficiency.random_ltd) is None else configured.dropped_layers(ltd, outline)
+    efficiency = _efficiency(read, dropped, lr_scheduler)
     groups, make_optimizer = _groups(model_parameters, outline), None
     if optimizer is not None:
         _check_one_optimizer(read, optimizer, rank)
@@ -126,11 +133,16 @@ def initialize(
     if is_sparse:
         replace_attention(model, read.sparse_attention, is_part=bool(stages))
         place_heads(model, grid.coordinates["tensor"], grid.shape.size("tensor"))
+    if dropped is not None:
+        is_split = tensor_plan is not None and splits_sequence(tensor_plan)
+        efficiency.dropping = configured.drop_as_configured(read, grid, model, dropped[0], splits_sequence=is_split)
     built = build(read, grid, model, groups, make_optimizer, tensor_plan)
     check_fits(built.optimizer, grid.shape)
     scheduler = _scheduler(read, lr_scheduler, built.optimizer)
+    if efficiency.counts_tokens:
+        scheduler = _token_rates(read, built.optimizer)
     loader = None if training_data is None else _loader(read, grid, training_data, collate_fn, seed)
-    engine = DeepSpeedEngine(model, read, grid, built, scheduler, loader, monitors, loss_fn)
+    engine = DeepSpeedEngine(model, read, grid, built, scheduler, loader, monitors, loss_fn, efficiency)
     engine.mpu = mpu
     if grid.shape.size("pipe") > 1:
         engine.pipeline = pipeline.Pipeline(stages, read, grid, cast(Loss, loss_fn), built.stage)
@@ -239,9 +251,30 @@ def _scheduler(read: Config, given: object, optimizer: torch.optim.Optimizer) ->
     return None if read.scheduler is None else build_scheduler(read.scheduler, optimizer)
 
 
+def _efficiency(read: Config, dropped: tuple[list[str], int] | None, lr_scheduler: object) -> Efficiency:
+    """Raises ValueError where two would set the learning rates."""
+    ltd, lengths = read.data_efficiency.random_ltd, None
+    by_tokens = ltd is not None and ltd.layer_token_lr_schedule.enabled
+    if by_tokens and (read.scheduler is not None or lr_scheduler is not None):
+        raise ValueError(
+            "layer_token_lr_schedule sets the learning rates, and so does "
+            f"{'the block scheduler' if read.scheduler is not None else 'lr_scheduler='}; keep one"
+        )
+    if read.curriculum_learning.enabled:
+        lengths = configured.pacing_of(read.curriculum_learning, configured.LEGACY)
+    return Efficiency(lengths=lengths, layers=1 if dropped is None else dropped[1], counts_tokens=by_tokens)
+
+
+def _token_rates(read: Config, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    schedule = cast(RandomLtd, read.data_efficiency.random_ltd).layer_token_lr_schedule
+    return TokenLR(optimizer, cast(int, schedule.total_layer_tokens), schedule.warmup_layer_tokens)
+
+
 def _loader(
     read: Config, grid: Grid, dataset: Dataset[object], collate_fn: Callable[[list[Any]], object] | None, seed: int
-) -> ShardedLoader:
+) -> Loader:
+    if configured.has_sampler(read):
+        return configured.loader_of(read, grid, dataset, collate_fn, seed)
     return ShardedLoader(
         dataset,
         read.train_micro_batch_size_per_gpu,

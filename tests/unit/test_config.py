@@ -252,8 +252,6 @@ def test_a_key_that_asks_for_what_happens_anyway_is_silent(caplog: pytest.LogCap
     [
         {"gradient_allreduce_op": "sum"},
         {"tensor_parallel": {"tp_size": 2}},
-        {"data_efficiency": {"enabled": True}},
-        {"data_efficiency": {"enabled": False, "data_routing": {"enabled": True}}},
         {"amp": {"enabled": True, "opt_level": "O1"}},
         {"torch_autocast": {"enabled": True}},
         {"expert_parallel": {"enabled": True}},
@@ -317,6 +315,74 @@ def test_notes_and_what_other_programs_read_are_warned_about(caplog: pytest.LogC
             small(**wrong)
 
 
+def _ltd(**keys: object) -> dict:
+    return {
+        "data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enabled": True, **keys}}}
+    }
+
+
+def _metric(**keys: object) -> dict:
+    inside = {"enabled": True, "curriculum_learning": {"enabled": True, "curriculum_metrics": {"rare": keys}}}
+    return {"data_efficiency": {"enabled": True, "data_sampling": inside}}
+
+
+_KEPT = {"min_value": 4, "max_value": 8, "schedule_config": {"require_steps": 3, "seq_per_step": 2}}
+_LINE = {
+    "min_difficulty": 1,
+    "max_difficulty": 9,
+    "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 1},
+}
+DATA_EFFICIENCY = [
+    ({"data_efficiency": {"data_routing": {"enabled": True}}}, "data_routing is enabled and data_efficiency around it"),
+    (
+        {"data_efficiency": {"enabled": True, "data_routing": {"random_ltd": {"enabled": True}}}},
+        "random_ltd_schedule says not how many tokens are kept",
+    ),
+    (_ltd(random_ltd_schedule=_KEPT), 'total_layer_num is missing: write it, or the layers\' names as "layer_name"'),
+    (
+        _ltd(random_ltd_schedule=_KEPT, total_layer_num=4, random_ltd_layer_id=[1, 4]),
+        "random_ltd_layer_id: expected numbers below total_layer_num = 4, got 4",
+    ),
+    (
+        _ltd(random_ltd_schedule=_KEPT, total_layer_num=4, random_ltd_layer_id=[1, 2], random_ltd_layer_num=3),
+        "random_ltd_layer_num is 3, and random_ltd_layer_id names 2 layers",
+    ),
+    (
+        _ltd(random_ltd_schedule=_KEPT | {"min_value": 9}, total_layer_num=4),
+        "expected min_value at most max_value, got 9 and 8",
+    ),
+    (_metric(**_LINE), r"curriculum_metrics\.rare: index_to_metric_path is missing: a schedule_based metric"),
+    (_metric(**_LINE, difficulty_typ="value"), r'curriculum_metrics\.rare: unknown key "difficulty_typ"; did you mean'),
+    (
+        _metric(**(_LINE | {"max_difficulty": 101}), index_to_metric_path="a.npy", difficulty_type="percentile"),
+        "difficulties are percentiles, at most 100, got 101",
+    ),
+    (
+        _metric(**_LINE, index_to_metric_path="a.npy", schedule_type="fixed_root"),
+        "schedule_config.root_degree is missing: the schedule fixed_root needs",
+    ),
+    (
+        _metric(index_to_metric_path="a.npy", schedule_type="fixed_discrete", schedule_config={"difficulty": [1, 2]}),
+        "fixed_discrete needs lists difficulty and, of one entry less, max_step, got 2 and 0 entries",
+    ),
+    ({"curriculum_learning": {"enabled": True, "min_difficulty": 8}}, "max_difficulty is missing"),
+    ({"curriculum_learning": {"curriculum_type": "voc"}}, 'expected one of "seqlen", got "voc"'),
+    (
+        {
+            "data_efficiency": {
+                "enabled": True,
+                "data_sampling": {"enabled": True, "curriculum_learning": {"enabled": True}},
+            }
+        },
+        "curriculum_metrics is empty",
+    ),
+    (
+        {"curriculum_learning": {"enabled": True, **_LINE}, **_metric(**_LINE, index_to_metric_path="a.npy")},
+        "curriculum_learning, the older block, and data_efficiency.data_sampling are both enabled",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     "blocks, message",
     [
@@ -332,6 +398,7 @@ def test_notes_and_what_other_programs_read_are_warned_about(caplog: pytest.LogC
         ({"scheduler": {"type": "WarmupDecayLR"}}, r"total_num_steps is missing.*read_config\(\.\.\., total_num_steps"),
         ({"wandb": {"enable": True}}, 'wandb: unknown key "enable"; did you mean "enabled"'),
         ({"data_efficiency": {"data_routing": {"random_ldt": {}}}}, 'did you mean "random_ltd"'),
+        *((blocks, message) for blocks, message in DATA_EFFICIENCY),
         ({"fp16": {"hysteresis": 0}}, "fp16.hysteresis: expected an integer at least 1, got 0"),
         ({"fp16": {"initial_scale_power": 2, "min_loss_scale": 8}}, "expected min_loss_scale at most"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are both enabled"),

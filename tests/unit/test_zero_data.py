@@ -95,3 +95,9 @@ def test_too_little_data_is_refused() -> None:
         loader(2, 1, 0, 3)
     with pytest.raises(ValueError, match="no batch of 9"):
         next(forever(loader(8, 9, drop_last=True)))
+
+
+def test_reading_leaves_torchs_random_numbers_alone() -> None:
+    """Or a run that is resumed within an epoch, and so begins an iteration, would have other dropout."""
+    before = torch.get_rng_state()
+    assert len(epoch(loader(8, 2))) == 4 and torch.equal(torch.get_rng_state(), before)

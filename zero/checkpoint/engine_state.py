@@ -80,7 +80,7 @@ def save(
         "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
         "loader": None if engine.loader is None else engine.loader.state_dict(),
         "loss_scale": engine.fp16_scale.state_dict(),
-        "counts": [engine.micro_steps, engine.global_steps, engine.skipped_steps, engine.global_samples],
+        "counts": _counts(engine),
         "rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "client": client_state,
@@ -141,6 +141,12 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Co
     return str(loaded.folder), own["client"]
 
 
+def _counts(engine: Engine) -> list[int]:
+    """Since the run began; the first checkpoints have three, then four."""
+    steps = [engine.micro_steps, engine.global_steps, engine.skipped_steps]
+    return [*steps, engine.global_samples, engine.efficiency.layer_tokens]
+
+
 def _refuse_within_step(engine: Engine) -> None:
     """Gradients are in no checkpoint: those of the micro-batches before it would be lost without a word."""
     count = engine.gradient_accumulation_steps()
@@ -167,6 +173,8 @@ def _load_rest(engine: Engine, own: StateDict, contents: Contents) -> None:
     _, engine.global_steps, engine.skipped_steps, *samples = own["counts"]
     engine.global_samples = samples[0] if samples else engine.global_steps * engine.config.train_batch_size
     engine.micro_steps = engine.global_steps * engine.config.gradient_accumulation_steps
+    engine.efficiency.layer_tokens = samples[1] if len(samples) > 1 else 0
+    engine.efficiency.go_to(engine.global_steps)
     torch.set_rng_state(own["rng"])
     if own["cuda_rng"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(own["cuda_rng"])

@@ -138,33 +138,6 @@ def _is_tensor_parallel(given: object) -> bool:
 
 
 _SWITCH: dict[str, object] = {"enabled": BOOL}
-_RANDOM_LTD = _SWITCH | {
-    "total_layer_num": INT,
-    "random_ltd_layer_num": INT,
-    "random_ltd_layer_id": LIST,
-    "model_mask_name": TEXT,
-    "model_type": TEXT,
-    "hidden_state_order": TEXT,
-    "random_ltd_schedule": OBJECT,
-    "layer_token_lr_schedule": OBJECT,
-    "micro_batch_size": INT,
-    "global_batch_size": INT,
-}
-_CURRICULUM = _SWITCH | {
-    "data_cluster_path": TEXT,
-    "curriculum_metrics": OBJECT,
-    "curriculum_type": TEXT,
-    "min_difficulty": INT,
-    "max_difficulty": INT,
-    "schedule_type": TEXT,
-    "schedule_config": OBJECT,
-}
-_DATA_EFFICIENCY = _SWITCH | {
-    "seed": INT,
-    "data_routing": _SWITCH | {"random_ltd": _RANDOM_LTD},
-    "data_sampling": _SWITCH
-    | {"num_epochs": INT, "num_workers": INT, "pin_memory": BOOL, "curriculum_learning": _CURRICULUM},
-}
 _AUTOTUNING = _SWITCH | {
     "results_dir": TEXT,
     "exps_dir": TEXT,
@@ -332,8 +305,6 @@ TOP_LEVEL = {
     ),
     "expert_parallel": Inert(OBJECT, "there is no expert parallelism", refused=True),
     "hybrid_engine": Inert(_HYBRID, "there is no inference engine", refused=True),
-    "data_efficiency": Inert(_DATA_EFFICIENCY, _FREE, refused=True),
-    "curriculum_learning": Inert(_CURRICULUM, _FREE, refused=True),
     "progressive_layer_drop": Inert(_SWITCH | {"theta": FLOAT, "gamma": FLOAT}, _FREE, refused=True),
     "eigenvalue": Inert(_EIGENVALUE, _FREE, refused=True),
     "quantize_training": Inert(OBJECT, _FREE, refused=True),

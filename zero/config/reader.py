@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
 
 from .ignored_keys import FOREIGN, is_comment
-from .schema import AUTO, MISSING, OBJECT, Inert, Key, Kind, as_json, blocks_of, folded, keys_of
+from .schema import AUTO, MISSING, OBJECT, Inert, Key, Kind, as_json, blocks_of, folded, keys_of, named_blocks_of
 
 T = TypeVar("T")
 
@@ -47,8 +47,8 @@ def read_block(cls: type[T], given: object, where: str, reading: Reading) -> T:
     """
     data = read_object(given, where, reading)
     inert: Mapping[str, Inert] = getattr(cls, "inert", {})
-    keys, blocks = keys_of(cls), blocks_of(cls)
-    refuse_unknown(data, [*keys, *blocks, *inert], where, reading, cls)
+    keys, blocks, named = keys_of(cls), blocks_of(cls), named_blocks_of(cls)
+    refuse_unknown(data, [*keys, *blocks, *named, *inert], where, reading, cls)
     values: dict[str, object] = {}
     for name, rule in keys.items():
         value = _read_key(data, name, rule, where, reading)
@@ -59,6 +59,15 @@ def read_block(cls: type[T], given: object, where: str, reading: Reading) -> T:
             values[name] = read_block(inner, data[name], _join(where, name), reading)
         elif any(rule.fill in reading.fills for rule in keys_of(inner).values() if rule.fill):
             values[name] = read_block(inner, {}, _join(where, name), reading)
+    for name, inner in named.items():
+        if data.get(name) is not None:
+            inside = _join(where, name)
+            members = read_object(data[name], inside, reading)
+            values[name] = {
+                member: read_block(inner, given, _join(inside, member), reading)
+                for member, given in members.items()
+                if not is_comment(member)
+            }
     for name in data.keys() & inert.keys():
         _read_inert(data[name], name, inert[name], where, reading)
     try:
@@ -73,6 +82,8 @@ def write_block(made: object) -> dict[str, object]:
     for name in keys_of(type(made)):
         value = getattr(made, name)
         data[name] = list(value) if isinstance(value, tuple) else value
+    for name in named_blocks_of(type(made)):
+        data[name] = {member: write_block(inner) for member, inner in getattr(made, name).items()}
     return data | {name: write_block(getattr(made, name)) for name in blocks_of(type(made))}
 
 

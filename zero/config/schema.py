@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 T = TypeVar("T")
 
 AUTO = "auto"
-_KEY, _BLOCK = "key", "block"
+_KEY, _BLOCK, _NAMED = "key", "block", "named blocks"
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,10 @@ def _several(value: object) -> tuple[float, ...]:
     return tuple(_number(item) for item in _list(value))
 
 
+def _integers(value: object) -> tuple[int, ...]:
+    return tuple(_integer(item) for item in _list(value))
+
+
 def _rates(value: object) -> float | tuple[float, ...]:
     return _several(value) if isinstance(value, list | tuple) else _number(value)
 
@@ -91,6 +95,7 @@ INT = Kind("an integer", _integer)
 FLOAT = Kind("a number", _number)
 TEXT = Kind("a string", _text)
 PAIR = Kind("a list of two numbers", _pair)
+INTS = Kind("a list of integers", _integers)
 RATES = Kind("a number, or a list with one for each parameter group,", _rates)
 STEPS = Kind('a number of steps or "auto"', _steps)
 PERIOD = Kind("an integer, or null for never", _period)
@@ -187,6 +192,11 @@ def block(cls: type[T]) -> T:
     return field(default_factory=cls, metadata={_BLOCK: cls})
 
 
+def named_blocks(cls: type[T]) -> Mapping[str, T]:
+    """A field that is an object of blocks under names of the user's; absent: none."""
+    return field(default_factory=dict, metadata={_NAMED: cls})
+
+
 def keys_of(cls: type) -> dict[str, Key]:
     """The values of a block class, by name."""
     return {f.name: f.metadata[_KEY] for f in dataclasses.fields(cls) if _KEY in f.metadata}
@@ -195,6 +205,11 @@ def keys_of(cls: type) -> dict[str, Key]:
 def blocks_of(cls: type) -> dict[str, type]:
     """The blocks in a block class, by name."""
     return {f.name: f.metadata[_BLOCK] for f in dataclasses.fields(cls) if _BLOCK in f.metadata}
+
+
+def named_blocks_of(cls: type) -> dict[str, type]:
+    """The objects of blocks in a block class, by name."""
+    return {f.name: f.metadata[_NAMED] for f in dataclasses.fields(cls) if _NAMED in f.metadata}
 
 
 def check_block(made: object) -> None:

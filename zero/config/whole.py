@@ -28,6 +28,7 @@ from ..compression.config import read_compression
 from ..lr_schedulers import SCHEDULERS, SchedulerChoice, build_scheduler
 from ..sparse_attention.config import SparsityConfig
 from .compat import load, modernised
+from .data_efficiency import DataEfficiency, LegacyCurriculum
 from .ignored_keys import TOP_LEVEL
 from .optimizers import OptimizerChoice, build_optimizer, read_optimizer
 from .reader import Reading, nearest, read_block, read_choice, read_object, write_block, write_choice
@@ -98,11 +99,18 @@ class _TopLevel:
     pipeline: Pipelining = block(Pipelining)
     onebit: Onebit = block(Onebit)
     sparse_attention: SparsityConfig = block(SparsityConfig)
+    data_efficiency: DataEfficiency = block(DataEfficiency)
+    curriculum_learning: LegacyCurriculum = block(LegacyCurriculum)
 
     def __post_init__(self) -> None:
         check_block(self)
         if self.fp16.enabled and self.bf16.enabled:
             raise ValueError("fp16 and bf16 are both enabled; enable one of them")
+        if self.curriculum_learning.enabled and self.data_efficiency.data_sampling.enabled:
+            raise ValueError(
+                "curriculum_learning, the older block, and data_efficiency.data_sampling are both enabled; write the "
+                "first as a metric seqlen_truncate of the second, or disable one"
+            )
         if self.onebit.warmup_codec is not None and self.communication_data_type is not None:
             raise ValueError(
                 "onebit.warmup_codec and communication_data_type both say what gradients travel in; keep one of them"

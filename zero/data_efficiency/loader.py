@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from .sampler import Drawn, Sampler, State
@@ -67,7 +68,10 @@ class CurriculumLoader:
             )
         self.sampler.load_state_dict(self._state)
         drawing = _Drawing(self, self.sampler.batches_per_pass - self._of_pass)
-        for batch in DataLoader(self.dataset, batch_sampler=drawing, **self._options):  # type: ignore[arg-type]
+        # Of its own: torch's would be advanced by every iteration, and with it the dropout of a resumed run.
+        generator = torch.Generator().manual_seed(self.sampler.batches_done)
+        options: dict[str, Any] = {"generator": generator, **self._options}
+        for batch in DataLoader(self.dataset, batch_sampler=drawing, **options):
             drawn, after = drawing.waiting[0]
             self.difficulties, self.lr_scale = drawn.difficulties, drawn.lr_scale
             self._parts_done += 1

@@ -8,7 +8,7 @@ attributes of the module. A name of DeepSpeed's that is not here raises Attribut
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,12 @@ from ...comm.messages import gather_texts
 from ..comm import get_local_rank
 from ..config.reader import nearest, write_block
 from ..config.sections import OffloadOptimizer
-from ..data import ShardedLoader
+from ..data import Loader, ShardedLoader
+from ..data_efficiency import configured
+from ..data_efficiency.loader import CurriculumLoader
+from ..data_efficiency.pacing import Pacing
+from ..data_efficiency.sampler import CurriculumSampler
+from ..data_efficiency.token_dropping import TokenDropping
 from ..engine import Engine
 from ..parallel import fsdp
 from ..pipeline.run import Batch
@@ -133,6 +138,11 @@ class DeepSpeedEngine(Engine):
         self._refuse_in_pipeline("set_train_batch_size()")
         if self.micro_steps_of_step or self.has_gradients:
             raise RuntimeError("set_train_batch_size() within a step; call it where engine.step() has updated")
+        if isinstance(self.loader, CurriculumLoader):
+            raise RuntimeError(
+                "set_train_batch_size() with a curriculum, whose global batches have train_batch_size samples; write "
+                "it into the configuration"
+            )
         samples = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if train_batch_size < samples or train_batch_size % samples:
             raise ValueError(
@@ -279,7 +289,7 @@ class DeepSpeedEngine(Engine):
         return self.scheduler
 
     @property
-    def training_dataloader(self) -> ShardedLoader | None:
+    def training_dataloader(self) -> Loader | None:
         """That of initialize(training_data=...)."""
         return self.loader
 
@@ -290,9 +300,20 @@ class DeepSpeedEngine(Engine):
         route: str = "train",
         collate_fn: object = None,
         **options: object,
-    ) -> ShardedLoader:
-        """A loader of this rank's share of a dataset; shuffled where the route is "train". options: of DataLoader."""
+    ) -> Loader:
+        """A loader of this rank's share of a dataset; shuffled where the route is "train". options: of DataLoader.
+
+        Of the route "train" the configuration's curriculum chooses; then batch_size is the configuration's.
+        """
         given: dict[str, Any] = options if collate_fn is None else options | {"collate_fn": collate_fn}
+        if route == "train" and configured.has_sampler(self.config):
+            if batch_size not in (None, self.train_micro_batch_size_per_gpu()):
+                raise ValueError(
+                    f"batch_size={batch_size}: a curriculum's micro-batches have the configuration's "
+                    f"{self.train_micro_batch_size_per_gpu()} samples; leave it out"
+                )
+            given = {"collate_fn": None, **given}
+            return configured.loader_of(self.config, self.grid, dataset, seed=0, **given)
         rank, world_size = self.grid.data
         return ShardedLoader(
             dataset,
@@ -421,6 +442,78 @@ class DeepSpeedEngine(Engine):
     def dataloader_drop_last(self) -> bool:
         """Whether a last incomplete batch is dropped."""
         return self.config.dataloader_drop_last
+
+    # ---------------------------------------------------------------- data efficiency
+
+    def data_efficiency_enabled(self) -> bool:
+        """Whether the block is on."""
+        return self.config.data_efficiency.enabled
+
+    def data_efficiency_config(self) -> dict[str, object]:
+        """The block, with defaults."""
+        return write_block(self.config.data_efficiency)
+
+    def data_sampling_enabled(self) -> bool:
+        """Whether the configuration chooses samples."""
+        return self.config.data_efficiency.data_sampling.enabled
+
+    def data_sampling_config(self) -> dict[str, object]:
+        """The block, with defaults."""
+        return write_block(self.config.data_efficiency.data_sampling)
+
+    def curriculum_learning_enabled(self) -> bool:
+        """Whether samples come by difficulty."""
+        return self.config.data_efficiency.curriculum is not None
+
+    def curriculum_learning_config(self) -> dict[str, object]:
+        """The block, with defaults."""
+        return write_block(self.config.data_efficiency.data_sampling.curriculum_learning)
+
+    def curriculum_enabled_legacy(self) -> bool:
+        """Whether the older block is on."""
+        return self.config.curriculum_learning.enabled
+
+    def curriculum_params_legacy(self) -> dict[str, object]:
+        """The older block, with defaults."""
+        return write_block(self.config.curriculum_learning)
+
+    @property
+    def curriculum_scheduler_legacy(self) -> Pacing | None:
+        """The lengths of the older block: a function of the step, from 1."""
+        return self.efficiency.lengths
+
+    def curriculum_seqlen(self) -> int | None:
+        """Tokens of a sequence in the step under way, of the older block; None: all."""
+        return self.efficiency.seqlen(self.global_steps)
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: object) -> None:
+        """The functions, of the step, of schedules whose type is "custom": by metric, or one for the older block."""
+        sampler = getattr(self.loader, "sampler", None)
+        self.efficiency.set_custom(
+            schedule_func_dict, sampler.pacings if isinstance(sampler, CurriculumSampler) else ()
+        )
+
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, Mapping[str, Any]], Any]) -> None:
+        """What changes the loader's batches: called with a batch and {"current_difficulties": by metric}."""
+        if not isinstance(self.loader, CurriculumLoader):
+            raise RuntimeError(
+                "set_data_post_process_func() needs the loader of a curriculum: pass initialize(training_data=...) and "
+                "a configuration with data_sampling; of another loader map over its batches"
+            )
+        self.loader.process = post_process_func
+
+    def random_ltd_enabled(self) -> bool:
+        """Whether layers drop tokens."""
+        return self.config.data_efficiency.random_ltd is not None
+
+    def random_ltd_config(self) -> dict[str, object]:
+        """The block, with defaults."""
+        return write_block(self.config.data_efficiency.data_routing.random_ltd)
+
+    @property
+    def random_ltd_scheduler(self) -> TokenDropping | None:
+        """The layers that drop tokens; `kept` says how many each keeps."""
+        return self.efficiency.dropping
 
     # ---------------------------------------------------------------- weights
 

@@ -13,20 +13,18 @@ _SENDS = "the optimizer sends gradients during backward and step()"
 _NO_EXPERTS = "there are no experts"
 _PLAN = "see onebit.zero.plan"
 _CONFIG = "ask engine.config"
-_NO_LENGTHS = "there is no curriculum; order the dataset"
 _COMPILE = "compile the model with torch.compile before initialize()"
 _STATES = '"offload_optimizer" keeps states in host memory for the whole run'
 _OWN_FILES = "files are written by engine.save_checkpoint alone"
 
 SWITCHED_OFF = frozenset({
-    "amp_enabled", "autotuning_enabled", "curriculum_enabled_legacy", "curriculum_learning_enabled",
-    "data_efficiency_enabled", "data_sampling_enabled", "eigenvalue_enabled", "elasticity_enabled",
-    "flops_profiler_enabled", "graph_harvesting", "memory_breakdown", "pld_enabled", "random_ltd_enabled",
-    "sparse_gradients_enabled", "torch_autocast_enabled", "super_offload", "zero_nvme_offload_optimizer",
-    "zero_partial_offload", "zero_quantized_gradients", "zero_quantized_nontrainable_weights",
-    "zero_quantized_weights", "zero_grad_hooks", "zero_legacy_stage1", "is_compiled", "is_deepcompile_enabled",
-    "is_deepcompile_active", "load_universal_checkpoint", "use_node_local_storage", "bf16_optimizer_states",
-    "bf16_master_weights_and_gradients", "fp16_master_weights_and_gradients",
+    "amp_enabled", "autotuning_enabled", "eigenvalue_enabled", "elasticity_enabled", "flops_profiler_enabled",
+    "graph_harvesting", "memory_breakdown", "pld_enabled", "sparse_gradients_enabled", "torch_autocast_enabled",
+    "super_offload", "zero_nvme_offload_optimizer", "zero_partial_offload", "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights", "zero_quantized_weights", "zero_grad_hooks", "zero_legacy_stage1",
+    "is_compiled", "is_deepcompile_enabled", "is_deepcompile_active", "load_universal_checkpoint",
+    "use_node_local_storage", "bf16_optimizer_states", "bf16_master_weights_and_gradients",
+    "fp16_master_weights_and_gradients",
 })  # fmt: skip
 """Features that are not here: the engine has a function of each of these names, which says False."""
 
@@ -50,13 +48,8 @@ ENGINE: Mapping[str, str] = {
     "disable_need_reduction": f"{_SENDS}; accumulate in engine.no_sync()",
     "communication_data_type": "it is engine.config.communication_data_type, a string",
     "set_train_micro_batch_size": "the loader's batches are of this size; make another with engine.deepspeed_io()",
-    "set_data_post_process_func": "map over the loader",
     "set_batch_fn": "map over the iterator that train_batch() takes",
-    "set_custom_curriculum_learning_schedule": _NO_LENGTHS,
-    "curriculum_*": _NO_LENGTHS,
-    "data_efficiency_config": _NO_LENGTHS,
-    "data_sampling_config": _NO_LENGTHS,
-    "random_ltd_*": "there is no token dropping",
+    "random_ltd_initialize": "initialize() does it",
     "pld_*": "there is no layer dropping",
     "get_pld_theta": "there is no layer dropping",
     "progressive_layer_drop": "there is no layer dropping",

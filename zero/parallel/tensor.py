@@ -222,5 +222,10 @@ class _Rearranged(ParallelStyle):
         return given.redistribute(placements=(self._wanted,)).to_local()
 
 
+def splits_sequence(plan: Plan) -> bool:
+    """Whether between the ends of a plan each tensor rank holds a part of the sequence."""
+    return any(isinstance(style, _Rearranged) and isinstance(style._wanted, Shard) for style in plan.values())
+
+
 # Styles that leave a module's parameters as they are.
 _LEAVES_PARAMETERS = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput, _Rearranged)

@@ -1,0 +1,163 @@
+"""What an engine does for data efficiency in a step: lengths, dropped tokens, rates of odd batches and by tokens.
+
+`configured.py` makes the parts; the engine calls these methods, each of which does nothing where its part is off.
+"""
+
+from __future__ import annotations
+
+import inspect
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...comm.messages import gather_bytes
+from ..grid import Grid
+from .pacing import Custom, Pacing
+from .sequence import length_of, truncate
+from .token_dropping import TokenDropping
+from .token_rates import TokenLR
+
+T = TypeVar("T")
+SEQLEN = "curriculum_seqlen"
+"""The argument by which DeepSpeed tells a model how many tokens of a sequence to take."""
+
+
+@dataclass
+class Efficiency:
+    """The parts that are on. lengths: of the older curriculum. layers: of the model, where tokens are dropped.
+
+    layer_tokens: tokens times layers that all ranks have consumed, where learning rates depend on it.
+    """
+
+    dropping: TokenDropping | None = None
+    lengths: Pacing | None = None
+    layers: int = 1
+    counts_tokens: bool = False
+    layer_tokens: int = 0
+    _mine: int = 0
+    _rates: list[float | Tensor] | None = None
+    _takes_length: dict[type[nn.Module], bool] = field(default_factory=dict)
+
+    # ---------------------------------------------------------------- a micro-batch
+
+    def seqlen(self, step: int) -> int | None:
+        """Tokens of a sequence in this step, counted from 0; None: all."""
+        return None if self.lengths is None else self.lengths(step + 1)
+
+    def prepare(
+        self, module: nn.Module, step: int, inputs: tuple[object, ...], named: Mapping[str, object], rank: int
+    ) -> Mapping[str, object]:
+        """The named arguments of a call in training. Raises ValueError where its sequences are too long."""
+        length, came = self.seqlen(step), None
+        if length is not None or self.counts_tokens:
+            came = length_of((inputs, dict(named)))
+        if length is not None and self._takes(module):
+            named = {**named, SEQLEN: length}
+            came = None if came is None else min(came, length)
+        elif length is not None and came is not None and came > length:
+            raise ValueError(
+                f"rank {rank}: step {step + 1} of the curriculum takes sequences of {length} tokens, and the model is "
+                f"given {came}; cut them: onebit.zero.data_efficiency.truncate(batch, engine.curriculum_seqlen()), "
+                f"pass initialize(training_data=...), whose batches are cut, or let forward take {SEQLEN}="
+            )
+        self._count(came, (inputs, dict(named)))
+        return named
+
+    def prepare_batches(self, batches: list[T], step: int, *, is_counted: bool) -> list[T]:
+        """The micro-batches of a whole step, inputs and targets cut alike. is_counted: in no later call."""
+        length = self.seqlen(step)
+        if length is not None:
+            batches = [truncate(batch, length) for batch in batches]
+        for batch in batches if is_counted else ():
+            self._count(length_of(batch), batch)
+        return batches
+
+    def _count(self, length: int | None, batch: object) -> None:
+        if not self.counts_tokens:
+            return
+        if length is None:
+            raise ValueError(
+                "learning rates depend on consumed tokens, and the model's inputs have no tensor [batch, sequence, ...]"
+            )
+        each = length * self.layers if self.dropping is None else self.dropping.layer_tokens(length, self.layers)
+        self._mine += _rows(batch) * each
+
+    def _takes(self, module: nn.Module) -> bool:
+        kind = type(module)
+        if kind not in self._takes_length:
+            self._takes_length[kind] = SEQLEN in inspect.signature(module.forward).parameters
+        return self._takes_length[kind]
+
+    # ---------------------------------------------------------------- a step
+
+    def begin_rates(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
+        """Scale all rates for this step, before any gradient leaves."""
+        if scale == 1.0 or self._rates is not None:
+            return
+        self._rates = [_copied(group["lr"]) for group in optimizer.param_groups]
+        _set_rates(optimizer, [lr * scale for lr in self._rates])
+
+    def end_rates(self, optimizer: torch.optim.Optimizer) -> None:
+        """The rates that the schedule knows."""
+        if self._rates is not None:
+            _set_rates(optimizer, self._rates)
+            self._rates = None
+
+    def consumed(self, grid: Grid) -> int:
+        """Tokens times layers of the step, over all ranks that read different data. All ranks."""
+        rows = gather_bytes(grid.world, struct.pack("<q", self._mine))
+        alike = grid.world.world_size // grid.data[1]
+        self._mine = 0
+        tokens = sum(int.from_bytes(row, "little") for row in rows) // alike
+        self.layer_tokens += tokens
+        return tokens
+
+    def go_to(self, step: int) -> None:
+        """Behind a step, and behind loading a checkpoint: the next one is this, counted from 0."""
+        self._mine = 0
+        if self.dropping is not None:
+            self.dropping.advance(step)
+
+    def set_custom(self, functions: object, metrics: Sequence[Pacing]) -> None:
+        """Give schedules of the type "custom" their functions: by metric, or one for the older curriculum."""
+        custom = [pacing for pacing in [self.lengths, *metrics] if isinstance(pacing, Custom)]
+        given = functions if isinstance(functions, Mapping) else dict.fromkeys((p.name for p in custom), functions)
+        names = {pacing.name for pacing in custom}
+        if not names or not set(given) <= names:
+            raise ValueError(
+                f'no schedule of the configuration is "custom" under the name {next(iter(given), None)!r}; '
+                f"there are: {', '.join(sorted(names)) or 'none'}"
+            )
+        for pacing in custom:
+            pacing.function = cast("Pacing | None", given.get(pacing.name, pacing.function))
+
+
+def advance(scheduler: object, tokens: int) -> bool:
+    """Step a schedule by tokens; False where it is another."""
+    if not isinstance(scheduler, TokenLR):
+        return False
+    scheduler.step(tokens=tokens)
+    return True
+
+
+def _rows(batch: object) -> int:
+    if isinstance(batch, Tensor):
+        return batch.shape[0]
+    inside = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return next(_rows(value) for value in inside if length_of(value) is not None)
+
+
+def _copied(lr: float | Tensor) -> float | Tensor:
+    return lr.clone() if isinstance(lr, Tensor) else lr
+
+
+def _set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float | Tensor]) -> None:
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
