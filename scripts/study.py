@@ -6,6 +6,7 @@ python scripts/study.py local-steps --results runs/local.jsonl              (loc
 python scripts/study.py compression --results runs/compression.jsonl        (models that shrink)
 torchrun --nproc-per-node 2 scripts/study.py ddp-hooks                      (hooks of DDP; all take --help)
 python scripts/study.py sparse-attention retrieval --results runs/far.jsonl (what a layout sees; byte-lm: its loss)
+python scripts/study.py data-efficiency --results runs/data.jsonl           (half the tokens; --cost: their own time)
 """
 
 import sys
@@ -21,6 +22,10 @@ if __name__ == "__main__":
         main(sys.argv[2:])
     elif sys.argv[1:2] == ["compression"]:
         from study.compression import main
+
+        main(sys.argv[2:])
+    elif sys.argv[1:2] == ["data-efficiency"]:
+        from study.data_efficiency import main
 
         main(sys.argv[2:])
     elif sys.argv[1:2] == ["ddp-hooks"]:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import onebit
 from onebit import comm
 from onebit.zero.config.optimizers import build_optimizer
-from train.methods import ByParts, Exchange, ReplicaCheckpoints, RunCheckpoints, choice_of, lr_fraction
+from train.methods import ByParts, Exchange, ReplicaCheckpoints, RunCheckpoints, choice_of, dropped, lr_fraction
 from train.model import GPT, decay_groups
 
 _BLOCK = 256
@@ -37,6 +37,7 @@ class Local(ByParts):
             )
         self._model, self._args, self._transport, self.transports = model, args, transport, [transport]
         self.parameters, self.data = sum(p.numel() for p in model.parameters()), (transport.rank, transport.world_size)
+        self.dropping = dropped(model, args, transport.rank)
         self._parameters = list(model.parameters())
         self._local = onebit.LocalSteps(
             build_optimizer(choice_of(args), decay_groups(model, args.weight_decay)),

@@ -26,6 +26,7 @@ from onebit.checkpoint.folder import is_empty
 from onebit.dense import DenseAverager, broadcast_parameters
 from onebit.optimizer import CompressedOptimizer
 from onebit.zero.config.optimizers import OptimizerChoice, build_optimizer, optimizer_flags
+from onebit.zero.data_efficiency import Root, TokenDropping, drop_tokens
 from onebit.zero.sparse_attention import replace_attention
 from train.checkpoint import CheckpointFolder
 from train.model import GPT, SIZES, ModelSize, build_model, decay_groups
@@ -72,10 +73,12 @@ class Method(Protocol):
 
     transports: whose `sent_bytes` add up to what this rank sends. parameters: of the whole model. share: of them, those
     that this rank exchanges with other replicas. data: (which share of the data this rank reads, of how many).
+    dropping: the layers that skip tokens in training, if any.
     """
 
     optimizer: Optimizer
     schedule: LambdaLR
+    dropping: TokenDropping | None
     transports: Sequence[HasSent]
     parameters: int
     share: float
@@ -142,6 +145,7 @@ class Dense(ByParts):
     def __init__(self, model: GPT, transport: comm.Transport, args: argparse.Namespace) -> None:
         self._model, self._args, self._transport, self.transports = model, args, transport, [transport]
         self.parameters, self.data = sum(p.numel() for p in model.parameters()), (transport.rank, transport.world_size)
+        self.dropping = dropped(model, args, transport.rank)
         self._parameters = list(model.parameters())
         broadcast_parameters(self._parameters, transport)
         self._averager = DenseAverager(self._parameters, transport)
@@ -188,6 +192,7 @@ class Onebit(ByParts):
     def __init__(self, model: GPT, transport: comm.Transport, args: argparse.Namespace) -> None:
         self._model, self._args, self._transport, self.transports = model, args, transport, [transport]
         self.parameters, self.data = sum(p.numel() for p in model.parameters()), (transport.rank, transport.world_size)
+        self.dropping = dropped(model, args, transport.rank)
         self.optimizer = build_optimizer(
             choice_of(args),
             decay_groups(model, args.weight_decay),
@@ -296,6 +301,17 @@ def choice_of(args: argparse.Namespace) -> OptimizerChoice:
     """The optimizer of --optimizer, with what the flags say of it; where nothing is said, the registry's defaults."""
     entry = optimizer_flags()[_SHARDED.get(args.optimizer, args.optimizer)]
     return OptimizerChoice(entry.name, entry.params(lr=args.lr, **{key: getattr(args, key) for key in entry.flag_keys}))
+
+
+def rising(args: argparse.Namespace, first: int) -> Root:
+    """Tokens in step t, from 1: from `first` to the model's context, over --easy-until of the steps."""
+    return Root(first, size_of(args).context, max(1, round(args.easy_until * args.steps)), multiple=8)
+
+
+def dropped(model: GPT, args: argparse.Namespace, rank: int) -> TokenDropping | None:
+    if args.drop_tokens is None:
+        return None
+    return drop_tokens(model, "blocks.*", rising(args, args.drop_tokens), seed=args.seed, data_rank=rank)
 
 
 def build_method(args: argparse.Namespace, transport: comm.Transport, device: torch.device) -> Method:

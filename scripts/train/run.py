@@ -36,7 +36,7 @@ from onebit.zero.config.schema import Key, keys_of
 from onebit.zero.sparse_attention import read_sparsity
 from train.checkpoint import CheckpointError
 from train.corpus import Corpus, first_difference, read_corpus
-from train.methods import SHARDED_ONLY, Method, RunCheckpoints, build_method, size_of
+from train.methods import SHARDED_ONLY, Method, RunCheckpoints, build_method, rising, size_of
 from train.model import SIZES
 from train.report import PROGRESS, Report, Row
 
@@ -48,6 +48,7 @@ _FIXED_ON_RESUME = (
     "optimizer", "size", "seed", "batch_size", "accumulate", "steps", "lr", "warmup_lr_fraction", "weight_decay",
     "max_grad_norm", "compression", "codec", "warmup_codec", "local_steps", "outer_lr", "outer_momentum", "differences",
     "context", "sparse_attention",
+    "drop_tokens", "seqlen_from", "easy_until",
 )  # fmt: skip
 
 log = logging.getLogger("train")
@@ -136,6 +137,16 @@ class Training:
     def validate(self) -> float:
         """Mean loss over the fixed held-out windows, in nats per byte, the same on every rank. Synchronises."""
         self.method.synchronise()
+        layers = [] if self.method.dropping is None else list(self.method.dropping.layers.values())
+        for layer in layers:
+            layer.eval()  # with all tokens
+        try:
+            return self._validate()
+        finally:
+            for layer in layers:
+                layer.train()
+
+    def _validate(self) -> float:
         share, shares = self.method.data
         count = _VALIDATION_WINDOWS
         if self.args.pipe is not None:  # which takes parts of one size
@@ -149,6 +160,11 @@ class Training:
         lr = float(self.method.schedule.get_last_lr()[0])
         batch_size, seed, share = self.args.batch_size, self.args.seed, self.method.data[0]
         parts = [self.windows.training(batch_size, seed, step, share, k) for k in range(self.args.accumulate)]
+        if self.args.seqlen_from is not None:
+            length = rising(self.args, self.args.seqlen_from)(step + 1)
+            parts = [windows[:, : length + 1] for windows in parts]
+        if self.method.dropping is not None:
+            self.method.dropping.advance(step)
         loss = self.method.train(parts)
         exchange = self.method.step()
         pulse = struct.pack("<?d", self._is_stop_wanted(), loss)
@@ -272,6 +288,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--outer-lr", type=float, default=1.0, help="with --local-steps: of the mean difference; DiLoCo's is 0.7")
     add("--outer-momentum", type=float, default=0.0, help="with --local-steps: Nesterov's; DiLoCo's is 0.9")
     add("--max-grad-norm", type=float, default=0.0, help="clip the gradient's norm here; 0 does not")
+    add("--drop-tokens", type=_positive, metavar="N", help="middle layers keep N tokens at first; see --easy-until")
+    add("--seqlen-from", type=_positive, metavar="N", help="sequences have N tokens at first; see --easy-until")
+    add("--easy-until", type=float, default=0.5, metavar="SHARE", help="of the steps, then all tokens are there")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--seed", type=int, default=0)
     add("--eval-every", type=_positive, default=25, metavar="STEPS")
@@ -294,6 +313,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--optimizer {SHARDED_ONLY} needs --zero 1 or --zero 2")
     if args.local_steps is not None and args.zero is not None:
         parser.error("--local-steps goes without --zero: the engine averages gradients in every step")
+    size = SIZES[args.size]
+    if args.drop_tokens is not None and size.layers < 3:
+        parser.error(f"--drop-tokens: --size {args.size} has no layer between the first and the last")
+    if max(args.drop_tokens or 1, args.seqlen_from or 1) > size.context:
+        parser.error(f"--drop-tokens and --seqlen-from: a sequence has {size.context} tokens")
+    if not 0 < args.easy_until <= 1:
+        parser.error(f"--easy-until: expected a share of the steps, above 0 and at most 1, got {args.easy_until:g}")
     if args.accumulate is None:  # a pipeline's schedule needs a part for each stage
         args.accumulate = args.pipe or 1
     return args

@@ -22,8 +22,18 @@ from onebit.model_parallel import local
 from onebit.optimizer import CompressedOptimizer
 from onebit.zero.sharded.optimizer import ShardedOnebitOptimizer
 from train.layouts import tensor_plan
-from train.methods import SHARDED_ONLY, ByParts, Exchange, HasSent, RunCheckpoints, choice_of, lr_fraction, size_of
-from train.model import GPT, decay_groups, next_byte_loss
+from train.methods import (
+    SHARDED_ONLY,
+    ByParts,
+    Exchange,
+    HasSent,
+    RunCheckpoints,
+    choice_of,
+    lr_fraction,
+    rising,
+    size_of,
+)
+from train.model import GPT, SIZES, decay_groups, next_byte_loss
 
 
 def config_of(args: argparse.Namespace) -> dict:
@@ -46,9 +56,19 @@ def config_of(args: argparse.Namespace) -> dict:
     }
     if args.sparse_attention is not None:
         config["sparse_attention"] = args.sparse_attention
+    if args.drop_tokens is not None:
+        config["data_efficiency"] = {"enabled": True, "seed": args.seed, "data_routing": _dropping(args)}
     if args.dtype != "fp32":
         config[args.dtype] = {"enabled": True}
     return config
+
+
+def _dropping(args: argparse.Namespace) -> dict:
+    """The block "data_routing"."""
+    kept = rising(args, args.drop_tokens)
+    schedule = {"require_steps": kept.total_steps, "seq_per_step": kept.multiple}
+    ltd = {"random_ltd_schedule": {"min_value": kept.first, "max_value": kept.last, "schedule_config": schedule}}
+    return {"enabled": True, "random_ltd": {"enabled": True, "total_layer_num": SIZES[args.size].layers, **ltd}}
 
 
 class Zero(ByParts):
@@ -77,6 +97,7 @@ class Zero(ByParts):
             tensor_plan=plan,
         )
         self.schedule = cast(LambdaLR, schedule)
+        self.dropping = self._engine.efficiency.dropping
         grid = self._engine.grid
         self.transports: list[HasSent] = [transport, grid.world, *grid.transports.values()]
         self.data = grid.data

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from data_ranks import examples
 from ranks import run_torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
@@ -71,3 +72,13 @@ def test_a_gpt_in_two_stages_goes_on_and_learns_as_with_adamw(tmp_path: Path) ->
     assert abs(losses[-1] - theirs[-1]) < 0.1 * theirs[-1]
     whole = output("gpt_pipeline", "--steps", 30)
     assert numbers("loss", whole) == losses and numbers("validation", whole) == numbers("validation", text)[1:]
+
+
+@pytest.mark.thorough
+def test_models_of_hugging_face_learn_from_less_data_and_go_on(tmp_path: Path) -> None:
+    """With dropout, and a checkpoint within an epoch."""
+    pytest.importorskip("transformers")
+    for rank, facts in enumerate(run_torchrun(2, examples, str(tmp_path), timeout_s=110, at_once=True).check().results):
+        for name, (whole, first, rest) in facts.items():
+            assert first + rest == whole and len(whole) == 60, f"{name}, rank {rank}"
+            assert sum(whole[-6:]) < 0.98 * sum(whole[:6]), f"{name}, rank {rank}: {whole}"

@@ -19,6 +19,8 @@ from study.main import read_results
 from study.report import best_lr, gap_with_interval, report, runs_by_lr, verdict
 from study.run import Job, Point, Result, run_job
 from study.tasks import MASK, TASKS, load_task
+from train.corpus import Corpus
+from train.model import SIZES, ModelSize
 
 JOB = Job(task="digits", method="onebit-adam", lr=4e-3, seed=1, steps=6, ranks=2, batch_size=4)
 
@@ -269,3 +271,49 @@ def test_help_is_printed(capsys: pytest.CaptureFixture) -> None:
     assert ended.value.code == 0
     printed = "".join(capsys.readouterr().out.split())  # lines end anywhere
     assert all("".join(method.split()) in printed for method in study_run.METHODS)
+
+
+def test_half_the_tokens_beside_the_full_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny case of every method, the report and the figure; resumed, nothing runs again."""
+    from study import data_efficiency
+
+    size = ModelSize(layers=3, width=16, heads=2, context=32)
+    monkeypatch.setitem(SIZES, "least", size)
+    monkeypatch.setattr(data_efficiency, "refuse_dirty_tree", lambda path: None)
+    monkeypatch.setattr(
+        data_efficiency, "corpus", lambda: Corpus(bytes(range(97, 123)) * 400, bytes(range(97, 123)) * 9, (), "3")
+    )
+    path = tmp_path / "data.jsonl"
+    flags = [
+        "--size",
+        "least",
+        "--tokens",
+        "1024",
+        "--batch-size",
+        "4",
+        "--lrs",
+        "0.01",
+        "--seeds",
+        "1",
+        "--results",
+        str(path),
+    ]
+    args = data_efficiency.parse_args(flags)
+    data_efficiency.study(args)
+    results = data_efficiency.read_results(path)
+    assert len(results) == 10
+    for job, result in results.items():
+        tokens = result.curve[-1][0]
+        assert (
+            tokens >= (1024 if job.method == "full" else 512)
+            and tokens < (1024 if job.method == "full" else 512) + 4 * 32
+        )
+        assert result.loss < 5.6
+    monkeypatch.setattr(data_efficiency, "run_job", lambda job: pytest.fail("a run that is there is run again"))
+    data_efficiency.study(args)
+    text = data_efficiency.report(results)
+    assert text.count("\n| ") == 12 and "25.6 % less wall clock" in text
+    data_efficiency.draw(results, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+    said = data_efficiency.cost("least", 4, 1)
+    assert set(said) == {"step", "sampler", "dropping"} and said["step"] > 0

@@ -32,7 +32,7 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 from train.checkpoint import CheckpointError, CheckpointFolder  # noqa: E402
 from train.corpus import Corpus, read_corpus  # noqa: E402
-from train.model import SIZES, build_model  # noqa: E402
+from train.model import SIZES, ModelSize, build_model  # noqa: E402
 from train.report import read_csv  # noqa: E402
 from train.run import EXIT_INTERRUPTED, Windows, parse_args, train  # noqa: E402
 
@@ -652,3 +652,32 @@ def test_second_interrupt_ends_at_once(tmp_path: Path, start: Start) -> None:
     finish(process, timeout_s=3.0)
     assert process.returncode == -signal.SIGINT
     assert not read_csv(tmp_path / "run.csv")
+
+
+def test_a_run_with_short_sequences_and_dropped_tokens_is_resumed_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SIZES, "least", ModelSize(layers=3, width=64, heads=2, context=64))
+    more = ("--size", "least", "--drop-tokens", "16", "--seqlen-from", "24", "--eval-every", "4")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(2, flags(whole, *more, steps=8)) == [0, 0]
+    run(2, flags(parts, *more, "--stop-after", "3", steps=8))
+    run(2, flags(parts, *more, "--resume", steps=8))
+    assert rows_without_times(parts) == rows_without_times(whole)
+    plain = tmp_path / "plain"
+    run(2, flags(plain, "--size", "least", "--eval-every", "4", steps=8))
+    assert [row["loss"] for row in rows_without_times(plain)] != [row["loss"] for row in rows_without_times(whole)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--drop-tokens", "16"], "--size tiny has no layer between the first and the last"),
+        (["--seqlen-from", "65"], "a sequence has 64 tokens"),
+        (["--seqlen-from", "8", "--easy-until", "0"], "expected a share of the steps"),
+    ],
+)
+def test_lengths_that_make_no_sense(wrong: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--size", "tiny", *wrong])
+    assert message in capsys.readouterr().err

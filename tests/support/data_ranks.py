@@ -344,3 +344,20 @@ def train_short(engine: zero.Engine, steps: int) -> list[dict]:
         said = gather_texts(engine.grid.world, json.dumps(seen))
         rows.append({"samples": sorted(k for text in said for k in json.loads(text)), "length": length})
     return rows
+
+
+def examples(folder: str) -> dict:
+    """The losses of both examples of Hugging Face's models: of a whole run, and of one in two parts."""
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "examples" / "deepspeed"))
+    import bert_data
+    import gpt2_data
+
+    facts = {}
+    for module in (gpt2_data, bert_data):
+        place = Path(folder) / module.__name__
+        steps = ["--steps", "30", "--folder"]
+        whole = module.main([*steps, f"{place}/whole"])
+        first = module.main([*steps, f"{place}/parts", "--stop-after", "11"])
+        facts[module.__name__] = [whole, first, module.main([*steps, f"{place}/parts"])]
+    return facts

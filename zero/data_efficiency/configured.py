@@ -125,6 +125,11 @@ def dropped_layers(block: RandomLtd, outline: nn.Module) -> tuple[list[str], int
     else:
         names = stack_of(outline, cast(int, block.total_layer_num))
         middle = names[1:-1]
+    if not middle and not block.random_ltd_layer_id:
+        raise ValueError(
+            f"random_ltd: the model has {len(names)} layers, of which the first and the last keep all tokens; name "
+            "layers in random_ltd_layer_id, or disable it"
+        )
     if not block.random_ltd_layer_id:
         return middle, len(names)
     if beyond := [k for k in block.random_ltd_layer_id if k >= len(names)]:

@@ -134,7 +134,8 @@ class TokenDropping:
         if self.parts > 1:
             mine = positions[:, self.part * kept // self.parts :][:, : kept // self.parts] - self.part * length
         call = LayerCall(positions, whole, self.sequence_dim)
-        few = hidden.gather(self.sequence_dim, _index(mine, hidden, self.sequence_dim))
+        rows = _rows(mine, hidden, self.sequence_dim)
+        few = _taken(hidden, rows)
         gathered = {
             key: few if value is hidden else self._gathered(name, key, value, call, layer) for key, value in given
         }
@@ -144,7 +145,7 @@ class TokenDropping:
             output = forward(*called[0], **called[1])
         finally:
             _CURRENT.reset(token)
-        return self._scattered(name, hidden, mine, output)
+        return self._scattered(name, hidden, rows, output)
 
     def _number(self, name: str) -> int:
         """Which call of this layer in the step; a recomputation has the number of what it computes again."""
@@ -221,7 +222,7 @@ class TokenDropping:
 
     # ---------------------------------------------------------------- what comes out
 
-    def _scattered(self, name: str, hidden: Tensor, positions: Tensor, output: Any) -> Any:
+    def _scattered(self, name: str, hidden: Tensor, rows: Tensor, output: Any) -> Any:
         several = output if isinstance(output, tuple | list) else (output,)
         first = several[0] if several else None
         if not isinstance(first, Tensor) or first.dim() != hidden.dim():
@@ -230,13 +231,14 @@ class TokenDropping:
                 "several, has the shape of its hidden states"
             )
         expected = list(hidden.shape)
-        expected[self.sequence_dim] = positions.shape[1]
+        expected[self.sequence_dim] = rows.shape[self.sequence_dim]
         if list(first.shape) != expected:
             raise ValueError(
                 f"{name} makes {tuple(first.shape)} of hidden states {tuple(expected)}: the tokens that it drops have "
                 "no place in that; leave it out of the pattern"
             )
-        whole = hidden.to(first.dtype).scatter(self.sequence_dim, _index(positions, first, self.sequence_dim), first)
+        flat = hidden.to(first.dtype).flatten(0, 1).index_copy(0, rows.flatten(), first.flatten(0, 1))
+        whole = flat.view(hidden.shape)
         if isinstance(output, Tensor):
             return whole
         return type(output)([whole, *several[1:]]) if isinstance(output, list) else (whole, *several[1:])
@@ -318,7 +320,7 @@ def disarm(dropping: TokenDropping) -> None:
 def middle_layers(model: nn.Module, pattern: str, *, with_ends: bool = False) -> list[str]:
     """The modules that match, in order, without the first and the last. Raises ValueError where none is left."""
     wanted = pattern.split(".")
-    names = [name for name, _ in model.named_modules()]
+    names = [name for name, _ in model.named_modules() if name]
     found = [
         name
         for name in names
@@ -392,6 +394,38 @@ def _argument_names(layer: nn.Module, forward: Callable[..., Any], count: int) -
 
 
 _NAMES: dict[type, list[str]] = {}
+
+
+def _rows(positions: Tensor, x: Tensor, sequence_dim: int) -> Tensor:
+    """positions [B, r] as numbers of x's rows: [B, r] of [B·S, ...], or [r, B] of [S·B, ...].
+
+    Whole rows: elementwise gather and scatter take ten times as long on a CPU, in backward above all.
+    """
+    samples = torch.arange(len(positions), device=x.device)
+    if sequence_dim == 1:
+        return positions + x.shape[1] * samples[:, None]
+    return positions.t() * x.shape[1] + samples
+
+
+def _taken(x: Tensor, rows: Tensor) -> Tensor:
+    taken: Tensor = _Taken.apply(x.flatten(0, 1), rows.flatten())  # type: ignore[no-untyped-call]
+    return taken.view(*rows.shape, *x.shape[2:])
+
+
+class _Taken(torch.autograd.Function):
+    """index_select of rows that differ. Its own backward adds row by row, 7 ms for 1024 rows; copying takes 0.1 ms."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.count = x.shape[0]
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        whole = gradient.new_zeros(ctx.count, *gradient.shape[1:])
+        return whole.index_copy(0, rows, gradient), None
 
 
 def _index(positions: Tensor, x: Tensor, sequence_dim: int) -> Tensor:
