@@ -22,19 +22,19 @@ from transformers import BertConfig, BertForMaskedLM
 import onebit.zero as deepspeed
 from onebit.zero.data_efficiency import EffectiveLength, measure
 
-VOCABULARY, LENGTH, LAYERS, PADDING, MASK = 34, 24, 4, 0, 1
+VOCABULARY, LENGTH, LAYERS, PADDING, MASK = 10, 24, 4, 0, 1
 
 
 class Sentences(Dataset[dict[str, Tensor]]):
-    """Each counts on from its first token, for 6 to 24 tokens; a fifth of them is hidden."""
+    """Each repeats two tokens in turn, 6 to 24 in all; a fifth of them is hidden."""
 
     def __len__(self) -> int:
         return 512
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(index)
-        first, length = (int(torch.randint(n, (), generator=generator)) for n in (VOCABULARY - 2, LENGTH - 5))
-        tokens = 2 + (first + torch.arange(LENGTH)) % (VOCABULARY - 2)
+        length = int(torch.randint(LENGTH - 5, (), generator=generator))
+        tokens = torch.randint(2, VOCABULARY, (2,), generator=generator).repeat(LENGTH // 2)
         is_real = torch.arange(LENGTH) < length + 6
         is_hidden = (torch.rand(LENGTH, generator=generator) < 0.2) & is_real
         is_hidden[0] = True  # so that each has one
