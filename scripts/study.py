@@ -1,42 +1,23 @@
-"""Loss and traffic of the optimizers against their dense twins, and what few bits between pipeline stages cost.
+"""Loss and traffic of the optimizers against their dense twins; by name, what other parts cost or gain in loss.
 
 python scripts/study.py --task byte-lm digits --ranks 4 --results runs/study.jsonl --record scripts/records/study.md
-python scripts/study.py activations --results runs/activations.jsonl        (the stages)
-python scripts/study.py local-steps --results runs/local.jsonl              (local steps)
-python scripts/study.py compression --results runs/compression.jsonl        (models that shrink)
-torchrun --nproc-per-node 2 scripts/study.py ddp-hooks                      (hooks of DDP; all take --help)
-python scripts/study.py sparse-attention retrieval --results runs/far.jsonl (what a layout sees; byte-lm: its loss)
-python scripts/study.py data-efficiency --results runs/data.jsonl           (half the tokens; --cost: their own time)
+python scripts/study.py NAME                    (below; all take --help; ddp-hooks under torchrun)
 """
 
+import importlib
 import sys
 
+STUDIES = {  # by name: the module that has its main(argv), and what it compares
+    "activations": "study.activations",  # few bits between pipeline stages
+    "compression": "study.compression",  # models that shrink: loss against bytes
+    "data-efficiency": "study.data_efficiency",  # half the tokens; --cost: their own time
+    "ddp-hooks": "study.ddp_hooks",  # communication hooks of DDP
+    "local-steps": "study.local_steps",  # the price of locality, and of compression
+    "sparse-attention": "study.sparse_attention",  # retrieval: what a layout sees; byte-lm: its loss
+}
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["activations"]:
-        from study.activations import main
-
-        main(sys.argv[2:])
-    elif sys.argv[1:2] == ["local-steps"]:
-        from study.local_steps import main
-
-        main(sys.argv[2:])
-    elif sys.argv[1:2] == ["compression"]:
-        from study.compression import main
-
-        main(sys.argv[2:])
-    elif sys.argv[1:2] == ["data-efficiency"]:
-        from study.data_efficiency import main
-
-        main(sys.argv[2:])
-    elif sys.argv[1:2] == ["ddp-hooks"]:
-        from study.ddp_hooks import main
-
-        main(sys.argv[2:])
-    elif sys.argv[1:2] == ["sparse-attention"]:
-        from study.sparse_attention import main
-
-        main(sys.argv[2:])
+    if sys.argv[1:2] and sys.argv[1] in STUDIES:
+        importlib.import_module(STUDIES[sys.argv[1]]).main(sys.argv[2:])
     else:
-        from study.main import main
-
-        main(sys.argv[1:])
+        importlib.import_module("study.main").main(sys.argv[1:])

@@ -313,7 +313,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--optimizer {SHARDED_ONLY} needs --zero 1 or --zero 2")
     if args.local_steps is not None and args.zero is not None:
         parser.error("--local-steps goes without --zero: the engine averages gradients in every step")
-    size = SIZES[args.size]
+    size = size_of(args)
     if args.drop_tokens is not None and size.layers < 3:
         parser.error(f"--drop-tokens: --size {args.size} has no layer between the first and the last")
     if max(args.drop_tokens or 1, args.seqlen_from or 1) > size.context:
