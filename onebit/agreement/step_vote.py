@@ -97,9 +97,11 @@ class Header:
 
 
 def numbers_of(group: Mapping[str, Any]) -> tuple[float, ...]:
-    """`NUMBERS_OF_A_GROUP` of a parameter group; 0 where it has no such option."""
-    betas = group.get("betas", (0.0, 0.0))
-    return float(group["lr"]), *map(float, betas), float(group.get("eps", 0.0)), float(group.get("weight_decay", 0.0))
+    """`NUMBERS_OF_A_GROUP` of a group; 0 where it has no such option, a sum where it has several (Adafactor)."""
+    betas, eps = group.get("betas", (0.0, 0.0)), group.get("eps", 0.0)
+    if isinstance(eps, tuple):
+        eps = sum(each for each in eps if each is not None)
+    return float(group["lr"]), *map(float, betas), float(eps), float(group.get("weight_decay", 0.0))
 
 
 def option_lines(groups: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -159,7 +159,7 @@ def test_what_moved_and_what_is_owed_are_all_differences() -> None:
     assert np.abs(owed).max() > 1e-3  # something is owed at all
 
 
-@pytest.mark.parametrize("inner", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("inner", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adafactor])
 def test_one_rank_without_compression_is_the_inner_optimizer_to_the_bit(inner: Any) -> None:
     params = make_params()
     plain = inner(params, lr=0.01, weight_decay=0.1)
