@@ -77,7 +77,7 @@ class Block(nn.Module):
         x_BTD = x_BTD + self._attend(self.attention_norm(x_BTD), keep, mask_B1TS)
         return x_BTD + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x_BTD))))
 
-    def _attend(self, x_BTD: Tensor, keep: Keep | None, mask_B1TS: Tensor | None) -> Tensor:
+    def _attend(self, x_BTD: Tensor, keep: Keep | None = None, mask_B1TS: Tensor | None = None) -> Tensor:
         qkv = self.qkv(x_BTD)
         q, k, v = qkv.unflatten(2, (-1, 3, self.head_width)).permute(3, 0, 2, 1, 4)
         if keep is not None:
