@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .usage.contract import Group, State, TorchOptions, check_arguments, check_group, check_parameters, load_checked
+from .usage.contract import (
+    Group,
+    State,
+    TorchOptions,
+    check_arguments,
+    check_group,
+    check_parameters,
+    check_saved_groups,
+    load_checked,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -61,7 +70,7 @@ class LaProp(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: State) -> None:
         """As torch's, but moments stay float32. Raises ValueError, before anything has changed, at others' states."""
-        saved = load_checked(self, state_dict, _check_loadable)
+        saved = load_checked(self, state_dict, self._check_loadable)
         pairs = zip(self.param_groups, saved["param_groups"], strict=True)
         for group, there in pairs:
             for p, key in zip(group["params"], there["params"], strict=True):
@@ -107,11 +116,16 @@ class LaProp(torch.optim.Optimizer):
             torch._foreach_mul_(params, 1.0 - lr * group["weight_decay"])
         torch._foreach_sub_(params, moves)
 
-
-def _check_loadable(state: State) -> None:
-    for key, entry in state["state"].items():
-        if entry and (missing := [name for name in ("step", *_MOMENTS) if name not in entry]):
-            raise ValueError(
-                f"cannot load this optimizer state: parameter {key} has no {missing[0]} there, so it is not LaProp's; "
-                "load one, or none"
-            )
+    def _check_loadable(self, state: State) -> None:
+        where = "cannot load this optimizer state: "
+        check_saved_groups(where, state["param_groups"], self.param_groups)
+        for group, there in zip(self.param_groups, state["param_groups"], strict=True):
+            for p, key in zip(group["params"], there["params"], strict=True):
+                entry = state["state"].get(key, {})
+                if entry and (missing := [name for name in ("step", *_MOMENTS) if name not in entry]):
+                    raise ValueError(
+                        f"{where}parameter {key} has no {missing[0]} there, so it is not LaProp's; load one, or none"
+                    )
+                if wrong := [name for name in _MOMENTS if entry and entry[name].shape != p.shape]:
+                    shapes = f"shape {tuple(entry[wrong[0]].shape)} there and {tuple(p.shape)} here"
+                    raise ValueError(f"{where}{wrong[0]} of parameter {key} has {shapes}; load that of this model")

@@ -10,6 +10,7 @@ import torch
 from ranks import run_torchrun
 from test_torch_contract import ONE_BIT, make
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from wrapper_ranks import CASES, errors
 
 from onebit.agreement.wrappers import wrapper_of
@@ -80,3 +81,20 @@ def test_looking_for_a_wrapper_leaves_other_threads_alone(monkeypatch: pytest.Mo
     is_over.set()
     thread.join()
     assert not errors
+
+
+def test_a_wrapper_of_a_small_part_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+
+    class Part(DistributedDataParallel):
+        def __init__(self, module: nn.Module):
+            nn.Module.__init__(self)
+            self.module, self._comm_hooks = module, []
+
+    layers = [nn.Linear(2, 2) for _ in range(100)]
+    params = [p for layer in layers for p in layer.parameters()]
+    assert wrapper_of(params) == ""
+    kept = [Part(layers[1]), Part(nn.Linear(2, 2))]
+    assert wrapper_of(params) == "Part"
+    del kept[0]
+    assert wrapper_of(params) == ""

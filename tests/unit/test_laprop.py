@@ -73,6 +73,19 @@ def test_another_optimizers_state_is_refused_before_anything_changes() -> None:
     assert not optimizer.state
 
 
+def test_a_state_of_another_shape_is_refused_before_anything_changes() -> None:
+    """A moment of one element would be spread over all of a parameter."""
+    ours, theirs = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))], [nn.Parameter(torch.ones(3)),
+                                                                               nn.Parameter(torch.ones(1))]  # fmt: skip
+    saved, optimizer = onebit.LaProp(theirs), onebit.LaProp(ours)
+    for p in theirs:
+        p.grad = torch.ones_like(p)
+    saved.step()
+    with pytest.raises(ValueError, match=r"of parameter 1 has shape \(1,\) there and \(3,\) here"):
+        optimizer.load_state_dict(saved.state_dict())
+    assert not optimizer.state
+
+
 def test_what_has_no_gradient_stays_and_lr_0_moves_nothing() -> None:
     params = start()
     optimizer = onebit.LaProp(params, lr=0.0)
