@@ -23,7 +23,10 @@ ROLL_CALL_S = 2.0
 NOTES_S = 2.0
 """How long a rank that failed waits for the notes of those whom it misses."""
 
-DIAGNOSIS_S = 5.0
+STORE_S = 4.0
+"""How long the store may take to answer a rank that failed before it counts as gone: its host may be busy."""
+
+DIAGNOSIS_S = 7.0
 """How long after its timeout an operation that cannot complete may still take to find out who is missing."""
 
 

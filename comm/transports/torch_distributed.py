@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .base import PeerError, Work
-from .edge import DIAGNOSIS_S, NOTES_S, ROLL_CALL_S, as_bytes, peer_error, reason
+from .edge import DIAGNOSIS_S, NOTES_S, ROLL_CALL_S, STORE_S, as_bytes, peer_error, reason
 from .hanging import call_within
 from .networked import NetworkedTransport
 from .notes import Conclusion, Note, Operation, conclude
@@ -271,16 +271,16 @@ class _Board:
         store = _innermost(self._group)
         port = store.port if isinstance(store, dist.TCPStore) else None
         try:  # the store may live in the very process that hangs
-            call_within(NOTES_S + ROLL_CALL_S, lambda: self._compare(mine, notes), port)
+            call_within(NOTES_S + STORE_S, lambda: self._compare(mine, notes), port)
         except TimeoutError as error:
             _log.info("rank %d: cannot ask the others what they know: %s", self._rank, error)
         return dict(notes) if self._is_alive or notes else None
 
     def _compare(self, mine: Note, notes: dict[int, Note]) -> None:
-        deadline = time.monotonic() + NOTES_S
         try:
             store = _connect_to_store(self._group)
             store.set(_key_of(self._rank), mine.encode().decode())
+            deadline = time.monotonic() + NOTES_S
             wanted = set(mine.misses)
             while (missing := wanted - notes.keys() - {self._rank}) and time.monotonic() < deadline:
                 for peer in missing:
@@ -307,7 +307,7 @@ def _connect_to_store(group: dist.ProcessGroup) -> dist.Store:
     innermost = _innermost(group)
     if isinstance(innermost, dist.TCPStore):
         try:
-            socket.create_connection((innermost.host, innermost.port), ROLL_CALL_S).close()
+            socket.create_connection((innermost.host, innermost.port), STORE_S).close()
         except OSError as error:
             raise OSError(
                 f"nobody answers at {innermost.host}:{innermost.port}, where the store was: {error}"
