@@ -23,10 +23,13 @@ ROLL_CALL_S = 2.0
 NOTES_S = 2.0
 """How long a rank that failed waits for the notes of those whom it misses."""
 
-STORE_S = 4.0
-"""How long the store may take to answer a rank that failed before it counts as gone: its host may be busy."""
+STORE_S = 6.0
+"""How long the store may take to answer a rank that failed before it counts as gone.
 
-DIAGNOSIS_S = 7.0
+torch's store asks for the name of whoever connects, and serves nobody meanwhile: 5 s where a resolver is silent.
+"""
+
+DIAGNOSIS_S = 9.0
 """How long after its timeout an operation that cannot complete may still take to find out who is missing."""
 
 

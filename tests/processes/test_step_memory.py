@@ -25,6 +25,7 @@ def measured() -> dict[str, list[tuple[str, float, float]]]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux: peaks are read from /proc")
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_step_needs_5_percent_more_than_what_is_kept_between_steps(kind: str) -> None:

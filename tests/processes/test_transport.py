@@ -102,7 +102,7 @@ def test_survivors_name_the_peer(backend: str, fate: str, operation: str) -> Non
         assert tuple(seen["ranks"]) == (transport_ranks.VICTIM,), seen
         assert f"rank {rank}: {operation}" in seen["message"]
         assert f"Missing: rank {transport_ranks.VICTIM}" in seen["message"]
-        assert seen["seconds"] < transport_ranks.TIMEOUT_S + 4, seen
+        assert seen["seconds"] < transport_ranks.TIMEOUT_S + DIAGNOSIS_S, seen
 
 
 def check_disagreement(name: str, rank: int, seen: dict[str, Any]) -> None:
