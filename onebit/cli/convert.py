@@ -136,6 +136,8 @@ def _of_deepspeed(folder: Path) -> Weights:
         return {name: x for name, x in model["module"].items() if isinstance(x, Tensor)}
     states = [_load_records(path)["optimizer_state_dict"] for path in optimizers]
     stage, partitions = states[0]["zero_stage"], states[0]["partition_count"]
+    if stage not in (1, 2, 3):
+        raise ValueError(f"{optimizers[0]} is of ZeRO stage {stage!r}; expected 1, 2 or 3, as DeepSpeed 0.19 writes it")
     expected = max(partitions) if isinstance(partitions, list) else partitions
     if len(states) != expected:
         raise ValueError(f"{folder} holds the optimizer states of {len(states)} ranks, it was written by {expected}")
@@ -240,13 +242,20 @@ class Record:
     def __setitem__(self, key: object, item: object) -> None: ...
 
 
+def _without_attributes(make: Callable[..., Any], kind: object, args: tuple[object, ...], state: object) -> Any:
+    """A tensor with attributes of its own, as DeepSpeed's shards are. make: one of `_KNOWN`, or Record."""
+    return make(*args)
+
+
 _KNOWN = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
     ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
+    ("torch._tensor", "_rebuild_from_type_v2"): _without_attributes,
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
     ("builtins", "set"): set,
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): int,
 }
 
 

@@ -6,6 +6,7 @@ import os
 import pickle
 import sys
 import types
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from onebit.cli.convert import adamw_state, read_weights
 from onebit.comm import SimTransport, run_ranks
 from onebit.zero.checkpoint.files import Checkpoints
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 SHAPES = OrderedDict([("first.weight", torch.Size([5, 7])), ("first.bias", torch.Size([5])), ("last", torch.Size([3]))])
 
 
@@ -130,6 +132,19 @@ def test_deepspeeds_masters_become_weights(tmp_path: Path, stage: int, ranks: in
     target = tmp_path / "model.safetensors"
     assert main(["convert", str(tmp_path), str(target)]) == 0
     assert same(load_file(target), expected)
+
+
+@pytest.mark.parametrize("case", ["0-fp32", "1-fp32", "2-bf16", "3-fp32", "3-bf16"])
+@pytest.mark.parametrize("tag", [[], ["--tag", "t3"]], ids=["newest", "by tag"])
+def test_what_deepspeed_itself_wrote_is_what_its_own_tool_reads(tmp_path: Path, case: str, tag: list[str]) -> None:
+    """golden/write_deepspeed.py wrote them. Its tool turns buffers of integers into float32, which ours are not."""
+    with zipfile.ZipFile(GOLDEN / "deepspeed_0.19.6.zip") as archive:
+        archive.extractall(tmp_path)
+    assert main(["convert", *tag, str(tmp_path / case), str(tmp_path / "ours.pt")]) == 0
+    ours, expected = (torch.load(tmp_path / name) for name in ("ours.pt", f"{case}/expected.pt"))
+    counts = {name for name, x in ours.items() if not x.is_floating_point()}
+    assert counts == {"table", "norm.num_batches_tracked"} & set(expected)
+    assert same(ours, {name: x.to(torch.int64) if name in counts else x for name, x in expected.items()})
 
 
 def test_without_optimizer_states_the_modules_weights_are_taken(tmp_path: Path) -> None:
