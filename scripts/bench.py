@@ -21,6 +21,7 @@ NAMES = (
     "sparse_attention",
     "zero_memory",
     "inference",
+    "time_to_loss",
     "peer_deepspeed",
 )
 

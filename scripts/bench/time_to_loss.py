@@ -1,0 +1,82 @@
+"""Loss against seconds of equal work: DDP, PowerSGD, DiLoCo and ours, on three networks.
+
+    python scripts/bench.py time_to_loss losses --results runs/losses.jsonl
+    python scripts/bench.py time_to_loss seconds --results runs/seconds.jsonl
+    python scripts/bench.py time_to_loss report --losses runs/losses.jsonl --seconds runs/seconds.jsonl --record FILE
+
+Losses come from simulated ranks, each method once; seconds from steps on emulated hosts, whose computing is emulated by
+sleeping: the same loss on every network, at other seconds. What a file holds is not run again. The parts are in
+scripts/time_to_loss/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from provenance import check_record, record_path, write_record
+from time_to_loss import losses, report, seconds
+from time_to_loss.ways import WAYS
+
+from onebit.cli.cluster import available
+from onebit.cli.numbers import number
+
+RATES = ("10mbit", "100mbit", "1gbit")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench.py time_to_loss", description=__doc__.split("\n\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
+    common.add_argument("--results", type=Path, required=True, metavar="FILE", help="a JSON line for each run")
+    add = commands.add_parser("losses", parents=[common], help="train").add_argument
+    add("--task", default="byte-lm")
+    add("--ranks", type=int, default=4)
+    add("--rows", type=int, default=4, help="of a rank's batch")
+    add("--lengths", type=int, nargs="+", default=[250, 500, 1000, 2000, 4000], metavar="STEPS")
+    add("--lrs", type=float, nargs="+", default=[4e-3, 8e-3], metavar="LR")
+    add("--seeds", type=int, default=1)
+    add("--processes", type=int, default=2, help="runs side by side")
+    add = commands.add_parser("seconds", parents=[common], help="time steps; needs root and iproute2").add_argument
+    add("--rates", nargs="+", default=list(RATES), metavar="RATE")
+    add("--hosts", type=int, default=4)
+    add("--params", type=number, default=25e6, metavar="N")
+    add("--compute", type=float, default=0.3, metavar="SECONDS", help="of a step's forward and backward")
+    add("--budget", type=float, default=60.0, metavar="SECONDS", help="of a method, once each of its phases has come")
+    add = commands.add_parser("report", help="join both").add_argument
+    add("--losses", type=Path, required=True, metavar="FILE")
+    add("--seconds", type=Path, required=True, metavar="FILE")
+    add("--record", type=record_path, metavar="FILE", help="write it there, with its figure beside it as .png")
+    commands.add_parser("worker", help="be one rank of `seconds`")
+    args = parser.parse_args(argv)
+    if hasattr(args, "results"):
+        check_record(parser, args.results)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    if args.command == "worker":
+        seconds.work()
+    elif args.command == "losses":
+        wanted = losses.wanted(args.task, args.ways, args.ranks, args.rows, args.lengths, args.lrs, args.seeds)
+        losses.train_missing(wanted, args.results, args.processes)
+    elif args.command == "seconds":
+        if (reason := available()) is not None:
+            sys.exit(f"time_to_loss: {reason}")
+        seconds.time_on(args.rates, args.hosts, args.params, args.compute, args.ways, args.budget, args.results)
+    else:
+        _report(args)
+
+
+def _report(args: argparse.Namespace) -> None:
+    found, timed = losses.read(args.losses), seconds.read(args.seconds)
+    text = "\n".join(report.report(found, timed)) + "\n"
+    print(text)
+    if args.record is not None:
+        figure = args.record.with_suffix(".png")
+        write_record(args.record, f"{text}\n![Loss against seconds]({figure.name})\n")
+        report.draw(found, timed, figure)

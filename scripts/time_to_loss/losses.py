@@ -1,0 +1,129 @@
+"""The loss half: every way trains the same model on the same batches, for so many steps, by ranks that are threads.
+
+A run of N steps has a schedule of N steps: a short one is not a long one cut off. What is counted beside the loss: how
+many steps the run took in each phase, and the bits that a rank sent per parameter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from provenance import refuse_dirty_tree, revision
+from rich.progress import Progress
+from study.run import WEIGHT_DECAY
+from study.tasks import Task, load_task
+from train.model import decay_groups
+
+from onebit.comm import SimTransport, run_ranks
+from time_to_loss.ways import WAYS, phase_of
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is run. rows: of a rank's batch."""
+
+    task: str
+    way: str
+    ranks: int
+    rows: int
+    steps: int
+    lr: float
+    seed: int
+
+    def lr_at(self, step: int) -> float:
+        """Linear over the first twentieth, then a cosine to a tenth of the peak."""
+        rise = max(1, self.steps // 20)
+        if step < rise:
+            return self.lr * (step + 1) / rise
+        return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - rise) / max(1, self.steps - rise))))
+
+
+@dataclass(frozen=True)
+class Found:
+    """How it ended. loss: of validation, inf where it is not finite. phases: steps in each. bits: sent by a rank, per
+    parameter, in the whole run; of a single worker none are sent here."""
+
+    run: Run
+    loss: float
+    phases: dict[str, int]
+    bits: float
+    seconds: float
+    revision: str
+
+
+def train(run: Run) -> Found:
+    """One run."""
+    torch.set_num_threads(1)
+    way, task, began = WAYS[run.way], load_task(run.task), time.perf_counter()
+    if way.make is None:
+        raise ValueError(f"{run.way} has the loss of {way.loss_of}, and no run of its own")
+    if way.is_one_worker:
+        loss, phases, bits = _train(run, task, None)
+    else:
+        loss, phases, bits = run_ranks(run.ranks, lambda transport: _train(run, task, transport), timeout_s=600.0)[0]
+    return Found(run, loss, phases, bits, round(time.perf_counter() - began, 1), revision())
+
+
+def _train(run: Run, task: Task, transport: SimTransport | None) -> tuple[float, dict[str, int], float]:
+    model = task.build(run.seed)
+    make = WAYS[run.way].make
+    assert make is not None
+    optimizer = make(decay_groups(model, WEIGHT_DECAY), transport, run.steps)
+    sent, phases = 0 if transport is None else transport.sent_bytes, Counter[str]()
+    workers = range(run.ranks) if transport is None else [transport.rank]
+    for step in range(run.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = run.lr_at(step)
+        parts = [task.batch(run.seed, step, worker, run.rows) for worker in workers]
+        task.loss(model, tuple(torch.cat(column) for column in zip(*parts, strict=True))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        phases[phase_of(optimizer)] += 1
+    if hasattr(optimizer, "sync"):
+        optimizer.sync()
+    loss = task.evaluate(model) if transport is None or transport.rank == 0 else 0.0
+    numel = sum(p.numel() for p in model.parameters())
+    bits = 0.0 if transport is None else 8 * (transport.sent_bytes - sent) / numel
+    return (loss if math.isfinite(loss) else math.inf), dict(phases), bits
+
+
+# ---------------------------------------------------------------- many
+
+
+def read(path: Path) -> list[Found]:
+    """The runs that a file of JSON lines holds; none where there is no file."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [Found(**(content | {"run": Run(**content["run"])})) for content in map(json.loads, lines)]
+
+
+def wanted(
+    task: str, ways: Iterable[str], ranks: int, rows: int, lengths: Sequence[int], lrs: Sequence[float], seeds: int
+) -> Iterator[Run]:
+    """By length, the shortest first: an interrupted command has the short ones of all."""
+    for steps in sorted(lengths):
+        for way in ways:
+            for lr in lrs if WAYS[way].make is not None else ():
+                yield from (Run(task, way, ranks, rows, steps, lr, seed) for seed in range(seeds))
+
+
+def train_missing(runs: Iterable[Run], path: Path, processes: int) -> None:
+    """Those that the file does not hold; each is added to it as soon as it is done."""
+    done = {found.run for found in read(path)}
+    missing = [run for run in dict.fromkeys(runs) if run not in done]
+    if not missing:
+        return
+    refuse_dirty_tree(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor(processes) as pool, path.open("a") as file, Progress() as progress:
+        futures = [pool.submit(train, run) for run in missing]
+        for future in progress.track(as_completed(futures), total=len(futures), description="losses"):
+            file.write(json.dumps(asdict(future.result())) + "\n")
+            file.flush()

@@ -1,0 +1,164 @@
+"""The time half: whole steps of every way on emulated hosts, by phase, while computing is emulated by sleeping.
+
+The ways share nothing but the hosts: each has its own model of the doctor's shapes, and is timed when the one before it
+is gone. The slowest rank's time counts; a phase's seconds are the median of its steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from provenance import refuse_dirty_tree, revision
+
+from onebit import comm
+from onebit.cli.cluster import Cluster
+from onebit.cli.doctor.contenders import Contender, EmulatedModel
+from onebit.cli.doctor.samples import model_shapes
+from onebit.comm import Transport
+from onebit.comm.messages import gather_bytes
+from time_to_loss.ways import PLAIN, WAYS, Way, phase_of
+
+LONGEST = 40  # steps of a way in which all of its phases come
+STUCK_S = 3600.0
+COMMAND = Path(__file__).resolve().parents[1] / "bench.py"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A way on a network. seconds: of a step, by phase. steps: how many were timed, by phase."""
+
+    rate: str
+    hosts: int
+    params: float
+    compute_s: float
+    way: str
+    seconds: dict[str, float]
+    steps: dict[str, int]
+    revision: str
+
+
+def time_on(
+    rates: Sequence[str], hosts: int, params: float, compute_s: float, ways: Sequence[str], budget_s: float, path: Path
+) -> None:
+    """Each rate and way that the file does not hold, on hosts laid for it. Needs root and iproute2."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for rate in rates:
+        held = {(t.rate, t.hosts, t.params, t.compute_s, t.way) for t in read(path)}
+        missing = [way for way in ways if (rate, hosts, params, compute_s, way) not in held]
+        if not missing:
+            continue
+        refuse_dirty_tree(path)
+        with tempfile.TemporaryDirectory() as folder, Cluster(hosts, rate) as cluster:
+            out = Path(folder) / "seconds.jsonl"
+            work = {"ways": missing, "params": params, "compute_s": compute_s, "budget_s": budget_s, "out": str(out)}
+            ended = cluster.run(
+                [sys.executable, str(COMMAND), "time_to_loss", "worker"],
+                launcher="none",
+                env={"TIME_TO_LOSS": json.dumps(work)},
+                timeout_s=STUCK_S,
+            )
+            lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+            with path.open("a") as file:
+                for line in lines:
+                    timed = Timed(rate, hosts, params, compute_s, revision=revision(), **line)
+                    file.write(json.dumps(asdict(timed)) + "\n")
+            if ended.status:
+                raise SystemExit(f"the ranks on {hosts} hosts at {rate} ended with status {ended.status}")
+
+
+def read(path: Path) -> list[Timed]:
+    """What a file of JSON lines holds; nothing where there is no file."""
+    return [Timed(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+# ---------------------------------------------------------------- one rank
+
+
+def work() -> None:
+    """Time every way among the hosts this rank finds itself on. All ranks."""
+    asked = json.loads(os.environ["TIME_TO_LOSS"])
+    transport = comm.init("gloo")
+    for name in asked["ways"]:
+        way = WAYS[name]
+        if way.needs_group and not dist.is_initialized():
+            raise RuntimeError(f"{name} needs a process group of torch")
+        model = EmulatedModel(model_shapes(asked["params"]), transport, asked["compute_s"])
+        contender = way.timed(model, transport)
+        began = time.monotonic()
+        taken = _by_cycle(way, contender, transport) if way.cycle > 1 else {}
+        if way.cycle == 1:
+            taken = _by_phase(
+                way, contender, transport, lambda began=began: time.monotonic() - began, asked["budget_s"]
+            )
+        if transport.rank == 0:
+            print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            seconds = {phase: statistics.median(times) for phase, times in taken.items()}
+            line = {"way": name, "seconds": seconds, "steps": {phase: len(times) for phase, times in taken.items()}}
+            with Path(asked["out"]).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        del contender, model
+        gc.collect()
+    transport.close()
+
+
+def _by_phase(
+    way: Way,
+    contender: Contender,
+    transport: Transport,
+    elapsed: Callable[[], float],
+    budget_s: float,
+    repeats: int = 3,
+) -> dict[str, list[float]]:
+    """Seconds of steps, by phase; of the first step none.
+
+    Until every phase has come, and then until the last of `way.phases` has come so often or budget_s have passed.
+    """
+    taken: dict[str, list[float]] = {}
+    for step in range(LONGEST):
+        seconds = _slowest(transport, lambda: _step(contender))
+        phase = "warmup" if step < way.full_steps else phase_of(contender.optimizer)
+        if step > 0:
+            taken.setdefault(phase, []).append(seconds)
+        has_all = all(phase in taken for phase in way.phases)
+        has_enough = len(taken.get(way.phases[-1], ())) >= repeats
+        is_late = _slowest(transport, lambda: 0.0, elapsed()) > budget_s
+        if has_all and (has_enough or is_late):
+            break
+    return taken
+
+
+def _by_cycle(way: Way, contender: Contender, transport: Transport, cycles: int = 2) -> dict[str, list[float]]:
+    """Seconds of a step, mean over a cycle. The first cycle is not counted: its traffic is the first."""
+
+    def cycle() -> None:
+        for _ in range(way.cycle):
+            _step(contender)
+
+    every = [_slowest(transport, cycle) / way.cycle for _ in range(1 + cycles)]
+    return {PLAIN: every[1:]}
+
+
+def _step(contender: Contender) -> None:
+    contender.backward()
+    contender.update()
+    contender.optimizer.zero_grad()
+
+
+def _slowest(transport: Transport, act: Callable[[], object], already_s: float = 0.0) -> float:
+    """All start together; the seconds of the rank that took longest, and the same number on all. All ranks."""
+    gather_bytes(transport, b"ready", transport.device)
+    began = time.perf_counter()
+    act()
+    mine = struct.pack("<d", already_s + time.perf_counter() - began)
+    return max(struct.unpack("<d", each)[0] for each in gather_bytes(transport, mine, transport.device))

@@ -1,0 +1,215 @@
+"""What is compared: dense AdamW in DDP, PowerSGD, DiLoCo, ours; each as simulated ranks train with it, and as timed.
+
+A way's loss and its time are measured apart. Its loss is of simulated ranks (`losses.py`), a function of the step. Its
+seconds are of emulated hosts (`seconds.py`), by the phase of a step: a warm-up, a step between two rounds and a round
+take different times, and a run has so many of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+import onebit
+from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
+from onebit.cli.doctor.contenders import Contender, Ddp, DdpBfloat16, EmulatedModel, Onebit, PowerSgd
+from onebit.comm import Codec, IdentityCodec, Int8Codec, Log4Codec, SignCodec, Transport
+from onebit.zero import ShardedOnebitAdam
+
+Groups = list[dict]
+PLAIN = "plain"  # the only phase of a way whose steps are alike
+NESTEROV = (0.7, 0.9)  # DiLoCo's outer rate and momentum (arXiv 2311.08105)
+
+
+class Trained(Protocol):
+    """What the training loop asks of an optimizer; it changes the groups' learning rates."""
+
+    param_groups: list[dict]
+
+    def step(self) -> object:
+        """Exchange, and move the parameters."""
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """make(groups, transport, steps of the run): of one simulated rank; transport None: one worker has all batches.
+
+    timed(model, transport): the same on an emulated host. cycle: steps that are timed together, whatever their phases;
+    1: every phase in `phases` on its own; the one that most steps are in stands last. full_steps: timed ones in the
+    phase "warmup", where the optimizer has no phases of its own. loss_of: the way whose loss this one has too.
+    """
+
+    name: str
+    timed: Callable[[EmulatedModel, Transport], Contender]
+    make: Callable[[Groups, Transport | None, int], Trained] | None = None
+    is_one_worker: bool = False
+    cycle: int = 1
+    phases: Sequence[str] = (PLAIN,)
+    full_steps: int = 0
+    loss_of: str = ""
+    needs_group: bool = False
+
+
+# ---------------------------------------------------------------- peers
+
+
+class LowRank:
+    """PowerSGD (arXiv 1905.13727) in front of AdamW, as torch's hook has it: error feedback, a warm start, and the
+    dense mean in the first `start` steps, and always for vectors and for matrices that rank r makes less than half as
+    small."""
+
+    def __init__(self, groups: Groups, transport: Transport, rank: int, start: int):
+        self.inner, self.transport, self.rank, self.left = torch.optim.AdamW(groups), transport, rank, start
+        self.param_groups = self.inner.param_groups
+        self.params = [p for group in self.param_groups for p in group["params"]]
+        generator = torch.Generator().manual_seed(0)  # the same on all ranks
+        self.low: dict[Tensor, Tensor] = {}
+        for p in self.params:
+            if p.dim() > 1 and 2 * rank * (len(p) + p[0].numel()) < p.numel():
+                self.low[p] = torch.randn(p[0].numel(), rank, generator=generator)
+        self.errors = {p: torch.zeros_like(p) for p in self.low}
+        self.phase = "warmup"
+
+    def step(self) -> None:
+        self.phase = "warmup" if self.left > 0 else PLAIN
+        full = [p.grad for p in self.params if self.left > 0 or p not in self.low]
+        self._average(full)
+        if self.left <= 0:
+            self._approximate()
+        self.left -= 1
+        self.inner.step()
+
+    def _approximate(self) -> None:
+        matrices = {p: (p.grad + self.errors[p]).view(len(p), -1) for p in self.low}
+        lefts = [matrix @ self.low[p] for p, matrix in matrices.items()]
+        self._average(lefts)
+        bases = [torch.linalg.qr(left).Q for left in lefts]
+        rights = [matrix.T @ basis for matrix, basis in zip(matrices.values(), bases, strict=True)]
+        self._average(rights)
+        for (p, matrix), basis, right in zip(matrices.items(), bases, rights, strict=True):
+            p.grad.copy_((basis @ right.T).view_as(p))
+            self.errors[p] = matrix.view_as(p) - p.grad
+            self.low[p] = right
+
+    def _average(self, tensors: Sequence[Tensor]) -> None:
+        if not tensors:
+            return
+        flat = torch.cat([x.reshape(-1) for x in tensors])
+        self.transport.all_reduce(flat).wait()
+        flat /= self.transport.world_size
+        for x, part in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
+            x.copy_(part.view_as(x))
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+
+def phase_of(optimizer: Any) -> str:
+    """Of the step that it has just taken."""
+    stats = getattr(optimizer, "stats", optimizer)
+    return str(getattr(stats, "phase", PLAIN))
+
+
+def _dense(groups: Groups, transport: Transport | None, steps: int) -> Trained:
+    return torch.optim.AdamW(groups)
+
+
+def _power_sgd(rank: int) -> Way:
+    return Way(
+        f"PowerSGD rank {rank}",
+        partial(PowerSgd, rank=rank),
+        lambda groups, transport, steps: LowRank(groups, transport, rank, start=max(2, steps // 10)),
+        phases=("warmup", PLAIN),
+        full_steps=2,
+        needs_group=True,
+    )
+
+
+# ---------------------------------------------------------------- ours, and DiLoCo by our wrapper
+
+
+def _local(name: str, every: int, codec: Codec, outer: tuple[float, float] = (1.0, 0.0), delay: int = 0) -> Way:
+    """AdamW between rounds. delay: steps that a round's traffic may take."""
+    options: dict[str, Any] = {"every": every, "codec": codec, "outer_lr": outer[0], "outer_momentum": outer[1]}
+    options |= {"delay": delay, "check_replicas_every": 0}
+
+    def timed(params: Any, lr: float, transport: Transport) -> onebit.LocalSteps:
+        return onebit.LocalSteps(torch.optim.AdamW(params, lr=lr), transport=transport, **options)
+
+    return Way(
+        f"{name}, H = {every}",
+        partial(Onebit, make=timed),
+        lambda groups, transport, steps: onebit.LocalSteps(
+            torch.optim.AdamW(groups), transport=transport, bucket_cap_mb=0.1 if delay else 16.0, **options
+        ),
+        cycle=every,
+    )
+
+
+WARM = 3  # steps of a warm-up that is timed
+
+
+def _with_phases(kind: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A timed optimizer whose phases all come within a few steps."""
+
+    def make(params: Any, lr: float, transport: Transport) -> Any:
+        made = kind(params, lr=lr, transport=transport, compression="always", check_replicas_every=0, **options)
+        if kind is onebit.OnebitAdam:
+            made.rule.schedule = DenseSteps("auto", WARM, VarianceUpdates(1, var_freeze_step=16))
+        return made
+
+    return make
+
+
+def _ours(name: str, kind: Callable[..., Any], phases: Sequence[str], timed: dict | None = None, **options: Any) -> Way:
+    """timed: options in place of a run's, so that all phases come soon."""
+    return Way(
+        name,
+        partial(Onebit, make=_with_phases(kind, **options | (timed or {}))),
+        lambda groups, transport, steps: kind(groups, transport=transport, **options),
+        phases=phases,
+    )
+
+
+def _sharded(differences: str) -> Way:
+    def timed(params: Any, lr: float, transport: Transport) -> ShardedOnebitAdam:
+        return ShardedOnebitAdam(
+            params, lr=lr, transport=transport, differences=differences, warmup_steps=WARM, check_replicas_every=0
+        )
+
+    return Way(
+        f"sharded, {differences} down",
+        partial(Onebit, make=timed),
+        lambda groups, transport, steps: ShardedOnebitAdam(groups, transport=transport, differences=differences),
+        phases=("warmup", "compressed"),
+    )
+
+
+_ADAM = ("warmup", "refresh", "compressed")
+_ZERO_ONE = {"var_freeze_step": 2}
+WAYS = {
+    way.name: way
+    for way in (
+        Way("DDP float32", Ddp, _dense, is_one_worker=True, needs_group=True),
+        Way("DDP bfloat16", DdpBfloat16, loss_of="DDP float32", needs_group=True),
+        _power_sgd(1),
+        _power_sgd(4),
+        _local("DiLoCo fp32", 32, IdentityCodec(), NESTEROV),
+        *(_local("DiLoCo int8", every, Int8Codec(), NESTEROV) for every in (8, 32, 128)),
+        _ours("OnebitAdam", onebit.OnebitAdam, _ADAM),
+        _ours("OnebitAdam, four-bit warm-up", onebit.OnebitAdam, _ADAM, warmup_codec=Log4Codec()),
+        _ours("ZeroOneAdam", onebit.ZeroOneAdam, ("variance", "compressed"), _ZERO_ONE),
+        _sharded("int4"),
+        _sharded("sign"),
+        *(_local("local steps in one bit", every, SignCodec()) for every in (8, 32, 128)),
+        _local("local steps in one bit, hidden", 32, SignCodec(), delay=16),
+    )
+}

@@ -1,0 +1,124 @@
+"""`bench.py time_to_loss`: what a budget buys, by hand; every way trains; PowerSGD against a loop of its own; a run."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from bench.time_to_loss import main
+from time_to_loss import losses, report
+from time_to_loss.losses import Found, Run
+from time_to_loss.seconds import Timed
+from time_to_loss.ways import WAYS, LowRank
+
+from onebit.cli.cluster import available
+from onebit.comm import SimTransport, run_ranks
+
+
+def found(way: str, steps: int, loss: float, phases: dict[str, int] | None = None, lr: float = 1e-2) -> Found:
+    run = Run("byte-lm", way, 4, 4, steps, lr, 0)
+    return Found(run, loss, phases or {"plain": steps}, bits=0.0, seconds=1.0, revision="x")
+
+
+def timed(way: str, **seconds: float) -> Timed:
+    return Timed("1gbit", 4, 1e6, 0.1, way, seconds, dict.fromkeys(seconds, 3), "x")
+
+
+def test_a_budget_buys_what_lies_between_two_runs() -> None:
+    runs = [found("DDP float32", 10, 4.0), found("DDP float32", 1000, 2.0), found("DDP float32", 1000, 9.0, lr=1.0)]
+    (curve,) = report.curves(runs, [timed("DDP float32", plain=0.1)])["1gbit"]
+    assert curve.seconds == (1.0, 100.0) and curve.losses == (4.0, 2.0)
+    assert curve.at(0.5) is None
+    assert [curve.at(s) for s in (1.0, 10.0, 100.0, 500.0)] == pytest.approx([4.0, 3.0, 2.0, 2.0])
+
+
+def test_a_runs_seconds_are_those_of_its_phases() -> None:
+    run = found("OnebitAdam", 20, 3.0, {"warmup": 5, "refresh": 1, "compressed": 14})
+    (line,) = report.curves([run], [timed("OnebitAdam", warmup=2.0, refresh=1.0, compressed=0.5)])["1gbit"]
+    assert line.seconds == (18.0,)
+    (line,) = report.curves([run], [timed("OnebitAdam", warmup=2.0, compressed=0.5)])["1gbit"]
+    assert line.seconds == (19.0,)  # a refresh is timed as the warm-up where it was not seen
+    with pytest.raises(KeyError):
+        report.curves([run], [timed("OnebitAdam", warmup=2.0)])
+
+
+def test_another_form_has_the_loss_of_the_one_it_names() -> None:
+    lines = report.curves([found("DDP float32", 10, 4.0)], [timed("DDP bfloat16", plain=0.2)])["1gbit"]
+    assert [(line.way, line.seconds, line.losses) for line in lines] == [("DDP bfloat16", (2.0,), (4.0,))]
+
+
+def test_low_rank_gradients_are_those_of_the_paper() -> None:
+    """Two ranks against a loop in float64: approximate the mean of what was owed, keep one's own remainder."""
+    ranks, rows, columns, steps = 2, 12, 9, 4
+    gradients = numpy.random.default_rng(0).standard_normal((steps, ranks, rows, columns))
+    right = torch.randn(columns, 1, generator=torch.Generator().manual_seed(0)).double().numpy()
+    errors, expected = numpy.zeros((ranks, rows, columns)), []
+    for step in range(steps):
+        owed = gradients[step] + errors
+        left = (owed @ right).mean(0)
+        left /= numpy.linalg.norm(left)
+        right = numpy.einsum("wrc,rk->wck", owed, left).mean(0)
+        expected.append(left @ right.T)
+        errors = owed - expected[-1]
+
+    def work(transport: SimTransport) -> list[torch.Tensor]:
+        p = torch.nn.Parameter(torch.zeros(rows, columns))
+        optimizer, seen = LowRank([{"params": [p]}], transport, rank=1, start=0), []
+        for step in range(steps):
+            p.grad = torch.tensor(gradients[step, transport.rank], dtype=torch.float32)
+            optimizer.step()
+            seen.append(p.grad.clone())
+        return seen
+
+    for seen in run_ranks(ranks, work):
+        for ours, theirs in zip(seen, expected, strict=True):
+            torch.testing.assert_close(ours.double(), torch.tensor(theirs), rtol=1e-4, atol=1e-5)
+
+
+def test_every_way_trains_and_what_was_run_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results, seconds = tmp_path / "runs" / "losses.jsonl", tmp_path / "seconds.jsonl"
+    asked = ["losses", "--task", "digits", "--results", str(results), "--lengths", "4", "8", "--lrs", "1e-2"]
+    main([*asked, "--ranks", "2", "--processes", "2"])
+    runs = losses.read(results)
+    own = {name for name, way in WAYS.items() if way.make is not None}
+    assert {(one.run.way, one.run.steps) for one in runs} == {(name, steps) for name in own for steps in (4, 8)}
+    assert all(sum(one.phases.values()) == one.run.steps for one in runs)
+    written = results.read_text()
+    main([*asked, "--ranks", "2"])
+    assert results.read_text() == written
+
+    lines = [timed(name, **dict.fromkeys(way.phases, 0.1)) for name, way in WAYS.items()]
+    seconds.write_text("".join(json.dumps(vars(line)) + "\n" for line in lines))
+    capsys.readouterr()
+    main(["report", "--losses", str(results), "--seconds", str(seconds), "--record", str(tmp_path / "x.md")])
+    said = capsys.readouterr().out
+    assert all(said.count(f"| {name} |") == 1 + (name in own) for name in WAYS)
+    assert (tmp_path / "x.md").read_text().startswith(said.rstrip("\n")) and (tmp_path / "x.png").stat().st_size > 0
+
+
+@pytest.mark.net
+@pytest.mark.thorough
+def test_steps_are_timed_on_emulated_hosts(tmp_path: Path) -> None:
+    if reason := available():
+        pytest.skip(f"emulated hosts: {reason}")
+    ways = ["DDP float32", "OnebitAdam", "local steps in one bit, H = 8"]
+    small = ["--rates", "100mbit", "--hosts", "2", "--params", "1e5", "--compute", "0.01", "--budget", "1"]
+    main(["seconds", "--results", str(tmp_path / "s.jsonl"), "--ways", *ways, *small])
+    lines = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
+    assert [line["way"] for line in lines] == ways
+    for line in lines:
+        phases = {"plain"} if WAYS[line["way"]].cycle > 1 else set(WAYS[line["way"]].phases)
+        assert set(line["seconds"]) == phases
+        assert all(s > 0.01 for s in line["seconds"].values())
+
+
+def test_lengths_come_shortest_first() -> None:
+    runs = list(losses.wanted("digits", ["DDP float32", "DDP bfloat16"], 2, 4, [8, 4], [1e-2], 2))
+    assert [run.steps for run in runs] == [4, 4, 8, 8]  # DDP bfloat16 has no run of its own
+    assert all(a.steps <= b.steps for a, b in pairwise(runs))
