@@ -36,7 +36,7 @@ from onebit.zero.compression import (
     redundancy_clean,
     sizes,
 )
-from study.tasks import ByteLM, Digits, Task
+from study.tasks import ByteLM, DemoLM, Digits, Task
 
 WEIGHT_DECAY = 0.01
 SEEDS = 3
@@ -53,7 +53,7 @@ class ShortByteLM(ByteLM):
 @cache
 def task_named(name: str) -> Task:
     """Raises ImportError where a package is missing."""
-    return {"byte-lm": ShortByteLM, "digits": Digits}[name]()
+    return {"byte-lm": ShortByteLM, "demo-lm": DemoLM, "digits": Digits}[name]()
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Setting:
 
 DEFAULTS = {
     "byte-lm": Setting(steps=800, more_steps=200, batch=16, lr=8e-3, more_lr=4e-3),
+    "demo-lm": Setting(steps=600, more_steps=300, batch=16, lr=3e-3, more_lr=1.5e-3),
     "digits": Setting(steps=400, more_steps=200, batch=64, lr=8e-3, more_lr=4e-3),
 }
 
@@ -144,7 +145,12 @@ def _digits() -> dict[str, dict]:
     }
 
 
-RECIPES: dict[str, dict[str, dict]] = {"byte-lm": {"dense": {}} | _byte_lm(), "digits": {"dense": {}} | _digits()}
+_OF_THE_DEMO = ("8 bits", "4 bits, tables in 8", "1 bit", "1 bit, one scale")  # what a larger model adds
+RECIPES: dict[str, dict[str, dict]] = {
+    "byte-lm": {"dense": {}} | _byte_lm(),
+    "demo-lm": {"dense": {}} | {name: recipe for name, recipe in _byte_lm().items() if name in _OF_THE_DEMO},
+    "digits": {"dense": {}} | _digits(),
+}
 """By task and name: the block compression_training."""
 MODES = ("rounded", "trained", "distilled")
 
