@@ -29,7 +29,7 @@ bench: $(INSTALLED)
 	$(BIN)/python scripts/bench.py suite $(ARGS)
 
 test: $(INSTALLED)
-	$(PYTEST) --tier usual $(ARGS)
+	$(PYTEST) --numprocesses 3 --tier usual $(ARGS)
 
 test-fast: $(INSTALLED)
 	$(PYTEST) --tier fast $(ARGS)
