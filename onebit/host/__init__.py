@@ -1,0 +1,13 @@
+"""Adam on the host: one pass over memory for a flat chunk of parameters, in C++ where it is built.
+
+    v = empty_variance(n)                                       # 8 bits; or torch.zeros(n)
+    adam_(master, grad, m, v, lr=1e-3, step=1, out=parameter)   # parameter: what the device computes with
+
+`adam.py` is the face, `reference.py` the specification, `native.py` the same floats in C++ (csrc/host_adam.cpp),
+`variance.py` a variance in 8 bits. `onebit.HostAdam` is the optimizer on top.
+"""
+
+from .adam import adam_
+from .variance import BLOCK, EightBitVariance, empty_variance, from_eight_bits, to_eight_bits
+
+__all__ = ["BLOCK", "EightBitVariance", "adam_", "empty_variance", "from_eight_bits", "to_eight_bits"]

@@ -1,0 +1,48 @@
+"""`adam_`: one step of Adam or AdamW on a flat chunk of parameters in host memory."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import reference
+from .operands import AdamChunk, AdamConstants
+from .variance import EightBitVariance
+
+
+def adam_(
+    master: Tensor,
+    grad: Tensor,
+    m: Tensor,
+    v: Tensor | EightBitVariance,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    step: int,
+    is_decoupled: bool = True,
+    bias_correction: bool = True,
+    grad_scale: float = 1.0,
+    out: Tensor | None = None,
+    offset: int = 0,
+) -> None:
+    """Advance master, m and v in place by the gradient, and write the new parameter into `out`.
+
+    g ← grad·grad_scale;  is_decoupled: p ← (1 - lr·wd)·p (AdamW), else g ← g + wd·p (Adam with an L2 term)
+    m ← m + (1-β1)·(g - m);  v ← β2·v + (1-β2)·g²;  p ← p - lr·m̂/(√v̂ + eps), v̂ = v/(1-β2^step), m̂ = m/(1-β1^step)
+
+    All of them are contiguous tensors [n] in host memory, none overlapping another. master: float32. grad: float32 or
+    bfloat16, read only. m: float32 or bfloat16. v: float32, or 8 bits. out: float32, bfloat16 or float16; it receives
+    the master, rounded to nearest. step: counts from 1. grad_scale: 1/(loss scale), times what clipping says; gradients
+    themselves are left alone. offset: the chunk's first element among all of its parameter; with v in 8 bits a
+    multiple of 256 (`BLOCK`). A step in chunks ends in the bits of a step in one.
+
+    One pass over memory in C++, without an allocation and without the GIL; on the pure-torch reference, to the same
+    bits, where the library is not built. Raises TypeError or ValueError before anything is written.
+    """
+    chunk = AdamChunk(master, grad, m, v, out)
+    chunk.check(offset)
+    constants = AdamConstants.of(
+        lr, betas, eps, weight_decay, step, grad_scale, is_decoupled=is_decoupled, bias_correction=bias_correction
+    )
+    reference.adam_(chunk, constants, offset)

@@ -1,0 +1,84 @@
+"""A variance in 8 bits: an unsigned logarithmic code, blocks of 256 elements with one scale each.
+
+A float32 without a sign is 8 bits of exponent and 23 of mantissa: its top 11 bits are a logarithmic code whose steps
+are an eighth of a power of two. The code of an element is these 11 bits, counted from 255 below the block's scale:
+
+    base    = 8·E - 255, E: the exponent field of the scale
+    value   = the float32 with the bits (code + base)·2^20;  code 0: 0
+    scale   = the power of two above the block's largest value, not below 2^-94 and not above infinity
+
+So a code says a value exactly to three bits, over 31 powers of two; decoding needs no arithmetic but a shift. Rules
+that leave no freedom to an implementation:
+
+1. code(v) = clamp(((bits(v) + dither) >> 20) - base, 1, 255), and 0 where v is +0.0. The dither has 20 bits. It makes
+   the rounding stochastic: the value decoded is v on average. What is not 0 never becomes 0: a division by its root
+   would explode. It becomes at least 2^-31.75 of the scale, so that the step of such an element is too short.
+2. The dither of element i in step t is the upper 20 bits of `dither_of`: a function of the step and of the element's
+   index alone. How elements are split among chunks, threads and registers changes no bit.
+3. An infinity or a NaN makes the scale infinity. All of the block are then at least 2^96: its elements stand still.
+
+Shape legend: N elements, J blocks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+_LEAST_EXPONENT, _LARGEST_EXPONENT = 33, 255
+_WORD = 0xFFFFFFFF
+
+
+class EightBitVariance(NamedTuple):
+    """codes: uint8 [n]; scales: float32 [⌈n/256⌉]. 1.016 bytes per element."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def empty_variance(n: int) -> EightBitVariance:
+    """Zeros, of n elements."""
+    return EightBitVariance(torch.zeros(n, dtype=torch.uint8), torch.zeros(-(-n // BLOCK)))
+
+
+def to_eight_bits(v_N: Tensor, to: EightBitVariance, *, seed: int, offset: int = 0) -> None:
+    """Write float32 v, none of it negative, into `to`. offset: of its first element among all that share the seed."""
+    n, J = v_N.numel(), to.scales.numel()
+    bits = torch.zeros(J * BLOCK, dtype=torch.int64)
+    bits[:n] = v_N.view(torch.int32)
+    bits_JB = bits.view(J, BLOCK)
+    exponent_J = ((bits_JB.amax(1) >> 23) + 1 if J else bits_JB.sum(1)).clamp(_LEAST_EXPONENT, _LARGEST_EXPONENT)
+    to.scales.copy_((exponent_J << 23).to(torch.int32).view(torch.float32))
+    near = (bits[:n] + (dither_of(n, seed, offset) >> 12)) >> 20
+    base = (8 * exponent_J - 255).repeat_interleave(BLOCK)[:n]
+    to.codes.copy_(torch.where(bits[:n] == 0, 0, (near - base).clamp(1, 255)))
+
+
+def from_eight_bits(v: EightBitVariance) -> Tensor:
+    """The values, float32 [n]."""
+    n = v.codes.numel()
+    exponent_J = (v.scales.view(torch.int32) >> 23).to(torch.int64)
+    base = (8 * exponent_J - 255).repeat_interleave(BLOCK)[:n]
+    bits = torch.where(v.codes == 0, 0, (v.codes + base) << 20)
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def seed_of(step: int) -> int:
+    """32 bits for a step. Those of neighbours have nothing in common."""
+    return int(_mix(torch.tensor([step & _WORD])))
+
+
+def dither_of(n: int, seed: int, offset: int) -> Tensor:
+    """32 random bits for each of n elements, as int64: a function of the seed and of offset + i, modulo 2^32."""
+    index = torch.arange(offset & _WORD, (offset & _WORD) + n)
+    return _mix((index * 0x9E3779B1 + seed) & _WORD)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A hash of 32 bits to 32 bits: multiply and shift twice. x: int64; products wrap, which leaves these bits."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _WORD
+    x = ((x ^ (x >> 15)) * 0xD35A2D97) & _WORD
+    return x ^ (x >> 15)
