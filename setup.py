@@ -1,4 +1,4 @@
-"""Builds csrc/ into a plain shared library beside comm/kernels/cpu.py, which loads it with ctypes.
+"""Builds csrc/ into plain shared libraries beside comm/kernels/cpu.py and onebit/host/native.py: ctypes loads them.
 
 The package works without it, on its pure-torch reference: no compiler is no reason for the installation to fail.
 """
@@ -14,7 +14,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, LinkError, PlatformError
 
-# No -ffast-math, no contraction: the kernel gives the floats of comm/kernels/reference.py to the last bit.
+# No -ffast-math, no contraction: the kernels give the floats of their references in torch to the last bit.
 FLAGS = ["-O3", "-g0", "-std=c++17", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
 OPENMP = ["-fopenmp"]
 
@@ -29,7 +29,7 @@ class BuildKernel(build_ext):
                 return super().build_extension(ext)
             except (CompileError, LinkError, PlatformError, OSError) as error:
                 problem = error
-        print(f"onebit: the C++ kernel was not built, the pure-torch reference runs instead ({problem})", flush=True)
+        print(f"onebit: {ext.sources[0]} was not built, pure torch runs instead ({problem})", flush=True)
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
         return []
@@ -43,19 +43,19 @@ class BuildWheel(bdist_wheel):
     """For any Python 3 on this platform; for any platform where the kernel was not built."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        has_kernel = any(Path(self.bdist_dir).rglob("_kernels.so"))
+        has_kernel = any(Path(self.bdist_dir).rglob("*.so"))
         return "py3", "none", super().get_tag()[2] if has_kernel else "any"
+
+
+def library(name: str, source: str) -> Extension:
+    parts = sorted(glob(os.path.join("csrc", "*.inl")))
+    return Extension(name, sources=[source], depends=parts, language="c++", optional=True)
 
 
 setup(
     ext_modules=[
-        Extension(
-            "onebit.comm.kernels._kernels",
-            sources=["csrc/kernels.cpp"],
-            depends=sorted(glob(os.path.join("csrc", "*.inl"))),
-            language="c++",
-            optional=True,
-        )
+        library("onebit.comm.kernels._kernels", "csrc/kernels.cpp"),
+        library("onebit.host._host", "csrc/host_adam.cpp"),
     ],
     cmdclass={"build_ext": BuildKernel, "bdist_wheel": BuildWheel},
 )

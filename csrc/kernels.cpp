@@ -15,24 +15,12 @@
 #include <cstring>
 #include <vector>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define ONEBIT_X86 1
-#endif
-
-static_assert(FLT_EVAL_METHOD == 0, "float arithmetic must round to float: build without x87");
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "frames are little-endian, and so must be the machine"
-#endif
+#include "machine.inl"
+#include "floats.inl"
 
 namespace {
 
 constexpr int64_t kLanes = 16;
-constexpr uint16_t kNanBf16 = 0x7FC0;
 constexpr uint32_t kInfinityBits = 0x7F800000;
 
 enum class FloatKind : int { kNone = 0, kFloat32 = 1, kBfloat16 = 2 };
@@ -189,45 +177,6 @@ struct Kernels {
   Fused fused;
 };
 
-inline uint16_t load_u16(const void* from) {
-  uint16_t value;
-  std::memcpy(&value, from, sizeof value);
-  return value;
-}
-
-inline void store_u16(void* to, uint16_t value) { std::memcpy(to, &value, sizeof value); }
-
-inline float float_from_bits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-inline uint32_t bits_of_float(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-inline float float_from_bf16(uint16_t bits) { return float_from_bits(uint32_t{bits} << 16); }
-
-// To nearest even; NaN and what rounds to infinity become kNanBf16. value is not negative.
-inline uint16_t finite_bf16_or_nan(float value) {
-  const uint32_t bits = bits_of_float(value);
-  if (bits >= 0x7F7F8000u) return kNanBf16;  // before the sum, which a NaN of all ones would wrap around
-  return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
-}
-
-// To nearest even; a NaN becomes kNanBf16.
-inline uint16_t bf16_near(float value) {
-  const uint32_t bits = bits_of_float(value);
-  if (value != value) return kNanBf16;
-  return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
-}
-
-// The least bfloat16 not below value, which is neither negative nor near the largest.
-inline uint16_t bf16_not_below(float value) { return static_cast<uint16_t>((bits_of_float(value) + 0xFFFFu) >> 16); }
-
 }  // namespace
 
 #define ONEBIT_TARGET
@@ -261,16 +210,6 @@ namespace {
 
 namespace {
 
-enum Isa : int { kAuto = 0, kPortable = 1, kAvx2 = 2, kAvx512 = 3 };
-
-int best_isa() {
-#ifdef ONEBIT_X86
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) return kAvx512;
-  if (__builtin_cpu_supports("avx2")) return kAvx2;
-#endif
-  return kPortable;
-}
-
 // nullptr where this CPU lacks `isa`.
 const Kernels* kernels_for(int isa) {
   static const int best = best_isa();
@@ -284,25 +223,6 @@ const Kernels* kernels_for(int isa) {
 #endif
     default: return nullptr;
   }
-}
-
-// Blocks are independent: the split changes no byte.
-template <class Job>
-void run(void (*work)(const Job&, int64_t, int64_t), const Job& job, int64_t blocks, int threads) {
-  if (blocks == 0) return;
-#ifdef _OPENMP
-  if (threads > 1) {
-#pragma omp parallel num_threads(threads)
-    {
-      const int64_t parts = omp_get_num_threads();
-      const int64_t part = omp_get_thread_num();
-      work(job, blocks * part / parts, blocks * (part + 1) / parts);
-    }
-    return;
-  }
-#endif
-  (void)threads;
-  work(job, 0, blocks);
 }
 
 // Zeroes what lies behind the last scale of each row.
@@ -319,8 +239,6 @@ void encode_rows(const Kernel& kernel, const EncodeJob& job, int64_t K, int64_t 
 }
 
 }  // namespace
-
-#define ONEBIT_API extern "C" __attribute__((visibility("default")))
 
 // Raise it together with cpu.py's when a signature or a frame changes: a library built from older sources is then refused.
 ONEBIT_API int onebit_abi_version() { return 5; }

@@ -13,13 +13,13 @@ import functools
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from .arguments import INT4, INT8, SIGN, Edge, Frame, check_scale
+from .library import ISA_TITLES, ISAS, Load, open_library
 from .operands import EncodeOutput, LocalStep, MomentumInputs, ParamUpdate, Segments
 
 NAME = "cpu"
@@ -28,25 +28,13 @@ FRAMES = dict.fromkeys(("sign", "int8", "int4"), ".cpu")
 
 ABI_VERSION = 5
 EDGE = Edge("cpu")
-ISAS = ("auto", "portable", "avx2", "avx512")
-_ISA_TITLES = {"portable": "portable", "avx2": "AVX2", "avx512": "AVX-512"}
 _KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2}
 
 # Below this many elements per thread a second thread gains less than it costs to wake (scripts/bench.py kernels).
 ELEMENTS_PER_THREAD = 32768
 
-_REINSTALL = (
-    "install a C++ compiler and reinstall onebit "
-    "(pip install --force-reinstall --no-deps --no-cache-dir, or pip install -e .)"
-)
 _log = logging.getLogger(__name__)
 _load_lock = threading.Lock()
-
-
-@dataclass(frozen=True)
-class _Load:
-    library: ctypes.CDLL | None
-    problem: str = ""
 
 
 def is_built() -> bool:
@@ -62,7 +50,7 @@ def why_not() -> str:
 def describe() -> str:
     """What runs, e.g. "C++, AVX-512, up to 2 threads"."""
     threads = torch.get_num_threads() if _library().onebit_has_openmp() else 1
-    return f"C++, {_ISA_TITLES[available_isas()[-1]]}, up to {threads} thread{'s' if threads > 1 else ''}"
+    return f"C++, {ISA_TITLES[available_isas()[-1]]}, up to {threads} thread{'s' if threads > 1 else ''}"
 
 
 def available_isas() -> tuple[str, ...]:
@@ -332,32 +320,24 @@ def _library() -> ctypes.CDLL:
     return load.library
 
 
-def _load() -> _Load:
+def _load() -> Load:
     with _load_lock:
         return _load_once()
 
 
 @functools.cache
-def _load_once() -> _Load:
+def _load_once() -> Load:
     load = _open(Path(__file__).parent)
     if load.library is None:
         _log.warning("the codecs run on the pure-torch reference, about ten times slower: %s", load.problem)
     return load
 
 
-def _open(folder: Path) -> _Load:
-    path = folder / "_kernels.so"
-    if not path.exists():
-        return _Load(None, f"the C++ kernel is not built; {_REINSTALL}")
-    try:
-        library = ctypes.CDLL(str(path))  # torch is imported by now: the library shares its OpenMP threads
-        version = library.onebit_abi_version()
-    except (OSError, AttributeError) as error:
-        return _Load(None, f"{path.name} cannot be loaded ({error}); {_REINSTALL}")
-    if version != ABI_VERSION:
-        return _Load(None, f"{path.name} has ABI {version} and this package needs {ABI_VERSION}; {_REINSTALL}")
-    _declare(library)
-    return _Load(library)
+def _open(folder: Path) -> Load:
+    load = open_library(folder / "_kernels.so", "onebit_abi_version", ABI_VERSION)
+    if load.library is not None:
+        _declare(load.library)
+    return load
 
 
 def _declare(library: ctypes.CDLL) -> None:

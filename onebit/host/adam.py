@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from . import reference
+from . import native, reference
 from .operands import AdamChunk, AdamConstants
 from .variance import EightBitVariance
 
@@ -45,4 +45,4 @@ def adam_(
     constants = AdamConstants.of(
         lr, betas, eps, weight_decay, step, grad_scale, is_decoupled=is_decoupled, bias_correction=bias_correction
     )
-    reference.adam_(chunk, constants, offset)
+    (native if native.is_built() else reference).adam_(chunk, constants, offset)

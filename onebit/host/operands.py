@@ -29,7 +29,8 @@ class AdamConstants:
     """The scalars of a step, as the kernels need them; each is rounded to float32 there.
 
     lerp: m ← base + lerp·(g - m); base is m, or g where from_grad. keep: of the parameter, decoupled decay. l2: times
-    the parameter, added to the gradient. root: √(1-β2^step). move: -lr/(1-β1^step).
+    the parameter, added to the gradient. move, eps: p ← p + move·m/(√v + eps), which is -lr·m̂/(√v̂ + eps) with both
+    sides of the fraction times √(1-β2^step).
     """
 
     grad_scale: float
@@ -38,7 +39,6 @@ class AdamConstants:
     lerp: float
     from_grad: bool
     beta2: float
-    root: float
     eps: float
     move: float
     seed: int
@@ -66,6 +66,7 @@ class AdamConstants:
         if math.isnan(grad_scale):
             raise ValueError("grad_scale is nan; skip this step")
         corrections = (1.0 - beta1**step, 1.0 - beta2**step) if bias_correction else (1.0, 1.0)
+        root = corrections[1] ** 0.5
         weight = 1.0 - beta1
         from_grad = weight >= 0.5  # as torch.lerp, which then loses nothing at beta1 = 0
         return cls(
@@ -75,9 +76,8 @@ class AdamConstants:
             lerp=weight - 1.0 if from_grad else weight,
             from_grad=from_grad,
             beta2=beta2,
-            root=corrections[1] ** 0.5,
-            eps=eps,
-            move=-(lr / corrections[0]),
+            eps=eps * root,
+            move=-(lr / corrections[0]) * root,
             seed=seed_of(step),
         )
 

@@ -4,13 +4,13 @@ Rules that leave no freedom to an implementation; each operation in float32, rou
 
 1. Gradients and moments in bfloat16 are widened first. g = grad·grad_scale. Without decoupled decay g = g + l2·p.
 2. m = base + lerp·(g - m), base being m, or g where β1 ≤ ½. v = β2·v + ((1-β2)·g)·g.
-3. p = p·keep, then p = p + (move·m)/(√v/root + eps): the new m and v, before they are rounded.
+3. p = p·keep, then p = p + (m·move)/(√v + eps): the new m and v, before they are rounded.
 4. p, m and v are stored, m in bfloat16 rounded to nearest even. v in 8 bits: `variance.py`. `out` is p, rounded to
    nearest even.
 5. The sign and the payload of a NaN are left open: machines differ.
 
-torch.optim.AdamW(foreach=False) has the same operations in the same order. Its lerp is a fused multiply-add on
-machines that have one, and its root is MKL's, so it differs in last bits.
+torch.optim.AdamW(foreach=False) differs in last bits: it divides √v by √(1-β2^step), where move and eps carry it here;
+its lerp is a fused multiply-add on machines that have one; its root is MKL's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _step(chunk: AdamChunk, c: AdamConstants, offset: int) -> None:
         g = g + p * c.l2
     m = (g if c.from_grad else m) + (g - m) * c.lerp
     v = v * c.beta2 + (g * (1.0 - c.beta2)) * g
-    move = (m * c.move) / (_sqrt(v) / c.root + c.eps)
+    move = (m * c.move) / (_sqrt(v) + c.eps)
     p.copy_(p * c.keep + move)
     chunk.m.copy_(m)
     if isinstance(chunk.v, EightBitVariance):

@@ -13,8 +13,8 @@ that leave no freedom to an implementation:
 1. code(v) = clamp(((bits(v) + dither) >> 20) - base, 1, 255), and 0 where v is +0.0. The dither has 20 bits. It makes
    the rounding stochastic: the value decoded is v on average. What is not 0 never becomes 0: a division by its root
    would explode. It becomes at least 2^-31.75 of the scale, so that the step of such an element is too short.
-2. The dither of element i in step t is the upper 20 bits of `dither_of`: a function of the step and of the element's
-   index alone. How elements are split among chunks, threads and registers changes no bit.
+2. The dither of element i in step t is `dither_of`: a function of the step and of the element's index alone. How
+   elements are split among chunks, threads and registers changes no bit.
 3. An infinity or a NaN makes the scale infinity. All of the block are then at least 2^96: its elements stand still.
 
 Shape legend: N elements, J blocks.
@@ -52,7 +52,7 @@ def to_eight_bits(v_N: Tensor, to: EightBitVariance, *, seed: int, offset: int =
     bits_JB = bits.view(J, BLOCK)
     exponent_J = ((bits_JB.amax(1) >> 23) + 1 if J else bits_JB.sum(1)).clamp(_LEAST_EXPONENT, _LARGEST_EXPONENT)
     to.scales.copy_((exponent_J << 23).to(torch.int32).view(torch.float32))
-    near = (bits[:n] + (dither_of(n, seed, offset) >> 12)) >> 20
+    near = (bits[:n] + dither_of(n, seed, offset)) >> 20
     base = (8 * exponent_J - 255).repeat_interleave(BLOCK)[:n]
     to.codes.copy_(torch.where(bits[:n] == 0, 0, (near - base).clamp(1, 255)))
 
@@ -72,9 +72,14 @@ def seed_of(step: int) -> int:
 
 
 def dither_of(n: int, seed: int, offset: int) -> Tensor:
-    """32 random bits for each of n elements, as int64: a function of the seed and of offset + i, modulo 2^32."""
+    """20 random bits for each of n elements, as int64, the lowest four 0.
+
+    Elements i and i + 128 of a block share a hash of i and the seed: one has its lower half, the other its upper.
+    """
     index = torch.arange(offset & _WORD, (offset & _WORD) + n)
-    return _mix((index * 0x9E3779B1 + seed) & _WORD)
+    half = index & (BLOCK // 2)
+    hashed = _mix(((index - half) * 0x9E3779B1 + seed) & _WORD)
+    return torch.where(half == 0, hashed & 0xFFFF, hashed >> 16) << 4
 
 
 def _mix(x: Tensor) -> Tensor:
