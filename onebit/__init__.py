@@ -15,6 +15,7 @@ from .agreement.replicas import ReplicaError
 from .agreement.skips import SkippedStepsError
 from .agreement.step_vote import DesyncError
 from .arithmetic.muon import muon_groups
+from .host_adam import HostAdam
 from .lamb import Lamb
 from .laprop import LaProp
 from .local.intervals import QSR, Auto
@@ -28,9 +29,9 @@ from .version import VERSION as __version__
 from .zero_one_adam import ZeroOneAdam
 
 __all__ = [
-    "QSR", "Auto", "DDPHookState", "DesyncError", "LaProp", "Lamb", "LocalSteps", "OnebitAdam", "OnebitLamb",
-    "OnebitMuon", "ReplicaError", "SkippedStepsError", "ZeroOneAdam", "__version__", "comm", "ddp_hook", "muon_groups",
-    "sync_buffers", "transports_of",
+    "QSR", "Auto", "DDPHookState", "DesyncError", "HostAdam", "LaProp", "Lamb", "LocalSteps", "OnebitAdam",
+    "OnebitLamb", "OnebitMuon", "ReplicaError", "SkippedStepsError", "ZeroOneAdam", "__version__", "comm", "ddp_hook",
+    "muon_groups", "sync_buffers", "transports_of",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ Shape legend: N elements, J blocks.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from torch import Tensor
 BLOCK = 256
 _LEAST_EXPONENT, _LARGEST_EXPONENT = 33, 255
 _WORD = 0xFFFFFFFF
+T = TypeVar("T", int, Tensor)
 
 
 class EightBitVariance(NamedTuple):
@@ -68,7 +69,7 @@ def from_eight_bits(v: EightBitVariance) -> Tensor:
 
 def seed_of(step: int) -> int:
     """32 bits for a step. Those of neighbours have nothing in common."""
-    return int(_mix(torch.tensor([step & _WORD])))
+    return _mix(step & _WORD)
 
 
 def dither_of(n: int, seed: int, offset: int) -> Tensor:
@@ -82,8 +83,8 @@ def dither_of(n: int, seed: int, offset: int) -> Tensor:
     return torch.where(half == 0, hashed & 0xFFFF, hashed >> 16) << 4
 
 
-def _mix(x: Tensor) -> Tensor:
-    """A hash of 32 bits to 32 bits: multiply and shift twice. x: int64; products wrap, which leaves these bits."""
+def _mix(x: T) -> T:
+    """A hash of 32 bits to 32 bits: multiply and shift twice. Of int64 tensors too: products wrap above these bits."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _WORD
     x = ((x ^ (x >> 15)) * 0xD35A2D97) & _WORD
     return x ^ (x >> 15)

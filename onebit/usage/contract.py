@@ -79,6 +79,11 @@ def check_arguments(name: str, given: Mapping[str, object]) -> None:
 def check_group(where: str, group: Mapping[str, object]) -> None:
     """Raise TypeError or ValueError where a parameter group's option is none of Adam's, or out of its range."""
     _check_forms(where, group)
+    check_options(where, group)
+
+
+def check_options(where: str, group: Mapping[str, object]) -> None:
+    """Raise TypeError or ValueError where a parameter group's hyper-parameter is no number, or out of its range."""
     for key in ("lr", "eps", "weight_decay"):
         check_number(where, key, group[key])
     betas = group["betas"]

@@ -1,0 +1,266 @@
+"""`HostAdam`: Adam and AdamW for parameters in host memory, one pass over memory for each, with small states.
+
+The arithmetic of a step is `onebit/host/`, in C++ where it is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .host import EightBitVariance, adam_, empty_variance, from_eight_bits, to_eight_bits
+from .host.variance import seed_of
+from .model_parallel import local
+from .usage.contract import Group, State, check_adam_entry, check_options, check_parameters, load_checked
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+
+_MOMENTS = (torch.float32, torch.bfloat16)
+_VARIANCES = (torch.float32, torch.uint8)
+_NO_FORM = {
+    "amsgrad": "a running maximum of the variance would be a third state",
+    "capturable": "a step runs on the host, which no CUDA graph records",
+    "differentiable": "the kernel has no derivative",
+}
+
+
+class HostAdam(torch.optim.Optimizer):
+    """AdamW, or Adam with decoupled_weight_decay=False, of parameters in host memory.
+
+    As torch.optim.AdamW, to a few last bits in float32: see `onebit/host/reference.py`. Other types and states:
+
+    - Parameters in bfloat16 or float16 get float32 masters, which the step moves; the parameter is its master, rounded
+      to nearest. Where a parameter was changed by others, its master takes what it now says.
+    - moment_dtype: of m; torch.bfloat16 takes 2 bytes instead of 4.
+    - variance_dtype: of v; torch.uint8 takes 1.016 bytes, on a logarithmic scale with stochastic rounding that depends
+      on the step and the element alone. A gradient that is not finite spoils its element, and halts its block of 256.
+
+    foreach, fused: how torch runs the same mathematics; without effect. amsgrad, capturable, differentiable: no such
+    form: False. bias_correction: whether m and v are corrected for their start from zero.
+
+    Loads the states of torch.optim.Adam and AdamW, and with float32 throughout they load its own. Sends nothing.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        decoupled_weight_decay: bool = True,
+        bias_correction: bool = True,
+        moment_dtype: torch.dtype = torch.float32,
+        variance_dtype: torch.dtype = torch.float32,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ):
+        for name, dtype, allowed in (
+            ("moment_dtype", moment_dtype, _MOMENTS),
+            ("variance_dtype", variance_dtype, _VARIANCES),
+        ):
+            if dtype not in allowed:
+                raise ValueError(f"{name} must be {' or '.join(map(str, allowed))}, got {dtype}")
+        self.moment_dtype, self.variance_dtype = moment_dtype, variance_dtype
+        self._versions: dict[Tensor, int] = {}  # of narrow parameters, as the last step left them
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "bias_correction": bias_correction,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As torch's. Raises ValueError/TypeError as the constructor, and is then as it was."""
+        super().add_param_group(param_group)
+        g, group = len(self.param_groups) - 1, self.param_groups[-1]
+        named = [(p, f"parameter {k} of group {g}") for k, p in enumerate(group["params"])]
+        try:
+            _check_forms(f"group {g}", group)
+            check_options(f"group {g}", group)
+            check_parameters(0, named)
+            for p, name in named:
+                self._check_place(p, name)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _check_place(self, p: Tensor, name: str) -> None:
+        if p.device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"{name} lies on {p.device}; HostAdam steps parameters in host memory. Give it host copies, or use "
+                "torch.optim.AdamW(fused=True)"
+            )
+        if self.variance_dtype == torch.uint8 and hasattr(p, "to_local"):
+            raise ValueError(
+                f"{name} is a DTensor; the scales of a variance in 8 bits are of one shard, which checkpoints of "
+                "DTensors cannot say. Leave variance_dtype=torch.float32"
+            )
+
+    def state_bytes(self) -> int:
+        """Bytes of moments and masters held by this process."""
+        held = (x for entry in self.state.values() for name, x in entry.items() if name != "step")
+        return sum(local(x).nbytes for x in held)
+
+    def __getstate__(self) -> State:
+        own = {"moment_dtype": self.moment_dtype, "variance_dtype": self.variance_dtype, "_versions": {}}
+        return super().__getstate__() | own
+
+    # ---------------------------------------------------------------- step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of each parameter that has a gradient. Raises RuntimeError on a sparse gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            _check_forms("a param group", group)
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._step_parameter(p, group)
+        return loss
+
+    def _step_parameter(self, p: Tensor, group: Group) -> None:
+        grad = p.grad
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise RuntimeError(f"HostAdam needs dense gradients, got {grad.layout}")
+        entry = self.state[p] or self._new_entry(p)
+        held, grad = local(p).detach(), local(grad)
+        if grad.dtype not in _MOMENTS:
+            grad = grad.float()
+        is_narrow = held.dtype != torch.float32
+        if is_narrow and self._versions.get(p) != held._version:
+            _follow_(local(entry["master"]), held)
+        here = held if held.is_contiguous() else held.contiguous()
+        adam_(
+            (local(entry["master"]) if is_narrow else here).view(-1),
+            grad.contiguous().view(-1),
+            local(entry["exp_avg"]).view(-1),
+            _variance_of(entry),
+            lr=float(group["lr"]),
+            betas=(float(group["betas"][0]), float(group["betas"][1])),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            step=int(entry["step"]) + 1,
+            is_decoupled=group["decoupled_weight_decay"],
+            bias_correction=group["bias_correction"],
+            grad_scale=-1.0 if group["maximize"] else 1.0,
+            out=here.view(-1) if is_narrow else None,
+        )
+        entry["step"] += 1
+        if here is held:
+            torch.autograd.graph.increment_version(held)
+        else:
+            held.copy_(here)
+        if is_narrow:
+            self._versions[p] = held._version
+
+    def _new_entry(self, p: Tensor) -> State:
+        entry: State = {"step": torch.tensor(0.0), "exp_avg": _zeros(p, self.moment_dtype)}
+        entry["exp_avg_sq"] = _zeros(p, self.variance_dtype)
+        if self.variance_dtype == torch.uint8:
+            entry["exp_avg_sq_scale"] = empty_variance(p.numel()).scales
+        if p.dtype != torch.float32:
+            entry["master"] = p.detach().to(torch.float32, memory_format=torch.contiguous_format)
+        self.state[p] = entry
+        return entry
+
+    # ---------------------------------------------------------------- states
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """As torch's, but states keep their types. Raises ValueError, before anything has changed, at others' states.
+
+        Those of torch.optim.Adam and AdamW will do, and those of another moment_dtype or variance_dtype: they are
+        converted. Where a state has no masters, those of narrow parameters are made of the parameters.
+        """
+        saved = load_checked(self, state_dict, self._check_loadable)
+        for p, entry in self._saved_entries(saved):
+            self.state[p] = self._converted(p, entry)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        self._versions.clear()
+
+    def _converted(self, p: Tensor, there: State) -> State:
+        entry = self._new_entry(p)
+        entry["step"].fill_(float(there["step"]))
+        local(entry["exp_avg"]).copy_(local(there["exp_avg"]))
+        if "master" in entry and "master" in there:
+            local(entry["master"]).copy_(local(there["master"]))
+        v, to = local(there["exp_avg_sq"]), _variance_of(entry)
+        if isinstance(to, EightBitVariance) and v.dtype == torch.uint8:
+            to.codes.copy_(v.reshape(-1))
+            to.scales.copy_(there["exp_avg_sq_scale"])
+            return entry
+        if v.dtype == torch.uint8:
+            v = from_eight_bits(EightBitVariance(v.reshape(-1), there["exp_avg_sq_scale"]))
+        if isinstance(to, EightBitVariance):
+            to_eight_bits(v.float().reshape(-1), to, seed=seed_of(int(there["step"])))
+        else:
+            to.copy_(v.reshape(-1))
+        return entry
+
+    def _check_loadable(self, state: State) -> None:
+        where = "cannot load this optimizer state: "
+        sizes, expected = ([len(g["params"]) for g in groups] for groups in (state["param_groups"], self.param_groups))
+        if sizes != expected:
+            raise ValueError(f"{where}it has groups of {sizes} parameters, this optimizer of {expected}")
+        for g, group in enumerate(state["param_groups"]):
+            if missing := [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]:
+                raise ValueError(f"{where}its group {g} has no {missing[0]}: it is not of Adam's family")
+            _check_forms(f"{where}its group {g}", group)
+        for p, entry in self._saved_entries(state):
+            check_adam_entry(where, "a parameter", entry, p.shape)
+            if entry["exp_avg_sq"].dtype == torch.uint8:
+                expected_J = empty_variance(p.numel()).scales.shape
+                if "exp_avg_sq_scale" not in entry or entry["exp_avg_sq_scale"].shape != expected_J:
+                    raise ValueError(f"{where}a variance in 8 bits has no exp_avg_sq_scale {list(expected_J)} there")
+
+    def _saved_entries(self, state: State) -> Iterator[tuple[Tensor, State]]:
+        """(parameter, its saved state), of those that have one."""
+        for group, there in zip(self.param_groups, state["param_groups"], strict=True):
+            for p, key in zip(group["params"], there["params"], strict=True):
+                if state["state"].get(key):
+                    yield p, state["state"][key]
+
+
+def _check_forms(where: str, options: Group) -> None:
+    for key, reason in _NO_FORM.items():
+        if options.get(key):
+            raise ValueError(f"{where}: {key}={options[key]!r} is not supported ({reason}); leave {key}=False")
+
+
+def _zeros(p: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(p, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
+
+
+def _variance_of(entry: State) -> Tensor | EightBitVariance:
+    v = local(entry["exp_avg_sq"]).view(-1)
+    return EightBitVariance(v, entry["exp_avg_sq_scale"]) if "exp_avg_sq_scale" in entry else v
+
+
+def _follow_(master: Tensor, parameter: Tensor) -> None:
+    """Take over what others have written into a narrow parameter; elements that are their masters' stay."""
+    is_same = master.to(parameter.dtype) == parameter
+    master.copy_(torch.where(is_same, master, parameter.float()))
