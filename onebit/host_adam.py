@@ -70,7 +70,7 @@ class HostAdam(torch.optim.Optimizer):
         ):
             if dtype not in allowed:
                 raise ValueError(f"{name} must be {' or '.join(map(str, allowed))}, got {dtype}")
-        self.moment_dtype, self.variance_dtype = moment_dtype, variance_dtype
+        self.moment_dtype, self.variance_dtype, self.bias_correction = moment_dtype, variance_dtype, bias_correction
         self._versions: dict[Tensor, int] = {}  # of narrow parameters, as the last step left them
         defaults = {
             "lr": lr,
@@ -84,8 +84,7 @@ class HostAdam(torch.optim.Optimizer):
             "differentiable": differentiable,
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
-            "bias_correction": bias_correction,
-        }
+        }  # torch.optim.AdamW's, so that each loads the other's groups
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -121,8 +120,8 @@ class HostAdam(torch.optim.Optimizer):
         return sum(local(x).nbytes for x in held)
 
     def __getstate__(self) -> State:
-        own = {"moment_dtype": self.moment_dtype, "variance_dtype": self.variance_dtype, "_versions": {}}
-        return super().__getstate__() | own
+        own = {name: getattr(self, name) for name in ("moment_dtype", "variance_dtype", "bias_correction")}
+        return super().__getstate__() | own | {"_versions": {}}
 
     # ---------------------------------------------------------------- step
 
@@ -164,7 +163,7 @@ class HostAdam(torch.optim.Optimizer):
             weight_decay=float(group["weight_decay"]),
             step=int(entry["step"]) + 1,
             is_decoupled=group["decoupled_weight_decay"],
-            bias_correction=group["bias_correction"],
+            bias_correction=self.bias_correction,
             grad_scale=-1.0 if group["maximize"] else 1.0,
             out=here.view(-1) if is_narrow else None,
         )
@@ -177,6 +176,7 @@ class HostAdam(torch.optim.Optimizer):
             self._versions[p] = held._version
 
     def _new_entry(self, p: Tensor) -> State:
+        self._check_place(p, "a parameter")
         entry: State = {"step": torch.tensor(0.0), "exp_avg": _zeros(p, self.moment_dtype)}
         entry["exp_avg_sq"] = _zeros(p, self.variance_dtype)
         if self.variance_dtype == torch.uint8:

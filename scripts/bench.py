@@ -16,6 +16,7 @@ NAMES = (
     "pipeline",
     "growth",
     "kernels",
+    "host_adam",
     "memory",
     "traffic",
     "sparse_attention",

@@ -14,7 +14,7 @@ from deepspeed_table import NAMES, rows, table, used_patterns
 from torch import nn
 
 import onebit.zero as deepspeed
-from onebit import Lamb, OnebitAdam
+from onebit import HostAdam, Lamb, OnebitAdam
 from onebit.comm import SimTransport
 from onebit.zero.deepspeed.engine import DeepSpeedEngine
 from onebit.zero.deepspeed.given import (
@@ -268,10 +268,24 @@ def test_optimizers_by_deepspeeds_names() -> None:
     net = nn.Linear(3, 2)
     adamw = deepspeed.ops.adam.FusedAdam(net.parameters(), lr=0.1, betas=[0.8, 0.9], weight_decay=0.01)
     assert type(adamw) is torch.optim.AdamW and adamw.param_groups[0]["betas"] == (0.8, 0.9)
-    assert type(deepspeed.ops.adam.DeepSpeedCPUAdam(net.parameters(), adamw_mode=False)) is torch.optim.Adam
     assert type(deepspeed.ops.lamb.FusedLamb(net.parameters(), max_coeff=5.0)) is Lamb
-    with pytest.raises(ValueError, match="fp32_optimizer_states=False is not here"):
-        deepspeed.ops.adam.DeepSpeedCPUAdam(net.parameters(), fp32_optimizer_states=False)
+
+
+def test_deepspeeds_cpu_adam_is_ours_where_parameters_lie_in_host_memory() -> None:
+    made, net = deepspeed.ops.adam.DeepSpeedCPUAdam, nn.Linear(3, 2)
+    groups = [{"params": iter([net.weight]), "lr": 0.5}, {"params": net.bias}]
+    adam = made(groups, lr=0.1, adamw_mode=False, bias_correction=False, weight_decay=0.3)
+    assert type(adam) is HostAdam and not adam.bias_correction
+    assert [(g["lr"], g["weight_decay"], g["decoupled_weight_decay"]) for g in adam.param_groups] == [
+        (0.5, 0.3, False),
+        (0.1, 0.3, False),
+    ]
+    small = made(net.parameters(), fp32_optimizer_states=False)
+    assert (small.moment_dtype, small.variance_dtype) == (torch.bfloat16, torch.uint8)
+    elsewhere = nn.Linear(3, 2, device="meta")
+    assert type(made(elsewhere.parameters())) is type(made(net.parameters(), amsgrad=True)) is torch.optim.AdamW
+    with pytest.raises(ValueError, match="needs parameters in host memory"):
+        made(elsewhere.parameters(), fp32_optimizer_states=False)
 
 
 def test_activations_are_computed_again() -> None:

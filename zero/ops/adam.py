@@ -1,7 +1,6 @@
-"""DeepSpeed's `deepspeed.ops.adam`: Adam and AdamW of torch, under DeepSpeed's names and parameters.
+"""DeepSpeed's `deepspeed.ops.adam`: Adam and AdamW of torch, and `onebit.HostAdam`, under DeepSpeed's names.
 
-Both names are one function: where the state lives decides where the step is taken ("offload_optimizer"). Hand what it
-gives to `initialize(optimizer=...)`; the engine averages gradients in front of it.
+Hand what they give to `initialize(optimizer=...)`; the engine averages gradients in front of it.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch.optim.optimizer import ParamsT
 
+from ...host_adam import HostAdam
 from ..config.entries.adam import DenseAdamParams
 from ..config.optimizers import OptimizerChoice, build_optimizer
 
@@ -51,7 +51,25 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """As `FusedAdam`. fp32_optimizer_states: False has no form here."""
-    if not fp32_optimizer_states:
-        raise ValueError("fp32_optimizer_states=False is not here: moments are float32; leave it out")
-    return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+    """`onebit.HostAdam` where all parameters lie in host memory; elsewhere, or with amsgrad, as `FusedAdam`.
+
+    fp32_optimizer_states: False: m in bfloat16 and v in 8 bits. DeepSpeed's states then have the type of their
+    parameters; there is no float16 form here, whose v would vanish below gradients of 2e-4.
+    """
+    groups = torch.optim.Optimizer(model_params, {}).param_groups
+    params = [p for group in groups for p in group["params"]]
+    if amsgrad or not all(p.device.type == "cpu" for p in params):
+        if not fp32_optimizer_states:
+            raise ValueError("fp32_optimizer_states=False needs parameters in host memory and no amsgrad; leave it out")
+        return FusedAdam(groups, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+    return HostAdam(
+        groups,
+        lr=lr,
+        betas=(betas[0], betas[1]),
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled_weight_decay=adamw_mode,
+        bias_correction=bias_correction,
+        moment_dtype=torch.float32 if fp32_optimizer_states else torch.bfloat16,
+        variance_dtype=torch.float32 if fp32_optimizer_states else torch.uint8,
+    )
