@@ -72,6 +72,7 @@ def test_outside_a_checkout_there_are_no_records(tmp_path: Path) -> None:
 COMMANDS: dict[str, tuple[str, Sequence[str]]] = {
     "bench.py collective": ("bench.collective", ["--record", str(RECORD)]),
     "bench.py growth": ("bench.growth", ["--results", str(RECORD)]),
+    "bench.py host_adam": ("bench.host_adam", ["--record", str(RECORD)]),
     "bench.py kernels": ("bench.kernels", ["--record", str(RECORD)]),
     "bench.py memory": ("bench.memory", ["--record", str(RECORD)]),
     "bench.py pipeline": ("bench.pipeline", ["--record", str(RECORD)]),

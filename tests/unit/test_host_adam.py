@@ -211,6 +211,19 @@ def test_eight_bits_keep_the_mean_and_lose_at_most_an_eighth() -> None:
     assert abs(float(ratios.mean()) - 1) < 5 / 16 / math.sqrt(400 * 2000)
 
 
+def test_eight_bits_follow_a_variance_that_moves_slowly() -> None:
+    """A step moves v by 1 %. Rounding to nearest, to an eighth, would leave it where it is."""
+    n = 2000
+    p, m, v, exact = torch.zeros(n), torch.zeros(n), empty_variance(n), 0.0
+    for t in range(1, 500):
+        g = 1.0 if t < 100 else 0.1
+        exact = 0.99 * exact + 0.01 * g**2
+        adam_(p, torch.full((n,), g), m, v, lr=0.0, betas=(0.9, 0.99), step=t)
+        if t in (99, 200, 499):
+            # An element strays by a quarter at most: the mean of 2000 by 4 of its own deviations.
+            assert abs(float(from_eight_bits(v).mean()) / exact - 1) < 4 * 0.25 / math.sqrt(n)
+
+
 def test_a_variance_becomes_zero_only_where_it_was() -> None:
     v = torch.tensor([0.0, 1e-45, 1e-30, 1e-12, 1.0])
     packed = empty_variance(5)
