@@ -14,7 +14,7 @@ from torch import Tensor
 from .host import EightBitVariance, adam_, empty_variance, from_eight_bits, to_eight_bits
 from .host.variance import seed_of
 from .model_parallel import local
-from .usage.contract import Group, State, check_adam_entry, check_options, check_parameters, load_checked
+from .usage.contract import Group, State, check_options, check_parameters, load_checked
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -178,9 +178,11 @@ class HostAdam(torch.optim.Optimizer):
     def _new_entry(self, p: Tensor) -> State:
         self._check_place(p, "a parameter")
         entry: State = {"step": torch.tensor(0.0), "exp_avg": _zeros(p, self.moment_dtype)}
-        entry["exp_avg_sq"] = _zeros(p, self.variance_dtype)
-        if self.variance_dtype == torch.uint8:
-            entry["exp_avg_sq_scale"] = empty_variance(p.numel()).scales
+        if self.variance_dtype == torch.uint8:  # not as exp_avg_sq, which torch's AdamW would take for a variance
+            entry["exp_avg_sq_codes"] = _zeros(p, torch.uint8)
+            entry["exp_avg_sq_scales"] = empty_variance(p.numel()).scales
+        else:
+            entry["exp_avg_sq"] = _zeros(p, torch.float32)
         if p.dtype != torch.float32:
             entry["master"] = p.detach().to(torch.float32, memory_format=torch.contiguous_format)
         self.state[p] = entry
@@ -208,17 +210,16 @@ class HostAdam(torch.optim.Optimizer):
         local(entry["exp_avg"]).copy_(local(there["exp_avg"]))
         if "master" in entry and "master" in there:
             local(entry["master"]).copy_(local(there["master"]))
-        v, to = local(there["exp_avg_sq"]), _variance_of(entry)
-        if isinstance(to, EightBitVariance) and v.dtype == torch.uint8:
-            to.codes.copy_(v.reshape(-1))
-            to.scales.copy_(there["exp_avg_sq_scale"])
+        v, to = _variance_of(there), _variance_of(entry)
+        if isinstance(to, EightBitVariance) and isinstance(v, EightBitVariance):
+            to.codes.copy_(v.codes)
+            to.scales.copy_(v.scales)
             return entry
-        if v.dtype == torch.uint8:
-            v = from_eight_bits(EightBitVariance(v.reshape(-1), there["exp_avg_sq_scale"]))
+        values = from_eight_bits(v) if isinstance(v, EightBitVariance) else v.float()
         if isinstance(to, EightBitVariance):
-            to_eight_bits(v.float().reshape(-1), to, seed=seed_of(int(there["step"])))
+            to_eight_bits(values, to, seed=seed_of(int(there["step"])))
         else:
-            to.copy_(v.reshape(-1))
+            to.copy_(values)
         return entry
 
     def _check_loadable(self, state: State) -> None:
@@ -231,11 +232,7 @@ class HostAdam(torch.optim.Optimizer):
                 raise ValueError(f"{where}its group {g} has no {missing[0]}: it is not of Adam's family")
             _check_forms(f"{where}its group {g}", group)
         for p, entry in self._saved_entries(state):
-            check_adam_entry(where, "a parameter", entry, p.shape)
-            if entry["exp_avg_sq"].dtype == torch.uint8:
-                expected_J = empty_variance(p.numel()).scales.shape
-                if "exp_avg_sq_scale" not in entry or entry["exp_avg_sq_scale"].shape != expected_J:
-                    raise ValueError(f"{where}a variance in 8 bits has no exp_avg_sq_scale {list(expected_J)} there")
+            _check_entry(where, entry, p)
 
     def _saved_entries(self, state: State) -> Iterator[tuple[Tensor, State]]:
         """(parameter, its saved state), of those that have one."""
@@ -256,8 +253,23 @@ def _zeros(p: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _variance_of(entry: State) -> Tensor | EightBitVariance:
-    v = local(entry["exp_avg_sq"]).view(-1)
-    return EightBitVariance(v, entry["exp_avg_sq_scale"]) if "exp_avg_sq_scale" in entry else v
+    if "exp_avg_sq_codes" in entry:
+        return EightBitVariance(entry["exp_avg_sq_codes"].reshape(-1), entry["exp_avg_sq_scales"])
+    v: Tensor = local(entry["exp_avg_sq"])
+    return v.reshape(-1)
+
+
+def _check_entry(where: str, entry: State, p: Tensor) -> None:
+    """Raise ValueError unless it is Adam's of this parameter, or ours with a variance in 8 bits."""
+    shapes = {"exp_avg": p.shape, "exp_avg_sq": p.shape}
+    if "exp_avg_sq_codes" in entry:
+        shapes = {"exp_avg": p.shape, "exp_avg_sq_codes": p.shape}
+        shapes["exp_avg_sq_scales"] = empty_variance(p.numel()).scales.shape
+    if missing := [name for name in ("step", *shapes) if name not in entry]:
+        raise ValueError(f"{where}a parameter has {', '.join(sorted(entry))} there and no {missing[0]}: not Adam's")
+    for name, shape in shapes.items():
+        if entry[name].shape != shape:
+            raise ValueError(f"{where}{name} has shape {tuple(entry[name].shape)}, expected {tuple(shape)}")
 
 
 def _follow_(master: Tensor, parameter: Tensor) -> None:

@@ -413,6 +413,16 @@ def test_states_are_converted_to_other_types() -> None:
         assert here["step"] == there["step"] == 10
 
 
+def test_torchs_adamw_does_not_take_codes_for_a_variance() -> None:
+    model = net()
+    small = onebit.HostAdam(model.parameters(), **SMALL)
+    train(model, small, 3)
+    torchs = torch.optim.AdamW(model.parameters())
+    torchs.load_state_dict(small.state_dict())
+    with pytest.raises(KeyError, match="exp_avg_sq"):
+        train(model, torchs, 1)
+
+
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
     model = net()
     optimizer = onebit.HostAdam(model.parameters())
@@ -430,7 +440,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     refused("amsgrad=True is not supported", lambda s: s["param_groups"][0].update(amsgrad=True))
     refused("no exp_avg_sq", lambda s: s["state"][0].pop("exp_avg_sq"))
     refused("has shape", lambda s: s["state"][1].update(exp_avg=torch.zeros(2)))
-    refused("no exp_avg_sq_scale", lambda s: s["state"][1].update(exp_avg_sq=torch.zeros(33, dtype=torch.uint8)))
+    refused("no exp_avg_sq_scales", lambda s: s["state"][1].update(exp_avg_sq_codes=torch.zeros(33, dtype=torch.uint8)))
     for key, entry in optimizer.state_dict()["state"].items():
         assert all(torch.equal(x, before["state"][key][name]) for name, x in entry.items())
 

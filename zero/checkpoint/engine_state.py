@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 # Forms whose optimizers keep the same state, of other slices.
 _ALIKE = ("replicated", "intra_node")
+# Optimizers that do.
+_SAME_STATE = {"AdamW", "HostAdam"}
 _FORMER_NAMES = {"whole": "replicated", "inside": "intra_node", "across": "inter_node"}  # in the first files
 _ENGINES_OWN = {"scheduler", "loader", "loss_scale", "counts", "rng", "cuda_rng", "client"}
 
@@ -200,7 +202,7 @@ def _check_stamp(engine: Engine, stamp: Mapping[str, object]) -> None:
             f"the checkpoint's form is {there}, this run's is {here}, whose state is another; start it with the same "
             "stage and onebit.sharding, or take over the weights alone (save_16bit_model, import_weights)"
         )
-    if stamp.get("optimizer") != mine["optimizer"]:
+    if stamp.get("optimizer") != mine["optimizer"] and {stamp.get("optimizer"), mine["optimizer"]} != _SAME_STATE:
         raise CheckpointError(f"the checkpoint's optimizer is {stamp.get('optimizer')}, not {mine['optimizer']}")
     if here == "inter_node" and not _differs_in_replicas_alone(engine, stamp):
         raise CheckpointError(

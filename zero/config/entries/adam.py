@@ -34,6 +34,8 @@ def _build(p: DenseAdamParams, params: object, given: BuildOptions) -> torch.opt
         return Lamb(
             params, **p.options, max_coeff=1.0, min_coeff=1.0, bias_correction=False, model_parallel_group=group
         )
+    # torch's also where shards are offloaded: HostAdam is faster there (docs/memory.md), but differs in last bits, and
+    # offloaded training ends in the bits of resident training. initialize(optimizer=DeepSpeedCPUAdam(...)) asks for it.
     kind = torch.optim.AdamW if p.adam_w_mode else torch.optim.Adam
     return kind(cast(ParamsT, params), **p.options, amsgrad=p.amsgrad)
 
