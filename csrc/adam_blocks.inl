@@ -76,7 +76,7 @@ ONEBIT_TARGET inline void update(float* p, Tensor g, Tensor m, float* v, const C
 
 ONEBIT_TARGET inline void write_out(const float* p, Tensor out) {
   if (out.kind == Kind::kFloat16) {
-    for (int64_t i = 0; i < kBlock; ++i) static_cast<uint16_t*>(out.data)[i] = float16_near(p[i]);
+    for (int64_t i = 0; i < kBlock; i += kLanes) store_float16(p + i, static_cast<uint16_t*>(out.data) + i);
   } else if (out.kind == Kind::kBfloat16) {
     for (int64_t i = 0; i < kBlock; i += kLanes) store<Kind::kBfloat16>(Lanes::load(p + i), out.data, i);
   } else if (out.kind == Kind::kFloat32) {

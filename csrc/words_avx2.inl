@@ -55,3 +55,8 @@ struct Words {
             _mm256_andnot_si256(_mm256_cmpeq_epi32(of.high, zero), high)};
   }
 };
+
+// 16 floats, to nearest even.
+ONEBIT_TARGET inline void store_float16(const float* from, uint16_t* to) {
+  for (int l = 0; l < kLanes; ++l) to[l] = float16_near(from[l]);
+}

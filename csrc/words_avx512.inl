@@ -32,3 +32,9 @@ struct Words {
   // These where `of` is not 0, else 0.
   ONEBIT_TARGET Words where_any(Words of) const { return {_mm512_maskz_mov_epi32(_mm512_test_epi32_mask(of.v, of.v), v)}; }
 };
+
+// 16 floats, to nearest even.
+ONEBIT_TARGET inline void store_float16(const float* from, uint16_t* to) {
+  const __m256i halves = _mm512_cvtps_ph(_mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), halves);
+}

@@ -69,3 +69,8 @@ struct Words {
     return each([&](int i) { return v[i] & (Uint4)(of.v[i] != 0); });
   }
 };
+
+// 16 floats, to nearest even.
+ONEBIT_TARGET inline void store_float16(const float* from, uint16_t* to) {
+  for (int l = 0; l < kLanes; ++l) to[l] = float16_near(from[l]);
+}

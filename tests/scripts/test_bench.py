@@ -7,7 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 from bench import growth as bench_growth
+from bench import host_adam as bench_host_adam
 from bench import step as bench_step
 from bench import suite as bench_suite
 from bench.collective import FP32, ONE_BIT
@@ -21,6 +23,7 @@ from train.model import build_model
 
 from onebit.cli.cluster import available
 from onebit.comm import SignCodec
+from onebit.host import native
 
 SETTING = Setting(elements=1_000_000, size="tiny", batch=1)
 MACHINE = {
@@ -184,3 +187,19 @@ def test_sizes_that_do_not_fit_are_left_out() -> None:
     assert bench_growth.sizes_that_fit(sizes, 8, 8e9) == [10**6]
     assert bench_growth.dense_up_to("none", 6.0) > 10**9
     assert bench_growth.dense_up_to("100mbit", 6.0) == 9_375_000
+
+
+@pytest.mark.skipif(not native.is_built(), reason=f"needs the C++ library: {native.why_not()}")
+def test_host_adam_has_a_row_for_every_side_and_thread_count(capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    try:
+        bench_host_adam.main(["--elements", "1000", "--repeats", "2"])
+    finally:
+        torch.set_num_threads(threads)
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith(("| 1 ", "| 2 "))]
+    by_name = {(row[0], row[1]): row for row in rows}
+    for count in ("| 1", "| 2"):
+        assert by_name[count, bench_host_adam.FLOOR][-1] == "1.00 |"
+        assert sum(name.startswith("onebit: ") for at, name in [row[:2] for row in rows] if at == count) == 6
+        assert by_name[count, "onebit: m bfloat16, v 8 bits"][2] == "18.03"
+        assert by_name[count, "torch.optim.AdamW(fused=True)"][2] == "28.00"
