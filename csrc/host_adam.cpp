@@ -61,7 +61,8 @@ struct AdamJob {
 
   Block block(int64_t b) const {
     const int64_t at = b * kBlock;
-    return {p + at, g.at(at), m.at(at), v.at(at), scales + b, out.at(at), offset + static_cast<uint32_t>(at)};
+    float* scale = scales ? scales + b : nullptr;
+    return {p + at, g.at(at), m.at(at), v.at(at), scale, out.at(at), offset + static_cast<uint32_t>(at)};
   }
 };
 

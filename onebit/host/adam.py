@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 
 from . import native, reference
 from .operands import AdamChunk, AdamConstants
 from .variance import EightBitVariance
+
+_constants_of = functools.lru_cache(maxsize=64)(AdamConstants.of)  # the same for many tensors of a step
 
 
 def adam_(
@@ -42,7 +46,14 @@ def adam_(
     """
     chunk = AdamChunk(master, grad, m, v, out)
     chunk.check(offset)
-    constants = AdamConstants.of(
-        lr, betas, eps, weight_decay, step, grad_scale, is_decoupled=is_decoupled, bias_correction=bias_correction
+    constants = _constants_of(
+        lr,
+        tuple(betas),
+        eps,
+        weight_decay,
+        step,
+        grad_scale,
+        is_decoupled=is_decoupled,
+        bias_correction=bias_correction,
     )
     (native if native.is_built() else reference).adam_(chunk, constants, offset)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import io
 import itertools
 import math
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,8 @@ from onebit.host import (
 from onebit.host.operands import AdamChunk, AdamConstants
 
 SIZES = (0, 1, 63, 64, 65, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7)
+COMPILER = shutil.which("c++")
+CSRC = Path(__file__).parents[2] / "csrc"
 NARROW = (torch.float32, torch.bfloat16)
 OUTPUTS = (None, torch.float32, torch.bfloat16, torch.float16)
 BUILT = pytest.mark.skipif(not native.is_built(), reason=f"needs the C++ library: {native.why_not()}")
@@ -144,6 +149,32 @@ def test_threads_change_no_bit() -> None:
     finally:
         torch.set_num_threads(threads)
     assert_same(one, two)
+
+
+@pytest.mark.processes
+@BUILT
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler named c++")
+def test_no_undefined_behaviour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Under the sanitizer, also with no elements, whose tensors have no memory."""
+    command = [str(COMPILER), "-O0", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-fsanitize=undefined"]
+    if subprocess.run([*command, CSRC / "host_adam.cpp", "-o", tmp_path / "host.so"], timeout=60).returncode:
+        pytest.skip("needs the sanitizer of the compiler: libubsan")
+    library = ctypes.CDLL(str(tmp_path / "host.so"))
+    native._declare(library)
+    monkeypatch.setattr(native, "_library", lambda: library)
+    for isa, n, is_packed, out in itertools.product(native.available_isas(), (0, 1, 600), (False, True), OUTPUTS):
+        ours, theirs = (chunk(n, torch.bfloat16, torch.bfloat16, is_packed, out) for _ in range(2))
+        if is_packed:
+            for c in (ours, theirs):
+                c.v.codes.fill_(200)
+                c.v.scales.fill_(math.inf)
+        for t in (1, 2):
+            native.adam_(ours, constants(t), 0, isa)
+            reference.adam_(theirs, constants(t), 0)
+            assert_same(ours, theirs)
+    assert "runtime error" not in capfd.readouterr().err
 
 
 def test_arguments_are_checked_before_anything_is_written() -> None:
