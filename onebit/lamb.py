@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from .comm import Transport
+from .layout.masters import NAME as MASTER
+from .layout.masters import check_master, own_master, round_into_
 from .model_parallel import ModelParallelGroup, local, model_parallel_group_of
 from .usage.contract import (
     ADAM_STATE,
@@ -51,11 +53,13 @@ class Lamb(torch.optim.Optimizer):
     """Dense LAMB on one process's gradients: the twin of `OnebitLamb`, as torch.optim.AdamW is of `OnebitAdam`.
 
     Per parameter (a layer): u = m̂/(√v̂ + eps) + wd·p, p ← p - lr·r·u with r = `trust_ratio`(‖p‖, ‖u‖). A parameter
-    without a gradient is left alone. Moments are float32 whatever the parameter is. No host synchronisation: the
+    without a gradient is left alone. Moments are float32 whatever the parameter is, and so is the master of one in
+    bfloat16 or float16, on which the step is taken (`layout/masters.py`). No host synchronisation: the
     ratios stay on the device. Arguments as in torch.optim.AdamW, and min_coeff, max_coeff: bounds of the ratio.
     model_parallel_group: as in `CommonOptions`; a layer's norms are then those of all its shards.
 
-    State: 8 bytes per element held. Sends nothing, but 16 bytes per layer to each other shard.
+    State: 8 bytes per element held, 12 of a parameter of less than float32. Sends nothing, but 16 bytes per layer to
+    each other shard.
     """
 
     def __init__(
@@ -103,7 +107,8 @@ class Lamb(torch.optim.Optimizer):
         """
         saved = load_checked(self, state_dict, self._check_loadable)
         for p, entry in self._saved_entries(saved):
-            self.state[p] |= {name: entry[name].to(p.device, torch.float32, copy=True) for name in ADAM_STATE}
+            names = (*ADAM_STATE, MASTER) if MASTER in entry else ADAM_STATE
+            self.state[p] |= {name: entry[name].to(p.device, torch.float32, copy=True) for name in names}
         for group in self.param_groups:  # Adam's state says nothing of trust ratios
             for name in ("max_coeff", "min_coeff", "bias_correction"):
                 group.setdefault(name, self.defaults[name])
@@ -113,6 +118,7 @@ class Lamb(torch.optim.Optimizer):
         check_saved_groups(where, state["param_groups"], self.param_groups)
         for p, entry in self._saved_entries(state):
             check_adam_entry(where, "a parameter", entry, local(p).shape)
+            check_master(where, "a parameter", entry, p)
 
     def _saved_entries(self, state: State) -> Iterator[tuple[Tensor, State]]:
         """(parameter, its saved state), of those that have one."""
@@ -143,7 +149,7 @@ class Lamb(torch.optim.Optimizer):
                 }
         if not params:
             return
-        updates, held = self._updates(params, group), [local(p) for p in params]
+        updates, held = self._updates(params, group), [own_master(self.state[p], local(p)) for p in params]
         if group["weight_decay"] != 0.0:
             torch._foreach_add_(updates, held, alpha=group["weight_decay"])
         bounds = {"min_coeff": group["min_coeff"], "max_coeff": group["max_coeff"]}
@@ -152,6 +158,7 @@ class Lamb(torch.optim.Optimizer):
         ratios = trust_ratio(weight_norm, update_norm, **bounds) * group["lr"]
         torch._foreach_mul_(updates, ratios.unbind())
         torch._foreach_sub_(held, updates)
+        round_into_([local(p) for p in params], held)
 
     def _updates(self, params: list[Tensor], group: Group) -> list[Tensor]:
         """Advance the moments; m̂/(√v̂ + eps) of each parameter, float32."""

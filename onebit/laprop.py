@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .layout.masters import NAME as MASTER
+from .layout.masters import check_master, is_low, own_master, round_into_
 from .usage.contract import (
     Group,
     State,
@@ -39,7 +41,8 @@ class LaProp(torch.optim.Optimizer):
     the same at a constant learning rate.
 
     Arguments as in torch.optim.AdamW. A parameter without a gradient is left alone. Moments are float32 whatever the
-    parameter is. State: 8 bytes per element. Sends nothing.
+    parameter is, and so is the master of one in bfloat16 or float16, on which the step is taken
+    (`layout/masters.py`). State: 8 bytes per element, 12 of such a parameter. Sends nothing.
     """
 
     def __init__(
@@ -75,7 +78,8 @@ class LaProp(torch.optim.Optimizer):
         for group, there in pairs:
             for p, key in zip(group["params"], there["params"], strict=True):
                 if entry := saved["state"].get(key):
-                    self.state[p] |= {name: entry[name].to(p.device, torch.float32, copy=True) for name in _MOMENTS}
+                    names = (*_MOMENTS, MASTER) if MASTER in entry else _MOMENTS
+                    self.state[p] |= {name: entry[name].to(p.device, torch.float32, copy=True) for name in names}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -102,6 +106,7 @@ class LaProp(torch.optim.Optimizer):
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         steps = [int(self.state[p]["step"]) for p in params] if group["bias_correction"] else []
         corrections = [(1.0 - beta1**t, (1.0 - beta2**t) ** 0.5) for t in steps] or [(1.0, 1.0)] * len(params)
+        held = [own_master(self.state[p], p.detach()) if is_low(p) else p for p in params]
         ms, vs = ([self.state[p][name] for p in params] for name in _MOMENTS)
         grads = [p.grad.float() for p in params]
         torch._foreach_mul_(vs, beta2)
@@ -113,8 +118,9 @@ class LaProp(torch.optim.Optimizer):
         torch._foreach_addcdiv_(ms, grads, divisors, 1.0 - beta1)
         moves = torch._foreach_mul(ms, [lr / c1 for c1, _ in corrections])
         if group["weight_decay"] != 0.0:
-            torch._foreach_mul_(params, 1.0 - lr * group["weight_decay"])
-        torch._foreach_sub_(params, moves)
+            torch._foreach_mul_(held, 1.0 - lr * group["weight_decay"])
+        torch._foreach_sub_(held, moves)
+        round_into_(params, held)
 
     def _check_loadable(self, state: State) -> None:
         where = "cannot load this optimizer state: "
@@ -122,6 +128,7 @@ class LaProp(torch.optim.Optimizer):
         for group, there in zip(self.param_groups, state["param_groups"], strict=True):
             for p, key in zip(group["params"], there["params"], strict=True):
                 entry = state["state"].get(key, {})
+                check_master(where, f"parameter {key}", entry, p)
                 if entry and (missing := [name for name in ("step", *_MOMENTS) if name not in entry]):
                     raise ValueError(
                         f"{where}parameter {key} has no {missing[0]} there, so it is not LaProp's; load one, or none"

@@ -183,9 +183,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def publish(self, bucket: Bucket) -> None:
         """Show the bucket's state as torch does: optimizer.state[p], views of the flat tensors."""
-        views = {name: bucket.layout.views(flat) for name, flat in bucket.flat.items()}
-        for k, p in enumerate(bucket.params):
-            self.state[p] = {"step": bucket.steps, **{name: v[k] for name, v in views.items()}}
+        for p, state in zip(bucket.params, bucket.states(), strict=True):
+            self.state[p] = {"step": bucket.steps, **state}
 
     def buffer_bytes(self) -> int:
         """Bytes of buckets and wire buffers on this rank; what DDP calls its buckets."""
@@ -245,6 +244,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return loss
 
     def _take_step(self, scale: float) -> Sequence[str] | None:
+        self._settle_masters()
         resends = self.overlap.has_changed(scale)
         self._begin()
         decision = self._decide_alone(scale) if self.rule.is_silent() else self._decide(scale, resends)
@@ -313,18 +313,31 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         for count in self.steps:
             count += 1
         self._driver.commit(decision, self.rule.meet)
+        self._write_masters(decision)
         self.stats.phase = self.rule.after_step()
+
+    def _settle_masters(self) -> None:
+        looks = is_inspected(self._steps_here)
+        for bucket in self.buckets:
+            bucket.masters.check(self.transport.rank, bucket.names)
+            bucket.masters.settle(looks=looks)
+
+    def _write_masters(self, decision: Decision) -> None:
+        for bucket in self.buckets:
+            bucket.masters.write_back(decision.of(bucket))
 
     def _take_extra_step(self) -> None:
         """A step that the rule has begun beside those of the training: it is not counted, and skips nothing."""
         self._has_begun = True
         try:
+            self._settle_masters()
             self._launch_rest(1.0)
             header = self._header(self.rule.round_name())
             mine = StepVote(header.summary(), self.rule.present(self.buckets.params))
-            seen = present_anywhere(cast_votes(self.transport, header, mine, self.buckets[0].device))
+            decision = Decision(present_anywhere(cast_votes(self.transport, header, mine, self.buckets[0].device)))
             self._driver.wait()
-            self._driver.commit(Decision(seen), self.rule.meet)
+            self._driver.commit(decision, self.rule.meet)
+            self._write_masters(decision)
             self.rule.after_step()
         finally:
             self._driver.give_up()

@@ -364,7 +364,7 @@ class ZeroOneRule(Rule):
             "kept_share": list(self._kept_share),
             # Between synchronisations this rank's parameters are its own, and no other file holds them.
             "waiting": [p in self._seen_since_sync for p in self.buckets.params] if is_apart else [],
-            "parameters": [local(p).detach().clone() for p in self.buckets.params] if is_apart else [],
+            "parameters": [w.detach().clone() for b in self.buckets for w in b.held] if is_apart else [],
         }
 
     def load_record(self, record: State) -> None:

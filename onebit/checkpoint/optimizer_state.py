@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ..layout.bucket import Bucket
+from ..layout.masters import NAME as MASTER
+from ..layout.masters import check_master
 from ..model_parallel import local
 from ..usage.contract import Group, State, check_adam_entry, check_identity, check_saved_groups, load_checked
 from .change_world_size import gather_states, reframe, resize
@@ -51,6 +53,7 @@ def save(optimizer: CompressedOptimizer, state: State) -> State:
         state["state"][key] = {**entry, "step": entry["step"].clone()}
     numbers = optimizer.buckets.numbers()
     for bucket in optimizer.buckets:
+        bucket.masters.settle()
         if bucket.ef is not None:
             errors = bucket.layout.views(bucket.spread(bucket.ef.worker))
             for p, error in zip(bucket.params, errors, strict=True):
@@ -119,6 +122,7 @@ def _check(optimizer: CompressedOptimizer, state: State) -> None:
     optimizer.rule.check_state(where, state)
     for name, p, entry in optimizer.buckets.saved_entries(state):
         shape = local(p).shape
+        check_master(where, name, entry, p)
         if record is None:
             check_adam_entry(where, name, entry, shape)
         for key, value in entry.items():
@@ -176,6 +180,7 @@ def _restore_bucket(
             found = entry.get(name, entry.get(optimizer.rule.adam_names.get(name, "")))
             if found is not None:
                 view.copy_(found)
+    bucket.masters.load([entry.get(MASTER) for entry in entries])
     if saved is not None and bucket.frames is not None:
         bucket.frames.copy_(saved["frames"])
     if saved is not None and bucket.ef is not None:

@@ -14,6 +14,8 @@ from ..model_parallel import local
 from ..step.clip import dot, has_squares
 from ..usage.frozen import dense_gradients, gradient_of
 from .flat import Layout
+from .masters import NAME as MASTER
+from .masters import Masters
 
 
 @dataclass
@@ -26,7 +28,7 @@ class Bucket:
     phase: "warmup", and what the rule calls those after it. flat: the state that has one element per element, by name.
     layers: what a rule knows of each parameter, by name. live_J: which blocks have ever seen a gradient. floor_J: the
     least variance in each block. frames: the packed m/D, uint8 [W, B], once compression has begun. wires: buffers of
-    exchanges, by codec.
+    exchanges, by codec. masters: float32, of parameters of less.
     """
 
     index: int
@@ -48,9 +50,13 @@ class Bucket:
     live_J: Tensor | None = None
     floor_J: Tensor | None = None
     ef: ErrorFeedback | None = None
+    masters: Masters = field(init=False)
     wires: dict[Codec, Wire] = field(default_factory=dict)
     _buffer: Tensor | None = None
     _views: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.masters = Masters(self.params)
 
     @property
     def step(self) -> int:
@@ -99,8 +105,17 @@ class Bucket:
 
     @property
     def held(self) -> list[Tensor]:
-        """What this rank holds of the parameters, where it lies."""
-        return [local(p) for p in self.params]
+        """What a step moves of each parameter, where it lies: its float32 master, or what this rank holds of it."""
+        return self.masters.held
+
+    def states(self) -> list[dict[str, Tensor]]:
+        """The state of each parameter by name, as optimizer.state shows it: views."""
+        of = {name: self.layout.views(flat) for name, flat in self.flat.items()}
+        shown = [{name: views[k] for name, views in of.items()} for k in range(len(self.params))]
+        for state, master in zip(shown, self.masters.views, strict=True):
+            if master is not None:
+                state[MASTER] = master
+        return shown
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients where they lie, of what this rank holds; see `dense_gradients`."""
@@ -124,8 +139,8 @@ class Bucket:
 
     def replicated(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of the state that has the same bits on every replica, when these are synchronised."""
-        for name, tensor in (*self.flat.items(), ("packed momentum", self.frames)):
-            if tensor is not None:
+        for name, tensor in (*self.flat.items(), ("masters", self.masters.flat), ("packed momentum", self.frames)):
+            if tensor is not None and tensor.numel() > 0:
                 yield f"{name} of the bucket that begins with {self.names[0]}", tensor
 
     def rows(self, flat: Tensor) -> Tensor:
@@ -168,8 +183,13 @@ class Bucket:
         return flat
 
     def state_bytes(self) -> int:
-        """Bytes of its state: moments, errors, packed momentum."""
-        kept = [*self.flat.values(), self.frames, *(() if self.ef is None else (self.ef.worker, self.ef.server))]
+        """Bytes of its state: moments, masters, errors, packed momentum."""
+        kept = [
+            *self.flat.values(),
+            self.masters.flat,
+            self.frames,
+            *(() if self.ef is None else (self.ef.worker, self.ef.server)),
+        ]
         return sum(t.nbytes for t in kept if t is not None)
 
     def buffers(self) -> list[Tensor]:

@@ -35,7 +35,6 @@ from ..comm import (
 )
 from ..layout.bucket import Bucket
 from ..layout.masks import Masks
-from ..model_parallel import local
 from .bucket_step import Answer, Arrived, Decision, Meeting
 
 
@@ -205,16 +204,16 @@ class Replicated:
     ) -> None:
         """p ← keep·p + weight·value for every parameter that some rank had a gradient for, in one pass."""
         assert frames_WB is not None
-        moving = zip(bucket.params, decision.of(bucket), strict=True)
-        params = [local(p) if is_seen else None for p, is_seen in moving]
+        moving = zip(bucket.held, decision.of(bucket), strict=True)
+        params = [p if is_seen else None for p, is_seen in moving]
         self.codec.apply(frames_WB, bucket.layout.chunk, ParamUpdate(params, bucket.layout.segments, weight_K, keep_K))
 
     def move(self, bucket: Bucket, decision: Decision) -> None:
         """p ← p - the buffer, for every parameter that some rank had a gradient for, where no mask forbids it."""
         self.masks.apply_(bucket)
         moved = [
-            (local(p), view)
-            for p, view, is_seen in zip(bucket.params, bucket.views, decision.of(bucket), strict=True)
+            (p, view)
+            for p, view, is_seen in zip(bucket.held, bucket.views, decision.of(bucket), strict=True)
             if is_seen
         ]
         if moved:

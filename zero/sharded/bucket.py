@@ -19,6 +19,8 @@ from torch import Tensor
 
 from ...comm import SignCodec
 from ...layout.flat import Layout
+from ...layout.masters import NAME as MASTER
+from ...layout.masters import Masters
 from ...usage.frozen import dense_gradients
 
 
@@ -48,7 +50,8 @@ class ShardedBucket:
 
     first: how many parameters the buckets before it hold. counts: int32 [W, J], real elements of each block.
     momentum: [W·N], float32 or bfloat16: what is left of c when its frame is sent, c - (1-β1)·q. variance: float32 [N].
-    owned: float32 [N], the master weights; at stage 0 the error of the updates that were sent. steps: per parameter,
+    owned: float32 [N], the master weights; at stage 0 the error of the updates that were sent, and masters are whole on
+    every rank, of parameters of less than float32. steps: per parameter,
     the steps in which some rank had a gradient for it, 0-dimensional. is_warm: whether the last step was one of the
     warm-up, and until the first, whether there is one. received: everybody's last frames of the own chunk, kept only
     for clipping. mean: float32 [N], their mean: in the warm-up, and where they were loaded from a checkpoint.
@@ -74,6 +77,7 @@ class ShardedBucket:
     mean: Tensor | None = None
     grad_stats: Tensor | None = None
     ready: set[Tensor] = field(default_factory=set)
+    masters: Masters = field(default_factory=lambda: Masters(()))
 
     @classmethod
     def new(
@@ -86,6 +90,8 @@ class ShardedBucket:
         rank: int,
         momentum_dtype: torch.dtype,
         is_warm: bool = False,
+        *,
+        is_whole: bool = False,
     ) -> ShardedBucket:
         """Zeroed state for these parameters, all on one device."""
         device = members[0][0].device
@@ -104,7 +110,17 @@ class ShardedBucket:
             owned=torch.zeros(layout.chunk, device=device),
             steps=[torch.tensor(0.0) for _ in members],
             is_warm=is_warm,
+            masters=Masters([p for p, _ in members] if is_whole else ()),
         )
+
+    def states(self) -> list[dict[str, Tensor]]:
+        """The state of each parameter by name, as optimizer.state shows it."""
+        pairs = zip(self.steps, self.layout.views(self.momentum), strict=True)
+        shown = [{"step": step, "momentum": momentum} for step, momentum in pairs]
+        for state, master in zip(shown, self.masters.views, strict=bool(self.masters.views)):
+            if master is not None:
+                state[MASTER] = master
+        return shown
 
     @cached_property
     def pieces(self) -> list[ParamSlice]:
@@ -210,5 +226,5 @@ class ShardedBucket:
 
     def state_bytes(self) -> int:
         """Bytes of the state that this rank keeps."""
-        kept = (self.momentum, self.variance, self.owned, self.received, self.mean)
+        kept = (self.momentum, self.variance, self.owned, self.masters.flat, self.received, self.mean)
         return sum(t.nbytes for t in kept if t is not None)

@@ -224,8 +224,10 @@ class Sharded:
         """Move the parameters by what has come down: the same operations on the same bits on every rank."""
         x = torch.empty(bucket.layout.numel, device=bucket.device)
         self.config.codec_down.decode(down_WB, x.view(len(down_WB), -1))
-        for p, view, is_seen in zip(bucket.params, bucket.layout.views(x), seen, strict=True):
+        held = bucket.masters.held if self.config.stage == 0 else bucket.params
+        for p, view, is_seen in zip(held, bucket.layout.views(x), seen, strict=True):
             if is_seen and self.config.stage == 0:
                 p.copy_(view.mul_(-lr).add_(p, alpha=1.0 - decay))
             elif is_seen:
                 p.add_(view)
+        bucket.masters.write_back(seen)

@@ -48,6 +48,10 @@ class Masters:
         """Take them before the first step; later on say so, once, where somebody has changed the parameters."""
         if not self.are_taken:
             self.take()
+        for bucket in self._buckets:  # at stage 0
+            if bucket.masters:
+                bucket.masters.check(self._rank, bucket.names)
+                bucket.masters.settle()
         if self._are_kept and not self._is_warned and self._is_edited():
             self._is_warned = True
             log.warning(

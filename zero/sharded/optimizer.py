@@ -185,6 +185,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
             transport.rank,
             self.momentum_dtype,
             is_warm=config.warmup_steps > 0,
+            is_whole=config.stage == 0,
         )
         if self.masters.are_taken:
             self.masters.take_of(bucket)
@@ -192,9 +193,8 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         return bucket
 
     def publish(self, bucket: ShardedBucket) -> None:
-        views = bucket.layout.views(bucket.momentum)
-        for p, step, momentum in zip(bucket.params, bucket.steps, views, strict=True):
-            self.state[p] = {"step": step, "momentum": momentum}
+        for p, state in zip(bucket.params, bucket.states(), strict=True):
+            self.state[p] = state
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:
@@ -369,8 +369,13 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         return self.rule.steps_taken()
 
     def check_replicas(self) -> None:
-        """Vote on the bits of all parameters; ReplicaError on all ranks if they differ. Sends 16 bytes per peer."""
-        replicas.check_replicas(self.transport, self.buckets.params, self.buckets.names, self.steps_taken())
+        """Vote on the bits of all parameters and whole masters; ReplicaError on all ranks if they differ.
+
+        Sends 16 bytes per peer.
+        """
+        masters = [bucket.masters.flat for bucket in self.buckets if bucket.masters.flat.numel()]
+        names = [*self.buckets.names, *(f"masters of bucket {k}" for k in range(len(masters)))]
+        replicas.check_replicas(self.transport, [*self.buckets.params, *masters], names, self.steps_taken())
 
     def state_dict(self) -> State:
         """As torch's, and the chunks that this rank owns under "onebit": each rank saves and loads its own.

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ...checkpoint.change_world_size import resize
 from ...comm import SignCodec
+from ...layout.masters import NAME as MASTER
+from ...layout.masters import check_master
 from ...usage.contract import State, check_identity, check_saved_groups, load_checked
 from .bucket import ShardedBucket
 from .health import GradStats, Health
@@ -48,6 +50,8 @@ def identity(optimizer: ShardedOnebitOptimizer) -> dict[str, object]:
 
 def save(optimizer: ShardedOnebitOptimizer, state: State) -> State:
     """torch's state, and what this rank owns."""
+    for bucket in optimizer.buckets:
+        bucket.masters.settle()
     state["onebit"] = {
         **identity(optimizer),
         "buckets": bucket_records(optimizer.buckets, optimizer.placement.config.codec),
@@ -101,6 +105,7 @@ def _check(optimizer: ShardedOnebitOptimizer, state: State) -> None:
     check_identity(where, record, identity(optimizer), [bucket.layout.numel for bucket in optimizer.buckets])
     for name, p, entry in optimizer.buckets.saved_entries(state):
         check_entry(entry, p, name, optimizer.momentum_dtype, rank)
+        check_master(f"rank {rank}: cannot load this optimizer state: ", name, entry, p)
 
 
 def check_entry(entry: State, p: Tensor, name: str, momentum_dtype: torch.dtype, rank: int) -> None:
@@ -121,6 +126,8 @@ def restore(bucket: ShardedBucket, saved: State, entries: Sequence[State]) -> No
     bucket.is_warm = saved.get("is_warm", False)  # before there was a warm-up, states did not say
     bucket.received = None
     bucket.mean = None if saved["mean"] is None else saved["mean"].to(bucket.device, torch.float32, copy=True)
+    if bucket.masters:
+        bucket.masters.load([entry.get(MASTER) for entry in entries])
     for view, step, entry in zip(bucket.layout.views(bucket.momentum), bucket.steps, entries, strict=True):
         view.copy_(entry["momentum"])
         step.fill_(float(entry["step"]))
@@ -166,7 +173,7 @@ def regather(states: Iterable[State], kind: str, buckets: Sequence[ShardedBucket
         if "waiting" in record:  # on any rank; the mean has a part of it
             own = state["onebit"]["waiting"]
             state["onebit"]["waiting"] = [a or b for a, b in zip(own, record["waiting"], strict=True)]
-        for key, entry in one["state"].items():
+        for key, entry in one["state"].items():  # masters are the same on all ranks
             momentum = entry["momentum"].to(torch.float64, copy=True)
             sums[key] = sums[key].add_(momentum) if key in sums else momentum
         for lists, saved in zip(chunks, record["buckets"], strict=True):
