@@ -58,7 +58,8 @@ def shard(
     """Shard a model over the grid's shard axis, in place, and return it. All ranks, before its optimizer is made.
 
     stage: 1, 2 or 3; see the module docstring. dtype: compute in it (torch.bfloat16, torch.float16); the parameters
-    are float32 masters, which those of another dtype become, and gradients are reduced in float32. blocks: modules
+    are float32 masters, which those of another dtype become, and gradients are reduced in float32. What requires no
+    gradient keeps its dtype: the base under LoRA adapters takes what its files do. blocks: modules
     that are gathered one at a time (default: `blocks_of`); what is in none of them is gathered with the root.
     offload: shards, their gradients and the optimizer's state live in host memory, where the optimizer steps on
     them; the grid needs a backend for host tensors. pin_memory: page-locked, where there is CUDA.
@@ -71,7 +72,7 @@ def shard(
             f"stage must be 1, 2 or 3, got {stage!r}; at stage 0 nothing is sharded: give the optimizer the plain model"
         )
     for p in model.parameters() if dtype is not None else ():
-        if p.is_floating_point():
+        if p.is_floating_point() and p.requires_grad:
             p.data = p.data.float()  # no optimizer knows them yet: FSDP2 replaces them in any case
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
     options: dict[str, Any] = {"mesh": grid.mesh["shard"], "mp_policy": policy}
