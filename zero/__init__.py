@@ -25,8 +25,8 @@ __all__ = [
     "LayerSpec", "NotFiniteError", "PipelineModule", "ShardedOnebitAdam", "ShardedOnebitLamb", "ShardedZeroOneAdam",
     "TiedLayerSpec", "add_config_arguments", "data", "data_efficiency", "export_compressed", "export_weights", "fsdp",
     "get_accelerator", "grid", "import_compressed", "import_weights", "init_compression", "init_distributed",
-    "init_inference", "initialize", "log_dist", "read_checkpoint_weights", "read_config", "redundancy_clean", "split",
-    "tensor",
+    "init_inference", "initialize", "log_dist", "materialize", "read_checkpoint_weights", "read_config",
+    "redundancy_clean", "split", "tensor",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from . import zero as zero
     from .accelerator import get_accelerator
     from .checkpoint.files import Checkpoints
+    from .checkpoint.materialize import materialize
     from .checkpoint.weights import export_weights, import_weights
     from .checkpoint.whole import read_checkpoint_weights
     from .comm import init_distributed
@@ -113,6 +114,7 @@ else:
         "initialize": ".initializing",
         "log_dist": ".utils.logging",
         "logger": ".utils.logging",
+        "materialize": ".checkpoint.materialize",
         "read_config": ".config.whole",
         "redundancy_clean": ".compression",
         "read_checkpoint_weights": ".checkpoint.whole",

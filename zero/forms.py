@@ -94,11 +94,13 @@ def build(
     groups: Groups,
     optimizer: Callable[[ParamsT], torch.optim.Optimizer] | None,
     tensor_plan: tensor.Plan | None = None,
+    fill: Callable[..., object] | None = None,
 ) -> Built:
     """Rank 0's values to all ranks, shard the model in place as the configuration says, make its optimizer. All ranks.
 
     groups: the parameters to train, or groups of them, of the sharded model. optimizer: makes a dense one of these, in
     place of the configuration's. tensor_plan: see `tensor.parallelize`; needed where the tensor axis has several ranks.
+    fill: gives the sharded model its values, called as `materialize` with the grid's transport and a device.
     """
     form = choose(config, grid.shape)
     _check(config, grid, form, tensor_plan)
@@ -106,17 +108,21 @@ def build(
         for warning in without_effect(config, form):
             log.warning("%s", warning)
     for axis in ("tensor", "shard", "replica"):  # not pipe: other stages have other layers
-        broadcast_parameters([*model.parameters(), *model.buffers()], grid.transports[axis])
+        tensors = [*model.parameters(), *model.buffers()]
+        broadcast_parameters([x for x in tensors if not x.is_meta], grid.transports[axis])
     ties = Ties(model, grid) if grid.shape.size("pipe") > 1 else None
-    if ties is not None:
+    if ties is not None and fill is None:
         ties.equalise()
     if form == "inter_node":
-        return Built(form, _inter_node(config, grid, groups(model.to(config.dtype))))
+        model.to(config.dtype)
+        _fill(config, grid, model, fill)
+        return Built(form, _inter_node(config, grid, groups(model)))
     if tensor_plan is not None:
         tensor.parallelize(model, grid, tensor_plan, is_stage=ties is not None)
     stage = None if _is_plain(config) else max(config.zero_optimization.stage, 1)
     if stage is not None:
         _shard(config, grid, model, stage)
+    _fill(config, grid, model, fill)
     held = grid.model_parallel_group if ties is None else replace(grid.model_parallel_group, tied=ties.holders())
     whole = model if ties is None else None  # a stage's layers do not say which of them makes the outputs
     made = _optimizer(config, grid, held, form, groups(model), whole) if optimizer is None else optimizer(groups(model))
@@ -126,6 +132,12 @@ def build(
     if form == "dense":
         averager = DenseAverager(dense.parameters(made), grid.transport, config.onebit.bucket_cap_mb)
     return Built(form, made, stage, averager, held, ties)
+
+
+def _fill(config: Config, grid: Grid, model: nn.Module, fill: Callable[..., object] | None) -> None:
+    """Values for what this rank holds; what was the same in files is the same on all ranks."""
+    if fill is not None:
+        fill(model, transport=grid.world, device=torch.device("cpu") if _offloads(config) else grid.device)
 
 
 def _is_plain(config: Config) -> bool:

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils.data import Dataset
 
 from ..comm.launch import Launch, detect
 from . import grid as grids
+from .checkpoint.materialize import is_meta, materialize, to_device
 from .checkpoint.weights import check_can_export
 from .comm import init_distributed, timeout_s
 from .compression.armed import armed_in
@@ -74,6 +76,7 @@ def initialize(
     *,
     grid: Grid | None = None,
     tensor_plan: Plan | None = None,
+    weights: str | os.PathLike[str] | None = None,
     seed: int = 0,
     **fills: Unpack[Fills],
 ) -> Initialized:
@@ -92,8 +95,9 @@ def initialize(
     training_data, collate_fn: see `ShardedLoader`, and where the configuration has a curriculum,
     `data_efficiency.CurriculumLoader`; seed is theirs. grid: default: the launcher's ranks, sharded inside
     each node where the stage asks for it. tensor_plan: how the ranks of the grid's tensor axis divide the layers, see
-    `tensor.parallelize`; with one rank there it changes nothing. mpu: see `check_mpu`. distributed_port,
-    dist_init_required: see `comm.init_distributed`. fills: what "auto" stands for.
+    `tensor.parallelize`; with one rank there it changes nothing. weights: the model's values, which it may be built
+    without (`with torch.device("meta")`): see `materialize`; every rank reads what it holds. mpu: see `check_mpu`.
+    distributed_port, dist_init_required: see `comm.init_distributed`. fills: what "auto" stands for.
 
     Raises ValueError, TypeError, OSError and ImportError on bad configurations, before anything is sharded.
     """
@@ -109,6 +113,7 @@ def initialize(
     if mpu is not None:
         check_mpu(mpu, launch.world_size if grid is None else grid.world.world_size)
     rank = launch.rank if grid is None else grid.world.rank
+    _check_values(model, weights, rank)
     monitors = open_monitors(read, rank)
     _check_model(read, model, rank)
     outline = model.outline() if isinstance(model, PipelineModule) else model
@@ -126,17 +131,19 @@ def initialize(
         )
     loss_fn, stages = None, {}
     if isinstance(model, PipelineModule):
+        model.is_filled_later = weights is not None
         loss_fn, stages = model.loss_fn, pipeline.build_stages(model, read.pipeline, grid)
         model = next(iter(stages.values())) if len(stages) == 1 else Stages(list(stages.values()))
     elif read.zero_optimization.offload_param.device == "none":
-        model.to(grid.device)
+        to_device(model, grid.device)
     if is_sparse:
         replace_attention(model, read.sparse_attention, is_part=bool(stages))
         place_heads(model, grid.coordinates["tensor"], grid.shape.size("tensor"))
     if dropped is not None:
         is_split = tensor_plan is not None and splits_sequence(tensor_plan)
         efficiency.dropping = configured.drop_as_configured(read, grid, model, dropped[0], splits_sequence=is_split)
-    built = build(read, grid, model, groups, make_optimizer, tensor_plan)
+    fill = None if weights is None else partial(materialize, weights=weights, seed=seed, is_stage=bool(stages))
+    built = build(read, grid, model, groups, make_optimizer, tensor_plan, fill)
     check_fits(built.optimizer, grid.shape)
     scheduler = _scheduler(read, lr_scheduler, built.optimizer)
     if efficiency.counts_tokens:
@@ -158,6 +165,16 @@ def _checked(model: object) -> nn.Module | PipelineModule:
         raise TypeError(f"expected model=, a torch.nn.Module or a PipelineModule, got {type(model).__name__}")
     _refuse_wrapped(model)
     return model
+
+
+def _check_values(model: nn.Module | PipelineModule, weights: object, rank: int) -> None:
+    """Raise ValueError where a model has no values and none are given."""
+    layers = model.layers if isinstance(model, PipelineModule) else [model]
+    if weights is None and any(isinstance(layer, nn.Module) and is_meta(layer) for layer in layers):
+        raise ValueError(
+            f'rank {rank}: the model has no values (device "meta"): pass initialize(weights=...), a folder of '
+            'safetensors files or of checkpoints, or "reset_parameters" for initial values'
+        )
 
 
 def _groups(given: ParamsT | Groups | None, outline: nn.Module) -> Groups:

@@ -112,9 +112,13 @@ class CompressionPolicy:
         )  # fmt: skip
 
     def decide(self) -> bool:
-        """Whether it pays to compress; measured when first asked. All ranks, between two steps. Sends a few buckets."""
-        if self.compresses is None and not Hierarchy.of(self._transport).inter_node.has_network:
-            self.compresses = True  # there is no network to measure
+        """Whether it pays to compress; measured when first asked. All ranks, between two steps. Sends a few buckets.
+
+        One rank sends nothing, and compresses: its steps and its state are those of the same optimizer on several.
+        """
+        has_network = self._transport.world_size > 1 and Hierarchy.of(self._transport).inter_node.has_network
+        if self.compresses is None and not has_network:
+            self.compresses = True  # there is nothing to measure
         if self.compresses is None:
             numels = [bucket.layout.numel for bucket in self._buckets]
             compute_s, device = self.computing.median_s(), self._buckets[0].device

@@ -156,7 +156,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises ImportError without safetensors, ValueError where a tensor is not what `write_weights` wrote, OSError or
     SafetensorError where the file cannot be read.
     """
-    torch_form = _safetensors()
+    torch_form = safetensors_form()
     whole: dict[str, Tensor] = torch_form.load_file(path)
     _check_sums(torch_form, path, whole)
     return whole
@@ -164,7 +164,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 def read_about(path: Path) -> dict[str, str]:
     """The texts that a .safetensors file holds beside its tensors. One process; raises as `read_weights`."""
-    with _safetensors().safe_open(path, framework="pt") as file:
+    with safetensors_form().safe_open(path, framework="pt") as file:
         return dict(file.metadata() or {})
 
 
@@ -173,7 +173,7 @@ def write_weights(path: Path, tensors: dict[str, Tensor], about: Mapping[str, st
 
     Raises ImportError without safetensors, OSError or SafetensorError where it cannot be written.
     """
-    torch_form, tensors = _safetensors(), _once(tensors)
+    torch_form, tensors = safetensors_form(), _once(tensors)
     make_folder(path.parent)
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     os.mkdir(hidden, 0o700)  # safetensors makes the file itself
@@ -211,10 +211,11 @@ def error_of_safetensors() -> type[Exception]:
 
 def check_can_export() -> None:
     """Raise ImportError where safetensors is missing."""
-    _safetensors()
+    safetensors_form()
 
 
-def _safetensors() -> ModuleType:
+def safetensors_form() -> ModuleType:
+    """safetensors.torch. Raises ImportError where it is missing."""
     try:
         return importlib.import_module("safetensors.torch")
     except ImportError as error:

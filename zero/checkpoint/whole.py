@@ -27,7 +27,7 @@ def read_checkpoint_weights(source: Path, tag: str | None = None) -> dict[str, T
     """
     if source.is_file():
         return _read_safetensors(source)
-    folder = _checkpoint_in(source, tag)
+    folder = checkpoint_in(source, tag)
     if (folder / STAMP).is_file():
         return _read_engine(folder)
     if tag is None and (files := sorted(source.glob("*.safetensors"))):
@@ -38,7 +38,7 @@ def read_checkpoint_weights(source: Path, tag: str | None = None) -> dict[str, T
     )
 
 
-def _checkpoint_in(source: Path, tag: str | None) -> Path:
+def checkpoint_in(source: Path, tag: str | None) -> Path:
     """The folder that holds a checkpoint's files: itself, or what a tag or `latest` names, two folders deep."""
     if tag is not None and (Path(tag).name != tag or not (source / tag).is_dir()):
         there = [path.name for path in sorted(source.glob("[!.]*")) if path.is_dir()] if source.is_dir() else []

@@ -85,17 +85,21 @@ def Init(
     enabled: bool = True,
     dtype: torch.dtype | None = None,
     mpu: object = None,
-) -> AbstractContextManager[None]:
+) -> AbstractContextManager[object]:
     """A block in which a model is built as it always is: `initialize` shards it, and takes float32 masters of it.
 
-    Every rank holds the whole model until then; where it is enabled, a warning says so, once. No argument but that has
-    an effect: the configuration of `initialize` says what is sharded, offloaded and computed in.
+    Every rank holds the whole model until then; where it is enabled, a warning says so, once. With
+    remote_device="meta" nobody holds anything: `initialize(weights=...)` gives each rank its shards. No other argument
+    has an effect: the configuration of `initialize` says what is sharded, offloaded and computed in.
     """
+    if enabled and remote_device == "meta":
+        return torch.device("meta")
     if enabled and "Init" not in _warned:
         _warned.add("Init")
         log.warning(
             "zero.Init: the model is built whole on every rank, and sharded by initialize(); where it does not fit "
-            "into a rank's memory, build a PipelineModule, whose ranks build their own layers"
+            "into a rank's memory, pass remote_device='meta' and initialize(weights=...), or build a PipelineModule, "
+            "whose ranks build their own layers"
         )
     return nullcontext()
 

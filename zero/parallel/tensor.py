@@ -63,7 +63,7 @@ def parallelize(model: nn.Module, grid: Grid, plan: Plan, *, is_stage: bool = Fa
     if ranks == 1:
         return model
     mesh, transport = grid.mesh["tensor"], grid.transports["tensor"]
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [x for x in (*model.parameters(), *model.buffers()) if not x.is_meta]
     make_equal(transport, [x for x in tensors if x.is_floating_point() and x.element_size() in (2, 4)])
     broadcast_parameters([x for x in tensors if not (x.is_floating_point() and x.element_size() in (2, 4))], transport)
     ties = [places for places in _holders(model).values() if len(places) > 1]

@@ -171,6 +171,7 @@ class PipelineModule:
         self.partition_method = partition_method
         self.activation_checkpoint_interval, self.base_seed = activation_checkpoint_interval, base_seed
         self.example = example
+        self.is_filled_later = False  # by `initialize(weights=...)`: specs are built on "meta"
         self._whole: Stage | None = None
         self._check_timing(partition_method)
 
@@ -299,6 +300,9 @@ class PipelineModule:
         layer = self.layers[k]
         if isinstance(layer, nn.Module):
             return layer
+        if self.is_filled_later:
+            with torch.device("meta"):
+                return cast(LayerSpec, layer).build()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.base_seed + k)
             return cast(LayerSpec, layer).build()

@@ -27,6 +27,7 @@ from torch.distributed.pipelining import (
 from ...comm import Transport, Work
 from ...comm.messages import gather_bytes, gather_texts, raise_on_all_ranks
 from ...model_parallel import local
+from ..checkpoint.materialize import to_device
 from ..config.sections import Pipelining
 from ..config.whole import Config
 from ..grid import Grid
@@ -138,7 +139,7 @@ def build_stages(model: PipelineModule, settings: Pipelining, grid: Grid) -> dic
     idle = [number for number, stage in stages.items() if not any(p.requires_grad for p in stage.parameters())]
     problem = f"pipeline stage {idle[0]} has nothing to train; use fewer stages or another partition" if idle else None
     raise_on_all_ranks(grid.world, problem, ValueError)
-    return {number: stage.to(grid.device) for number, stage in stages.items()}
+    return {number: to_device(stage, grid.device) for number, stage in stages.items()}
 
 
 def _seconds(model: PipelineModule, world: Transport) -> list[float]:

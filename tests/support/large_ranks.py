@@ -1,0 +1,200 @@
+"""What the ranks of test_large_models.py do: models in bfloat16, without values, in files, on one and on several."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from onebit import zero
+from onebit.comm import init
+
+Results = dict[str, object]
+
+
+class Rotary(nn.Module):
+    """A table that no file holds."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n = n
+        self.register_buffer("table", self.compute(), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def compute(self) -> Tensor:
+        return torch.arange(self.n, dtype=torch.float32).add(1).log()
+
+    def reset_buffers(self) -> None:
+        self.table.copy_(self.compute())
+        self.count.zero_()
+
+
+class Lora(nn.Module):
+    """A linear layer, and an adapter beside it."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(n, n)
+        self.a, self.b = nn.Linear(n, 4, bias=False), nn.Linear(4, n, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+class Net(nn.Module):
+    """Tied weights, a layer with an odd number of rows, buffers of both kinds."""
+
+    def __init__(self, n: int = 12) -> None:
+        super().__init__()
+        self.embed, self.rotary = nn.Embedding(21, n), Rotary(n)
+        self.layers = nn.ModuleList([Lora(n), Lora(n)])
+        self.norm, self.head = nn.LayerNorm(n), nn.Linear(n, 21, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.rotary.table.to(self.embed.weight.dtype)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(self.norm(x))
+
+
+def net(dtype: torch.dtype = torch.float32, *, freezes: bool = False) -> Net:
+    torch.manual_seed(5)
+    made = Net()
+    for name, p in made.named_parameters():
+        p.data = p.data.to(torch.bfloat16).to(dtype)
+        p.requires_grad_(not freezes or ".a." in name or ".b." in name)
+    return made
+
+
+def on_meta() -> Net:
+    with torch.device("meta"):
+        return Net()
+
+
+def config_of(name: str, stage: int, low: bool = True, **ours: object) -> dict:
+    params = {"lr": 1e-3, "weight_decay": 0.01} | ({"freeze_step": 2} if name.startswith("OneBit") else {})
+    if name.startswith("OneBit") and "sharding" not in ours:
+        ours["compression"] = "auto" if init().world_size == 1 else "always"  # one rank measures nothing
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": None,
+        "optimizer": {"type": name, "params": params},
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": low},
+        "onebit": ours,
+    }
+
+
+def train(engine: zero.Engine, steps: range, rank: int) -> list[float]:
+    losses = []
+    for step in steps:
+        tokens = torch.randint(21, (4,), generator=torch.Generator().manual_seed(100 * step + rank))
+        loss = nn.functional.cross_entropy(engine(tokens).float(), (tokens * 2) % 21)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
+
+
+def adapters_over_a_frozen_base(folder: str, rank: int, name: str, stage: int) -> Results:
+    """Base in bfloat16, and in float32 with the same values."""
+    found: Results = {}
+    runs = []
+    for dtype in (torch.bfloat16, torch.float32):
+        engine = zero.initialize(model=net(dtype, freezes=True), config=config_of(name, stage))[0]
+        losses = train(engine, range(5), rank)
+        frozen = {p.dtype for p in engine.module.parameters() if not p.requires_grad}
+        trained = {p.dtype for p in engine.module.parameters() if p.requires_grad}
+        runs.append((losses, {name: x.float() for name, x in whole(engine.module).items()}))
+        if dtype == torch.bfloat16:
+            found |= {"frozen": [str(d) for d in frozen], "trained": [str(d) for d in trained]}
+        engine.close()
+    found["same"] = runs[0][0] == runs[1][0] and equal(runs[0][1], runs[1][1])
+    return found
+
+
+def of_files_as_of_memory(folder: str, rank: int, name: str, stage: int, **ours: object) -> Results:
+    """A model on "meta", of a Hugging Face folder: the same training as of the model that was saved."""
+    config = config_of(name, stage, **ours)
+    plain = zero.initialize(model=net(), config=config)[0]
+    files = zero.initialize(model=on_meta(), config=config, weights=f"{folder}/hf")[0]
+    found: Results = {
+        "form": plain.form,
+        "weights": equal(whole(plain.module), whole(files.module)),
+        "table": torch.equal(files.module.rotary.table, plain.module.rotary.table),
+        "tied": files.module.head.weight is files.module.embed.weight,
+        "losses": train(plain, range(4), rank) == train(files, range(4), rank),
+        "trained": equal(whole(plain.module), whole(files.module)),
+    }
+    tag_folder = f"{folder}/own-{name}-{stage}-{len(ours)}-{init().world_size}"
+    plain.save_checkpoint(tag_folder)
+    plain.wait_for_checkpoint()
+    own = zero.initialize(model=on_meta(), config=config, weights=tag_folder)[0]
+    found["own"] = equal(whole(plain.module), whole(own.module))
+    for engine in (plain, files, own):
+        engine.close()
+    return found
+
+
+def initial_values(folder: str, rank: int) -> Results:
+    """The same whatever the stage is."""
+    engines = [
+        zero.initialize(model=on_meta(), config=config_of("AdamW", stage), weights="reset_parameters", seed=3)[0]
+        for stage in (0, 1, 3)
+    ]
+    values = [whole(engine.module) for engine in engines]
+    return {
+        "same": all(equal(values[0], other) for other in values[1:]),
+        "drawn": bool(values[0]["layers.0.base.weight"].std() > 0.01),
+        "norm": bool((values[0]["norm.weight"] == 1).all()),
+    }
+
+
+CASES: dict[str, Callable[[str, int], Results]] = {
+    **{
+        f"lora {name} {stage}": lambda f, r, n=name, s=stage: adapters_over_a_frozen_base(f, r, n, s)  # type: ignore[misc]
+        for name, stage in (("AdamW", 3), ("OneBitAdam", 0), ("OneBitAdam", 2))
+    },
+    **{
+        f"files {name} {stage}": lambda f, r, n=name, s=stage: of_files_as_of_memory(f, r, n, s)  # type: ignore[misc]
+        for name, stage in (("AdamW", 0), ("AdamW", 3), ("OneBitAdam", 1))
+    },
+    "files across": lambda f, r: of_files_as_of_memory(f, r, "OneBitAdam", 1, sharding="inter_node"),
+    "initial values": initial_values,
+}
+
+
+def run_cases(folder: str) -> dict[str, Results]:
+    found: dict[str, Results] = {}
+    rank = init().rank
+    for name, case in CASES.items():
+        found[name] = case(folder, rank)
+    return found
+
+
+def write_folder(folder: Path, model: nn.Module) -> None:
+    """As Hugging Face: two files and an index, tied weights once."""
+    folder.mkdir()
+    state = {name: x.contiguous() for name, x in model.state_dict().items() if name != "head.weight"}
+    names = sorted(state)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, held in parts.items():
+        save_file({name: state[name] for name in held}, folder / file)
+    table = {name: file for file, held in parts.items() for name in held}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))

@@ -1,0 +1,158 @@
+"""Weights in files, read slice by slice: safetensors in a folder as Hugging Face's or in one file, or a checkpoint.
+
+A `WeightFiles` says what is there without reading it, and gives slices; `materialize.py` fills models from one.
+One process, no communication; `whole.py` reads all of the same files at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from ...checkpoint.files import STAMP, CheckpointError, check_files, read_stamp, reason
+from .files import knowing_that_it_is_alone
+from .reshard import slice_of
+from .storage import Reader, read_table
+from .weights import safetensors_form
+from .whole import checkpoint_in
+
+INDEX = "model.safetensors.index.json"
+_REOPENED_BYTES = 64 * 2**20  # mapped pages of a file count as this process's memory until it is closed
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Of a tensor in a file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class WeightFiles(Protocol):
+    """outlines: what is there, by name."""
+
+    @property
+    def outlines(self) -> Mapping[str, Outline]: ...
+
+    def copy_to(self, name: str, out: Tensor) -> None:
+        """Write what this rank holds of a tensor into it: `out`, a DTensor or plain. Converts the dtype."""
+
+
+def open_weights(source: str | os.PathLike[str], tag: str | None = None) -> WeightFiles:
+    """The weights of a folder or file. tag: of an engine's checkpoints; None: the latest.
+
+    Raises CheckpointError where there are none or they cannot be read, ImportError where safetensors is missing.
+    """
+    path = Path(source)
+    try:
+        if path.is_file():
+            return SafetensorsFiles(path, [path])
+        folder = checkpoint_in(path, tag)
+        if (folder / STAMP).is_file():
+            return EngineFiles(folder)
+        if tag is None and (files := _files_of(path)):
+            return SafetensorsFiles(path, files)
+    except (CheckpointError, ImportError):
+        raise
+    except Exception as error:  # safetensors' own among them
+        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
+    raise CheckpointError(
+        f"{path} holds no weights: expected a folder with {INDEX} or *.safetensors files, such a file, or a folder of "
+        "onebit.zero's checkpoints"
+    )
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """Those that an index names, or all there are. Raises CheckpointError where one is missing."""
+    if not (index := folder / INDEX).is_file():
+        return sorted(folder.glob("*.safetensors"))
+    said = json.loads(index.read_text())
+    names = sorted(set(said["weight_map"].values())) if isinstance(said, dict) and "weight_map" in said else []
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise CheckpointError(f"{index} names {name[:99]!r}, which is no file beside it; fetch the folder whole")
+    if not names:
+        raise CheckpointError(f"{index} names no files: expected a weight_map of names to files")
+    return [folder / name for name in names]
+
+
+class SafetensorsFiles:
+    """One or several safetensors files. A checksum of a whole tensor cannot be checked on a slice, and is not."""
+
+    def __init__(self, path: Path, files: list[Path]):
+        self._torch_form: ModuleType = safetensors_form()
+        self.outlines: dict[str, Outline] = {}
+        self._file_of: dict[str, Path] = {}
+        self._open: tuple[Path, Any] | None = None
+        self._read_bytes = 0
+        for file in files:
+            with self._torch_form.safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  (no mapping)
+                    if name in self.outlines:
+                        raise CheckpointError(f"{path}: {name} is in {self._file_of[name].name} and in {file.name}")
+                    about = opened.get_slice(name)
+                    if (dtype := _DTYPES.get(about.get_dtype())) is None:
+                        raise CheckpointError(f"{file}: {name} is {about.get_dtype()}, which is not known here")
+                    self.outlines[name] = Outline(tuple(about.get_shape()), dtype)
+                    self._file_of[name] = file
+
+    def copy_to(self, name: str, out: Tensor) -> None:
+        """As `WeightFiles.copy_to`; the bytes of the slice in memory at a time."""
+        held = out.to_local() if isinstance(out, DTensor) else out
+        if held.numel() == 0:
+            return
+        try:
+            file = self._opened(self._file_of[name])
+            found = file.get_slice(name)[slice_of(out)] if out.dim() else file.get_tensor(name)
+            held.copy_(found)
+        except Exception as error:  # safetensors' own among them
+            raise CheckpointError(f"{self._file_of[name]}: {name} cannot be read: {reason(error)}") from error
+        self._read_bytes += held.nbytes
+
+    def _opened(self, path: Path) -> Any:
+        if self._open is None or self._open[0] != path or self._read_bytes > _REOPENED_BYTES:
+            self._open, self._read_bytes = None, 0
+            self._open = path, self._torch_form.safe_open(path, framework="pt")
+        return self._open[1]
+
+
+class EngineFiles:
+    """A checkpoint that an engine saved, in any layout; its files are checked by their sums first."""
+
+    def __init__(self, folder: Path):
+        stamp = read_stamp(folder)
+        check_files(folder, stamp, stamp["files"])
+        self._folder, self._table = folder, read_table(folder)
+        self._prefix = "model/model." if "form" in stamp else "model/"  # an engine's, or of `Checkpoints`
+        entries = {
+            name.removeprefix(self._prefix): cast(TensorStorageMetadata, entry)
+            for name, entry in self._table.state_dict_metadata.items()
+            if name.startswith(self._prefix)
+        }
+        self.outlines = {name: Outline(tuple(at.size), at.properties.dtype) for name, at in entries.items()}
+
+    def copy_to(self, name: str, out: Tensor) -> None:
+        """As `WeightFiles.copy_to`; a saved rank's piece of the tensor in memory at a time."""
+        try:
+            with knowing_that_it_is_alone():
+                reader = Reader(self._folder, self._table)
+                state_dict_loader.load({self._prefix + name: out.detach()}, storage_reader=reader, no_dist=True)
+        except Exception as error:  # whatever a spoilt file makes torch raise
+            raise CheckpointError(f"{self._folder} cannot be read: {reason(error)}") from error
