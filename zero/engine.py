@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -476,10 +476,13 @@ class Engine:
         save_dir: str | os.PathLike[str],
         save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
+        *,
+        max_file_bytes: int | None = None,
     ) -> bool:
         """Write the whole weights, floating-point ones in the dtype computed in, to one safetensors file. All ranks.
 
-        True. Raises ValueError where the name is that of another format.
+        max_file_bytes: to several files in save_dir of at most so many bytes, with Hugging Face's index; no rank holds
+        more than one of them at a time. True. Raises ValueError where the name is that of another format.
         """
         if Path(save_filename).suffix != ".safetensors":
             raise ValueError(
@@ -492,7 +495,9 @@ class Engine:
                 "weights with safetensors.torch.save_file"
             )
         self.synchronise()
-        export_weights(self.module, Path(save_dir) / save_filename, self.grid.world, self.config.dtype, grid=self.grid)
+        path = Path(save_dir) / save_filename if max_file_bytes is None else Path(save_dir)
+        options: dict[str, Any] = {"grid": self.grid, "max_file_bytes": max_file_bytes}
+        export_weights(self.module, path, self.grid.world, self.config.dtype, **options)
         return True
 
     def _in(self, folder: Path, keep: int | None = None) -> Checkpoints:

@@ -49,7 +49,8 @@ def choose(config: Config, shape: GridShape) -> str:
         return "replicated" if config.dtype == torch.float32 else "intra_node"
     has_shards, is_alone = shape.size("shard") > 1, shape.size("shard") == shape.size("replica") == 1
     # A stage's only rank has all that is to be shared out, and crosses no network for it.
-    is_alone_in_node = is_alone and (stage == 3 or config.pipeline.ranks > 1)
+    has_other_form = stage < 3 and config.pipeline.ranks == 1 and choice.entry.sharded is not None
+    is_alone_in_node = is_alone and not has_other_form
     if sharding == "intra_node" or (sharding == "auto" and (has_shards or is_alone_in_node)):
         if not (has_shards or is_alone):
             raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import large_ranks
 import pytest
 from ranks import run_torchrun
@@ -38,3 +40,31 @@ def test_a_model_without_values_takes_a_folders(results: dict[int, tuple], ranks
 def test_initial_values_depend_on_no_layout(results: dict[int, tuple], ranks: int) -> None:
     for found in results[ranks]:
         assert found["initial values"] == {"same": True, "drawn": True, "norm": True}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_leave_as_a_folder_of_small_files_and_return(results: dict[int, tuple], ranks: int) -> None:
+    for found in results[ranks]:
+        assert found["there and back"] == {"same": True, "files": True, "names": True}
+
+
+def test_stages_and_tensor_slices_take_what_is_theirs(results: dict[int, tuple]) -> None:
+    for found in results[2]:
+        assert found["stages and slices"] == {"stages": True, "slices": True, "losses": True}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_differences_are_named_on_all_ranks(results: dict[int, tuple], ranks: int) -> None:
+    for found in results[ranks]:
+        said = found["differences"]
+        assert "rank 0: " in said["shape"] and "embed.weight has shape (21, 12), the model's (21, 16)" in said["shape"]
+        assert "has no weight, which the model has" in said["name"]
+        assert "holds no weights: expected a folder" in said["nothing"]
+
+
+@pytest.mark.thorough
+def test_a_checkpoint_goes_from_one_rank_to_four_and_back(tmp_path: Path) -> None:
+    for k, ranks in enumerate((1, 4, 1, 2)):
+        ended = run_torchrun(ranks, large_ranks.continues_elsewhere, str(tmp_path), timeout_s=120).check()
+        for found in ended.results:
+            assert all(one == [4 * k, True, True] for one in found.values()), found

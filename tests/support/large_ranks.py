@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from onebit import zero
 from onebit.comm import init
@@ -78,7 +79,8 @@ def on_meta() -> Net:
 
 def config_of(name: str, stage: int, low: bool = True, **ours: object) -> dict:
     params = {"lr": 1e-3, "weight_decay": 0.01} | ({"freeze_step": 2} if name.startswith("OneBit") else {})
-    if name.startswith("OneBit") and "sharding" not in ours:
+    params |= {"head": ""} if name == "OneBitMuon" else {}
+    if name != "AdamW" and ours.get("sharding") != "inter_node":
         ours["compression"] = "auto" if init().world_size == 1 else "always"  # one rank measures nothing
     return {
         "train_micro_batch_size_per_gpu": 4,
@@ -166,6 +168,96 @@ def initial_values(folder: str, rank: int) -> Results:
     }
 
 
+def there_and_back(folder: str, rank: int) -> Results:
+    """A sharded engine's weights as a folder of small files, which transformers' reader would take, and back."""
+    out = Path(folder) / f"out-{init().world_size}"
+    first = zero.initialize(model=net(), config=config_of("AdamW", 3))[0]
+    train(first, range(2), rank)
+    zero.export_weights(first.module, out, first.grid.world, max_file_bytes=800)
+    held = whole(first.module)
+    table = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    sizes = [sum(x.nbytes for x in load_file(file).values()) for file in sorted(out.glob("*.safetensors"))]
+    second = zero.initialize(model=on_meta(), config=config_of("AdamW", 1), weights=out)[0]
+    third = zero.initialize(model=net(), config=config_of("AdamW", 0))[0]
+    zero.import_weights(third.module, out, third.grid.world)
+    return {
+        "same": equal(held, whole(second.module)) and equal(held, whole(third.module)),
+        "files": len(sizes) > 3 and max(sizes) <= max(800, held["embed.weight"].nbytes),
+        "names": sorted(table) == sorted({*held, "rotary.count"}),
+    }
+
+
+def in_stages_and_slices(folder: str, rank: int) -> Results:
+    """A pipeline's stages and a tensor plan's slices, of one folder that has all."""
+    found: Results = {}
+    specs = [zero.LayerSpec(nn.Linear, 12, 12), torch.tanh, zero.LayerSpec(nn.Linear, 12, 12)]
+    out = Path(folder) / "pipeline"
+    low = config_of("AdamW", 1) | {"gradient_accumulation_steps": 2, "pipeline": {"stages": 2}}
+    pipe = zero.PipelineModule(specs, num_stages=2, loss_fn=nn.functional.mse_loss)
+    first = zero.initialize(model=pipe, config=low)[0]
+    zero.export_weights(first.module, out, first.grid.world, grid=first.grid, max_file_bytes=400)
+    again = zero.PipelineModule(specs, num_stages=2, loss_fn=nn.functional.mse_loss, base_seed=99)
+    second = zero.initialize(model=again, config=low, weights=out)[0]
+    found["stages"] = equal(whole(first.module), whole(second.module)) and len(whole(first.module)) == 2
+    plan = {"layers.*.a": ColwiseParallel(), "layers.*.b": RowwiseParallel()}
+    config = config_of("AdamW", 1, tensor=2)
+    plain = zero.initialize(model=net(), config=config, tensor_plan=plan)[0]
+    files = zero.initialize(model=on_meta(), config=config, tensor_plan=plan, weights=f"{folder}/hf")[0]
+    found["slices"] = equal(whole(plain.module), whole(files.module))
+    found["losses"] = train(plain, range(2), 0) == train(files, range(2), 0)
+    return found
+
+
+def differences(folder: str, rank: int) -> Results:
+    """Named errors, with the rank, on all ranks."""
+    messages: Results = {}
+
+    def refuse(name: str, model: nn.Module, weights: str, config: dict | None = None) -> None:
+        try:
+            zero.initialize(model=model, config=config or config_of("AdamW", 3), weights=weights)
+        except Exception as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+
+    with torch.device("meta"):
+        larger, other = Net(16), nn.Linear(3, 3)
+    refuse("shape", larger, f"{folder}/hf")
+    refuse("name", other, f"{folder}/hf")
+    refuse("nothing", on_meta(), f"{folder}/none")
+    return messages
+
+
+# name, stage, sharding. A stage's form must be said where one rank is to become several: "auto" takes another.
+WORLDS = [
+    ("OneBitAdam", 0, "auto"),
+    ("OneBitAdam", 1, "inter_node"),
+    ("OneBitAdam", 2, "intra_node"),
+    ("OneBitLamb", 0, "auto"),
+    ("ZeroOneAdam", 1, "intra_node"),
+    ("OneBitMuon", 2, "auto"),
+    ("AdamW", 3, "auto"),
+]
+
+
+def continues_elsewhere(folder: str) -> Results:
+    """Loads what a world of another size saved, and saves for the next: four ranks in all, one and two in turn."""
+    found: Results = {}
+    rank = init().rank
+    for name, stage, sharding in WORLDS:
+        path = Path(folder) / f"worlds-{name}-{stage}"
+        engine = zero.initialize(model=net(), config=config_of(name, stage, sharding=sharding))[0]
+        begin = 0
+        if path.exists():
+            engine.load_checkpoint(str(path))
+            begin = engine.global_steps
+        losses = train(engine, range(begin, begin + 4), rank)
+        engine.save_checkpoint(str(path))
+        engine.wait_for_checkpoint()
+        may_compress = getattr(getattr(engine.optimizer, "policy", None), "compresses", True) is not False
+        found[f"{name} {stage}"] = [begin, all(loss < 20 for loss in losses), may_compress]
+        engine.close()
+    return found
+
+
 CASES: dict[str, Callable[[str, int], Results]] = {
     **{
         f"lora {name} {stage}": lambda f, r, n=name, s=stage: adapters_over_a_frozen_base(f, r, n, s)  # type: ignore[misc]
@@ -177,13 +269,16 @@ CASES: dict[str, Callable[[str, int], Results]] = {
     },
     "files across": lambda f, r: of_files_as_of_memory(f, r, "OneBitAdam", 1, sharding="inter_node"),
     "initial values": initial_values,
+    "there and back": there_and_back,
+    "differences": differences,
 }
+ON_TWO = {"stages and slices": in_stages_and_slices}
 
 
 def run_cases(folder: str) -> dict[str, Results]:
     found: dict[str, Results] = {}
     rank = init().rank
-    for name, case in CASES.items():
+    for name, case in (CASES | (ON_TWO if init().world_size == 2 else {})).items():
         found[name] = case(folder, rank)
     return found
 

@@ -36,16 +36,24 @@ def export_weights(
     dtype: torch.dtype | None = None,
     *,
     grid: Grid | None = None,
+    max_file_bytes: int | None = None,
 ) -> None:
     """Write the weights under their names in the model, gathered from all shards. All ranks; rank 0 writes.
 
     dtype: of floating-point weights in the file; None: as they are. Tied weights are written once, under the first of
     their names. grid: where the model is one of several pipeline stages; rank 0 then takes the others' weights too.
-    Written in a hidden folder, flushed and renamed, with a CRC-32 of each tensor among its metadata and mode 0600
-    (chmod it to share it). Raises ImportError without safetensors, and OSError, on all ranks, where the file cannot be
-    written: an older one is as it was then.
+    max_file_bytes: `file` is a folder, for several files of at most so many bytes of tensors (one that is larger has a
+    file of its own) and an index, as Hugging Face's: no rank ever holds more than a file, see `export_folder`. Written
+    in a hidden folder, flushed and renamed, with a CRC-32 of each tensor among its metadata and mode 0600 (chmod it to
+    share it). Raises ImportError without safetensors, and OSError, on all ranks, where the file cannot be written: an
+    older one is as it was then.
     """
     check_can_export()
+    if max_file_bytes is not None:
+        from .weight_folder import export_folder
+
+        export_folder(model, Path(file), transport, dtype, grid=grid, max_file_bytes=max_file_bytes)
+        return
     if grid is not None and grid.shape.size("pipe") > 1:
         whole = _of_all_stages(model, grid)
     else:
@@ -93,11 +101,17 @@ def import_weights(
 ) -> None:
     """Read weights that `export_weights` wrote into a model, sharded or not, in place. All ranks; each reads the file.
 
-    Dtypes are converted. grid: where the model is one of several pipeline stages; it takes what is its own. Raises
-    ValueError, on all ranks, before anything is changed, where names or shapes differ, and where the file is damaged
-    (in a file of somebody else's, as far as safetensors sees it) or not there.
+    file: of a folder, each rank reads the slices that it holds; errors are those of `materialize` then. Dtypes are
+    converted. grid: where the model is one of several pipeline stages; it takes what is its own. Raises ValueError, on
+    all ranks, before anything is changed, where names or shapes differ, and where the file is damaged (in a file of
+    somebody else's, as far as safetensors sees it) or not there.
     """
     path, problem = Path(file), None
+    if path.is_dir():
+        from .materialize import materialize
+
+        materialize(model, path, transport=transport, is_stage=grid is not None and grid.shape.size("pipe") > 1)
+        return
     whole: dict[str, Tensor] = {}
     try:
         whole = read_weights(path)

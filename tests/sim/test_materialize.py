@@ -1,0 +1,277 @@
+"""A model without values, and what gives it some: folders, files, its own modules; what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from large_ranks import Net, net, on_meta, write_folder
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import onebit
+from onebit import zero
+from onebit.checkpoint.files import CheckpointError
+from onebit.comm import SimTransport, run_ranks
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: x.detach().clone() for name, x in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def alike(a: nn.Module, b: nn.Module) -> bool:
+    first, second = values(a), values(b)
+    return first.keys() == second.keys() and all(torch.equal(x, second[name]) for name, x in first.items())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_folder(tmp_path / "hf", net())
+    return tmp_path / "hf"
+
+
+# -------------------------------------------------------------------------------- plain models
+
+
+def test_a_plain_model_takes_a_folder_and_stays_the_same_objects(folder: Path) -> None:
+    model = on_meta()
+    held = list(model.parameters())
+    assert zero.materialize(model, folder) is model
+    assert alike(model, net()) and model.head.weight is model.embed.weight
+    assert all(p is q for p, q in zip(held, model.parameters(), strict=True))
+
+
+def test_it_trains_on_from_there_in_a_plain_loop(folder: Path) -> None:
+    model = zero.materialize(on_meta(), folder)
+    optimizer = onebit.OnebitAdam(model.parameters(), transport=SimTransport())
+    model(torch.arange(4)).float().sum().backward()
+    optimizer.step()
+    assert not alike(model, net())
+
+
+def test_one_file_is_as_good_as_a_folder_and_dtypes_are_converted(folder: Path, tmp_path: Path) -> None:
+    save_file(
+        {name: x.half() if x.dim() else x for name, x in net().state_dict().items() if name != "head.weight"},
+        tmp_path / "one.safetensors",
+    )
+    model = on_meta().to(torch.bfloat16)
+    zero.materialize(model, tmp_path / "one.safetensors")
+    assert model.layers[0].base.weight.dtype == torch.bfloat16
+    assert torch.equal(model.layers[0].base.weight, net().layers[0].base.weight.half().bfloat16())
+
+
+def test_a_model_that_has_values_takes_the_folders(folder: Path) -> None:
+    model = Net()
+    assert not alike(model, net())
+    assert alike(zero.materialize(model, folder), net())
+
+
+def test_initial_values_follow_the_seed_alone() -> None:
+    first, same, other = (zero.materialize(on_meta(), "reset_parameters", seed=seed) for seed in (0, 0, 1))
+    state = torch.random.get_rng_state()
+    assert alike(first, same) and not alike(first, other)
+    zero.materialize(on_meta(), "reset_parameters")
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert first.rotary.count == 0 and torch.equal(first.rotary.table, net().rotary.table)
+
+
+def test_a_transformers_model_computes_its_rotary_table_itself(tmp_path: Path) -> None:
+    """Against the model itself, whose folder it is; in several files, written by transformers."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path, max_shard_size="4KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    with torch.device("meta"):
+        empty = transformers.LlamaForCausalLM(config).eval()
+    zero.materialize(empty, tmp_path)
+    tokens = torch.arange(8).view(1, 8)
+    with torch.no_grad():
+        assert torch.equal(empty(tokens).logits, model(tokens).logits)
+
+
+def test_what_is_written_here_transformers_reads(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    zero.export_weights(model, tmp_path, SimTransport(), max_file_bytes=4000)
+    config.save_pretrained(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    tokens = torch.arange(8).view(1, 8)
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def test_a_smaller_model_leaves_nothing_of_a_larger_one(tmp_path: Path) -> None:
+    for most in (300, 3000):
+        zero.export_weights(net(), tmp_path, SimTransport(), max_file_bytes=most)
+        table = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+        assert {path.name for path in tmp_path.glob("*.safetensors")} == set(table.values())
+        assert alike(zero.materialize(on_meta(), tmp_path), net())
+
+
+# -------------------------------------------------------------------------------- what is wrong
+
+
+def without(name: str, folder: Path) -> None:
+    state = {key: x.contiguous() for key, x in net().state_dict().items() if key not in (name, "head.weight")}
+    rewrite(folder, state)
+
+
+def rewrite(folder: Path, state: dict[str, Tensor]) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+    save_file(state, folder / "model.safetensors")
+
+
+def changed(folder: Path, **tensors: Tensor) -> None:
+    state = {key: x.contiguous() for key, x in net().state_dict().items() if key != "head.weight"}
+    rewrite(folder, state | {name.replace("__", "."): x for name, x in tensors.items()})
+
+
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda f: without("norm.bias", f), "has no norm.bias, which the model has"),
+    "prefix": (
+        lambda f: rewrite(
+            f, {f"model.{k}": x.contiguous() for k, x in net().state_dict().items() if k != "head.weight"}
+        ),
+        "has no embed.weight, which the model has; it has model.embed.weight: build the model whose names these are",
+    ),
+    "strange": (lambda f: changed(f, other=torch.ones(2)), "has other, which the model has not"),
+    "shape": (lambda f: changed(f, norm__bias=torch.ones(2)), "norm.bias has shape (2,), the model's (12,)"),
+    "dtype": (
+        lambda f: changed(f, norm__bias=torch.ones(12, dtype=torch.int8)),
+        "norm.bias is torch.int8, the model's torch.float32, which no rounding makes of it",
+    ),
+    "a file of the index": (
+        lambda f: (f / "model-00002-of-00002.safetensors").unlink(),
+        "names 'model-00002-of-00002.safetensors', which is no file beside it; fetch the folder whole",
+    ),
+    "a name twice": (
+        lambda f: [
+            (f / "model.safetensors.index.json").unlink(),
+            save_file({"norm.bias": torch.ones(12)}, f / "b.safetensors"),
+        ],
+        "norm.bias is in b.safetensors and in model-0000",
+    ),
+    "damaged": (lambda f: os.truncate(f / "model-00001-of-00002.safetensors", 99), "cannot be read"),
+    "empty": (lambda f: [file.unlink() for file in f.iterdir()], "holds no weights: expected a folder with"),
+    "index": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "names no files: expected a weight_map"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_named_before_anything_changes(case: str, folder: Path) -> None:
+    """On all ranks, with the one that has found it."""
+    spoil, message = WRONG[case]
+    spoil(folder)
+
+    def ours(transport: SimTransport) -> bool:
+        model = on_meta()
+        with pytest.raises((ValueError, CheckpointError), match=f"rank 0: .*{re.escape(message)}"):
+            zero.materialize(model, folder, transport=transport)
+        return all(p.is_meta for p in model.parameters())
+
+    assert run_ranks(2, ours) == [True, True]
+
+
+class NoWay(nn.Module):
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("table", torch.ones(2), persistent=persistent)
+
+
+class Loose(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(2, 2), torch.ones(2)
+
+
+class OwnParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: NoWay(False), r"table is a buffer without values that no file holds .*NoWay a reset_buffers\(\)"),
+        (lambda: NoWay(True), r"table is a buffer without values: give NoWay a reset_buffers\(\)"),
+        (Loose, r"table is a tensor without values that is neither a parameter nor a buffer"),
+        (OwnParameter, r"OwnParameter\) has parameters and no reset_parameters\(\)"),
+    ],
+)
+def test_values_that_nobody_knows_are_errors(build: Callable[[], nn.Module], message: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(build())
+    with pytest.raises(ValueError, match=message):
+        zero.materialize(model, "reset_parameters")
+
+
+def test_an_engine_without_values_says_what_to_pass() -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+    with pytest.raises(
+        ValueError, match=r'rank 0: the model has no values \(device "meta"\): pass initialize\(weights'
+    ):
+        zero.initialize(model=on_meta(), config=config)
+
+
+def test_deepspeeds_init_builds_without_values_where_asked() -> None:
+    with zero.zero.Init(remote_device="meta"):
+        model = Net()
+    assert all(p.is_meta for p in model.parameters())
+
+
+# -------------------------------------------------------------------------------- memory
+
+_PEAK = """
+import resource, sys, torch
+from torch import nn
+from onebit import zero
+from onebit.zero import grid as grids
+from onebit.comm import init
+
+def build():
+    return nn.Sequential(*(nn.Linear(512, 2048, bias=False) for _ in range(24)))
+
+grid = grids.start(shard=init().world_size)
+with torch.device("meta"):
+    model = build()
+zero.fsdp.shard(model, grid, stage=3)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+zero.materialize(model, sys.argv[1], transport=grid.world)
+grew = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+held = sum(p.to_local().nbytes for p in model.parameters())
+print("PEAK", grew * 1024, held)
+grid.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_holds_its_shards_and_a_constant_while_it_loads(tmp_path: Path) -> None:
+    """96 MiB in 5 files, over 4 ranks, each a fresh process: 24 MiB of shards and at most 20 more."""
+    whole = nn.Sequential(*(nn.Linear(512, 2048, bias=False) for _ in range(24)))
+    zero.export_weights(whole, tmp_path / "hf", SimTransport(), max_file_bytes=20 * 2**20)
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == 5
+    script = tmp_path / "peak.py"
+    script.write_text(_PEAK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(script)]
+    ended = subprocess.run([*command, str(tmp_path / "hf")], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    peaks = [tuple(map(int, line.split()[1:])) for line in ended.stdout.splitlines() if line.startswith("PEAK")]
+    assert len(peaks) == 4
+    for grew, held in peaks:
+        assert held == 24 * 2**20 and grew < held + 20 * 2**20, peaks

@@ -1,0 +1,163 @@
+"""A model's weights as a Hugging Face folder: several safetensors files of bounded size, and an index of names.
+
+Ranks gather one parameter after another, and rank 0 writes a file as soon as it is full: nobody ever holds the model.
+`weight_files.py` reads such folders slice by slice.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...checkpoint.files import create, make_folder, reason, remove, sync_folder
+from ...comm import Transport
+from ...comm.messages import gather_texts, raise_on_all_ranks
+from ..grid import Grid
+from .weight_files import INDEX
+from .weights import error_of_safetensors, tied, write_weights
+
+
+class Entry(NamedTuple):
+    """A tensor of the folder. stage: the pipeline stage whose ranks have it."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    stage: int
+
+    def nbytes(self, dtype: torch.dtype | None) -> int:
+        """In the file."""
+        own = getattr(torch, self.dtype)
+        return torch.Size(self.shape).numel() * (dtype if dtype and own.is_floating_point else own).itemsize
+
+
+@torch.no_grad()
+def export_folder(
+    model: nn.Module,
+    folder: Path,
+    transport: Transport,
+    dtype: torch.dtype | None = None,
+    *,
+    grid: Grid | None = None,
+    max_file_bytes: int = 5 * 10**9,
+) -> None:
+    """Write the weights to files of at most max_file_bytes of tensors, and their index last. All ranks; rank 0 writes.
+
+    Rank 0 holds one file's tensors in host memory, every rank one whole parameter. See `export_weights` for dtype and
+    grid. A folder that has an index is whole: an older one's goes first, and its files last. Raises ValueError, and
+    OSError, on all ranks, where it cannot be written.
+    """
+    if max_file_bytes < 1:
+        raise ValueError(f"max_file_bytes must be at least 1, got {max_file_bytes}")
+    files = _share_out(_entries(model, grid), dtype, max_file_bytes)
+    own = model.state_dict()
+    names = [f"model-{k + 1:05d}-of-{len(files):05d}.safetensors" for k in range(len(files))]
+    old: set[str] = set()
+    for k, entries in enumerate(files):
+        tensors: dict[str, Tensor] = {}
+        for entry in entries:
+            whole = _gathered(entry, own, grid)
+            if transport.rank == 0:
+                tensors[entry.name] = whole.to(dtype) if dtype and whole.is_floating_point() else whole
+        problem = None
+        if transport.rank == 0:
+            try:
+                if k == 0:
+                    make_folder(folder)
+                    old = _drop_index(folder)
+                write_weights(folder / names[k], tensors)
+            except (OSError, error_of_safetensors()) as error:
+                problem = f"rank 0: {folder / names[k]} cannot be written: {reason(error)}"
+        raise_on_all_ranks(transport, problem, OSError)
+    problem = None
+    if transport.rank == 0:
+        try:
+            _write_index(folder, names, files, dtype)
+            for name in old - set(names):
+                remove(folder / name)
+        except OSError as error:
+            problem = f"rank 0: {folder / INDEX} cannot be written: {reason(error)}"
+    raise_on_all_ranks(transport, problem, OSError)
+
+
+def _entries(model: nn.Module, grid: Grid | None) -> list[Entry]:
+    """All tensors once, the same on all ranks: those of the first stage that has them."""
+    later = tied(model)
+    held = [
+        (name, list(x.shape), str(x.dtype).removeprefix("torch."))
+        for name, x in model.state_dict().items()
+        if name not in later
+    ]
+    every = [held]
+    if grid is not None and grid.shape.size("pipe") > 1:
+        every = [json.loads(text) for text in gather_texts(grid.transports["pipe"], json.dumps(held))]
+    known: dict[str, Entry] = {}
+    for stage, tensors in enumerate(every):
+        for name, shape, dtype in tensors:
+            known.setdefault(name, Entry(name, shape, dtype, stage))
+    return list(known.values())
+
+
+def _share_out(entries: list[Entry], dtype: torch.dtype | None, most: int) -> list[list[Entry]]:
+    """In order, as many to a file as there is room for, and no fewer than one."""
+    files: list[list[Entry]] = [[]]
+    filled = 0
+    for entry in entries:
+        nbytes = entry.nbytes(dtype)
+        if files[-1] and filled + nbytes > most:
+            files.append([])
+            filled = 0
+        files[-1].append(entry)
+        filled += nbytes
+    return files
+
+
+def _gathered(entry: Entry, own: dict[str, Tensor], grid: Grid | None) -> Tensor:
+    """A whole tensor, in host memory on rank 0; elsewhere nothing that lasts."""
+    stages = 1 if grid is None else grid.shape.size("pipe")
+    has_it = stages == 1 or grid is None or grid.coordinates["pipe"] == entry.stage
+    whole = torch.empty(0)
+    if has_it:
+        x = own[entry.name].detach()
+        whole = x.full_tensor() if hasattr(x, "full_tensor") else x
+    if grid is not None and entry.stage > 0:
+        pipe = grid.transports["pipe"]
+        if not has_it:
+            whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=grid.device)
+        whole = whole.to(grid.device).contiguous()
+        if whole.numel():
+            pipe.broadcast(whole, entry.stage).wait()
+    return whole.cpu()
+
+
+def _table(files: list[list[Entry]], names: list[str]) -> Iterator[tuple[str, str]]:
+    for name, entries in zip(names, files, strict=True):
+        yield from ((entry.name, name) for entry in entries)
+
+
+def _write_index(folder: Path, names: list[str], files: list[list[Entry]], dtype: torch.dtype | None) -> None:
+    total = sum(entry.nbytes(dtype) for entries in files for entry in entries)
+    said = {"metadata": {"total_size": total}, "weight_map": dict(_table(files, names))}
+    hidden = folder / f".{INDEX}.{secrets.token_hex(8)}"
+    with create(hidden) as file:
+        file.write(json.dumps(said, indent=2).encode())
+    hidden.rename(folder / INDEX)
+    sync_folder(folder)
+
+
+def _drop_index(folder: Path) -> set[str]:
+    """The index of an older model goes before its files do; the names of these."""
+    if not (path := folder / INDEX).is_file():
+        return set()
+    try:
+        names = set(json.loads(path.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        names = set()  # somebody else's, or damaged
+    path.unlink()
+    return {name for name in names if isinstance(name, str) and Path(name).name == name}
