@@ -56,6 +56,11 @@ log = logging.getLogger(__name__)
 class CommonOptions(SharedOptions, total=False):
     """Keyword arguments that every optimizer of the family takes, beside those of `SharedOptions`.
 
+    Parameters in bfloat16 or float16 have float32 masters in the state (`layout/masters.py`), 4 bytes per element: the
+    steps are those of float32 parameters with the same gradients, to the bit. One rank alone sends nothing and takes
+    the same steps: its momentum is rounded to one bit, and its worker and server errors give back what that left out;
+    so the script and its checkpoints are those of several ranks.
+
     max_grad_norm: exact while gradients travel, estimated from each rank's norm and its product with the momentum
     otherwise. It then costs the overlap with backward.
     model_parallel_group: where the parameters are DTensors, each rank of the transport holding the same shard of

@@ -23,6 +23,7 @@ from torch.optim.optimizer import ParamsT
 
 from ..comm import codec_named
 from ..dense import DenseAverager, broadcast_parameters
+from ..layout.masters import is_low
 from ..model_parallel import ModelParallelGroup, model_parallel_group_of
 from .config.entries.base import ShardedForm
 from .config.optimizers import OptimizerChoice, build_optimizer
@@ -105,6 +106,8 @@ def build(
     """
     form = choose(config, grid.shape)
     _check(config, grid, form, tensor_plan)
+    if optimizer is None:
+        _check_dtypes(config, grid, model)
     if grid.world.rank == 0:
         for warning in without_effect(config, form):
             log.warning("%s", warning)
@@ -174,6 +177,19 @@ def _check(config: Config, grid: Grid, form: str, tensor_plan: tensor.Plan | Non
         raise ValueError(
             "offload_optimizer with one rank per node: the sharded form keeps master weights and variance with the "
             'parameters; leave it out, or shard inside nodes ("onebit": {"sharding": "intra_node"})'
+        )
+
+
+def _check_dtypes(config: Config, grid: Grid, model: nn.Module) -> None:
+    """Raise ValueError where torch's own optimizer would round each step into parameters of less than float32."""
+    if config.dtype != torch.float32 or _choice(config).type not in ("Adam", "AdamW"):
+        return
+    if low := next((name for name, p in model.named_parameters() if p.requires_grad and is_low(p)), None):
+        dtype = model.get_parameter(low).dtype
+        raise ValueError(
+            f"rank {grid.world.rank}: {low} is {dtype}, the configuration computes in float32, and "
+            f"torch's {_choice(config).type} keeps no float32 masters, so that small updates would be lost: enable "
+            '"bf16" or "fp16", or cast the model with model.float()'
         )
 
 

@@ -60,6 +60,14 @@ def test_differences_are_named_on_all_ranks(results: dict[int, tuple], ranks: in
         assert "rank 0: " in said["shape"] and "embed.weight has shape (21, 12), the model's (21, 16)" in said["shape"]
         assert "has no weight, which the model has" in said["name"]
         assert "holds no weights: expected a folder" in said["nothing"]
+        for stage in (0, 2):
+            assert "AdamW keeps no float32 masters, so that small updates would be lost" in said[f"low {stage}"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_low_model_in_an_engine_of_float32_has_masters(results: dict[int, tuple], ranks: int) -> None:
+    for found in results[ranks]:
+        assert found["low"] == {"rounded": True, "finer": True}
 
 
 @pytest.mark.thorough

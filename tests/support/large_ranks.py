@@ -187,6 +187,17 @@ def there_and_back(folder: str, rank: int) -> Results:
     }
 
 
+def masters_of_a_low_model(folder: str, rank: int) -> Results:
+    """A configuration in float32 of a model in bfloat16: the optimizer's masters, as DeepSpeed's names give them."""
+    engine = zero.initialize(model=net(torch.bfloat16), config=config_of("OneBitAdam", 0, low=False))[0]
+    train(engine, range(4), rank)
+    pairs = [(p, zero.utils.safe_get_full_fp32_param(p)) for p in engine.module.parameters()]
+    return {
+        "rounded": all(p.dtype == torch.bfloat16 and torch.equal(p, x.to(torch.bfloat16)) for p, x in pairs),
+        "finer": any(not torch.equal(p.float(), x) for p, x in pairs),
+    }
+
+
 def in_stages_and_slices(folder: str, rank: int) -> Results:
     """A pipeline's stages and a tensor plan's slices, of one folder that has all."""
     found: Results = {}
@@ -212,7 +223,7 @@ def differences(folder: str, rank: int) -> Results:
     """Named errors, with the rank, on all ranks."""
     messages: Results = {}
 
-    def refuse(name: str, model: nn.Module, weights: str, config: dict | None = None) -> None:
+    def refuse(name: str, model: nn.Module, weights: str | None, config: dict | None = None) -> None:
         try:
             zero.initialize(model=model, config=config or config_of("AdamW", 3), weights=weights)
         except Exception as error:
@@ -223,6 +234,8 @@ def differences(folder: str, rank: int) -> Results:
     refuse("shape", larger, f"{folder}/hf")
     refuse("name", other, f"{folder}/hf")
     refuse("nothing", on_meta(), f"{folder}/none")
+    for stage in (0, 2):
+        refuse(f"low {stage}", net(torch.bfloat16), None, config_of("AdamW", stage, low=False))
     return messages
 
 
@@ -271,6 +284,7 @@ CASES: dict[str, Callable[[str, int], Results]] = {
     "initial values": initial_values,
     "there and back": there_and_back,
     "differences": differences,
+    "low": masters_of_a_low_model,
 }
 ON_TWO = {"stages and slices": in_stages_and_slices}
 

@@ -7,6 +7,7 @@ One process, no communication; `whole.py` reads all of the same files at once.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from .weights import safetensors_form
 from .whole import checkpoint_in
 
 INDEX = "model.safetensors.index.json"
-_REOPENED_BYTES = 64 * 2**20  # mapped pages of a file count as this process's memory until it is closed
+_REOPENED_BYTES = 16 * 2**20  # mapped pages of a file count as this process's memory until it is closed
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -124,7 +125,9 @@ class SafetensorsFiles:
             held.copy_(found)
         except Exception as error:  # safetensors' own among them
             raise CheckpointError(f"{self._file_of[name]}: {name} cannot be read: {reason(error)}") from error
-        self._read_bytes += held.nbytes
+        there = self.outlines[name]
+        rows = len(held) if held.dim() else 1
+        self._read_bytes += rows * math.prod(there.shape[1:]) * there.dtype.itemsize  # a column touches every page
 
     def _opened(self, path: Path) -> Any:
         if self._open is None or self._open[0] != path or self._read_bytes > _REOPENED_BYTES:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...comm.messages import gather_bytes
+from ...layout.masters import master_of
 from ...model_parallel import local
 from ..checkpoint.reshard import slice_of
 from ..forms import parts_of
@@ -193,7 +194,7 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor:
     """The float32 master of a parameter, whole. Raises RuntimeError where masters are divided over nodes."""
     held = _held(param)
     _refuse_divided(held, "the float32 masters lie in parts at their owners")
-    return _full(held.p).detach().float().clone()
+    return _full(_like(held.p, master_of(held.engine.optimizer, held.p))).detach().float().clone()
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:

@@ -107,7 +107,8 @@ class ShardedOnebitAdam(ShardedOnebitOptimizer):
        stage 0:        Q = C(m̂/D + E), E = m̂/D + E - Q;  parameter = (1 - lr·wd)·parameter - lr·Q, on every rank
 
     lr, betas, eps (above 0), weight_decay: as in torch.optim.AdamW; read anew from param_groups in every step. updates:
-    what comes down at stage 0, "int4" or "sign"; parameters are then whole on every rank, and there are no masters. The
+    what comes down at stage 0, "int4" or "sign"; parameters are then whole on every rank, and so are
+    the masters of those in less than float32. The
     others: see `ShardedOptions`.
 
     A parameter without a gradient on any rank stays as it is, with all its state; one without a gradient on some ranks

@@ -70,7 +70,7 @@ class ShardedOptions(SharedOptions, total=False):
     they have gone into the momentum. Then the vote is one per bucket: a bucket in which a gradient is not finite is
     skipped by all ranks, the others are not. Accumulate in `no_sync()`, where gradients stay whole. Stage 2 refuses
     max_grad_norm: no global norm is known when the first bucket leaves. 0 (ShardedOnebitAdam alone): parameters whole
-    on every rank, no masters.
+    on every rank; masters too, of those in less than float32.
     differences: what comes down at stages 1 and 2, "int4" or "sign". max_grad_norm: clip by an estimate of the global
     norm (0: off). momentum_dtype: of c. block: elements per scale. variance_floor, update_limit: see D in
     `ShardedOnebitAdam`. warmup_steps: how many steps at the beginning send eight bits up; one bit then is too coarse
