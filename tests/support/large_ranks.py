@@ -239,7 +239,8 @@ def differences(folder: str, rank: int) -> Results:
     return messages
 
 
-# name, stage, sharding. A stage's form must be said where one rank is to become several: "auto" takes another.
+# name, stage, sharding; low: parameters in bfloat16, whose masters are the optimizer's. A stage's form must be said
+# where one rank is to become several: "auto" takes another.
 WORLDS = [
     ("OneBitAdam", 0, "auto"),
     ("OneBitAdam", 1, "inter_node"),
@@ -248,6 +249,9 @@ WORLDS = [
     ("ZeroOneAdam", 1, "intra_node"),
     ("OneBitMuon", 2, "auto"),
     ("AdamW", 3, "auto"),
+    ("OneBitAdam low", 0, "auto"),
+    ("OneBitLamb low", 2, "intra_node"),
+    ("ZeroOneAdam low", 3, "intra_node"),
 ]
 
 
@@ -257,14 +261,23 @@ def continues_elsewhere(folder: str) -> Results:
     rank = init().rank
     for name, stage, sharding in WORLDS:
         path = Path(folder) / f"worlds-{name}-{stage}"
-        engine = zero.initialize(model=net(), config=config_of(name, stage, sharding=sharding))[0]
+        kind, _, low = name.partition(" ")
+        config = config_of(kind, stage, low=not low, sharding=sharding)
+        engine = zero.initialize(model=net(torch.bfloat16 if low else torch.float32), config=config)[0]
         begin = 0
         if path.exists():
             engine.load_checkpoint(str(path))
             begin = engine.global_steps
+        if low and path.exists():
+            saved = torch.load(path.with_suffix(".masters"), weights_only=True)
+            masters = [zero.utils.safe_get_full_fp32_param(p) for p in engine.module.parameters()]
+            assert all(map(torch.equal, saved, masters)), f"{name}: masters are not those that were saved"
         losses = train(engine, range(begin, begin + 4), rank)
         engine.save_checkpoint(str(path))
         engine.wait_for_checkpoint()
+        masters = [zero.utils.safe_get_full_fp32_param(p) for p in engine.module.parameters()] if low else []
+        if low and rank == 0:
+            torch.save(masters, path.with_suffix(".masters"))
         may_compress = getattr(getattr(engine.optimizer, "policy", None), "compresses", True) is not False
         found[f"{name} {stage}"] = [begin, all(loss < 20 for loss in losses), may_compress]
         engine.close()
