@@ -67,7 +67,7 @@ def test_differences_are_named_on_all_ranks(results: dict[int, tuple], ranks: in
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_low_model_in_an_engine_of_float32_has_masters(results: dict[int, tuple], ranks: int) -> None:
     for found in results[ranks]:
-        assert found["low"] == {"rounded": True, "finer": True}
+        assert found["low"] == {"set": True, "rounded": True, "finer": True}
 
 
 @pytest.mark.thorough

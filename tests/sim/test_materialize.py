@@ -82,6 +82,7 @@ def test_initial_values_follow_the_seed_alone() -> None:
     assert first.rotary.count == 0 and torch.equal(first.rotary.table, net().rotary.table)
 
 
+@pytest.mark.slow
 def test_a_transformers_model_computes_its_rotary_table_itself(tmp_path: Path) -> None:
     """Against the model itself, whose folder it is; in several files, written by transformers."""
     transformers = pytest.importorskip("transformers")
@@ -100,6 +101,7 @@ def test_a_transformers_model_computes_its_rotary_table_itself(tmp_path: Path) -
         assert torch.equal(empty(tokens).logits, model(tokens).logits)
 
 
+@pytest.mark.slow
 def test_what_is_written_here_transformers_reads(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16)
@@ -262,16 +264,16 @@ grid.close()
 
 @pytest.mark.slow
 def test_a_rank_holds_its_shards_and_a_constant_while_it_loads(tmp_path: Path) -> None:
-    """96 MiB in 5 files, over 4 ranks, each a fresh process: 24 MiB of shards and at most 20 more."""
+    """96 MiB in 5 files, over 2 ranks, each a fresh process: 48 MiB of shards and at most 24 more."""
     whole = nn.Sequential(*(nn.Linear(512, 2048, bias=False) for _ in range(24)))
     zero.export_weights(whole, tmp_path / "hf", SimTransport(), max_file_bytes=20 * 2**20)
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) == 5
     script = tmp_path / "peak.py"
     script.write_text(_PEAK)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     ended = subprocess.run([*command, str(tmp_path / "hf")], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
     peaks = [tuple(map(int, line.split()[1:])) for line in ended.stdout.splitlines() if line.startswith("PEAK")]
-    assert len(peaks) == 4
+    assert len(peaks) == 2
     for grew, held in peaks:
-        assert held == 24 * 2**20 and grew < held + 20 * 2**20, peaks
+        assert held == 48 * 2**20 and grew < held + 24 * 2**20, peaks

@@ -192,9 +192,16 @@ def masters_of_a_low_model(folder: str, rank: int) -> Results:
     engine = zero.initialize(model=net(torch.bfloat16), config=config_of("OneBitAdam", 0, low=False))[0]
     train(engine, range(4), rank)
     pairs = [(p, zero.utils.safe_get_full_fp32_param(p)) for p in engine.module.parameters()]
+    rounded = all(p.dtype == torch.bfloat16 and torch.equal(p, x.to(torch.bfloat16)) for p, x in pairs)
+    finer = any(not torch.equal(p.float(), x) for p, x in pairs)
+    first = engine.module.norm.weight
+    exact = torch.full(first.shape, 1.0 + 2.0**-20)
+    zero.utils.safe_set_full_fp32_param(first, exact)
+    engine.optimizer.state_dict()  # looks for what has been written into parameters
     return {
-        "rounded": all(p.dtype == torch.bfloat16 and torch.equal(p, x.to(torch.bfloat16)) for p, x in pairs),
-        "finer": any(not torch.equal(p.float(), x) for p, x in pairs),
+        "set": torch.equal(zero.utils.safe_get_full_fp32_param(first), exact) and bool((first == 1).all()),
+        "rounded": rounded,
+        "finer": finer,
     }
 
 

@@ -203,6 +203,8 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     _check_shape(held, value)
     held.engine.synchronise()
     _write(held.p, value)
+    with torch.no_grad():
+        master_of(held.engine.optimizer, held.p).copy_(value[slice_of(held.p)])
     held.engine.adopt_weights()
 
 
