@@ -257,23 +257,24 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 zero.materialize(model, sys.argv[1], transport=grid.world)
 grew = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 held = sum(p.to_local().nbytes for p in model.parameters())
-print("PEAK", grew * 1024, held)
+with open(f"{sys.argv[2]}/{init().rank}", "w") as file:  # two ranks' prints may mix
+    print(grew * 1024, held, file=file)
 grid.close()
 """
 
 
 @pytest.mark.slow
 def test_a_rank_holds_its_shards_and_a_constant_while_it_loads(tmp_path: Path) -> None:
-    """96 MiB in 5 files, over 2 ranks, each a fresh process: 48 MiB of shards and at most 24 more."""
+    """96 MiB in 5 files, over 2 ranks, each a fresh process: 48 MiB of shards, 16 of mapped files, at most 16 more."""
     whole = nn.Sequential(*(nn.Linear(512, 2048, bias=False) for _ in range(24)))
     zero.export_weights(whole, tmp_path / "hf", SimTransport(), max_file_bytes=20 * 2**20)
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) == 5
-    script = tmp_path / "peak.py"
+    script, peaks = tmp_path / "peak.py", tmp_path / "peaks"
+    peaks.mkdir()
     script.write_text(_PEAK)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    ended = subprocess.run([*command, str(tmp_path / "hf")], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run([*command, str(tmp_path / "hf"), str(peaks)], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
-    peaks = [tuple(map(int, line.split()[1:])) for line in ended.stdout.splitlines() if line.startswith("PEAK")]
-    assert len(peaks) == 2
-    for grew, held in peaks:
-        assert held == 48 * 2**20 and grew < held + 24 * 2**20, peaks
+    for rank in range(2):
+        grew, held = map(int, (peaks / str(rank)).read_text().split())
+        assert held == 48 * 2**20 and grew < held + 32 * 2**20, (grew, held)
