@@ -22,10 +22,11 @@ from ..version import VERSION as __version__  # noqa: F401
 
 __all__ = [
     "CheckpointError", "Checkpoints", "Config", "DeepSpeedEngine", "Engine", "InferenceConfig", "InferenceEngine",
-    "LayerSpec", "NotFiniteError", "PipelineModule", "ShardedOnebitAdam", "ShardedOnebitLamb", "ShardedZeroOneAdam",
-    "TiedLayerSpec", "add_config_arguments", "data", "data_efficiency", "export_compressed", "export_weights", "fsdp",
-    "get_accelerator", "grid", "import_compressed", "import_weights", "init_compression", "init_distributed",
-    "init_inference", "initialize", "log_dist", "materialize", "read_checkpoint_weights", "read_config",
+    "LayerSpec", "NotFiniteError", "Offload", "PipelineModule", "ShardedOnebitAdam", "ShardedOnebitLamb",
+    "ShardedZeroOneAdam", "TiedLayerSpec", "add_config_arguments", "data", "data_efficiency", "export_compressed",
+    "export_weights", "fsdp", "get_accelerator", "grid", "import_compressed", "import_weights", "init_compression",
+    "init_distributed", "init_inference", "initialize", "log_dist", "materialize", "read_checkpoint_weights",
+    "read_config",
     "redundancy_clean", "split", "tensor",
 ]  # fmt: skip
 
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .inference import InferenceConfig, InferenceEngine, init_inference
     from .initializing import initialize
+    from .offload import Offload
     from .parallel import fsdp, tensor
     from .pipeline.layers import LayerSpec, PipelineModule, TiedLayerSpec
     from .pipeline.split import split
@@ -97,6 +99,7 @@ else:
         "InferenceEngine": ".inference",
         "LayerSpec": ".pipeline.layers",
         "NotFiniteError": ".sharded.exchange",
+        "Offload": ".offload.optimizer",
         "PipelineModule": ".pipeline.layers",
         "ShardedOnebitAdam": ".sharded.adam",
         "ShardedOnebitLamb": ".sharded.lamb",

@@ -1,0 +1,16 @@
+"""Optimizer state, gradients and parameters in host memory or in files, around any torch optimizer, without an engine.
+
+    offload = onebit.zero.Offload(model, lambda params: torch.optim.AdamW(params, lr=1e-4), mode="state", to="/nvme")
+
+`optimizer.py` takes the steps, `layout.py` says what lies where, `memory.py` and `files.py` hold the bytes.
+docs/offload.md says which mode when.
+"""
+
+from __future__ import annotations
+
+from .files import FileStore
+from .memory import MemoryStore
+from .optimizer import MODES, Offload
+from .store import Extent, Lease, Store, StoreError
+
+__all__ = ["MODES", "Extent", "FileStore", "Lease", "MemoryStore", "Offload", "Store", "StoreError"]

@@ -1,0 +1,181 @@
+"""Where gradients wait for the step: with the parameters, or in a store from the moment they come; and their norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...model_parallel import local
+from ...step.clip import LARGEST_GRADIENT
+from .layout import UNIT, Chunk, Layout
+from .store import Lease, Store
+
+GRAD = "grad"
+
+
+def row_norms(grad: Tensor) -> list[float]:
+    """The norms of each UNIT elements, in order. Chunks end at rows, so how elements are cut changes no bit."""
+    flat = grad.reshape(-1)
+    whole = flat.numel() // UNIT * UNIT
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, UNIT).float(), dim=1).tolist() if whole else []
+    return [*rows, torch.linalg.vector_norm(flat[whole:].float()).item()] if flat.numel() > whole else rows
+
+
+def global_norm(norms: Sequence[float], *, is_clipped: bool) -> float | None:
+    """Of all gradients; None where one is not finite, or too large for a variance and not clipped."""
+    limit = float("inf") if is_clipped else LARGEST_GRADIENT
+    if not all(norm < limit for norm in norms):
+        return None
+    return math.sqrt(math.fsum(norm * norm for norm in norms))
+
+
+class ResidentGradients:
+    """Gradients stay in `p.grad` until they are dropped by `zero_grad`."""
+
+    def __init__(self, params: Sequence[Tensor], largest: int, device: torch.device):
+        self.params, self.device = params, device
+        self._scratch = torch.empty(0, device=device)
+        self._largest = largest
+
+    def has(self, param: int) -> bool:
+        return self.params[param].grad is not None
+
+    def norms(self, chunks: Sequence[Chunk]) -> list[float]:
+        return [norm for p in self.params if p.grad is not None for norm in row_norms(local(p.grad))]
+
+    def of(self, chunk: Chunk) -> Iterator[Tensor]:
+        """float32 [stop - start] for each piece, where the step is taken; valid until those of the next chunk."""
+        for piece in chunk.pieces:
+            grad = self.params[piece.param].grad
+            if grad is None:
+                yield self._scratch[:0]
+                continue
+            flat = _refuse_sparse(local(grad)).reshape(-1)[piece.start : piece.stop]
+            if flat.dtype == torch.float32 and flat.device == self.device:
+                yield flat
+                continue
+            if self._scratch.numel() == 0:
+                self._scratch = torch.empty(self._largest, device=self.device)
+            yield self._scratch[piece.at : piece.at + flat.numel()].copy_(flat)
+
+    def ahead(self, chunk: Chunk) -> None:
+        """They are there."""
+
+    def drop(self) -> None:
+        """The caller's zero_grad() does it."""
+
+    def close(self) -> None:
+        """Nothing was changed."""
+
+
+class StoredGradients:
+    """Each gradient goes to a store as backward finishes it, is added up over micro-batches, and `p.grad` is freed.
+
+    The chunk touched last stays borrowed: backward goes through neighbours.
+    """
+
+    def __init__(self, params: Sequence[Tensor], layout: Layout, store: Store):
+        self.params, self.layout, self.store = params, layout, store
+        self.dtype = layout.fields[GRAD].dtype
+        self._scratch = torch.empty(0)
+        self._counts = [0] * len(params)
+        self._touched: set[Chunk] = set()
+        self._places: dict[int, list[Chunk]] = {}
+        for chunk in layout.chunks:
+            for piece in chunk.pieces:
+                self._places.setdefault(piece.param, []).append(chunk)
+        self._current: tuple[Chunk, Lease] | None = None
+        self._ahead: dict[Chunk, Lease] = {}
+        self._hooks = [p.register_post_accumulate_grad_hook(partial(self._take, k)) for k, p in enumerate(params)]
+
+    @torch.no_grad()
+    def _take(self, param: int, p: Tensor) -> None:
+        grad = p.grad
+        if grad is None:
+            return
+        flat = _refuse_sparse(local(grad)).reshape(-1)
+        for chunk in self._places[param]:
+            (held,) = self._borrow(chunk).wait()
+            into = held.view(self.dtype)
+            for piece in chunk.pieces:
+                if piece.param == param:
+                    place = into[piece.at : piece.at + piece.stop - piece.start]
+                    part = flat[piece.start : piece.stop]
+                    if self._counts[param]:  # rounded as autograd rounds where it adds to p.grad
+                        part = part.to(place.device) + place.to(part.dtype)
+                    place.copy_(part)
+        self._counts[param] += 1
+        p.grad = None
+
+    def _borrow(self, chunk: Chunk) -> Lease:
+        if self._current is not None and self._current[0] is chunk:
+            return self._current[1]
+        self._settle()
+        lease = self.store.read(self.layout.extents(chunk), fresh=chunk not in self._touched)
+        self._touched.add(chunk)
+        self._current = chunk, lease
+        return lease
+
+    def _settle(self) -> None:
+        if self._current is not None:
+            self.store.write(self._current[1])
+            self._current = None
+
+    def has(self, param: int) -> bool:
+        return self._counts[param] > 0
+
+    def norms(self, chunks: Sequence[Chunk]) -> list[float]:
+        self._settle()
+        found: list[float] = []
+        for k, chunk in enumerate(chunks):
+            pieces = self.of(chunk)
+            if k + 1 < len(chunks):
+                self.ahead(chunks[k + 1])
+            found += [norm for grad in pieces if grad.numel() for norm in row_norms(grad)]
+        return found
+
+    def ahead(self, chunk: Chunk) -> None:
+        """Begin to fetch what `of` will be asked for next."""
+        self._settle()
+        if chunk not in self._ahead:
+            self._ahead[chunk] = self.store.read(self.layout.extents(chunk))
+
+    def of(self, chunk: Chunk) -> Iterator[Tensor]:
+        """float32 [stop - start] for each piece, on the host; the iterator's end gives the buffer back."""
+        self.ahead(chunk)
+        lease = self._ahead.pop(chunk)
+        try:
+            grads = lease.wait()[0].view(self.dtype)
+            if self.dtype != torch.float32:
+                if self._scratch.numel() < grads.numel():
+                    self._scratch = torch.empty(max(c.size for c in self.layout.chunks))
+                grads = self._scratch[: grads.numel()].copy_(grads)
+            for piece in chunk.pieces:
+                numel = piece.stop - piece.start if self.has(piece.param) else 0
+                yield grads[piece.at : piece.at + numel]
+        finally:
+            self.store.drop(lease)
+
+    def drop(self) -> None:
+        """Forget all of them."""
+        if self._current is not None:
+            self.store.drop(self._current[1])
+            self._current = None
+        self._counts = [0] * len(self.params)
+        self._touched.clear()
+
+    def close(self) -> None:
+        """Leave the parameters as they were found."""
+        self.drop()
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _refuse_sparse(grad: Tensor) -> Tensor:
+    if grad.layout != torch.strided:
+        raise RuntimeError(f"offload needs dense gradients, got {grad.layout}; use nn.Embedding(..., sparse=False)")
+    return grad

@@ -1,0 +1,88 @@
+"""An offloaded optimizer's state by parameter: shown as torch shows it, and checked before it is taken in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ...model_parallel import local
+from ...usage.contract import Group, State
+from .layout import Layout, Piece
+from .store import Store
+
+
+@dataclass(frozen=True)
+class StateOfParams:
+    """numbers: what is no field, of each piece that has been stepped. has_master: by parameter."""
+
+    params: Sequence[Tensor]
+    layout: Layout
+    store: Store
+    numbers: Mapping[Piece, Mapping[str, object]]
+    has_master: Sequence[bool]
+
+    def entries(self, *, as_dtensors: bool) -> dict[Tensor, State]:
+        """Views of the store, and the numbers of a parameter's first piece. as_dtensors: fields of sharded ones."""
+        found: dict[Tensor, State] = {}
+        for piece in (piece for chunk in self.layout.chunks for piece in chunk.pieces if piece.start == 0):
+            p, numbers = self.params[piece.param], self.numbers.get(piece)
+            names = [name for name in self.layout.fields if numbers is not None or name == "master"]
+            if not self.has_master[piece.param]:
+                names = [name for name in names if name != "master"]
+            fields: State = {name: self._field(piece.param, p, name, as_dtensors=as_dtensors) for name in names}
+            if entry := {**(numbers or {}), **fields}:
+                found[p] = entry
+        return found
+
+    def _field(self, param: int, p: Tensor, name: str, *, as_dtensors: bool) -> Tensor:
+        offset, nbytes = self.layout.home(param, name)
+        dtype = self.layout.fields[name].dtype
+        held = local(p)
+        flat = self.store.view(offset, nbytes).view(dtype) if nbytes else torch.empty(0, dtype=dtype)
+        mine = flat.view(held.shape)
+        return sharded_as(p, mine) if as_dtensors and hasattr(p, "device_mesh") else mine
+
+
+def sharded_as(p: Tensor, held: Tensor) -> Tensor:
+    """This rank's elements as a DTensor, sharded as the parameter is."""
+    from torch.distributed.tensor import DTensor
+
+    like = cast(DTensor, p)
+    return DTensor.from_local(
+        held, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def load_entries(
+    params: Sequence[Tensor], groups: Sequence[Group], layout: Layout, state_dict: State
+) -> dict[int, State]:
+    """The entries of a state dict by parameter. Raises ValueError where they are not of these parameters."""
+    there = cast(list[Group], state_dict["param_groups"])
+    sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in there]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"cannot load this optimizer state: its groups have {sizes[1]} parameters, this optimizer's {sizes[0]}; "
+            "make it of the same model and groups"
+        )
+    keys = [key for group in there for key in group["params"]]
+    state = cast(dict[object, State], state_dict["state"])
+    entries = {k: state[key] for k, key in enumerate(keys) if key in state}
+    for k, entry in entries.items():
+        for name in layout.fields:
+            value = entry.get(name)
+            if value is not None and local(value).shape != local(params[k]).shape:
+                raise ValueError(
+                    f"cannot load this optimizer state: {name} of parameter {k} has shape {tuple(local(value).shape)} "
+                    f"there, the parameter {tuple(local(params[k]).shape)} here"
+                )
+        moments = [name for name in layout.fields if name != "master"]
+        if (set(entry) - {"master", "step"}) and (missing := [name for name in moments if name not in entry]):
+            raise ValueError(
+                f"cannot load this optimizer state: parameter {k} has no {missing[0]} there, so it is of another "
+                "optimizer; load one of the same class and options"
+            )
+    return entries

@@ -1,0 +1,78 @@
+"""What holds offloaded bytes: the contract of `memory.py` and `files.py`.
+
+A store is one flat space of bytes. Who wants some borrows them: `read` begins to fetch, `Lease.wait` gives tensors to
+read and change, `write` begins to store them, `drop` forgets the changes. A lease ends with `write` or `drop`, in any
+order. Extents begin and end at multiples of `PAGE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+PAGE = 4096
+
+
+class StoreError(OSError):
+    """A store could not keep its promise: the disk is full, the folder not writable, a file cut short or unreadable."""
+
+
+class Extent(NamedTuple):
+    """A range of a store's bytes, at multiples of PAGE."""
+
+    offset: int
+    nbytes: int
+
+    def overlaps(self, other: Extent) -> bool:
+        """Whether both have a byte."""
+        return self.offset < other.offset + other.nbytes and other.offset < self.offset + self.nbytes
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Borrowed bytes. wait: one uint8 tensor for each extent; blocks until they are there, raises StoreError."""
+
+    extents: Sequence[Extent]
+    wait: Callable[[], list[Tensor]]
+    buffer: object = None
+
+
+class Store(Protocol):
+    """See the module docstring. One thread calls; what it began goes on in others.
+
+    wait_s: seconds in which the caller waited for it. read_bytes, written_bytes: moved between memory and the store.
+    """
+
+    nbytes: int
+    wait_s: float
+    read_bytes: int
+    written_bytes: int
+
+    def read(self, extents: Sequence[Extent], *, fresh: bool = False) -> Lease:
+        """Begin to fetch. fresh: the caller writes every byte that it will ever read: nothing is fetched."""
+
+    def write(self, lease: Lease) -> None:
+        """Begin to store what the lease's tensors hold now; the lease ends."""
+
+    def drop(self, lease: Lease) -> None:
+        """End a lease whose bytes have not changed."""
+
+    def flush(self) -> None:
+        """Until all that was written is stored. Raises StoreError where it could not be."""
+
+    def view(self, offset: int, nbytes: int) -> Tensor:
+        """Bytes of the store as a tensor, without a copy: for checkpoints. Between steps; flushes first."""
+
+    def close(self) -> None:
+        """Give everything back. Views that are still held stay valid; nothing else may be called."""
+
+    def describe(self) -> str:
+        """Where the bytes lie, and how they get there."""
+
+
+def rounded(nbytes: int) -> int:
+    """Up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
