@@ -38,6 +38,7 @@ from .data_efficiency.efficiency import Efficiency
 from .forms import Built
 from .grid import Grid
 from .monitor import WallClock, Writer
+from .offload.optimizer import Offload
 from .parallel import dense, fsdp
 from .pipeline import run as pipeline
 from .pipeline.layers import Loss
@@ -513,8 +514,10 @@ class Engine:
         return self._checkpoints[path]
 
     def close(self) -> None:
-        """Wait for checkpoints, then release the grid. All ranks."""
+        """Wait for checkpoints, then release the grid and offloaded state. All ranks."""
         self.wait_for_checkpoint()
+        if isinstance(self.optimizer, Offload):
+            self.optimizer.close()
         self.grid.close()
 
 

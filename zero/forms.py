@@ -30,6 +30,7 @@ from .config.optimizers import OptimizerChoice, build_optimizer
 from .config.sections import Onebit
 from .config.whole import Config
 from .grid import Grid, GridShape
+from .offload.optimizer import Offload
 from .parallel import dense, fsdp, tensor
 from .parallel.groups import Groups
 from .pipeline.layers import Stage, Stages
@@ -129,7 +130,8 @@ def build(
     _fill(config, grid, model, fill)
     held = grid.model_parallel_group if ties is None else replace(grid.model_parallel_group, tied=ties.holders())
     whole = model if ties is None else None  # a stage's layers do not say which of them makes the outputs
-    made = _optimizer(config, grid, held, form, groups(model), whole) if optimizer is None else optimizer(groups(model))
+    make = optimizer or (lambda params: _optimizer(config, grid, held, form, params, whole))
+    made = _in_files(config, grid, groups(model), make) if _uses_files(config) else make(groups(model))
     if stage is not None:
         _let_it_drop_all(made, model)
     averager = None
@@ -168,6 +170,11 @@ def _check(config: Config, grid: Grid, form: str, tensor_plan: tensor.Plan | Non
         )
     if not _offloads(config):
         return
+    if _uses_files(config) and form != "dense":
+        raise ValueError(
+            f"offload_optimizer: {_choice(config).type} keeps its state in memory, beside what it sends; use device "
+            '"cpu", or a dense optimizer with "nvme"'
+        )
     if (served := getattr(grid.world, "device", torch.device("cpu"))).type != "cpu":
         raise ValueError(
             f"rank {grid.world.rank}: offloaded gradients are averaged in host memory, and the process group serves "
@@ -210,6 +217,19 @@ def _optimizer(
     if form != "dense":
         options |= config.optimizer_options() | {"max_grad_norm": config.gradient_clipping}
     return build_optimizer(_choice(config), params, **options)
+
+
+def _in_files(config: Config, grid: Grid, params: ParamsT, make: Callable[[ParamsT], torch.optim.Optimizer]) -> Offload:
+    """A dense optimizer whose state lies in files: each rank's own, of its own shards."""
+    block = config.zero_optimization.offload_optimizer
+    buffers, folder = max(2, block.buffer_count), block.nvme_path or ""
+    return Offload(
+        params, make, "state", folder, buffer_count=buffers, pin_memory=block.pin_memory, rank=grid.world.rank
+    )
+
+
+def _uses_files(config: Config) -> bool:
+    return config.zero_optimization.offload_optimizer.device == "nvme"
 
 
 def _let_it_drop_all(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -290,6 +310,8 @@ def without_effect(config: Config, form: str) -> list[str]:
     for name in (f.name for f in fields(ours) if f.name not in _OURS[form] | _OF_ALL):
         if getattr(ours, name) != getattr(Onebit(), name):
             lines.append(f"onebit.{name} has no effect in the form {form!r}")
+    if config.zero_optimization.offload_param.device == "nvme":
+        lines.append("offload_param.device nvme: the parameters' shards lie in host memory, as with cpu")
     if config.communication_data_type is not None and form in ("inter_node", "dense"):
         sends = {"dense": "averages gradients in float32", "inter_node": "sends gradients in onebit.warmup_codec"}
         if form != "dense" or config.communication_data_type != "fp32":
@@ -325,9 +347,9 @@ def _of_frozen_things(choice: OptimizerChoice) -> list[str]:
 def _pins(config: Config) -> bool:
     """Unless a block that offloads says otherwise."""
     zero = config.zero_optimization
-    return all(block.pin_memory for block in (zero.offload_optimizer, zero.offload_param) if block.device == "cpu")
+    return all(block.pin_memory for block in (zero.offload_optimizer, zero.offload_param) if block.device != "none")
 
 
 def _offloads(config: Config) -> bool:
     zero = config.zero_optimization
-    return "cpu" in (zero.offload_optimizer.device, zero.offload_param.device)
+    return not zero.offload_optimizer.device == zero.offload_param.device == "none"

@@ -55,12 +55,16 @@ def run(
     steps: int = 2,
     shards: int = 1,
     blocks: Mapping[str, object] | None = None,
+    nvme: bool = False,
 ) -> dict:
     ranks = grid.world.world_size
     params = ONE_BIT.get(name, {})
     config = config_of(name, params, zero_optimization={"stage": stage}, **(blocks or {}))
     if name in ONE_BIT:
         config["onebit"] = {"compression": "always", "block": 64, "check_replicas_every": 1}
+    if nvme:
+        block = {"device": "nvme", "nvme_path": str(folder / "nvme")}
+        config["zero_optimization"] |= {"offload_optimizer": block}
     config |= {"train_micro_batch_size_per_gpu": SAMPLES // ranks // 2, "gradient_accumulation_steps": 2}
     engine = zero.initialize(model=net(), config=config, training_data=dataset(), grid=grid)[0]
     facts: dict = {"form": engine.form}

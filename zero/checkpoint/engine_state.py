@@ -185,7 +185,7 @@ def _load_rest(engine: Engine, own: StateDict, contents: Contents) -> None:
 def _about(engine: Engine) -> StateDict:
     return {
         "form": engine.form,
-        "optimizer": type(engine.optimizer).__name__,
+        "optimizer": type(dense.stepping(engine.optimizer)).__name__,
         "sizes": dict(zip(AXES, engine.grid.shape.sizes, strict=True)),
         "stage": engine.config.zero_optimization.stage,
         "train_batch_size": engine.config.train_batch_size,

@@ -38,7 +38,8 @@ FOREIGN = {
 
 _BUCKETS = 'buckets are of one size, "onebit": {"bucket_cap_mb": ...}'
 _FSDP = "FSDP2 gathers and frees parameters module by module, and prefetches the next one"
-_DISK = "there is no offload to disk, only to host memory"
+_FILES = "files are read ahead and written behind, in chunks, by threads"
+_SHARDS = "the parameters' shards lie in host memory; onebit.zero.Offload puts state of plain models into files"
 _MEAN = "gradients are summed in float32, which neither overflows nor needs a factor"
 _FREE = "train it without, or with the package it comes from"
 
@@ -69,23 +70,21 @@ DATA_TYPES = {
     "grad_type": Inert(TEXT, "gradients are float32, and where sharding is across nodes of the type computed in")
 }
 
-_OFFLOAD = {
-    "nvme_path": Inert(TEXT, _DISK),
-    "buffer_count": Inert(INT, _DISK),
-}
-OFFLOAD = _OFFLOAD | {
-    "fast_init": Inert(BOOL, _DISK, fine=(False,)),
-    "pipeline": Inert(BOOL, _DISK, fine=(False,)),
-    "pipeline_read": Inert(BOOL, _DISK, fine=(False,)),
-    "pipeline_write": Inert(BOOL, _DISK, fine=(False,)),
+OFFLOAD = {
+    "fast_init": Inert(BOOL, "files are reserved, not written, when a run begins", fine=(True, False)),
+    "pipeline": Inert(BOOL, _FILES, fine=(True,)),
+    "pipeline_read": Inert(BOOL, _FILES, fine=(True,)),
+    "pipeline_write": Inert(BOOL, _FILES, fine=(True,)),
     "ratio": Inert(FLOAT, "all of the optimizer state is offloaded, or none", fine=(1.0,)),
     "super_offload": Inert(BOOL, "there is one form of offload", fine=(False,)),
     "convert_grad_on_cpu": Inert(BOOL, "gradients arrive as float32"),
     "cpuadam_cores_perc": Inert(FLOAT, "threads are torch's: torch.set_num_threads"),
 }
-OFFLOAD_PARAM = _OFFLOAD | {
-    "buffer_size": Inert(INT, _DISK),
-    "max_in_cpu": Inert(INT, _DISK),
+OFFLOAD_PARAM = {
+    "nvme_path": Inert(TEXT, _SHARDS),
+    "buffer_count": Inert(INT, _SHARDS),
+    "buffer_size": Inert(INT, _SHARDS),
+    "max_in_cpu": Inert(INT, _SHARDS),
 }
 
 ZERO = {
@@ -274,7 +273,7 @@ TOP_LEVEL = {
     "activation_checkpointing": Inert(_ACTIVATIONS, "wrap modules with torch.utils.checkpoint before initialize()"),
     "flops_profiler": Inert(_FLOPS, "use torch.utils.flop_counter or torch.profiler"),
     "autotuning": Inert(_AUTOTUNING, "see `onebit plan`"),
-    "aio": Inert(_AIO, _DISK),
+    "aio": Inert(_AIO, _FILES),
     "wandb": Inert(_WANDB, _MONITOR),
     "comet": Inert(_COMET, _MONITOR),
     "trackio": Inert(_SWITCH | {"project": TEXT}, _MONITOR),

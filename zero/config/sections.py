@@ -60,23 +60,37 @@ class Bf16:
 class OffloadOptimizer:
     """Where optimizer state and master weights live. device: "none": with the parameters; "cpu": in host memory.
 
-    The step is taken there; pin_memory: in page-locked memory, where there is CUDA.
+    "nvme": master weights in host memory, moments in a file of nvme_path, of which buffer_count chunks are in memory
+    at once. The step is taken in host memory; pin_memory: in page-locked memory, where there is CUDA.
     """
 
     inert: ClassVar[Mapping[str, Inert]] = OFFLOAD
 
-    device: str = key("none", TEXT, required=True, choices=("none", "cpu"))
+    device: str = key("none", TEXT, required=True, choices=("none", "cpu", "nvme"))
+    nvme_path: str | None = key(None, TEXT, null=True)
+    pin_memory: bool = key(True, BOOL)
+    buffer_count: int = key(4, INT, least=1)
+
+    def __post_init__(self) -> None:
+        check_block(self)
+        if self.device == "nvme" and not self.nvme_path:
+            raise ValueError('device "nvme" needs nvme_path, a folder on a local disk')
+
+
+@dataclass(frozen=True)
+class OffloadParam:
+    """Where the parameters' shards live, at stage 3. They are the masters: offloading one is offloading the other.
+
+    device: "cpu": in host memory; "nvme": there too, and a warning.
+    """
+
+    inert: ClassVar[Mapping[str, Inert]] = OFFLOAD_PARAM
+
+    device: str = key("none", TEXT, required=True, choices=("none", "cpu", "nvme"))
     pin_memory: bool = key(True, BOOL)
 
     def __post_init__(self) -> None:
         check_block(self)
-
-
-@dataclass(frozen=True)
-class OffloadParam(OffloadOptimizer):
-    """Where the parameters' shards live, at stage 3. They are the masters: offloading one is offloading the other."""
-
-    inert: ClassVar[Mapping[str, Inert]] = OFFLOAD_PARAM
 
 
 @dataclass(frozen=True)

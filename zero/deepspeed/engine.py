@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from ...comm.messages import gather_texts
 from ..comm import get_local_rank
 from ..config.reader import nearest, write_block
-from ..config.sections import OffloadOptimizer
+from ..config.sections import OffloadOptimizer, OffloadParam
 from ..data import Loader, ShardedLoader
 from ..data_efficiency import configured
 from ..data_efficiency.loader import CurriculumLoader
@@ -407,13 +407,17 @@ class DeepSpeedEngine(Engine):
         """The block of the configuration."""
         return self.config.zero_optimization.offload_optimizer
 
-    def zero_offload_param(self) -> OffloadOptimizer:
+    def zero_offload_param(self) -> OffloadParam:
         """The block of the configuration."""
         return self.config.zero_optimization.offload_param
 
     def zero_cpu_offload(self) -> bool:
         """Whether the optimizer's state lies in host memory."""
         return self.zero_offload_optimizer().device == "cpu"
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Whether the optimizer's state lies in files."""
+        return self.zero_offload_optimizer().device == "nvme"
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether whole weights are written with each checkpoint."""

@@ -19,6 +19,7 @@ from ...lamb import Lamb
 from ...local.local_steps import LocalSteps
 from ...optimizer import CompressedOptimizer
 from ..grid import GridShape
+from ..parallel.dense import stepping
 from ..parallel.groups import Groups, remembered
 from ..sharded.optimizer import ShardedOnebitOptimizer
 
@@ -99,6 +100,7 @@ def check_optimizer(made: object) -> torch.optim.Optimizer:
 def check_fits(made: torch.optim.Optimizer, shape: GridShape) -> None:
     """Raise ValueError where an optimizer that needs norms of whole layers was made without those who hold the rest."""
     ranks = shape.size("shard") * shape.size("tensor")
+    made = stepping(made)
     knows_alone = isinstance(made, Lamb) and made.model_parallel_group.whole.world_size == 1
     if knows_alone and ranks > 1 and any(group["min_coeff"] != group["max_coeff"] for group in made.param_groups):
         raise ValueError(

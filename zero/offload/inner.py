@@ -43,10 +43,13 @@ class Part:
 
 
 class Inner:
-    """Drives `optimizer`, whose own groups and state are put aside."""
+    """Drives `optimizer`, which knows pieces during a step alone: between steps its groups are those it was made with.
+
+    So a scheduler of it sets the options of every step.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
-        self.optimizer = optimizer
+        self.optimizer, self._groups = optimizer, optimizer.param_groups
         self.name = type(optimizer).__name__
 
     def fields(self, groups: Sequence[Group]) -> dict[str, torch.dtype]:
@@ -59,12 +62,11 @@ class Inner:
             probe = torch.zeros([2 + k for k in range(like.dim())])
             part = Part(g, probe, torch.zeros_like(probe), {}, None)
             self.step(groups, [part])
-            for name, value in self._state(probe).items():
+            for name, value in (part.numbers or {}).items():
                 if not isinstance(value, Tensor) or value.shape != probe.shape or value.dim() == 0:
                     continue
                 if found.setdefault(name, value.dtype) != value.dtype:
                     raise TypeError(f"{self.name} keeps {name} in several dtypes; give all groups one")
-        self._forget()
         return found
 
     def step(self, groups: Sequence[Group], parts: Sequence[Part]) -> None:
@@ -78,7 +80,10 @@ class Inner:
             if part.numbers is not None:
                 state[part.weight] = {**part.numbers, **part.fields}
         self.optimizer.state = state
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer.param_groups, self.optimizer.state = self._groups, defaultdict(dict)
         for part in parts:
             part.weight.grad = None
             self._take_back(part, state[part.weight])
@@ -89,9 +94,3 @@ class Inner:
             value = state.get(name)
             if isinstance(value, Tensor) and value.data_ptr() != field.data_ptr():
                 field.copy_(value)  # a first step made it
-
-    def _state(self, weight: Tensor) -> dict[str, object]:
-        return dict(self.optimizer.state[weight])
-
-    def _forget(self) -> None:
-        self.optimizer.param_groups, self.optimizer.state = [], defaultdict(dict)

@@ -134,9 +134,9 @@ class Offload(torch.optim.Optimizer):
             log.info("%s of %s: %s", mode, self._inner.name, "; ".join(store.describe() for store in self._stores))
 
     @property
-    def inner_name(self) -> str:
-        """The class of the optimizer that takes the steps."""
-        return self._inner.name
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer that takes the steps; its options and state are here."""
+        return self._inner.optimizer
 
     def _cut(self, chunk_mb: float, fields: dict[str, torch.dtype]) -> list[Chunk]:
         per_element = max(4, sum(dtype.itemsize for dtype in fields.values()))
@@ -271,7 +271,7 @@ class Offload(torch.optim.Optimizer):
         entries = load_entries(self._params, self.param_groups, self.layout, state_dict)
         for group, there in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in there.items() if key not in ("params", "param_names")})
-        self._take_masters()
+        self._versions = [p._version for p in self._params]
         self._numbers.clear()
         store, names = self._open_store(), list(self.layout.fields)
         for chunk in self.layout.chunks:
@@ -279,9 +279,10 @@ class Offload(torch.optim.Optimizer):
             views = self._views(lease.wait())
             for piece in chunk.pieces:
                 entry, numel = entries.get(piece.param, {}), piece.stop - piece.start
-                for name in names:
-                    if name in entry:
-                        whole = local(cast(Tensor, entry[name])).reshape(-1)
+                masters = {MASTER: self._params[piece.param].detach()} if self._needs_master[piece.param] else {}
+                for name, values in (masters | entry).items():
+                    if name in names:
+                        whole = local(values).reshape(-1)
                         views[name][piece.at : piece.at + numel].copy_(whole[piece.start : piece.stop])
                 numbers = {name: _own(value) for name, value in entry.items() if name not in names}
                 if numbers or any(name in entry for name in names if name != MASTER):

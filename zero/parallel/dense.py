@@ -24,6 +24,7 @@ from ...comm.messages import gather_bytes
 from ...lamb import Lamb, norms
 from ...model_parallel import ModelParallelGroup, local
 from ...step.clip import LARGEST_GRADIENT, has_squares
+from ..offload.optimizer import Offload
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,12 @@ def _norm(params: Sequence[Tensor], grads: list[Tensor], model_parallel_group: M
 
 def has_sharded_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its moments are DTensors as its parameters are. Our Lamb keeps the local elements, plain."""
-    return not isinstance(optimizer, Lamb)
+    return not isinstance(stepping(optimizer), Lamb)
+
+
+def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that takes the steps, where another keeps its state elsewhere."""
+    return optimizer.inner if isinstance(optimizer, Offload) else optimizer
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], StateDict]:
