@@ -21,6 +21,7 @@ NAMES = (
     "traffic",
     "sparse_attention",
     "zero_memory",
+    "offload",
     "inference",
     "time_to_loss",
     "peer_deepspeed",

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from ..comm import CODECS, momentum_codecs
 from ..zero.inference.plan import ServeRun, token_plan
+from ..zero.offload.plan import OffloadRun
+from ..zero.offload.plan import chosen as chosen_mode
+from ..zero.offload.plan import plans as offload_plans
 from ..zero.plan import DTYPE_BYTES, Run, plans
 from .numbers import number, rate
 from .output import Screen, Table, write_json
@@ -56,6 +59,19 @@ def serving_table(run: ServeRun, ranks: int) -> Table:
     return Table(f"{what}: a token over {run.link_bits_per_s / 1e9:g} Gbit/s", heading, rows)
 
 
+def offload_table(run: OffloadRun) -> Table:
+    """Bytes, seconds and the largest model of each mode of offload; the first column marks what `chosen` takes."""
+    best, rows = chosen_mode(run), []
+    for made in offload_plans(run):
+        places = (f"{x / 1e9:.4g}" for x in (made.device_bytes, made.host_bytes, made.disk_bytes))
+        seconds = " to ".join(dict.fromkeys(f"{s:.3g}" for s in made.seconds))
+        fits = "no" if not made.fits else "best" if made == best else "yes"
+        rows.append([made.mode, made.to, *places, seconds, made.bound, fits, f"{made.largest_params / 1e9:.3g}"])
+    heading = "mode", "to", "GB device", "GB host", "GB disk", "s/step", "bound by", "fits", "largest, 1e9"
+    about = f"{run.params:.4g} parameters in {run.dtype}, AdamW, {run.tokens:g} tokens a step; activations on top"
+    return Table(about, heading, rows)
+
+
 def shape(text: str) -> tuple[int, int]:
     """For argparse: layers and width of "12x768"."""
     layers, _, width = text.partition("x")
@@ -64,7 +80,38 @@ def shape(text: str) -> tuple[int, int]:
     return int(layers), int(width)
 
 
-def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | None, Path | None]:
+def _add_offload(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("offload", "one GPU, or one host without; given by --device-gb or --host-gb")
+    add = group.add_argument
+    add("--device-gb", type=float, help="of the GPU; 0: there is none")
+    add("--host-gb", type=float, help="of host memory that may be used (default: 128)")
+    add("--disk-gb", type=float, default=0.0, help="of a local disk (default: none)")
+    add("--pcie", type=float, default=25.0, metavar="GB/s", help="in one direction (default: 25)")
+    add("--disk", type=float, default=5.0, metavar="GB/s", help="of the disk (default: 5)")
+    add("--host-memory", type=float, default=100.0, metavar="GB/s", help="of the host (default: 100)")
+    add("--tflops", type=float, default=100.0, help="of the device, as reached (default: 100)")
+    add("--tokens", type=number, default=4096.0, help="of a step (default: 4096)")
+    add("--largest", type=number, default=0.0, help="elements of the largest parameter")
+
+
+def _offload_run(args: argparse.Namespace) -> OffloadRun:
+    host = 128.0 if args.host_gb is None else args.host_gb
+    return OffloadRun(
+        args.params,
+        device_bytes=(args.device_gb or 0.0) * 1e9,
+        host_bytes=host * 1e9,
+        disk_bytes=args.disk_gb * 1e9,
+        dtype=args.dtype,
+        tokens=args.tokens,
+        largest=args.largest,
+        pcie_per_s=args.pcie * 1e9,
+        disk_per_s=args.disk * 1e9,
+        memory_per_s=args.host_memory * 1e9,
+        flops_per_s=args.tflops * 1e12,
+    )
+
+
+def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | OffloadRun | None, Path | None]:
     parser = argparse.ArgumentParser(prog="onebit plan", description=_ABOUT)
     add = parser.add_argument
     add("--params", type=number, required=True, help="of the model: 340m, 1.5e9")
@@ -81,8 +128,13 @@ def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | None, Path | None]:
     add("--rows", type=int, default=1, help="with --serve: prompts answered at once")
     add("--memory", type=float, default=20.0, metavar="GB/s", help="with --serve: what a rank reads (default: 20)")
     add("--json", type=Path, metavar="FILE", help="write the numbers there, too; - is standard output")
+    _add_offload(parser)
     args = parser.parse_args(argv)
     try:
+        if args.device_gb is not None or args.host_gb is not None:
+            if args.hosts != 1 or args.ranks_per_host != 1:
+                raise ValueError("offload is planned for one rank: give --hosts 1, or leave --device-gb and --host-gb")
+            return Run(args.params, 1), _offload_run(args), args.json
         if args.serve is not None:
             layers, width = args.serve
             served = ServeRun(args.params, layers, width, args.dtype, args.rows, args.link, args.memory * 1e9)
@@ -95,6 +147,10 @@ def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | None, Path | None]:
 
 def main(argv: Sequence[str]) -> int:
     run, served, file = _parse(argv)
+    if isinstance(served, OffloadRun):
+        Screen().table(offload_table(served))
+        write_json(file, {"run": asdict(served), "plans": [asdict(made) for made in offload_plans(served)]})
+        return 0
     if served is not None:
         Screen().table(serving_table(served, run.world_size))
         made = [asdict(token_plan(served, ranks)) for ranks in {1, run.world_size}]

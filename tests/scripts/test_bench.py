@@ -10,6 +10,7 @@ import pytest
 import torch
 from bench import growth as bench_growth
 from bench import host_adam as bench_host_adam
+from bench import offload as bench_offload
 from bench import step as bench_step
 from bench import suite as bench_suite
 from bench.collective import FP32, ONE_BIT
@@ -203,3 +204,18 @@ def test_host_adam_has_a_row_for_every_side_and_thread_count(capsys: pytest.Capt
         assert sum(name.startswith("onebit: ") for at, name in [row[:2] for row in rows] if at == count) == 6
         assert by_name[count, "onebit: m bfloat16, v 8 bits"][2] == "18.03"
         assert by_name[count, "torch.optim.AdamW(fused=True)"][2] == "28.00"
+
+
+# ---------------------------------------------------------------- offload
+
+
+@pytest.mark.thorough
+def test_offload_is_measured_and_reported(tmp_path: Path) -> None:
+    case = bench_offload.Case("gradients", "files", 2)
+    facts = bench_offload.measure(case, tmp_path)
+    assert facts["params"] == 2 * 1024 * 1024 and not facts["killed"]
+    assert facts["planned"] > facts["params"] * 2 and facts["peak"] > facts["params"] * 2
+    killed = facts | {"killed": True, "limit_mb": 100}
+    text = bench_offload.report([facts, killed], tmp_path)
+    assert text.count("| gradients | files | 2 |") == 2 and "| killed |" in text
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -14,8 +15,12 @@ from torch import nn
 
 from onebit.cli.plan import main, table
 from onebit.comm import SimTransport, codec_named, run_ranks
+from onebit.zero import Offload
 from onebit.zero.config.optimizers import OPTIMIZERS, OptimizerChoice, build_optimizer
 from onebit.zero.config.schema import keys_of
+from onebit.zero.offload.plan import ROWS, OffloadRun, chosen
+from onebit.zero.offload.plan import plan as offload_plan
+from onebit.zero.offload.plan import plans as offload_plans
 from onebit.zero.plan import DTYPE_BYTES, Run, optimizers, plan, plans
 from onebit.zero.sharded.adam import ShardedOnebitAdam
 
@@ -169,3 +174,47 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "expected at least one parameter" in capsys.readouterr().err
     with pytest.raises(ValueError, match="at least one"):
         Run(0, 4)
+
+
+class TestOffload:
+    RUN = OffloadRun(13e9, device_bytes=32e9, host_bytes=256e9, disk_bytes=1e12)
+
+    def test_a_card_of_32_gb_trains_13_billion_with_gradients_offloaded(self) -> None:
+        assert [made.fits for made in offload_plans(self.RUN)] == [False, False, True, False, True]
+        best = chosen(self.RUN)
+        assert best is not None and (best.mode, best.to) == ("gradients", "cpu")
+        assert best.device_bytes == 26e9 and 13e9 * 14 < best.host_bytes < 13e9 * 14 + 1e9
+
+    @pytest.mark.parametrize("mode_to", ROWS)
+    def test_the_largest_model_just_fits(self, mode_to: tuple[str, str]) -> None:
+        largest = offload_plan(self.RUN, *mode_to).largest_params
+        assert offload_plan(replace(self.RUN, params=largest), *mode_to).fits
+        assert not offload_plan(replace(self.RUN, params=1.01 * largest), *mode_to).fits
+
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    @pytest.mark.parametrize(("mode", "to"), [row for row in ROWS if row[0] != "none"])
+    def test_bytes_are_those_of_the_stores(self, mode: str, to: str, dtype: str, tmp_path: Path) -> None:
+        model = nn.Linear(512, 512, bias=False).to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+        run = OffloadRun(512 * 512, host_bytes=1e9, disk_bytes=1e9, dtype=dtype, largest=512 * 512)
+        planned = offload_plan(run, mode, to)
+        offload = Offload(model, torch.optim.AdamW, mode, "cpu" if to == "cpu" else tmp_path)
+        stored = sum(store.nbytes for store in offload._stores)
+        if to == "files":
+            assert stored == planned.disk_bytes
+        else:
+            near = sum(p.nbytes * (1 if mode == "gradients" else 2) for p in model.parameters())
+            gradient = 512 * 512 * run.dtype_bytes if mode == "gradients" else 0
+            scratch = 512 * 512 * (8 + 4 * (dtype == "bf16"))
+            assert planned.host_bytes == stored + near + gradient + scratch
+
+    def test_the_table_says_what_the_plan_says(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        words = ["--params", "13e9", "--hosts", "1", "--device-gb", "32", "--host-gb", "256", "--disk-gb", "1000"]
+        assert main([*words, "--json", str(tmp_path / "plan.json")]) == 0
+        rows = json.loads((tmp_path / "plan.json").read_text())["plans"]
+        assert [row["device_bytes"] for row in rows] == [made.device_bytes for made in offload_plans(self.RUN)]
+        assert "best" in capsys.readouterr().out
+
+    def test_several_ranks_are_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            main(["--params", "1e9", "--hosts", "2", "--device-gb", "32"])
+        assert "planned for one rank" in capsys.readouterr().err

@@ -67,7 +67,7 @@ class FileStore:
         self._free: SimpleQueue[_Buffer] = SimpleQueue()
         self._buffers, self._held, self.is_pinned = buffer_count, 0, is_pinned
         for _ in range(buffer_count):
-            pages = mmap.mmap(-1, max(PAGE, rounded(lease_bytes)))
+            pages = mmap.mmap(-1, max(PAGE, rounded(lease_bytes)), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             tensor = torch.frombuffer(pages, dtype=torch.uint8)
             if is_pinned:
                 lock(tensor)

@@ -1,0 +1,225 @@
+"""Peak memory of offloaded training against `onebit plan`, and the largest model under a memory limit, beside resident.
+
+    python scripts/bench.py offload --folder /nvme --record scripts/records/offload_2026-11.md
+
+Each case is a process of its own that takes three steps of a stack of square layers in bfloat16. Where this is root on
+cgroup v1 it runs under a limit on its memory, page cache included; elsewhere the limit is left out, and the record says
+so. Peak: the resident set's high-water mark less what the process held before it made the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from provenance import record_path, revision, write_record
+from torch import nn
+
+from bench.command import COMMAND
+from onebit import zero
+from onebit.zero.offload.plan import OffloadRun, plan
+
+WIDTH, STEPS, CHUNK_MB = 1024, 3, 12.0  # a chunk: a layer, whose state is 12 bytes per parameter
+SIZES = (64, 96, 128)  # layers: 67, 101 and 134 million parameters
+QUICK = (2,)
+CGROUP = Path("/sys/fs/cgroup/memory")
+
+
+@dataclass(frozen=True)
+class Case:
+    """mode: of Offload, or "resident": torch's AdamW on float32 masters. to: "cpu" or "files". limit_mb: 0: none."""
+
+    mode: str
+    to: str
+    layers: int
+    limit_mb: int = 0
+
+    @property
+    def params(self) -> int:
+        return self.layers * WIDTH * WIDTH
+
+
+def resident_bytes() -> tuple[int, int]:
+    """(now, at most since `forget_peak`) of this process."""
+    status = Path("/proc/self/status").read_text()
+    now, peak = (int(status.split(name)[1].split()[0]) * 1024 for name in ("VmRSS:", "VmHWM:"))
+    return now, peak
+
+
+def forget_peak() -> None:
+    """Let the high-water mark begin anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def stack(layers: int) -> nn.Sequential:
+    """Square layers in bfloat16, made without a float32 copy of them."""
+    torch.manual_seed(0)
+    made = [nn.Linear(WIDTH, WIDTH, bias=False, device="meta", dtype=torch.bfloat16) for _ in range(layers)]
+    model = nn.Sequential(*made).to_empty(device="cpu")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=WIDTH**-0.5)
+    return model
+
+
+def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> float:
+    """The loss of the last."""
+    loss = torch.zeros(())
+    for step in range(count):
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def worker(case: Case, folder: Path) -> dict:
+    """What one process measures."""
+    torch.set_num_threads(1)
+    warm = stack(1)  # the libraries of a first step are no part of the model's memory
+    offload = zero.Offload(warm, torch.optim.AdamW, "gradients", folder, chunk_mb=CHUNK_MB)
+    steps_of(warm, offload, 1)
+    offload.close()
+    del warm, offload
+    gc.collect()
+    forget_peak()
+    before, _ = resident_bytes()
+    model = stack(case.layers)
+    mode = "none" if case.mode == "resident" else case.mode
+    to = folder if case.to == "files" else "cpu"
+    optimizer = zero.Offload(model, lambda ps: torch.optim.AdamW(ps, lr=1e-4), mode, to, chunk_mb=CHUNK_MB)
+    steps_of(model, optimizer, 1)
+    begin = time.perf_counter()
+    loss = steps_of(model, optimizer, STEPS - 1)
+    seconds = (time.perf_counter() - begin) / (STEPS - 1)
+    return {
+        "peak": resident_bytes()[1] - before,
+        "before": before,
+        "seconds": seconds,
+        "waited_s": optimizer.stats.wait_s / STEPS,
+        "loss": loss,
+    }
+
+
+def planned(case: Case) -> float:
+    """Bytes of host memory."""
+    run = OffloadRun(case.params, dtype="bf16", largest=WIDTH * WIDTH, chunk_mb=CHUNK_MB)
+    mode = "none" if case.mode == "resident" else case.mode
+    return plan(run, mode, "-" if mode == "none" else case.to).host_bytes
+
+
+def limited(limit_mb: int) -> Path | None:
+    """A cgroup of so much memory; None where this process may not make one."""
+    if limit_mb == 0 or not os.access(CGROUP / "cgroup.procs", os.W_OK):
+        return None
+    group = CGROUP / f"onebit-offload-{os.getpid()}"
+    group.mkdir(exist_ok=True)
+    (group / "memory.limit_in_bytes").write_text(str(limit_mb << 20))
+    return group
+
+
+def measure(case: Case, folder: Path) -> dict:
+    """Runs a case in a process of its own. "killed": by the limit; "limited": whether there was one."""
+    group = limited(case.limit_mb)
+    call = [COMMAND, "offload", "--worker", json.dumps(asdict(case)), "--folder", str(folder)]
+
+    def enter() -> None:
+        if group is not None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    try:
+        done = subprocess.run(
+            [sys.executable, *call],
+            capture_output=True,
+            text=True,
+            preexec_fn=enter,
+            check=False,
+            env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"},  # what is freed goes back to the system
+        )
+    finally:
+        if group is not None:
+            group.rmdir()
+    facts = asdict(case) | {"params": case.params, "planned": planned(case), "limited": group is not None}
+    if done.returncode == -9:
+        return facts | {"killed": True}
+    if done.returncode != 0:
+        raise RuntimeError(f"{case}: {done.stderr[-2000:]}")
+    return facts | {"killed": False} | json.loads(done.stdout.splitlines()[-1])
+
+
+def cases(sizes: Sequence[int], limit_mb: int) -> list[Case]:
+    """Plan against peak at every size, then resident and offloaded under the limit."""
+    made = [Case(mode, to, layers) for layers in sizes for mode, to in (("state", "files"), ("gradients", "files"))]
+    made += [Case("gradients", "cpu", layers) for layers in sizes[:2]]
+    if limit_mb:
+        fits, too_many = 64, 90
+        made += [Case("resident", "cpu", layers, limit_mb) for layers in (fits, too_many)]
+        made += [Case("gradients", "files", 4 * too_many, limit_mb)]
+    return made
+
+
+def report(lines: Sequence[dict], folder: Path) -> str:
+    """In Markdown."""
+    rows = [
+        f"| {x['mode']} | {x['to']} | {x['params'] / 1e6:.0f} | {x['limit_mb'] or '-'} "
+        + (
+            f"| {x['planned'] / 1e6:.0f} | killed | | | |"
+            if x["killed"]
+            else f"| {x['planned'] / 1e6:.0f} | {x['peak'] / 1e6:.0f} | {100 * (x['peak'] / x['planned'] - 1):+.1f} "
+            f"| {x['seconds']:.1f} | {x['waited_s']:.1f} |"
+        )
+        for x in lines
+    ]
+    how = "" if all(x["limited"] for x in lines if x["limit_mb"]) else "No limit could be set here.\n\n"
+    return (
+        f"""# Offload: peak memory, planned and measured
+
+`python scripts/bench.py offload`, {time.strftime("%Y-%m-%d")}, revision {revision()}, torch {torch.__version__}, 
+files in {folder}, MALLOC_MMAP_THRESHOLD_=1000000: without it glibc keeps freed gradients for later.
+
+{how}AdamW on bfloat16 parameters with float32 masters, chunks of {CHUNK_MB:g} MB. Planned and peak: beside what the
+process held before the model. Limit: of a memory cgroup, for all of the process. "resident" is mode none.
+
+| mode | to | million parameters | limit, MB | planned, MB | peak, MB | off by, % | s/step | waited, s/step |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+        + "\n".join(rows)
+        + "\n"
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="bench.py offload", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--record", type=record_path, metavar="FILE")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary one)")
+    parser.add_argument(
+        "--limit-mb", type=int, default=1536, help="for the largest model (default: 1536; 0: leave out)"
+    )
+    parser.add_argument("--quick", action="store_true", help="one tiny size without a limit")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        if args.worker:
+            print(json.dumps(worker(Case(**json.loads(args.worker)), folder)))
+            return
+        sizes, limit = (QUICK, 0) if args.quick else (SIZES, args.limit_mb)
+        lines = []
+        for case in cases(sizes, limit):
+            lines.append(measure(case, folder))
+            print(json.dumps(lines[-1]), flush=True)
+        text = report(lines, folder)
+    print(text)
+    if args.record:
+        write_record(args.record, text)

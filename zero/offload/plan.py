@@ -1,0 +1,171 @@
+"""What a model on one GPU, or one host without, will need in each mode of offload: bytes, seconds, the largest model.
+
+    onebit plan --params 13e9 --hosts 1 --device-gb 32 --host-gb 128 --disk-gb 1000 --pcie 25 --disk 5 --tflops 100
+
+Per parameter, with b bytes of its dtype, a master of M = 4 (0 where a float32 parameter on the host is its own), and 8
+of moments:
+
+    mode        with the parameters           in the store
+    none        b + b + M + 8                 0
+    state       b + b                         M + 8
+    gradients   b, and the largest gradient   M + 8 + b
+
+A store in files needs buffers of buffer_count chunks in host memory; every mode with one needs a chunk's float32
+gradients (unless they are float32 on the host) and a chunk of the step's own. Without a GPU what lies with the
+parameters is host memory, too. Activations and the process itself come on top. Seconds: a roofline, from all overlapped
+(the slowest of PCIe, memory and disk behind computing) to nothing overlapped. The formulas are in docs/offload.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from .layout import UNIT
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+ROWS = (("none", "-"), ("state", "cpu"), ("gradients", "cpu"), ("state", "files"), ("gradients", "files"))
+_MOMENTS, _STEP_BYTES = 8, 28
+_FLOPS = 6  # of a parameter and token, forward and backward
+
+
+@dataclass(frozen=True)
+class OffloadRun:
+    """What is asked about. device_bytes: of the GPU; 0: there is none. host_bytes, disk_bytes: that may be used.
+
+    largest: elements of the largest parameter. tokens: of a step. *_per_s: bytes and operations a second: of PCIe in
+    one direction, of the disk, of host memory, of the device. Raises ValueError on numbers that no run can have.
+    """
+
+    params: float
+    device_bytes: float = 0.0
+    host_bytes: float = 128e9
+    disk_bytes: float = 0.0
+    dtype: str = "bf16"
+    tokens: float = 4096.0
+    largest: float = 0.0
+    pcie_per_s: float = 25e9
+    disk_per_s: float = 5e9
+    memory_per_s: float = 100e9
+    flops_per_s: float = 100e12
+    chunk_mb: float = 64.0
+    buffer_count: int = 4
+
+    def __post_init__(self) -> None:
+        positive = self.params, self.host_bytes, self.tokens, self.pcie_per_s, self.disk_per_s, self.memory_per_s
+        if min(*positive, self.flops_per_s, self.chunk_mb) <= 0 or self.dtype not in BYTES or self.buffer_count < 2:
+            raise ValueError(f"expected numbers above 0, dtype of {', '.join(BYTES)}, buffer_count >= 2: {self}")
+        if min(self.device_bytes, self.disk_bytes) < 0 or not 0 <= self.largest <= self.params:
+            raise ValueError(f"expected bytes of 0 or more, and a largest parameter within the model: {self}")
+
+    @property
+    def dtype_bytes(self) -> int:
+        return BYTES[self.dtype]
+
+    @property
+    def master_bytes(self) -> int:
+        """Of a parameter, in the store."""
+        return 0 if self.dtype == "fp32" and self.device_bytes == 0 else 4
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """Peak bytes in each place, seconds of a step from all to nothing overlapped, and what bounds it.
+
+    largest_params: that fit into these places in this mode.
+    """
+
+    mode: str
+    to: str
+    device_bytes: float
+    host_bytes: float
+    disk_bytes: float
+    seconds: tuple[float, float]
+    bound: str
+    fits: bool
+    largest_params: float
+
+
+def plans(run: OffloadRun) -> Iterator[OffloadPlan]:
+    """Every mode and store."""
+    for mode, to in ROWS:
+        yield plan(run, mode, to)
+
+
+def plan(run: OffloadRun, mode: str, to: str) -> OffloadPlan:
+    """One of ROWS."""
+    device, host, disk = _bytes(run, mode, to)
+    times = _times(run, mode, to)
+    step = [times[name] for name in ("pcie", "memory", "disk")]
+    least, most = times["compute"] + max(step), sum(times.values())
+    bound = max(times, key=lambda name: times[name])
+    return OffloadPlan(
+        mode, to, device, host, disk, (least, most), bound, _fits(run, mode, to), _largest(run, mode, to)
+    )
+
+
+def chosen(run: OffloadRun) -> OffloadPlan | None:
+    """Of the modes that fit the one whose step takes the fewest seconds; None: none fits."""
+    return min((made for made in plans(run) if made.fits), key=lambda made: made.seconds, default=None)
+
+
+def _bytes(run: OffloadRun, mode: str, to: str) -> tuple[float, float, float]:
+    """(device, host, disk); without a device, its bytes are the host's."""
+    b, state = run.dtype_bytes, run.master_bytes + _MOMENTS
+    if mode == "none":
+        master = 0 if run.dtype == "fp32" else 4
+        near, away, buffers = run.params * (2 * b + master + _MOMENTS), 0.0, _own(run)
+        buffers += 0 if b == 4 else 4 * _chunk(run)
+    else:
+        stored = b if mode == "gradients" else 0
+        near = run.params * b + b * (run.largest if mode == "gradients" else run.params)
+        away = run.params * (state + stored)
+        scratch = 0 if b == 4 and (run.device_bytes == 0 or stored) else 4
+        buffers = _own(run) + _chunk(run) * (scratch + (run.buffer_count * (state + stored) if to == "files" else 0))
+    host = (0.0 if to == "files" else away) + buffers
+    if run.device_bytes == 0:
+        near, host = 0.0, host + near
+    elif mode == "none":
+        near, host = near + host, 0.0
+    return near, host, away if to == "files" else 0.0
+
+
+def _own(run: OffloadRun) -> float:
+    """What torch's step allocates for a moment, of one piece of a parameter."""
+    return 8 * min(_chunk(run), run.largest or _chunk(run))
+
+
+def _chunk(run: OffloadRun) -> float:
+    """Elements of a chunk."""
+    most = max(1, int(run.chunk_mb * 2**20 / (run.master_bytes + _MOMENTS)) // UNIT) * UNIT
+    return min(most, -(-run.params // UNIT) * UNIT)
+
+
+def _times(run: OffloadRun, mode: str, to: str) -> dict[str, float]:
+    """Seconds that each part of the machine works in a step."""
+    b, state = run.dtype_bytes, run.master_bytes + _MOMENTS
+    crossing = 0.0 if mode == "none" or run.device_bytes == 0 else 2 * b
+    moved = 2 * state + (3 * b if mode == "gradients" else 0) if to == "files" else 0
+    stepped = 0.0 if mode == "none" and run.device_bytes else _STEP_BYTES
+    return {
+        "compute": _FLOPS * run.params * run.tokens / run.flops_per_s,
+        "pcie": run.params * crossing / run.pcie_per_s,
+        "memory": run.params * stepped / run.memory_per_s,
+        "disk": run.params * moved / run.disk_per_s,
+    }
+
+
+def _fits(run: OffloadRun, mode: str, to: str) -> bool:
+    device, host, disk = _bytes(run, mode, to)
+    return device <= run.device_bytes and host <= run.host_bytes and disk <= run.disk_bytes
+
+
+def _largest(run: OffloadRun, mode: str, to: str) -> float:
+    """By bisection: bytes grow with parameters. The largest parameter keeps its share of the model."""
+    share = run.largest / run.params
+    low, high = 0.0, 1e15
+    while high - low > 1e-3 * max(low, 1e6):
+        params = (low + high) / 2
+        is_there = _fits(replace(run, params=params, largest=share * params), mode, to)
+        low, high = (params, high) if is_there else (low, params)
+    return low
