@@ -185,7 +185,7 @@ def report(lines: Sequence[dict], folder: Path) -> str:
     return (
         f"""# Offload: peak memory, planned and measured
 
-`python scripts/bench.py offload`, {time.strftime("%Y-%m-%d")}, revision {revision()}, torch {torch.__version__}, 
+`python scripts/bench.py offload`, {time.strftime("%Y-%m-%d")}, revision {revision()}, torch {torch.__version__},
 files in {folder}, MALLOC_MMAP_THRESHOLD_=1000000: without it glibc keeps freed gradients for later.
 
 {how}AdamW on bfloat16 parameters with float32 masters, chunks of {CHUNK_MB:g} MB. Planned and peak: beside what the

@@ -25,6 +25,8 @@ MAKES: dict[str, Callable] = {
     "momentum": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, weight_decay=0.1),
     "Adam": lambda ps: torch.optim.Adam(ps, lr=1e-2, weight_decay=0.1),
     "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
+    "HostAdam": lambda ps: onebit.HostAdam(ps, lr=1e-2, moment_dtype=torch.bfloat16),
+    "HostAdam, 8 bits": lambda ps: onebit.HostAdam(ps, lr=1e-2, variance_dtype=torch.uint8),
     "Lamb": lambda ps: onebit.Lamb(ps, lr=1e-2),
     "LaProp": lambda ps: onebit.LaProp(ps, lr=1e-2),
     "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...host_adam import HostAdam
 from ...laprop import LaProp
 from ...usage.contract import Group
 
@@ -25,6 +26,8 @@ _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an element's step depends on that element alone, so that parameters may be split. By exact class."""
+    if type(optimizer) is HostAdam:  # a variance in eight bits has a scale for each 256 elements
+        return optimizer.variance_dtype == torch.float32
     return type(optimizer) in _ELEMENTWISE
 
 
