@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from provenance import check_record, refuse_dirty_tree, revision
+from provenance import check_record, record_path, refuse_dirty_tree, revision, write_record
 from torch import Tensor, nn
 from torch.nn import functional as F
 from train.model import ModelSize, build_model, decay_groups
@@ -173,6 +173,7 @@ def main(argv: Sequence[str]) -> None:
     add("--seeds", type=int, default=1)
     add("--steps", type=int, default=150, help="of retrieval")
     add("--budget", type=float, default=300.0, metavar="SECONDS", help="of the processor, for each byte LM")
+    add("--record", type=record_path, metavar="FILE", help="write the table there")
     args = parser.parse_args(argv)
     check_record(parser, args.results)
     torch.set_num_threads(1)
@@ -188,4 +189,8 @@ def main(argv: Sequence[str]) -> None:
             file.write(json.dumps(asdict(made)) + "\n")
         results.append(made)
         print(f"{made.name}, seed {made.seed}: loss {made.loss:.4f}, {made.right}, {made.cpu_s:.0f} s", flush=True)
-    print(report(args.task, results))
+    text = report(args.task, results)
+    print(text)
+    if args.record is not None:
+        title = "Retrieval over 4,096 tokens" if args.task == "retrieval" else "The byte LM at equal time"
+        write_record(args.record, f"# {title}\n\n{text}\n\nRevision {revision()}.\n")
