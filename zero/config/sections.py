@@ -15,6 +15,7 @@ from typing import ClassVar
 from ...agreement.skips import MOST_SKIPS
 from ...comm import CODECS, momentum_codecs
 from .ignored_keys import BF16, DATA_TYPES, FP16, OFFLOAD, OFFLOAD_PARAM, PIPELINE, ZERO
+from .local_steps import LocalRounds
 from .schema import BOOL, FLOAT, INT, TEXT, Inert, block, check_block, key
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -203,9 +204,10 @@ class Onebit:
     communication_data_type says; under inter_node momentum in eight bits. variance_floor: see
     `onebit.arithmetic.adam.floor_of_blocks`. tensor: how many ranks compute each layer together (`parallel/tensor.py`);
     null: one, or as many as the given grid has. keep_checkpoints: how many checkpoints of this run stay in a folder,
-    the newest; null: all.
+    the newest; null: all. local_steps: rounds of differences around a dense optimizer, see there.
     """
 
+    local_steps: LocalRounds = block(LocalRounds)  # before `block` is one of the names here
     sharding: str = key("auto", TEXT, choices=("auto", "intra_node", "inter_node"))
     differences: str = key("int4", TEXT, choices=("int4", "sign"))
     ranks_per_node: int | None = key(None, INT, null=True, least=1)
