@@ -82,6 +82,13 @@ def test_pipelines_take_rounds_between_their_stages_replicas(ranks: list[dict]) 
         assert found["same bits"] and found["tied"] and found["evaluates"] and found["differ"]
 
 
+def test_tensor_slices_take_the_rounds_of_shards(ranks: list[dict]) -> None:
+    for facts in ranks:
+        found = facts["tensor"]
+        assert found["2"] == pytest.approx(found["1"], rel=1e-3)
+        assert found["divergence"] == "" and found["differ"]
+
+
 @pytest.mark.parametrize("replicas", [2, pytest.param(8, marks=pytest.mark.thorough)])
 def test_another_number_of_replicas_goes_on_from_four(folder: Path, ranks: list[dict], replicas: int) -> None:
     anchors, owed = ranks[0]["resumes"][0]["agreed"]

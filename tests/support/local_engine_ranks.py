@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch._dynamo  # fully_shard imports it: 2 s, once in the process that forks instead of once in each rank
 from engine_ranks import config_of, dataset, net, train
+from tensor_cases import SIZE, gpt, next_byte_loss, windows
 from torch import Tensor, nn
 
 import onebit
@@ -18,6 +19,8 @@ from onebit.comm import init
 from onebit.comm.messages import gather_bytes
 from onebit.model_parallel import local
 from onebit.zero import grid as grids
+
+from train.layouts import tensor_plan  # isort: skip  (scripts/ is on the path since tensor_cases)
 
 EVERY, STEPS, SAVED = 3, 8, 5
 _GRIDS: dict[int, grids.Grid] = {}
@@ -224,9 +227,34 @@ def all_of_four(folder: str, cases: Sequence[tuple[dict, int]]) -> dict[str, Any
         "overflows": overflows(),
         "others": others(folder),
         "pipeline": pipeline(folder),
+        "tensor": tensor_slices(),
     }
     for grid in _GRIDS.values():
         grid.close()
+    return found
+
+
+def tensor_slices() -> dict[str, Any]:
+    """Two replicas of two tensor ranks, and of two shards that read the same: the losses of each; what differs."""
+    found: dict[str, Any] = {}
+    for tensor, grid in ((2, grids.start(shard=1, tensor=2)), (1, grid_of(2))):
+        made = config(stage=0 if tensor == 2 else 2, rounds={"every": 2, "codec": "fp32"}, gradient_clipping=0.5)
+        made["gradient_accumulation_steps"], losses = 1, []
+        plan = tensor_plan(SIZE.heads, 2) if tensor == 2 else None
+        engine = start(made, model=gpt(), grid=grid, tensor_plan=plan, training_data=None)
+        for step in range(5):
+            batch = windows(step, grid.coordinates["replica"], 0)
+            loss = next_byte_loss(engine(batch[:, :-1]), batch)
+            engine.backward(loss)
+            engine.step()
+            losses += [float(loss.detach()), cast(float, engine.get_global_grad_norm())]
+        found[f"{tensor}"] = losses
+        if tensor == 2:
+            params = cast(onebit.LocalSteps, engine.optimizer).buckets.params
+            names = [str(k) for k in range(len(params))]
+            found["divergence"] = grid.model_parallel_group.find_divergence(params, names)
+            found["differ"] = _differ(engine)
+            grid.close()
     return found
 
 

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from ...agreement.skips import MOST_SKIPS
 from ...comm import CODECS, momentum_codecs
+from . import schema
 from .ignored_keys import BF16, DATA_TYPES, FP16, OFFLOAD, OFFLOAD_PARAM, PIPELINE, ZERO
 from .local_steps import LocalRounds
 from .schema import BOOL, FLOAT, INT, TEXT, Inert, block, check_block, key
@@ -207,7 +208,6 @@ class Onebit:
     the newest; null: all. local_steps: rounds of differences around a dense optimizer, see there.
     """
 
-    local_steps: LocalRounds = block(LocalRounds)  # before `block` is one of the names here
     sharding: str = key("auto", TEXT, choices=("auto", "intra_node", "inter_node"))
     differences: str = key("int4", TEXT, choices=("int4", "sign"))
     ranks_per_node: int | None = key(None, INT, null=True, least=1)
@@ -222,6 +222,7 @@ class Onebit:
     max_consecutive_skips: int = key(MOST_SKIPS, INT, least=0)
     tensor: int | None = key(None, INT, null=True, least=1)
     keep_checkpoints: int | None = key(None, INT, null=True, least=1)
+    local_steps: LocalRounds = schema.block(LocalRounds)  # `block` is a key here
 
     def __post_init__(self) -> None:
         check_block(self)
