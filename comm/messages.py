@@ -7,6 +7,7 @@ Every function is called by all ranks, in the same order, and ends the same way 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -17,6 +18,43 @@ from .transports.base import Transport, Work
 T = TypeVar("T")
 
 
+def bytes_on(device: torch.device | str, data: bytes) -> Tensor:
+    """These bytes as uint8 on a device, without waiting for it.
+
+    On CUDA a copy from pinned memory, which torch's allocator keeps until the copy has read it.
+    """
+    row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if torch.device(device).type == "cuda":
+        return row.pin_memory().to(device, non_blocking=True)
+    return row.to(device)
+
+
+@dataclass
+class BytesUnderWay:
+    """Every rank's bytes, on their way into `rows`, uint8 [W, B]: `work` says when they are there."""
+
+    work: Work
+    rows: Tensor
+
+    @classmethod
+    def launch(cls, transport: Transport, mine: bytes, device: torch.device | str) -> BytesUnderWay:
+        """Send mine to all, of one common length. All ranks. Sends (W-1)·len bytes per rank."""
+        rows = torch.empty(transport.world_size, len(mine), dtype=torch.uint8, device=device)
+        return cls(transport.all_gather(rows, bytes_on(device, mine)), rows)
+
+    def read(self, *flags: Tensor) -> tuple[list[bytes], bool]:
+        """Every rank's bytes once they are there, and whether all flags are true: one wait for the device.
+
+        flags: bool, of no dimensions, on the device of the bytes.
+        """
+        self.work.wait()
+        flat = self.rows.view(-1)
+        if flags:
+            flat = torch.cat([flat, torch.stack(flags).view(torch.uint8)])
+        data, (W, B) = bytes(flat.cpu().tolist()), self.rows.shape
+        return [data[k * B : (k + 1) * B] for k in range(W)], all(data[W * B :])
+
+
 def exchange_bytes(
     transport: Transport, mine: bytes, device: torch.device | str | None = None
 ) -> Generator[Work, None, list[bytes]]:
@@ -25,10 +63,9 @@ def exchange_bytes(
     device: whose memory they travel in; None: the transport's own.
     """
     device = transport.device if device is None else device
-    row = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    rows = torch.empty(transport.world_size, len(mine), dtype=torch.uint8, device=device)
-    yield transport.all_gather(rows, row)
-    return [bytes(r.tolist()) for r in rows.cpu()]
+    under_way = BytesUnderWay.launch(transport, mine, device)
+    yield under_way.work
+    return under_way.read()[0]
 
 
 def gather_bytes(transport: Transport, mine: bytes, device: torch.device | str | None = None) -> list[bytes]:

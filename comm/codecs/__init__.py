@@ -6,7 +6,7 @@ contract tests read it. To add a codec write its file, and its line here.
 
 from __future__ import annotations
 
-from .base import Codec, FusedCodec, IdentityCodec
+from .base import Codec, FusedCodec, IdentityCodec, Witness, all_finite
 from .bf16 import Bf16Codec
 from .int4 import Int4Codec
 from .int8 import Int8Codec
@@ -15,7 +15,7 @@ from .sign import SignCodec
 
 __all__ = [
     "CODECS", "Bf16Codec", "Codec", "FusedCodec", "IdentityCodec", "Int4Codec", "Int8Codec", "Log4Codec", "SignCodec",
-    "check_fused", "codec_named", "momentum_codecs",
+    "Witness", "all_finite", "check_fused", "codec_named", "momentum_codecs",
 ]  # fmt: skip
 
 _KINDS: tuple[type[Codec], ...] = (

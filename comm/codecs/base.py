@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,28 @@ from .. import kernels
 from ..kernels import reference
 from ..kernels.arguments import SIGN, check_shape
 from ..kernels.operands import EncodeOutput, LocalStep, MomentumInputs, ParamUpdate
+
+
+class Witness(NamedTuple):
+    """Numbers of some frames, [K, M]: `factor` times each is finite exactly where all values of the frames are."""
+
+    numbers_KM: Tensor
+    factor: float = 1.0
+
+
+def all_finite(witnesses: Sequence[Witness]) -> Tensor:
+    """Whether all values are of all frames that these speak for. A bool tensor of no dimensions; all on one device.
+
+    A handful of operations, however many frames.
+    """
+    alike: dict[tuple[torch.dtype, int, float], list[Tensor]] = {}
+    for numbers, factor in witnesses:
+        alike.setdefault((numbers.dtype, len(numbers), factor), []).append(numbers)
+    verdicts = []
+    for (_, _, factor), parts in alike.items():
+        numbers = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).float()
+        verdicts.append((numbers if factor == 1.0 else numbers * factor).isfinite().all())
+    return verdicts[0] if len(verdicts) == 1 else torch.stack(verdicts).all()
 
 
 class Codec(ABC):
@@ -67,6 +89,11 @@ class Codec(ABC):
     @abstractmethod
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         """Whether all values of these frames of n elements are finite. A bool tensor of no dimensions, same device."""
+
+    def witness(self, frames_KB: Tensor, n: int) -> Witness:
+        """What `all_finite` asks of these frames: of those of several buckets it asks once. May be a view of them."""
+        is_finite = self.is_finite(frames_KB, n)
+        return Witness(torch.where(is_finite, 0.0, float("nan")).view(1, 1))
 
     def _send(self, c_KN: Tensor, out: EncodeOutput) -> None:
         self.encode(c_KN, out.error_KN, out.frames_KB, out.counts_KJ)

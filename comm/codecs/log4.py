@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..kernels import reference
 from ..kernels.arguments import check_shape
-from .base import FusedCodec, check_whole_blocks
+from .base import FusedCodec, Witness, all_finite, check_whole_blocks
 
 _NAN_BF16 = 0x7FC0
 _LEVELS = 8
@@ -91,7 +91,10 @@ class Log4Codec(FusedCodec):
         reference.mean_into_(out_N, frames_KB, lambda frame_1B: self._values(frame_1B, len(out_N))[0])
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
-        return self._scales(frames_KB, n).isfinite().all()
+        return all_finite([self.witness(frames_KB, n)])
+
+    def witness(self, frames_KB: Tensor, n: int) -> Witness:
+        return Witness(reference.scales_in_place(frames_KB, n // 2, n // self.block))
 
     def _scales(self, frames_KB: Tensor, n: int) -> Tensor:
         return reference.scales_at(frames_KB, n // 2, n // self.block)

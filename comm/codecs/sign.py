@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import reference
 from ..kernels.operands import EncodeOutput, LocalStep, MomentumInputs, ParamUpdate
-from .base import FusedCodec, check_whole_blocks
+from .base import FusedCodec, Witness, all_finite, check_whole_blocks
 
 
 @dataclass(frozen=True)
@@ -73,4 +73,7 @@ class SignCodec(FusedCodec):
         kernels.select(self.kernel, step.momentum.old.device).local_step(step, block=self.block)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
-        return reference.scales(frames_KB, n, block=self.block).isfinite().all()
+        return all_finite([self.witness(frames_KB, n)])
+
+    def witness(self, frames_KB: Tensor, n: int) -> Witness:
+        return Witness(reference.scales_in_place(frames_KB, n // 8, n // self.block))

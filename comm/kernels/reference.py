@@ -272,6 +272,15 @@ def scales_at(frames_KB: Tensor, offset: int, J: int) -> Tensor:
     return scales_KB.view(-1).view(torch.bfloat16).view(frames_KB.shape[0], J)
 
 
+def scales_in_place(frames_KB: Tensor, offset: int, J: int) -> Tensor:
+    """As `scales_at`, but where they lie, unless that is at an odd address."""
+    is_even = (frames_KB.storage_offset() + offset) % 2 == 0 and frames_KB.stride(0) % 2 == 0
+    if not (J and is_even and frames_KB.stride(1) == 1):
+        return scales_at(frames_KB, offset, J)
+    check_shape(frames_KB, len(frames_KB), offset + 2 * J)
+    return frames_KB[:, offset : offset + 2 * J].view(torch.bfloat16)
+
+
 def _int8_values(frames_KB: Tensor, n: int, block: int) -> Tensor:
     K, s_KJ = len(frames_KB), int8_scales(frames_KB, n, block=block)
     q_KJn = frames_KB[:, :n].view(torch.int8).to(torch.float32).view(K, n // block, block)

@@ -110,6 +110,10 @@ class Transport(ABC):
         """Whose memory small messages travel in."""
         return torch.device("cpu")
 
+    def reaches(self, device: torch.device) -> bool:
+        """Whether tensors there travel as they lie. Else through host memory: a launch waits for what is sent."""
+        return True
+
     @property
     def has_network(self) -> bool:
         """Whether ranks are processes, with a network between them whose speed can be measured."""

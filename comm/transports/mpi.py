@@ -167,8 +167,9 @@ class MpiTransport(NetworkedTransport):
             time.sleep(_LAST_WORDS_S)
         abort()
 
-    def _is_staged(self, x: Tensor) -> bool:
-        return x.device.type != "cpu" and not self.cuda_aware
+    def reaches(self, device: torch.device) -> bool:
+        """A library that is not CUDA-aware reaches host memory alone."""
+        return device.type == "cpu" or self.cuda_aware
 
     def _exchange(self, operation: Operation, out_WB: Tensor, rows: Sequence[Tensor]) -> Work:
         out_WB[self.rank].copy_(rows[self.rank])

@@ -11,6 +11,7 @@ import collections
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .base import Transport, Work
@@ -38,14 +39,13 @@ class NetworkedTransport(Transport):
     def has_failed(self) -> bool: ...
 
     @abstractmethod
-    def _is_staged(self, x: Tensor) -> bool:
-        """Whether a tensor there travels through host memory."""
+    def reaches(self, device: torch.device) -> bool: ...
 
     # ---------------------------------------------------------------- collectives
 
     def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
         check_all_to_all(self.rank, self.world_size, out_WB, in_WB)
-        if self._is_staged(in_WB):
+        if not self.reaches(in_WB.device):
             return HostStaged(self).all_to_all(out_WB, in_WB)
         row_bytes = in_WB[0].nbytes
         operation = self._count("all_to_all", row_bytes, row_bytes * (self.world_size - 1))
@@ -53,21 +53,21 @@ class NetworkedTransport(Transport):
 
     def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work:
         check_all_gather(self.rank, self.world_size, out_WB, in_B)
-        if self._is_staged(in_B):
+        if not self.reaches(in_B.device):
             return HostStaged(self).all_gather(out_WB, in_B)
         operation = self._count("all_gather", in_B.nbytes, in_B.nbytes * (self.world_size - 1))
         return self._all_gather(operation, out_WB, in_B)
 
     def all_reduce(self, x: Tensor) -> Work:
         check_contiguous(self.rank, "all_reduce", x)
-        if self._is_staged(x):
+        if not self.reaches(x.device):
             return HostStaged(self).all_reduce(x)
         operation = self._count("all_reduce", x.nbytes, 2 * x.nbytes * (self.world_size - 1) // self.world_size)
         return self._all_reduce(operation, x)
 
     def broadcast(self, x: Tensor, src: int) -> Work:
         check_contiguous(self.rank, "broadcast", x)
-        if self._is_staged(x):
+        if not self.reaches(x.device):
             return HostStaged(self).broadcast(x, src)
         sent_bytes = x.nbytes * (self.world_size - 1) if self.rank == src else 0
         operation = self._count(f"broadcast from rank {self._names[src]}", x.nbytes, sent_bytes)

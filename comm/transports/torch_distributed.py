@@ -180,9 +180,9 @@ class TorchTransport(NetworkedTransport):
         else:
             self._collective(operation, (), lambda: dist.barrier(group=self.group, async_op=True)).wait()
 
-    def _is_staged(self, x: Tensor) -> bool:
-        backend = self._backends.get(x.device.type)
-        return x.device.type != "cpu" and backend in (None, "gloo")
+    def reaches(self, device: torch.device) -> bool:
+        """Gloo reaches host memory alone."""
+        return device.type == "cpu" or self._backends.get(device.type) not in (None, "gloo")
 
     def _is_gloo(self, x: Tensor) -> bool:
         return self._backends.get(x.device.type) == "gloo"

@@ -32,6 +32,7 @@ from onebit.comm import (
     SignCodec,
     codec_named,
 )  # fmt: skip
+from onebit.comm.codecs import all_finite
 from onebit.comm.kernels import reference
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
@@ -155,6 +156,22 @@ class TestContract:
         codec.decode_mean(frames, mean)
         again, _ = encode(codec, mean.view(1, -1))
         assert not bool(codec.is_finite(again, n)) and not decode(codec, again, n).isfinite().all()
+
+    def test_frames_of_many_buckets_are_asked_at_once(self, codec: Codec) -> None:
+        """Of different lengths, and where they lie at an odd address."""
+        x, n = some_rows(codec, 3, 4), some_rows(codec, 3, 4).shape[1]
+        halves = x[:, : codec.block].clone()
+        odd = torch.empty(3 * codec.frame_bytes(n) + 1, dtype=torch.uint8)[1:].view(3, -1)
+        for row in (None, 0, 2):
+            if row is not None:
+                x[row, -1] = float("nan")
+            bad, _ = encode(codec, x)
+            good, _ = encode(codec, halves)
+            of_good = codec.witness(good, codec.block)
+            # Values in full are read where they lie alone.
+            for frames in (bad,) if isinstance(codec, (IdentityCodec, Bf16Codec)) else (bad, odd.copy_(bad)):
+                assert bool(all_finite([of_good, codec.witness(frames, n)])) == (row is None)
+            x[row or 0, -1] = 1.0
 
     def test_frames_that_pass_as_finite_decode_to_finite_values(self, codec: Codec) -> None:
         """Whatever their bytes: codes that no encoder sends, at scales around the largest, infinite and NaN."""
