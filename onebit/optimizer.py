@@ -7,6 +7,7 @@ here the steps of all buckets are begun, decided and committed. One step, top to
                 (`step/overlap.py`)
     step()      the other buckets begin theirs; a vote: whether all ranks are in the same step with the same options,
                 which parameters have a gradient anywhere, the global norm; all buckets come to their meeting
+                the vote and whether what arrived is finite, read in one wait for the device
                 where a gradient has changed since it was sent, on any rank, all buckets begin once more
                 what is not finite on any rank shows in everybody's frames: all skip, nothing was written
                 all buckets are told the decision, and commit: errors, momentum, variance, parameters
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from .agreement import replicas
 from .agreement.replicas import ReplicaError
-from .agreement.step_vote import DesyncError, StepVote, Summary, cast_votes, present_anywhere
+from .agreement.step_vote import Ballot, DesyncError, StepVote, Summary, cast_votes, present_anywhere
 from .agreement.wrappers import refuse_wrapper
 from .bucket_optimizer import BucketOptimizer
 from .checkpoint import optimizer_state
@@ -37,12 +38,13 @@ from .layout.flat import lay_out
 from .layout.masks import Masks
 from .model_parallel import ModelParallelGroup, count_edits_apart_, local
 from .rule import Rule
-from .step.bucket_step import Decision
-from .step.clip import dot, exact_norm, gradient_dots, has_squares
+from .step.bucket_step import Arrived, Decision
+from .step.clip import dot, exact_norm, gradient_dots
 from .step.driver import Driver
 from .step.link_probe import CompressionPolicy
 from .step.overlap import Overlap
 from .step.replicated import Replicated
+from .step.verdict import is_good_alone, reads_late, verdicts
 from .usage.contract import Group, SharedOptions, State
 from .usage.frozen import gradient_of, refuse_unfrozen
 from .usage.marks import is_inspected
@@ -265,32 +267,26 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         comes after the last launch, or before the first where it clips: at the same place in every rank's sequence of
         operations.
         """
-        votes = None
+        ballot = None
         if self._clips_before_sending:
-            votes = self._cast(scale, resends)
-            self.stats.clip_factor = self.clipper.estimated_factor(votes, self.transport.world_size)
+            ballot = self._cast(scale, resends)
+            self._read(ballot)
+            self.stats.clip_factor = self.clipper.estimated_factor(ballot.votes, self.transport.world_size)
             if not math.isfinite(self.stats.clip_factor):
                 return None
         scale *= self.stats.clip_factor
         self._launch_rest(scale)
-        if votes is None:
-            votes = self._cast(scale, resends)
-        with self._waited.running():
-            arrived = self._driver.wait()
+        ballot = self._cast(scale, resends) if ballot is None else ballot
+        if not reads_late(self.transport, ballot.device):
+            self._read(ballot)
+        arrived, is_good_here = self._bring_home(ballot)
+        votes = ballot.votes
         resending = [rank for rank, vote in enumerate(votes) if vote.summary.resends]
         if resending:
             self._driver.give_up()  # nothing has been written: what came back can be forgotten
             self._launch_rest(scale)
-            with self._waited.running():
-                arrived = self._driver.wait()
+            arrived, is_good_here = self._bring_home(ballot)
         self._count_resent(resending)
-        # One question to each device, however many buckets it has.
-        flags: dict[torch.device, list[Tensor]] = {bucket.device: [] for bucket in self.buckets}
-        for bucket, said in zip(self.buckets, arrived, strict=True):
-            flags[bucket.device].append(said.is_finite)
-            if said.mean_gradient is not None and self.clipper.max_norm == 0:  # clipped, a variance can hold it
-                flags[bucket.device].append(has_squares(said.mean_gradient))
-        is_good_here = all(bool(torch.stack(each).all()) for each in flags.values())
         if not self._all_parts_agree(is_good_here, votes):
             return None
         if self.clipper.max_norm > 0 and not self._clips_before_sending:
@@ -298,14 +294,20 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             return Decision(present_anywhere(votes), self.stats.clip_factor)
         return Decision(present_anywhere(votes))
 
+    def _bring_home(self, ballot: Ballot) -> tuple[Sequence[Arrived], bool]:
+        """All buckets at their meeting, what they say, and whether it is good on this rank. Reads the ballot."""
+        with self._waited.running():
+            arrived = self._driver.wait()
+        flags = verdicts(self.buckets, arrived, has_means=self.clipper.max_norm == 0)
+        return arrived, self._read(ballot, flags)
+
     def _decide_alone(self, scale: float) -> Decision:
         """A step without traffic, not even a vote. What is not finite counts as zero, in this replica alone."""
         if self._clips_before_sending:
             vote = self._my_vote(scale, self._header(self.rule.round_name()).summary())
             self.stats.clip_factor = self.clipper.estimated_factor([vote], self.transport.world_size)
         self._launch_rest(scale * self.stats.clip_factor)
-        is_finite = math.isfinite(self.stats.clip_factor)
-        is_finite = is_finite and all(bool(said.is_finite) for said in self._driver.wait())
+        is_finite = math.isfinite(self.stats.clip_factor) and is_good_alone(self._driver.wait())
         seen = [gradient_of(p) is not None for p in self.buckets.params]
         if self.model_parallel_group.agree(is_finite):
             return Decision(seen)
@@ -388,29 +390,39 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     # ---------------------------------------------------------------- what the ranks agree on
 
-    def _cast(self, scale: float, resends: bool) -> list[StepVote]:
+    def _cast(self, scale: float, resends: bool) -> Ballot:
         header = self._header(self.rule.round_name())
         mine = self._my_vote(scale, self._summary(header, self.buckets, resends=resends))
         with self._waited.running():
-            votes = cast_votes(self.transport, header, mine, self.buckets[0].device)
-        if self._watch.is_on(self._steps_here):
-            self._watch.note([vote.summary.gradients for vote in votes])
+            return Ballot.cast(self.transport, header, mine, self.buckets[0].device)
+
+    def _read(self, ballot: Ballot, flags: Mapping[torch.device, Tensor] | None = None) -> bool:
+        """As `Ballot.read`."""
+        is_news = not ballot.votes
+        with self._waited.running():
+            are_true = ballot.read(flags)
+        if is_news and self._watch.is_on(self._steps_here):
+            self._watch.note([vote.summary.gradients for vote in ballot.votes])
             self._watch.look(self.buckets.params)
-        return votes
+        return are_true
 
     def _my_vote(self, scale: float, summary: Summary) -> StepVote:
         norm_squared = product = 0.0
         if self._clips_before_sending:
-            for bucket in self.buckets:
-                m_views = bucket.layout.flat_views(self.rule.momentum(bucket))
-                triples = zip(self.masks.gradients(bucket), m_views, bucket.share_K, strict=True)
-                there = [(g, m, share) for g, m, share in triples if g is not None]
-                dots = gradient_dots([(g, m) for g, m, _ in there])
-                for (_, _, share), (squares, products) in zip(there, dots, strict=True):
-                    norm_squared += share * scale * scale * squares
-                    product += share * scale * products
+            pairs = [pair for b in self.buckets for pair in zip(b.gradients(), b.share_K, strict=True)]
+            shares = [share for g, share in pairs if g is not None]
+            for share, (squares, products) in zip(shares, gradient_dots(self._gradients_and_momenta), strict=True):
+                norm_squared += share * scale * scale * squares
+                product += share * scale * products
             norm_squared, product = self.model_parallel_group.total(norm_squared, product)
         return StepVote(summary, self._present(self.buckets), norm_squared, product)
+
+    def _gradients_and_momenta(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of every parameter that has a gradient here; a momentum may be a copy."""
+        for bucket in self.buckets:
+            m_views = bucket.layout.flat_views(self.rule.momentum(bucket))
+            pairs = zip(self.masks.gradients(bucket), m_views, strict=True)
+            yield from ((g, m) for g, m in pairs if g is not None)
 
     @property
     def _clips_before_sending(self) -> bool:

@@ -22,7 +22,6 @@ from .model_parallel import local
 from .optimizer import CommonOptions, CompressedOptimizer
 from .rule import Rule, codec_of_gradients
 from .step.bucket_step import Arrived, BucketStep, Decision
-from .step.clip import are_finite
 from .usage.contract import Group, State, check_number
 from .usage.frozen import gradient_of
 from .usage.signature import shows_all_options
@@ -181,7 +180,7 @@ class ZeroOneRule(Rule):
         """This rank's own parameters move by γ·m_i; nothing is sent."""
         group, weight, m = self.buckets.group(bucket), self._weights[bucket.group_index], bucket.flat["exp_avg_update"]
         grads = self.masks.gradients(bucket)
-        decision: Decision = yield Arrived(are_finite(grads, scale, bucket.device))
+        decision: Decision = yield Arrived(grads=grads, scale=scale)
         if decision.is_spoilt:
             grads = [None] * len(grads)
         beta1, own = group["betas"][0], self._share_of_a_gradient(bucket) / self.placement.world_size
@@ -210,7 +209,7 @@ class ZeroOneRule(Rule):
 
     def idle_step(self, bucket: Bucket, scale: float) -> BucketStep:
         """Nothing moves; the gradient is dropped, and looked at."""
-        yield Arrived(are_finite(self.masks.gradients(bucket), scale, bucket.device))
+        yield Arrived(grads=self.masks.gradients(bucket), scale=scale)
 
     # ---------------------------------------------------------------- parts of steps
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Transport, Work
-from ..comm.messages import exchange_bytes, gather_bytes
+from ..comm.messages import BytesUnderWay, exchange_bytes, gather_bytes
 from ..usage.contract import Group
 from ..version import VERSION
 from .wrappers import NOT_COMPARED
@@ -217,10 +217,41 @@ def exchange_votes(
     return _read_votes(transport, header, messages, len(mine.present), device)
 
 
-def cast_votes(transport: Transport, header: Header, mine: StepVote, device: torch.device | str) -> list[StepVote]:
+@dataclass
+class Ballot:
+    """A vote under way. votes: every rank's, in rank order, once it has been read."""
+
+    transport: Transport
+    header: Header
+    parameters: int
+    device: torch.device
+    messages: BytesUnderWay
+    votes: Sequence[StepVote] = ()
+
+    @classmethod
+    def cast(cls, transport: Transport, header: Header, mine: StepVote, device: torch.device) -> Ballot:
+        """Send this rank's. All ranks. Sends as `exchange_votes`."""
+        messages = BytesUnderWay.launch(transport, mine.to_bytes(), device)
+        return cls(transport, header, len(mine.present), device, messages)
+
+    def read(self, flags: Mapping[torch.device, Tensor] | None = None) -> bool:
+        """Whether these flags are true: for each device a bool of no dimensions. The votes' own comes in the same wait.
+
+        Raises as `exchange_votes`, the first time.
+        """
+        rest, are_true = dict(flags or {}), True
+        if not self.votes:
+            here = [rest.pop(self.device)] if self.device in rest else []
+            messages, are_true = self.messages.read(*here)
+            self.votes = _read_votes(self.transport, self.header, messages, self.parameters, self.device)
+        return are_true and all(bool(flag) for flag in rest.values())
+
+
+def cast_votes(transport: Transport, header: Header, mine: StepVote, device: torch.device) -> Sequence[StepVote]:
     """As `exchange_votes`, and waits."""
-    messages = gather_bytes(transport, mine.to_bytes(), device)
-    return _read_votes(transport, header, messages, len(mine.present), device)
+    ballot = Ballot.cast(transport, header, mine, device)
+    ballot.read()
+    return ballot.votes
 
 
 def _read_votes(

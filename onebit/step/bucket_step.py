@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from ..comm import Work
+from ..comm.codecs import Witness
 from ..layout.buckets import AnyBucket
 
 
@@ -29,11 +30,14 @@ class Ready(Meeting):
 class Arrived(Meeting):
     """All that was exchanged is here, and nothing has been written. The answer is a `Decision`; a skipped step ends.
 
-    is_finite: bool, no dimensions. mean_gradient: float32 [W·N], where gradients were exchanged: for their norm.
+    witness: of the frames that have arrived. mean_gradient: float32 [W·N], where gradients were exchanged: for their
+    norm. In a step without traffic grads: this rank's own, and scale: what they are to be multiplied by.
     """
 
-    is_finite: Tensor
+    witness: Witness | None = None
     mean_gradient: Tensor | None = None
+    grads: Sequence[Tensor | None] = ()
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -90,17 +90,14 @@ def _largest(x: Tensor) -> Tensor:
     return torch.maximum(-least, most)
 
 
-def are_finite(tensors: Sequence[Tensor | None], scale: float, device: torch.device) -> Tensor:
-    """Whether scale times each of them is finite. A bool tensor of no dimensions on their device."""
-    there = [x for x in tensors if x is not None and x.numel()]
-    if not there:
-        return torch.ones((), dtype=torch.bool, device=device)
+def gradients_are_finite(grads: list[Tensor], scale: float, device: torch.device) -> bool:
+    """Whether scale times each of them is finite; none is empty. Waits for the device once."""
     # On the host torch's largest norm takes 20 times as long as the 2-norm, which is finite where no square overflows.
     order = float("inf") if device.type != "cpu" else 2.0
-    are_finite = (torch.stack(torch._foreach_norm(there, order, dtype=torch.float32)) * scale).isfinite().all()
-    if device.type != "cpu" or bool(are_finite):
+    are_finite = bool((torch.stack(torch._foreach_norm(grads, order, dtype=torch.float32)) * scale).isfinite().all())
+    if are_finite or device.type != "cpu":
         return are_finite
-    return torch.stack([_largest(x).float() * abs(scale) for x in there]).isfinite().all()
+    return bool(torch.stack([_largest(x).float() * abs(scale) for x in grads]).isfinite().all())
 
 
 def dot(a: Tensor, b: Tensor) -> float:
@@ -110,15 +107,27 @@ def dot(a: Tensor, b: Tensor) -> float:
     return product if math.isfinite(product) else float(torch.dot(a.double(), b.double()))
 
 
-def gradient_dots(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[float, float]]:
-    """<g, g> and <g, m> of each pair (g, m), m of one dimension and float32, as `dot` has them. On one device.
+def gradient_dots(pairs: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> list[tuple[float, float]]:
+    """<g, g> and <g, m> of each pair (g, m), m of one dimension and float32, as `dot` has them.
 
-    Waits for the device once, however many pairs there are.
+    Waits for each device once, however many pairs there are. pairs: gives them once more where a product is not finite.
     """
-    if not pairs:
-        return []
-    flat = [(g.reshape(-1).float(), m) for g, m in pairs]
-    products = torch.stack([torch.dot(g, other) for g, m in flat for other in (g, m)]).tolist()
-    if not all(map(math.isfinite, products)):
-        products = [dot(g, other) for g, m in pairs for other in (g, m)]
-    return list(zip(products[::2], products[1::2], strict=True))
+    products: list[Tensor] = []
+    for g, m in pairs():
+        flat = g.reshape(-1).float()
+        products += [torch.dot(flat, flat), torch.dot(flat, m)]
+    numbers = read_numbers(products)
+    if not all(map(math.isfinite, numbers)):
+        numbers = [dot(g, other) for g, m in pairs() for other in (g, m)]
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def read_numbers(numbers: Sequence[Tensor]) -> list[float]:
+    """What they are, of no dimensions and one dtype: one wait for each device."""
+    places: dict[torch.device, list[int]] = {}
+    for place, number in enumerate(numbers):
+        places.setdefault(number.device, []).append(place)
+    found: dict[int, float] = {}
+    for there in places.values():
+        found.update(zip(there, torch.stack([numbers[place] for place in there]).tolist(), strict=True))
+    return [found[place] for place in range(len(numbers))]

@@ -33,6 +33,7 @@ from ..comm import (
     Wire,
     Work,
 )
+from ..comm.codecs import Witness
 from ..layout.bucket import Bucket
 from ..layout.masks import Masks
 from .bucket_step import Answer, Arrived, Decision, Meeting
@@ -111,8 +112,11 @@ class Replicated:
         yield from comm.compressed_allreduce(g, None, codec, self.transport, wire, bucket.counts)
         frames_WB = wire.frames_WB.clone() if wire.is_inside else wire.frames_WB
         codec.decode(frames_WB, bucket.rows(g))
-        arrived = Arrived(codec.is_finite(frames_WB, bucket.layout.chunk), g)
-        del frames_WB  # all buckets wait here with what they hold
+        witness = codec.witness(frames_WB, bucket.layout.chunk)
+        if wire.is_inside:  # a view would keep all of the copy
+            witness = Witness(witness.numbers_KM.clone(), witness.factor)
+        arrived = Arrived(witness, g)
+        del witness, frames_WB  # all buckets wait here with what they hold
         decision = yield arrived
         return (g if decision.clip_factor == 1.0 else g.mul_(decision.clip_factor)), decision
 
@@ -175,7 +179,7 @@ class Replicated:
         yield from comm.exchange(ef, self.codec, self.transport, wire, n, bucket.counts)
 
     def _arrived(self, bucket: Bucket) -> Arrived:
-        return Arrived(self.codec.is_finite(self.frames(bucket), bucket.layout.chunk))
+        return Arrived(self.codec.witness(self.frames(bucket), bucket.layout.chunk))
 
     # ---------------------------------------------------------------- what has arrived
 
