@@ -196,16 +196,16 @@ class ShardedBucket:
             mean.view(-1, self.layout.block).mul_(self.correction(beta1))
         return mean
 
-    def product(self, grads: Sequence[Tensor | None], codec: SignCodec, beta1: float) -> float:
-        """<g, m̂> on the own chunk, with m̂ as the last step left it."""
+    def products(self, grads: Sequence[Tensor | None], codec: SignCodec, beta1: float) -> list[Tensor]:
+        """<g, m̂> on the own chunk, with m̂ as the last step left it, float64: one number; none where it is 0."""
         mean_hat = self.mean_momentum(codec, beta1)
         if mean_hat is None:
-            return 0.0
+            return []
         products = []
         for k, start, stop, at in self.pieces:
             if (g := grads[k]) is not None:
                 products.append(torch.dot(g.reshape(-1)[start:stop].float(), mean_hat[at : at + stop - start]))
-        return float(torch.stack(products).sum(dtype=torch.float64)) if products else 0.0
+        return [torch.stack(products).sum(dtype=torch.float64)] if products else []
 
     def bad(self) -> list[str]:
         """The parameters whose gradients on this rank are not finite, or whose squares are beyond float32."""

@@ -8,6 +8,9 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
+from torch import Tensor
+
+from ...step.clip import read_numbers
 from .bucket import ShardedBucket
 
 log = logging.getLogger(__name__)
@@ -32,11 +35,14 @@ class GradStats:
     @classmethod
     def of(cls, buckets: Iterable[ShardedBucket]) -> GradStats:
         """Of the buckets that took part in a step; they forget theirs."""
-        sums = [0.0] * 4
+        found: list[Tensor] = []
         for bucket in buckets:
             if bucket.grad_stats is not None:
-                sums = [a + b for a, b in zip(sums, bucket.grad_stats.tolist(), strict=True)]
+                found += bucket.grad_stats.unbind()
             bucket.grad_stats = None
+        numbers, sums = read_numbers(found), [0.0] * 4
+        for first in range(0, len(numbers), 4):
+            sums = [a + b for a, b in zip(sums, numbers[first : first + 4], strict=True)]
         return cls(*sums)
 
     def to_bytes(self) -> bytes:

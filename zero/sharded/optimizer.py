@@ -29,6 +29,7 @@ from ...comm.messages import wait_for
 from ...layout.flat import lay_out
 from ...rule import check_blocks
 from ...step.bucket_step import BucketStep, Decision
+from ...step.clip import read_numbers
 from ...step.driver import Driver
 from ...step.stats import Stats
 from ...usage.contract import Group, SharedOptions, State
@@ -317,15 +318,21 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
             self.health.observe([GradStats.from_bytes(vote.note) for vote in votes], self.transport.rank)
 
     def _my_vote(self, buckets: Sequence[ShardedBucket], scale: float, summary: Summary) -> StepVote:
-        norm_squared = product = 0.0
+        squares, products = [], []
         for bucket in buckets:
             grads = bucket.gradients()
             norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads if g is not None]
             if norms:
-                norm_squared += scale * scale * float(torch.stack(norms).square().sum(dtype=torch.float64))
+                squares.append(torch.stack(norms).square().sum(dtype=torch.float64))
             if self.clipper.max_norm > 0:
                 beta1 = self.buckets.group(bucket)["betas"][0]
-                product += scale * bucket.product(grads, self.placement.config.codec, beta1)
+                products += bucket.products(grads, self.placement.config.codec, beta1)
+        numbers = read_numbers(squares + products)
+        norm_squared = product = 0.0  # Python's sum rounds otherwise, and differently from version to version
+        for number in numbers[: len(squares)]:
+            norm_squared += scale * scale * number
+        for number in numbers[len(squares) :]:
+            product += scale * number
         # The estimate takes the mean over ranks of products; here each rank has its chunks' part of one product.
         product *= self.transport.world_size
         return StepVote(summary, self._present(buckets), norm_squared, product, self.grad_stats.to_bytes())
