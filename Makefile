@@ -29,7 +29,7 @@ bench: $(INSTALLED)
 	$(BIN)/python scripts/bench.py suite $(ARGS)
 
 test: $(INSTALLED)
-	$(PYTEST) --numprocesses 3 --tier usual $(ARGS)
+	$(PYTEST) --tier usual --numprocesses 3 $(ARGS)
 
 test-fast: $(INSTALLED)
 	$(PYTEST) --tier fast $(ARGS)
