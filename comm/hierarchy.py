@@ -133,6 +133,9 @@ class HierarchicalTransport(Transport):
     def device(self) -> torch.device:
         return self.world.device
 
+    def reaches(self, device: torch.device) -> bool:
+        return all(each.reaches(device) for each in (self.world, self.intra_node, self.inter_node))
+
     @property
     def has_network(self) -> bool:
         return self.world.has_network

@@ -107,6 +107,22 @@ def test_links_that_do_not_fit_are_refused() -> None:
     run_ranks(2, work)
 
 
+def test_two_levels_reach_what_all_of_their_transports_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo between nodes reaches host memory alone, whatever serves the node."""
+
+    def work(transport: SimTransport) -> list[bool]:
+        levels = hierarchical(transport, 2)
+        cuda = torch.device("cuda")
+        found = [levels.reaches(cuda)]
+        for part in (levels.world, levels.intra_node, levels.inter_node):
+            with monkeypatch.context() as patched:
+                patched.setattr(part, "reaches", lambda device: device.type == "cpu")
+                found += [levels.reaches(cuda), levels.reaches(torch.device("cpu"))]
+        return found
+
+    assert run_ranks(2, work) == [[True] + 3 * [False, True]] * 2
+
+
 # -------------------------------------------------------------------------------- the collective
 
 
