@@ -6,6 +6,7 @@ between dense steps is in `arithmetic/frozen_variance.py`, the schedule in `arit
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, ClassVar
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
+
+
+def as_float32(number: float) -> float:
+    """Rounded to float32."""
+    return ctypes.c_float(number).value
+
 
 MOMENTUM_OF = ("gradients", "moves")
 
@@ -114,13 +121,14 @@ class AdamRule(Rule):
         bucket.ef.commit()
         frames = self.placement.swap_frames(bucket)  # what has arrived is the new m/D
         self.mask_state(bucket)
-        weight_K, decay_K = yield from self.weights(bucket, was_dense=False)
-        weight_K.mul_(self._correction(bucket))
         if bucket in self.masks:
+            weight_K, decay_K = yield from self.weights(bucket, was_dense=False)
+            weight_K.mul_(self._correction(bucket))
             self.codec.decode(frames, bucket.rows(bucket.buffer))
             self._move(bucket, decision, weight_K, decay_K)
         else:
-            self.placement.apply(bucket, decision, frames, -weight_K, 1.0 - decay_K)
+            weight_K, keep_K = yield from self.moves(bucket)
+            self.placement.apply(bucket, decision, frames, weight_K, keep_K)
 
     def observe(self, bucket: Bucket, scale: float, own: float) -> None:
         """What LAMB wants to know of scale·g_i over D before it is sent."""
@@ -132,6 +140,16 @@ class AdamRule(Rule):
         weight, decay = (torch.full((K,), number, device=bucket.device) for number in (lr, lr * group["weight_decay"]))
         return weight, decay
         yield  # a generator, as LAMB's, which asks for norms here
+
+    def moves(self, bucket: Bucket) -> Generator[Work | Meeting, Answer, tuple[Tensor, Tensor]]:
+        """weight, keep: p ← keep·p + weight·(m/D as it travels), in a compressed step. float32 [K]; only read."""
+        group = self.buckets.group(bucket)
+        lr, correction = as_float32(float(group["lr"])), as_float32(self._correction(bucket))
+        decay = as_float32(float(group["lr"]) * group["weight_decay"])
+        # A product of two float32 is exact in float64, and so is 1 - decay: both are rounded once.
+        weight, keep = -as_float32(lr * correction), as_float32(1.0 - decay)
+        return self.placement.constant(bucket, weight), self.placement.constant(bucket, keep)
+        yield  # a generator, as LAMB's
 
     def _move(self, bucket: Bucket, decision: Decision, weight_K: Tensor, decay_K: Tensor) -> None:
         """The same with m̂/D in the buffer."""

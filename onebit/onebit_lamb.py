@@ -141,6 +141,10 @@ class LambRule(AdamRule):
         weight = layers["coeff"] * float(group["lr"])
         return weight * layers["factor"], weight * decay
 
+    def moves(self, bucket: Bucket) -> Generator[Work | Meeting, Answer, tuple[Tensor, Tensor]]:
+        weight_K, decay_K = yield from self.weights(bucket, was_dense=False)
+        return -weight_K.mul_(self._correction(bucket)), 1.0 - decay_K
+
     # ---------------------------------------------------------------- what all layers are asked about together
 
     def meet(self, buckets: Sequence[Bucket], said: Sequence[Meeting]) -> Sequence[Answer]:

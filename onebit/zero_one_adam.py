@@ -233,7 +233,7 @@ class ZeroOneRule(Rule):
                 torch._foreach_add_(bucket.views, bucket.held, alpha=1.0 - kept)
             self.placement.move(bucket, decision)
         else:
-            numbers = (torch.full((len(bucket.params),), number, device=bucket.device) for number in (-1.0, kept))
+            numbers = (self.placement.constant(bucket, number) for number in (-1.0, kept))
             self.placement.apply(bucket, decision, frames, *numbers)
 
     def _take_average(self, bucket: Bucket) -> None:

@@ -10,7 +10,7 @@ Shape legend: W ranks, N elements of a chunk, K parameters of a bucket.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -38,6 +38,8 @@ from ..layout.bucket import Bucket
 from ..layout.masks import Masks
 from .bucket_step import Answer, Arrived, Decision, Meeting
 
+MOST_CONSTANTS = 16  # a few for each group; those of other learning rates go
+
 
 @dataclass
 class Replicated:
@@ -47,6 +49,7 @@ class Replicated:
     codec: FusedCodec
     error_dtype: torch.dtype
     masks: Masks
+    _constants: dict[tuple[torch.device, str], Tensor] = field(default_factory=dict, repr=False)
 
     @cached_property
     def hierarchy(self) -> Hierarchy:
@@ -211,6 +214,15 @@ class Replicated:
         moving = zip(bucket.held, decision.of(bucket), strict=True)
         params = [p if is_seen else None for p, is_seen in moving]
         self.codec.apply(frames_WB, bucket.layout.chunk, ParamUpdate(params, bucket.layout.segments, weight_K, keep_K))
+
+    def constant(self, bucket: Bucket, number: float) -> Tensor:
+        """The number for each of the bucket's parameters, float32 [K]: one tensor for all buckets. Only read it."""
+        key, K = (bucket.device, number.hex()), len(bucket.params)  # hex: 0.0 and -0.0 are equal
+        if key not in self._constants or len(self._constants[key]) < K:
+            if len(self._constants) >= MOST_CONSTANTS:
+                self._constants.clear()
+            self._constants[key] = torch.full((K,), number, device=bucket.device)
+        return self._constants[key][:K]
 
     def move(self, bucket: Bucket, decision: Decision) -> None:
         """p ← p - the buffer, for every parameter that some rank had a gradient for, where no mask forbids it."""

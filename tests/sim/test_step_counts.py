@@ -22,12 +22,12 @@ ZERO_ONE = {"lr": 0.01, "var_freeze_step": WARM, "var_update_scaler": 1}
 LOCAL = ZERO_ONE | {"local_step_scaler": 3, "local_step_clipper": 4}
 # In the phase: at most so many fused calls, small operations, messages, and waits for the device.
 REPLICATED: dict[str, tuple[Callable, dict, str, tuple[int, int, int, int]]] = {
-    "Adam": (onebit.OnebitAdam, {"freeze_step": WARM}, "compressed", (24, 51, 17, 1)),
-    "Adam, clipped": (onebit.OnebitAdam, {"freeze_step": WARM, "max_grad_norm": 1.0}, "compressed", (32, 82, 17, 3)),
+    "Adam": (onebit.OnebitAdam, {"freeze_step": WARM}, "compressed", (24, 12, 17, 1)),
+    "Adam, clipped": (onebit.OnebitAdam, {"freeze_step": WARM, "max_grad_norm": 1.0}, "compressed", (32, 43, 17, 3)),
     "Muon": (muon_of, {"freeze_step": WARM}, "compressed", (24, 427, 17, 1)),
     "Lamb": (onebit.OnebitLamb, {"freeze_step": WARM}, "compressed", (32, 238, 18, 1)),
-    "0/1 Adam": (onebit.ZeroOneAdam, ZERO_ONE | {"local_step_clipper": 1}, "compressed", (32, 27, 17, 1)),
-    "0/1 Adam, after local steps": (onebit.ZeroOneAdam, LOCAL, "compressed", (32, 51, 18, 2)),
+    "0/1 Adam": (onebit.ZeroOneAdam, ZERO_ONE | {"local_step_clipper": 1}, "compressed", (32, 11, 17, 1)),
+    "0/1 Adam, after local steps": (onebit.ZeroOneAdam, LOCAL, "compressed", (32, 36, 18, 2)),
     "0/1 Adam, a local step": (onebit.ZeroOneAdam, LOCAL, "local", (8, 10, 0, 1)),
     "0/1 Adam, a clipped local step": (onebit.ZeroOneAdam, LOCAL | {"max_grad_norm": 1.0}, "local", (8, 75, 0, 2)),
 }
