@@ -101,7 +101,8 @@ class _HasCollectives(Protocol):
 class HostStaged:
     """The operations of `transport` for tensors it cannot reach: copied to host memory at launch, back in `wait()`.
 
-    The copy to the host waits for the current stream, so a launch blocks until the input has been computed.
+    The copy to the host waits for the current stream, so a launch blocks until the input has been computed. The copy
+    back is ordered by the stream that is current in `wait()`.
     """
 
     def __init__(self, transport: _HasCollectives):
@@ -133,8 +134,9 @@ class _CopyBack:
         if self._work is not None:
             self._work.wait()
             self._work = None
-            # Blocking: the host buffer may be freed, and be given to somebody else, right after.
-            self._out.detach().copy_(self._host)
+            # On CUDA the current stream orders it, and nobody waits: torch's allocator of pinned memory gives the host
+            # buffer to nobody until the copy has read it. From other memory the copy is done when it returns.
+            self._out.detach().copy_(self._host, non_blocking=self._out.is_cuda)
 
 
 def _host_empty(x: Tensor) -> Tensor:
