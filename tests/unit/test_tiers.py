@@ -141,6 +141,7 @@ def test_a_new_test_need_not_say_its_tier(tmp_path: Path) -> None:
 def test_every_tier_has_a_command() -> None:
     """And continuous integration runs the last one."""
     makefile = (TESTS.parent / "Makefile").read_text()
-    targets = re.findall(r"^(test\S*): .*\n\t\$\(PYTEST\) --tier (\w+)(?: --numprocesses \d)? \$\(ARGS\)$", makefile, re.MULTILINE)
+    command = r"^(test\S*): .*\n\t\$\(PYTEST\) --tier (\w+)(?: --numprocesses \d)? \$\(ARGS\)$"
+    targets = re.findall(command, makefile, re.MULTILINE)
     assert targets == [("test", "usual"), ("test-fast", "fast"), ("test-all", "all")]
     assert re.findall(r"^make (test\S*)$", (TESTS.parent / ".ci" / "run").read_text(), re.MULTILINE) == ["test-all"]
