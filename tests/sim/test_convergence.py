@@ -60,12 +60,11 @@ def test_without_error_feedback_it_does_not(monkeypatch: pytest.MonkeyPatch) -> 
     """
 
     class Forgetful(AdamRule):
-        def weights(self, bucket: Bucket, *, was_dense: bool) -> Generator:
+        def moves(self, bucket: Bucket) -> Generator:
             """Asked for when errors have been taken over, before parameters move."""
-            if bucket.ef is not None:
-                bucket.ef.worker.zero_()
-                bucket.ef.server.zero_()
-            return super().weights(bucket, was_dense=was_dense)
+            bucket.ef.worker.zero_()
+            bucket.ef.server.zero_()
+            return super().moves(bucket)
 
     dense = replace(JOB, task="digits", batch_size=4)
     compressed = replace(dense, method="onebit-adam, frozen at 15 %")
