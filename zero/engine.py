@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..agreement.skips import SkipLimit
+from ..comm import Transport
 from ..comm.messages import gather_bytes
+from ..local.local_steps import LocalSteps
 from ..usage.buffers import persistent_buffers, sync_tensors
 from .checkpoint import engine_state, tags
 from .checkpoint.files import Checkpoints
@@ -39,10 +41,10 @@ from .forms import Built
 from .grid import Grid
 from .monitor import WallClock, Writer
 from .offload.optimizer import Offload
-from .parallel import dense, fsdp
+from .parallel import dense, fsdp, local
 from .pipeline import run as pipeline
 from .pipeline.layers import Loss
-from .precision import LossScale, cast_floats, loss_scale
+from .precision import LossScale, ScaleState, cast_floats, loss_scale
 
 log = logging.getLogger(__name__)
 
@@ -142,8 +144,11 @@ class Engine:
         return self.grid.transports["shard"].naming_peers("FSDP2's exchange", is_counted=False)
 
     def _set_grad_scale(self) -> None:
-        """The optimizers read it as GradScaler sets it; some gradients leave during the backward pass."""
-        if self.form != "dense":
+        """The optimizers read it as GradScaler sets it; some gradients leave during the backward pass.
+
+        Local steps without a loss scale rest until the next round behind a gradient that is not finite.
+        """
+        if self.form != "dense" and (self.form != "local" or self.config.fp16.enabled):
             self.optimizer.grad_scale = torch.tensor(self.fp16_scale.value)  # type: ignore[attr-defined]
 
     def zero_grad(self) -> None:
@@ -159,8 +164,9 @@ class Engine:
         """Behind every backward. With the step's last micro-batch: average over ranks, update, drop the gradients.
 
         Where a gradient is not finite on any rank, all skip: nothing changes but the loss scale, and the schedule stays
-        where it is. lr_kwargs: for the schedule's step(). Raises OverflowError, on all ranks, where the loss scale
-        cannot fall any further; PeerError, ReplicaError and SkippedStepsError as the optimizer.
+        where it is. In the form "local" those of one replica skip, which has a loss scale of its own, and the schedule
+        goes on. lr_kwargs: for the schedule's step(). Raises OverflowError, on all ranks that share it, where the loss
+        scale cannot fall any further; PeerError, ReplicaError and SkippedStepsError as the optimizer.
         """
         self._refuse_in_pipeline("step()")
         self._refuse_strange_gradients()
@@ -186,7 +192,8 @@ class Engine:
         rates = self.get_lr()
         self.micro_steps_of_step = 0
         with self._clock.measure("step"):
-            is_skipped = self._step_dense() if self.form == "dense" else self._step_onebit()
+            take = {"dense": self._step_dense, "local": self._step_local}.get(self.form, self._step_onebit)
+            is_skipped = take()
             self.optimizer.zero_grad()
         self.efficiency.end_rates(self.optimizer)
         self.global_steps += 1
@@ -195,7 +202,8 @@ class Engine:
         self._write_scalars(rates[0])
         self.fp16_scale = self.fp16_scale.after(is_skipped)
         tokens = self.efficiency.consumed(self.grid) if self.efficiency.counts_tokens else 0
-        if self.scheduler is not None and not is_skipped and not efficiency.advance(self.scheduler, tokens):
+        stays = is_skipped and self.form != "local"  # whose replicas have one schedule, and skip by themselves
+        if self.scheduler is not None and not stays and not efficiency.advance(self.scheduler, tokens):
             self.scheduler.step(**dict(lr_kwargs or {}))  # type: ignore[arg-type]
         if self.compression_scheduler is not None:
             self.compression_scheduler.step()
@@ -214,6 +222,8 @@ class Engine:
     def train_batch(self, data_iter: Iterator[pipeline.Batch] | None = None) -> Tensor:
         """A whole step of a `PipelineModule`; the mean loss over its micro-batches and all ranks, on every rank.
 
+        In the form "local" the mean over this replica: nothing travels between replicas for it.
+
         data_iter: gives (inputs, target) of a micro-batch, `config.gradient_accumulation_steps` times; every rank
         reads, and those of one pipeline read the same (`ShardedLoader` with `grid.data` does so). Default: the
         loader's, from epoch to epoch. Raises as `step`, and PeerError if a rank is lost.
@@ -229,7 +239,7 @@ class Engine:
                 losses.append(loss.detach().float())
                 self.backward(loss)
                 self.step()
-            return self._mean_loss(torch.stack(losses).mean())
+            return self._mean_loss(torch.stack(losses).mean(), self._peers)
         self._set_grad_scale()
         self._scale_rates()
         with self._clock.measure("pipeline"), self._sender.no_sync():
@@ -237,7 +247,7 @@ class Engine:
         if self._ties is not None:
             self._ties.add_gradients()
         self.micro_steps += len(batches)
-        loss = self._mean_loss(mine)
+        loss = self._mean_loss(mine, self._peers)
         self._loss = loss
         self._update()
         return loss
@@ -255,7 +265,7 @@ class Engine:
                 mine = torch.stack([loss.float() for loss in losses]).mean()
         finally:
             self.train(was_training)
-        loss = self._mean_loss(mine)
+        loss = self._mean_loss(mine, self.grid.world)
         if self.stage is not None:
             fsdp.reshard(self.module)
         return loss
@@ -278,9 +288,14 @@ class Engine:
             self._batches = forever(self.loader)
         return self._batches
 
-    def _mean_loss(self, mine: Tensor | None) -> Tensor:
+    @property
+    def _peers(self) -> Transport:
+        """The ranks that take each step together."""
+        return self._model_parallel_group.whole if self.form == "local" else self.grid.world
+
+    def _mean_loss(self, mine: Tensor | None, transport: Transport) -> Tensor:
         """Over the ranks that have one, in rank order: the same bits on all."""
-        said = gather_bytes(self.grid.world, struct.pack("<?d", mine is not None, 0.0 if mine is None else float(mine)))
+        said = gather_bytes(transport, struct.pack("<?d", mine is not None, 0.0 if mine is None else float(mine)))
         losses = [loss for has_one, loss in (struct.unpack("<?d", row) for row in said) if has_one]
         return torch.tensor(sum(losses) / len(losses))
 
@@ -329,6 +344,13 @@ class Engine:
         self._skips.observe(not is_finite, bad, self.grid.world)
         return not is_finite
 
+    def _step_local(self) -> bool:
+        optimizer = cast(LocalSteps, self.optimizer)
+        before, scale = optimizer.stats.skipped_steps, self.fp16_scale.value
+        self._grad_norm = local.clip(optimizer, scale, self.config.gradient_clipping)
+        optimizer.step()
+        return optimizer.stats.skipped_steps > before
+
     def _without_traffic(self) -> AbstractContextManager[None]:
         if self.is_gradient_accumulation_boundary():
             return nullcontext()
@@ -347,23 +369,36 @@ class Engine:
         return self
 
     def eval(self) -> Engine:
-        """As the model's. Replicas that differ (local steps of 0/1 Adam, buffers) are made the same first."""
+        """As the model's. Replicas that differ (local steps, buffers) are made the same first."""
         self.synchronise()
         return self.train(False)
 
     def synchronise(self) -> None:
         """Give every rank the same parameters, where local steps made them differ, and let go of gathered ones.
 
+        In the form "local" a round of all that replicas have moved: the parameters become the anchors.
         Buffers as well: what each rank that reads data of its own has seen, on average; see `onebit.sync_buffers`.
         """
-        if self.stage is not None:
-            fsdp.reshard(self.module)
+        self.let_go()
         if hasattr(self.optimizer, "sync"):
             self.optimizer.sync()
         buffers = list(persistent_buffers(self.module))
         whole = [(name, buffer) for name, buffer in buffers if not hasattr(buffer, "placements")]
         sync_tensors(whole, self.grid.transports["shard"])
         sync_tensors(buffers, self.grid.transports["replica"])
+
+    def let_go(self) -> None:
+        """Of parameters that are gathered now."""
+        if self.stage is not None:
+            fsdp.reshard(self.module)
+
+    def agree_on_loss_scale(self) -> None:
+        """One for all ranks of this replica, the least of theirs. All of them."""
+        mine = self.fp16_scale
+        states = self._model_parallel_group.gather(mine.value, mine.patience, mine.clean_steps)
+        value, patience, clean_steps = min(states)
+        least = ScaleState(value=value, patience=int(patience), clean_steps=int(clean_steps))
+        self.fp16_scale = self.fp16_scale.with_state(least)
 
     def get_lr(self) -> list[float]:
         """Of each group."""
@@ -373,10 +408,11 @@ class Engine:
         """Of the last step's mean gradient, before clipping: of those forms that clip, so that they know it.
 
         Exact with a dense optimizer and while gradients travel; where momentum does in their place, the estimate that
-        clips (`onebit/step/clip.py`), in a local step of 0/1 Adam each rank's own. None without gradient_clipping, at
-        stage 2 across nodes, behind a step that was skipped, and before the first.
+        clips (`onebit/step/clip.py`), in a local step of 0/1 Adam each rank's own; in the form "local" of this
+        replica's own gradient. None without gradient_clipping, at stage 2 across nodes, behind a step that was skipped,
+        and before the first.
         """
-        return self._grad_norm if self.form == "dense" else self.optimizer.stats.grad_norm  # type: ignore[attr-defined]
+        return self._grad_norm if self.form in ("dense", "local") else self.optimizer.stats.grad_norm  # type: ignore[attr-defined]
 
     def train_batch_size(self) -> int:
         """Samples of a step, of all ranks."""
@@ -405,8 +441,10 @@ class Engine:
         """Write everything that a bit-identical continuation needs, to save_dir/step_...; its name. All ranks.
 
         It begins with `synchronise`: between the local steps of 0/1 Adam, an exchange that a run without checkpoints
-        does not make. tag: a name of your own, whose checkpoint replaces the one of that name before. client_state: the
-        caller's own, of each rank; see `tree.pack`. save_latest: whether `load_checkpoint` without a tag takes it.
+        does not make. In the form "local" it exchanges nothing: the weights in it are the anchors, and every rank's own
+        state says how far it is from them. tag: a name of your own, whose checkpoint replaces the one of that name
+        before. client_state: the caller's own, of each rank; see `tree.pack`. save_latest: whether `load_checkpoint`
+        without a tag takes it.
         exclude_frozen_parameters: leave out those that require no gradients, and load over a model that has them.
         Where the configuration asks for gathered 16-bit weights, they are in save_dir/model.safetensors, those of the
         newest checkpoint. The configuration's onebit.keep_checkpoints says how many without a tag stay. Raises
@@ -427,7 +465,8 @@ class Engine:
             then=point,
         )
         if self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
-            self.save_16bit_model(save_dir)
+            with engine_state.shown(self):
+                self._export(Path(save_dir) / "model.safetensors")
         return tag or f"step_{self.global_steps:08d}"
 
     def load_checkpoint(
@@ -496,10 +535,12 @@ class Engine:
                 "weights with safetensors.torch.save_file"
             )
         self.synchronise()
-        path = Path(save_dir) / save_filename if max_file_bytes is None else Path(save_dir)
+        self._export(Path(save_dir) / save_filename if max_file_bytes is None else Path(save_dir), max_file_bytes)
+        return True
+
+    def _export(self, path: Path, max_file_bytes: int | None = None) -> None:
         options: dict[str, Any] = {"grid": self.grid, "max_file_bytes": max_file_bytes}
         export_weights(self.module, path, self.grid.world, self.config.dtype, **options)
-        return True
 
     def _in(self, folder: Path, keep: int | None = None) -> Checkpoints:
         """One object for a folder, however it is spelled; it begins when what goes into others is on disk."""
@@ -518,6 +559,8 @@ class Engine:
         self.wait_for_checkpoint()
         if isinstance(self.optimizer, Offload):
             self.optimizer.close()
+        if isinstance(self.optimizer, LocalSteps) and self.optimizer.transport is not self.grid.transport:
+            self.optimizer.transport.close()
         self.grid.close()
 
 

@@ -6,6 +6,8 @@
     inter_node   stages 1 and 2           `sharded/`: sharding itself crosses the slow network, in one bit and four
     dense        Adam, AdamW, LaProp,     as intra_node, with gradients averaged between replicas in float32; stage 0:
                  Lamb                     as replicated
+    local        the same, under          as dense inside a replica; between replicas `LocalSteps` exchanges differences
+                 onebit.local_steps       every so many steps, and no gradients
 
 `choose` is pure; `build` acts on it, on all ranks.
 """
@@ -31,7 +33,7 @@ from .config.sections import Onebit
 from .config.whole import Config
 from .grid import Grid, GridShape
 from .offload.optimizer import Offload
-from .parallel import dense, fsdp, tensor
+from .parallel import dense, fsdp, local, tensor
 from .parallel.groups import Groups
 from .pipeline.layers import Stage, Stages
 from .pipeline.run import Ties
@@ -39,12 +41,15 @@ from .sharded.optimizer import WARMUP_STEPS, ShardedOnebitOptimizer, ShardedOpti
 
 log = logging.getLogger(__name__)
 
-FORMS = ("replicated", "intra_node", "inter_node", "dense")
+FORMS = ("replicated", "intra_node", "inter_node", "dense", "local")
 
 
 def choose(config: Config, shape: GridShape) -> str:
     """One of `FORMS`, on this grid. Raises ValueError where there is none."""
     choice, stage, sharding = config.optimizer, config.zero_optimization.stage, config.onebit.sharding
+    if config.onebit.local_steps.is_on:
+        local.check(config, shape)
+        return "local"
     if choice is None or not choice.is_one_bit:
         return "dense"
     if stage == 0:
@@ -107,7 +112,9 @@ def build(
     """
     form = choose(config, grid.shape)
     _check(config, grid, form, tensor_plan)
-    if optimizer is None:
+    if form == "local":
+        local.check_model(model, config)
+    elif optimizer is None:
         _check_dtypes(config, grid, model)
     if grid.world.rank == 0:
         for warning in without_effect(config, form):
@@ -132,6 +139,8 @@ def build(
     whole = model if ties is None else None  # a stage's layers do not say which of them makes the outputs
     make = optimizer or (lambda params: _optimizer(config, grid, held, form, params, whole))
     made = _in_files(config, grid, groups(model), make) if _uses_files(config) else make(groups(model))
+    if form == "local":
+        made = local.around(made, config, grid, model, held)
     if stage is not None:
         _let_it_drop_all(made, model)
     averager = None
@@ -214,7 +223,7 @@ def _optimizer(
 ) -> torch.optim.Optimizer:
     """The configuration's. held: the ranks that hold this replica. whole: the model, where no stage is elsewhere."""
     options: dict[str, Any] = {"transport": grid.transport, "model_parallel_group": held, "model": whole}
-    if form != "dense":
+    if form not in ("dense", "local"):
         options |= config.optimizer_options() | {"max_grad_norm": config.gradient_clipping}
     return build_optimizer(_choice(config), params, **options)
 
@@ -301,6 +310,7 @@ _OURS = {
     "intra_node": _SIGNS,
     "inter_node": _SIGNS - {"codec", "compression", "error_dtype"} | {"differences"},
     "dense": _ALWAYS,
+    "local": _ALWAYS | {"local_steps", "block", "error_dtype", "check_replicas_every"},
 }
 
 
@@ -312,15 +322,19 @@ def without_effect(config: Config, form: str) -> list[str]:
             lines.append(f"onebit.{name} has no effect in the form {form!r}")
     if config.zero_optimization.offload_param.device == "nvme":
         lines.append("offload_param.device nvme: the parameters' shards lie in host memory, as with cpu")
-    if config.communication_data_type is not None and form in ("inter_node", "dense"):
-        sends = {"dense": "averages gradients in float32", "inter_node": "sends gradients in onebit.warmup_codec"}
+    if config.communication_data_type is not None and form in ("inter_node", "dense", "local"):
+        sends = {
+            "dense": "averages gradients in float32",
+            "inter_node": "sends gradients in onebit.warmup_codec",
+            "local": "sends differences in onebit.local_steps.codec",
+        }
         if form != "dense" or config.communication_data_type != "fp32":
             lines.append(f"communication_data_type has no effect in the form {form!r}, which {sends[form]}")
     if form == "inter_node":
         lines += _of_frozen_things(_choice(config))
     if form == "inter_node" and not _choice(config).params.bias_correction:
         lines.append("optimizer.params.bias_correction: moments are always corrected where sharding is across nodes")
-    if form in ("inter_node", "dense") and not config.zero_optimization.overlap_comm:
+    if form in ("inter_node", "dense", "local") and not config.zero_optimization.overlap_comm:
         lines.append(f"zero_optimization.overlap_comm: false has no effect in the form {form!r}")
     summed = str(config.dtype if form == "inter_node" else torch.float32).removeprefix("torch.")
     wanted = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: summed}

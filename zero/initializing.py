@@ -333,16 +333,16 @@ def _named_config(config: ConfigLike | None, config_params: ConfigLike | None, a
 
 
 def _shards(config: Config, launch: Launch) -> int:
-    """Ranks along the shard axis: those of a node, or all of a dense optimizer, as far as a stage has them.
+    """Ranks along the shard axis: those of a node, or all where gradients are averaged in full, as far as a stage has.
 
     The tensor axis takes its own first.
     """
-    is_one_bit = config.optimizer is not None and config.optimizer.is_one_bit
-    if config.zero_optimization.stage == 0 or (is_one_bit and config.onebit.sharding == "inter_node"):
+    is_in_nodes = config.onebit.local_steps.is_on or (config.optimizer is not None and config.optimizer.is_one_bit)
+    if config.zero_optimization.stage == 0 or (is_in_nodes and config.onebit.sharding == "inter_node"):
         return 1
     if config.onebit.ranks_per_node is None and config.zero_optimization.ranks_per_shard_group is not None:
         return config.zero_optimization.ranks_per_shard_group
-    ranks, tensor = launch.local_size or 1 if is_one_bit else launch.world_size, config.onebit.tensor or 1
+    ranks, tensor = launch.local_size or 1 if is_in_nodes else launch.world_size, config.onebit.tensor or 1
     ranks = config.onebit.ranks_per_node or ranks
     if max(ranks, tensor) % min(ranks, tensor):
         raise ValueError(f"onebit.tensor: {tensor} ranks do not divide the {ranks} of a node; take a divisor of them")

@@ -566,6 +566,19 @@ class LocalSteps(torch.optim.Optimizer):
                 fragment.due = self.steps - (-self.stats.interval * (k + 1) // P)
             self._fill_stats()
 
+    @torch.no_grad()
+    def adopt_parameters(self) -> None:
+        """The anchors become the parameters as they are: others' weights, alike on all ranks. Nothing is owed then.
+
+        All ranks, between a round and the next step: behind `sync`, or before the first step.
+        """
+        for bucket in self.buckets:
+            bucket.anchor.copy_(bucket.flatten())
+            bucket.ef.worker.zero_()
+            bucket.ef.server.zero_()
+            if bucket.velocity is not None:
+                bucket.velocity.zero_()
+
     def is_at_anchor(self) -> bool:
         """Whether no step was taken since all parameters were the anchors. The same on all ranks."""
         return all(not fragment.is_under_way and fragment.synced_at == self.steps for fragment in self.fragments)

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 KIND = "local steps"
 _VERSION = 1
-_OURS = ("anchor", "worker_error", "outer_momentum")
+OURS = ("anchor", "worker_error", "outer_momentum")
 
 
 def identity(optimizer: LocalSteps) -> dict[str, object]:
@@ -149,7 +149,7 @@ def load(optimizer: LocalSteps, state: State) -> None:
     for bucket in optimizer.buckets:
         for p, name, shape in zip(bucket.params, bucket.names, bucket.layout.shapes, strict=True):
             entry = state["state"].get(numbers[p], {})
-            expected = _OURS if bucket.velocity is not None else _OURS[:2]
+            expected = OURS if bucket.velocity is not None else OURS[:2]
             if missing := [key for key in expected if key not in entry or entry[key].shape != shape]:
                 raise ValueError(f"{where}it has no {missing[0]} of shape {tuple(shape)} for {name}")
     optimizer.inner.load_state_dict(_inner_part(state))
@@ -171,7 +171,7 @@ def _inner_part(state: State) -> State:
     """The state without what is ours: the inner optimizer's own."""
     entries = {}
     for key, entry in state["state"].items():
-        theirs = {name: value for name, value in entry.items() if name not in _OURS}
+        theirs = {name: value for name, value in entry.items() if name not in OURS}
         if theirs:
             entries[key] = theirs
     return {name: value for name, value in state.items() if name != "onebit"} | {"state": entries}
@@ -180,12 +180,7 @@ def _inner_part(state: State) -> State:
 def _begin_here(optimizer: LocalSteps) -> None:
     """Nothing owed, and anchors where the parameters are: the state was of the inner optimizer alone."""
     make_equal(optimizer.transport, [local(p) for p in optimizer.buckets.params if local(p).numel() > 0])
-    for bucket in optimizer.buckets:
-        bucket.anchor.copy_(bucket.flatten())
-        bucket.ef.worker.zero_()
-        bucket.ef.server.zero_()
-        if bucket.velocity is not None:
-            bucket.velocity.zero_()
+    optimizer.adopt_parameters()
 
 
 def _restore_bucket(bucket: LocalBucket, entries: Sequence[State], server_error: Tensor) -> None:

@@ -30,6 +30,7 @@ import onebit
 from onebit.cli import main
 from onebit.comm import Transport
 from onebit.step.stats import Stats
+from onebit.zero.config.local_steps import LocalRounds
 from onebit.zero.config.sections import Onebit
 
 ROOT = Path(__file__).parents[2]
@@ -431,9 +432,19 @@ def test_every_key_of_the_block_onebit_is_explained_with_its_default() -> None:
     text = (ROOT / "docs" / "zero.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| .* \| ([^|]+) \| [^|]+ \|$", text, re.MULTILINE))
     keys = {field.name: getattr(Onebit(), field.name) for field in fields(Onebit)}
+    assert keys.pop("local_steps") == LocalRounds() and rows.pop("local_steps") == "none"
     said = {name: default.strip("`") for name, default in rows.items()}
     assert said == {name: "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
                     for name, value in keys.items()}  # fmt: skip
+
+
+def test_every_key_of_local_steps_is_explained_with_its_default() -> None:
+    table = (ROOT / "docs" / "local-steps.md").read_text().partition("## In the engine")[2].partition("\n## ")[0]
+    said = {}
+    for names, defaults in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ([^|]+) \| ", table, re.MULTILINE):
+        said |= dict(zip(re.findall(r"\w+", names), defaults.replace("`", "").split(", "), strict=True))
+    assert said.pop("every") == "needed" and set(said) == {f.name for f in fields(LocalRounds)} - {"every"}
+    assert said == {name: f"{x:g}" if isinstance(x := getattr(LocalRounds(), name), float) else str(x) for name in said}
 
 
 def test_messages_under_troubleshooting_are_the_codes() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -18,8 +19,9 @@ from torch.optim.optimizer import StateDict
 
 from ...checkpoint.files import CheckpointError
 from ...comm.messages import gather_bytes, raise_on_all_ranks
+from ...local.local_steps import LocalSteps
 from ..grid import AXES, GridShape
-from ..parallel import dense, fsdp
+from ..parallel import dense, local
 from ..sharded.optimizer import ShardedOnebitOptimizer
 from . import reshard
 from .files import Checkpoints, Loaded
@@ -71,7 +73,10 @@ def save(
 ) -> None:
     """Write the engine's step, its ranks synchronised first. All ranks. Raises CheckpointError within a step."""
     _refuse_within_step(engine)
-    engine.synchronise()
+    if engine.form == "local":
+        engine.let_go()
+    else:
+        engine.synchronise()
     tensors, rest = _state(engine)
     if not contents.frozen:
         for name in _frozen(engine):
@@ -88,17 +93,23 @@ def save(
         "client": client_state,
     }
     about = _about(engine) | {"without_frozen": not contents.frozen}
-    checkpoints.save(
-        engine.global_steps, tensors, own, about, in_background=in_background, is_latest=is_latest, then=then
-    )
+    with shown(engine):
+        checkpoints.save(
+            engine.global_steps, tensors, own, about, in_background=in_background, is_latest=is_latest, then=then
+        )
+
+
+def shown(engine: Engine) -> AbstractContextManager[None]:
+    """In here the model has weights on which all replicas agree: between rounds of local steps, the anchors."""
+    return engine.optimizer.anchors() if isinstance(engine.optimizer, LocalSteps) else nullcontext()
 
 
 def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Contents) -> tuple[str | None, object]:
     """See `Engine.load_checkpoint`. All ranks."""
     if not contents.optimizer:
         engine.synchronise()  # replicas that differ would each owe what the weights before owed
-    elif engine.stage is not None:
-        fsdp.reshard(engine.module)
+    else:
+        engine.let_go()
     tensors, _ = _state(engine) if contents.optimizer else (_weights(engine), None)
     frozen = _frozen(engine)
     recutting: list[_Recutting] = []
@@ -107,7 +118,7 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Co
     def check(found: Loaded) -> None:
         if contents.optimizer:
             _check_stamp(engine, found.stamp)
-        own.update(found.own.read(engine.grid.world.rank % len(found.own), *_ENGINES_OWN))
+        own.update(found.own.read(_source(engine, found), *_ENGINES_OWN))
         if missing := sorted(_ENGINES_OWN - own.keys()):
             raise CheckpointError(f"{found.folder} has no {missing[0]} of rank {engine.grid.world.rank}: it is damaged")
         if contents.optimizer and not (engine.shares_state or _is_same_cut(engine, found)):
@@ -120,7 +131,7 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Co
 
     def take_over(loaded: Loaded) -> None:
         if not contents.optimizer:
-            if isinstance(engine.optimizer, ShardedOnebitOptimizer):
+            if isinstance(engine.optimizer, ShardedOnebitOptimizer | LocalSteps):
                 engine.optimizer.adopt_parameters()
         elif engine.shares_state:
             dense.load_state(engine.module, engine.optimizer, *_shared_state(engine, loaded, tensors))
@@ -138,6 +149,8 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Co
         return None, None
     is_recut = any(said != b"\0" for said in gather_bytes(engine.grid.world, bytes([bool(recutting)])))
     checkpoints.together(take_over, loaded)
+    if engine.form == "local" and contents.counts:
+        engine.agree_on_loss_scale()
     engine.micro_steps_of_step = 0
     engine.zero_grad()  # of other weights
     return str(loaded.folder), own["client"]
@@ -185,11 +198,24 @@ def _load_rest(engine: Engine, own: StateDict, contents: Contents) -> None:
 def _about(engine: Engine) -> StateDict:
     return {
         "form": engine.form,
-        "optimizer": type(dense.stepping(engine.optimizer)).__name__,
+        "optimizer": _name(engine.optimizer),
         "sizes": dict(zip(AXES, engine.grid.shape.sizes, strict=True)),
         "stage": engine.config.zero_optimization.stage,
         "train_batch_size": engine.config.train_batch_size,
     }
+
+
+def _name(optimizer: torch.optim.Optimizer) -> str:
+    name = type(dense.stepping(optimizer)).__name__
+    return f"{name} around {type(optimizer.inner).__name__}" if isinstance(optimizer, LocalSteps) else name
+
+
+def _source(engine: Engine, found: Loaded) -> int:
+    """The old rank whose own things this one takes over: under local steps one with its part of the model."""
+    if engine.form == "local" and _differs_in_replicas_alone(engine, found.stamp):
+        place, there = engine.grid.coordinates, _shape(found.stamp)
+        return there.rank(place | {"replica": place["replica"] % there.size("replica")})
+    return engine.grid.world.rank % len(found.own)
 
 
 def _check_stamp(engine: Engine, stamp: Mapping[str, object]) -> None:
@@ -200,13 +226,15 @@ def _check_stamp(engine: Engine, stamp: Mapping[str, object]) -> None:
     if there != here and not {there, here} <= set(_ALIKE):
         raise CheckpointError(
             f"the checkpoint's form is {there}, this run's is {here}, whose state is another; start it with the same "
-            "stage and onebit.sharding, or take over the weights alone (save_16bit_model, import_weights)"
+            "stage, onebit.sharding and onebit.local_steps, or take over the weights alone (save_16bit_model, "
+            "import_weights)"
         )
     if stamp.get("optimizer") != mine["optimizer"] and {stamp.get("optimizer"), mine["optimizer"]} != _SAME_STATE:
         raise CheckpointError(f"the checkpoint's optimizer is {stamp.get('optimizer')}, not {mine['optimizer']}")
-    if here == "inter_node" and not _differs_in_replicas_alone(engine, stamp):
+    if here in ("inter_node", "local") and not _differs_in_replicas_alone(engine, stamp):
+        what = "sharding across nodes" if here == "inter_node" else "the form local"
         raise CheckpointError(
-            f"the checkpoint is of a grid of {_shape(stamp)}, this run's is {engine.grid.shape}; sharding across nodes "
+            f"the checkpoint is of a grid of {_shape(stamp)}, this run's is {engine.grid.shape}; {what} "
             "takes over the state of another number of replicas alone: start it with the other sizes as they were, or "
             "take over the weights alone (save_16bit_model, import_weights)"
         )
@@ -245,6 +273,8 @@ def _is_same_cut(engine: Engine, found: Loaded) -> bool:
 def _state(engine: Engine) -> tuple[dict[str, Tensor], StateDict]:
     """(what all ranks hold together, by name; the rest of the optimizer's state, each rank's own)."""
     model = _weights(engine)
+    if isinstance(engine.optimizer, LocalSteps):
+        return model, local.state_of(engine.module, engine.optimizer)
     if not engine.shares_state:
         return model, engine.optimizer.state_dict()
     tensors, rest = dense.state_of(engine.module, engine.optimizer)
@@ -265,7 +295,9 @@ def _load_own(engine: Engine, loaded: Loaded) -> None:
     place, there = engine.grid.coordinates, _shape(loaded.stamp)
     ranks = there.along("replica", there.rank(place | {"replica": 0}))
     states = _States(loaded, ranks)
-    if len(states) == engine.grid.shape.size("replica"):
+    if isinstance(engine.optimizer, LocalSteps):
+        local.load_states(engine.module, engine.optimizer, states)
+    elif len(states) == engine.grid.shape.size("replica"):
         engine.optimizer.load_state_dict(states[place["replica"]])
     elif engine.form == "dense":
         engine.optimizer.load_state_dict(states[0])  # the same in all replicas

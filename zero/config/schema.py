@@ -51,6 +51,10 @@ def _steps(value: object) -> int | str:
     return AUTO if value == AUTO else _integer(value)
 
 
+def _every(value: object) -> int | str | dict[str, object]:
+    return _object(value) if isinstance(value, Mapping) else _steps(value)
+
+
 def _period(value: object) -> int | None:
     return None if value in (None, math.inf) else _integer(value)
 
@@ -98,6 +102,7 @@ PAIR = Kind("a list of two numbers", _pair)
 INTS = Kind("a list of integers", _integers)
 RATES = Kind("a number, or a list with one for each parameter group,", _rates)
 STEPS = Kind('a number of steps or "auto"', _steps)
+EVERY = Kind('a number of steps, "auto", or an object that says when', _every)
 PERIOD = Kind("an integer, or null for never", _period)
 LIST = Kind("a list", _list)
 OBJECT = Kind("an object", _object)
@@ -126,7 +131,7 @@ class Key:
     @property
     def takes_auto(self) -> bool:
         """Whether "auto" is a value of its own, and not for the caller to fill."""
-        return self.kind is STEPS or AUTO in self.choices
+        return self.kind in (STEPS, EVERY) or AUTO in self.choices
 
     def expected(self) -> str:
         """In words."""

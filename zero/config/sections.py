@@ -14,7 +14,9 @@ from typing import ClassVar
 
 from ...agreement.skips import MOST_SKIPS
 from ...comm import CODECS, momentum_codecs
+from . import schema
 from .ignored_keys import BF16, DATA_TYPES, FP16, OFFLOAD, OFFLOAD_PARAM, PIPELINE, ZERO
+from .local_steps import LocalRounds
 from .schema import BOOL, FLOAT, INT, TEXT, Inert, block, check_block, key
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -203,7 +205,7 @@ class Onebit:
     communication_data_type says; under inter_node momentum in eight bits. variance_floor: see
     `onebit.arithmetic.adam.floor_of_blocks`. tensor: how many ranks compute each layer together (`parallel/tensor.py`);
     null: one, or as many as the given grid has. keep_checkpoints: how many checkpoints of this run stay in a folder,
-    the newest; null: all.
+    the newest; null: all. local_steps: rounds of differences around a dense optimizer, see there.
     """
 
     sharding: str = key("auto", TEXT, choices=("auto", "intra_node", "inter_node"))
@@ -220,6 +222,7 @@ class Onebit:
     max_consecutive_skips: int = key(MOST_SKIPS, INT, least=0)
     tensor: int | None = key(None, INT, null=True, least=1)
     keep_checkpoints: int | None = key(None, INT, null=True, least=1)
+    local_steps: LocalRounds = schema.block(LocalRounds)  # `block` is a key here
 
     def __post_init__(self) -> None:
         check_block(self)

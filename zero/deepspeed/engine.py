@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from ...comm.messages import gather_texts
+from ...local.local_steps import LocalSteps
 from ..comm import get_local_rank
 from ..config.reader import nearest, write_block
 from ..config.sections import OffloadOptimizer, OffloadParam
@@ -558,7 +559,7 @@ class DeepSpeedEngine(Engine):
 
     def adopt_weights(self) -> None:
         """Say that weights were changed outside of step(), alike on all ranks. All ranks."""
-        if isinstance(self.optimizer, ShardedOnebitOptimizer):
+        if isinstance(self.optimizer, ShardedOnebitOptimizer | LocalSteps):
             self.optimizer.adopt_parameters()
 
     def save_fp16_model(self, save_dir: str, save_filename: str = "model.safetensors") -> bool:

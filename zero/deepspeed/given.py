@@ -89,8 +89,8 @@ def check_optimizer(made: object) -> torch.optim.Optimizer:
     if isinstance(made, LocalSteps):
         raise TypeError(
             "LocalSteps exchanges differences in place of gradients, and the engine would average gradients in every "
-            f"step; use LocalSteps without the engine (docs/local-steps.md), or pass its {type(made.inner).__name__} "
-            "alone"
+            f"step; pass its {type(made.inner).__name__} alone, and write how often into the configuration, as "
+            '{"onebit": {"local_steps": {"every": 32}}}, or use LocalSteps without the engine (docs/local-steps.md)'
         )
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, or a function that makes one, got {type(made).__name__}")
@@ -100,7 +100,7 @@ def check_optimizer(made: object) -> torch.optim.Optimizer:
 def check_fits(made: torch.optim.Optimizer, shape: GridShape) -> None:
     """Raise ValueError where an optimizer that needs norms of whole layers was made without those who hold the rest."""
     ranks = shape.size("shard") * shape.size("tensor")
-    made = stepping(made)
+    made = made.inner if isinstance(made, LocalSteps) else stepping(made)
     knows_alone = isinstance(made, Lamb) and made.model_parallel_group.whole.world_size == 1
     if knows_alone and ranks > 1 and any(group["min_coeff"] != group["max_coeff"] for group in made.param_groups):
         raise ValueError(
@@ -152,7 +152,7 @@ def scheduler_for(given: object, optimizer: torch.optim.Optimizer) -> LRSchedule
         if not isinstance(made, Schedule):
             raise TypeError(f"lr_scheduler= is a function that gave a {type(made).__name__}, expected a schedule")
     its_own = getattr(made, "optimizer", optimizer)
-    if its_own is not optimizer:
+    if its_own not in (optimizer, getattr(optimizer, "inner", optimizer)):  # local steps are around another
         raise ValueError(
             f"the {type(made).__name__} in lr_scheduler= sets the rates of another {type(its_own).__name__} than the "
             f"engine's {type(optimizer).__name__}; pass a function, lr_scheduler=lambda optimizer: "

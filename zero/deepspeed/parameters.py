@@ -26,6 +26,7 @@ from ...model_parallel import local
 from ..checkpoint.reshard import slice_of
 from ..forms import parts_of
 from ..parallel import fsdp
+from ..parallel.dense import like
 from ..sharded.optimizer import ShardedOnebitOptimizer
 from .engine import DeepSpeedEngine
 
@@ -194,7 +195,7 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor:
     """The float32 master of a parameter, whole. Raises RuntimeError where masters are divided over nodes."""
     held = _held(param)
     _refuse_divided(held, "the float32 masters lie in parts at their owners")
-    return _full(_like(held.p, master_of(held.engine.optimizer, held.p))).detach().float().clone()
+    return _full(like(held.p, master_of(held.engine.optimizer, held.p))).detach().float().clone()
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -223,7 +224,7 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     part = (torch.zeros_like(local(held.p)) if grad is None else local(grad).detach()).float().contiguous().clone()
     if part.numel():
         transport.all_reduce(part).wait()
-    return _full(_like(held.p, part)).div_(transport.world_size * held.engine.fp16_scale.value)
+    return _full(like(held.p, part)).div_(transport.world_size * held.engine.fp16_scale.value)
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
@@ -249,7 +250,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     """
     held = _held(param)
     _refuse_divided(held, "moments lie in parts at their owners")
-    return _full(_like(held.p, _state(held, optim_state_key))).float().clone()
+    return _full(like(held.p, _state(held, optim_state_key))).float().clone()
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
@@ -264,7 +265,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
             "set by engine.load_checkpoint alone"
         )
     _check_shape(held, value)
-    _write(_like(held.p, _state(held, optim_state_key)), value)
+    _write(like(held.p, _state(held, optim_state_key)), value)
 
 
 # -------------------------------------------------------------------------------- one parameter, as it lies here
@@ -309,22 +310,6 @@ def _refuse_divided(held: _Held, what: str) -> None:
 def _check_shape(held: _Held, value: Tensor) -> None:
     if value.shape != held.p.shape:
         raise ValueError(f"{held.name} has shape {tuple(held.p.shape)}, got a value of {tuple(value.shape)}")
-
-
-def _like(p: Tensor, part: Tensor) -> Tensor:
-    """This rank's elements of something in a parameter's shape, as a DTensor where the parameter is one."""
-    if not hasattr(p, "to_local") or hasattr(part, "to_local"):
-        return part
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        part.view(local(p).shape),
-        p.device_mesh,  # type: ignore[attr-defined]
-        p.placements,  # type: ignore[attr-defined]
-        run_check=False,
-        shape=p.shape,
-        stride=torch.empty(p.shape, device="meta").stride(),
-    )
 
 
 def _full(x: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def prepare(
         torch._foreach_div_(grads, scale)
     if max_norm <= 0:
         return True, None
-    norm = _norm(with_grad, grads, model_parallel_group)
+    norm = global_norm(with_grad, grads, model_parallel_group)
     if grads:
         torch._foreach_mul_(grads, min(1.0, max_norm / (norm + 1e-6)))
     return True, norm
@@ -80,7 +80,7 @@ def bad_gradients(model: nn.Module) -> list[str]:
     return [name for name, grad in named if not bool(has_squares(grad))]
 
 
-def _norm(params: Sequence[Tensor], grads: list[Tensor], model_parallel_group: ModelParallelGroup) -> float:
+def global_norm(params: Sequence[Tensor], grads: list[Tensor], model_parallel_group: ModelParallelGroup) -> float:
     """Of all gradients of the model, those of other ranks included. Not torch's clip_grad_norm_: that takes tensors of
     one mesh, and a tensor-parallel model has plain ones, or sharded over one axis, among those sharded over two.
     """
@@ -89,6 +89,22 @@ def _norm(params: Sequence[Tensor], grads: list[Tensor], model_parallel_group: M
         sum(square / model_parallel_group.copies(p) for square, p in zip(squares, params, strict=True))
     )
     return float(total**0.5)
+
+
+def like(p: Tensor, part: Tensor) -> Tensor:
+    """This rank's elements of something in a parameter's shape, as a DTensor where the parameter is one."""
+    if not hasattr(p, "to_local") or hasattr(part, "to_local"):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part.view(local(p).shape),
+        p.device_mesh,  # type: ignore[attr-defined]
+        p.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=p.shape,
+        stride=torch.empty(p.shape, device="meta").stride(),
+    )
 
 
 def has_sharded_state(optimizer: torch.optim.Optimizer) -> bool:
