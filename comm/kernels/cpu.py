@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,43 +18,15 @@ import torch
 from torch import Tensor
 
 from .arguments import INT4, INT8, SIGN, Edge, Frame, check_scale
-from .library import ISA_TITLES, ISAS, Load, open_library
+from .library import SharedLibrary
 from .operands import EncodeOutput, LocalStep, MomentumInputs, ParamUpdate, Segments
 
 NAME = "cpu"
 SERVES = "cpu"
 FRAMES = dict.fromkeys(("sign", "int8", "int4"), ".cpu")
 
-ABI_VERSION = 5
 EDGE = Edge("cpu")
 _KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2}
-
-# Below this many elements per thread a second thread gains less than it costs to wake (scripts/bench.py kernels).
-ELEMENTS_PER_THREAD = 32768
-
-_log = logging.getLogger(__name__)
-_load_lock = threading.Lock()
-
-
-def is_built() -> bool:
-    """Whether the C++ library is there and fits this version of the package."""
-    return _load().library is not None
-
-
-def why_not() -> str:
-    """One sentence: what is missing and what to do. Empty where the library is built."""
-    return _load().problem
-
-
-def describe() -> str:
-    """What runs, e.g. "C++, AVX-512, up to 2 threads"."""
-    threads = torch.get_num_threads() if _library().onebit_has_openmp() else 1
-    return f"C++, {ISA_TITLES[available_isas()[-1]]}, up to {threads} thread{'s' if threads > 1 else ''}"
-
-
-def available_isas() -> tuple[str, ...]:
-    """The instruction sets that this machine can run, slowest first."""
-    return ISAS[1 : 1 + _library().onebit_best_isa()]
 
 
 def encode(
@@ -90,7 +61,7 @@ def encode_mean(received_WB: Tensor, out: EncodeOutput, *, block: int, scale: st
     """frame ← frame of the mean of the W frames + error; residual ← what it does not say. Reads each frame once."""
     check_scale(scale)
     W, J = EDGE.check_encode_mean(SIGN, received_WB, out, block=block)
-    _call(
+    _library.run(
         "sign_encode_mean",
         *_rows(received_WB),
         W,
@@ -118,7 +89,7 @@ def encode_momentum(momentum: MomentumInputs, out: EncodeOutput, *, block: int, 
     readable = [None if grad is None else _readable(grad) for grad in momentum.grads]
     D, floor, correction, eps = momentum.divisor
     weights = momentum.weights
-    _call(
+    _library.run(
         "sign_encode_momentum",
         *_pointers(readable, momentum.segments),
         D.data_ptr(),
@@ -152,7 +123,7 @@ def apply(frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int, isa: st
     """
     K, J = EDGE.check_apply(SIGN, frames_KB, n, update, block=block)
     writable = [None if p is None else _readable(p) for p in update.params]
-    _call(
+    _library.run(
         "sign_apply",
         *_rows(frames_KB),
         K,
@@ -177,7 +148,7 @@ def local_step(step: LocalStep, *, block: int, isa: str = "auto") -> None:
     readable = [None if grad is None else _readable(grad) for grad in momentum.grads]
     writable = [None if p is None else _readable(p) for p in step.params]
     D, floor, correction, eps = momentum.divisor
-    _call(
+    _library.run(
         "local_step",
         *_pointers(readable, momentum.segments),
         *_pointers(writable, momentum.segments)[:2],
@@ -215,7 +186,7 @@ def _encode(
     isa: str = "auto",
 ) -> None:
     K, J = EDGE.check_encode(frame, x_KN, error_KN, frames_KB, counts_KJ, block=block)
-    _call(
+    _library.run(
         f"{frame.name}_encode",
         *_rows(x_KN),
         *_rows(error_KN),
@@ -236,7 +207,7 @@ def _decode(
     frame: Frame, frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float, isa: str = "auto"
 ) -> None:
     K, J = EDGE.check_decode(frame, frames_KB, out_KN, block=block)
-    _call(
+    _library.run(
         f"{frame.name}_decode",
         *_rows(frames_KB),
         *_rows(out_KN),
@@ -252,7 +223,7 @@ def _decode(
 
 def _decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str = "auto") -> None:
     K, J = EDGE.check_decode_mean(frame, frames_KB, out_N, block=block)
-    _call(
+    _library.run(
         f"{frame.name}_decode_mean",
         *_rows(frames_KB),
         K,
@@ -305,41 +276,6 @@ def _pointers(tensors: Sequence[Tensor | None], segments: Segments) -> tuple[obj
     return addresses, kinds, *(row.data_ptr() for row in segments.table), S
 
 
-def _call(name: str, *args: object, isa: str, elements: int) -> None:
-    if isa not in ISAS:
-        raise ValueError(f"isa must be one of {', '.join(ISAS)}; got {isa!r}")
-    threads = max(1, min(torch.get_num_threads(), elements // ELEMENTS_PER_THREAD))
-    if getattr(_library(), f"onebit_{name}")(*args, ISAS.index(isa), threads):
-        raise ValueError(f'isa "{isa}" is not available on this machine, which has {", ".join(available_isas())}')
-
-
-def _library() -> ctypes.CDLL:
-    load = _load()
-    if load.library is None:
-        raise ImportError(load.problem)
-    return load.library
-
-
-def _load() -> Load:
-    with _load_lock:
-        return _load_once()
-
-
-@functools.cache
-def _load_once() -> Load:
-    load = _open(Path(__file__).parent)
-    if load.library is None:
-        _log.warning("the codecs run on the pure-torch reference, about ten times slower: %s", load.problem)
-    return load
-
-
-def _open(folder: Path) -> Load:
-    load = open_library(folder / "_kernels.so", "onebit_abi_version", ABI_VERSION)
-    if load.library is not None:
-        _declare(load.library)
-    return load
-
-
 def _declare(library: ctypes.CDLL) -> None:
     pointer, size, flag, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
     rows = (pointer, size)
@@ -364,3 +300,19 @@ def _declare(library: ctypes.CDLL) -> None:
         *tensors, pointer, pointer, pointer, pointer, real, real, pointer, real, real, real, real, pointer, pointer,
         real, real, size, size, size, flag, flag,
     )  # fmt: skip
+
+
+_library = SharedLibrary(
+    Path(__file__).with_name("_kernels.so"),
+    prefix="onebit",
+    abi_version=5,
+    declare=_declare,
+    log=logging.getLogger(__name__),
+    without="the codecs run on the pure-torch reference, about ten times slower",
+)
+is_built, why_not, describe, available_isas = (
+    _library.is_built,
+    _library.why_not,
+    _library.describe,
+    _library.available_isas,
+)

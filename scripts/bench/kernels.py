@@ -33,7 +33,8 @@ from onebit.comm import (
     SignCodec,
     Variance,
 )
-from onebit.comm.kernels import cpu, reference
+from onebit.comm.kernels import cpu, library, reference
+from onebit.comm.kernels.library import ISAS
 
 ROWS_OF_MEAN = 4
 SWEEP = (4096, 16384, 32768, 65536, 131072, 1048576)
@@ -242,7 +243,7 @@ def table(args: argparse.Namespace) -> list[str]:
 
 
 def sweep(args: argparse.Namespace) -> list[str]:
-    """Two threads against one, by size: where `cpu.ELEMENTS_PER_THREAD` comes from."""
+    """Two threads against one, by size: where `library.ELEMENTS_PER_THREAD` comes from."""
     lines = ["| elements | encode µs, 1 thread | 2 threads | ratio |", "|---|---|---|---|"]
     for elements in SWEEP:
         encode = sign_operations(elements, args.block, args.isa)[0].kernel
@@ -258,12 +259,12 @@ def sweep(args: argparse.Namespace) -> list[str]:
 
 
 def unconditional_sweep(args: argparse.Namespace) -> list[str]:
-    threshold = cpu.ELEMENTS_PER_THREAD
-    cpu.ELEMENTS_PER_THREAD = 1
+    threshold = library.ELEMENTS_PER_THREAD
+    library.ELEMENTS_PER_THREAD = 1
     try:
         return sweep(args)
     finally:
-        cpu.ELEMENTS_PER_THREAD = threshold
+        library.ELEMENTS_PER_THREAD = threshold
 
 
 def cpu_name() -> str:
@@ -291,7 +292,7 @@ def record(argv: Sequence[str], args: argparse.Namespace) -> str:
 
 {chr(10).join(rows)}
 
-Two threads against one, both forced. In use the kernel takes one thread per {cpu.ELEMENTS_PER_THREAD} elements.
+Two threads against one, both forced. In use the kernel takes one thread per {library.ELEMENTS_PER_THREAD} elements.
 
 {chr(10).join(small)}
 """
@@ -306,7 +307,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (default: 1 2)")
     parser.add_argument("--repeats", type=int, default=40, help="of kernel and floor (default: %(default)s)")
     parser.add_argument("--reference-repeats", type=int, default=5, help="of the reference (default: %(default)s)")
-    parser.add_argument("--isa", choices=cpu.ISAS, default="auto", help="instruction set (default: the best one)")
+    parser.add_argument("--isa", choices=ISAS, default="auto", help="instruction set (default: the best one)")
     parser.add_argument("--record", type=record_path, metavar="FILE", help="also write the table there, in Markdown")
     args = parser.parse_args(argv)
     if not 1 <= args.reference_repeats <= args.repeats:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -21,6 +23,12 @@ SPECIAL = (
     float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-40, 1e-38, 1e30, -1e30, 1e-30, 1e-23,
     1.8e19, 1.9e19, 3e38, -3.4e38, 1.0,
 )  # fmt: skip
+
+
+def load(monkeypatch: pytest.MonkeyPatch, module: ModuleType, path: Path) -> None:
+    """For this test, the library of `module` is the one at `path`, if there is one."""
+    for name, value in {"path": path, "_loaded": None, "_problem": None}.items():
+        monkeypatch.setattr(module._library, name, value)
 
 
 def bits(t: Tensor) -> Tensor:

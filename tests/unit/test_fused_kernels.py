@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_kernels import each_isa, needs_build
 
 from onebit.comm import SignCodec
-from onebit.comm.kernels import cpu, reference
+from onebit.comm.kernels import cpu, library, reference
 from onebit.comm.kernels.operands import (
     EncodeOutput,
     LocalStep,
@@ -109,7 +109,7 @@ def test_threads_change_nothing(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        J = -(-4 * cpu.ELEMENTS_PER_THREAD // 256)
+        J = -(-4 * library.ELEMENTS_PER_THREAD // 256)
         case = cases.Case(2, J, 256, (J * 256, J * 128 + 5, 300), (torch.float32, torch.bfloat16, torch.float32))
         cases.check_encode_momentum(cpu.encode_momentum, case, error=torch.float32, packed=True, variance=False)
         cases.check_encode_mean(cpu.encode_mean, case, rows=3, error=torch.float32)

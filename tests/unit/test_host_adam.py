@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import io
 import itertools
 import math
@@ -13,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_inputs import load
 from torch import Tensor, nn
 
 import onebit
+from onebit.comm.kernels import library
 from onebit.host import (
     BLOCK,
     EightBitVariance,
@@ -138,7 +139,7 @@ def test_a_step_in_chunks_ends_in_the_bits_of_a_step_in_one(is_packed: bool) -> 
 
 @BUILT
 def test_threads_change_no_bit() -> None:
-    n, threads = 4 * native.ELEMENTS_PER_THREAD + 11, torch.get_num_threads()
+    n, threads = 4 * library.ELEMENTS_PER_THREAD + 11, torch.get_num_threads()
     one, two = (chunk(n, torch.float32, torch.bfloat16, True, torch.bfloat16) for _ in range(2))
     try:
         for t in (1, 2, 3):
@@ -161,9 +162,7 @@ def test_no_undefined_behaviour(
     command = [str(COMPILER), "-O0", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-fsanitize=undefined"]
     if subprocess.run([*command, CSRC / "host_adam.cpp", "-o", tmp_path / "host.so"], timeout=60).returncode:
         pytest.skip("needs the sanitizer of the compiler: libubsan")
-    library = ctypes.CDLL(str(tmp_path / "host.so"))
-    native._declare(library)
-    monkeypatch.setattr(native, "_library", lambda: library)
+    load(monkeypatch, native, tmp_path / "host.so")
     for isa, n, is_packed, out in itertools.product(native.available_isas(), (0, 1, 600), (False, True), OUTPUTS):
         ours, theirs = (chunk(n, torch.bfloat16, torch.bfloat16, is_packed, out) for _ in range(2))
         if is_packed:
@@ -209,17 +208,12 @@ def test_arguments_are_checked_before_anything_is_written() -> None:
 def test_without_the_library_the_reference_runs_and_one_warning_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    opened = native._open
-    monkeypatch.setattr(native, "_open", lambda folder: opened(tmp_path))
-    native._load_once.cache_clear()
-    try:
-        c = chunk(300, torch.float32, torch.float32, False, None)
-        expected = copy.deepcopy(c)
-        for t in (1, 2):
-            adam_(c.master, c.grad, c.m, c.v, lr=1e-2, weight_decay=0.1, step=t)
-            reference.adam_(expected, constants(t), 0)
-    finally:
-        native._load_once.cache_clear()
+    load(monkeypatch, native, tmp_path / "_host.so")
+    c = chunk(300, torch.float32, torch.float32, False, None)
+    expected = copy.deepcopy(c)
+    for t in (1, 2):
+        adam_(c.master, c.grad, c.m, c.v, lr=1e-2, weight_decay=0.1, step=t)
+        reference.adam_(expected, constants(t), 0)
     assert_same(c, expected)
     assert [record.name for record in caplog.records] == [native.__name__]
     assert "not built" in caplog.text

@@ -7,7 +7,6 @@ Shape legend: K rows, N elements, J blocks, B bytes.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import logging
 import shutil
@@ -29,6 +28,7 @@ from kernel_inputs import (
     assert_same,
     frames_for,
     function,
+    load,
     misaligned,
     overlapping,
     random,
@@ -37,7 +37,8 @@ from kernel_inputs import (
 from torch import Tensor
 
 from onebit.comm import EncodeOutput, ParamUpdate, Segments, kernels
-from onebit.comm.kernels import cpu, int4_reference, reference
+from onebit.comm.kernels import cpu, int4_reference, library, reference
+from onebit.comm.kernels.library import ISAS, SharedLibrary
 
 # The sign frame with its two scales, and the frames of whole steps.
 FRAMES = ("rms", "mean_abs", "int8", "int4")
@@ -58,7 +59,7 @@ each_isa = pytest.mark.parametrize(
     "isa",
     [
         pytest.param(isa, marks=pytest.mark.skipif(isa not in _available, reason=f"needs a machine with {isa}"))
-        for isa in cpu.ISAS[1:]
+        for isa in ISAS[1:]
     ],
 )
 
@@ -258,7 +259,7 @@ def test_any_small_input_encodes_as_in_the_reference(isa: str, data: st.DataObje
 def test_threads_change_nothing(isa: str, frame: str, threads: int) -> None:
     torch.set_num_threads(threads)
     block, K = 256, 3
-    N = -(-2 * threads * cpu.ELEMENTS_PER_THREAD // block + 1) * block  # decode_mean shares N, the others K·N
+    N = -(-2 * threads * library.ELEMENTS_PER_THREAD // block + 1) * block  # decode_mean shares N, the others K·N
     x, error, counts = random(K, N), random(K, N, seed=1), random_counts(K, N // block, block)
     frames = encode_both(x, error, None, block=block, frame=frame, isa=isa)
     encode_both(x, error, counts, block=block, frame=frame, isa=isa)
@@ -269,7 +270,7 @@ def test_threads_change_nothing(isa: str, frame: str, threads: int) -> None:
 @needs_build
 def test_ranks_as_threads_do_not_disturb_each_other() -> None:
     """Four Python threads, each with rows large enough to wake more: ctypes lets go of the GIL."""
-    block, N = 256, 4 * cpu.ELEMENTS_PER_THREAD
+    block, N = 256, 4 * library.ELEMENTS_PER_THREAD
     inputs = [random(1, N, seed=rank) for rank in range(4)]
     results = [(x.clone(), frames_for(1, N, block)) for x in inputs]
 
@@ -316,9 +317,7 @@ def test_no_undefined_behaviour(
     command = [str(COMPILER), "-O0", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-fsanitize=undefined"]
     if subprocess.run([*command, CSRC / "kernels.cpp", "-o", tmp_path / "kernels.so"], timeout=60).returncode:
         pytest.skip("needs the sanitizer of the compiler: libubsan")
-    library = ctypes.CDLL(str(tmp_path / "kernels.so"))
-    cpu._declare(library)
-    monkeypatch.setattr(cpu, "_library", lambda: library)
+    load(monkeypatch, cpu, tmp_path / "kernels.so")
     for isa, frame, J in itertools.product(_available, FRAMES, (0, 1, 3)):
         block = BLOCKS[frame][0]
         x, counts = random(2, J * block), random_counts(2, J, block)
@@ -434,7 +433,7 @@ def test_int8_rejects_what_sign_rejects() -> None:
 
 @needs_build
 def test_an_instruction_set_this_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "ISAS", (*cpu.ISAS, "of the future"))
+    monkeypatch.setattr(library, "ISAS", (*ISAS, "of the future"))
     with pytest.raises(ValueError, match='"of the future" is not available on this machine, which has portable'):
         cpu.decode_mean(f2, x2[0].clone(), block=64, isa="of the future")
 
@@ -450,28 +449,31 @@ def test_describe_names_what_runs() -> None:
     assert cpu.describe() in kernels.describe()
 
 
+def opened(path: Path, abi_version: int = 5) -> SharedLibrary:
+    return SharedLibrary(path, "onebit", abi_version, lambda built: None, logging.getLogger("a test"), "no kernels")
+
+
 @needs_build
-def test_a_library_of_another_abi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = cpu.ABI_VERSION
-    monkeypatch.setattr(cpu, "ABI_VERSION", 999)
-    load = cpu._open(Path(cpu.__file__).parent)
-    assert load.library is None
-    assert f"has ABI {built} and this package needs 999; install a C++ compiler and reinstall" in load.problem
+def test_a_library_of_another_abi_is_refused() -> None:
+    assert not opened(cpu._library.path).why_not()
+    built = cpu._library.abi_version
+    refused = opened(cpu._library.path, abi_version=999)
+    assert f"has ABI {built} and this package needs 999; install a C++ compiler and reinstall" in refused.why_not()
+    assert not refused.is_built()
+    with pytest.raises(ImportError, match="needs 999"):
+        refused.get()
 
 
 def test_a_missing_or_broken_library_is_a_sentence(tmp_path: Path) -> None:
-    assert "not built; install a C++ compiler" in cpu._open(tmp_path).problem
-    (tmp_path / "_kernels.so").write_bytes(b"not a library")
-    assert "cannot be loaded" in cpu._open(tmp_path).problem
+    path = tmp_path / "_kernels.so"
+    assert "not built; install a C++ compiler" in opened(path).why_not()
+    path.write_bytes(b"not a library")
+    assert "cannot be loaded" in opened(path).why_not()
 
 
 @pytest.fixture
-def not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    opened = cpu._open
-    monkeypatch.setattr(cpu, "_open", lambda folder: opened(tmp_path))
-    cpu._load_once.cache_clear()
-    yield
-    cpu._load_once.cache_clear()
+def not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    load(monkeypatch, cpu, tmp_path / "_kernels.so")
 
 
 @pytest.mark.usefixtures("not_built")
