@@ -33,7 +33,7 @@ from .model_parallel import ModelParallelGroup, model_parallel_group_of
 from .rule import BucketRule
 from .step.clip import Clipper
 from .step.stats import Stats, Traffic, WaitClock
-from .usage.contract import Group, State, TorchOptions, check_arguments, check_group, refuse_copy
+from .usage.contract import Group, State, TorchOptions, check_arguments, check_group, loss_of, refuse_copy
 from .usage.frozen import gradient_of, refuse_unfrozen
 from .usage.marks import GradientMark, are_used_again
 
@@ -175,10 +175,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         if a peer is lost, DesyncError if the ranks are not in the same step with the same options, ReplicaError if the
         replicas are no longer identical, SkippedStepsError if too many steps in a row were skipped.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if not self.buckets:
             self._join.is_finished = False  # no rank has any
             present = [[gradient_of(p) is not None for p in self.buckets.frozen]]

@@ -14,7 +14,7 @@ from torch import Tensor
 from .host import EightBitVariance, adam_, empty_variance, from_eight_bits, to_eight_bits
 from .host.variance import seed_of
 from .model_parallel import local
-from .usage.contract import Group, State, check_options, check_parameters, load_checked
+from .usage.contract import Group, State, check_options, check_parameters, load_checked, loss_of
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -128,10 +128,7 @@ class HostAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of each parameter that has a gradient. Raises RuntimeError on a sparse gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             _check_forms("a param group", group)
             for p in group["params"]:

@@ -26,6 +26,7 @@ from .usage.contract import (
     check_parameters,
     check_saved_groups,
     load_checked,
+    loss_of,
 )
 
 if TYPE_CHECKING:
@@ -130,10 +131,7 @@ class Lamb(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update. Raises RuntimeError on a sparse gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             self._step_group(group)
         return loss

@@ -41,7 +41,7 @@ from ..model_parallel import ModelParallelGroup, local, model_parallel_group_of
 from ..step.link_probe import StopWatch, measure
 from ..step.stats import Traffic, WaitClock
 from ..usage.buffers import persistent_buffers, sync_tensors
-from ..usage.contract import Group, State, check_number, refuse_copy
+from ..usage.contract import Group, State, check_number, loss_of, refuse_copy
 from ..usage.frozen import gradient_of, refuse_unfrozen
 from . import state as states
 from .fragment import Fragment, LocalBucket, OuterStep, Share, is_lossless
@@ -324,10 +324,7 @@ class LocalSteps(torch.optim.Optimizer):
         DesyncError if the ranks' rounds or schedules differ, ReplicaError if anchors are no longer identical.
         """
         self._computing.stop()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._begin_counting()
         self.stats.phase = "local"
         names = list(self.buckets.frozen.values())

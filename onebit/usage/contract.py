@@ -1,4 +1,4 @@
-"""What torch.optim and its users expect of an optimizer, once for all of ours: arguments, groups, states, copies.
+"""What torch.optim and its users expect of an optimizer, once for all: arguments, groups, closures, states, copies.
 
 Checks at the edge, each of one rank alone: no function here sends anything.
 """
@@ -63,6 +63,14 @@ class SharedOptions(TorchOptions, total=False):
     bucket_cap_mb: float
     check_replicas_every: int
     max_consecutive_skips: int
+
+
+def loss_of(closure: Callable[[], float] | None) -> float | None:
+    """What the closure of a step gives, evaluated once with gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 # ---------------------------------------------------------------- arguments and groups

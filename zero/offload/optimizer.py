@@ -23,7 +23,7 @@ from torch.optim.optimizer import ParamsT
 
 from ...lamb import Lamb
 from ...model_parallel import local
-from ...usage.contract import Group, State
+from ...usage.contract import Group, State, loss_of
 from .files import FileStore
 from .gradients import GRAD, ResidentGradients, StoredGradients, global_norm
 from .inner import Inner, Part, is_elementwise
@@ -151,10 +151,7 @@ class Offload(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of the parameters that have a gradient, or a skip; see the class. Raises StoreError."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         has = self._gradients.has
         chunks = [chunk for chunk in self.layout.chunks if any(has(piece.param) for piece in chunk.pieces)]
         self.stats.steps += 1
