@@ -17,7 +17,8 @@ ONEBIT = [sys.executable, "-m", "onebit"]
 
 @pytest.mark.net
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_the_doctor_finds_the_link_and_what_pays(tmp_path: Path, launcher: str) -> None:
     if reason := available():
         pytest.skip(f"emulated hosts: {reason}")

@@ -352,7 +352,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list]:
     [
         {"ranks": 8, "pipe": 2, "tensor": 2},
         {"ranks": 4, "pipe": 1, "zero": 1, "shard": 2},
-        {"ranks": 8, "pipe": 4, "tensor": 2, "pipeline": {"schedule": "gpipe"}},
+        pytest.param(
+            {"ranks": 8, "pipe": 4, "tensor": 2, "pipeline": {"schedule": "gpipe"}}, marks=pytest.mark.thorough
+        ),
         {"ranks": 1, "pipe": 1},
     ],
     ids=["2x2x2", "1x4x1, sharded", "4x1x2", "one process"],

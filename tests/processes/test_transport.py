@@ -89,7 +89,11 @@ def outlived(backend: str, fate: str) -> Ended:
 
 @pytest.mark.parametrize(
     ("backend", "fate", "operation"),
-    [("gloo", fate, operation) for fate in ("killed", "stopped") for operation in transport_ranks.OPERATIONS]
+    [("gloo", "killed", operation) for operation in transport_ranks.OPERATIONS]
+    + [
+        pytest.param("gloo", "stopped", operation, marks=pytest.mark.thorough)
+        for operation in transport_ranks.OPERATIONS
+    ]
     + [("mpi", "stopped", operation) for operation in ("all_to_all", "all_reduce")],
 )
 def test_survivors_name_the_peer(backend: str, fate: str, operation: str) -> None:

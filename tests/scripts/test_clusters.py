@@ -55,7 +55,8 @@ def slurm(tmp_path: Path, script: str, *words: str, **more: str) -> subprocess.C
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=90, check=False)
 
 
-@pytest.mark.parametrize("script", ["srun.sbatch", pytest.param("torchrun.sbatch", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("script", ["srun.sbatch", "torchrun.sbatch"])
 def test_a_slurm_job_trains(tmp_path: Path, script: str) -> None:
     done = slurm(tmp_path, script)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -94,6 +94,7 @@ def built(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*.so"))
 
 
+@pytest.mark.thorough
 def test_without_a_compiler_the_install_succeeds_and_the_reference_runs(source: Path, tmp_path: Path) -> None:
     output = install(source, tmp_path / "site", WITHOUT_COMPILER)
     assert output.count(NOT_BUILT) == 2, output

@@ -233,7 +233,7 @@ def test_levels_follow_the_launcher_and_the_host_names() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("run", [run_torchrun, run_mpi])
+@pytest.mark.parametrize("run", [run_torchrun, pytest.param(run_mpi, marks=pytest.mark.thorough)])
 def test_a_missing_peer_has_its_number_in_the_world_whichever_level_misses_it(run: Callable[..., Ended]) -> None:
     """Rank 3 is rank 1 to its node and to its peers across. Who has missed it waits for no barrier."""
     results = run(4, transport_ranks.miss_a_peer_in_two_levels, timeout_s=60).results
