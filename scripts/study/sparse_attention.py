@@ -46,7 +46,7 @@ BYTE_LMS: dict[str, tuple[int, Mapping[str, object] | None]] = {
 
 @dataclass
 class Result:
-    """One run. loss: nats per answer or byte, held out; right: share of answers."""
+    """One run. loss: nats per answer or byte, held out; right: share of answers; budget_s: given to a byte LM."""
 
     task: str
     name: str
@@ -56,6 +56,7 @@ class Result:
     loss: float
     right: float | None
     revision: str
+    budget_s: float | None = None
 
 
 # ---------------------------------------------------------------- retrieval
@@ -127,7 +128,7 @@ def read_bytes(name: str, seed: int, budget_s: float, layers: int = 4, width: in
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         steps += 1
-    return Result("byte-lm", name, seed, steps, spent, held_out_loss(model, context), None, revision())
+    return Result("byte-lm", name, seed, steps, spent, held_out_loss(model, context), None, revision(), budget_s)
 
 
 @torch.no_grad()
@@ -144,10 +145,12 @@ def held_out_loss(model: nn.Module, context: int, windows: int = 32) -> float:
 # ---------------------------------------------------------------- runs and report
 
 
-def wanted(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    for seed in range(args.seeds):
-        for name in SEES if args.task == "retrieval" else BYTE_LMS:
-            yield name, seed
+def wanted(args: argparse.Namespace) -> Iterator[tuple[str, int, float | None]]:
+    """(what attends, seed, budget in seconds)"""
+    for budget_s in [None] if args.task == "retrieval" else args.budgets:
+        for seed in range(args.seeds):
+            for name in SEES if args.task == "retrieval" else BYTE_LMS:
+                yield name, seed, budget_s
 
 
 def report(task: str, results: Sequence[Result]) -> str:
@@ -172,7 +175,7 @@ def main(argv: Sequence[str]) -> None:
     add("--results", type=Path, required=True, metavar="FILE", help="a line for each run; those there are not repeated")
     add("--seeds", type=int, default=1)
     add("--steps", type=int, default=150, help="of retrieval")
-    add("--budget", type=float, default=300.0, metavar="SECONDS", help="of the processor, for each byte LM")
+    add("--budgets", type=float, nargs="+", default=[300.0], metavar="SECONDS", help="of the processor, for a byte LM")
     add("--record", type=record_path, metavar="FILE", help="write the table there")
     args = parser.parse_args(argv)
     check_record(parser, args.results)
@@ -180,10 +183,10 @@ def main(argv: Sequence[str]) -> None:
     args.results.parent.mkdir(parents=True, exist_ok=True)
     lines = args.results.read_text().splitlines() if args.results.exists() else []
     results = [Result(**json.loads(line)) for line in lines]
-    for name, seed in wanted(args):
-        if any((r.task, r.name, r.seed) == (args.task, name, seed) for r in results):
+    for name, seed, budget_s in wanted(args):
+        if any((r.task, r.name, r.seed, r.budget_s) == (args.task, name, seed, budget_s) for r in results):
             continue
-        made = retrieve(name, seed, args.steps) if args.task == "retrieval" else read_bytes(name, seed, args.budget)
+        made = retrieve(name, seed, args.steps) if budget_s is None else read_bytes(name, seed, budget_s)
         refuse_dirty_tree(args.results)
         with args.results.open("a") as file:
             file.write(json.dumps(asdict(made)) + "\n")
