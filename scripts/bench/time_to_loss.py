@@ -1,4 +1,4 @@
-"""Loss against seconds of equal work: DDP, PowerSGD, DiLoCo and ours, on three networks.
+"""Loss against seconds of equal work: DDP, PowerSGD, DeMo, DiLoCo and ours, on three networks.
 
     python scripts/bench.py time_to_loss losses --results runs/losses.jsonl
     python scripts/bench.py time_to_loss seconds --results runs/seconds.jsonl

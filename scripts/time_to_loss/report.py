@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 BUDGETS_S = (120.0, 400.0, 1350.0, 4500.0)
 _LIKE = {"refresh": "warmup", "idle": "compressed"}  # phases that take the time of another where none was timed
 _FAMILIES = {
-    "DDP": "#333333", "PowerSGD": "#999999", "DiLoCo": "#e69f00", "OnebitAdam": "#0072b2", "ZeroOneAdam": "#d55e00",
-    "sharded": "#009e73", "local": "#882255",
+    "DDP": "#333333", "PowerSGD": "#999999", "DeMo": "#cc79a7", "DiLoCo": "#e69f00", "OnebitAdam": "#0072b2",
+    "ZeroOneAdam": "#d55e00", "sharded": "#009e73", "local": "#882255",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What is compared: dense AdamW in DDP, PowerSGD, DiLoCo, ours; each as simulated ranks train with it, and as timed.
+"""What is compared: DDP, PowerSGD, DeMo, DiLoCo and ours; each as simulated ranks train with it, and as timed.
 
 A way's loss and its time are measured apart. Its loss is of simulated ranks (`losses.py`), a function of the step. Its
 seconds are of emulated hosts (`seconds.py`), by the phase of a step: a warm-up, a step between two rounds and a round
@@ -13,16 +13,14 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 import onebit
 from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
 from onebit.cli.doctor.contenders import Contender, Ddp, DdpBfloat16, EmulatedModel, Onebit, PowerSgd
 from onebit.comm import Codec, IdentityCodec, Int8Codec, Log4Codec, SignCodec, Transport
 from onebit.zero import ShardedOnebitAdam
+from time_to_loss.peers import PLAIN, DeMo, Groups, LowRank, Plain
 
-Groups = list[dict]
-PLAIN = "plain"  # the only phase of a way whose steps are alike
 NESTEROV = (0.7, 0.9)  # DiLoCo's outer rate and momentum (arXiv 2311.08105)
 
 
@@ -58,60 +56,6 @@ class Way:
     needs_group: bool = False
 
 
-# ---------------------------------------------------------------- peers
-
-
-class LowRank:
-    """PowerSGD (arXiv 1905.13727) in front of AdamW, as torch's hook has it: error feedback, a warm start, and the
-    dense mean in the first `start` steps, and always for vectors and for matrices that rank r makes less than half as
-    small."""
-
-    def __init__(self, groups: Groups, transport: Transport, rank: int, start: int):
-        self.inner, self.transport, self.rank, self.left = torch.optim.AdamW(groups), transport, rank, start
-        self.param_groups = self.inner.param_groups
-        self.params = [p for group in self.param_groups for p in group["params"]]
-        generator = torch.Generator().manual_seed(0)  # the same on all ranks
-        self.low: dict[Tensor, Tensor] = {}
-        for p in self.params:
-            if p.dim() > 1 and 2 * rank * (len(p) + p[0].numel()) < p.numel():
-                self.low[p] = torch.randn(p[0].numel(), rank, generator=generator)
-        self.errors = {p: torch.zeros_like(p) for p in self.low}
-        self.phase = "warmup"
-
-    def step(self) -> None:
-        self.phase = "warmup" if self.left > 0 else PLAIN
-        full = [p.grad for p in self.params if self.left > 0 or p not in self.low]
-        self._average(full)
-        if self.left <= 0:
-            self._approximate()
-        self.left -= 1
-        self.inner.step()
-
-    def _approximate(self) -> None:
-        matrices = {p: (p.grad + self.errors[p]).view(len(p), -1) for p in self.low}
-        lefts = [matrix @ self.low[p] for p, matrix in matrices.items()]
-        self._average(lefts)
-        bases = [torch.linalg.qr(left).Q for left in lefts]
-        rights = [matrix.T @ basis for matrix, basis in zip(matrices.values(), bases, strict=True)]
-        self._average(rights)
-        for (p, matrix), basis, right in zip(matrices.items(), bases, rights, strict=True):
-            p.grad.copy_((basis @ right.T).view_as(p))
-            self.errors[p] = matrix.view_as(p) - p.grad
-            self.low[p] = right
-
-    def _average(self, tensors: Sequence[Tensor]) -> None:
-        if not tensors:
-            return
-        flat = torch.cat([x.reshape(-1) for x in tensors])
-        self.transport.all_reduce(flat).wait()
-        flat /= self.transport.world_size
-        for x, part in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
-            x.copy_(part.view_as(x))
-
-    def zero_grad(self) -> None:
-        self.inner.zero_grad()
-
-
 def phase_of(optimizer: Any) -> str:
     """Of the step that it has just taken."""
     stats = getattr(optimizer, "stats", optimizer)
@@ -131,6 +75,17 @@ def _power_sgd(rank: int) -> Way:
         full_steps=2,
         needs_group=True,
     )
+
+
+def _demo() -> Way:
+    def timed(params: Any, lr: float, transport: Transport) -> DeMo:
+        return DeMo([{"params": list(params), "lr": lr, "weight_decay": 0.0}], transport)
+
+    def made(groups: Groups, transport: Transport | None, steps: int) -> DeMo:
+        assert transport is not None
+        return DeMo(groups, transport)
+
+    return Way("DeMo", partial(Plain, make=timed), made)
 
 
 # ---------------------------------------------------------------- ours, and DiLoCo by our wrapper
@@ -202,6 +157,7 @@ WAYS = {
         Way("DDP bfloat16", DdpBfloat16, loss_of="DDP float32", needs_group=True),
         _power_sgd(1),
         _power_sgd(4),
+        _demo(),
         _local("DiLoCo fp32", 32, IdentityCodec(), NESTEROV),
         *(_local("DiLoCo int8", every, Int8Codec(), NESTEROV) for every in (8, 32, 128)),
         _ours("OnebitAdam", onebit.OnebitAdam, _ADAM),

@@ -12,8 +12,9 @@ import torch
 from bench.time_to_loss import main
 from time_to_loss import losses, report
 from time_to_loss.losses import Found, Run
+from time_to_loss.peers import DeMo, LowRank
 from time_to_loss.seconds import Timed
-from time_to_loss.ways import WAYS, LowRank
+from time_to_loss.ways import WAYS
 
 from onebit.cli.cluster import available
 from onebit.comm import SimTransport, run_ranks
@@ -77,6 +78,68 @@ def test_low_rank_gradients_are_those_of_the_paper() -> None:
     for seen in run_ranks(ranks, work):
         for ours, theirs in zip(seen, expected, strict=True):
             torch.testing.assert_close(ours.double(), torch.tensor(theirs), rtol=1e-4, atol=1e-5)
+
+
+def test_demo_sends_the_largest_frequencies_and_keeps_the_rest() -> None:
+    """Two ranks against a loop in float64, with a cosine transform summed by hand; a matrix of two blocks, a vector."""
+    ranks, steps, top, lr, decay = 2, 3, 2, 0.1, 0.9
+    shapes = {"matrix": (4, 67 * 2), "vector": (8,)}
+    generator = numpy.random.default_rng(1)
+    gradients = {name: generator.standard_normal((steps, ranks, *shape)) for name, shape in shapes.items()}
+
+    def transform(block: numpy.ndarray) -> numpy.ndarray:
+        out = block
+        for axis, n in enumerate(block.shape):
+            waves = [[numpy.cos(numpy.pi * (j + 0.5) * k / n) for j in range(n)] for k in range(n)]
+            waves = numpy.array(waves) * numpy.where(numpy.arange(n) > 0, 2 / n, 1 / n)[:, None] ** 0.5
+            out = numpy.moveaxis(numpy.tensordot(waves, out, (1, axis)), 0, axis)
+        return out
+
+    def back(block: numpy.ndarray) -> numpy.ndarray:
+        """The transform is orthonormal: its inverse is the sum of basis vectors, each found by transforming units."""
+        size = block.size
+        units = numpy.stack([transform(unit.reshape(block.shape)).ravel() for unit in numpy.eye(size)])
+        return (units @ block.ravel()).reshape(block.shape)
+
+    def blocks(name: str, x: numpy.ndarray) -> list[numpy.ndarray]:
+        """Views. 134 = 2 · 67, whose largest divisor of at most 64 is 2."""
+        return [x[:, c : c + 2] for c in range(0, 134, 2)] if name == "matrix" else [x[None]]
+
+    expected = {}
+    for name, shape in shapes.items():
+        p, momenta = numpy.zeros(shape), numpy.zeros((ranks, *shape))
+        for step in range(steps):
+            total = [numpy.zeros(block.shape) for block in blocks(name, p)]
+            senders = [numpy.zeros(block.shape) for block in blocks(name, p)]
+            for rank in range(ranks):
+                momenta[rank] = decay * momenta[rank] + lr * gradients[name][step, rank]
+                for k, block in enumerate(blocks(name, momenta[rank])):
+                    found = transform(block)
+                    kept = numpy.argsort(-numpy.abs(found).ravel())[:top]
+                    sent = numpy.zeros(found.size)
+                    sent[kept] = found.ravel()[kept]
+                    total[k] += sent.reshape(found.shape)
+                    senders[k].ravel()[kept] += 1
+                    block -= back(sent.reshape(found.shape))
+            for k, block in enumerate(blocks(name, p)):
+                block *= 1 - lr * 0.5
+                block -= lr * numpy.sign(back(total[k] / numpy.maximum(senders[k], 1)))
+        expected[name] = p
+
+    def work(transport: SimTransport) -> dict[str, torch.Tensor]:
+        params = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+        group = {"params": list(params.values()), "lr": lr, "weight_decay": 0.5}
+        optimizer = DeMo([group], transport, decay=decay, top=top)
+        for step in range(steps):
+            for name, p in params.items():
+                p.grad = torch.tensor(gradients[name][step, transport.rank], dtype=torch.float32)
+            optimizer.step()
+        assert transport.sent_bytes == steps * 6 * top * (67 + 1)
+        return params
+
+    for found in run_ranks(ranks, work):
+        for name, p in found.items():
+            torch.testing.assert_close(p.detach().double(), torch.tensor(expected[name]), rtol=1e-5, atol=1e-6)
 
 
 def test_every_way_trains_and_what_was_run_is_not_run_again(
