@@ -145,7 +145,7 @@ def _digits() -> dict[str, dict]:
     }
 
 
-_OF_THE_DEMO = ("8 bits", "4 bits, tables in 8", "1 bit", "1 bit, one scale")  # what a larger model adds
+_OF_THE_DEMO = ("8 bits", "4 bits", "4 bits, tables in 8", "1 bit", "1 bit, one scale")  # what a larger model adds
 RECIPES: dict[str, dict[str, dict]] = {
     "byte-lm": {"dense": {}} | _byte_lm(),
     "demo-lm": {"dense": {}} | {name: recipe for name, recipe in _byte_lm().items() if name in _OF_THE_DEMO},
