@@ -22,7 +22,7 @@ from onebit.zero import InferenceEngine, init_inference
 from onebit.zero.inference.config import read_inference_config
 from onebit.zero.inference.engine import Sampling, outputs_of
 from onebit.zero.inference.layers import quantize_rows
-from onebit.zero.inference.plan import ServeRun, token_plan
+from onebit.zero.inference.plan import ServeRun, is_gathered, token_plan
 
 SIZE = ModelSize(layers=2, width=64, heads=4, context=64)
 needs_transformers = pytest.mark.skipif(
@@ -520,17 +520,20 @@ def test_keys_by_deepspeeds_names() -> None:
 # ---------------------------------------------------------------- the plan
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_plan_counts_the_bytes_that_a_token_sends(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 3), (2, 3), (2, 1000), (4, 3), (4, 1000)])
+def test_the_plan_counts_the_bytes_that_a_token_sends(ranks: int, rows: int) -> None:
+    """Of many rows on four ranks the sums are all-reduced; of others each rank's parts go to all."""
+    assert is_gathered(4 * rows * SIZE.width, ranks) == ((ranks, rows) != (4, 1000))
+
     def serve(transport: SimTransport) -> int:
         engine = init_inference(gpt(), mp_size=ranks, transport=transport)
-        token = torch.zeros(3, 1, dtype=torch.int64)
+        token = torch.zeros(rows, 1, dtype=torch.int64)
         engine.step(token, 0)
         before = engine.transport.sent_bytes
         engine.step(token, 1)
         return engine.transport.sent_bytes - before
 
-    run = ServeRun(params=1e5, layers=SIZE.layers, width=SIZE.width, rows=3)
+    run = ServeRun(params=1e5, layers=SIZE.layers, width=SIZE.width, rows=rows)
     assert run_ranks(ranks, serve) == [token_plan(run, ranks).sent_bytes] * ranks
 
 

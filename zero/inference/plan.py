@@ -7,12 +7,13 @@ them. So a token costs, on W ranks of which each reads M bytes a second:
 
     overhead_s, and
     reading = bytes of weights / (W · M)
-    sending = sums · (2·(W-1) · latency + 2·(W-1)/W · 4·rows·width / bandwidth)
+    sending = sums · ((W-1) · latency + (W-1) · 4·rows·width / bandwidth)
 
-and splitting pays where sending is less than what reading is less by. It also pays where the weights do not fit into
-one host at all. overhead_s, Python's own time for instance, is the same on any number of ranks. The cache and the
-embeddings that stay whole are left out. The latency is that of `zero/plan.py`, which was fitted to exchanges of buckets
-and not to these small sums; `scripts/bench/inference.py` holds the estimate against what it measures.
+where all ranks send their parts of a sum to all, as they do while these are few bytes; for many, in an all-reduce,
+twice as many messages of a W-th each. Splitting pays where sending is less than what reading is less by. It also pays
+where the weights do not fit into one host at all. overhead_s, Python's own time for instance, is the same on any
+number of ranks. The cache and the embeddings that stay whole are left out. The latency is that of `zero/plan.py`,
+which was fitted to exchanges of buckets; `scripts/bench/inference.py` holds the estimate against what it measures.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from dataclasses import dataclass
 WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.01}
 LATENCY_S = 1.9e-4
 """Of one message over TCP, its processor time included: scripts/records/growth_2026-11.md."""
+GATHERED_BYTES = 65536
+"""What sending all parts of a sum to all may send beyond an all-reduce: half the messages, one behind the other, are
+worth that much at 1 Gbit/s."""
 _PAYLOAD_OF_FRAME = 1448 / 1514  # Ethernet, IPv4 and TCP headers at an MTU of 1500
 
 
@@ -66,13 +70,20 @@ class TokenPlan:
         return self.reading_s + self.sending_s + self.overhead_s
 
 
+def is_gathered(part_bytes: float, ranks: int) -> bool:
+    """Whether ranks send their parts of a sum to all of them, and not an all-reduce."""
+    return (ranks - 1) * (ranks - 2) / ranks * part_bytes <= GATHERED_BYTES
+
+
 def token_plan(run: ServeRun, ranks: int) -> TokenPlan:
     """Of `ranks` ranks with a link each."""
     if ranks < 1:
         raise ValueError(f"expected at least 1 rank, got {ranks}")
     held = run.params * WEIGHT_BYTES[run.dtype] / ranks
     sums = 2 * run.layers if ranks > 1 else 0
-    each = 2 * (ranks - 1) / ranks * 4 * run.rows * run.width
+    part = 4 * run.rows * run.width
+    turns = (ranks - 1) if is_gathered(part, ranks) else 2 * (ranks - 1)
+    each = turns * part if is_gathered(part, ranks) else turns * part / ranks
     wire = each / (run.link_bits_per_s / 8 * _PAYLOAD_OF_FRAME)
-    sending = sums * (2 * (ranks - 1) * run.latency_s + wire)
+    sending = sums * (turns * run.latency_s + wire)
     return TokenPlan(ranks, held, sums * each, sums, held / run.memory_bytes_per_s, sending, run.overhead_s)

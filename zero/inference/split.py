@@ -4,8 +4,9 @@
 2. "colwise": a rank keeps its part of the outputs; "packed_colwise:P": of each of P matrices that lie one behind the
    other; "colwise_gather_output": and all ranks get all outputs. "rowwise": a rank keeps its part of the inputs, and
    the ranks add up their products. Embeddings, norms and whatever has no style stay whole on every rank.
-3. A forward pass sends, of T tokens, 2·(W-1)/W·4·T·D bytes for each "rowwise" layer, and N for each gathered output:
-   float32, in one all-reduce or all-gather each. `plan.py` counts them.
+3. A forward pass sends float32, in one message each: of T tokens (W-1)·4·T·D bytes for each "rowwise" layer where these
+   are few, every rank then adding up all of them, else 2·(W-1)/W·4·T·D in an all-reduce; and (W-1)/W·4·T·N for each
+   gathered output. `plan.py` counts them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from ...comm import Transport
 from ...comm.messages import gather_tensors
 from .layers import Join, ServedLinear, is_linear, matrix_of, replace
+from .plan import is_gathered
 
 Plan = Mapping[str, str]
 
@@ -172,8 +174,12 @@ def _number_of(transport: Transport) -> int:
 
 @torch.library.custom_op("onebit::sum_over_ranks", mutates_args=())
 def _sum_over_ranks(x: Tensor, transport: int) -> Tensor:
+    between = _TRANSPORTS[transport]
     total = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    _TRANSPORTS[transport].all_reduce(total).wait()
+    if is_gathered(total.nbytes, between.world_size):
+        total = gather_tensors(between, total).sum(0)
+    else:
+        between.all_reduce(total).wait()
     return total.to(x.dtype)
 
 
