@@ -27,6 +27,7 @@ from bench.command import words
 from bench.record import describe_machine
 from onebit import comm
 from onebit.cli.cluster import Cluster, available, parse_rate, sent_on_wire
+from onebit.comm.messages import gather_tensors
 from onebit.zero import InferenceEngine, init_inference
 from onebit.zero.inference.plan import ServeRun, token_plan
 
@@ -115,9 +116,22 @@ def worker(args: argparse.Namespace) -> None:
         found["alone_s"] = token_s(
             lambda n: alone.generate(prompt, max_new_tokens=n, eos_token_id=[]), 24, args.repeats
         )
-        args.out.write_text(json.dumps(found))
     transport.broadcast(torch.zeros(1), 0).wait()
+    found["sum_s"] = sum_s(transport, SHAPES[args.size][1])
+    if transport.rank == 0:
+        args.out.write_text(json.dumps(found))
     transport.close()
+
+
+def sum_s(transport: comm.Transport, width: int, times: int = 200) -> float:
+    """Mean seconds that a sum of one token's features waits between two products, as in a decode step. All ranks."""
+    matrix, x, seconds = torch.randn(3 * width, width), torch.randn(width), 0.0  # a rank reads as much between two sums
+    for k in range(times + 20):
+        y = matrix @ x
+        began = time.perf_counter()
+        gather_tensors(transport, y[:width]).sum(0)
+        seconds += (time.perf_counter() - began) * (k >= 20)
+    return seconds / times
 
 
 def over_network(args: argparse.Namespace) -> dict:
@@ -131,8 +145,7 @@ def over_network(args: argparse.Namespace) -> dict:
         return json.loads(out.read_text())
 
 
-def report(lines: list[dict], split: dict | None, args: argparse.Namespace) -> str:
-    machine = describe_machine()
+def rates_table(lines: list[dict], args: argparse.Namespace) -> list[str]:
     layers, width, heads = SHAPES[args.size]
     text = [
         "| weights | rows | prompt | transformers, tokens/s | onebit, tokens/s | faster | bytes of float32's |",
@@ -147,26 +160,39 @@ def report(lines: list[dict], split: dict | None, args: argparse.Namespace) -> s
         f"{'eager' if args.eager else 'compiled'} decode step, {args.new} new tokens, medians of {args.repeats}, "
         f"threads {torch.get_num_threads()}. Beside int8 stands transformers in float32.\n"
     )
+    return text
+
+
+def split_table(split: dict, args: argparse.Namespace, memory: float) -> list[str]:
+    """memory: bytes a second of a core. The plan is given what one host takes, and how long a small sum waits."""
+    layers, width, heads = SHAPES[args.size]
+    parameters = sum(p.numel() for p in build(args.size, 64).parameters())
+    bits = parse_rate(args.network) or float("inf")
+    overhead = max(0.0, split["alone_s"] - 4 * parameters / memory)  # at most all of it
+    latency = max(0.0, split["sum_s"] - 4 * width / (bits / 8))
+    shape: Any = {"params": parameters, "layers": layers, "width": width, "overhead_s": overhead}
+    run = ServeRun(**shape, link_bits_per_s=bits, memory_bytes_per_s=memory, latency_s=latency)
+    plan = token_plan(run, 2)
+    return [
+        f"## Two hosts at {args.network}\n",
+        "| | measured | plan |",
+        "| --- | --- | --- |",
+        f"| ms a token, one host | {1e3 * split['alone_s']:.2f} | taken; {1e3 * overhead:.2f} beside reading |",
+        f"| ms that a sum waits between products | {1e3 * split['sum_s']:.2f} | taken |",
+        f"| ms a token, split over two | {1e3 * split['split_s']:.2f} | {1e3 * plan.seconds:.2f} |",
+        f"| KB a token that a host sends | {split['sent'] / 1e3:.1f} | {plan.sent_bytes / 1e3:.1f} |",
+        f"| the same on the wire, with headers | {split['wire'] / 1e3:.1f} | |",
+        f"| splitting pays | {'yes' if split['split_s'] < split['alone_s'] else 'no'} | "
+        f"{'yes' if plan.seconds < token_plan(run, 1).seconds else 'no'} |\n",
+        f"GPT-2 of {layers} layers, {width} features and {heads} heads; float32, eager, one row, one thread a host.\n",
+    ]
+
+
+def report(lines: list[dict], split: dict | None, args: argparse.Namespace) -> str:
+    machine = describe_machine()
+    text = rates_table(lines, args) if lines else []
     if split is not None:
-        parameters = sum(p.numel() for p in build(args.size, 64).parameters())
-        bits = parse_rate(args.network) or float("inf")
-        memory = machine["memory_bytes_per_s"] / machine["cores"]
-        overhead = max(0.0, split["alone_s"] - 4 * parameters / memory)  # at most all of it
-        shape: Any = {"params": parameters, "layers": layers, "width": width, "overhead_s": overhead}
-        run = ServeRun(**shape, link_bits_per_s=bits, memory_bytes_per_s=memory)
-        plan = token_plan(run, 2)
-        text += [
-            f"## Two hosts at {args.network}\n",
-            "| | measured | plan |",
-            "| --- | --- | --- |",
-            f"| ms a token, one host | {1e3 * split['alone_s']:.2f} | taken; {1e3 * overhead:.2f} beside reading |",
-            f"| ms a token, split over two | {1e3 * split['split_s']:.2f} | {1e3 * plan.seconds:.2f} |",
-            f"| KB a token that a host sends | {split['sent'] / 1e3:.1f} | {plan.sent_bytes / 1e3:.1f} |",
-            f"| the same on the wire, with headers | {split['wire'] / 1e3:.1f} | |",
-            f"| splitting pays | {'yes' if split['split_s'] < split['alone_s'] else 'no'} | "
-            f"{'yes' if plan.seconds < token_plan(run, 1).seconds else 'no'} |\n",
-            "float32, eager, one row, one thread a host.\n",
-        ]
+        text += split_table(split, args, machine["memory_bytes_per_s"] / machine["cores"])
     text.append(
         f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, revision "
         f"{machine['revision']}, load {machine['load']}.\n"
@@ -178,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.py inference", description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--size", choices=SHAPES, default="gpt2")
-    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    add("--dtypes", nargs="*", choices=DTYPES, default=list(DTYPES), help="none: two hosts only")
     add("--batches", nargs="+", type=int, default=[1, 8])
     add("--prompts", nargs="+", type=int, default=[16, 512])
     add("--new", type=int, default=33)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from onebit.comm.transports.simulated import run_ranks
 from onebit.zero import InferenceEngine, init_inference
 from onebit.zero.inference.config import read_inference_config
 from onebit.zero.inference.engine import Sampling, outputs_of
-from onebit.zero.inference.layers import quantize_rows
+from onebit.zero.inference.layers import linear, quantize_rows
 from onebit.zero.inference.plan import ServeRun, is_gathered, token_plan
 
 SIZE = ModelSize(layers=2, width=64, heads=4, context=64)
@@ -72,6 +73,31 @@ def logits_of(model: Callable[..., object], tokens: Tensor) -> Tensor:
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ---------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (1, 7), (3, 7), (2, 0, 7), (2, 3, 7), (7,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_products_are_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Of a matrix as it lies and transposed, of no rows, of inputs with gaps, with and without a bias, compiled."""
+    x, matrix = torch.randn(shape).to(dtype), torch.randn(5, 7).to(dtype)
+    apart = torch.randn(*shape[:-1], 14).to(dtype)[..., ::2]
+    turned, tolerance = matrix.t().contiguous().t(), {"rtol": 1e-5, "atol": 1e-5} if dtype != torch.bfloat16 else {}
+    for inputs, bias in itertools.product((x, apart), (None, torch.randn(5).to(dtype))):
+        expected = torch.nn.functional.linear(inputs, matrix, bias)
+        for weight in (matrix, turned):
+            torch.testing.assert_close(linear(inputs, weight, bias), expected, **tolerance)
+
+
+@pytest.mark.slow
+def test_a_compiled_product_is_the_same() -> None:
+    x, matrix, bias = torch.randn(2, 3, 8), torch.randn(8, 6).t(), torch.randn(6)
+    compiled = torch.compile(lambda x: linear(x, matrix, bias) * 2, fullgraph=True)
+    with torch.no_grad():
+        for rows in (1, 2):
+            assert torch.equal(compiled(x[:rows]), linear(x[:rows], matrix, bias) * 2)
 
 
 # ---------------------------------------------------------------- ranks
@@ -161,9 +187,9 @@ def test_a_plan_by_name_and_deepspeeds_form_of_it() -> None:
 @pytest.mark.slow
 @needs_transformers
 def test_a_plan_that_cuts_fused_matrices_apart_is_found_out() -> None:
-    policy = {"h.*.attn.c_attn": "colwise", "h.*.attn.c_proj": "rowwise"}
+    model, policy = model_of("gpt2"), {"h.*.attn.c_attn": "colwise", "h.*.attn.c_proj": "rowwise"}
     with pytest.raises(ValueError, match=r"off by .*packed_colwise"):
-        run_ranks(2, lambda t: init_inference(model_of("gpt2"), mp_size=2, injection_policy=policy, transport=t))
+        run_ranks(2, lambda t: init_inference(model, mp_size=2, injection_policy=policy, transport=t))
 
 
 # ---------------------------------------------------------------- the cache and batches
@@ -322,9 +348,11 @@ def test_an_engine_that_trains_is_served() -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     training = zero.initialize(model=gpt(), config=config)[0]
     found = logits_of(init_inference(training), prompts(9)[0][None])
-    expected = logits_of(training.module, prompts(9)[0][None])
+    expected = logits_of(init_inference(training.module), prompts(9)[0][None])
+    trained = logits_of(training.module, prompts(9)[0][None])
     training.close()
     assert torch.equal(found, expected) and not torch.distributed.is_initialized()
+    torch.testing.assert_close(found, trained, rtol=1e-5, atol=1e-5)
 
 
 # ---------------------------------------------------------------- from files
@@ -340,8 +368,9 @@ def test_weights_come_from_checkpoints(tmp_path: Path) -> None:
     training.save_checkpoint(tmp_path / "tags", tag="best")
     training.close()
     zero.export_weights(model, tmp_path / "model.safetensors", SimTransport())
-    expected = logits_of(model, text[None])
-    assert not torch.equal(expected, logits_of(gpt(), text[None]))
+    expected = logits_of(init_inference(model), text[None])
+    torch.testing.assert_close(expected, logits_of(model, text[None]), rtol=1e-5, atol=1e-5)
+    assert not torch.equal(expected, logits_of(init_inference(gpt()), text[None]))
     with torch.device("meta"):
         empty = GPT(SIZE)
     for place in ["steps", "tags", {"path": tmp_path / "tags", "tag": "best"}, "model.safetensors", "."]:

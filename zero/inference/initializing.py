@@ -21,7 +21,7 @@ from ..checkpoint.whole import read_checkpoint_weights
 from ..engine import Engine
 from .config import read_inference_config
 from .engine import InferenceEngine, longest, outputs_of, why_no_decoding
-from .layers import quantize, untranspose
+from .layers import quantize, serve_linears
 from .split import plan_of, split
 
 
@@ -61,8 +61,8 @@ def init_inference(
     elif read.injection_policy is not None:
         plan_of(served, read.injection_policy, W)
     _recast(served, read.compute_dtype)
-    if read.compute_dtype in (torch.bfloat16, torch.float16):
-        untranspose(served)
+    if not read.is_int8:
+        serve_linears(served)
     engine = InferenceEngine(served, read, group)
     if expected is not None and why_no_decoding(served) is None:
         _check_cache(engine)
