@@ -118,6 +118,11 @@ class AdamRule(Rule):
         own = share / self.placement.hierarchy.nodes
         momentum = MomentumWeights(keep=beta1, add=1.0 - beta1, own=own, unscale=scale)
         decision = yield from self.placement.average_momentum(bucket, D, old, momentum)
+        yield from self.take_over(bucket, decision)
+
+    def take_over(self, bucket: Bucket, decision: Decision) -> BucketStep:
+        """The rest of a compressed step, whose exchange is over and was good."""
+        assert bucket.ef is not None
         bucket.ef.commit()
         frames = self.placement.swap_frames(bucket)  # what has arrived is the new m/D
         self.mask_state(bucket)

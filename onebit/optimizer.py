@@ -254,14 +254,18 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self._settle_masters()
         resends = self.overlap.has_changed(scale)
         self._begin()
-        decision = self._decide_alone(scale) if self.rule.is_silent() else self._decide(scale, resends)
+        if self.rule.is_silent():
+            decision: Decision | None = self._decide_alone(scale)
+        else:
+            ballot = self._send(scale, resends)
+            decision = None if ballot is None else self._decide(ballot, scale)
         if decision is None:
             return self._skip()
-        self._commit(decision)
+        self._commit(decision, self.stats.clip_factor)
         return None
 
-    def _decide(self, scale: float, resends: bool) -> Decision | None:
-        """Bring all buckets to their meeting. None, on all ranks, where anything is not finite on any.
+    def _send(self, scale: float, resends: bool) -> Ballot | None:
+        """Launch the buckets that have not left, and the vote. None, on all ranks, where a norm is not finite on any.
 
         scale: what gradients are to be multiplied by. resends: what this rank has sent is no longer true. The vote
         comes after the last launch, or before the first where it clips: at the same place in every rank's sequence of
@@ -274,9 +278,14 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             self.stats.clip_factor = self.clipper.estimated_factor(ballot.votes, self.transport.world_size)
             if not math.isfinite(self.stats.clip_factor):
                 return None
-        scale *= self.stats.clip_factor
-        self._launch_rest(scale)
-        ballot = self._cast(scale, resends) if ballot is None else ballot
+        self._launch_rest(scale * self.stats.clip_factor)
+        return self._cast(scale * self.stats.clip_factor, resends) if ballot is None else ballot
+
+    def _decide(self, ballot: Ballot, scale: float) -> Decision | None:
+        """Bring all buckets to their meeting. None, on all ranks, where anything is not finite on any.
+
+        scale: what gradients were to be multiplied by, but for clipping.
+        """
         if not reads_late(self.transport, ballot.device):
             self._read(ballot)
         arrived, is_good_here = self._bring_home(ballot)
@@ -284,10 +293,10 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         resending = [rank for rank, vote in enumerate(votes) if vote.summary.resends]
         if resending:
             self._driver.give_up()  # nothing has been written: what came back can be forgotten
-            self._launch_rest(scale)
+            self._launch_rest(scale * self.stats.clip_factor)
             arrived, is_good_here = self._bring_home(ballot)
         self._count_resent(resending)
-        if not self._all_parts_agree(is_good_here, votes):
+        if not self._all_parts_agree(ballot, is_good_here):
             return None
         if self.clipper.max_norm > 0 and not self._clips_before_sending:
             self.stats.clip_factor = self._exact_factor([said.mean_gradient for said in arrived])
@@ -315,8 +324,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self.stats.clip_factor = 1.0
         return Decision(seen, is_spoilt=True)
 
-    def _commit(self, decision: Decision) -> None:
-        self.clipper.remember(self.stats.clip_factor, self.param_groups[0]["betas"][0])
+    def _commit(self, decision: Decision, clip_factor: float) -> None:
+        self.clipper.remember(clip_factor, self.buckets.groups[0]["betas"][0])
         for count in self.steps:
             count += 1
         self._driver.commit(decision, self.rule.meet)
@@ -435,13 +444,13 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         norm = exact_norm(self.transport, self.model_parallel_group, squares, self.buckets[0].device)
         return self.clipper.factor(norm)
 
-    def _all_parts_agree(self, is_good: bool, votes: Sequence[StepVote]) -> bool:
-        """Whether the step is good on all parts of the model.
+    def _all_parts_agree(self, ballot: Ballot, is_good: bool) -> bool:
+        """Whether the step of this vote is good on all parts of the model.
 
         Raises DesyncError where they take another step, RuntimeError where any trains what it has no state of.
         """
-        header, parts = self._header(self.rule.round_name()), self.model_parallel_group
-        unfrozen = [vote.present[len(self.buckets.params) :] for vote in votes]
+        header, parts = ballot.header, self.model_parallel_group
+        unfrozen = [vote.present[len(self.buckets.params) :] for vote in ballot.votes]
         said = parts.gather(float(is_good), float(any(map(any, unfrozen))), float(header.step), header.numbers[0])
         if any(is_unfrozen for _, is_unfrozen, *_ in said):
             names = list(self.buckets.frozen.values())
