@@ -54,6 +54,7 @@ class AdamRule(Rule):
     kind = "1-bit Adam"
     adam_names: ClassVar = {"exp_avg_update": "exp_avg"}
     of_parameters: ClassVar[tuple[str, ...]] = ("live_blocks",)
+    can_be_delayed: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -118,6 +119,10 @@ class AdamRule(Rule):
         own = share / self.placement.hierarchy.nodes
         momentum = MomentumWeights(keep=beta1, add=1.0 - beta1, own=own, unscale=scale)
         decision = yield from self.placement.average_momentum(bucket, D, old, momentum)
+        yield from self.take_over(bucket, decision)
+
+    def send_again(self, bucket: Bucket, sent: Tensor) -> BucketStep:
+        decision = yield from self.placement.send_again(bucket, sent)
         yield from self.take_over(bucket, decision)
 
     def take_over(self, bucket: Bucket, decision: Decision) -> BucketStep:

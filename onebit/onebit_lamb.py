@@ -90,6 +90,7 @@ class LambRule(AdamRule):
 
     kind = "1-bit LAMB"
     of_parameters: ClassVar[tuple[str, ...]] = (*AdamRule.of_parameters, "layers")
+    can_be_delayed: ClassVar[bool] = False  # what gradients say of layers waits for the landing, outside of the state
 
     def __init__(
         self,

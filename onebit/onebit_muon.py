@@ -36,6 +36,7 @@ class MuonRule(AdamRule):
     """1-bit Muon's step for groups with use_muon, 1-bit Adam's for the others."""
 
     kind = "1-bit Muon"
+    can_be_delayed: ClassVar[bool] = False  # its gradients lie in the buffer, which no state keeps
 
     def __init__(
         self,

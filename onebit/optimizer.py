@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,6 +44,7 @@ from .step.driver import Driver
 from .step.link_probe import CompressionPolicy
 from .step.overlap import Overlap
 from .step.replicated import Replicated
+from .step.under_way import StepUnderWay, check_delay, vote_of
 from .step.verdict import is_good_alone, reads_late, verdicts
 from .usage.contract import Group, SharedOptions, State
 from .usage.frozen import gradient_of, refuse_unfrozen
@@ -74,6 +75,11 @@ class CommonOptions(SharedOptions, total=False):
     gradients travel in bfloat16 from there on, which rank 0 logs; "always" asks nothing.
     overlap: send buckets during backward. Where gradients change before step() all the same, they are sent once more,
     and after three such steps in a row nothing is sent during backward any more.
+    delay: of `OnebitAdam` alone. 1: the one-bit exchange of a step travels under the compute of the next one, at whose
+    end parameters move by it, with the learning rate it was sent with. A step takes the longer of compute and traffic,
+    not their sum, and gradients are those of parameters one step older. Buckets leave in step(), whatever `overlap`
+    says. Warm-up and refreshes land what is under way and have no delay. `sync()` lands it before an evaluation or an
+    export.
     """
 
     model_parallel_group: ModelParallelGroup | Transport | None
@@ -81,6 +87,7 @@ class CommonOptions(SharedOptions, total=False):
     error_dtype: torch.dtype
     compression: str
     overlap: bool
+    delay: int
 
 
 class CompressedOptimizer(BucketOptimizer[Bucket]):
@@ -99,9 +106,11 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         error_dtype: torch.dtype = torch.float32,
         compression: str = "auto",
         overlap: bool = True,
+        delay: int = 0,
         **shared: Unpack[SharedOptions],
     ):
         rule.check(type(self).__name__)
+        check_delay(type(self).__name__, rule, delay)
         if error_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"error_dtype must be torch.float32 or torch.bfloat16, got {error_dtype}")
         self.rule, self.policy = rule, CompressionPolicy(compression)
@@ -114,7 +123,9 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self.overlap = Overlap(self.transport.rank, overlap)
         self.policy.bind(self.transport, self.codec, self.buckets, self.model_parallel_group, self._traffic)
         self._driver: Driver[Bucket] = Driver(self.placement.hierarchy.phases)
-        self._has_begun = False  # the step under way
+        self._has_begun = self._is_delayed = False  # the step that has begun
+        self.delay = delay
+        self._under_way: StepUnderWay | None = None  # the step before
         self._construct(params, defaults)
 
     @property
@@ -145,6 +156,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         super().add_param_group(param_group)
 
     def _build(self) -> None:
+        self.sync()
         self._give_up_step()
         super()._build()
 
@@ -154,6 +166,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             "error_dtype": self.placement.error_dtype,
             "overlap": self.overlap.is_on,
             "compression": self.policy.mode,
+            "delay": self.delay,
             **self.rule.options(),
         }
 
@@ -203,13 +216,15 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def on_gradient(self, p: Tensor) -> None:
         """p's gradient has just been accumulated. Called by its hook."""
         count_edits_apart_(p.grad)
+        if self._under_way is not None:
+            self._advance(self._under_way.due(len(self.buckets.params)))
         if self._is_paused or not self.overlap.count_pass(p, self.buckets.of(p)):
             return
-        if not self.overlap.is_possible or self._join.is_on:
+        if not self.overlap.is_possible or self._join.is_on or self._under_way is not None:
             return
         if not self._has_begun:
             self._begin()
-        if self.rule.is_silent() or self._clips_before_sending or self._next_complete() is None:
+        if self._is_delayed or self.rule.is_silent() or self._clips_before_sending or self._next_complete() is None:
             return
         with torch.no_grad(), self.policy.computing.paused():
             while (bucket := self._next_complete()) is not None:
@@ -224,6 +239,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         if not self._has_begun:
             self._has_begun = True
             self.rule.begin_step()
+            self._is_delayed = self.delay > 0 and not any(map(self.rule.averages_gradients, self.buckets))
 
     def _next_complete(self) -> Bucket | None:
         """The next bucket to leave, once all of its gradients are there."""
@@ -235,7 +251,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         if bucket.index == 0 and self.rule.asks_first and not self.rule.is_silent():
             self._call_roll(self.rule.round_name())
         self.overlap.mark_sent(bucket, with_bits=in_backward and is_inspected(self._steps_here))
-        self._driver.launch(bucket, self.rule.step(bucket, scale))
+        self._driver.launch(bucket, self.rule.step(bucket, scale), is_alone=self._is_delayed)
 
     def _launch_rest(self, scale: float) -> None:
         for bucket in self.buckets[self._launched :]:
@@ -252,17 +268,21 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def _take_step(self, scale: float) -> Sequence[str] | None:
         self._settle_masters()
+        landed = self._land()
         resends = self.overlap.has_changed(scale)
         self._begin()
         if self.rule.is_silent():
             decision: Decision | None = self._decide_alone(scale)
         else:
             ballot = self._send(scale, resends)
+            if ballot is not None and self._is_delayed:
+                self._leave_under_way(ballot, self.stats.clip_factor)
+                return landed
             decision = None if ballot is None else self._decide(ballot, scale)
         if decision is None:
-            return self._skip()
+            return [*(landed or ()), *self._skip()]
         self._commit(decision, self.stats.clip_factor)
-        return None
+        return landed
 
     def _send(self, scale: float, resends: bool) -> Ballot | None:
         """Launch the buckets that have not left, and the vote. None, on all ranks, where a norm is not finite on any.
@@ -286,8 +306,6 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
         scale: what gradients were to be multiplied by, but for clipping.
         """
-        if not reads_late(self.transport, ballot.device):
-            self._read(ballot)
         arrived, is_good_here = self._bring_home(ballot)
         votes = ballot.votes
         resending = [rank for rank, vote in enumerate(votes) if vote.summary.resends]
@@ -305,6 +323,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def _bring_home(self, ballot: Ballot) -> tuple[Sequence[Arrived], bool]:
         """All buckets at their meeting, what they say, and whether it is good on this rank. Reads the ballot."""
+        if not ballot.votes and not reads_late(self.transport, ballot.device):
+            self._read(ballot)
         with self._waited.running():
             arrived = self._driver.wait()
         flags = verdicts(self.buckets, arrived, has_means=self.clipper.max_norm == 0)
@@ -320,7 +340,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         seen = [gradient_of(p) is not None for p in self.buckets.params]
         if self.model_parallel_group.agree(is_finite):
             return Decision(seen)
-        self._report_bad_gradients("it counts as zero")
+        self.clipper.norm = None
+        self._report_bad_gradients(self._bad(), "it counts as zero")
         self.stats.clip_factor = 1.0
         return Decision(seen, is_spoilt=True)
 
@@ -331,6 +352,83 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self._driver.commit(decision, self.rule.meet)
         self._write_masters(decision)
         self.stats.phase = self.rule.after_step()
+
+    # ---------------------------------------------------------------- a step under way
+
+    def sync(self) -> None:
+        """Land the step that is under way (`delay=1`): parameters hold every step that was taken. All ranks, alike.
+
+        Before an evaluation or an export, and at the end of a run. The next step is as if it had no delay. Without a
+        step under way nothing is done. Raises as `step`.
+        """
+        if self._under_way is None:
+            return
+        with torch.no_grad(), self.policy.computing.paused():
+            self._settle_masters()
+            bad = self._land()
+        self.skip_limit.observe(bad is not None, bad or (), self.transport, self.model_parallel_group.whole)
+
+    def _anybody_goes_on(self) -> bool:
+        if self._under_way is not None:  # in one order on all ranks: one that is through has had no gradients
+            self._advance(self._under_way.until(len(self.buckets)))
+        return super()._anybody_goes_on()
+
+    def _leave_under_way(self, ballot: Ballot, clip_factor: float) -> None:
+        """What was launched travels while the next step computes."""
+        self._driver.leave_under_way()
+        if self.placement.hierarchy.local_size > 1:  # the sum inside the node
+            self._driver.advance(range(len(self.buckets)), is_awaited=True)
+        sent = [bucket.wires[self.codec].sent_HB.clone() for bucket in self.buckets]
+        self._under_way = StepUnderWay(ballot, clip_factor, sent)
+        self.stats.phase = self.rule.round_name()
+
+    def _advance(self, buckets: Iterable[int]) -> None:
+        """Launch the second phase of these buckets under way."""
+        with torch.no_grad(), self.policy.computing.paused():
+            self._driver.advance(buckets)
+
+    def _land(self) -> list[str] | None:
+        """Decide and commit the step that is under way, with the options it was sent with.
+
+        As `_take_step`: where all ranks skip it, the parameters whose gradients here were not finite.
+        """
+        step = self._under_way
+        if step is None:
+            return None
+        self._driver.take_up()
+        with self.buckets.with_options(step.options):
+            try:
+                _, is_good_here = self._bring_home(step.ballot)
+                is_good = self._all_parts_agree(step.ballot, is_good_here)
+            except BaseException:
+                self._driver.leave_under_way()  # a state saved now has it still
+                raise
+            self._under_way = None
+            if is_good:
+                self._commit(Decision(present_anywhere(step.ballot.votes)), step.clip_factor)
+                return None
+        self._driver.give_up()
+        pairs = zip(self.buckets, step.sent, strict=True)  # the gradients themselves are gone
+        spoilt = [name for bucket, sent in pairs for name in self.placement.spoilt(bucket, sent)]
+        return self._report_bad_gradients(spoilt, "all ranks skip the step before this one")
+
+    def send_again(self, record: State) -> None:
+        """Launch a step that was under way when its state was saved. All ranks; the rest of the state is in place."""
+        header, mine = vote_of(record, len(self.buckets.frozen))
+        with torch.no_grad(), self._traffic.left_out():
+            for bucket, saved in zip(self.buckets, record["buckets"], strict=True):
+                assert bucket.ef is not None
+                bucket.ef.worker_next.copy_(saved["residual"])
+                self._driver.launch(bucket, self.rule.send_again(bucket, saved["sent"]), is_alone=True)
+            sent = [
+                saved["sent"].to(bucket.device, copy=True)
+                for bucket, saved in zip(self.buckets, record["buckets"], strict=True)
+            ]
+            self._driver.leave_under_way()
+            ballot = Ballot.cast(self.transport, header, mine, self.buckets[0].device)
+        self._under_way = StepUnderWay(ballot, record["clip_factor"], sent)
+
+    # ---------------------------------------------------------------- committed, given up
 
     def _settle_masters(self) -> None:
         looks = is_inspected(self._steps_here)
@@ -367,18 +465,19 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def _skip(self) -> list[str]:
         self._driver.give_up()
-        bad = self._report_bad_gradients("all ranks skip the step")
-        if not bad and self.transport.rank == 0:
-            log.warning("a gradient is not finite on another rank; all ranks skip the step")
-        return bad
-
-    def _report_bad_gradients(self, consequence: str) -> list[str]:
-        """Count them, and warn of those that are this rank's; the parameters they are of."""
-        self.stats.skipped_steps += 1
         self.clipper.norm = None
-        mine = [name for bucket in self.buckets for name in bucket.bad()]
+        return self._report_bad_gradients(self._bad(), "all ranks skip the step")
+
+    def _bad(self) -> list[str]:
+        return [name for bucket in self.buckets for name in bucket.bad()]
+
+    def _report_bad_gradients(self, mine: list[str], consequence: str) -> list[str]:
+        """Count a step, and warn of the parameters whose gradients here are not finite; these."""
+        self.stats.skipped_steps += 1
         if mine:
             log.warning("rank %d: gradient not finite in %s; %s", self.transport.rank, ", ".join(mine[:5]), consequence)
+        elif self.transport.rank == 0 and not self.rule.is_silent():
+            log.warning("a gradient is not finite on another rank; %s", consequence)
         return mine
 
     def _end_step(self) -> None:
@@ -387,7 +486,13 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         super()._end_step()
 
     def _give_up_step(self) -> None:
-        """Drop what a backward pass has begun that no step will follow. All ranks, alike."""
+        """Drop the step that is under way, and what a backward pass has begun that no step will follow. All ranks."""
+        if self._under_way is not None:
+            self._driver.take_up()
+            self._driver.wait()
+            self._under_way.ballot.messages.work.wait()
+            self._driver.give_up()
+            self._under_way = None
         if self._launched:
             self._launch_rest(1.0)
             self._driver.wait()
@@ -396,6 +501,11 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         elif self._has_begun:  # decided, and nothing sent: what follows may be another kind of step
             self._has_begun = False
             self.rule.end_step()
+
+    @property
+    def step_under_way(self) -> StepUnderWay | None:
+        """Sent, and not landed: see `delay`."""
+        return self._under_way
 
     # ---------------------------------------------------------------- what the ranks agree on
 

@@ -94,6 +94,7 @@ class Rule(BucketRule[Bucket]):
 
     adam_names: ClassVar[Mapping[str, str]] = {}
     of_parameters: ClassVar[tuple[str, ...]] = ()  # the entries of `record` that say something of single parameters
+    can_be_delayed: ClassVar[bool] = False  # whether all of a step that is under way is in what was sent
 
     placement: Replicated
     buckets: Buckets[Bucket]
@@ -125,6 +126,10 @@ class Rule(BucketRule[Bucket]):
     @abstractmethod
     def averages_gradients(self, bucket: Bucket) -> bool:
         """Whether the bucket's step exchanges gradients."""
+
+    def send_again(self, bucket: Bucket, sent: Tensor) -> BucketStep:
+        """A compressed step of which these frames were sent, in a rule that can be delayed."""
+        raise AssertionError(f"{type(self).__name__} cannot be delayed")
 
     @property
     def asks_first(self) -> bool:

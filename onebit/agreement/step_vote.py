@@ -104,6 +104,15 @@ def numbers_of(group: Mapping[str, Any]) -> tuple[float, ...]:
     return float(group["lr"]), *map(float, betas), float(eps), float(group.get("weight_decay", 0.0))
 
 
+def options_of(numbers: Sequence[float]) -> list[Group]:
+    """The other way: of each group, the options that these numbers are."""
+    width, groups = len(NUMBERS_OF_A_GROUP), []
+    for first in range(0, len(numbers), width):
+        lr, beta1, beta2, eps, decay = numbers[first : first + width]
+        groups.append({"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": decay})
+    return groups
+
+
 def option_lines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
     """The version of this package and the numbers of these groups, as text: what ranks compare at construction."""
     pairs = [zip(NUMBERS_OF_A_GROUP, numbers_of(group), strict=True) for group in groups]
@@ -113,14 +122,12 @@ def option_lines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def adopt_numbers(groups: Sequence[Group], numbers: Sequence[float]) -> None:
     """Give the groups another rank's numbers; a learning rate that is a tensor stays one."""
-    width = len(NUMBERS_OF_A_GROUP)
-    for g, group in enumerate(groups):
-        lr, beta1, beta2, eps, decay = numbers[g * width : (g + 1) * width]
+    for group, theirs in zip(groups, options_of(numbers), strict=True):
+        lr = theirs.pop("lr")
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
-        theirs = {"betas": (beta1, beta2), "eps": eps, "weight_decay": decay}
         group.update({name: value for name, value in theirs.items() if name in group})
 
 
@@ -219,11 +226,11 @@ def exchange_votes(
 
 @dataclass
 class Ballot:
-    """A vote under way. votes: every rank's, in rank order, once it has been read."""
+    """A vote under way; mine: this rank's. votes: every rank's, in rank order, once it has been read."""
 
     transport: Transport
     header: Header
-    parameters: int
+    mine: StepVote
     device: torch.device
     messages: BytesUnderWay
     votes: Sequence[StepVote] = ()
@@ -232,7 +239,7 @@ class Ballot:
     def cast(cls, transport: Transport, header: Header, mine: StepVote, device: torch.device) -> Ballot:
         """Send this rank's. All ranks. Sends as `exchange_votes`."""
         messages = BytesUnderWay.launch(transport, mine.to_bytes(), device)
-        return cls(transport, header, len(mine.present), device, messages)
+        return cls(transport, header, mine, device, messages)
 
     def read(self, flags: Mapping[torch.device, Tensor] | None = None) -> bool:
         """Whether these flags are true: for each device a bool of no dimensions. The votes' own comes in the same wait.
@@ -243,7 +250,7 @@ class Ballot:
         if not self.votes:
             here = [rest.pop(self.device)] if self.device in rest else []
             messages, are_true = self.messages.read(*here)
-            self.votes = _read_votes(self.transport, self.header, messages, self.parameters, self.device)
+            self.votes = _read_votes(self.transport, self.header, messages, len(self.mine.present), self.device)
         return are_true and all(bool(flag) for flag in rest.values())
 
 

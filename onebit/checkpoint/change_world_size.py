@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..comm import Codec
 from ..layout.flat import Layout
+from ..step.under_way import owing
 from ..usage.contract import State
 
 Tensors: TypeAlias = dict[tuple[Any, ...], Tensor]  # by where they are in a state
@@ -50,7 +51,7 @@ def gather_states(states: Iterable[State]) -> World:
     world: World | None = None
     sums: Tensors = {}
     servers: list[list[Tensor | None]] = []
-    for rank, state in enumerate(states):
+    for rank, state in enumerate(map(owing, states)):
         record = state.get("onebit")
         if record is None or record["rank"] != rank or (world is not None and not world.has(record)):
             raise ValueError(

@@ -17,6 +17,7 @@ from ..layout.bucket import Bucket
 from ..layout.masters import NAME as MASTER
 from ..layout.masters import check_master
 from ..model_parallel import local
+from ..step import under_way
 from ..usage.contract import Group, State, check_adam_entry, check_identity, check_saved_groups, load_checked
 from .change_world_size import gather_states, reframe, resize
 
@@ -76,6 +77,8 @@ def save(optimizer: CompressedOptimizer, state: State) -> State:
         "compresses": optimizer.policy.compresses,
         **optimizer.rule.record(),
     }
+    if (step := optimizer.step_under_way) is not None:
+        state["onebit"][under_way.NAME] = step.record(optimizer.buckets[:])
     return state
 
 
@@ -140,6 +143,8 @@ def _check_record(optimizer: CompressedOptimizer, record: State, where: str) -> 
     former: State = {"local_size": 1, "shard": 0, "shards": 1, "kind": optimizer.rule.kind, "codec": "sign"}
     record = former | record
     check_identity(where, record, identity(optimizer), [bucket.layout.numel for bucket in optimizer.buckets])
+    if under_way.NAME in record:
+        under_way.check_record(where, record[under_way.NAME], optimizer.buckets[:], optimizer.codec)
 
 
 # ---------------------------------------------------------------- take back
@@ -169,6 +174,8 @@ def restore(optimizer: CompressedOptimizer, state: State) -> None:
         optimizer.read_masks(g)
     for bucket in optimizer.buckets:
         optimizer.rule.mask_state(bucket)
+    if record is not None and under_way.NAME in record:
+        optimizer.send_again(record[under_way.NAME])
 
 
 def _restore_bucket(

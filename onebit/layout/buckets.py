@@ -10,6 +10,7 @@ import functools
 import math
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, TypeVar, overload
 
 import torch
@@ -96,6 +97,7 @@ class Buckets(Sequence[B]):
         self.built_groups = 0
         self._list: list[B] = []
         self._of: dict[Tensor, B] = {}
+        self._options: list[State] | None = None
 
     def __iter__(self) -> Iterator[B]:
         return iter(self._list)
@@ -118,12 +120,21 @@ class Buckets(Sequence[B]):
 
     def group(self, bucket: B) -> Group:
         """The param group of a bucket, as it is now."""
-        return self._owner.param_groups[bucket.group_index]
+        return self.groups[bucket.group_index]
 
     @property
     def groups(self) -> list[State]:
-        """The optimizer's, as they are now."""
-        return self._owner.param_groups
+        """The optimizer's, as they are now; in `with_options` these."""
+        return self._owner.param_groups if self._options is None else self._options
+
+    @contextmanager
+    def with_options(self, options: list[State]) -> Iterator[None]:
+        """In here groups have these options, of an earlier step. Only options: no parameters."""
+        self._options, before = options, self._options
+        try:
+            yield
+        finally:
+            self._options = before
 
     def publish(self, bucket: B) -> None:
         """The bucket's state has new tensors: show these in optimizer.state."""

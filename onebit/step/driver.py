@@ -6,7 +6,7 @@ So every rank launches the same sequence of operations, whether during backward 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Generic
 
@@ -68,6 +68,7 @@ class Driver(Generic[B]):
     def __init__(self, phases: int, *, behind: int = NEXT_PHASE_BEHIND, on_comm_stream: bool = True):
         self._phases, self._behind, self._has_stream = phases, behind, on_comm_stream
         self._tasks: list[BucketTask[B]] = []
+        self._under_way: list[BucketTask[B]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @property
@@ -75,15 +76,43 @@ class Driver(Generic[B]):
         """How many buckets have begun their step."""
         return len(self._tasks)
 
-    def launch(self, bucket: B, step: BucketStep) -> None:
-        """Begin the next bucket's step, up to its first Work; and earlier buckets' next phases."""
+    def launch(self, bucket: B, step: BucketStep, *, is_alone: bool = False) -> None:
+        """Begin the next bucket's step, up to its first Work; and earlier buckets' next phases.
+
+        is_alone: none of these, and behind what was computed so far: what it reads may go once this returns.
+        """
         assert bucket.index == len(self._tasks)
+        if is_alone:
+            self._tasks.append(BucketTask(bucket, step))
+            return
         with self._on_comm_stream(bucket.device):
             self._tasks.append(BucketTask(bucket, step))
             for phase in range(1, self._phases):
                 behind = bucket.index - phase * self._behind
                 if behind >= 0:
                     self._tasks[behind].exchange.advance()
+
+    def leave_under_way(self) -> None:
+        """Set aside the step that was launched, with what it exchanges: the next one may be launched."""
+        assert not self._under_way
+        self._tasks, self._under_way = [], self._tasks
+
+    def advance(self, indices: Iterable[int], *, is_awaited: bool = False) -> None:
+        """The next phase of these buckets of the step that was set aside.
+
+        is_awaited: what is computed from here on may read what it has encoded.
+        """
+        tasks = [self._under_way[index] for index in indices]
+        for task in tasks:
+            with self._on_comm_stream(task.bucket.device):
+                task.exchange.advance()
+        if is_awaited:
+            self._join_streams({task.bucket.device for task in tasks})
+
+    def take_up(self) -> None:
+        """The step that was set aside goes on as if it had just been launched."""
+        assert not self._tasks
+        self._tasks, self._under_way = self._under_way, []
 
     def wait(self) -> Sequence[Arrived]:
         """Bring every bucket that has been launched to its meeting; what they say."""
@@ -106,6 +135,9 @@ class Driver(Generic[B]):
             for device in devices:
                 streams.enter_context(self._on_comm_stream(device))
             comm.wait_all([task.exchange for task in self._tasks])
+        self._join_streams(devices)
+
+    def _join_streams(self, devices: set[torch.device]) -> None:
         for device in devices & self._streams.keys():
             torch.cuda.current_stream(device).wait_stream(self._streams[device])
 

@@ -149,9 +149,21 @@ class Replicated:
         the ranks of a node add them up first, in the buffer, and each encodes its own rows of their mean. added: what
         travels with it, float32 [W·N], in a flat world. grads: others than the parameters'.
         """
+        own = self.masks.gradients(bucket) if grads is None else grads
+        exchange = self._exchange_momentum(bucket, self.wire(bucket, self.codec), own, D_WN, momentum_W, weights, added)
+        del own, grads  # while it is under way, nothing here keeps them alive
+        yield from exchange
+        decision: Decision = yield self._arrived(bucket)
+        return decision
+
+    def send_again(self, bucket: Bucket, sent: Tensor) -> Generator[Work | Meeting, Answer, Decision]:
+        """The rest of such an average, of which an earlier process has encoded these own frames; on any device.
+
+        The worker residual is where that encoding left it.
+        """
         wire = self.wire(bucket, self.codec)
-        grads = self.masks.gradients(bucket) if grads is None else grads
-        yield from self._exchange_momentum(bucket, wire, grads, D_WN, momentum_W, weights, added)
+        wire.sent_HB.copy_(sent)
+        yield from comm.exchange(bucket.ef, self.codec, self.transport, wire, bucket.layout.chunk, bucket.counts)
         decision: Decision = yield self._arrived(bucket)
         return decision
 
@@ -179,6 +191,7 @@ class Replicated:
             owed = torch.add(ef.worker, added, out=ef.worker_next if bucket.has_spare_error else None)
         out = EncodeOutput(owed.view(-1, n), wire.sent_HB, bucket.counts[own], ef.worker_next.view(-1, n))
         self.codec.encode_momentum(momentum, out)
+        del momentum, grads, owed, out
         yield from comm.exchange(ef, self.codec, self.transport, wire, n, bucket.counts)
 
     def _arrived(self, bucket: Bucket) -> Arrived:
@@ -189,6 +202,13 @@ class Replicated:
     def frames(self, bucket: Bucket) -> Tensor:
         """The frames of the last average in the codec, uint8 [W, B]."""
         return bucket.wires[self.codec].frames_WB
+
+    def spoilt(self, bucket: Bucket, sent_HB: Tensor) -> list[str]:
+        """The parameters of which frames that this rank has sent hold what is not finite."""
+        own = torch.zeros(len(sent_HB), bucket.layout.chunk, device=bucket.device)
+        self.codec.decode(sent_HB, own)
+        values = bucket.layout.views(bucket.spread(own.view(-1)))
+        return [name for x, name in zip(values, bucket.names, strict=True) if not bool(x.isfinite().all())]
 
     def swap_frames(self, bucket: Bucket) -> Tensor:
         """The bucket keeps the frames that have just arrived; its old ones' memory receives the next."""

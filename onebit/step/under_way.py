@@ -1,0 +1,134 @@
+"""A compressed step whose exchange travels under the compute of the next step: `delay=1`.
+
+The optimizer sends step t, returns, and lands it at the beginning of step t + 1: verdict, errors, momentum, parameters.
+Here is what it keeps of such a step meanwhile, and how that is saved. Where a state is loaded, the same frames are sent
+again; where it goes to another number of ranks, what was sent is owed instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..agreement.step_vote import Ballot, Header, StepVote, options_of
+from ..comm import FusedCodec, codec_named
+from ..layout.bucket import Bucket
+from ..layout.flat import lay_out
+from ..usage.contract import Group, State
+
+NAME = "under_way"
+
+
+def check_delay(name: str, rule: object, delay: int) -> None:
+    """Raise ValueError where a rule's steps cannot land so many steps later. name: the optimizer's."""
+    if delay not in (0, 1):
+        raise ValueError(f"delay must be 0 or 1 (land a step at the end of the next), got {delay!r}")
+    if delay and not getattr(rule, "can_be_delayed", False):
+        raise ValueError(f"{name} has no delay: a step of it cannot land in the next; give delay=0, or take OnebitAdam")
+
+
+@dataclass
+class StepUnderWay:
+    """ballot: its vote. clip_factor: what its gradients were multiplied by. sent: of each bucket, a copy of the frames.
+
+    gradients: how many of the next step have come. in_second_phase: how many buckets have been brought there.
+    """
+
+    ballot: Ballot
+    clip_factor: float
+    sent: Sequence[Tensor]
+    gradients: int = 0
+    in_second_phase: int = 0
+
+    @property
+    def options(self) -> list[Group]:
+        """Of each group, the numbers with which the step was sent."""
+        return options_of(self.ballot.header.numbers)
+
+    def due(self, parameters: int) -> range:
+        """Another gradient of so many has come: the buckets whose second phase is to be launched now.
+
+        The first bucket's with the first gradient; the last one's while a bucket's share of them has yet to come.
+        """
+        self.gradients += 1
+        buckets = len(self.sent)
+        return self.until(min(1 + self.gradients * buckets // parameters, buckets))
+
+    def until(self, bucket: int) -> range:
+        """The buckets before this one that have not been brought to their second phase; they are from here."""
+        first, self.in_second_phase = self.in_second_phase, max(self.in_second_phase, bucket)
+        return range(first, self.in_second_phase)
+
+    # ---------------------------------------------------------------- states
+
+    def record(self, buckets: Sequence[Bucket]) -> State:
+        """As plain numbers and tensors; `restored` takes it back."""
+        header, residuals = self.ballot.header, [b.ef.worker_next for b in buckets if b.ef is not None]
+        return {
+            "step": header.step,
+            "kind": header.kind,
+            "numbers": list(header.numbers),
+            "present": list(self.ballot.mine.present[: sum(len(bucket.params) for bucket in buckets)]),
+            "clip_factor": self.clip_factor,
+            "buckets": [
+                {"sent": sent, "residual": residual} for sent, residual in zip(self.sent, residuals, strict=True)
+            ],
+        }
+
+
+def vote_of(record: State, frozen: int) -> tuple[Header, StepVote]:
+    """What this rank voted in the step of a record. frozen: how many parameters there are that are not trained."""
+    header = Header(record["step"], record["kind"], tuple(record["numbers"]))
+    return header, StepVote(header.summary(), [*record["present"], *[False] * frozen])
+
+
+def check_record(where: str, record: State, buckets: Sequence[Bucket], codec: FusedCodec) -> None:
+    """Raise ValueError where a record is not of a step of these buckets."""
+    for bucket, saved in zip(buckets, record["buckets"], strict=True):
+        rows = bucket.hierarchy.own.stop - bucket.hierarchy.own.start
+        expected = rows, codec.frame_bytes(bucket.layout.chunk)
+        if (found := tuple(saved["sent"].shape)) != expected or saved["residual"].numel() != rows * bucket.layout.chunk:
+            raise ValueError(
+                f"{where}the frames under way of the bucket that begins with {bucket.names[0]} have shape {found}, "
+                f"expected {expected}: it is damaged"
+            )
+
+
+def owing(state: State) -> State:
+    """The state as if what is under way had not been sent: its gradients are owed, and count in the next step.
+
+    e ← e + (1-β1)·g/D, which is what was sent and its residual, without β1·m/D. Where that is not finite it is dropped.
+    Other worlds and other cuts of the parameters begin so.
+    """
+    record = state.get("onebit")
+    if record is None or NAME not in record:
+        return state
+    under_way, record = record[NAME], {name: value for name, value in record.items() if name != NAME}
+    entries = {key: dict(entry) for key, entry in state["state"].items()}
+    group_of = {key: g for g, group in enumerate(state["param_groups"]) for key in group["params"]}
+    options = options_of(under_way["numbers"])
+    for saved, its in zip(record["buckets"], under_way["buckets"], strict=True):
+        beta1 = options[group_of[saved["params"][0]]]["betas"][0]
+        _owe(record, saved, its, beta1, [entries[key] for key in saved["params"]])
+    return {**state, "state": entries, "onebit": record}
+
+
+def _owe(record: State, saved: State, its: State, beta1: float, entries: Sequence[State]) -> None:
+    shapes = [entry["worker_error"].shape for entry in entries]
+    W, L = record["world_size"], record.get("local_size", 1)
+    layout, codec = lay_out(shapes, record["block"], W), codec_named(record["codec"], record["block"])
+    own = slice(record["rank"] % L * (W // L), (record["rank"] % L + 1) * (W // L))
+    owed_WN = torch.zeros(W, layout.chunk)
+    codec.decode(its["sent"].cpu(), owed_WN[own])
+    owed_WN[own] += its["residual"].cpu().float().view(-1, layout.chunk)
+    if not bool(owed_WN.isfinite().all()):
+        return
+    momentum_WN = torch.zeros(W, layout.chunk)
+    codec.decode(saved["frames"].cpu()[own], momentum_WN[own])
+    owed_WN.sub_(momentum_WN, alpha=beta1)
+    for entry, view in zip(entries, layout.views(owed_WN.view(-1)), strict=True):
+        error = entry["worker_error"]
+        entry["worker_error"] = view.to(error.device, error.dtype).clone()

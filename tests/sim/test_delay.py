@@ -1,0 +1,578 @@
+"""OnebitAdam(delay=1): equal to a delayed textbook loop, hidden, skipped, saved, resumed and landed as it should be."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from family import FREEZE, flat, fresh, loss_of, make, model, same, snapshot, train
+from oracles import OnebitAdamOracle
+from torch import Tensor, nn
+
+import onebit
+from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
+from onebit.comm import IdentityCodec, PeerError, SimTransport, hierarchical, run_ranks
+from onebit.optimizer import CompressedOptimizer
+
+SIZES = (300, 1, 513, 256, 7)
+STEPS = 24
+MANY = {"bucket_cap_mb": 0.004}
+
+
+def late(transport: SimTransport, **options: object) -> tuple[nn.Module, CompressedOptimizer]:
+    return fresh(transport, delay=1, **MANY, **options)
+
+
+# -------------------------------------------------------------------------------- what is computed
+
+
+def delayed_oracle(
+    workers: int, dense: Callable[[int], bool], lrs: list[float], *, is_refreshed: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """1-bit Adam whose compressed steps move parameters one step later; (x after each step, x once all has landed).
+
+    The textbook's recursion of the momentum, by hand around it: a move waits, and so does its weight decay.
+    """
+    oracle = OnebitAdamOracle(start(), workers, SIZES, dense=dense, is_refreshed=is_refreshed)
+    x, waiting, trajectory = start(), None, []
+    for step, lr in enumerate(lrs):
+        grads = np.stack([gradient(step, worker, x) for worker in range(workers)])
+        if waiting is not None:
+            late_lr, update = waiting
+            x, waiting = x - late_lr * (update + oracle.weight_decay * x), None
+        update = oracle.advance(grads)
+        if dense(step):
+            x = x - lr * (update + oracle.weight_decay * x)
+        else:
+            waiting = lr, update
+        trajectory.append(x)
+    landed = x if waiting is None else x - waiting[0] * (waiting[1] + oracle.weight_decay * x)
+    return np.stack(trajectory), landed
+
+
+def start() -> np.ndarray:
+    return np.random.default_rng(99).normal(size=sum(SIZES)).astype(np.float32).astype(np.float64)
+
+
+def gradient(step: int, worker: int, x: np.ndarray) -> np.ndarray:
+    """A drifting pull of each worker's own, with noise. No function of x: a rounding must not feed back into it."""
+    noise = np.random.default_rng((step, worker)).normal(size=x.shape)
+    pull = np.random.default_rng(worker).normal(size=x.shape) * np.cos(0.1 * step) + 1.5
+    return (pull + 0.5 * noise).astype(np.float32).astype(np.float64)
+
+
+def trajectory(transport: SimTransport, lrs: list[float], **options: object) -> tuple[np.ndarray, np.ndarray]:
+    params = [nn.Parameter(p.clone()) for p in torch.from_numpy(start()).float().split(SIZES)]
+    optimizer = onebit.OnebitAdam(params, transport=transport, warmup_codec=IdentityCodec(), delay=1, **options)
+    seen = []
+    for step, lr in enumerate(lrs):
+        optimizer.param_groups[0]["lr"] = lr
+        x = torch.cat([p.detach() for p in params]).double().numpy()
+        for p, g in zip(params, torch.from_numpy(gradient(step, transport.rank, x)).float().split(SIZES), strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+        seen.append(torch.cat([p.detach() for p in params]).double().numpy())
+    optimizer.param_groups[0]["lr"] = 1e9  # a scheduler's next one: the step that lands was sent with its own
+    optimizer.sync()
+    optimizer.sync()
+    assert optimizer.steps_taken() == len(lrs)
+    return np.stack(seen), torch.cat([p.detach() for p in params]).double().numpy()
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [16.0, 0.002])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_equals_the_delayed_textbook_loop(world_size: int, bucket_cap_mb: float) -> None:
+    """Error feedback, momentum, bias correction, decay, learning rates: float32 against float64, as without delay."""
+    lrs = [0.05 * (1 - k / 60) for k in range(STEPS)]
+    expected, landed = delayed_oracle(world_size, lambda step: step < 8, lrs, is_refreshed=False)
+    results = run_ranks(
+        world_size, lambda transport: trajectory(transport, lrs, freeze_step=8, bucket_cap_mb=bucket_cap_mb)
+    )
+    for seen, last in results:
+        np.testing.assert_array_equal(seen, results[0][0])
+        np.testing.assert_array_equal(last, results[0][1])
+    np.testing.assert_allclose(results[0][0], expected, atol=2e-4, rtol=0)
+    np.testing.assert_allclose(results[0][1], landed, atol=2e-4, rtol=0)
+    np.testing.assert_array_equal(results[0][0][8], results[0][0][7])  # the first compressed step has not landed
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_refresh_lands_the_step_before_and_is_not_delayed(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = DenseSteps("auto", warmup=6, refreshes=VarianceUpdates(2))
+    assert [step for step in range(STEPS) if rule.is_dense(step)] == [0, 1, 2, 3, 4, 5, 6, 10, 14, 22]
+    monkeypatch.setattr("onebit.onebit_adam.DenseSteps", lambda _: rule)
+    lrs = [0.02] * STEPS
+    expected, landed = delayed_oracle(world_size, rule.is_dense, lrs, is_refreshed=True)
+    seen, last = run_ranks(world_size, lambda transport: trajectory(transport, lrs))[0]
+    differs = np.abs(np.concatenate([seen, last[None]]) - np.concatenate([expected, landed[None]])) > 5e-4
+    assert differs.mean(axis=1).max() <= 0.01  # as without delay: a sum that cancels has another sign in float32
+
+
+def test_landing_every_step_is_the_optimizer_without_delay() -> None:
+    def ours(transport: SimTransport) -> bool:
+        net, optimizer = late(transport)
+        plain_net, plain = fresh(transport, **MANY)
+        for step in range(12):
+            train(transport, range(step, step + 1), net, optimizer)
+            optimizer.sync()
+            train(transport, range(step, step + 1), plain_net, plain)
+            if not (torch.equal(flat(net), flat(plain_net)) and same(snapshot(optimizer), snapshot(plain))):
+                return False
+        return True
+
+    assert run_ranks(2, ours) == [True, True]
+
+
+# -------------------------------------------------------------------------------- what is hidden
+
+
+class Recorder(SimTransport):
+    """A SimTransport that notes when its larger operations are launched, and waited for."""
+
+    def __init__(self, transport: SimTransport):
+        super().__init__(transport.network, transport.rank)
+        self.events: list[str] = []
+
+    def _launch(self, name: str, nbytes: int, *rest: object):  # type: ignore[no-untyped-def]
+        work = super()._launch(name, nbytes, *rest)  # type: ignore[arg-type]
+        self.events.append(name)
+        wait = work.wait
+
+        def waiting() -> None:
+            self.events.append(f"wait for {name}")
+            wait()
+
+        work.wait = waiting
+        return work
+
+
+def test_a_step_waits_for_nothing_that_it_has_sent() -> None:
+    """In step(): every wait comes before the first launch. Second phases leave in the next backward pass."""
+
+    def ours(transport: SimTransport) -> tuple[list[str], list[str], int]:
+        recorder = Recorder(transport)
+        net, optimizer = late(recorder, check_replicas_every=0)
+        train(recorder, range(FREEZE + 2), net, optimizer)
+        recorder.events.clear()
+        optimizer.zero_grad()
+        loss_of(net, 50, transport.rank).backward()
+        in_backward, recorder.events[:] = list(recorder.events), []
+        optimizer.step()
+        return in_backward, recorder.events, len(optimizer.buckets)
+
+    for in_backward, in_step, buckets in run_ranks(2, ours):
+        assert buckets > 2
+        assert in_backward == ["wait for all_to_all", "all_gather"] * buckets
+        first = in_step.index("all_to_all")
+        assert in_step[first:] == ["all_to_all"] * buckets + ["all_gather"]  # the vote, which is read when it lands
+        assert in_step[:first] == ["wait for all_gather"] * (buckets + 1)
+
+
+def test_nothing_keeps_gradients_while_they_travel() -> None:
+    def ours(transport: SimTransport) -> bool:
+        net, optimizer = late(transport)
+        train(transport, range(FREEZE + 2), net, optimizer)
+        held = [weakref.ref(p.grad) for p in net.parameters() if p.grad is not None]
+        optimizer.zero_grad()
+        return bool(held) and all(ref() is None for ref in held)
+
+    assert run_ranks(2, ours) == [True, True]
+
+
+def test_in_two_levels_every_step_lands_as_it_would_at_once() -> None:
+    """Two nodes of two ranks: replicas identical, and a run that lands each step is one without delay."""
+
+    def ours(transport: SimTransport) -> tuple[Tensor, Tensor, bool]:
+        levels = hierarchical(transport, 2)
+        net, optimizer = late(levels)  # type: ignore[arg-type]
+        train(levels, range(10), net, optimizer)  # type: ignore[arg-type]
+        moved = flat(net)
+        optimizer.sync()
+        twins = []
+        for delay in (0, 1):
+            twin, other = fresh(levels, delay=delay, **MANY)  # type: ignore[arg-type]
+            for step in range(10):
+                train(levels, range(step, step + 1), twin, other)  # type: ignore[arg-type]
+                other.sync()
+            twins.append(flat(twin))
+        return moved, flat(net), torch.equal(*twins)
+
+    results = run_ranks(4, ours)
+    for moved, landed, is_same in results:
+        assert torch.equal(moved, results[0][0]) and torch.equal(landed, results[0][1]) and is_same
+    assert not torch.equal(results[0][0], results[0][1])
+
+
+# -------------------------------------------------------------------------------- skipped
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_a_skipped_step_is_neither_taken_nor_taken_twice(
+    max_grad_norm: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 1's gradient of step 9 is not finite: as if all ranks had only landed step 8 in its place, to the bit.
+
+    Clipping knows at once, while step 8 is under way; without it the verdict comes when step 9 lands.
+    """
+
+    def ours(transport: SimTransport, *, spoils: bool) -> tuple[Tensor, int]:
+        net, optimizer = late(transport, max_grad_norm=max_grad_norm)
+        for step in range(14):
+            if step == 9 and not spoils:
+                optimizer.sync()
+                continue
+            optimizer.zero_grad()
+            loss_of(net, step, transport.rank).backward()
+            if step == 9 and transport.rank == 1:
+                net[2].weight.grad[3, 3] = math.nan  # type: ignore[index]
+            optimizer.step()
+        optimizer.sync()
+        assert optimizer.steps_taken() == 13
+        return flat(net), optimizer.stats.skipped_steps
+
+    with caplog.at_level(logging.WARNING):
+        spoilt = run_ranks(2, lambda transport: ours(transport, spoils=True))
+    assert any("rank 1: gradient not finite in parameter" in message for message in caplog.messages)
+    landed = run_ranks(2, lambda transport: ours(transport, spoils=False))
+    assert [skipped for _, skipped in (*spoilt, *landed)] == [1, 1, 0, 0]
+    assert all(torch.equal(moved, landed[0][0]) for moved, _ in (*spoilt, *landed))
+
+
+def test_a_skipped_step_leaves_no_trace() -> None:
+    """Behind it the state is that before it was sent, to the bit, and its parameters have all steps before it."""
+
+    def ours(transport: SimTransport) -> bool:
+        net, optimizer = late(transport)
+        train(transport, range(FREEZE + 3), net, optimizer)
+        optimizer.sync()
+        before, parameters = snapshot(optimizer), flat(net)
+        optimizer.zero_grad()
+        loss_of(net, 20, transport.rank).backward()
+        if transport.rank == 0:
+            net[0].bias.grad[0] = math.inf  # type: ignore[index]
+        optimizer.step()
+        assert "under_way" in optimizer.state_dict()["onebit"]
+        optimizer.sync()
+        after = snapshot(optimizer)
+        assert after["onebit"].pop("skipped_steps") == before["onebit"].pop("skipped_steps") + 1
+        return same(before, after) and torch.equal(parameters, flat(net))
+
+    assert run_ranks(2, ours) == [True, True]
+
+
+def test_too_many_skipped_steps_are_an_error_that_names_the_parameter() -> None:
+    def ours(transport: SimTransport) -> str:
+        net, optimizer = late(transport, max_consecutive_skips=3)
+        train(transport, range(FREEZE + 2), net, optimizer)
+        for steps in range(1, 9):
+            optimizer.zero_grad()
+            loss_of(net, steps, transport.rank).backward()
+            net[0].bias.grad[0] = math.nan  # type: ignore[index]
+            try:
+                optimizer.step()
+            except onebit.SkippedStepsError as error:
+                return f"{steps}: {error}"
+        return ""
+
+    for rank, said in enumerate(run_ranks(2, ours)):
+        assert said.startswith("4: ")  # the verdict of a step is one step late
+        assert f"rank {rank}: 3 steps in a row" in said and "parameter 1 of group 0" in said
+
+
+def test_a_grad_scaler_is_taken_out_of_what_is_sent() -> None:
+    """As without a scaler, to the bit: scales are powers of two, also of a step that was sent under another one."""
+
+    def ours(transport: SimTransport, *, scales: bool) -> Tensor:
+        net, optimizer = late(transport)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3, enabled=scales)
+        for step in range(12):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(net, step, transport.rank)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.sync()
+        return flat(net)
+
+    plain = run_ranks(2, lambda transport: ours(transport, scales=False))
+    scaled = run_ranks(2, lambda transport: ours(transport, scales=True))
+    assert all(torch.equal(each, plain[0]) for each in (*plain, *scaled))
+
+
+# -------------------------------------------------------------------------------- gradients, groups, ranks that end
+
+
+def test_a_rank_that_ends_earlier_takes_part() -> None:
+    """join(): with fewer batches on one rank, replicas stay identical, and what was under way is taken."""
+
+    def ours(transport: SimTransport) -> tuple[Tensor, int, int]:
+        net, optimizer = late(transport)
+        with optimizer.join():
+            for step in range(12 - 3 * transport.rank):
+                optimizer.zero_grad()
+                loss_of(net, step, transport.rank).backward()
+                optimizer.step()
+        assert optimizer.step_under_way is not None
+        optimizer.sync()
+        return flat(net), optimizer.steps_taken(), optimizer.stats.shadow_steps
+
+    results = run_ranks(3, ours)
+    assert all(torch.equal(moved, results[0][0]) and taken == 12 for moved, taken, _ in results)
+    assert [shadows for *_, shadows in results] == [0, 3, 6]
+
+
+def test_a_step_without_gradients_lands_the_one_before_it() -> None:
+    def ours(transport: SimTransport) -> tuple[bool, bool, Tensor]:
+        net, optimizer = late(transport)
+        train(transport, range(FREEZE + 2), net, optimizer)
+        before = flat(net)
+        optimizer.zero_grad()
+        optimizer.step()
+        landed = flat(net)
+        optimizer.sync()
+        return torch.equal(before, landed), torch.equal(landed, flat(net)), flat(net)
+
+    results = run_ranks(2, ours)
+    assert [(still, unmoved) for still, unmoved, _ in results] == [(False, True)] * 2
+    assert torch.equal(results[0][2], results[1][2])
+
+
+def test_passes_and_edits_change_nothing_that_travels() -> None:
+    """Buckets leave in step(): two passes, edited gradients and a lr tensor of a scheduler's are as without overlap."""
+
+    def ours(transport: SimTransport, *, overlap: bool) -> Tensor:
+        net, optimizer = late(transport, overlap=overlap, lr=torch.tensor(0.01))
+        for step in range(12):
+            optimizer.zero_grad()
+            for half in range(1 + step % 2):
+                (loss_of(net, 2 * step + half, transport.rank) / 2).backward()
+            for p in net.parameters():
+                p.grad.mul_(0.5)  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.param_groups[0]["lr"].mul_(0.9)
+        optimizer.sync()
+        assert optimizer.stats.resent_steps <= 2 * FREEZE
+        return flat(net)
+
+    results = [run_ranks(2, lambda transport, overlap=overlap: ours(transport, overlap=overlap)) for overlap in (0, 1)]
+    assert all(torch.equal(each, results[0][0]) for one in results for each in one)
+
+
+def test_a_new_group_lands_what_is_under_way_and_warms_up_without_delay() -> None:
+    def ours(transport: SimTransport) -> tuple[bool, Tensor]:
+        net, optimizer = late(transport)
+        train(transport, range(FREEZE + 2), net, optimizer)
+        before, more = flat(net), nn.Parameter(torch.ones(40))
+        optimizer.add_param_group({"params": [more]})
+        moved = not torch.equal(before, flat(net)) and optimizer.step_under_way is None
+        for step in range(FREEZE + 4):
+            optimizer.zero_grad()
+            (loss_of(net, step, transport.rank) + (more * (1 + transport.rank)).sum()).backward()
+            was_dense = step < FREEZE
+            optimizer.step()
+            assert (optimizer.step_under_way is None) == was_dense
+        optimizer.sync()
+        return moved, torch.cat([flat(net), more.detach()])
+
+    results = run_ranks(2, ours)
+    assert all(moved for moved, _ in results) and torch.equal(results[0][1], results[1][1])
+
+
+def test_masks_and_masters_land_with_their_step() -> None:
+    """Elements that may not move stay; bfloat16 parameters are their masters, rounded; replicas identical."""
+
+    def ours(transport: SimTransport) -> tuple[Tensor, bool, bool]:
+        net = model(dtype=torch.bfloat16)
+        first = net[0].weight.detach().clone()
+        mask = torch.ones(33, 20)
+        mask[:, :7] = 0.0
+        rest = [p for p in net.parameters() if p is not net[0].weight]
+        groups = [{"params": [net[0].weight], "exp_avg_mask": mask}, {"params": rest}]
+        optimizer = onebit.OnebitAdam(
+            groups, lr=0.01, freeze_step=FREEZE, weight_decay=0.0, transport=transport, delay=1
+        )
+        train(transport, range(12), net, optimizer)
+        optimizer.sync()
+        masters = [optimizer.state[p]["master"] for p in net.parameters()]
+        rounded = all(torch.equal(m.bfloat16(), p) for m, p in zip(masters, net.parameters(), strict=True))
+        stays = torch.equal(net[0].weight[:, :7], first[:, :7]) and not torch.equal(net[0].weight, first)
+        return flat(net), rounded, stays
+
+    results = run_ranks(2, ours)
+    assert all(torch.equal(x, results[0][0]) and rounded and stays for x, rounded, stays in results)
+
+
+# -------------------------------------------------------------------------------- states
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"error_dtype": torch.bfloat16}], ids=str)
+def test_a_state_saved_with_a_step_under_way_resumes_to_the_bit(options: dict) -> None:
+    """At every place around the freeze, and between backward and step; saving sends nothing and changes nothing."""
+
+    def ours(transport: SimTransport) -> list[bool]:
+        net, optimizer = late(transport, **options)
+        saved = []
+        for step in range(10):
+            optimizer.zero_grad()
+            loss_of(net, step, transport.rank).backward()
+            if step > FREEZE:
+                before = transport._operations
+                saved.append((step, copy.deepcopy(net.state_dict()), snapshot(optimizer)))
+                assert transport._operations == before
+            optimizer.step()
+        optimizer.sync()
+        found = []
+        for step, weights, state in saved:
+            assert "under_way" in state["onebit"]
+            other_net, other = late(transport, **options)
+            other.load_state_dict(state)
+            other_net.load_state_dict(weights)
+            train(transport, range(step, 10), other_net, other)
+            other.sync()
+            found.append(torch.equal(flat(other_net), flat(net)) and same(snapshot(other), snapshot(optimizer)))
+        return found
+
+    assert run_ranks(2, ours) == [[True] * 4] * 2
+
+
+def test_in_two_levels_a_state_resumes_to_the_bit() -> None:
+    def ours(transport: SimTransport) -> bool:
+        levels = hierarchical(transport, 2)
+        net, optimizer = late(levels)  # type: ignore[arg-type]
+        train(levels, range(8), net, optimizer)  # type: ignore[arg-type]
+        weights, state = copy.deepcopy(net.state_dict()), snapshot(optimizer)
+        other_net, other = late(levels)  # type: ignore[arg-type]
+        other.load_state_dict(state)
+        other_net.load_state_dict(weights)
+        for a_net, a in ((net, optimizer), (other_net, other)):
+            train(levels, range(8, 11), a_net, a)  # type: ignore[arg-type]
+            a.sync()
+        return torch.equal(flat(other_net), flat(net))
+
+    assert run_ranks(4, ours) == [True] * 4
+
+
+def test_loading_drops_what_was_under_way() -> None:
+    def ours(transport: SimTransport) -> bool:
+        net, optimizer = late(transport)
+        train(transport, range(FREEZE + 1), net, optimizer)
+        optimizer.sync()
+        weights, state = copy.deepcopy(net.state_dict()), snapshot(optimizer)
+        train(transport, range(30, 33), net, optimizer)
+        optimizer.load_state_dict(state)
+        net.load_state_dict(weights)
+        assert optimizer.step_under_way is None
+        return same(snapshot(optimizer), state)
+
+    assert run_ranks(2, ours) == [True, True]
+
+
+def owed_in(state: dict) -> Tensor:
+    """The worker errors of a state, in the order of the parameters. A copy."""
+    return torch.cat([state["state"][key]["worker_error"].flatten() for key in sorted(state["state"])])
+
+
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_another_number_of_ranks_owes_what_was_under_way(after: int) -> None:
+    """Conserved: what ranks owe then, on average, is what they owed and (1-β1)·g/D of the step that had not landed."""
+
+    def before(transport: SimTransport) -> tuple[dict, dict, Tensor, dict]:
+        net, optimizer = late(transport)
+        train(transport, range(FREEZE + 2), net, optimizer)
+        optimizer.sync()
+        landed = snapshot(optimizer)
+        D = torch.cat([optimizer.state[p]["denominator"].flatten() for p in net.parameters()])
+        optimizer.zero_grad()
+        loss_of(net, 40, transport.rank).backward()
+        g = torch.cat([p.grad.flatten() for p in net.parameters()])  # type: ignore[union-attr]
+        optimizer.step()
+        own = (1.0 - 0.999) / transport.world_size  # of a variance that is frozen for good
+        return snapshot(optimizer), landed, 0.1 * g / (D.square() + own * g.square()).sqrt(), net.state_dict()
+
+    saved = run_ranks(3, before)
+    owed = [owed_in(one) for _, one, *_ in saved]
+    expected = sum(e + y for e, (*_, y, _) in zip(owed, saved, strict=True)) / 3
+
+    def ours(transport: SimTransport) -> tuple[Tensor, Tensor]:
+        net, optimizer = late(transport)
+        net.load_state_dict(saved[0][3])
+        optimizer.load_state_dicts([state for state, *_ in saved])
+        assert optimizer.step_under_way is None
+        owes = owed_in(optimizer.state_dict())
+        train(transport, range(50, 53), net, optimizer)
+        return owes, flat(net)
+
+    results = run_ranks(after, ours)
+    for owes, moved in results:
+        torch.testing.assert_close(owes, expected, atol=1e-5, rtol=1e-4)
+        assert torch.equal(moved, results[0][1])
+
+
+# -------------------------------------------------------------------------------- refused, broken off
+
+
+def test_a_peer_that_ends_while_a_step_is_under_way_is_named() -> None:
+    """And what was under way is in a state that is saved then."""
+    states: dict[int, dict] = {}
+
+    def ours(transport: SimTransport) -> None:
+        net, optimizer = late(transport)
+        train(transport, range(FREEZE + 2), net, optimizer)
+        if transport.rank == 1:
+            raise RuntimeError("rank 1 is gone")
+        loss_of(net, 20, 0).backward()
+        try:
+            optimizer.sync()
+        finally:
+            states[transport.rank] = snapshot(optimizer)
+
+    with pytest.raises((PeerError, RuntimeError), match="rank 1"):
+        run_ranks(2, ours, timeout_s=20.0)
+    assert "under_way" in states[0]["onebit"]
+
+
+def test_ranks_in_different_steps_are_told_before_anything_is_written() -> None:
+    def ours(transport: SimTransport) -> tuple[str, bool]:
+        net, optimizer = late(transport)
+        train(transport, range(FREEZE + 2), net, optimizer)
+        optimizer.sync()
+        optimizer.param_groups[0]["lr"] = 0.01 * (1 + transport.rank)
+        before = flat(net)
+        train(transport, range(20, 21), net, optimizer)
+        try:
+            train(transport, range(21, 22), net, optimizer)
+        except onebit.DesyncError as error:
+            return str(error), torch.equal(before, flat(net))
+        return "", False
+
+    for said, is_unmoved in run_ranks(2, ours):
+        assert "different values of lr" in said and is_unmoved
+
+
+@pytest.mark.parametrize("name", ["OnebitLamb", "ZeroOneAdam", "OnebitMuon"])
+def test_optimizers_without_delay_refuse_it_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} has no delay"):
+        make(name, model(), SimTransport(), delay=1)
+
+
+def test_other_delays_and_copies_are_refused() -> None:
+    with pytest.raises(ValueError, match="delay must be 0 or 1"):
+        make("OnebitAdam", model(), SimTransport(), delay=2)
+    with pytest.raises(TypeError, match="neither copied nor pickled"):
+        copy.deepcopy(make("OnebitAdam", model(), SimTransport(), delay=1))
+
+
+def test_ranks_with_another_delay_are_refused_at_construction() -> None:
+    def ours(transport: SimTransport) -> str:
+        try:
+            fresh(transport, delay=transport.rank)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    assert all("option delay" in said for said in run_ranks(2, ours))
