@@ -304,11 +304,12 @@ _OF_ALL = {"sharding", "ranks_per_node", "tensor", "keep_checkpoints"}
 _ALWAYS = {"bucket_cap_mb", "max_consecutive_skips"}
 _SIGNS = _ALWAYS | {
     "codec", "warmup_codec", "compression", "error_dtype", "block", "variance_floor", "check_replicas_every",
+    "delay",
 }  # fmt: skip
 _OURS = {
     "replicated": _SIGNS,
     "intra_node": _SIGNS,
-    "inter_node": _SIGNS - {"codec", "compression", "error_dtype"} | {"differences"},
+    "inter_node": _SIGNS - {"codec", "compression", "error_dtype", "delay"} | {"differences"},
     "dense": _ALWAYS,
     "local": _ALWAYS | {"local_steps", "block", "error_dtype", "check_replicas_every"},
 }

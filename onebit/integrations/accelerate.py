@@ -34,7 +34,6 @@ from ..optimizer import CompressedOptimizer
 from ..step.stats import Stats
 from ..usage.buffers import persistent_buffers, sync_buffers
 from ..usage.contract import State
-from ..zero_one_adam import ZeroOneAdam
 from . import rank_files
 
 log = logging.getLogger(__name__)
@@ -245,11 +244,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def sync_replicas(self) -> None:
         """Make all ranks' models the same, to the bit: before an evaluation. All ranks, between two steps.
 
-        Parameters between the synchronisations of 0/1 Adam, and BatchNorm's statistics; without these it changes
-        nothing. `save_state` calls it.
+        Parameters between the synchronisations of 0/1 Adam, a step under way (`delay=1`), and BatchNorm's statistics;
+        without these it changes nothing. `save_state` calls it.
         """
         for prepared in self._prepared():
-            if isinstance(prepared.optimizer, ZeroOneAdam):
+            if hasattr(prepared.optimizer, "sync"):
                 prepared.optimizer.sync()
         for model in self._models if self._prepared() else ():
             if any(persistent_buffers(model)):  # without any, nothing is sent

@@ -87,6 +87,8 @@ def _rules() -> list[Method]:
         _laprop("laprop", "adamw"),
         _laprop(f"laprop, beta2 {FAST:g}", "adamw", FAST),
         _variant("onebit-adam, four-bit warm-up", "adamw", adam, **log4),
+        _variant("onebit-adam, delay 1", "adamw", adam, delay=1),
+        _variant("onebit-adam, four-bit warm-up, delay 1", "adamw", adam, delay=1, **log4),
         _variant(f"onebit-adam, beta2 {FAST:g}", f"adamw, beta2 {FAST:g}", adam, **fast),
         _variant("onebit-adam, moves", "laprop", adam, **moves),
         _variant("onebit-adam, moves, four-bit warm-up", "laprop", adam, **moves, **log4),

@@ -41,7 +41,8 @@ class Way:
     """make(groups, transport, steps of the run): of one simulated rank; transport None: one worker has all batches.
 
     timed(model, transport): the same on an emulated host. cycle: steps that are timed together, whatever their phases;
-    1: every phase in `phases` on its own; the one that most steps are in stands last. full_steps: timed ones in the
+    1: every phase in `phases` on its own; the one that most steps are in stands last. run: so many of these are timed
+    together, as the traffic of each travels under the next. full_steps: timed ones in the
     phase "warmup", where the optimizer has no phases of its own. loss_of: the way whose loss this one has too.
     """
 
@@ -50,6 +51,7 @@ class Way:
     make: Callable[[Groups, Transport | None, int], Trained] | None = None
     is_one_worker: bool = False
     cycle: int = 1
+    run: int = 1
     phases: Sequence[str] = (PLAIN,)
     full_steps: int = 0
     loss_of: str = ""
@@ -131,6 +133,7 @@ def _ours(name: str, kind: Callable[..., Any], phases: Sequence[str], timed: dic
         partial(Onebit, make=_with_phases(kind, **options | (timed or {}))),
         lambda groups, transport, steps: kind(groups, transport=transport, **options),
         phases=phases,
+        run=16 if options.get("delay") else 1,
     )
 
 
@@ -162,6 +165,7 @@ WAYS = {
         *(_local("DiLoCo int8", every, Int8Codec(), NESTEROV) for every in (8, 32, 128)),
         _ours("OnebitAdam", onebit.OnebitAdam, _ADAM),
         _ours("OnebitAdam, four-bit warm-up", onebit.OnebitAdam, _ADAM, warmup_codec=Log4Codec()),
+        _ours("OnebitAdam, delay 1", onebit.OnebitAdam, _ADAM, delay=1),
         _ours("ZeroOneAdam", onebit.ZeroOneAdam, ("variance", "compressed"), _ZERO_ONE),
         _sharded("int4"),
         _sharded("sign"),

@@ -199,6 +199,7 @@ class Onebit(ByParts):
             gradient_codec=None if args.warmup_codec is None else comm.codec_named(args.warmup_codec, _BLOCK),
             max_grad_norm=args.max_grad_norm,
             compression=args.compression,
+            delay=args.delay,
             codec=cast(comm.FusedCodec, comm.codec_named(args.codec, _BLOCK)),
             transport=transport,
             model=model,

@@ -278,6 +278,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--codec", choices=comm.momentum_codecs(), default="sign", help="one-bit optimizers: what momentum travels in")
     add("--warmup-codec", choices=comm.CODECS, help="what their gradients travel in; else eight bits")
     add("--compression", choices=("auto", "always"), default="auto", help="auto: bfloat16 where one bit gains nothing")
+    add("--delay", type=int, choices=(0, 1), default=0, help="1: onebit-adam's exchange travels under the next step")
     add(
         "--local-steps",
         type=_interval,

@@ -42,7 +42,7 @@ def config_of(args: argparse.Namespace) -> dict:
     params = {key: getattr(choice.params, key) for key in ("lr", *choice.entry.flag_keys)}
     ours: dict[str, object] = {"compression": args.compression, "ranks_per_node": args.ranks_per_node}
     ours |= {"tensor": args.tensor, "keep_checkpoints": args.keep_checkpoints}
-    ours |= {"codec": args.codec, "warmup_codec": args.warmup_codec}
+    ours |= {"codec": args.codec, "warmup_codec": args.warmup_codec, "delay": args.delay}
     if args.optimizer == SHARDED_ONLY:
         ours["sharding"] = "inter_node"
     config: dict[str, object] = {

@@ -95,6 +95,11 @@ def test_a_first_step_with_stages_leaves_what_any_step_leaves(ranks: list[dict])
         assert first and set(first) == {2} and set(second) == {4}  # two micro-batches a step
 
 
+def test_evaluations_and_checkpoints_land_a_step_under_way(ranks: list[dict]) -> None:
+    for facts in ranks:
+        assert facts["delay"] == {"eval": [True, True], "save": [True, True], "loaded": True}
+
+
 def test_offload_changes_no_bit(ranks: list[dict]) -> None:
     assert all(
         facts["offload"] == {"intra_node": [True, "CPUOffloadPolicy"], "dense": [True, "CPUOffloadPolicy"]}
@@ -150,6 +155,9 @@ def config(name: str = "OneBitAdam", params: dict | None = None, **blocks: objec
         (config(), "replicated", []),
         (config(onebit={"differences": "sign"}), "replicated", ["onebit.differences"]),
         (config(onebit={"error_dtype": "bf16"}), "inter_node", ["onebit.error_dtype"]),
+        (config(onebit={"delay": 1}), "inter_node", ["onebit.delay"]),
+        (config(onebit={"delay": 1}), "intra_node", []),
+        (config("AdamW", onebit={"delay": 1}), "dense", ["onebit.delay"]),
         (config(onebit={"bucket_cap_mb": 1, "block": 64}), "intra_node", []),
         (config("AdamW", onebit={"block": 64}), "dense", ["onebit.block"]),
         (config(params={"freeze_step": 9, "bias_correction": False}), "inter_node", ["bias_correction"]),

@@ -85,6 +85,7 @@ def test_the_rest_of_the_file_reaches_the_optimizer() -> None:
             "compression": "always",
             "check_replicas_every": 3,
             "variance_floor": 0.5,
+            "delay": 1,
         },
     )
     built = build(config, [parameter()])
@@ -99,9 +100,18 @@ def test_the_rest_of_the_file_reaches_the_optimizer() -> None:
         compression="always",
         check_replicas_every=3,
         variance_floor=0.5,
+        delay=1,
         transport=SimTransport(),
     )
-    assert built.option_lines() == by_hand.option_lines()
+    assert built.delay == 1 and built.option_lines() == by_hand.option_lines()
+
+
+def test_a_delay_that_an_optimizer_has_not_is_refused_by_name() -> None:
+    for name, said in (("OneBitLamb", "OnebitLamb has no delay"), ("ZeroOneAdam", "ZeroOneAdam has no delay")):
+        with pytest.raises(ValueError, match=said):
+            build(small(optimizer={"type": name}, onebit={"delay": 1}), [parameter()])
+    with pytest.raises(ValueError, match="delay must be 0 or 1"):
+        build(small(optimizer={"type": "OneBitAdam"}, onebit={"delay": 2}), [parameter()])
 
 
 def test_under_a_loss_scale_nothing_leaves_before_the_step() -> None:

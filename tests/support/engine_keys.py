@@ -407,6 +407,7 @@ def keys(folder: str) -> dict[str, object]:
         "within a step": within_a_step(),
         "buffers": buffers(),
         "first steps": first_steps_of_stages(),
+        "delay": delayed(),
     }
     ends, phases = {}, {}
     for form in ("replicated", "inter_node", "intra_node"):
@@ -419,6 +420,22 @@ def keys(folder: str) -> dict[str, object]:
         phases[form] = engine.optimizer.stats.phase
     facts["ends"], facts["phases"] = ends, phases
     GRIDS[1].close()
+    return facts
+
+
+def delayed() -> dict[str, object]:
+    """A step is under way where an evaluation begins, and where a checkpoint is taken: both land it."""
+    engine = start("intra_node", onebit=ONE_BIT | {"delay": 1})
+    facts: dict[str, object] = {}
+    for name, act in (("eval", engine.eval), ("save", lambda: engine.save_checkpoint("delayed"))):
+        engine.train()
+        train(engine, 12)
+        was_under_way = engine.optimizer.step_under_way is not None
+        act()
+        facts[name] = [was_under_way, engine.optimizer.step_under_way is None]
+    other = start("intra_node", onebit=ONE_BIT | {"delay": 1})
+    other.load_checkpoint("delayed")
+    facts["loaded"] = bits(other) == bits(engine)
     return facts
 
 

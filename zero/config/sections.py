@@ -199,7 +199,7 @@ class Onebit:
     as they are on the replica axis between nodes; "inter_node": over nodes, by the sharded one-bit algorithm; "auto":
     intra_node where a node has several ranks, inter_node where it has one. differences: what parameter differences
     travel in under inter_node: "int4" (4.06 bits per parameter) or "sign" (1.02). ranks_per_node: null: as the launcher
-    says. compression, bucket_cap_mb, error_dtype, check_replicas_every, max_consecutive_skips: see
+    says. compression, bucket_cap_mb, error_dtype, check_replicas_every, max_consecutive_skips, delay: see
     `onebit.optimizer.CommonOptions`. codec: what momentum travels in; block: elements per scale of its frames, a
     multiple of 64. warmup_codec: what gradients travel in, in warm-up and refreshes; null: eight bits, or what
     communication_data_type says; under inter_node momentum in eight bits. variance_floor: see
@@ -222,6 +222,7 @@ class Onebit:
     max_consecutive_skips: int = key(MOST_SKIPS, INT, least=0)
     tensor: int | None = key(None, INT, null=True, least=1)
     keep_checkpoints: int | None = key(None, INT, null=True, least=1)
+    delay: int = key(0, INT, least=0)
     local_steps: LocalRounds = schema.block(LocalRounds)  # `block` is a key here
 
     def __post_init__(self) -> None:

@@ -161,6 +161,7 @@ class Config(_TopLevel):
             "bucket_cap_mb": self.onebit.bucket_cap_mb,
             "check_replicas_every": self.onebit.check_replicas_every,
             "max_consecutive_skips": self.onebit.max_consecutive_skips,
+            "delay": self.onebit.delay,
         }
 
     def to_dict(self) -> dict[str, object]:
