@@ -47,7 +47,7 @@ _WIRES = [name for name in comm.CODECS if name != "fp32"]
 _FIXED_ON_RESUME = (
     "optimizer", "size", "seed", "batch_size", "accumulate", "steps", "lr", "warmup_lr_fraction", "weight_decay",
     "max_grad_norm", "compression", "codec", "warmup_codec", "local_steps", "outer_lr", "outer_momentum", "differences",
-    "context", "sparse_attention",
+    "context", "sparse_attention", "delay",
     "drop_tokens", "seqlen_from", "easy_until",
 )  # fmt: skip
 
@@ -314,6 +314,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--optimizer {SHARDED_ONLY} needs --zero 1 or --zero 2")
     if args.local_steps is not None and args.zero is not None:
         parser.error("--local-steps goes without --zero: the engine averages gradients in every step")
+    if args.delay and args.optimizer != "onebit-adam":
+        parser.error(f"--delay goes with --optimizer onebit-adam, got {args.optimizer}")
     size = size_of(args)
     if args.drop_tokens is not None and size.layers < 3:
         parser.error(f"--drop-tokens: --size {args.size} has no layer between the first and the last")

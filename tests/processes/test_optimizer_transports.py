@@ -19,7 +19,7 @@ from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam
 _GLOBAL_RNG = threading.Lock()
 
 
-def train(transport: Transport, max_grad_norm: float = 0.7) -> str:
+def train(transport: Transport, max_grad_norm: float = 0.7, delay: int = 0) -> str:
     """Twelve steps with two buckets, clipping in the second half's phase, a skipped step; a hash of all parameters."""
     with _GLOBAL_RNG:
         torch.manual_seed(0)
@@ -33,6 +33,7 @@ def train(transport: Transport, max_grad_norm: float = 0.7) -> str:
         bucket_cap_mb=0.003,
         max_grad_norm=max_grad_norm,
         check_replicas_every=3,
+        delay=delay,
     )
     assert len(optimizer.buckets) == 2
     for step in range(12):
@@ -42,6 +43,7 @@ def train(transport: Transport, max_grad_norm: float = 0.7) -> str:
         (loss * (float("nan") if step == 8 and transport.rank == 1 else 1.0)).backward()
         optimizer.step()
         optimizer.zero_grad()
+    optimizer.sync()
     assert optimizer.stats.skipped_steps == 1
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()
 
@@ -84,30 +86,39 @@ SHARDED: list[tuple[int, type, dict]] = [
 
 
 def train_each(transport: Transport) -> list[str]:
-    """OnebitAdam's digest, and those of every leaf of the sharded family."""
-    return [train(transport), *(train_sharded(transport, stage, kind, **options) for stage, kind, options in SHARDED)]
+    """OnebitAdam's digests, the second delayed, and those of every leaf of the sharded family."""
+    delayed = train(transport, max_grad_norm=0.0, delay=1)
+    return [
+        train(transport),
+        delayed,
+        *(train_sharded(transport, stage, kind, **options) for stage, kind, options in SHARDED),
+    ]
 
 
 def over_processes() -> list[str]:
     """On 4 ranks of a real transport: the digests of the first three; then of all, on nodes of two, without clipping.
 
-    In two levels without clipping, so that buckets leave during backward.
+    In two levels without clipping, so that buckets leave during backward; and delayed.
     """
     torch.set_num_threads(1)
     transport = init(levels=2)
     assert isinstance(transport, HierarchicalTransport)
     three = transport_ranks.of_first(3)
     digests = [] if three is None else train_each(three)
-    return [*digests, train(transport, max_grad_norm=0.0)]
+    return [*digests, *train_in_nodes(transport)]
+
+
+def train_in_nodes(transport: Transport) -> list[str]:
+    return [train(transport, max_grad_norm=0.0, delay=delay) for delay in (0, 1)]
 
 
 @pytest.mark.parametrize("run", [run_torchrun, pytest.param(run_mpi, marks=pytest.mark.thorough)])
 def test_every_transport_gives_the_same_bits(run: Callable[..., Ended]) -> None:
     flat, in_hierarchy = (
         run_ranks(3, train_each),
-        run_ranks(4, lambda transport: train(hierarchical(transport, 2), max_grad_norm=0.0)),
+        run_ranks(4, lambda transport: train_in_nodes(hierarchical(transport, 2))),
     )
     assert flat == flat[:1] * 3 and len(set(flat[0])) > 3
-    assert len(set(in_hierarchy)) == 1
-    expected = [[*digests, in_hierarchy[0]] for digests in ([*flat[0]], [*flat[0]], [*flat[0]], [])]
+    assert in_hierarchy == in_hierarchy[:1] * 4
+    expected = [[*digests, *in_hierarchy[0]] for digests in ([*flat[0]], [*flat[0]], [*flat[0]], [])]
     assert list(run(4, over_processes, timeout_s=90).check().results) == expected

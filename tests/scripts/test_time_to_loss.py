@@ -170,7 +170,7 @@ def test_every_way_trains_and_what_was_run_is_not_run_again(
 def test_steps_are_timed_on_emulated_hosts(tmp_path: Path) -> None:
     if reason := available():
         pytest.skip(f"emulated hosts: {reason}")
-    ways = ["DDP float32", "OnebitAdam", "local steps in one bit, H = 8"]
+    ways = ["DDP float32", "OnebitAdam", "OnebitAdam, delay 1", "local steps in one bit, H = 8"]
     small = ["--rates", "100mbit", "--hosts", "2", "--params", "1e5", "--compute", "0.01", "--budget", "1"]
     main(["seconds", "--results", str(tmp_path / "s.jsonl"), "--ways", *ways, *small])
     lines = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]

@@ -125,6 +125,21 @@ def test_resumed_run_equals_uninterrupted_run(
     assert_same_checkpoint(newest(parts), newest(whole))
 
 
+def test_a_delayed_run_resumes_with_its_step_under_way(tmp_path: Path) -> None:
+    more, whole, parts = ["--delay", "1", "--freeze-step", "4"], tmp_path / "whole", tmp_path / "parts"
+    run(2, flags(whole, *more))
+    run(2, flags(parts, *more, "--stop-after", "17"))
+    run(2, flags(parts, *more, "--resume"))
+    assert rows_without_times(parts) == rows_without_times(whole)
+    assert_same_checkpoint(newest(parts), newest(whole))
+
+
+def test_a_delay_of_another_optimizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        run(1, flags(tmp_path, "--delay", "1", optimizer="onebit-lamb"))
+    assert "--delay goes with --optimizer onebit-adam, got onebit-lamb" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("differences", ["sign", "fp32"])
 def test_local_steps_resume_between_two_rounds(tmp_path: Path, differences: str) -> None:
     more = ["--local-steps", "7", "--differences", differences, "--accumulate", "2", "--max-grad-norm", "1.0"]
@@ -168,11 +183,12 @@ def test_resume_without_a_checkpoint_starts_anew_and_says_so(tmp_path: Path, cap
     assert "no checkpoint in" in caplog.text and "starting at step 0" in caplog.text
 
 
-@pytest.mark.parametrize("optimizer", ["onebit-adam", "zero-one-adam", "adamw"])
+@pytest.mark.parametrize("optimizer", ["onebit-adam", "onebit-adam --delay 1", "zero-one-adam", "adamw"])
 def test_resume_with_another_world_size_goes_on(
     tmp_path: Path, optimizer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    more = ["--freeze-step", "4", "--local-step-clipper", "4"]
+    optimizer, *delay = optimizer.split()
+    more = ["--freeze-step", "4", "--local-step-clipper", "4", *delay]
     run(3, flags(tmp_path, *more, "--stop-after", "27", optimizer=optimizer))
     with caplog.at_level(logging.INFO):
         assert run(2, flags(tmp_path, *more, "--resume", optimizer=optimizer)) == [0, 0]
