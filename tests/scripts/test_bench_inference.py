@@ -1,0 +1,78 @@
+"""The inference benchmark: what it takes for a token's time, and what its two tables say."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from bench import inference as bench
+
+ARGS = argparse.Namespace(
+    size="25m", dtypes=["fp32"], batches=[8], prompts=[16], new=9, repeats=3, eager=True, network="1gbit"
+)
+
+
+def cells(text: str, first: str) -> list[str]:
+    """The cells of the row that begins with this one."""
+    rows = [[cell.strip() for cell in row.strip("| ").split(" | ")] for row in text.splitlines() if row.startswith("|")]
+    return next(row[1:] for row in rows if row[0] == first)
+
+
+class Clock:
+    """Generates without taking time: the prompt takes 5 seconds, a token each of these, over and over."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, of_a_token: list[float]) -> None:
+        self.now, self.calls, self.of_a_token = 0.0, -1, of_a_token
+        monkeypatch.setattr(bench.time, "perf_counter", lambda: self.now)
+
+    def generate(self, new: int) -> None:
+        if new > 1:
+            self.calls += 1
+        self.now += 5.0 + (new - 1) * self.of_a_token[self.calls % len(self.of_a_token)]
+
+
+def test_a_tokens_time_leaves_the_prompt_and_the_first_pass_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, [90.0, 2.0, 1.0, 4.0])  # the first compiles
+    assert bench.token_s(clock.generate, 9, repeats=3) == pytest.approx(2.0)
+
+
+def test_a_line_for_every_dtype_batch_and_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setitem(bench.SHAPES, "25m", (1, 16, 2))
+    tokens: list[tuple[int, ...]] = []
+
+    def token_s(generate: Callable[[int], object], new: int, repeats: int) -> float:
+        out = generate(2)
+        assert isinstance(out, torch.Tensor)
+        tokens.append(tuple(out.shape))
+        return 0.5 if len(tokens) % 2 else 0.25
+
+    monkeypatch.setattr(bench, "token_s", token_s)
+    args = argparse.Namespace(**vars(ARGS) | {"dtypes": ["fp32", "bf16"], "batches": [1, 3], "prompts": [4]})
+    lines = bench.compare(args)
+    assert [(line["dtype"], line["batch"]) for line in lines] == [("fp32", 1), ("fp32", 3), ("bf16", 1), ("bf16", 3)]
+    assert tokens == [(1, 6), (1, 6), (3, 6), (3, 6)] * 2  # theirs, ours
+    assert lines[0]["held"] == pytest.approx(1, abs=0.05) and lines[2]["held"] == pytest.approx(0.5, abs=0.05)
+    assert cells("\n".join(bench.rates_table(lines[1:2], args)), "fp32")[:5] == ["3", "4", "6.0", "12.0", "2.00 ×"]
+
+
+def test_the_plan_is_given_what_was_measured_but_the_split() -> None:
+    found = {"alone_s": 0.050, "split_s": 0.040, "sum_s": 0.0, "sent": 30e3, "wire": 40e3}
+    text = "\n".join(bench.split_table(found, ARGS, memory=1e10))
+    assert cells(text, "ms a token, one host")[0] == "50.00" and cells(text, "ms a token, split over two")[0] == "40.00"
+    assert cells(text, "splitting pays")[0] == "yes" and cells(text, "KB a token that a host sends")[0] == "30.0"
+    slow = "\n".join(bench.split_table(found | {"sum_s": 1.0, "split_s": 2.0}, ARGS, memory=1e10))
+    assert cells(slow, "splitting pays") == ["no", "no"]
+    planned = [float(cells(each, "ms a token, split over two")[1]) for each in (text, slow)]
+    assert planned[0] < 50 < planned[1]
+
+
+def test_without_a_network_there_is_one_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    record = tmp_path / "record.md"
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["--dtypes", "fp64", "--record", str(record)])
+    assert "invalid choice: 'fp64'" in capsys.readouterr().err and not record.exists()
+    assert bench.report([], None, ARGS).count("|") == 0
