@@ -101,7 +101,7 @@ def test_onebit_adam_file() -> None:
     assert config.optimizer.params == OnebitAdamParams(
         lr=4e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, bias_correction=False, freeze_step=23000
     )
-    assert config.scheduler is None and config.steps_per_print == 100
+    assert config.scheduler is None and config.steps_per_print == 100 and config.onebit == Onebit(delay=1)
 
 
 def test_sparse_attention_file() -> None:
