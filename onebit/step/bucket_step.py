@@ -40,6 +40,13 @@ class Arrived(Meeting):
     scale: float = 1.0
 
 
+@dataclass
+class CameDown(Meeting):
+    """What owners say of their chunks is here, and no parameter has moved. The answer is None: all of it is finite."""
+
+    witness: Witness
+
+
 @dataclass(frozen=True)
 class Decision:
     """What all ranks have decided. seen: for each parameter from number `first` on, whether any rank has a gradient.

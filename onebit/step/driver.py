@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Generic
+from typing import Generic, TypeAlias
 
 import torch
 
@@ -17,6 +17,7 @@ from ..comm import Exchange, ExchangeTask, Work
 from ..layout.buckets import B
 from .bucket_step import Answer, Arrived, BucketStep, Decision, Meeting
 
+Meet: TypeAlias = Callable[[Sequence[B], Sequence[Meeting]], Sequence[Answer]]
 NEXT_PHASE_BEHIND = 2  # until then so many buckets are on the wire
 
 
@@ -121,11 +122,11 @@ class Driver(Generic[B]):
         assert all(isinstance(each, Arrived) for each in said)
         return said  # type: ignore[return-value]
 
-    def finish(self) -> None:
-        """Bring every bucket that has been launched to its end. None meets the others."""
+    def finish(self, meet: Meet[B] | None = None) -> None:
+        """Bring every bucket that has been launched to its end. Where some meet the others, `meet` has the answers."""
         try:
             self._wait()
-            assert all(task.said is None for task in self._tasks)
+            self._answer_meetings(self._tasks, meet)
         finally:
             self._tasks = []
 
@@ -141,12 +142,15 @@ class Driver(Generic[B]):
         for device in devices & self._streams.keys():
             torch.cuda.current_stream(device).wait_stream(self._streams[device])
 
-    def commit(
-        self, decision: Decision, meet: Callable[[Sequence[B], Sequence[Meeting]], Sequence[Answer]] | None = None
-    ) -> None:
+    def commit(self, decision: Decision, meet: Meet[B] | None = None) -> None:
         """The step is good: all buckets go on, side by side. Where some meet again, `meet` has the answers."""
         tasks, self._tasks = self._tasks, []
         comm.interleave(works for task in tasks if (works := task.answer(decision)) is not None)
+        self._answer_meetings(tasks, meet)
+
+    @staticmethod
+    def _answer_meetings(tasks: Sequence[BucketTask[B]], meet: Meet[B] | None) -> None:
+        """To the end of all: each goes on with its own answer."""
         while waiting := [(task, said) for task in tasks if (said := task.said) is not None]:
             assert meet is not None
             answers = meet([task.bucket for task, _ in waiting], [said for _, said in waiting])

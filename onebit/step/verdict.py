@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..comm import Transport
-from ..comm.codecs import all_finite
+from ..comm.codecs import Witness, all_finite
 from ..layout.buckets import AnyBucket
-from .bucket_step import Arrived
+from .bucket_step import Arrived, CameDown
 from .clip import gradients_are_finite, has_squares
 
 
@@ -29,6 +29,14 @@ def verdicts(
             found += [has_squares(each.mean_gradient) for each in said if each.mean_gradient is not None]
         flags[device] = found[0] if len(found) == 1 else torch.stack(found).all()
     return flags
+
+
+def came_down_finite(buckets: Sequence[AnyBucket], came_down: Sequence[CameDown]) -> dict[torch.device, Tensor]:
+    """For each device, whether all that owners have sent there is finite: bool, of no dimensions."""
+    witnesses: dict[torch.device, list[Witness]] = {}
+    for bucket, said in zip(buckets, came_down, strict=True):
+        witnesses.setdefault(bucket.device, []).append(said.witness)
+    return {device: all_finite(there) for device, there in witnesses.items()}
 
 
 def is_good_alone(arrived: Sequence[Arrived]) -> bool:

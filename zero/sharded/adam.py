@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ...comm import Exchange, Work
+from ...comm import Work
 from ...step.bucket_step import BucketStep, Decision, Ready
 from ...usage.signature import shows_all_options
 from . import arithmetic
@@ -35,7 +35,7 @@ class ShardedAdamRule(ShardedRule):
         if any(seen):
             yield from self.exchange(bucket, seen, scale * decision.clip_factor)
 
-    def exchange(self, bucket: ShardedBucket, seen: Sequence[bool], scale: float) -> Exchange:
+    def exchange(self, bucket: ShardedBucket, seen: Sequence[bool], scale: float) -> BucketStep:
         """Steps 2 to 4. seen: by parameter, whether any rank has a gradient for it; the others stay as they are."""
         numbers = self.numbers(bucket)
         arrived = yield from self.placement.send_up(bucket, numbers, seen, scale)  # 2

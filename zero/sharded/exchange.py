@@ -1,8 +1,8 @@
 """`Sharded`, the placement: one bucket's way up to the owners of its chunks, and down again.
 
 Both are generators that yield the launched Work, so that several buckets share the wire. What they write: `send_up`
-this rank's momentum before its Work; `send_down` what this rank owns before, the parameters after. What owners make of
-what has come up is a rule's (`adam.py`).
+this rank's momentum before its Work; `send_down` what this rank owns before, the parameters after all buckets have met.
+What owners make of what has come up is a rule's (`adam.py`).
 
 Shape legend: W ranks, N elements of a chunk, J blocks of a chunk, B bytes of its frame.
 """
@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from ...comm import Codec, Exchange, Int4Codec, Int8Codec, SignCodec, Transport, Work
+from ...comm import Codec, Int4Codec, Int8Codec, SignCodec, Transport, Work
+from ...comm.codecs import all_finite
 from ...comm.messages import sum_in_order
+from ...step.bucket_step import BucketStep, CameDown
 from ...usage.contract import Group, check_number
 from . import arithmetic
 from .bucket import ShardedBucket
@@ -90,7 +92,7 @@ class StepNumbers:
 
 
 class NotFiniteError(RuntimeError):
-    """What an owner has made of its chunk is not finite. Raised by all ranks, before parameters of that bucket move."""
+    """What an owner has made of its chunk is not finite. Raised by all ranks, before any parameter moves."""
 
 
 class Arrived(NamedTuple):
@@ -188,22 +190,27 @@ class Sharded:
 
     def send_down(
         self, bucket: ShardedBucket, seen: Sequence[bool], update: Tensor, *, lr: float, decay: float
-    ) -> Exchange:
-        """Take the update into what this rank owns, and tell all. Yields one Work. Sends (W-1)·B per rank.
+    ) -> BucketStep:
+        """Take the update into what this rank owns, and tell all. Yields one Work, then `CameDown`. All ranks.
 
-        Masters ← (1 - decay)·masters - lr·update. update: of the own chunk, float32 [N]; garbage afterwards. seen: as
-        in `send_up`.
+        Sends (W-1)·B per rank. Masters ← (1 - decay)·masters - lr·update. update: of the own chunk, float32 [N];
+        garbage afterwards. seen: as in `send_up`.
         """
         transport, codec = self.transport, self.config.codec_down
         frame_B = self._own(bucket, update, bucket.own_blocks_of(seen), lr, decay)
         down_WB = torch.empty(transport.world_size, len(frame_B), dtype=torch.uint8, device=bucket.device)
         yield transport.all_gather(down_WB, frame_B)
-        if not bool(codec.is_finite(down_WB, bucket.layout.chunk)):
-            raise NotFiniteError(
-                f"rank {transport.rank}: the update of {bucket.names[0]} and its bucket is not finite: a frame was "
-                "spoilt on the way, or a gradient was too large for a variance; resume from a checkpoint"
-            )
+        yield CameDown(codec.witness(down_WB, bucket.layout.chunk))
         self._apply(bucket, down_WB, seen, lr, decay)
+
+    def refuse_not_finite(self, buckets: Sequence[ShardedBucket], came_down: Sequence[CameDown]) -> NoReturn:
+        """Raise NotFiniteError, of the first of these buckets that is not: some has not come down finite."""
+        pairs = zip(buckets, came_down, strict=True)
+        name = next(bucket.names[0] for bucket, said in pairs if not bool(all_finite([said.witness])))
+        raise NotFiniteError(
+            f"rank {self.transport.rank}: the update of {name} and its bucket is not finite: a frame was "
+            "spoilt on the way, or a gradient was too large for a variance; resume from a checkpoint"
+        )
 
     def _own(self, bucket: ShardedBucket, update: Tensor, seen_J: Tensor | None, lr: float, decay: float) -> Tensor:
         """Take the update into what this rank owns; the frame of what all ranks are to hear of it. update: garbage."""

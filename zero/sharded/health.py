@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
+import torch
 from torch import Tensor
 
 from ...step.clip import read_numbers
@@ -33,17 +34,20 @@ class GradStats:
     agreed: float = 0.0
 
     @classmethod
-    def of(cls, buckets: Iterable[ShardedBucket]) -> GradStats:
-        """Of the buckets that took part in a step; they forget theirs."""
-        found: list[Tensor] = []
+    def read(cls, buckets: Iterable[ShardedBucket], flags: Sequence[Tensor]) -> tuple[GradStats, bool]:
+        """Of the buckets that took part in a step, which forget theirs; and whether these flags are all true.
+
+        Waits for each device once. flags: bool, of no dimensions.
+        """
+        found = [flag.to(torch.float64) for flag in flags]
         for bucket in buckets:
             if bucket.grad_stats is not None:
                 found += bucket.grad_stats.unbind()
             bucket.grad_stats = None
         numbers, sums = read_numbers(found), [0.0] * 4
-        for first in range(0, len(numbers), 4):
+        for first in range(len(flags), len(numbers), 4):
             sums = [a + b for a, b in zip(sums, numbers[first : first + 4], strict=True)]
-        return cls(*sums)
+        return cls(*sums), all(numbers[: len(flags)])
 
     def to_bytes(self) -> bytes:
         return _GRAD_STATS.pack(*astuple(self))

@@ -7,6 +7,8 @@ A rule (`adam.py`, `lamb.py`, `zero_one_adam.py`) is the step of one bucket: a v
     stage 2       backward: a bucket whose gradients are complete begins its step, with a vote of its own
                   step(): the other buckets begin theirs; all are brought home
 
+At every stage parameters move when what owners have sent down is here for all buckets, and finite for all.
+
 What surrounds a step is in `onebit/bucket_optimizer.py`, where things lie in `bucket.py`, checkpoints in `state.py`.
 """
 
@@ -16,7 +18,7 @@ import logging
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -28,10 +30,11 @@ from ...comm import Codec, SignCodec, Work
 from ...comm.messages import wait_for
 from ...layout.flat import lay_out
 from ...rule import check_blocks
-from ...step.bucket_step import BucketStep, Decision
+from ...step.bucket_step import BucketStep, CameDown, Decision, Meeting
 from ...step.clip import read_numbers
 from ...step.driver import Driver
 from ...step.stats import Stats
+from ...step.verdict import came_down_finite
 from ...usage.contract import Group, SharedOptions, State
 from ...usage.frozen import refuse_unfrozen
 from . import state as shard_state
@@ -146,6 +149,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self.rule.bind(self.placement, self.buckets)
         self.masters = Masters(self.transport.rank, self.buckets, are_kept=stage > 0)
         self.grad_stats, self.health, self._left_out = GradStats(), Health(), LeftOut()
+        self._next_grad_stats = GradStats()  # of the step under way
         self._driver: Driver[ShardedBucket] = Driver(2, behind=1, on_comm_stream=False)
         self._launched_scale = 1.0  # of the step under way
         self._construct(params, defaults)
@@ -234,7 +238,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self._driver.launch(bucket, self._waited.timed(self._vote_alone(bucket, scale)))
 
     def _vote_alone(self, bucket: ShardedBucket, scale: float) -> BucketStep:
-        """The rule's step, that meets no other: this bucket's gradients have a vote of their own."""
+        """The rule's step, that meets no other before it sends: this bucket's gradients have a vote of their own."""
         step = self.rule.step(bucket, scale)
         next(step)
         decision = yield from self._decide([bucket], scale)
@@ -272,7 +276,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
                 self.clipper.remember(decision.clip_factor, self.param_groups[0]["betas"][0])
             for bucket in self.buckets:
                 self._driver.launch(bucket, self._waited.timed(self.rule.step(bucket, scale)))
-            self._driver.commit(decision)
+            self._driver.commit(decision, self._settle_down)
         self._take_grad_stats()
 
     def _step_launched(self, scale: float) -> None:
@@ -283,10 +287,22 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
             self._launch(bucket, scale)
         for bucket in self.buckets:
             bucket.ready.clear()
-        self._driver.finish()
+        self._driver.finish(self._settle_down)
         # Gradients leave before a wrapper averages them: they need not be the same on all ranks.
         self._watch.look(self.buckets.params, in_any_case=self._steps_here == 0 and self.transport.world_size > 1)
         self._take_grad_stats()
+
+    def _settle_down(self, buckets: Sequence[ShardedBucket], came_down: Sequence[Meeting]) -> Sequence[None]:
+        """Raise NotFiniteError, before any parameter moves, unless all that has come down is finite.
+
+        In the same wait for the device reads what these buckets' steps say of the data.
+        """
+        said = cast("Sequence[CameDown]", came_down)
+        flags = came_down_finite(buckets, said)
+        self._next_grad_stats, is_good = GradStats.read(buckets, list(flags.values()))
+        if not is_good:
+            self.placement.refuse_not_finite(buckets, said)
+        return [None] * len(buckets)
 
     def _decide(self, buckets: Sequence[ShardedBucket], scale: float) -> Generator[Work, None, Decision | None]:
         """Ask all ranks about the gradients of these buckets. None, on all ranks, where any is not finite.
@@ -353,7 +369,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
     def _take_grad_stats(self) -> None:
         """Of the buckets that took a step, for the next vote."""
         if not self.rule.is_silent():
-            self.grad_stats = GradStats.of(self.buckets)
+            self.grad_stats, self._next_grad_stats = self._next_grad_stats, GradStats()
 
     def _fill_stats(self) -> None:
         super()._fill_stats()
