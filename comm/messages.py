@@ -6,7 +6,8 @@ Every function is called by all ranks, in the same order, and ends the same way 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from array import array
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from .transports.base import Transport, Work
 
 T = TypeVar("T")
+_TYPE_CODES = {torch.float32: "f", torch.float64: "d", torch.bool: "B", torch.uint8: "B"}
 
 
 def bytes_on(device: torch.device | str, data: bytes) -> Tensor:
@@ -23,7 +25,12 @@ def bytes_on(device: torch.device | str, data: bytes) -> Tensor:
 
     On CUDA a copy from pinned memory, which torch's allocator keeps until the copy has read it.
     """
-    row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return numbers_on(device, data, torch.uint8)
+
+
+def numbers_on(device: torch.device | str, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """The same of numbers, at least one: [len(numbers)]. dtype: float32, float64, bool or uint8."""
+    row = torch.frombuffer(array(_TYPE_CODES[dtype], numbers), dtype=dtype)
     if torch.device(device).type == "cuda":
         return row.pin_memory().to(device, non_blocking=True)
     return row.to(device)
@@ -89,9 +96,9 @@ def gather_tensors(transport: Transport, mine: Tensor) -> Tensor:
     return rows.view(mine.dtype).view(transport.world_size, *mine.shape)
 
 
-def sum_in_order(rows: Tensor) -> Tensor:
-    """The sum over the first dimension, in rank order: the same bits on every device."""
-    total = rows[0].clone()
+def sum_in_order(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The sum over the first dimension, in rank order: the same bits on every device. dtype: of the sum, if another."""
+    total = rows[0].to(dtype or rows.dtype, copy=True)
     for row in rows[1:]:
         total += row
     return total

@@ -33,12 +33,12 @@ REPLICATED: dict[str, tuple[Callable, dict, str, tuple[int, int, int, int]]] = {
 }
 # This rank's norms, the votes, and a look at all that came down before parameters move.
 SHARDED: dict[str, tuple[Callable, dict, tuple[int, int, int, int]]] = {
-    "stage 0": (ShardedOnebitAdam, {"stage": 0}, (48, 428, 17, 3)),
-    "stage 1": (ShardedOnebitAdam, {}, (48, 461, 17, 3)),
-    "stage 1, clipped": (ShardedOnebitAdam, {"max_grad_norm": 1.0}, (56, 509, 17, 3)),
-    "stage 2": (ShardedOnebitAdam, {"stage": 2}, (48, 468, 24, 17)),
-    "Lamb, stage 1": (ShardedOnebitLamb, {}, (48, 893, 25, 3)),
-    "0/1 Adam, stage 1": (ShardedZeroOneAdam, {}, (48, 461, 17, 3)),
+    "stage 0": (ShardedOnebitAdam, {"stage": 0}, (48, 332, 17, 3)),
+    "stage 1": (ShardedOnebitAdam, {}, (48, 349, 17, 3)),
+    "stage 1, clipped": (ShardedOnebitAdam, {"max_grad_norm": 1.0}, (56, 389, 17, 3)),
+    "stage 2": (ShardedOnebitAdam, {"stage": 2}, (48, 356, 24, 17)),
+    "Lamb, stage 1": (ShardedOnebitLamb, {}, (48, 749, 25, 3)),
+    "0/1 Adam, stage 1": (ShardedZeroOneAdam, {}, (48, 349, 17, 3)),
 }
 
 

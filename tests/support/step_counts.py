@@ -60,6 +60,8 @@ class Counts:
 
 
 class _Dispatch(TorchDispatchMode):
+    """Counts operations, and those that wait: torch.tensor (`lift_fresh`) too, which copies from memory not pinned."""
+
     def __init__(self, counts: Counts):
         super().__init__()
         self.counts = counts
@@ -70,7 +72,7 @@ class _Dispatch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if counts.is_paused or (tensors and counts.is_hosted(tensors[0])):
             return result
-        if name in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique"):
+        if name in ("lift_fresh", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique"):
             counts.waits[name] += 1
         if name not in FREE:
             counts.small[name] += 1

@@ -41,7 +41,9 @@ class ShardedAdamRule(ShardedRule):
         arrived = yield from self.placement.send_up(bucket, numbers, seen, scale)  # 2
         update, decay = yield from self.update(bucket, numbers, seen, arrived)  # 3
         del arrived
-        yield from self.placement.send_down(bucket, seen, update, lr=numbers.lr, decay=decay)  # 4
+        frame_B = self.placement.step_own(bucket, seen, update, lr=numbers.lr, decay=decay)
+        del update  # all buckets wait with what they hold
+        yield from self.placement.send_down(bucket, seen, frame_B, lr=numbers.lr, decay=decay)  # 4
 
     def update(
         self, bucket: ShardedBucket, numbers: StepNumbers, seen: Sequence[bool], arrived: Arrived
@@ -62,17 +64,18 @@ class ShardedAdamRule(ShardedRule):
             if g_mean is None:
                 g_mean = arithmetic.mean_gradient(arrived.mean, bucket.mean, beta1)
             target = g_mean.square()
-            scale_hat_J = arithmetic.mean_magnitudes(mean_hat, bucket.own_counts, block)
+            scale_hat_J = arithmetic.mean_magnitudes(mean_hat, bucket.own_divisors, block)
         else:
             target = arithmetic.square_of_mean(arrived.g, mean_hat, W, numbers.share)
-            scale_hat_J = arithmetic.mean_scales(arrived.frames_WB, len(arrived.g), block).mul_(correction_J1.view(-1))
+            scale_hat_J = arithmetic.mean_scales(arrived.frames_WB, len(arrived.g), block)
+            scale_hat_J.view(-1, 1).mul_(correction_J1)
         arithmetic.advance_variance_(bucket.variance, target, beta2=beta2, block=block, seen_J=arrived.seen_J)
         D_Jn = arithmetic.direction_(
             mean_hat,
             scale_hat_J,
             bucket.variance,
             bucket.correction(beta2),
-            bucket.own_counts,
+            bucket.own_divisors,
             eps=numbers.eps,
             floor=config.variance_floor,
             limit=config.update_limit,

@@ -74,13 +74,13 @@ def keep_unseen_(old: Tensor, new: Tensor, seen_J: Tensor | None, block: int) ->
 
 def mean_scales(received_WB: Tensor, n: int, block: int) -> Tensor:
     """The mean over ranks of the scales of sign frames of n elements, float32 [J], summed in row order."""
-    scales_WJ = reference.scales(received_WB, n, block=block).to(torch.float32)
-    return sum_in_order(scales_WJ).mul_(1.0 / len(scales_WJ))
+    scales_WJ = reference.scales_in_place(received_WB, n // 8, n // block)
+    return sum_in_order(scales_WJ, torch.float32).mul_(1.0 / len(scales_WJ))
 
 
-def mean_magnitudes(x: Tensor, counts_J: Tensor, block: int) -> Tensor:
+def mean_magnitudes(x: Tensor, divisors_J: Tensor, block: int) -> Tensor:
     """The mean of |x| over each block's real elements, float32 [J]; zeros in the padding."""
-    return x.view(-1, block).abs().sum(1) / counts_J.clamp(min=1)
+    return x.view(-1, block).abs().sum(1) / divisors_J
 
 
 def square_of_mean(g: Tensor, mean_hat: Tensor, world_size: int, share: float) -> Tensor:
@@ -115,8 +115,8 @@ def direction_(
     mean_hat: Tensor,
     scale_hat_J: Tensor,
     variance: Tensor,
-    correction2_J1: Tensor,
-    counts_J: Tensor,
+    correction2_J1: Tensor | float,
+    divisors_J: Tensor,
     *,
     eps: float,
     floor: float,
@@ -127,11 +127,11 @@ def direction_(
 
     Returns D, float32 [J, n].
     In one bit |m̂| ≤ s̄, so that no element moves more than `limit` learning rates, whatever its variance says.
-    scale_hat: s̄, the mean of the ranks' scales, corrected like m̂, [J]; in eight bits the mean of |m̂|. counts: real
-    elements of each block.
+    scale_hat: s̄, the mean of the ranks' scales, corrected like m̂, [J]; in eight bits the mean of |m̂|. divisors: real
+    elements of each block, 1 where there is none.
     """
     v_Jn = variance.view(-1, block).clamp(min=0.0).mul_(correction2_J1)
-    least_J = floor * v_Jn.sum(1) / counts_J.clamp(min=1)
+    least_J = floor * v_Jn.sum(1) / divisors_J
     torch.maximum(least_J, (scale_hat_J / limit).square_(), out=least_J)
     torch.maximum(v_Jn, least_J.unsqueeze(1), out=v_Jn)
     D_Jn = v_Jn.sqrt_().add_(eps)
@@ -139,7 +139,6 @@ def direction_(
     return D_Jn
 
 
-def grad_stats(g: Tensor, q: Tensor, q_hat: Tensor, mean_hat: Tensor) -> Tensor:
-    """‖g‖², ‖q‖², <g, q̂>, <g, m̂> of a chunk, float64 [4]. q: what the rank's own frame says; q̂: corrected like m̂."""
-    pairs = ((g, g), (q, q), (g, q_hat), (g, mean_hat))
-    return torch.stack([torch.dot(a, b) for a, b in pairs]).to(torch.float64)
+def grad_stats(g: Tensor, q: Tensor, q_hat: Tensor, mean_hat: Tensor) -> list[Tensor]:
+    """‖g‖², ‖q‖², <g, q̂>, <g, m̂> of a chunk, of no dimensions. q: what the rank's own frame says; q̂: corrected as m̂."""
+    return [torch.dot(a, b) for a, b in ((g, g), (q, q), (g, q_hat), (g, mean_hat))]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...comm import SignCodec
+from ...comm.messages import numbers_on
 from ...layout.flat import Layout
 from ...layout.masters import NAME as MASTER
 from ...layout.masters import Masters
@@ -55,8 +56,8 @@ class ShardedBucket:
     the steps in which some rank had a gradient for it, 0-dimensional. is_warm: whether the last step was one of the
     warm-up, and until the first, whether there is one. received: everybody's last frames of the own chunk, kept only
     for clipping. mean: float32 [N], their mean: in the warm-up, and where they were loaded from a checkpoint.
-    grad_stats: float64 [4], of the last step, see `health.GradStats`. ready: at stage 2, the parameters whose gradients
-    have come in this backward pass.
+    grad_stats: of the last step, float32 numbers of no dimensions; see `health.GradStats`. ready: at stage 2, the
+    parameters whose gradients have come in this backward pass.
     """
 
     index: int
@@ -75,7 +76,7 @@ class ShardedBucket:
     is_warm: bool = False
     received: Tensor | None = None
     mean: Tensor | None = None
-    grad_stats: Tensor | None = None
+    grad_stats: Sequence[Tensor] | None = None
     ready: set[Tensor] = field(default_factory=set)
     masters: Masters = field(default_factory=lambda: Masters(()))
 
@@ -144,7 +145,7 @@ class ShardedBucket:
 
     def blocks_of(self, seen: Sequence[bool]) -> Tensor | None:
         """What is said of each parameter, of each of its blocks: bool [W, J]; None where it is true of all."""
-        return None if all(seen) else torch.tensor(seen, device=self.device)[self.parameter_of_block]
+        return None if all(seen) else numbers_on(self.device, seen, torch.bool)[self.parameter_of_block]
 
     def own_blocks_of(self, seen: Sequence[bool]) -> Tensor | None:
         """The same of the own blocks, bool [J]."""
@@ -155,6 +156,11 @@ class ShardedBucket:
     def own_counts(self) -> Tensor:
         """Real elements of each own block, int32 [J]."""
         return self.counts[self.rank]
+
+    @cached_property
+    def own_divisors(self) -> Tensor:
+        """The same, and 1 where there is none."""
+        return self.own_counts.clamp(min=1)
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients where they lie; see `dense_gradients`."""
@@ -178,8 +184,9 @@ class ShardedBucket:
     def gather_replica(self) -> Tensor:
         """The own chunk of the parameters as every rank holds them, float32 [N]; zeros in the padding."""
         chunk = torch.zeros(self.layout.chunk, device=self.device)
-        for k, start, stop, at in self.pieces:
-            chunk[at : at + stop - start].copy_(self.params[k].detach().reshape(-1)[start:stop])
+        if self.pieces:
+            own = [chunk[at : at + stop - start] for _, start, stop, at in self.pieces]
+            torch._foreach_copy_(own, [self.params[k].detach().reshape(-1)[a:b] for k, a, b, _ in self.pieces])
         return chunk
 
     def mean_momentum(self, codec: SignCodec, beta1: float) -> Tensor | None:
@@ -218,10 +225,16 @@ class ShardedBucket:
         """Whether all gradients have come."""
         return len(self.ready) == len(self.params)
 
-    def correction(self, beta: float) -> Tensor:
-        """1/(1 - β^t) for each own block, with the steps of its parameter, float32 [J, 1]; 0 where there was none."""
+    def correction(self, beta: float) -> Tensor | float:
+        """1/(1 - β^t) for each own block, with the steps of its parameter, float32 [J, 1]; 0 where there was none.
+
+        One number where it is the same for all.
+        """
         counts = [int(step) for step in self.steps]
-        table = torch.tensor([1.0 / (1.0 - beta**t) if t else 0.0 for t in counts], device=self.device)
+        numbers = {t: 1.0 / (1.0 - beta**t) if t else 0.0 for t in counts}
+        if len(numbers) == 1:
+            return numbers[counts[0]]
+        table = numbers_on(self.device, [numbers[t] for t in counts], torch.float32)
         return table[self.parameter_of_block[self.rank]].unsqueeze(1)
 
     def state_bytes(self) -> int:

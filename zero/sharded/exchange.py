@@ -166,7 +166,7 @@ class Sharded:
         codec.decode_mean(received_WB, mean)
         codec.decode(received_WB[bucket.rank : bucket.rank + 1], q.view(1, -1))
         ragged, padding = bucket.padding_of_ragged
-        for x in (q, mean):
+        for x in (q, mean) if len(ragged) else ():
             x_Jn = x.view(-1, bucket.layout.block)
             x_Jn[ragged] = x_Jn[ragged].masked_fill_(padding, 0.0)
         return q, mean
@@ -188,16 +188,36 @@ class Sharded:
         yield self.transport.all_gather(rows, mine.view(-1).view(torch.uint8))
         return sum_in_order(rows.view(mine.dtype).view(-1, *mine.shape))
 
-    def send_down(
+    def step_own(
         self, bucket: ShardedBucket, seen: Sequence[bool], update: Tensor, *, lr: float, decay: float
-    ) -> BucketStep:
-        """Take the update into what this rank owns, and tell all. Yields one Work, then `CameDown`. All ranks.
+    ) -> Tensor:
+        """Take the update into what this rank owns. The frame of what all are to hear of it, uint8 [B].
 
-        Sends (W-1)·B per rank. Masters ← (1 - decay)·masters - lr·update. update: of the own chunk, float32 [N];
-        garbage afterwards. seen: as in `send_up`.
+        Masters ← (1 - decay)·masters - lr·update. update: of the own chunk, float32 [N]; garbage afterwards. seen: as
+        in `send_up`.
+        """
+        codec, block, N = self.config.codec_down, self.config.codec.block, len(update)
+        seen_J = bucket.own_blocks_of(seen)
+        frame_1B = torch.empty(1, codec.frame_bytes(N), dtype=torch.uint8, device=bucket.device)
+        counts_1J = (bucket.own_counts if seen_J is None else bucket.own_counts * seen_J).view(1, -1)
+        if self.config.stage == 0:
+            codec.encode(update.view(1, N), bucket.owned.view(1, N), frame_1B, counts_1J)
+            arithmetic.keep_unseen_(bucket.owned, update, seen_J, block)
+        else:
+            stepped = update.mul_(-lr).add_(bucket.owned, alpha=1.0 - decay)
+            arithmetic.keep_unseen_(bucket.owned, stepped, seen_J, block)
+            difference = stepped if seen_J is None else stepped.copy_(bucket.owned)
+            codec.encode(difference.sub_(bucket.gather_replica()).view(1, N), None, frame_1B, counts_1J)
+        return frame_1B[0]
+
+    def send_down(
+        self, bucket: ShardedBucket, seen: Sequence[bool], frame_B: Tensor, *, lr: float, decay: float
+    ) -> BucketStep:
+        """Tell all what owners have made, and move. Yields one Work, then `CameDown`. All ranks.
+
+        Sends (W-1)·B per rank. frame: of `step_own`, with the same numbers.
         """
         transport, codec = self.transport, self.config.codec_down
-        frame_B = self._own(bucket, update, bucket.own_blocks_of(seen), lr, decay)
         down_WB = torch.empty(transport.world_size, len(frame_B), dtype=torch.uint8, device=bucket.device)
         yield transport.all_gather(down_WB, frame_B)
         yield CameDown(codec.witness(down_WB, bucket.layout.chunk))
@@ -212,29 +232,18 @@ class Sharded:
             "spoilt on the way, or a gradient was too large for a variance; resume from a checkpoint"
         )
 
-    def _own(self, bucket: ShardedBucket, update: Tensor, seen_J: Tensor | None, lr: float, decay: float) -> Tensor:
-        """Take the update into what this rank owns; the frame of what all ranks are to hear of it. update: garbage."""
-        codec, block, N = self.config.codec_down, self.config.codec.block, len(update)
-        frame_1B = torch.empty(1, codec.frame_bytes(N), dtype=torch.uint8, device=bucket.device)
-        counts_1J = (bucket.own_counts if seen_J is None else bucket.own_counts * seen_J).view(1, -1)
-        if self.config.stage == 0:
-            codec.encode(update.view(1, N), bucket.owned.view(1, N), frame_1B, counts_1J)
-            arithmetic.keep_unseen_(bucket.owned, update, seen_J, block)
-        else:
-            stepped = update.mul_(-lr).add_(bucket.owned, alpha=1.0 - decay)
-            arithmetic.keep_unseen_(bucket.owned, stepped, seen_J, block)
-            difference = stepped.copy_(bucket.owned).sub_(bucket.gather_replica())
-            codec.encode(difference.view(1, N), None, frame_1B, counts_1J)
-        return frame_1B[0]
-
     def _apply(self, bucket: ShardedBucket, down_WB: Tensor, seen: Sequence[bool], lr: float, decay: float) -> None:
         """Move the parameters by what has come down: the same operations on the same bits on every rank."""
         x = torch.empty(bucket.layout.numel, device=bucket.device)
         self.config.codec_down.decode(down_WB, x.view(len(down_WB), -1))
         held = bucket.masters.held if self.config.stage == 0 else bucket.params
-        for p, view, is_seen in zip(held, bucket.layout.views(x), seen, strict=True):
-            if is_seen and self.config.stage == 0:
-                p.copy_(view.mul_(-lr).add_(p, alpha=1.0 - decay))
-            elif is_seen:
-                p.add_(view)
+        pairs = [(p, view) for p, view, is_seen in zip(held, bucket.layout.views(x), seen, strict=True) if is_seen]
+        if pairs:
+            params, views = map(list, zip(*pairs, strict=True))
+            if self.config.stage == 0:
+                x.mul_(-lr)
+                torch._foreach_add_(views, params, alpha=1.0 - decay)
+                torch._foreach_copy_(params, views)
+            else:
+                torch._foreach_add_(params, views)
         bucket.masters.write_back(seen)

@@ -8,7 +8,6 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
-import torch
 from torch import Tensor
 
 from ...step.clip import read_numbers
@@ -39,10 +38,10 @@ class GradStats:
 
         Waits for each device once. flags: bool, of no dimensions.
         """
-        found = [flag.to(torch.float64) for flag in flags]
+        found = [flag.float() for flag in flags]
         for bucket in buckets:
             if bucket.grad_stats is not None:
-                found += bucket.grad_stats.unbind()
+                found += bucket.grad_stats
             bucket.grad_stats = None
         numbers, sums = read_numbers(found), [0.0] * 4
         for first in range(len(flags), len(numbers), 4):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...comm import Work
+from ...comm.messages import numbers_on
 from ...lamb import check_trust_options, trust_ratio
 from ...usage.contract import State
 from ...usage.signature import shows_all_options
@@ -66,10 +67,10 @@ class ShardedLambRule(ShardedAdamRule):
         """r_l of the bucket's layers, float32 [K], the same on every rank. Advances the averages of those seen."""
         group, beta = self.buckets.group(bucket), self.coeff_beta
         decay, beta1 = group["weight_decay"], group["betas"][0]
-        steps = torch.stack(bucket.steps).to(bucket.device, torch.float64).clamp(min=1.0)
+        steps = numbers_on(bucket.device, [max(float(step), 1.0) for step in bucket.steps], torch.float64)
         weight, product, noise, common = total_K4.unbind(1)
         agreed = self._agreed.setdefault(bucket.index, torch.zeros_like(common))
-        agreed.lerp_(torch.where(torch.tensor(seen, device=bucket.device), common, agreed), 1.0 - beta)
+        agreed.lerp_(torch.where(numbers_on(bucket.device, seen, torch.bool), common, agreed), 1.0 - beta)
         left = beta1**steps
         share = (1.0 - beta1) * (1.0 + left) / ((1.0 + beta1) * (1.0 - left))
         a = torch.minimum((agreed / (1.0 - beta**steps)).clamp(min=0.0), noise)
