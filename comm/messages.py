@@ -44,10 +44,10 @@ class BytesUnderWay:
     rows: Tensor
 
     @classmethod
-    def launch(cls, transport: Transport, mine: bytes, device: torch.device | str) -> BytesUnderWay:
-        """Send mine to all, of one common length. All ranks. Sends (W-1)·len bytes per rank."""
-        rows = torch.empty(transport.world_size, len(mine), dtype=torch.uint8, device=device)
-        return cls(transport.all_gather(rows, bytes_on(device, mine)), rows)
+    def launch(cls, transport: Transport, mine_B: Tensor) -> BytesUnderWay:
+        """Send mine to all, uint8, of one common length. All ranks. Sends (W-1)·len bytes per rank."""
+        rows = torch.empty(transport.world_size, len(mine_B), dtype=torch.uint8, device=mine_B.device)
+        return cls(transport.all_gather(rows, mine_B), rows)
 
     def read(self, *flags: Tensor) -> tuple[list[bytes], bool]:
         """Every rank's bytes once they are there, and whether all flags are true: one wait for the device.
@@ -70,7 +70,7 @@ def exchange_bytes(
     device: whose memory they travel in; None: the transport's own.
     """
     device = transport.device if device is None else device
-    under_way = BytesUnderWay.launch(transport, mine, device)
+    under_way = BytesUnderWay.launch(transport, bytes_on(device, mine))
     yield under_way.work
     return under_way.read()[0]
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..comm import Transport, Work
-from ..comm.messages import BytesUnderWay, exchange_bytes, gather_bytes
+from ..comm import Transport
+from ..comm.messages import BytesUnderWay, bytes_on, gather_bytes
 from ..usage.contract import Group
 from ..version import VERSION
 from .wrappers import NOT_COMPARED
@@ -203,6 +203,10 @@ class StepVote:
         presence = bits.to_bytes(-(-len(self.present) // 8), "little")
         return self.summary.to_bytes() + _SUMS.pack(self.norm_squared, self.product) + presence + self.note
 
+    def with_sums(self, sums: Tensor) -> StepVote:
+        """The same with norm_squared, and product where there is one. Waits for their device."""
+        return replace(self, **dict(zip(("norm_squared", "product"), sums.tolist(), strict=False)))
+
     @classmethod
     def from_bytes(cls, data: bytes, parameters: int) -> StepVote:
         start, end = _SUMMARY.size + _SUMS.size, _SUMMARY.size + _SUMS.size + -(-parameters // 8)
@@ -210,18 +214,6 @@ class StepVote:
         present = [bool(bits >> k & 1) for k in range(parameters)]
         norm_squared, product = _SUMS.unpack_from(data, _SUMMARY.size)
         return cls(Summary.from_bytes(data[: _SUMMARY.size]), present, norm_squared, product, data[end:])
-
-
-def exchange_votes(
-    transport: Transport, header: Header, mine: StepVote, device: torch.device | str
-) -> Generator[Work, None, list[StepVote]]:
-    """Every rank's vote, in rank order. Yields one Work. All ranks.
-
-    Sends 42 bytes, a bit per parameter and the note to each peer. header: of which the vote has the summary. Raises
-    DesyncError; see `check_headers` and `check_votes`.
-    """
-    messages = yield from exchange_bytes(transport, mine.to_bytes(), device)
-    return _read_votes(transport, header, messages, len(mine.present), device)
 
 
 @dataclass
@@ -236,15 +228,29 @@ class Ballot:
     votes: Sequence[StepVote] = ()
 
     @classmethod
-    def cast(cls, transport: Transport, header: Header, mine: StepVote, device: torch.device) -> Ballot:
-        """Send this rank's. All ranks. Sends as `exchange_votes`."""
-        messages = BytesUnderWay.launch(transport, mine.to_bytes(), device)
+    def cast(
+        cls,
+        transport: Transport,
+        header: Header,
+        mine: StepVote,
+        device: torch.device,
+        sums: Tensor | None = None,
+    ) -> Ballot:
+        """Send this rank's. All ranks. Sends 42 bytes, a bit per parameter and the note to each peer.
+
+        header: of which the vote has the summary. sums: norm_squared, and product where it is not 0, float64 [1 or 2],
+        where the host has not waited for them; mine has zeros there.
+        """
+        mine_B = bytes_on(device, mine.to_bytes())
+        if sums is not None:
+            mine_B[_SUMMARY.size :][: sums.nbytes].copy_(sums.to(device).view(torch.uint8))
+        messages = BytesUnderWay.launch(transport, mine_B)
         return cls(transport, header, mine, device, messages)
 
     def read(self, flags: Mapping[torch.device, Tensor] | None = None) -> bool:
         """Whether these flags are true: for each device a bool of no dimensions. The votes' own comes in the same wait.
 
-        Raises as `exchange_votes`, the first time.
+        Raises DesyncError, the first time; see `check_headers` and `check_votes`.
         """
         rest, are_true = dict(flags or {}), True
         if not self.votes:
@@ -255,7 +261,7 @@ class Ballot:
 
 
 def cast_votes(transport: Transport, header: Header, mine: StepVote, device: torch.device) -> Sequence[StepVote]:
-    """As `exchange_votes`, and waits."""
+    """Every rank's vote, in rank order. All ranks. As `Ballot.cast`, and waits."""
     ballot = Ballot.cast(transport, header, mine, device)
     ballot.read()
     return ballot.votes

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..agreement.step_vote import StepVote
 from ..comm import Transport
-from ..comm.messages import gather_bytes
+from ..comm.messages import gather_bytes, numbers_on
 from ..model_parallel import ModelParallelGroup
 
 
@@ -120,6 +120,21 @@ def gradient_dots(pairs: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> list[
     if not all(map(math.isfinite, numbers)):
         numbers = [dot(g, other) for g, m in pairs() for other in (g, m)]
     return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def sum_in_turn(numbers: Sequence[Tensor], weights: Sequence[float], device: torch.device) -> Tensor:
+    """Σ weight·number, one after the other as the host would add them: float64, of no dimensions. Waits for nothing.
+
+    numbers: of no dimensions and one dtype, as many as there are weights.
+    """
+    if not numbers:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    if len(numbers) == 1:
+        return numbers[0].to(device, torch.float64) * weights[0]
+    terms = torch.stack([number.to(device) for number in numbers]).to(torch.float64)
+    are_alike = len(set(weights)) == 1
+    terms = terms * (weights[0] if are_alike else numbers_on(device, weights, torch.float64))
+    return terms.cumsum(0)[-1]
 
 
 def read_numbers(numbers: Sequence[Tensor]) -> list[float]:

@@ -31,14 +31,14 @@ REPLICATED: dict[str, tuple[Callable, dict, str, tuple[int, int, int, int]]] = {
     "0/1 Adam, a local step": (onebit.ZeroOneAdam, LOCAL, "local", (8, 10, 0, 1)),
     "0/1 Adam, a clipped local step": (onebit.ZeroOneAdam, LOCAL | {"max_grad_norm": 1.0}, "local", (8, 75, 0, 2)),
 }
-# This rank's norms, the votes, and a look at all that came down before parameters move.
+# The votes, which the norms go into on the device, and a look at all that came down before parameters move.
 SHARDED: dict[str, tuple[Callable, dict, tuple[int, int, int, int]]] = {
-    "stage 0": (ShardedOnebitAdam, {"stage": 0}, (48, 332, 17, 3)),
-    "stage 1": (ShardedOnebitAdam, {}, (48, 349, 17, 3)),
-    "stage 1, clipped": (ShardedOnebitAdam, {"max_grad_norm": 1.0}, (56, 389, 17, 3)),
-    "stage 2": (ShardedOnebitAdam, {"stage": 2}, (48, 356, 24, 17)),
-    "Lamb, stage 1": (ShardedOnebitLamb, {}, (48, 749, 25, 3)),
-    "0/1 Adam, stage 1": (ShardedZeroOneAdam, {}, (48, 349, 17, 3)),
+    "stage 0": (ShardedOnebitAdam, {"stage": 0}, (48, 305, 17, 2)),
+    "stage 1": (ShardedOnebitAdam, {}, (48, 322, 17, 2)),
+    "stage 1, clipped": (ShardedOnebitAdam, {"max_grad_norm": 1.0}, (56, 397, 17, 2)),
+    "stage 2": (ShardedOnebitAdam, {"stage": 2}, (48, 364, 24, 9)),
+    "Lamb, stage 1": (ShardedOnebitLamb, {}, (48, 722, 25, 2)),
+    "0/1 Adam, stage 1": (ShardedZeroOneAdam, {}, (48, 322, 17, 2)),
 }
 
 

@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from ...agreement import replicas
-from ...agreement.step_vote import StepVote, Summary, exchange_votes, present_anywhere
+from ...agreement.step_vote import Ballot, StepVote, present_anywhere
 from ...bucket_optimizer import BucketOptimizer
 from ...comm import Codec, SignCodec, Work
 from ...comm.messages import wait_for
 from ...layout.flat import lay_out
 from ...rule import check_blocks
 from ...step.bucket_step import BucketStep, CameDown, Decision, Meeting
-from ...step.clip import read_numbers
+from ...step.clip import sum_in_turn
 from ...step.driver import Driver
 from ...step.stats import Stats
 from ...step.verdict import came_down_finite
@@ -310,10 +310,15 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         In a step that sends nothing, this rank alone.
         """
         header, is_silent = self._header(self.rule.round_name()), self.rule.is_silent()
-        mine = self._my_vote(buckets, scale, self._summary(header, buckets))
-        votes = [mine]
-        if not is_silent:
-            votes = yield from exchange_votes(self.transport, header, mine, buckets[0].device)
+        mine = StepVote(self._summary(header, buckets), self._present(buckets), note=self.grad_stats.to_bytes())
+        sums = self._sums(buckets, scale)
+        if is_silent:
+            votes: Sequence[StepVote] = [mine.with_sums(sums)]
+        else:
+            ballot = Ballot.cast(self.transport, header, mine, buckets[0].device, sums)
+            yield ballot.messages.work
+            ballot.read()
+            votes = ballot.votes
             self._take_in(votes, buckets)
         if not all(math.isfinite(vote.norm_squared) and math.isfinite(vote.product) for vote in votes):
             self._leave_out(buckets, by_all=not is_silent)
@@ -333,25 +338,28 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         if buckets[0].index == 0:
             self.health.observe([GradStats.from_bytes(vote.note) for vote in votes], self.transport.rank)
 
-    def _my_vote(self, buckets: Sequence[ShardedBucket], scale: float, summary: Summary) -> StepVote:
-        squares, products = [], []
+    def _sums(self, buckets: Sequence[ShardedBucket], scale: float) -> Tensor:
+        """This rank's ‖g‖², finite where all of g is; where it clips <g, m̂> too: float64 [1 or 2]. Waits for nothing.
+
+        scale: what gradients are to be multiplied by.
+        """
+        device, clips = buckets[0].device, self.clipper.max_norm > 0
+        parts: dict[object, list[Tensor]] = {}  # by bucket; by device where nobody asks for the sum's last bit
+        products: list[Tensor] = []
         for bucket in buckets:
             grads = bucket.gradients()
-            norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads if g is not None]
-            if norms:
-                squares.append(torch.stack(norms).square().sum(dtype=torch.float64))
-            if self.clipper.max_norm > 0:
+            parts.setdefault(bucket.index if clips else bucket.device, []).extend(g for g in grads if g is not None)
+            if clips:
                 beta1 = self.buckets.group(bucket)["betas"][0]
                 products += bucket.products(grads, self.placement.config.codec, beta1)
-        numbers = read_numbers(squares + products)
-        norm_squared = product = 0.0  # Python's sum rounds otherwise, and differently from version to version
-        for number in numbers[: len(squares)]:
-            norm_squared += scale * scale * number
-        for number in numbers[len(squares) :]:
-            product += scale * number
+        norms = [torch.stack(torch._foreach_norm(part, dtype=torch.float32)) for part in parts.values() if part]
+        squares = [norm.square().sum(dtype=torch.float64) for norm in norms]
+        norm_squared = sum_in_turn(squares, [scale * scale] * len(squares), device)
+        if not clips:
+            return norm_squared.view(1)
         # The estimate takes the mean over ranks of products; here each rank has its chunks' part of one product.
-        product *= self.transport.world_size
-        return StepVote(summary, self._present(buckets), norm_squared, product, self.grad_stats.to_bytes())
+        product = sum_in_turn(products, [scale] * len(products), device) * self.transport.world_size
+        return torch.stack([norm_squared, product])
 
     def _leave_out(self, buckets: Sequence[ShardedBucket], *, by_all: bool) -> None:
         """Count it, and say whose gradients are not finite: on that rank, or on rank 0 that it is another's."""
