@@ -6,6 +6,7 @@ Every function is called by all ranks, in the same order, and ends the same way 
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -58,8 +59,35 @@ class BytesUnderWay:
         flat = self.rows.view(-1)
         if flags:
             flat = torch.cat([flat, torch.stack(flags).view(torch.uint8)])
-        data, (W, B) = bytes(flat.cpu().tolist()), self.rows.shape
-        return [data[k * B : (k + 1) * B] for k in range(W)], all(data[W * B :])
+        data, length = bytes(flat.cpu().tolist()), self.rows.numel()
+        return _rows_of(data[:length], len(self.rows)), all(data[length:])
+
+
+def read_together(
+    messages: Sequence[BytesUnderWay], numbers: Sequence[Tensor]
+) -> tuple[list[list[bytes]], list[float]]:
+    """Every rank's bytes of each message, and these numbers: one wait for each device.
+
+    numbers: float32, of no dimensions.
+    """
+    for message in messages:
+        message.work.wait()
+    rows = [message.rows for message in messages]
+    parts = [row.view(-1) for row in rows] + [number.view(1).view(torch.uint8) for number in numbers]
+    data: dict[torch.device, bytes] = {}
+    for device in {part.device: None for part in parts}:
+        data[device] = bytes(torch.cat([part for part in parts if part.device == device]).cpu().tolist())
+    found = []
+    for part in parts:
+        found.append(data[part.device][: len(part)])
+        data[part.device] = data[part.device][len(part) :]
+    texts = [_rows_of(one, len(row)) for one, row in zip(found, rows, strict=False)]
+    return texts, [struct.unpack("=f", one)[0] for one in found[len(rows) :]]
+
+
+def _rows_of(data: bytes, W: int) -> list[bytes]:
+    B = len(data) // W
+    return [data[k * B : (k + 1) * B] for k in range(W)]
 
 
 def exchange_bytes(

@@ -26,7 +26,8 @@ NUMBERS_OF_A_GROUP = ("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
 
 _KIND_BYTES = 32
 _HEADER = struct.Struct(f"<q{_KIND_BYTES}s?")
-_SUMMARY = struct.Struct("<q??8s8s")
+_SUMMARY = struct.Struct("<q8s??8s")
+_SAME_BYTES = 16  # those that begin a vote, of step and digest
 _SUMS = struct.Struct("<2d")
 
 _REMEDIES = {
@@ -56,11 +57,12 @@ class Summary:
     digest: bytes
 
     def to_bytes(self) -> bytes:
-        return _SUMMARY.pack(self.step, self.resends, self.repeats, self.gradients, self.digest)
+        return _SUMMARY.pack(self.step, self.digest, self.resends, self.repeats, self.gradients)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Summary:
-        return cls(*_SUMMARY.unpack(data))
+        step, digest, resends, repeats, gradients = _SUMMARY.unpack(data)
+        return cls(step, resends, repeats, gradients, digest)
 
 
 @dataclass(frozen=True)
@@ -256,8 +258,31 @@ class Ballot:
         if not self.votes:
             here = [rest.pop(self.device)] if self.device in rest else []
             messages, are_true = self.messages.read(*here)
-            self.votes = _read_votes(self.transport, self.header, messages, len(self.mine.present), self.device)
+            votes = self._parsed(messages)
+            check_votes(self.transport, self.header, votes, self.device)
+            self.votes = votes
         return are_true and all(bool(flag) for flag in rest.values())
+
+    def take(self, messages: Sequence[bytes]) -> None:
+        """The votes are these, unchecked."""
+        self.votes = self._parsed(messages)
+
+    def _parsed(self, messages: Sequence[bytes]) -> list[StepVote]:
+        return [StepVote.from_bytes(data, len(self.mine.present)) for data in messages]
+
+    def check(self) -> None:
+        """Raise DesyncError; see `check_headers` and `check_votes`. All ranks, once the votes are here."""
+        check_votes(self.transport, self.header, self.votes, self.device)
+
+    def gate(self) -> Tensor:
+        """Whether all ranks are in the same step, and all their sums finite: bool, of no dimensions, on the device.
+
+        Of a vote that has arrived. Waits for nothing.
+        """
+        rows = self.messages.rows
+        sums = rows[:, _SUMMARY.size : _SUMMARY.size + _SUMS.size].clone(memory_format=torch.contiguous_format)
+        are_same = (rows[:, :_SAME_BYTES] == rows[0, :_SAME_BYTES]).all()
+        return sums.view(torch.float64).isfinite().all().logical_and_(are_same)
 
 
 def cast_votes(transport: Transport, header: Header, mine: StepVote, device: torch.device) -> Sequence[StepVote]:
@@ -265,14 +290,6 @@ def cast_votes(transport: Transport, header: Header, mine: StepVote, device: tor
     ballot = Ballot.cast(transport, header, mine, device)
     ballot.read()
     return ballot.votes
-
-
-def _read_votes(
-    transport: Transport, header: Header, messages: Sequence[bytes], parameters: int, device: torch.device | str
-) -> list[StepVote]:
-    votes = [StepVote.from_bytes(data, parameters) for data in messages]
-    check_votes(transport, header, votes, device)
-    return votes
 
 
 def check_votes(

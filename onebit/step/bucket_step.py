@@ -42,7 +42,10 @@ class Arrived(Meeting):
 
 @dataclass
 class CameDown(Meeting):
-    """What owners say of their chunks is here, and no parameter has moved. The answer is None: all of it is finite."""
+    """What owners say of their chunks is here, all of it finite, and no parameter has moved.
+
+    The answer: whether the step counts. A bucket that all ranks skip ends.
+    """
 
     witness: Witness
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import onebit
 import onebit.optimizer
+import onebit.zero.sharded.optimizer
 from onebit.agreement.step_vote import DesyncError
 from onebit.comm import SimTransport, run_ranks
 from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam
@@ -36,7 +37,8 @@ SHARDED: dict[str, tuple[Callable, dict, tuple[int, int, int, int]]] = {
     "stage 0": (ShardedOnebitAdam, {"stage": 0}, (48, 305, 17, 2)),
     "stage 1": (ShardedOnebitAdam, {}, (48, 322, 17, 2)),
     "stage 1, clipped": (ShardedOnebitAdam, {"max_grad_norm": 1.0}, (56, 397, 17, 2)),
-    "stage 2": (ShardedOnebitAdam, {"stage": 2}, (48, 364, 24, 9)),
+    "stage 2": (ShardedOnebitAdam, {"stage": 2}, (48, 500, 24, 1)),
+    "Lamb, stage 2": (ShardedOnebitLamb, {"stage": 2}, (48, 908, 32, 1)),
     "Lamb, stage 1": (ShardedOnebitLamb, {}, (48, 722, 25, 2)),
     "0/1 Adam, stage 1": (ShardedZeroOneAdam, {}, (48, 322, 17, 2)),
 }
@@ -45,7 +47,8 @@ SHARDED: dict[str, tuple[Callable, dict, tuple[int, int, int, int]]] = {
 @pytest.fixture
 def reads_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device whose tensors the transport reaches."""
-    monkeypatch.setattr(onebit.optimizer, "reads_late", lambda transport, device: True)
+    for module in (onebit.optimizer, onebit.zero.sharded.optimizer):
+        monkeypatch.setattr(module, "reads_late", lambda transport, device: True)
 
 
 def counts_of(kind: Callable, options: dict, phase: str) -> tuple[int, int, int, int]:
@@ -91,10 +94,16 @@ def test_on_the_host_votes_are_read_before_the_verdict() -> None:
     check_at_most(counts_of(kind, options, phase), (fused, small, messages, 2))
 
 
+@pytest.mark.usefixtures("reads_late")
 @pytest.mark.parametrize("form", SHARDED)
 def test_a_sharded_step_looks_once_at_all_that_came_down(form: str) -> None:
     kind, options, most = SHARDED[form]
     check_at_most(counts_of(kind, options | {"warmup_steps": WARM}, "compressed"), most)
+
+
+def test_on_the_host_a_bucket_at_stage_2_waits_for_its_vote() -> None:
+    options = {"stage": 2, "warmup_steps": WARM}
+    check_at_most(counts_of(ShardedOnebitAdam, options, "compressed"), (48, 364, 24, BUCKETS + 1))
 
 
 # ---------------------------------------------------------------- votes read late decide what votes read early decide

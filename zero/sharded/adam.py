@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ...comm import Work
-from ...step.bucket_step import BucketStep, Decision, Ready
+from ...step.bucket_step import Answer, BucketStep, Decision, Meeting, Ready
 from ...usage.signature import shows_all_options
 from . import arithmetic
 from .bucket import ShardedBucket
@@ -35,15 +35,20 @@ class ShardedAdamRule(ShardedRule):
         if any(seen):
             yield from self.exchange(bucket, seen, scale * decision.clip_factor)
 
-    def exchange(self, bucket: ShardedBucket, seen: Sequence[bool], scale: float) -> BucketStep:
-        """Steps 2 to 4. seen: by parameter, whether any rank has a gradient for it; the others stay as they are."""
+    def exchange(
+        self, bucket: ShardedBucket, seen: Sequence[bool], scale: float
+    ) -> Generator[Work | Meeting, Answer, bool]:
+        """Steps 2 to 4. Whether the bucket has moved.
+
+        seen: by parameter, whether any rank has a gradient for it; the others stay as they are.
+        """
         numbers = self.numbers(bucket)
         arrived = yield from self.placement.send_up(bucket, numbers, seen, scale)  # 2
         update, decay = yield from self.update(bucket, numbers, seen, arrived)  # 3
         del arrived
         frame_B = self.placement.step_own(bucket, seen, update, lr=numbers.lr, decay=decay)
         del update  # all buckets wait with what they hold
-        yield from self.placement.send_down(bucket, seen, frame_B, lr=numbers.lr, decay=decay)  # 4
+        return (yield from self.placement.send_down(bucket, seen, frame_B, lr=numbers.lr, decay=decay))  # 4
 
     def update(
         self, bucket: ShardedBucket, numbers: StepNumbers, seen: Sequence[bool], arrived: Arrived

@@ -57,7 +57,8 @@ class ShardedBucket:
     warm-up, and until the first, whether there is one. received: everybody's last frames of the own chunk, kept only
     for clipping. mean: float32 [N], their mean: in the warm-up, and where they were loaded from a checkpoint.
     grad_stats: of the last step, float32 numbers of no dimensions; see `health.GradStats`. ready: at stage 2, the
-    parameters whose gradients have come in this backward pass.
+    parameters whose gradients have come in this backward pass. gate: bool, of no dimensions, of the step under way
+    where its votes are read late: False on all ranks where it is skipped.
     """
 
     index: int
@@ -78,6 +79,7 @@ class ShardedBucket:
     mean: Tensor | None = None
     grad_stats: Sequence[Tensor] | None = None
     ready: set[Tensor] = field(default_factory=set)
+    gate: Tensor | None = None
     masters: Masters = field(default_factory=lambda: Masters(()))
 
     @classmethod
@@ -144,8 +146,18 @@ class ShardedBucket:
         return ragged, torch.arange(self.layout.block, device=self.device) >= counts_J[ragged].unsqueeze(1)
 
     def blocks_of(self, seen: Sequence[bool]) -> Tensor | None:
-        """What is said of each parameter, of each of its blocks: bool [W, J]; None where it is true of all."""
-        return None if all(seen) else numbers_on(self.device, seen, torch.bool)[self.parameter_of_block]
+        """What is said of each parameter, of each of its blocks: bool [W, J]; None where it is true of all.
+
+        Where there is a gate, and it is not open, False of all.
+        """
+        if not all(seen):
+            return self.behind_gate(seen)[self.parameter_of_block]
+        return None if self.gate is None else self.gate.expand(self.counts.shape)
+
+    def behind_gate(self, seen: Sequence[bool]) -> Tensor:
+        """The same of each parameter, bool [K]."""
+        seen_K = numbers_on(self.device, seen, torch.bool)
+        return seen_K if self.gate is None else seen_K & self.gate
 
     def own_blocks_of(self, seen: Sequence[bool]) -> Tensor | None:
         """The same of the own blocks, bool [J]."""

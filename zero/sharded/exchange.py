@@ -19,7 +19,7 @@ from torch import Tensor
 from ...comm import Codec, Int4Codec, Int8Codec, SignCodec, Transport, Work
 from ...comm.codecs import all_finite
 from ...comm.messages import sum_in_order
-from ...step.bucket_step import BucketStep, CameDown
+from ...step.bucket_step import Answer, CameDown, Meeting
 from ...usage.contract import Group, check_number
 from . import arithmetic
 from .bucket import ShardedBucket
@@ -212,16 +212,18 @@ class Sharded:
 
     def send_down(
         self, bucket: ShardedBucket, seen: Sequence[bool], frame_B: Tensor, *, lr: float, decay: float
-    ) -> BucketStep:
-        """Tell all what owners have made, and move. Yields one Work, then `CameDown`. All ranks.
+    ) -> Generator[Work | Meeting, Answer, bool]:
+        """Tell all what owners have made, and move. Yields one Work, then `CameDown`. All ranks. Whether it has moved.
 
         Sends (W-1)·B per rank. frame: of `step_own`, with the same numbers.
         """
         transport, codec = self.transport, self.config.codec_down
         down_WB = torch.empty(transport.world_size, len(frame_B), dtype=torch.uint8, device=bucket.device)
         yield transport.all_gather(down_WB, frame_B)
-        yield CameDown(codec.witness(down_WB, bucket.layout.chunk))
-        self._apply(bucket, down_WB, seen, lr, decay)
+        is_good = yield CameDown(codec.witness(down_WB, bucket.layout.chunk))
+        if is_good:
+            self._apply(bucket, down_WB, seen, lr, decay)
+        return bool(is_good)
 
     def refuse_not_finite(self, buckets: Sequence[ShardedBucket], came_down: Sequence[CameDown]) -> NoReturn:
         """Raise NotFiniteError, of the first of these buckets that is not: some has not come down finite."""

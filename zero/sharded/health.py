@@ -5,13 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-
-from torch import Tensor
-
-from ...step.clip import read_numbers
-from .bucket import ShardedBucket
 
 log = logging.getLogger(__name__)
 
@@ -32,21 +27,8 @@ class GradStats:
     kept: float = 0.0
     agreed: float = 0.0
 
-    @classmethod
-    def read(cls, buckets: Iterable[ShardedBucket], flags: Sequence[Tensor]) -> tuple[GradStats, bool]:
-        """Of the buckets that took part in a step, which forget theirs; and whether these flags are all true.
-
-        Waits for each device once. flags: bool, of no dimensions.
-        """
-        found = [flag.float() for flag in flags]
-        for bucket in buckets:
-            if bucket.grad_stats is not None:
-                found += bucket.grad_stats
-            bucket.grad_stats = None
-        numbers, sums = read_numbers(found), [0.0] * 4
-        for first in range(len(flags), len(numbers), 4):
-            sums = [a + b for a, b in zip(sums, numbers[first : first + 4], strict=True)]
-        return cls(*sums), all(numbers[: len(flags)])
+    def __add__(self, other: GradStats) -> GradStats:
+        return GradStats(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def to_bytes(self) -> bytes:
         return _GRAD_STATS.pack(*astuple(self))

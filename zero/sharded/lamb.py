@@ -70,7 +70,7 @@ class ShardedLambRule(ShardedAdamRule):
         steps = numbers_on(bucket.device, [max(float(step), 1.0) for step in bucket.steps], torch.float64)
         weight, product, noise, common = total_K4.unbind(1)
         agreed = self._agreed.setdefault(bucket.index, torch.zeros_like(common))
-        agreed.lerp_(torch.where(numbers_on(bucket.device, seen, torch.bool), common, agreed), 1.0 - beta)
+        agreed.lerp_(torch.where(bucket.behind_gate(seen), common, agreed), 1.0 - beta)
         left = beta1**steps
         share = (1.0 - beta1) * (1.0 + left) / ((1.0 + beta1) * (1.0 - left))
         a = torch.minimum((agreed / (1.0 - beta**steps)).clamp(min=0.0), noise)

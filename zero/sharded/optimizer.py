@@ -4,7 +4,8 @@ A rule (`adam.py`, `lamb.py`, `zero_one_adam.py`) is the step of one bucket: a v
 `exchange.py`. Here is who votes, and when:
 
     stages 0, 1   step(): one vote on all gradients; behind a good one all buckets' steps, a few on the wire at a time
-    stage 2       backward: a bucket whose gradients are complete begins its step, with a vote of its own
+    stage 2       backward: a bucket whose gradients are complete begins its step, with a vote of its own, which on a
+                  GPU is read in step() (`votes.py`)
                   step(): the other buckets begin theirs; all are brought home
 
 At every stage parameters move when what owners have sent down is here for all buckets, and finite for all.
@@ -14,8 +15,8 @@ What surrounds a step is in `onebit/bucket_optimizer.py`, where things lie in `b
 
 from __future__ import annotations
 
+import itertools
 import logging
-import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
@@ -24,17 +25,16 @@ import torch
 from torch import Tensor
 
 from ...agreement import replicas
-from ...agreement.step_vote import Ballot, StepVote, present_anywhere
+from ...agreement.step_vote import Ballot, Header, StepVote, present_anywhere
 from ...bucket_optimizer import BucketOptimizer
 from ...comm import Codec, SignCodec, Work
-from ...comm.messages import wait_for
+from ...comm.messages import read_together, wait_for
 from ...layout.flat import lay_out
 from ...rule import check_blocks
 from ...step.bucket_step import BucketStep, CameDown, Decision, Meeting
-from ...step.clip import sum_in_turn
 from ...step.driver import Driver
 from ...step.stats import Stats
-from ...step.verdict import came_down_finite
+from ...step.verdict import came_down_finite, reads_late
 from ...usage.contract import Group, SharedOptions, State
 from ...usage.frozen import refuse_unfrozen
 from . import state as shard_state
@@ -43,6 +43,7 @@ from .exchange import Sharded, ShardedConfig, codec_down
 from .health import GradStats, Health
 from .masters import Masters
 from .rule import ShardedRule
+from .votes import LateVote, are_finite, own_sums
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -152,6 +153,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self._next_grad_stats = GradStats()  # of the step under way
         self._driver: Driver[ShardedBucket] = Driver(2, behind=1, on_comm_stream=False)
         self._launched_scale = 1.0  # of the step under way
+        self._late_votes: list[LateVote] = []  # of the step under way
         self._construct(params, defaults)
 
     def _new_stats(self) -> ShardStats:
@@ -234,14 +236,18 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         """Stage 2: begin the next bucket's step, in bucket order on every rank; the one before it sends."""
         if self._launched == 0:
             self.rule.begin_step()
-            self._launched_scale = scale
+            self._launched_scale, self._late_votes = scale, []
         self._driver.launch(bucket, self._waited.timed(self._vote_alone(bucket, scale)))
 
     def _vote_alone(self, bucket: ShardedBucket, scale: float) -> BucketStep:
         """The rule's step, that meets no other before it sends: this bucket's gradients have a vote of their own."""
         step = self.rule.step(bucket, scale)
         next(step)
-        decision = yield from self._decide([bucket], scale)
+        decision: Decision | None
+        if self._reads_late(bucket):
+            decision = yield from self._decide_late(bucket, scale)
+        else:
+            decision = yield from self._decide([bucket], scale)
         if decision is None:
             bucket.free_gradients()
             return
@@ -250,6 +256,29 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         except StopIteration:
             return
         yield from step
+
+    def _reads_late(self, bucket: ShardedBucket) -> bool:
+        """Whether the host reads this bucket's vote at the end of the step. In `join` headers may differ."""
+        return reads_late(self.transport, bucket.device) and not (self.rule.is_silent() or self._join.is_on)
+
+    def _decide_late(self, bucket: ShardedBucket, scale: float) -> Generator[Work, None, Decision]:
+        """As `_decide`, but that the bucket's gate says whether the step counts. See `votes.py`.
+
+        A rank without some gradient waits for the vote, to know whether another rank has it.
+        """
+        grads = {name: g for name, g in zip(bucket.names, bucket.gradients(), strict=True) if g is not None}
+        norms = torch.stack(torch._foreach_norm(list(grads.values()), dtype=torch.float32)) if grads else None
+        header, mine = self._my_vote([bucket])
+        sums = None if norms is None else norms.square().sum(dtype=torch.float64).mul_(scale * scale).view(1)
+        ballot = Ballot.cast(self.transport, header, mine, bucket.device, sums)
+        yield ballot.messages.work
+        self._late_votes.append(LateVote(bucket, ballot, norms, list(grads)))
+        seen = mine.present[: len(bucket.params)]
+        if not all(seen):
+            messages, _ = ballot.messages.read()
+            ballot.take(messages)
+            seen = present_anywhere(ballot.votes)
+        return Decision(seen, first=bucket.first)
 
     # ---------------------------------------------------------------- step
 
@@ -288,30 +317,60 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         for bucket in self.buckets:
             bucket.ready.clear()
         self._driver.finish(self._settle_down)
+        self._settle_down([], [])  # votes on buckets that have sent nothing
         # Gradients leave before a wrapper averages them: they need not be the same on all ranks.
         self._watch.look(self.buckets.params, in_any_case=self._steps_here == 0 and self.transport.world_size > 1)
         self._take_grad_stats()
 
-    def _settle_down(self, buckets: Sequence[ShardedBucket], came_down: Sequence[Meeting]) -> Sequence[None]:
-        """Raise NotFiniteError, before any parameter moves, unless all that has come down is finite.
+    def _settle_down(self, buckets: Sequence[ShardedBucket], came_down: Sequence[Meeting]) -> Sequence[bool]:
+        """For each bucket whether it moves. Raises NotFiniteError, before any does, unless all came down finite.
 
-        In the same wait for the device reads what these buckets' steps say of the data.
+        In the same wait for the device reads late votes, and what these buckets' steps say of the data.
         """
-        said = cast("Sequence[CameDown]", came_down)
-        flags = came_down_finite(buckets, said)
-        self._next_grad_stats, is_good = GradStats.read(buckets, list(flags.values()))
-        if not is_good:
+        said, late = cast("Sequence[CameDown]", came_down), self._late_votes
+        flags = [*came_down_finite(buckets, said).values(), *(vote.gate for vote in late)]
+        figures = [number for bucket in buckets for number in bucket.grad_stats or ()]
+        messages, numbers = read_together(
+            [vote.ballot.messages for vote in late], [flag.float() for flag in flags] + figures
+        )
+        ends = len(flags) - len(late), len(flags)
+        skipped = self._take_late_votes(messages, numbers[ends[0] : ends[1]])
+        if not all(numbers[: ends[0]]):
             self.placement.refuse_not_finite(buckets, said)
-        return [None] * len(buckets)
+        rest = iter(numbers[ends[1] :])
+        for bucket in buckets:
+            if bucket.grad_stats is not None:
+                found = GradStats(*itertools.islice(rest, 4))
+                self._next_grad_stats += GradStats() if bucket.index in skipped else found
+                bucket.grad_stats = None
+        return [bucket.index not in skipped for bucket in buckets]
+
+    def _take_late_votes(self, messages: Sequence[Sequence[bytes]], gates: Sequence[float]) -> set[int]:
+        """What votes that are read late say, which gates have heeded. The indices of buckets that all ranks skip.
+
+        Raises as `_decide` and `_take_in`.
+        """
+        late, self._late_votes = self._late_votes, []
+        closed = [vote for vote, gate in zip(late, gates, strict=True) if not gate]
+        for vote in closed:
+            vote.undo()
+        for vote, message in zip(late, messages, strict=True):
+            vote.bucket.gate = None
+            vote.ballot.take(message)
+        for vote in late:
+            vote.ballot.check()
+            self._take_in(vote.ballot.votes, [vote.bucket])
+        for vote in closed:
+            assert not are_finite(vote.ballot.votes)
+            self._leave_out(vote.bad(), by_all=True)
+        return {vote.bucket.index for vote in closed}
 
     def _decide(self, buckets: Sequence[ShardedBucket], scale: float) -> Generator[Work, None, Decision | None]:
         """Ask all ranks about the gradients of these buckets. None, on all ranks, where any is not finite.
 
         In a step that sends nothing, this rank alone.
         """
-        header, is_silent = self._header(self.rule.round_name()), self.rule.is_silent()
-        mine = StepVote(self._summary(header, buckets), self._present(buckets), note=self.grad_stats.to_bytes())
-        sums = self._sums(buckets, scale)
+        is_silent, (header, mine), sums = self.rule.is_silent(), self._my_vote(buckets), self._sums(buckets, scale)
         if is_silent:
             votes: Sequence[StepVote] = [mine.with_sums(sums)]
         else:
@@ -320,8 +379,8 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
             ballot.read()
             votes = ballot.votes
             self._take_in(votes, buckets)
-        if not all(math.isfinite(vote.norm_squared) and math.isfinite(vote.product) for vote in votes):
-            self._leave_out(buckets, by_all=not is_silent)
+        if not are_finite(votes):
+            self._leave_out([name for bucket in buckets for name in bucket.bad()], by_all=not is_silent)
             return None
         factor = 1.0
         if self.clipper.max_norm > 0:
@@ -338,35 +397,21 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         if buckets[0].index == 0:
             self.health.observe([GradStats.from_bytes(vote.note) for vote in votes], self.transport.rank)
 
+    def _my_vote(self, buckets: Sequence[ShardedBucket]) -> tuple[Header, StepVote]:
+        """On these buckets, without the sums of their gradients."""
+        header = self._header(self.rule.round_name())
+        return header, StepVote(self._summary(header, buckets), self._present(buckets), note=self.grad_stats.to_bytes())
+
     def _sums(self, buckets: Sequence[ShardedBucket], scale: float) -> Tensor:
-        """This rank's ‖g‖², finite where all of g is; where it clips <g, m̂> too: float64 [1 or 2]. Waits for nothing.
+        clips = self.clipper.max_norm > 0
+        beta1s = [self.buckets.group(bucket)["betas"][0] for bucket in buckets] if clips else None
+        return own_sums(self.placement, buckets, scale, beta1s)
 
-        scale: what gradients are to be multiplied by.
-        """
-        device, clips = buckets[0].device, self.clipper.max_norm > 0
-        parts: dict[object, list[Tensor]] = {}  # by bucket; by device where nobody asks for the sum's last bit
-        products: list[Tensor] = []
-        for bucket in buckets:
-            grads = bucket.gradients()
-            parts.setdefault(bucket.index if clips else bucket.device, []).extend(g for g in grads if g is not None)
-            if clips:
-                beta1 = self.buckets.group(bucket)["betas"][0]
-                products += bucket.products(grads, self.placement.config.codec, beta1)
-        norms = [torch.stack(torch._foreach_norm(part, dtype=torch.float32)) for part in parts.values() if part]
-        squares = [norm.square().sum(dtype=torch.float64) for norm in norms]
-        norm_squared = sum_in_turn(squares, [scale * scale] * len(squares), device)
-        if not clips:
-            return norm_squared.view(1)
-        # The estimate takes the mean over ranks of products; here each rank has its chunks' part of one product.
-        product = sum_in_turn(products, [scale] * len(products), device) * self.transport.world_size
-        return torch.stack([norm_squared, product])
-
-    def _leave_out(self, buckets: Sequence[ShardedBucket], *, by_all: bool) -> None:
+    def _leave_out(self, bad: Sequence[str], *, by_all: bool) -> None:
         """Count it, and say whose gradients are not finite: on that rank, or on rank 0 that it is another's."""
         self.clipper.norm = None
-        bad = [name for bucket in buckets for name in bucket.bad()]
         left_out = self._left_out
-        self._left_out = LeftOut(left_out.names + bad, is_any=True, by_all=left_out.by_all or by_all)
+        self._left_out = LeftOut([*left_out.names, *bad], is_any=True, by_all=left_out.by_all or by_all)
         what = "these parameters" if self.placement.config.stage == 2 else "the step"
         consequence = f"all ranks skip {what}" if by_all else "this rank leaves its gradients of this step out"
         if bad:

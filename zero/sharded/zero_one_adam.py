@@ -54,10 +54,9 @@ class ShardedZeroOneRule(ShardedAdamRule):
         seen, scale = decision.of(bucket), scale * decision.clip_factor
         if self._is_skipping:
             self.keep(bucket, scale)
-        elif any(seen):
+        elif any(seen) and (yield from self.exchange(bucket, seen, scale)):
             self._has_sent = True
             self._waiting.difference_update(bucket.params)
-            yield from self.exchange(bucket, seen, scale)
 
     def keep(self, bucket: ShardedBucket, scale: float) -> None:
         """A skipped step: the gradient's share into the momentum, of its square into the own chunk's variance.

@@ -1,0 +1,142 @@
+"""Votes of stage 2 that are read at the step's end decide what votes read in backward decide, to the bit."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from family import same
+from sharded_ranks import new, state_of, take_steps, values
+from torch import Tensor, nn
+
+import onebit.zero.sharded.optimizer
+from onebit.agreement.step_vote import DesyncError
+from onebit.comm import Log4Codec, SimTransport, run_ranks
+from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam
+
+SIZES = (600, 7, 900, 300)
+CAP = 700 * 4 / 2**20
+LEAVES = {
+    "adam": (ShardedOnebitAdam, {"warmup_steps": 3}),
+    "adam, four-bit warm-up": (ShardedOnebitAdam, {"warmup_steps": 3, "warmup_codec": Log4Codec()}),
+    "lamb": (ShardedOnebitLamb, {"weight_decay": 0.1, "warmup_steps": 3}),
+    "zero-one": (ShardedZeroOneAdam, {"local_step_scaler": 2, "local_step_clipper": 4, "warmup_steps": 2}),
+}
+# In which step which rank's gradient of which parameter is not there (None), or not finite.
+EVENTS: dict[int, tuple[int | None, int, float | None]] = {
+    0: (1, 3, float("nan")),
+    1: (0, 0, None),
+    2: (2, 2, float("inf")),
+    3: (None, 1, None),
+    4: (0, 2, float("nan")),  # the first that would be in one bit
+    5: (2, 3, float("nan")),
+    8: (1, 1, float("nan")),
+}
+
+
+def read_late(patch: pytest.MonkeyPatch) -> None:
+    """As on a device whose tensors the transport reaches."""
+    patch.setattr(onebit.zero.sharded.optimizer, "reads_late", lambda transport, device: True)
+
+
+def trained(transport: SimTransport, leaf: str) -> tuple[list[Tensor], list[Tensor], list[object]]:
+    """Parameters, state, and the figures of all steps, of a run in which all `EVENTS` happen."""
+    kind, own = LEAVES[leaf]
+    params, optimizer = new(transport, torch.bfloat16, SIZES, kind, stage=2, bucket_cap_mb=CAP, **own)
+    assert len(optimizer.buckets) > 2
+    figures: list[object] = []
+    for step in range(12):
+        rank, k, factor = EVENTS.get(step, (-1, 0, 1.0))
+        data = torch.Generator().manual_seed(100 * step + transport.rank)
+        losses = []
+        for number, p in enumerate(params):
+            target = torch.randn(p.shape, generator=data)
+            is_hit = number == k and rank in (None, transport.rank)
+            if not is_hit or factor is not None:
+                losses.append((p - target).square().sum() * (factor if is_hit else 1.0))
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+        stats = optimizer.stats
+        figures.append(
+            (stats.phase, stats.is_skipped, stats.skipped_steps, stats.health, stats.agreement, stats.offset)
+        )
+        figures.append([(bucket.is_warm, bucket.mean is None) for bucket in optimizer.buckets])
+        assert all(bucket.gate is None for bucket in optimizer.buckets)
+    return [p.detach().clone() for p in params], state_of(optimizer), figures
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_a_vote_read_late_changes_no_bit(leaf: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    early = run_ranks(3, lambda transport: trained(transport, leaf))
+    assert any(is_skipped for _, is_skipped, *_ in early[0][2][::2])
+    read_late(monkeypatch)
+    assert same(early, run_ranks(3, lambda transport: trained(transport, leaf)))
+
+
+def test_a_vote_read_late_names_the_parameter_on_its_rank(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read_late(monkeypatch)
+
+    def work(transport: SimTransport) -> None:
+        params, optimizer = new(transport, sizes=SIZES, stage=2, bucket_cap_mb=CAP, warmup_steps=0)
+
+        def spoil(step: int, grads: list[Tensor]) -> None:
+            if transport.rank == 1:
+                grads[2][5] = float("nan")
+
+        take_steps(params, optimizer, range(1), spoil)
+        assert optimizer.stats.is_skipped and [int(optimizer.state[p]["step"]) for p in params] == [1, 1, 0, 1]
+
+    with caplog.at_level(logging.WARNING):
+        run_ranks(2, work)
+    assert "rank 1: gradient not finite in parameter 2 of group 0; all ranks skip these parameters" in caplog.text
+
+
+def test_ranks_with_different_options_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_late(monkeypatch)
+
+    def work(transport: SimTransport) -> None:
+        params, optimizer = new(transport, sizes=SIZES, stage=2, bucket_cap_mb=CAP, warmup_steps=2)
+        take_steps(params, optimizer, range(2))
+        before, state = values(params), state_of(optimizer)
+        optimizer.param_groups[0]["lr"] = 0.01 * (1 + transport.rank)
+        with pytest.raises(DesyncError, match="different values of lr in parameter group 0"):
+            take_steps(params, optimizer, range(2, 3))
+        assert torch.equal(values(params), before)
+        assert all(torch.equal(a, b) for a, b in zip(state_of(optimizer), state, strict=True))
+
+    run_ranks(3, work)
+
+
+def test_votes_are_read_early_in_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There headers may differ: a rank that has finished has no numbers of its own."""
+
+    def work(transport: SimTransport) -> tuple[Tensor, list[Tensor], int]:
+        params, optimizer = new(transport, sizes=SIZES, stage=2, bucket_cap_mb=CAP, warmup_steps=2)
+        with optimizer.join():
+            for step in range(3 + transport.rank):
+                take_steps(params, optimizer, range(step, step + 1))
+                optimizer.param_groups[0]["lr"] *= 0.9
+        return values(params), state_of(optimizer), optimizer.stats.shadow_steps
+
+    early = run_ranks(3, work)
+    assert [steps for *_, steps in early] == [2, 1, 0]
+    read_late(monkeypatch)
+    assert same(early, run_ranks(3, work))
+
+
+def test_a_parameter_that_is_trained_all_at_once_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_late(monkeypatch)
+
+    def work(transport: SimTransport) -> None:
+        params = [nn.Parameter(torch.ones(600)), nn.Parameter(torch.ones(7), requires_grad=False)]
+        optimizer = ShardedOnebitAdam(params, transport=transport, stage=2)
+        params[1].requires_grad_(transport.rank == 1)
+        sum(p.sum() for p in params).backward()
+        with pytest.raises(RuntimeError, match="parameter 1"):
+            optimizer.step()
+        assert torch.equal(params[0].detach(), torch.ones(600))
+
+    run_ranks(2, work)
