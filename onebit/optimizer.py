@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .agreement import replicas
 from .agreement.replicas import ReplicaError
-from .agreement.step_vote import Ballot, DesyncError, StepVote, Summary, cast_votes, present_anywhere
+from .agreement.step_vote import Ballot, DesyncError, StepVote, Summary, are_beyond_range, cast_votes, present_anywhere
 from .agreement.wrappers import refuse_wrapper
 from .bucket_optimizer import BucketOptimizer
 from .checkpoint import optimizer_state
@@ -39,7 +39,7 @@ from .layout.masks import Masks
 from .model_parallel import ModelParallelGroup, count_edits_apart_, local
 from .rule import Rule
 from .step.bucket_step import Arrived, Decision
-from .step.clip import dot, exact_norm, gradient_dots
+from .step.clip import dot, exact_norm, gradient_dots, gradient_sums
 from .step.driver import Driver
 from .step.link_probe import CompressionPolicy
 from .step.overlap import Overlap
@@ -295,6 +295,9 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         if self._clips_before_sending:
             ballot = self._cast(scale, resends)
             self._read(ballot)
+            if are_beyond_range(ballot.votes):  # the same votes on all ranks
+                ballot = self._cast(scale, resends, in_float64=True)
+                ballot.read()
             self.stats.clip_factor = self.clipper.estimated_factor(ballot.votes, self.transport.world_size)
             if not math.isfinite(self.stats.clip_factor):
                 return None
@@ -509,11 +512,17 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     # ---------------------------------------------------------------- what the ranks agree on
 
-    def _cast(self, scale: float, resends: bool) -> Ballot:
-        header = self._header(self.rule.round_name())
-        mine = self._my_vote(scale, self._summary(header, self.buckets, resends=resends))
+    def _cast(self, scale: float, resends: bool, *, in_float64: bool = False) -> Ballot:
+        """Send this rank's vote. What clipping asks goes into it on the device, unless that is to be `in_float64`."""
+        header, device = self._header(self.rule.round_name()), self.buckets[0].device
+        summary, sums = self._summary(header, self.buckets, resends=resends), None
+        if self._clips_before_sending and not in_float64 and self.model_parallel_group.whole.world_size == 1:
+            mine = StepVote(summary, self._present(self.buckets))
+            sums = gradient_sums(self._gradients_and_momenta(), self._shares(), scale, device)
+        else:
+            mine = self._my_vote(scale, summary)
         with self._waited.running():
-            return Ballot.cast(self.transport, header, mine, self.buckets[0].device)
+            return Ballot.cast(self.transport, header, mine, device, sums)
 
     def _read(self, ballot: Ballot, flags: Mapping[torch.device, Tensor] | None = None) -> bool:
         """As `Ballot.read`."""
@@ -528,13 +537,17 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def _my_vote(self, scale: float, summary: Summary) -> StepVote:
         norm_squared = product = 0.0
         if self._clips_before_sending:
-            pairs = [pair for b in self.buckets for pair in zip(b.gradients(), b.share_K, strict=True)]
-            shares = [share for g, share in pairs if g is not None]
-            for share, (squares, products) in zip(shares, gradient_dots(self._gradients_and_momenta), strict=True):
+            dots = gradient_dots(self._gradients_and_momenta)
+            for share, (squares, products) in zip(self._shares(), dots, strict=True):
                 norm_squared += share * scale * scale * squares
                 product += share * scale * products
             norm_squared, product = self.model_parallel_group.total(norm_squared, product)
         return StepVote(summary, self._present(self.buckets), norm_squared, product)
+
+    def _shares(self) -> list[float]:
+        """Of every parameter that has a gradient here, this rank's share of its sums."""
+        pairs = [pair for b in self.buckets for pair in zip(b.gradients(), b.share_K, strict=True)]
+        return [share for g, share in pairs if g is not None]
 
     def _gradients_and_momenta(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Of every parameter that has a gradient here; a momentum may be a copy."""

@@ -307,6 +307,16 @@ def check_votes(
         )
 
 
+def are_finite(votes: Sequence[StepVote]) -> bool:
+    """Whether the sums are of all of these."""
+    return all(math.isfinite(vote.norm_squared) and math.isfinite(vote.product) for vote in votes)
+
+
+def are_beyond_range(votes: Sequence[StepVote]) -> bool:
+    """Whether sums are not finite that may be in float64: no square is a NaN, as of a gradient that holds one."""
+    return not are_finite(votes) and not any(math.isnan(vote.norm_squared) for vote in votes)
+
+
 def present_anywhere(votes: Sequence[StepVote]) -> list[bool]:
     """Per parameter: whether any rank has a gradient for it."""
     return [any(column) for column in zip(*(vote.present for vote in votes), strict=True)]

@@ -112,29 +112,45 @@ def gradient_dots(pairs: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> list[
 
     Waits for each device once, however many pairs there are. pairs: gives them once more where a product is not finite.
     """
-    products: list[Tensor] = []
-    for g, m in pairs():
-        flat = g.reshape(-1).float()
-        products += [torch.dot(flat, flat), torch.dot(flat, m)]
-    numbers = read_numbers(products)
+    numbers = read_numbers(_float32_dots(pairs()))
     if not all(map(math.isfinite, numbers)):
         numbers = [dot(g, other) for g, m in pairs() for other in (g, m)]
     return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
-def sum_in_turn(numbers: Sequence[Tensor], weights: Sequence[float], device: torch.device) -> Tensor:
-    """Σ weight·number, one after the other as the host would add them: float64, of no dimensions. Waits for nothing.
+def gradient_sums(
+    pairs: Iterable[tuple[Tensor, Tensor]], shares: Sequence[float], scale: float, device: torch.device
+) -> Tensor:
+    """Σ share·scale²·<g, g> and Σ share·scale·<g, m>, float64 [2]. Not finite where a product is not, in float32.
 
-    numbers: of no dimensions and one dtype, as many as there are weights.
+    What `gradient_dots` says, added up as the host would. Waits for nothing. pairs: as there, each with its share.
+    """
+    weights = [weight for share in shares for weight in (share * scale * scale, share * scale)]
+    return sums_in_turn(_float32_dots(pairs), weights, device, columns=2)
+
+
+def sums_in_turn(
+    numbers: Sequence[Tensor], weights: Sequence[float], device: torch.device, *, columns: int = 1
+) -> Tensor:
+    """Σ weight·number, each number added to those before it: float64 [columns]. Waits for nothing.
+
+    numbers: of no dimensions and one dtype, as many as there are weights; those of one row after the other.
     """
     if not numbers:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    if len(numbers) == 1:
-        return numbers[0].to(device, torch.float64) * weights[0]
-    terms = torch.stack([number.to(device) for number in numbers]).to(torch.float64)
-    are_alike = len(set(weights)) == 1
-    terms = terms * (weights[0] if are_alike else numbers_on(device, weights, torch.float64))
-    return terms.cumsum(0)[-1]
+        return torch.zeros(columns, dtype=torch.float64, device=device)
+    here = [number.to(device) for number in numbers]
+    terms = (torch.stack(here) if len(here) > 1 else here[0].view(1)).to(torch.float64)
+    terms = terms * (weights[0] if len(set(weights)) == 1 else numbers_on(device, weights, torch.float64))
+    return terms.view(-1, columns).cumsum(0)[-1] if len(numbers) > columns else terms
+
+
+def _float32_dots(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """<g, g> and <g, m> of one pair after the other."""
+    products = []
+    for g, m in pairs:
+        flat = g.reshape(-1).float()
+        products += [torch.dot(flat, flat), torch.dot(flat, m)]
+    return products
 
 
 def read_numbers(numbers: Sequence[Tensor]) -> list[float]:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import onebit
 from onebit.comm import IdentityCodec, Int8Codec, SignCodec, SimTransport, run_ranks
 from onebit.optimizer import CompressedOptimizer
-from onebit.step.clip import gradient_dots
+from onebit.step.clip import gradient_dots, gradient_sums
 
 # -------------------------------------------------------------------------------- missing, empty, frozen
 
@@ -505,3 +505,35 @@ def test_the_dots_of_huge_gradients_are_finite() -> None:
     assert dots[0] == pytest.approx((12e60, 12e60), rel=1e-6)
     assert dots[1] == pytest.approx((506.0, 66e30), rel=1e-6)
     assert gradient_dots(lambda: []) == []
+
+
+@pytest.mark.parametrize("shares", [(1.0,) * 7, (1.0, 0.5, 1.0 / 3.0, 0.25, 1.0, 0.2, 0.7)])
+def test_sums_on_the_device_are_those_of_the_host_to_the_bit(shares: tuple[float, ...]) -> None:
+    generator, scale = torch.Generator().manual_seed(0), 1.0 / 3.0
+    pairs = [
+        (torch.randn(3, k + 1, generator=generator), torch.randn(3 * k + 3, generator=generator)) for k in range(7)
+    ]
+    squares = products = 0.0
+    for share, (square, product) in zip(shares, gradient_dots(lambda: pairs), strict=True):
+        squares += share * scale * scale * square
+        products += share * scale * product
+    assert gradient_sums(pairs, shares, scale, torch.device("cpu")).tolist() == [squares, products]
+    assert gradient_sums([], [], scale, torch.device("cpu")).tolist() == [0.0, 0.0]
+
+
+def test_a_norm_beyond_float32_clips_a_compressed_step() -> None:
+    """Its square overflows on one rank alone: all vote once more, in float64, and take the step."""
+
+    def work(transport: SimTransport) -> tuple[float, Tensor]:
+        p = nn.Parameter(torch.ones(64))
+        optimizer = onebit.OnebitAdam([p], transport=transport, freeze_step=2, max_grad_norm=0.5)
+        for step in range(5):
+            p.grad = torch.full_like(p, 1e20 if step == 4 and transport.rank == 1 else 1.0)
+            optimizer.step()
+        assert optimizer.stats.phase == "compressed" and optimizer.stats.skipped_steps == 0
+        return optimizer.stats.clip_factor, p.detach()
+
+    (factor, p), (same_factor, q) = run_ranks(2, work)
+    # The estimate of the norm: the mean of squares over the ranks, 64e40 / 2, and of products, 64e20 / 2, both halved.
+    assert factor == same_factor == pytest.approx(0.5 / (64e40 / 4) ** 0.5, rel=1e-3)
+    assert torch.equal(p, q) and bool(p.isfinite().all())

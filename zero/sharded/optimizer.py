@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ...agreement import replicas
-from ...agreement.step_vote import Ballot, Header, StepVote, present_anywhere
+from ...agreement.step_vote import Ballot, Header, StepVote, are_finite, present_anywhere
 from ...bucket_optimizer import BucketOptimizer
 from ...comm import Codec, SignCodec, Work
 from ...comm.messages import read_together, wait_for
@@ -43,7 +43,7 @@ from .exchange import Sharded, ShardedConfig, codec_down
 from .health import GradStats, Health
 from .masters import Masters
 from .rule import ShardedRule
-from .votes import LateVote, are_finite, own_sums
+from .votes import LateVote, own_sums
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -8,15 +8,14 @@ tensor of it changes. What the host has counted is given back.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ...agreement.step_vote import Ballot, StepVote
-from ...step.clip import sum_in_turn
+from ...agreement.step_vote import Ballot
+from ...step.clip import sums_in_turn
 from .bucket import ShardedBucket
 from .exchange import Sharded
 
@@ -39,17 +38,12 @@ def own_sums(
             products += bucket.products(grads, placement.config.codec, beta1s[k])
     norms = [torch.stack(torch._foreach_norm(part, dtype=torch.float32)) for part in parts.values() if part]
     squares = [norm.square().sum(dtype=torch.float64) for norm in norms]
-    norm_squared = sum_in_turn(squares, [scale * scale] * len(squares), device)
+    norm_squared = sums_in_turn(squares, [scale * scale] * len(squares), device)
     if beta1s is None:
-        return norm_squared.view(1)
+        return norm_squared
     # The estimate takes the mean over ranks of products; here each rank has its chunks' part of one product.
-    product = sum_in_turn(products, [scale] * len(products), device) * placement.transport.world_size
-    return torch.stack([norm_squared, product])
-
-
-def are_finite(votes: Sequence[StepVote]) -> bool:
-    """Whether all gradients are that these are on."""
-    return all(math.isfinite(vote.norm_squared) and math.isfinite(vote.product) for vote in votes)
+    product = sums_in_turn(products, [scale] * len(products), device) * placement.transport.world_size
+    return torch.cat([norm_squared, product])
 
 
 @dataclass
