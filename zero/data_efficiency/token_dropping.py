@@ -135,7 +135,7 @@ class TokenDropping:
             mine = positions[:, self.part * kept // self.parts :][:, : kept // self.parts] - self.part * length
         call = LayerCall(positions, whole, self.sequence_dim)
         rows = _rows(mine, hidden, self.sequence_dim)
-        few = _taken(hidden, rows)
+        rest, few = _parted(hidden, rows)
         gathered = {
             key: few if value is hidden else self._gathered(name, key, value, call, layer) for key, value in given
         }
@@ -145,7 +145,7 @@ class TokenDropping:
             output = forward(*called[0], **called[1])
         finally:
             _CURRENT.reset(token)
-        return self._scattered(name, hidden, rows, output)
+        return self._scattered(name, rest, rows, output)
 
     def _number(self, name: str) -> int:
         """Which call of this layer in the step; a recomputation has the number of what it computes again."""
@@ -222,23 +222,22 @@ class TokenDropping:
 
     # ---------------------------------------------------------------- what comes out
 
-    def _scattered(self, name: str, hidden: Tensor, rows: Tensor, output: Any) -> Any:
+    def _scattered(self, name: str, rest: Tensor, rows: Tensor, output: Any) -> Any:
         several = output if isinstance(output, tuple | list) else (output,)
         first = several[0] if several else None
-        if not isinstance(first, Tensor) or first.dim() != hidden.dim():
+        if not isinstance(first, Tensor) or first.dim() != rest.dim():
             raise ValueError(
                 f"{name} gives a {type(output).__name__}; token dropping needs a layer whose output, or the first of "
                 "several, has the shape of its hidden states"
             )
-        expected = list(hidden.shape)
+        expected = list(rest.shape)
         expected[self.sequence_dim] = rows.shape[self.sequence_dim]
         if list(first.shape) != expected:
             raise ValueError(
                 f"{name} makes {tuple(first.shape)} of hidden states {tuple(expected)}: the tokens that it drops have "
                 "no place in that; leave it out of the pattern"
             )
-        flat = hidden.to(first.dtype).flatten(0, 1).index_copy(0, rows.flatten(), first.flatten(0, 1))
-        whole = flat.view(hidden.shape)
+        whole = _joined(rest.to(first.dtype), rows, first)
         if isinstance(output, Tensor):
             return whole
         return type(output)([whole, *several[1:]]) if isinstance(output, list) else (whole, *several[1:])
@@ -407,25 +406,48 @@ def _rows(positions: Tensor, x: Tensor, sequence_dim: int) -> Tensor:
     return positions.t() * x.shape[1] + samples
 
 
-def _taken(x: Tensor, rows: Tensor) -> Tensor:
-    taken: Tensor = _Taken.apply(x.flatten(0, 1), rows.flatten())  # type: ignore[no-untyped-call]
-    return taken.view(*rows.shape, *x.shape[2:])
+def _parted(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """x for `_joined` alone, and its rows: what a layer is given."""
+    rest, few = _Parted.apply(x.flatten(0, 1), rows.flatten())  # type: ignore[no-untyped-call]
+    return rest.view(x.shape), few.view(*rows.shape, *x.shape[2:])
 
 
-class _Taken(torch.autograd.Function):
-    """index_select of rows that differ. Its own backward adds row by row, 7 ms for 1024 rows; copying takes 0.1 ms."""
+def _joined(rest: Tensor, rows: Tensor, few: Tensor) -> Tensor:
+    """What `_parted` has left, with these in place of its rows."""
+    joined: Tensor = _Joined.apply(rest.flatten(0, 1), rows.flatten(), few.flatten(0, 1))  # type: ignore[no-untyped-call]
+    return joined.view(rest.shape)
+
+
+class _Parted(torch.autograd.Function):
+    """Rows that differ. The gradient of what is left counts in the other rows alone: in these it is overwritten.
+
+    So one copy does in backward what torch's own operations do in four, of which the sum row by row alone takes 7 ms
+    for 1024 rows and a copy 0.1 ms.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(rows)
-        ctx.count = x.shape[0]
-        return x.index_select(0, rows)
+        return x.view_as(x), x.index_select(0, rows)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, of_rest: Tensor, of_few: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
-        whole = gradient.new_zeros(ctx.count, *gradient.shape[1:])
-        return whole.index_copy(0, rows, gradient), None
+        return of_rest.index_copy(0, rows, of_few), None
+
+
+class _Joined(torch.autograd.Function):
+    """index_copy into what `_Parted` has left, whose gradient in these rows means nothing there."""
+
+    @staticmethod
+    def forward(ctx: Any, rest: Tensor, rows: Tensor, few: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        return rest.index_copy(0, rows, few)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
+        (rows,) = ctx.saved_tensors
+        return gradient, None, gradient.index_select(0, rows)
 
 
 def _index(positions: Tensor, x: Tensor, sequence_dim: int) -> Tensor:
