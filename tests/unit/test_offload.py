@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import onebit
 from onebit.zero import Offload
-from onebit.zero.offload import FileStore, MemoryStore, StoreError, files
+from onebit.zero.offload import MODES, FileStore, MemoryStore, StoreError, files
 from onebit.zero.offload.layout import UNIT, Layout, cut
 from onebit.zero.offload.store import PAGE, Extent
 
@@ -31,7 +31,7 @@ MAKES: dict[str, Callable] = {
     "LaProp": lambda ps: onebit.LaProp(ps, lr=1e-2),
     "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
 }
-PLACES = [("none", False), ("state", False), ("state", True), ("gradients", False), ("gradients", True)]
+PLACES = [("none", False), *((mode, in_files) for mode in MODES[1:] for in_files in (False, True))]
 
 
 def small_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -2,7 +2,7 @@
 
 A field (master, exp_avg, ...) is one array of all elements, so a parameter's values of a field lie together and a
 checkpoint can show them as one tensor. A chunk is a range of elements: an extent in each field. A piece is what a chunk
-holds of a parameter. Pure: no memory, no tensors.
+holds of a parameter. Pure: no memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .store import PAGE, Extent, rounded
 
@@ -110,3 +111,8 @@ class Layout:
         first, numel = self._homes[param]
         field = self.fields[name]
         return field.offset + first * field.dtype.itemsize, numel * field.dtype.itemsize
+
+    def views(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """What a lease of a chunk gives, by field."""
+        fields = self.fields.items()
+        return {name: x.view(field.dtype) for (name, field), x in zip(fields, tensors, strict=True)}

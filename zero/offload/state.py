@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from ...layout.masters import NAME as MASTER
 from ...model_parallel import local
 from ...usage.contract import Group, State
 from .layout import Layout, Piece
 from .store import Store
+
+
+@dataclass
+class OffloadStats:
+    """Since construction. grad_norm: of the last step, before clipping; None behind a skipped one.
+
+    wait_s: seconds that steps and hooks waited for the stores. read_bytes, written_bytes: of files.
+    """
+
+    steps: int = 0
+    skipped_steps: int = 0
+    grad_norm: float | None = None
+    wait_s: float = 0.0
+    read_bytes: int = 0
+    written_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -30,9 +46,9 @@ class StateOfParams:
         found: dict[Tensor, State] = {}
         for piece in (piece for chunk in self.layout.chunks for piece in chunk.pieces if piece.start == 0):
             p, numbers = self.params[piece.param], self.numbers.get(piece)
-            names = [name for name in self.layout.fields if numbers is not None or name == "master"]
+            names = [name for name in self.layout.fields if numbers is not None or name == MASTER]
             if not self.has_master[piece.param]:
-                names = [name for name in names if name != "master"]
+                names = [name for name in names if name != MASTER]
             fields: State = {name: self._field(piece.param, p, name, as_dtensors=as_dtensors) for name in names}
             if entry := {**(numbers or {}), **fields}:
                 found[p] = entry
@@ -79,10 +95,38 @@ def load_entries(
                     f"cannot load this optimizer state: {name} of parameter {k} has shape {tuple(local(value).shape)} "
                     f"there, the parameter {tuple(local(params[k]).shape)} here"
                 )
-        moments = [name for name in layout.fields if name != "master"]
-        if (set(entry) - {"master", "step"}) and (missing := [name for name in moments if name not in entry]):
+        moments = [name for name in layout.fields if name != MASTER]
+        if (set(entry) - {MASTER, "step"}) and (missing := [name for name in moments if name not in entry]):
             raise ValueError(
                 f"cannot load this optimizer state: parameter {k} has no {missing[0]} there, so it is of another "
                 "optimizer; load one of the same class and options"
             )
     return entries
+
+
+def load_into(
+    store: Store,
+    layout: Layout,
+    entries: Mapping[int, State],
+    masters_of: Callable[[int], State],
+    numbers: MutableMapping[Piece, dict[str, object]],
+) -> None:
+    """Stream checked entries by parameter into the store, chunk by chunk, and what is no field into `numbers`."""
+    numbers.clear()
+    for chunk in layout.chunks:
+        lease = store.read(layout.extents(chunk))
+        views = layout.views(lease.wait())
+        for piece in chunk.pieces:
+            entry, numel = entries.get(piece.param, {}), piece.stop - piece.start
+            for name, values in (masters_of(piece.param) | entry).items():
+                if name in views:
+                    whole = local(values).reshape(-1)
+                    views[name][piece.at : piece.at + numel].copy_(whole[piece.start : piece.stop])
+            own = {name: _own(value) for name, value in entry.items() if name not in views}
+            if own or any(name in entry for name in views if name != MASTER):
+                numbers[piece] = own
+        store.write(lease)
+
+
+def _own(value: object) -> object:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,273 @@
+"""Parameters in a store: brought to their device while they are used, in forward, backward or anywhere else.
+
+Storages are emptied and filled, so parameters, views of them and what autograd keeps stay valid. Nobody's view is
+emptied below it: a storage that others hold stays until they let go. `parameter.py` notices uses, `blocks.py` knows
+modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from .layout import Chunk, Piece
+from .parameter import UNSEEN, Saved, Saving, StoredParameter, names_of, plain
+from .reader import Reader, Stored
+from .store import PAGE, Extent, Store, rounded
+
+
+class StoredParams:
+    """All parameters of a model, in a store. trained: the first ones, in the order of the chunks' pieces.
+
+    limit: elements of a chunk. open_store: makes a store of so many bytes and so large leases. ahead: leases read
+    ahead. Raises TypeError and ValueError on parameters that cannot be moved, StoreError.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        trained: Sequence[Tensor],
+        chunks: Sequence[Chunk],
+        limit: int,
+        open_store: Callable[[int, int], Store],
+        ahead: int,
+    ):
+        names = names_of(model)
+        held = [*trained, *(p for p in names if not any(p is q for q in trained))]
+        _check(held, names)
+        for p in held:
+            if not p.untyped_storage().resizable():  # of a mapped file, or numpy's
+                p.data = p.data.clone()
+        self.all: list[Stored] = []
+        offset = 0
+        for p in held:
+            home = Extent(offset, rounded(p.numel() * p.element_size()))
+            offset += home.nbytes
+            self.all.append(Stored(names[p], cast(StoredParameter, p), p.untyped_storage(), home))
+        self._of = {s.param: s for s in self.all}
+        self._of_storage = {s.storage._cdata: s for s in self.all}
+        widest = max(p.element_size() for p in held)
+        steps = [sum(e.nbytes for e in self.extents(chunk.pieces)) for chunk in chunks]
+        most = max(PAGE, rounded(min(limit * widest, max(_bytes_of(module) for module in model.modules()))))
+        self.store = open_store(offset, max([most, *steps]))
+        self._reader = Reader(self.store, most, ahead)
+        self._here: dict[Stored, None] = {}
+        self._idle: dict[Stored, None] = {}
+        self.saving = Saving(self._describe, self._restore)
+        self._is_showing = False
+        probe = nn.Parameter(torch.empty(1))
+        storage = probe.untyped_storage()
+        self._alone = torch._C._storage_Use_Count(storage._cdata)  # of a parameter and a `Stored`
+        self._leave()
+
+    def of(self, module: nn.Module) -> list[Stored]:
+        """Those that a module has itself. Raises RuntimeError where one was exchanged for another."""
+        found = []
+        for name, p in module._parameters.items():
+            if p is not None:
+                if p not in self._of:
+                    raise RuntimeError(
+                        f"{name} of {type(module).__name__} is another parameter than the one that is offloaded "
+                        "(load_state_dict(assign=True)?); write into parameters, or make Offload afterwards"
+                    )
+                found.append(self._of[cast(StoredParameter, p)])
+        return found
+
+    # ---------------------------------------------------------------- uses
+
+    def use(self, stored: Sequence[Stored], stack: ExitStack) -> None:
+        """Have these here until the stack closes; what autograd saves of them costs nothing."""
+        for s in stored:
+            s.users += 1
+            self._idle.pop(s, None)
+        stack.callback(self._end_use, stored)
+        with plain():
+            self.bring(stored)
+            self.saving.into(stack)
+
+    def _end_use(self, stored: Sequence[Stored]) -> None:
+        for s in stored:
+            s.users -= 1
+            if s.users == 0 and s.is_here:
+                self._idle[s] = None
+
+    def call(self, used: list[StoredParameter], run: Callable[[], object], func: object) -> object:
+        stored = [self._of[p] for p in used]
+        if self._is_showing and func is Tensor.detach:
+            stored[0].was_written = True  # who has a state dict can write into it
+            return self.shown(stored[0])
+        with ExitStack() as stack:
+            self.use(stored, stack)
+            result = run()
+        if func in UNSEEN:
+            for s in stored:
+                s.is_seen = False
+        return result
+
+    def replace(self, param: StoredParameter, values: Tensor) -> None:
+        """`p.data = values`: written into the parameter, which keeps its storage."""
+        s = self._of[param]
+        there, here = ((x.shape, x.dtype, x.device) for x in (values, param))
+        if there != here:
+            raise RuntimeError(
+                f"{s.name} is {here[1]} {list(here[0])} on {here[2]} and would become {there[1]} {list(there[0])} on "
+                f"{there[2]}; an offloaded parameter keeps these: cast and move the model before Offload"
+            )
+        with ExitStack() as stack, torch.no_grad():
+            self.use([s], stack)
+            torch.as_strided(s.bytes().view(param.dtype), param.shape, param.stride()).copy_(values)
+            s.is_seen = False
+
+    def _describe(self, x: Tensor) -> Saved | None:
+        if x.layout != torch.strided:
+            return None
+        try:
+            s = self._of_storage.get(x.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # tensors without a storage
+            return None
+        if s is None:
+            return None
+        return Saved(s.param, s.edition, s.param._version, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
+
+    def _restore(self, saved: Saved) -> Tensor:
+        s = self._of[saved.param]
+        if (s.edition, s.param._version) != (saved.edition, saved.version):
+            raise RuntimeError(
+                f"{s.name} has been changed, by a step or in place, since the forward pass that this backward needs; "
+                "call backward before step()"
+            )
+        self.bring([s])
+        made = torch.empty(0, dtype=saved.dtype, device=s.storage.device)
+        return made.set_(s.storage, saved.offset, saved.size, saved.stride)
+
+    # ---------------------------------------------------------------- to the device and away
+
+    def bring(self, wanted: Sequence[Stored]) -> None:
+        """Those that are away; what nobody uses goes first, what came next the last time is read ahead."""
+        missing = tuple(dict.fromkeys(s for s in wanted if not s.is_here))
+        if not missing:
+            return
+        self.give_back(wanted)
+        self._reader.read(missing)
+        for s in missing:
+            s.is_here, s.version, s.is_seen = True, s.param._version, True
+            self._here[s] = None
+            if s.users == 0:
+                self._idle[s] = None
+
+    def give_back(self, but: Sequence[Stored] = ()) -> None:
+        """Empty what nobody uses; what was written goes to the store first."""
+        for s in [s for s in self._idle if s not in but]:
+            if not s.may_leave or torch._C._storage_Use_Count(s.storage._cdata) > self._alone:
+                continue
+            self._keep(s)
+            s.storage.resize_(0)
+            s.is_here = False
+            del self._idle[s], self._here[s]
+
+    def _keep(self, s: Stored) -> None:
+        """What others have written into a parameter, to the store."""
+        if s.param.untyped_storage()._cdata != s.storage._cdata:
+            raise RuntimeError(f"{s.name} was given another storage below Offload; write into it with copy_ instead")
+        if s.is_seen and s.param._version == s.version:
+            return
+        self.store.flush()  # an earlier write of the same bytes must not end later
+        self._reader.write(s)
+        s.was_written, s.version = True, s.param._version
+
+    def _leave(self) -> None:
+        """All to the store; then the parameters, which nothing can stop any more, become offloaded ones."""
+        for s in self.all:
+            self._reader.write(s)
+        self.store.flush()
+        for s in self.all:
+            s.param.__class__ = StoredParameter
+            s.param._home = self
+            self._idle[s] = self._here[s] = None
+            s.version = s.param._version
+        with plain():
+            self.give_back()
+
+    # ---------------------------------------------------------------- between the step and the rest
+
+    def extents(self, pieces: Sequence[Piece]) -> list[Extent]:
+        """Where the pieces of parameters lie, in whole pages."""
+        found = []
+        for piece in pieces:
+            s = self.all[piece.param]
+            width = s.param.element_size()
+            found.append(Extent(s.home.offset + piece.start * width, rounded((piece.stop - piece.start) * width)))
+        return found
+
+    def sync(self) -> None:
+        """The store holds what the parameters hold; nothing that was read ahead is kept."""
+        with plain():
+            self._reader.forget()
+            for s in self._here:
+                self._keep(s)
+            self.give_back()
+
+    def stepped(self, params: Sequence[int]) -> None:
+        """The store has new values of these: parameters that are here take them."""
+        with plain():
+            for k in params:
+                s = self.all[k]
+                s.edition, s.was_written = s.edition + 1, False
+                if s.is_here and s.nbytes:
+                    self._reader.read_again(s)
+                    s.version = s.param._version
+
+    def shown(self, s: Stored) -> Tensor:
+        """The values as the store's own bytes, in the parameter's shape, on the host."""
+        p = s.param
+        held = self.store.view(s.home.offset, s.nbytes) if s.nbytes else torch.empty(0, dtype=torch.uint8)
+        return torch.as_strided(held.view(p.dtype), p.shape, p.stride())
+
+    def show(self, is_showing: bool) -> None:
+        """While a state dict is made, `p.detach()` is a view of the store: nothing has to come."""
+        if is_showing and not self._is_showing:
+            self.sync()
+        self._is_showing = is_showing
+
+    def close(self) -> None:
+        """Bring everything back for good; needs the room for it."""
+        with plain():
+            self.sync()
+            for s in self.all:
+                self.bring([s])
+                self._idle.pop(s, None)
+                cast(nn.Parameter, s.param).__class__ = nn.Parameter
+                del s.param._home
+            self._reader.forget()
+
+
+def _bytes_of(module: nn.Module) -> int:
+    return sum(rounded(p.numel() * p.element_size()) for p in module._parameters.values() if p is not None)
+
+
+def _check(params: Sequence[Tensor], names: object) -> None:
+    assert isinstance(names, dict)
+    storages: dict[int, str] = {}
+    for p in params:
+        if p not in names:
+            raise ValueError("make(params) trains a parameter that is not the model's; mode full moves the model's own")
+        name = names[p]
+        if type(p) is not nn.Parameter:
+            raise TypeError(
+                f"{name} is a {type(p).__name__}; mode full takes plain parameters: leave FSDP2 and lazy modules to "
+                'mode "gradients", or close the other Offload first'
+            )
+        if p.is_meta:
+            raise TypeError(f"{name} is on meta; materialize the model before Offload")
+        storage = p.untyped_storage()
+        if (other := storages.setdefault(storage._cdata, name)) != name:
+            raise ValueError(f"{name} and {other} share memory; make them one Parameter, and both modules' own")
+        if p.numel() and storage.nbytes() != p.numel() * p.element_size():
+            raise ValueError(
+                f"{name} is a view of {storage.nbytes()} bytes, its own are {p.numel() * p.element_size()}; "
+                "give it memory of its own: p.data = p.data.clone()"
+            )

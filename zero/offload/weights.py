@@ -1,0 +1,123 @@
+"""Where a step finds the values of parameters, and leaves the new ones: in the parameters, or in a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ...layout.masters import NAME as MASTER
+from ...model_parallel import local
+from .layout import Chunk, Layout, Piece
+from .store import Lease, Store
+from .stored_params import StoredParams
+
+
+class ResidentWeights:
+    """Parameters keep their values."""
+
+    def __init__(self, params: Sequence[Tensor]):
+        self.params = params
+        self._versions = [p._version for p in params]
+
+    def begin(self) -> None:
+        """They are there."""
+
+    def ahead(self, chunk: Chunk) -> None:
+        """They are there."""
+
+    def of(self, chunk: Chunk) -> Mapping[Piece, Tensor]:
+        """Each piece's elements where they lie; a whole parameter keeps its shape."""
+        return {piece: elements(self.params[piece.param], piece) for piece in chunk.pieces}
+
+    def done(self, chunk: Chunk) -> None:
+        """They were changed in place."""
+
+    def end(self, stepped: Sequence[int]) -> None:
+        """A step has changed these parameters."""
+        for k in stepped:
+            self._versions[k] = self.params[k]._version
+
+    def is_changed(self, param: int) -> bool:
+        """Whether others have written into it since its last step."""
+        return self.params[param]._version != self._versions[param]
+
+    def values(self, param: int) -> Tensor:
+        """Of a whole parameter, between steps."""
+        return self.params[param].detach()
+
+    def close(self) -> None:
+        """Nothing was changed."""
+
+
+class StoredWeights:
+    """Parameters are away, in a store, and a step changes them there.
+
+    has: whether a parameter has a gradient. is_master: whether the step works on the values themselves, which must be
+    read; where it works on masters, values are written alone.
+    """
+
+    def __init__(self, params: StoredParams, has: Callable[[int], bool], is_master: Sequence[bool]):
+        self.params, self._has, self._is_master = params, has, is_master
+        self._ahead: dict[Chunk, tuple[list[Piece], Lease]] = {}
+        self._now: Lease | None = None
+
+    def begin(self) -> None:
+        self.params.sync()
+
+    def ahead(self, chunk: Chunk) -> None:
+        """Begin to fetch what `of` will be asked for next."""
+        if chunk not in self._ahead:
+            pieces = [piece for piece in chunk.pieces if self._has(piece.param)]
+            fresh = not any(self._is_master[piece.param] or self.is_changed(piece.param) for piece in pieces)
+            self._ahead[chunk] = pieces, self.params.store.read(self.params.extents(pieces), fresh=fresh)
+
+    def of(self, chunk: Chunk) -> Mapping[Piece, Tensor]:
+        """As `ResidentWeights.of`, of those that have a gradient, until `done`."""
+        self.ahead(chunk)
+        pieces, self._now = self._ahead.pop(chunk)
+        return {piece: self._shaped(piece, held) for piece, held in zip(pieces, self._now.wait(), strict=True)}
+
+    def _shaped(self, piece: Piece, held: Tensor) -> Tensor:
+        p = self.params.all[piece.param].param
+        numel = piece.stop - piece.start
+        flat = held[: numel * p.element_size()].view(p.dtype)
+        return torch.as_strided(flat, p.shape, p.stride()) if numel == p.numel() else flat
+
+    def done(self, chunk: Chunk) -> None:
+        assert self._now is not None
+        self.params.store.write(self._now)
+        self._now = None
+
+    def end(self, stepped: Sequence[int]) -> None:
+        self.params.stepped(stepped)
+
+    def is_changed(self, param: int) -> bool:
+        return self.params.all[param].was_written
+
+    def values(self, param: int) -> Tensor:
+        self.params.sync()
+        return self.params.shown(self.params.all[param])
+
+    def close(self) -> None:
+        """Parameters come back for good."""
+        self.params.close()
+
+
+def elements(p: Tensor, piece: Piece) -> Tensor:
+    """A piece's elements where they lie; a whole parameter keeps its shape."""
+    held = local(p.detach())
+    return held if piece.stop - piece.start == held.numel() else held.view(-1)[piece.start : piece.stop]
+
+
+@torch.no_grad()
+def take_masters(params: Sequence[Tensor], layout: Layout, store: Store) -> None:
+    """The parameters as they are become the masters."""
+    for chunk in layout.chunks:
+        lease = store.read(layout.extents(chunk, [MASTER]), fresh=True)
+        master = lease.wait()[0].view(torch.float32)
+        for piece in chunk.pieces:
+            held = elements(params[piece.param], piece)
+            master[piece.at : piece.at + held.numel()].copy_(held.reshape(-1))
+        store.write(lease)
