@@ -180,7 +180,7 @@ class TestOffload:
     RUN = OffloadRun(13e9, device_bytes=32e9, host_bytes=256e9, disk_bytes=1e12)
 
     def test_a_card_of_32_gb_trains_13_billion_with_gradients_offloaded(self) -> None:
-        assert [made.fits for made in offload_plans(self.RUN)] == [False, False, True, False, True]
+        assert [made.fits for made in offload_plans(self.RUN)] == [False, False, True, True, False, True, True]
         best = chosen(self.RUN)
         assert best is not None and (best.mode, best.to) == ("gradients", "cpu")
         assert best.device_bytes == 26e9 and 13e9 * 14 < best.host_bytes < 13e9 * 14 + 1e9
@@ -202,10 +202,27 @@ class TestOffload:
         if to == "files":
             assert stored == planned.disk_bytes
         else:
-            near = sum(p.nbytes * (1 if mode == "gradients" else 2) for p in model.parameters())
-            gradient = 512 * 512 * run.dtype_bytes if mode == "gradients" else 0
+            near = 2 * 512 * 512 * run.dtype_bytes  # a layer and its gradient, which are all of the model
             scratch = 512 * 512 * (8 + 4 * (dtype == "bf16"))
-            assert planned.host_bytes == stored + near + gradient + scratch
+            assert planned.host_bytes == stored + near + scratch
+
+    def test_a_card_of_16_gb_trains_what_its_host_holds(self) -> None:
+        run = replace(self.RUN, device_bytes=16e9, host_bytes=300e9, disk_bytes=0.0, largest=90e6)
+        best = chosen(run)
+        assert best is not None and (best.mode, best.to) == ("full", "cpu")
+        assert best.device_bytes == 2 * 2 * 90e6
+        resident = offload_plan(run, "none", "-").largest_params
+        assert best.largest_params > 16 * resident  # 300 GB of 16 bytes each against 16 GB
+
+    def test_full_crosses_and_reads_more(self) -> None:
+        def seconds(mode: str, to: str, dtype: str) -> float:
+            run = OffloadRun(1e9, 32e9, 256e9, 1e12, dtype, tokens=1e-9, pcie_per_s=1e9, disk_per_s=1e9)
+            return offload_plan(run, mode, to).seconds[1] - 28 * 1e9 / run.memory_per_s
+
+        # crosses: forward, backward, gradient; files: the step's 24 and 3 gradients, forward, backward and the step
+        assert seconds("full", "cpu", "bf16") == pytest.approx(3 * 2)
+        assert seconds("full", "files", "bf16") == pytest.approx(3 * 2 + 24 + 3 * 2 + 3 * 2)
+        assert seconds("full", "files", "fp32") == pytest.approx(3 * 4 + 16 + 3 * 4 + 4 * 4)
 
     def test_the_table_says_what_the_plan_says(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         words = ["--params", "13e9", "--hosts", "1", "--device-gb", "32", "--host-gb", "256", "--disk-gb", "1000"]

@@ -9,7 +9,10 @@ of moments:
     none        b + b + M + 8                 0
     state       b + b                         M + 8
     gradients   b, and the largest gradient   M + 8 + b
+    full        the largest, and its gradient M + 8 + b + b
 
+In mode full a float32 parameter is its own master on any device, and "the largest" is of a module; `largest` stands for
+it.
 A store in files needs buffers of buffer_count chunks in host memory; every mode with one needs a chunk's float32
 gradients (unless they are float32 on the host) and a chunk of the step's own. Without a GPU what lies with the
 parameters is host memory, too. Activations and the process itself come on top. Seconds: a roofline, from all overlapped
@@ -24,7 +27,7 @@ from dataclasses import dataclass, replace
 from .layout import UNIT
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-ROWS = (("none", "-"), ("state", "cpu"), ("gradients", "cpu"), ("state", "files"), ("gradients", "files"))
+ROWS = (("none", "-"), *((mode, to) for to in ("cpu", "files") for mode in ("state", "gradients", "full")))
 _MOMENTS, _STEP_BYTES = 8, 28
 _FLOPS = 6  # of a parameter and token, forward and backward
 
@@ -62,10 +65,14 @@ class OffloadRun:
     def dtype_bytes(self) -> int:
         return BYTES[self.dtype]
 
-    @property
-    def master_bytes(self) -> int:
-        """Of a parameter, in the store."""
-        return 0 if self.dtype == "fp32" and self.device_bytes == 0 else 4
+    def state_bytes(self, mode: str) -> int:
+        """Of a parameter in the store: the master, where it is not the parameter itself, and moments."""
+        is_master = self.dtype == "fp32" and (self.device_bytes == 0 or mode == "full")
+        return _MOMENTS + (0 if is_master else 4)
+
+    def stored_bytes(self, mode: str) -> int:
+        """Of a parameter in the store, besides: the gradient, and the parameter."""
+        return self.dtype_bytes * {"gradients": 1, "full": 2}.get(mode, 0)
 
 
 @dataclass(frozen=True)
@@ -111,17 +118,17 @@ def chosen(run: OffloadRun) -> OffloadPlan | None:
 
 def _bytes(run: OffloadRun, mode: str, to: str) -> tuple[float, float, float]:
     """(device, host, disk); without a device, its bytes are the host's."""
-    b, state = run.dtype_bytes, run.master_bytes + _MOMENTS
+    b, chunk = run.dtype_bytes, _chunk(run, mode)
     if mode == "none":
         master = 0 if run.dtype == "fp32" else 4
-        near, away, buffers = run.params * (2 * b + master + _MOMENTS), 0.0, _own(run)
-        buffers += 0 if b == 4 else 4 * _chunk(run)
+        near, away = run.params * (2 * b + master + _MOMENTS), 0.0
+        buffers = _own(run, mode) + (0 if b == 4 else 4 * chunk)
     else:
-        stored = b if mode == "gradients" else 0
-        near = run.params * b + b * (run.largest if mode == "gradients" else run.params)
+        state, stored = run.state_bytes(mode), run.stored_bytes(mode)
+        near = b * (run.largest if mode == "full" else run.params) + b * (run.largest if stored else run.params)
         away = run.params * (state + stored)
         scratch = 0 if b == 4 and (run.device_bytes == 0 or stored) else 4
-        buffers = _own(run) + _chunk(run) * (scratch + (run.buffer_count * (state + stored) if to == "files" else 0))
+        buffers = _own(run, mode) + chunk * (scratch + (run.buffer_count * (state + stored) if to == "files" else 0))
     host = (0.0 if to == "files" else away) + buffers
     if run.device_bytes == 0:
         near, host = 0.0, host + near
@@ -130,28 +137,31 @@ def _bytes(run: OffloadRun, mode: str, to: str) -> tuple[float, float, float]:
     return near, host, away if to == "files" else 0.0
 
 
-def _own(run: OffloadRun) -> float:
+def _own(run: OffloadRun, mode: str) -> float:
     """What torch's step allocates for a moment, of one piece of a parameter."""
-    return 8 * min(_chunk(run), run.largest or _chunk(run))
+    chunk = _chunk(run, mode)
+    return 8 * min(chunk, run.largest or chunk)
 
 
-def _chunk(run: OffloadRun) -> float:
+def _chunk(run: OffloadRun, mode: str) -> float:
     """Elements of a chunk."""
-    most = max(1, int(run.chunk_mb * 2**20 / (run.master_bytes + _MOMENTS)) // UNIT) * UNIT
+    most = max(1, int(run.chunk_mb * 2**20 / run.state_bytes(mode)) // UNIT) * UNIT
     return min(most, -(-run.params // UNIT) * UNIT)
 
 
 def _times(run: OffloadRun, mode: str, to: str) -> dict[str, float]:
     """Seconds that each part of the machine works in a step."""
-    b, state = run.dtype_bytes, run.master_bytes + _MOMENTS
-    crossing = 0.0 if mode == "none" or run.device_bytes == 0 else 2 * b
-    moved = 2 * state + (3 * b if mode == "gradients" else 0) if to == "files" else 0
+    b, state = run.dtype_bytes, run.state_bytes(mode)
+    crossing = 0 if mode == "none" or run.device_bytes == 0 else (3 if mode == "full" else 2) * b
+    moved = 2 * state + (3 * b if run.stored_bytes(mode) else 0)
+    if mode == "full":  # read for forward, for backward, and by a step that has no masters; written
+        moved += (3 if state > _MOMENTS else 4) * b
     stepped = 0.0 if mode == "none" and run.device_bytes else _STEP_BYTES
     return {
         "compute": _FLOPS * run.params * run.tokens / run.flops_per_s,
         "pcie": run.params * crossing / run.pcie_per_s,
         "memory": run.params * stepped / run.memory_per_s,
-        "disk": run.params * moved / run.disk_per_s,
+        "disk": run.params * moved / run.disk_per_s if to == "files" else 0.0,
     }
 
 
