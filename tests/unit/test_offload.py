@@ -122,7 +122,7 @@ class TestEquality:
         offload.step()
         assert not equal(before, list(model.parameters()))
 
-    @pytest.mark.parametrize("mode", ["state", "gradients"])
+    @pytest.mark.parametrize("mode", MODES)
     def test_a_step_that_is_not_finite_leaves_no_trace(self, mode: str) -> None:
         offload = offloaded(model := small_model(), "AdamW", mode, "cpu")
         twin_offload = offloaded(twin := small_model(), "AdamW", mode, "cpu")
@@ -145,15 +145,18 @@ class TestEquality:
 class TestState:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("in_files", [False, True])
-    def test_resumed_is_uninterrupted(self, in_files: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(("mode", "later"), [("state", "gradients"), ("full", "full"), ("full", "state")])
+    def test_resumed_is_uninterrupted(
+        self, mode: str, later: str, in_files: bool, dtype: torch.dtype, tmp_path: Path
+    ) -> None:
         to = tmp_path if in_files else "cpu"
         expected = train(model := small_model(dtype), offloaded(model, "AdamW", "state", to), 6)
-        first = offloaded(model := small_model(dtype), "AdamW", "state", to)
+        first = offloaded(model := small_model(dtype), "AdamW", mode, to)
         train(model, first, 3)
         torch.save({"model": model.state_dict(), "optimizer": first.state_dict()}, tmp_path / "saved.pt")
         first.close()
         saved = torch.load(tmp_path / "saved.pt", mmap=True)
-        second = offloaded(model := small_model(dtype), "AdamW", "gradients", to, chunk_mb=0.3)
+        second = offloaded(model := small_model(dtype), "AdamW", later, to, chunk_mb=0.3)
         second.load_state_dict(saved["optimizer"])
         model.load_state_dict(saved["model"])  # behind the optimizer's: masters stay what they round to
         assert equal(train(model, second, 3, first=3), expected)
@@ -335,7 +338,7 @@ sys.path[:0] = {paths!r}
 from test_offload import offloaded, small_model, train
 from onebit.zero.offload import files
 model = small_model()
-offload = offloaded(model, "AdamW", "gradients", {folder!r})
+offload = offloaded(model, "AdamW", {mode!r}, {folder!r})
 train(model, offload, 2)
 torch.save(dict(model=model.state_dict(), optimizer=offload.state_dict()), {saved!r})
 write, left = os.pwritev, 3
@@ -352,14 +355,15 @@ train(model, offload, 2, first=2)
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_killed_within_a_step_and_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["gradients", "full"])
+def test_killed_within_a_step_and_resumed(mode: str, tmp_path: Path) -> None:
     folder, saved = tmp_path / "offload", tmp_path / "saved.pt"
     expected = train(model := small_model(), MAKES["AdamW"](model.parameters()), 4)
-    text = _KILLED.format(paths=sys.path, folder=str(folder), saved=str(saved))
+    text = _KILLED.format(paths=sys.path, folder=str(folder), saved=str(saved), mode=mode)
     assert subprocess.run([sys.executable, "-c", text], timeout=120).returncode == -signal.SIGKILL
     assert not list(folder.iterdir())
     state = torch.load(saved, mmap=True)
-    offload = offloaded(model := small_model(), "AdamW", "gradients", folder)
+    offload = offloaded(model := small_model(), "AdamW", mode, folder)
     offload.load_state_dict(state["optimizer"])
     model.load_state_dict(state["model"])
     assert equal(train(model, offload, 2, first=2), expected)

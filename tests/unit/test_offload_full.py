@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import io
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from onebit import zero
+from onebit.comm import SimTransport
 from onebit.zero import Offload
-from onebit.zero.offload.parameter import StoredParameter
+from onebit.zero.offload import StoreError, files
+from onebit.zero.offload.movable import vacate
+from onebit.zero.offload.parameter import StoredParameter, plain
 from onebit.zero.offload.reader import Reader
+from onebit.zero.offload.store import PAGE
 from onebit.zero.offload.stored_params import StoredParams
 
 WIDTH = 16
@@ -408,3 +415,124 @@ class TestErrors:
     def test_two_at_once(self, pair: tuple[nn.Module, Offload]) -> None:
         with pytest.raises(TypeError, match="close the other Offload first"):
             full(pair[0])
+
+
+class TestDisk:
+    """What a disk does to a run: an error that names it, and a model that is as it was, or is not used any more."""
+
+    @pytest.mark.parametrize("fails", [1, 2, 3])
+    def test_without_room_the_model_stays(self, fails: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        reserve, calls = files._reserve, 0
+
+        def full_at_last(fd: int, nbytes: int) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == fails:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            reserve(fd, nbytes)
+
+        monkeypatch.setattr(files, "_reserve", full_at_last)
+        expected = train(resident := made("twice"), adamw(resident.parameters()))
+        with pytest.raises(StoreError, match=r"is full: .* free some, or name a folder on another disk"):
+            full(model := made("twice"), tmp_path)
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+        assert equal(train(model, adamw(model.parameters())), expected)
+
+    @pytest.mark.parametrize("when", ["forward", "backward"])
+    def test_parameters_cut_short_are_named(self, when: str, tmp_path: Path) -> None:
+        offload = full(model := made("twice"), tmp_path)
+        loss = model(batch(0)).sum() if when == "backward" else None
+        assert away(offload)
+        os.ftruncate(params_of(offload).store._fd, PAGE)  # type: ignore[attr-defined]
+        with pytest.raises(StoreError, match="cut short below this run; start again from the last checkpoint"):
+            model(batch(0)) if loss is None else loss.backward()
+
+    def test_a_write_that_fails_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        offload = full(model := made("twice"), tmp_path)
+        model(batch(0)).sum().backward()
+
+        def refuse(*args: object) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(files.os, "pwritev", refuse)
+        with pytest.raises(StoreError, match="could not be written: Input/output error"):
+            offload.step()
+            params_of(offload).store.flush()
+
+
+class TestMeta:
+    """Models without values, which get them in the store."""
+
+    @pytest.mark.parametrize("in_files", [False, True])
+    def test_is_filled_from_files(self, in_files: bool, tmp_path: Path) -> None:
+        pytest.importorskip("safetensors")
+        source = made("frozen")
+        zero.export_weights(source, tmp_path / "weights", SimTransport(), max_file_bytes=1000)
+        expected = train(source, adamw([p for p in source.parameters() if p.requires_grad]))
+        with torch.device("meta"):
+            model = made("frozen")
+        fill = lambda empty: zero.materialize(empty, tmp_path / "weights")  # noqa: E731
+        offload = full(model, tmp_path if in_files else "cpu", fill=fill)
+        assert equal(train(model, offload), expected)
+        offload.close()
+
+    def test_has_few_values_at_a_time_while_it_is_filled(self, tmp_path: Path) -> None:
+        with torch.device("meta"):
+            model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)])
+        most = 0
+
+        def fill(empty: nn.Module) -> None:
+            nonlocal most
+            for p in empty.parameters():
+                with torch.no_grad():
+                    p.fill_(2.0)
+                most = max(most, sum(q.untyped_storage().nbytes() for q in resident(empty)))
+
+        def resident(empty: nn.Module) -> list[Tensor]:
+            with plain():
+                return [q for q in empty.parameters() if q.untyped_storage().nbytes()]
+
+        offload = full(model, tmp_path, fill=fill)
+        assert most == 4 * 64 * 64  # one layer of six
+        assert all((p == 2.0).all() for p in model.parameters())
+        offload.close()
+
+    def test_masters_are_of_the_filled_values(self) -> None:
+        with torch.device("meta"):
+            model = nn.Linear(WIDTH, WIDTH).bfloat16()
+        offload = full(model, fill=lambda empty: zero.materialize(empty, "reset_parameters"))
+        twin = zero.materialize(nn.Linear(WIDTH, WIDTH, device="meta").bfloat16(), "reset_parameters")
+        state = Offload(twin, adamw, "state")
+        for each, optimizer in ((model, offload), (twin, state)):
+            each(batch(0).bfloat16()).sum().backward()
+            optimizer.step()
+        assert equal([p.detach() for p in model.parameters()], [p.detach() for p in twin.parameters()])
+        shown = [entry["master"] for entry in offload.state_dict()["state"].values()]
+        assert equal(shown, [entry["master"] for entry in state.state_dict()["state"].values()])
+
+    def test_what_is_not_filled_is_named(self) -> None:
+        with torch.device("meta"):
+            model = made("twice")
+
+        def fill(empty: nn.Module) -> None:
+            nn.init.zeros_(empty.layer.weight)
+
+        with pytest.raises(ValueError, match=r"layer.bias was on meta and fill\(\) has not written it"):
+            full(model, fill=fill)
+
+    def test_no_values_and_no_fill(self) -> None:
+        with torch.device("meta"):
+            model = made("twice")
+        with pytest.raises(TypeError, match="expected floats with values"):
+            full(model)
+
+    @pytest.mark.parametrize("name", ["device", "fill"])
+    def test_other_modes_leave_parameters(self, name: str) -> None:
+        with pytest.raises(ValueError, match=f"{name}= is for mode \"full\", got mode 'gradients'"):
+            Offload(made("twice"), adamw, "gradients", **{name: "cpu"})  # type: ignore[arg-type]
+
+    def test_vacated_parameters_stay_themselves(self) -> None:
+        p = nn.Parameter(torch.ones(3, 4).t(), requires_grad=False)
+        vacate(p, torch.device("cpu"))
+        assert p.untyped_storage().nbytes() == 0 and p.shape == (4, 3) and p.stride() == (1, 4)
+        assert type(p) is nn.Parameter and not p.requires_grad

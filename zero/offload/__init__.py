@@ -8,9 +8,10 @@ docs/offload.md says which mode when.
 
 from __future__ import annotations
 
+from .checks import MODES
 from .files import FileStore
 from .memory import MemoryStore
-from .optimizer import MODES, Offload
+from .optimizer import Offload
 from .store import Extent, Lease, Store, StoreError
 
 __all__ = ["MODES", "Extent", "FileStore", "Lease", "MemoryStore", "Offload", "Store", "StoreError"]

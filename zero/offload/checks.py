@@ -11,6 +11,8 @@ from torch.optim.optimizer import ParamsT
 from ...lamb import Lamb
 from .inner import is_elementwise
 
+MODES = ("none", "state", "gradients", "full")
+
 
 def made_of(model: nn.Module | ParamsT, make: Callable[[ParamsT], torch.optim.Optimizer]) -> torch.optim.Optimizer:
     """The optimizer of the parameters to be trained. Raises ValueError and TypeError."""
@@ -23,13 +25,15 @@ def made_of(model: nn.Module | ParamsT, make: Callable[[ParamsT], torch.optim.Op
     return made
 
 
-def check_parameters(params: Sequence[Tensor], made: torch.optim.Optimizer) -> None:
+def check_parameters(params: Sequence[Tensor], made: torch.optim.Optimizer, *, may_be_meta: bool) -> None:
     """Raise ValueError or TypeError where these cannot be offloaded."""
     if not params:
         raise ValueError("there are no parameters to train")
     for k, p in enumerate(params):
-        if not p.is_floating_point() or p.is_meta:
-            raise TypeError(f"parameter {k} is {p.dtype} on {p.device}; expected floats that have been materialised")
+        if not p.is_floating_point() or (p.is_meta and not may_be_meta):
+            raise TypeError(
+                f"parameter {k} is {p.dtype} on {p.device}; expected floats with values (mode full: or fill=)"
+            )
     if any(hasattr(p, "device_mesh") for p in params) and not (is_elementwise(made) or isinstance(made, Lamb)):
         raise ValueError(
             f"{type(made).__name__} looks at whole parameters, and these are sharded; "
@@ -37,11 +41,20 @@ def check_parameters(params: Sequence[Tensor], made: torch.optim.Optimizer) -> N
         )
 
 
-def check_mode(mode: str, model: object) -> None:
-    """Raise where parameters should be moved, and there is no model to move them for."""
-    if mode == "full" and (not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule)):
+def check_mode(mode: str, model: object, **of_full: object) -> None:
+    """Raise where there is no such mode; or parameters should be moved, and there is no model to move them for.
+
+    of_full: what the mode "full" alone takes, None where it is not given.
+    """
+    if mode not in MODES:
+        raise ValueError(f"expected mode of {', '.join(MODES)}, got {mode!r}")
+    if mode != "full":
+        if given := next((name for name, value in of_full.items() if value is not None), None):
+            raise ValueError(f'{given}= is for mode "full", got mode {mode!r}, which leaves parameters where they are')
+        return
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
             f'mode "full" brings parameters where modules use them; expected the nn.Module, got {type(model).__name__}'
         )
-    if mode == "full" and hasattr(model, "_orig_mod"):
+    if hasattr(model, "_orig_mod"):
         raise TypeError('mode "full" moves parameters from Python; give Offload the model that is not compiled')

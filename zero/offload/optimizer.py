@@ -35,12 +35,12 @@ from .layout import UNIT, Chunk, Layout, Piece, cut
 from .memory import MemoryStore
 from .state import OffloadStats, StateOfParams, load_entries, load_into, sharded_as
 from .store import Store
-from .stored_params import StoredParams
+from .stored_params import move_params
 from .weights import ResidentWeights, StoredWeights, take_masters
 
 log = logging.getLogger(__name__)
 
-MODES = ("none", "state", "gradients", "full")
+Gradients = ResidentGradients | StoredGradients
 
 
 class Offload(torch.optim.Optimizer):
@@ -53,6 +53,9 @@ class Offload(torch.optim.Optimizer):
     the global norm (0: off). split: whether large parameters may be stepped in pieces; default: where the optimizer is
     known to look at each element alone. pin_memory: page-locked buffers, where the parameters are on a GPU. rank: in
     the files' names.
+
+    Of mode full alone: device, on which the model computes; default: where it is. fill: called once with a model built
+    on "meta", whose parameters are in the store by then; what it writes into them goes there.
 
     Parameters in bfloat16 or float16 have float32 masters in the store, which the step moves and rounds into them;
     values written into a parameter by others are taken over. State by parameter is what the optimizer keeps, and
@@ -77,10 +80,10 @@ class Offload(torch.optim.Optimizer):
         pin_memory: bool = True,
         threads: int = 2,
         rank: int = 0,
+        device: torch.device | str | None = None,
+        fill: Callable[[nn.Module], object] | None = None,
     ):
-        if mode not in MODES:
-            raise ValueError(f"expected mode of {', '.join(MODES)}, got {mode!r}")
-        check_mode(mode, model)
+        check_mode(mode, model, device=device, fill=fill)
         if chunk_mb <= 0 or max_grad_norm < 0:
             raise ValueError(f"expected chunk_mb > 0 and max_grad_norm >= 0, got {chunk_mb} and {max_grad_norm}")
         self.mode, self.max_grad_norm, self.stats = mode, max_grad_norm, OffloadStats()
@@ -89,12 +92,13 @@ class Offload(torch.optim.Optimizer):
         super().__init__(made.param_groups, made.defaults)
         self._params: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
         self._groups_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
-        check_parameters(self._params, made)
+        check_parameters(self._params, made, may_be_meta=fill is not None)
+        device = None if device is None else torch.empty(0, device=device).device  # "cuda" is "cuda:0"
         devices = {local(p).device for p in self._params}
         self.device = devices.pop() if mode == "none" and len(devices) == 1 else torch.device("cpu")
         self._inner = Inner(made)
         self._may_split = is_elementwise(made) if split is None else split
-        is_pinned = pin_memory and any(p.device.type == "cuda" for p in self._params)
+        is_pinned = pin_memory and any((device or p.device).type == "cuda" for p in self._params)
         fields = self._inner.fields(self.param_groups)
         self._needs_master = [
             local(p).dtype != torch.float32 or (mode != "full" and local(p).device != self.device) for p in self._params
@@ -103,31 +107,30 @@ class Offload(torch.optim.Optimizer):
             fields = {MASTER: torch.float32} | fields
         self.layout = Layout(self._cut(chunk_mb, fields), fields)
 
-        def open_at(nbytes: int, lease_bytes: int) -> Store:
+        def open_store(nbytes: int, lease_bytes: int) -> Store:
             if mode == "none" or to == "cpu":
-                return MemoryStore(nbytes, self.device, is_pinned=is_pinned and self.device.type == "cpu")
-            options = {"buffer_count": buffer_count, "threads": threads, "rank": rank}
-            return FileStore(to, nbytes, lease_bytes, is_pinned=is_pinned, **options)
+                store: Store = MemoryStore(nbytes, self.device, is_pinned=is_pinned and self.device.type == "cpu")
+            else:
+                options = {"buffer_count": buffer_count, "threads": threads, "rank": rank}
+                store = FileStore(to, nbytes, lease_bytes, is_pinned=is_pinned, **options)
+            self._stores.append(store)
+            return store
 
-        self._store = open_at(self.layout.nbytes, self.layout.lease_bytes)
-        self._stores: list[Store] = [self._store]
-        self._gradients: ResidentGradients | StoredGradients
-        if mode in ("gradients", "full"):
-            dtypes = {local(p).dtype for p in self._params}
-            kept = dtypes.pop() if len(dtypes) == 1 else torch.float32
-            waiting = Layout(self.layout.chunks, {GRAD: kept})
-            self._stores.append(open_at(waiting.nbytes, waiting.lease_bytes))
-            self._gradients = StoredGradients(self._params, waiting, self._stores[-1])
-        else:
-            largest = max((chunk.size for chunk in self.layout.chunks), default=0)
-            self._gradients = ResidentGradients(self._params, largest, self.device)
-        self._numbers: dict[Piece, dict[str, object]] = {}
+        self._stores: list[Store] = []
+        store = open_store(self.layout.nbytes, self.layout.lease_bytes)
+        make_gradients = self._open_gradients(open_store)
         self._weights: ResidentWeights | StoredWeights = ResidentWeights(self._params)
+        if mode == "full":  # all else is open by now: nothing is left to fail once parameters are moved
+            model, chunks = cast(nn.Module, model), self.layout.chunks
+            params = move_params(model, self._params, chunks, open_store, buffer_count - 2, device, fill)
+            is_master = [not needs for needs in self._needs_master]
+            self._weights = StoredWeights(params, lambda k: self._gradients.has(k), is_master)
+        self._gradients, self._store = make_gradients(), store
+        self._numbers: dict[Piece, dict[str, object]] = {}
         if any(self._needs_master):
-            take_masters(self._params, self.layout, self._store)
-        self._blocks: Blocks | None = None
-        if mode == "full":
-            self._move_weights(cast(nn.Module, model), open_at, buffer_count - 2)
+            take_masters(self._params, self.layout, store)
+        stored = self._weights if isinstance(self._weights, StoredWeights) else None
+        self._blocks = None if stored is None else Blocks(cast(nn.Module, model), stored.params)
         if rank == 0:
             log.info("%s of %s: %s", mode, self._inner.name, "; ".join(store.describe() for store in self._stores))
 
@@ -138,17 +141,21 @@ class Offload(torch.optim.Optimizer):
 
     def _cut(self, chunk_mb: float, fields: dict[str, torch.dtype]) -> list[Chunk]:
         per_element = max(4, sum(dtype.itemsize for dtype in fields.values()))
-        limit = self._limit = max(1, int(chunk_mb * 2**20 / per_element) // UNIT) * UNIT
+        limit = max(1, int(chunk_mb * 2**20 / per_element) // UNIT) * UNIT
         held = [local(p) for p in self._params]
         splits = [self._may_split and x.is_contiguous() for x in held]
         is_cut = not self._may_split and any(hasattr(p, "to_local") for p in self._params)
         return cut([x.numel() for x in held], limit, may_split=splits, may_share=not is_cut)
 
-    def _move_weights(self, model: nn.Module, open_at: Callable[[int, int], Store], ahead: int) -> None:
-        params = StoredParams(model, self._params, self.layout.chunks, self._limit, open_at, ahead)
-        self._stores.append(params.store)
-        self._weights = StoredWeights(params, self._gradients.has, [not needs for needs in self._needs_master])
-        self._blocks = Blocks(model, params)
+    def _open_gradients(self, open_store: Callable[[int, int], Store]) -> Callable[[], Gradients]:
+        """Room for them; the parameters are not touched before the call."""
+        if self.mode not in ("gradients", "full"):
+            largest = max((chunk.size for chunk in self.layout.chunks), default=0)
+            return lambda: ResidentGradients(self._params, largest, self.device)
+        dtypes = {local(p).dtype for p in self._params}
+        waiting = Layout(self.layout.chunks, {GRAD: dtypes.pop() if len(dtypes) == 1 else torch.float32})
+        store = open_store(waiting.nbytes, waiting.lease_bytes)
+        return lambda: StoredGradients(self._params, waiting, store)
 
     # ---------------------------------------------------------------- a step
 

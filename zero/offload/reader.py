@@ -19,6 +19,7 @@ class Stored:
 
     users: that need its values now. is_here: its storage holds them. version: of the parameter when it came. edition:
     steps it has taken. is_seen: writes change the version. was_written: by others than the step, since its last step.
+    is_empty: it had no values when it left.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Stored:
     edition: int = 0
     is_seen: bool = True
     was_written: bool = False
+    is_empty: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .layout import Chunk, Piece
+from .movable import check_movable, move_buffers, own_memory, vacate
 from .parameter import UNSEEN, Saved, Saving, StoredParameter, names_of, plain
 from .reader import Reader, Stored
 from .store import PAGE, Extent, Store, rounded
@@ -23,8 +24,9 @@ from .store import PAGE, Extent, Store, rounded
 class StoredParams:
     """All parameters of a model, in a store. trained: the first ones, in the order of the chunks' pieces.
 
-    limit: elements of a chunk. open_store: makes a store of so many bytes and so large leases. ahead: leases read
-    ahead. Raises TypeError and ValueError on parameters that cannot be moved, StoreError.
+    open_store: makes a store of so many bytes and so large leases. ahead: leases read ahead. device: where parameters
+    come; None: where each is. is_filled_later: some may be on "meta", and get their values by `fill`. Raises TypeError
+    and ValueError on parameters that cannot be moved, StoreError.
     """
 
     def __init__(
@@ -32,16 +34,17 @@ class StoredParams:
         model: nn.Module,
         trained: Sequence[Tensor],
         chunks: Sequence[Chunk],
-        limit: int,
         open_store: Callable[[int, int], Store],
+        *,
         ahead: int,
+        device: torch.device | None,
+        is_filled_later: bool,
     ):
         names = names_of(model)
-        held = [*trained, *(p for p in names if not any(p is q for q in trained))]
-        _check(held, names)
-        for p in held:
-            if not p.untyped_storage().resizable():  # of a mapped file, or numpy's
-                p.data = p.data.clone()
+        first = {id(p) for p in trained}
+        held = [*trained, *(p for p in names if id(p) not in first)]
+        check_movable(held, names, may_be_meta=is_filled_later)
+        own_memory(held)
         self.all: list[Stored] = []
         offset = 0
         for p in held:
@@ -49,10 +52,10 @@ class StoredParams:
             offset += home.nbytes
             self.all.append(Stored(names[p], cast(StoredParameter, p), p.untyped_storage(), home))
         self._of = {s.param: s for s in self.all}
-        self._of_storage = {s.storage._cdata: s for s in self.all}
         widest = max(p.element_size() for p in held)
         steps = [sum(e.nbytes for e in self.extents(chunk.pieces)) for chunk in chunks]
-        most = max(PAGE, rounded(min(limit * widest, max(_bytes_of(module) for module in model.modules()))))
+        largest = max(_bytes_of(module) for module in model.modules())
+        most = max(PAGE, rounded(min(max(c.size for c in chunks) * widest, largest)))
         self.store = open_store(offset, max([most, *steps]))
         self._reader = Reader(self.store, most, ahead)
         self._here: dict[Stored, None] = {}
@@ -62,7 +65,8 @@ class StoredParams:
         probe = nn.Parameter(torch.empty(1))
         storage = probe.untyped_storage()
         self._alone = torch._C._storage_Use_Count(storage._cdata)  # of a parameter and a `Stored`
-        self._leave()
+        self._leave(device)
+        self._of_storage = {s.storage._cdata: s for s in self.all}
 
     def of(self, module: nn.Module) -> list[Stored]:
         """Those that a module has itself. Raises RuntimeError where one was exchanged for another."""
@@ -179,18 +183,32 @@ class StoredParams:
         self._reader.write(s)
         s.was_written, s.version = True, s.param._version
 
-    def _leave(self) -> None:
+    def _leave(self, device: torch.device | None) -> None:
         """All to the store; then the parameters, which nothing can stop any more, become offloaded ones."""
         for s in self.all:
-            self._reader.write(s)
+            if not s.param.is_meta:
+                self._reader.write(s)
         self.store.flush()
         for s in self.all:
+            s.is_empty = s.param.is_meta
+            if s.is_empty or device not in (None, s.param.device):
+                vacate(s.param, device or torch.device("cpu"))
+                s.storage = s.param.untyped_storage()
             s.param.__class__ = StoredParameter
             s.param._home = self
             self._idle[s] = self._here[s] = None
             s.version = s.param._version
         with plain():
             self.give_back()
+
+    def fill(self, write: Callable[[], object]) -> None:
+        """Give all their first values. Raises ValueError where one has got none."""
+        write()
+        self.sync()
+        for s in self.all:
+            if s.is_empty and not s.was_written and s.nbytes:
+                raise ValueError(f"{s.name} was on meta and fill() has not written it; see onebit.zero.materialize")
+            s.was_written = False
 
     # ---------------------------------------------------------------- between the step and the rest
 
@@ -249,25 +267,21 @@ def _bytes_of(module: nn.Module) -> int:
     return sum(rounded(p.numel() * p.element_size()) for p in module._parameters.values() if p is not None)
 
 
-def _check(params: Sequence[Tensor], names: object) -> None:
-    assert isinstance(names, dict)
-    storages: dict[int, str] = {}
-    for p in params:
-        if p not in names:
-            raise ValueError("make(params) trains a parameter that is not the model's; mode full moves the model's own")
-        name = names[p]
-        if type(p) is not nn.Parameter:
-            raise TypeError(
-                f"{name} is a {type(p).__name__}; mode full takes plain parameters: leave FSDP2 and lazy modules to "
-                'mode "gradients", or close the other Offload first'
-            )
-        if p.is_meta:
-            raise TypeError(f"{name} is on meta; materialize the model before Offload")
-        storage = p.untyped_storage()
-        if (other := storages.setdefault(storage._cdata, name)) != name:
-            raise ValueError(f"{name} and {other} share memory; make them one Parameter, and both modules' own")
-        if p.numel() and storage.nbytes() != p.numel() * p.element_size():
-            raise ValueError(
-                f"{name} is a view of {storage.nbytes()} bytes, its own are {p.numel() * p.element_size()}; "
-                "give it memory of its own: p.data = p.data.clone()"
-            )
+def move_params(
+    model: nn.Module,
+    trained: Sequence[Tensor],
+    chunks: Sequence[Chunk],
+    open_store: Callable[[int, int], Store],
+    ahead: int,
+    device: torch.device | None,
+    fill: Callable[[nn.Module], object] | None,
+) -> StoredParams:
+    """See `StoredParams`; buffers go to the device, and parameters get the values that `fill` writes."""
+    params = StoredParams(
+        model, trained, chunks, open_store, ahead=ahead, device=device, is_filled_later=fill is not None
+    )
+    if device is not None:
+        move_buffers(model, device)
+    if fill is not None:
+        params.fill(lambda: fill(model))
+    return params

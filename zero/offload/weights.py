@@ -118,6 +118,6 @@ def take_masters(params: Sequence[Tensor], layout: Layout, store: Store) -> None
         lease = store.read(layout.extents(chunk, [MASTER]), fresh=True)
         master = lease.wait()[0].view(torch.float32)
         for piece in chunk.pieces:
-            held = elements(params[piece.param], piece)
-            master[piece.at : piece.at + held.numel()].copy_(held.reshape(-1))
+            held = local(params[piece.param]).reshape(-1)[piece.start : piece.stop]
+            master[piece.at : piece.at + held.numel()].copy_(held)
         store.write(lease)
