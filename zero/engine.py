@@ -192,7 +192,8 @@ class Engine:
         rates = self.get_lr()
         self.micro_steps_of_step = 0
         with self._clock.measure("step"):
-            take = {"dense": self._step_dense, "local": self._step_local}.get(self.form, self._step_onebit)
+            dense_step = self._step_offloaded if dense.stores_parameters(self.optimizer) else self._step_dense
+            take = {"dense": dense_step, "local": self._step_local}.get(self.form, self._step_onebit)
             is_skipped = take()
             self.optimizer.zero_grad()
         self.efficiency.end_rates(self.optimizer)
@@ -343,6 +344,16 @@ class Engine:
         bad = [] if is_finite else dense.bad_gradients(self.module)
         self._skips.observe(not is_finite, bad, self.grid.world)
         return not is_finite
+
+    def _step_offloaded(self) -> bool:
+        """Gradients lie where the parameters do: `Offload` itself looks at them, clips, and skips."""
+        stats = cast(Offload, self.optimizer).stats
+        before = stats.skipped_steps
+        self.optimizer.step()
+        self._grad_norm = stats.grad_norm if self.config.gradient_clipping > 0 else None
+        is_skipped = stats.skipped_steps > before
+        self._skips.observe(is_skipped, [], self.grid.world)
+        return is_skipped
 
     def _step_local(self) -> bool:
         optimizer = cast(LocalSteps, self.optimizer)

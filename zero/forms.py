@@ -33,7 +33,7 @@ from .config.sections import Onebit
 from .config.whole import Config
 from .grid import Grid, GridShape
 from .offload.optimizer import Offload
-from .parallel import dense, fsdp, local, tensor
+from .parallel import dense, fsdp, local, offloaded, tensor
 from .parallel.groups import Groups
 from .pipeline.layers import Stage, Stages
 from .pipeline.run import Ties
@@ -117,7 +117,7 @@ def build(
     elif optimizer is None:
         _check_dtypes(config, grid, model)
     if grid.world.rank == 0:
-        for warning in without_effect(config, form):
+        for warning in without_effect(config, form, grid.world.world_size):
             log.warning("%s", warning)
     for axis in ("tensor", "shard", "replica"):  # not pipe: other stages have other layers
         tensors = [*model.parameters(), *model.buffers()]
@@ -129,6 +129,11 @@ def build(
         model.to(config.dtype)
         _fill(config, grid, model, fill)
         return Built(form, _inter_node(config, grid, groups(model)))
+    if offloaded.is_asked_for(config, grid.world.world_size, form):
+        held = grid.model_parallel_group
+        make = optimizer or (lambda params: _optimizer(config, grid, held, form, params, model))
+        away = offloaded.build(config, grid, model, lambda params: make(groups(model)), fill)
+        return Built(form, away, None, DenseAverager([], grid.transport), held)
     if tensor_plan is not None:
         tensor.parallelize(model, grid, tensor_plan, is_stage=ties is not None)
     stage = None if _is_plain(config) else max(config.zero_optimization.stage, 1)
@@ -177,6 +182,8 @@ def _check(config: Config, grid: Grid, form: str, tensor_plan: tensor.Plan | Non
             "a tensor-parallel model is sharded inside a node or not at all: use stage 0, or several times as many "
             "ranks per node as onebit.tensor"
         )
+    if offloaded.is_asked_for(config, grid.world.world_size, form):
+        offloaded.check(config)
     if not _offloads(config):
         return
     if _uses_files(config) and form != "dense":
@@ -315,14 +322,13 @@ _OURS = {
 }
 
 
-def without_effect(config: Config, form: str) -> list[str]:
+def without_effect(config: Config, form: str, world_size: int = 1) -> list[str]:
     """What a configuration asks for, other than the default, that this form does not do; one line each."""
     lines, ours = [], config.onebit
     for name in (f.name for f in fields(ours) if f.name not in _OURS[form] | _OF_ALL):
         if getattr(ours, name) != getattr(Onebit(), name):
             lines.append(f"onebit.{name} has no effect in the form {form!r}")
-    if config.zero_optimization.offload_param.device == "nvme":
-        lines.append("offload_param.device nvme: the parameters' shards lie in host memory, as with cpu")
+    lines += offloaded.without_effect(config, world_size, form)
     if config.communication_data_type is not None and form in ("inter_node", "dense", "local"):
         sends = {
             "dense": "averages gradients in float32",

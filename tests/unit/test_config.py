@@ -181,7 +181,7 @@ def test_auto_values_are_the_callers() -> None:
 def test_stage_3_file() -> None:
     config = read("hf_zero3_offload_auto.json")
     zero = config.zero_optimization
-    assert zero.stage == 3 and zero.offload_param == OffloadParam("cpu")
+    assert zero.stage == 3 and zero.offload_param == OffloadParam("cpu", "/local_nvme")
     assert zero.stage3_gather_16bit_weights_on_model_save
     assert config.scheduler.params == WarmupDecay(total_num_steps=200, warmup_num_steps=20, warmup_max_lr=2e-4)
 

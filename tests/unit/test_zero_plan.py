@@ -198,7 +198,7 @@ class TestOffload:
         run = OffloadRun(512 * 512, host_bytes=1e9, disk_bytes=1e9, dtype=dtype, largest=512 * 512)
         planned = offload_plan(run, mode, to)
         offload = Offload(model, torch.optim.AdamW, mode, "cpu" if to == "cpu" else tmp_path)
-        stored = sum(store.nbytes for store in offload._stores)
+        stored = sum(store.nbytes for store in offload._stores.all)
         if to == "files":
             assert stored == planned.disk_bytes
         else:

@@ -21,6 +21,7 @@ from ...checkpoint.files import CheckpointError
 from ...comm.messages import gather_bytes, raise_on_all_ranks
 from ...local.local_steps import LocalSteps
 from ..grid import AXES, GridShape
+from ..offload.optimizer import Offload
 from ..parallel import dense, local
 from ..sharded.optimizer import ShardedOnebitOptimizer
 from . import reshard
@@ -130,6 +131,8 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Co
         return not contents.strict or (name in frozen and bool(found.stamp.get("without_frozen")))
 
     def take_over(loaded: Loaded) -> None:
+        if dense.stores_parameters(engine.optimizer):
+            cast(Offload, engine.optimizer).round_masters()
         if not contents.optimizer:
             if isinstance(engine.optimizer, ShardedOnebitOptimizer | LocalSteps):
                 engine.optimizer.adopt_parameters()
@@ -276,13 +279,14 @@ def _state(engine: Engine) -> tuple[dict[str, Tensor], StateDict]:
     if isinstance(engine.optimizer, LocalSteps):
         return model, local.state_of(engine.module, engine.optimizer)
     if not engine.shares_state:
-        return model, engine.optimizer.state_dict()
+        return model, dense.own_state(engine.optimizer)
     tensors, rest = dense.state_of(engine.module, engine.optimizer)
     return model | {f"optimizer.{name}": x for name, x in tensors.items()}, rest
 
 
 def _weights(engine: Engine) -> dict[str, Tensor]:
-    return {f"model.{name}": x for name, x in engine.module.state_dict().items()}
+    masters = dense.masters_of(engine.module, engine.optimizer)
+    return {f"model.{name}": masters.get(name, x) for name, x in engine.module.state_dict().items()}
 
 
 def _frozen(engine: Engine) -> set[str]:

@@ -39,7 +39,7 @@ FOREIGN = {
 _BUCKETS = 'buckets are of one size, "onebit": {"bucket_cap_mb": ...}'
 _FSDP = "FSDP2 gathers and frees parameters module by module, and prefetches the next one"
 _FILES = "files are read ahead and written behind, in chunks, by threads"
-_SHARDS = "the parameters' shards lie in host memory; onebit.zero.Offload puts state of plain models into files"
+_PIECES = "parameters are read in pieces of a chunk's size, buffer_count of them; nothing else of them is in memory"
 _MEAN = "gradients are summed in float32, which neither overflows nor needs a factor"
 _FREE = "train it without, or with the package it comes from"
 
@@ -81,10 +81,8 @@ OFFLOAD = {
     "cpuadam_cores_perc": Inert(FLOAT, "threads are torch's: torch.set_num_threads"),
 }
 OFFLOAD_PARAM = {
-    "nvme_path": Inert(TEXT, _SHARDS),
-    "buffer_count": Inert(INT, _SHARDS),
-    "buffer_size": Inert(INT, _SHARDS),
-    "max_in_cpu": Inert(INT, _SHARDS),
+    "buffer_size": Inert(INT, _PIECES),
+    "max_in_cpu": Inert(INT, _PIECES),
 }
 
 ZERO = {

@@ -83,13 +83,16 @@ class OffloadOptimizer:
 class OffloadParam:
     """Where the parameters' shards live, at stage 3. They are the masters: offloading one is offloading the other.
 
-    device: "cpu": in host memory; "nvme": there too, and a warning.
+    device: "cpu": in host memory. "nvme": with one rank and a dense optimizer in a file of nvme_path, as gradients and
+    state; buffer_count pieces of it are in memory at once. With several ranks in host memory, and a warning.
     """
 
     inert: ClassVar[Mapping[str, Inert]] = OFFLOAD_PARAM
 
     device: str = key("none", TEXT, required=True, choices=("none", "cpu", "nvme"))
+    nvme_path: str | None = key(None, TEXT, null=True)
     pin_memory: bool = key(True, BOOL)
+    buffer_count: int = key(5, INT, least=1)
 
     def __post_init__(self) -> None:
         check_block(self)

@@ -41,6 +41,9 @@ class ResidentGradients:
         self._scratch = torch.empty(0, device=device)
         self._largest = largest
 
+    def collect(self) -> None:
+        """They are where they are looked for."""
+
     def has(self, param: int) -> bool:
         return self.params[param].grad is not None
 
@@ -75,11 +78,12 @@ class ResidentGradients:
 class StoredGradients:
     """Each gradient goes to a store as backward finishes it, is added up over micro-batches, and `p.grad` is freed.
 
-    The chunk touched last stays borrowed: backward goes through neighbours.
+    The chunk touched last stays borrowed: backward goes through neighbours. summed: in which they are added up; None:
+    in their own dtype, as autograd does.
     """
 
-    def __init__(self, params: Sequence[Tensor], layout: Layout, store: Store):
-        self.params, self.layout, self.store = params, layout, store
+    def __init__(self, params: Sequence[Tensor], layout: Layout, store: Store, summed: torch.dtype | None = None):
+        self.params, self.layout, self.store, self._summed = params, layout, store, summed
         self.dtype = layout.fields[GRAD].dtype
         self._scratch = torch.empty(0)
         self._counts = [0] * len(params)
@@ -106,7 +110,8 @@ class StoredGradients:
                     place = into[piece.at : piece.at + piece.stop - piece.start]
                     part = flat[piece.start : piece.stop]
                     if self._counts[param]:  # rounded as autograd rounds where it adds to p.grad
-                        part = part.to(place.device) + place.to(part.dtype)
+                        dtype = self._summed or part.dtype
+                        part = part.to(place.device, dtype) + place.to(dtype)
                     place.copy_(part)
         self._counts[param] += 1
         p.grad = None
@@ -124,6 +129,11 @@ class StoredGradients:
         if self._current is not None:
             self.store.write(self._current[1])
             self._current = None
+
+    def collect(self) -> None:
+        """What somebody has written to `p.grad` without a backward pass."""
+        for k, p in enumerate(self.params):
+            self._take(k, p)
 
     def has(self, param: int) -> bool:
         return self._counts[param] > 0

@@ -34,6 +34,13 @@ def check_movable(params: Sequence[Tensor], names: Mapping[Tensor, str], *, may_
             )
 
 
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """All of floats; buffers stay as they are, as under FSDP2."""
+    for p in model.parameters():
+        if p.is_floating_point():
+            p.data = p.data.to(dtype)
+
+
 def own_memory(params: Sequence[Tensor]) -> None:
     """Copy what lies in mapped files or numpy's memory: storages that cannot be emptied."""
     for p in params:

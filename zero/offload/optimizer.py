@@ -1,4 +1,4 @@
-"""`Offload`: any torch optimizer whose state, and gradients, lie in host memory or in a file, stepped chunk by chunk.
+"""`Offload`: any torch optimizer with state, gradients, parameters in host memory or a file, stepped chunk by chunk.
 
     none       everything with the parameters; the same arithmetic, for comparison
     state      float32 masters and optimizer state in the store; gradients stay with the parameters until the step
@@ -28,14 +28,14 @@ from ...model_parallel import local
 from ...usage.contract import Group, State, loss_of
 from .blocks import Blocks
 from .checks import check_mode, check_parameters, made_of
-from .files import FileStore
 from .gradients import GRAD, ResidentGradients, StoredGradients, global_norm
 from .inner import Inner, Part, is_elementwise
 from .layout import UNIT, Chunk, Layout, Piece, cut
-from .memory import MemoryStore
+from .movable import cast_parameters
 from .state import OffloadStats, StateOfParams, load_entries, load_into, sharded_as
 from .store import Store
-from .stored_params import move_params
+from .stored_params import StoredParams, move_params
+from .stores import Stores
 from .weights import ResidentWeights, StoredWeights, take_masters
 
 log = logging.getLogger(__name__)
@@ -54,8 +54,10 @@ class Offload(torch.optim.Optimizer):
     known to look at each element alone. pin_memory: page-locked buffers, where the parameters are on a GPU. rank: in
     the files' names.
 
-    Of mode full alone: device, on which the model computes; default: where it is. fill: called once with a model built
-    on "meta", whose parameters are in the store by then; what it writes into them goes there.
+    Modes that store gradients: grad_dtype, in which those of micro-batches add up; default: as autograd adds them up.
+    Mode full: device, on which the model computes, and dtype, in which; default: as it is. Masters keep the values from
+    before a cast. fill: called once with a model built on "meta", whose parameters are in the store by then; what it
+    writes into them goes there.
 
     Parameters in bfloat16 or float16 have float32 masters in the store, which the step moves and rounds into them;
     values written into a parameter by others are taken over. State by parameter is what the optimizer keeps, and
@@ -80,10 +82,12 @@ class Offload(torch.optim.Optimizer):
         pin_memory: bool = True,
         threads: int = 2,
         rank: int = 0,
+        grad_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         fill: Callable[[nn.Module], object] | None = None,
     ):
-        check_mode(mode, model, device=device, fill=fill)
+        check_mode(mode, model, device=device, dtype=dtype, fill=fill)
         if chunk_mb <= 0 or max_grad_norm < 0:
             raise ValueError(f"expected chunk_mb > 0 and max_grad_norm >= 0, got {chunk_mb} and {max_grad_norm}")
         self.mode, self.max_grad_norm, self.stats = mode, max_grad_norm, OffloadStats()
@@ -100,39 +104,28 @@ class Offload(torch.optim.Optimizer):
         self._may_split = is_elementwise(made) if split is None else split
         is_pinned = pin_memory and any((device or p.device).type == "cuda" for p in self._params)
         fields = self._inner.fields(self.param_groups)
-        self._needs_master = [
-            local(p).dtype != torch.float32 or (mode != "full" and local(p).device != self.device) for p in self._params
-        ]
+        self._dtypes = [dtype or local(p).dtype for p in self._params]
+        is_away = [mode != "full" and local(p).device != self.device for p in self._params]
+        self._needs_master = [x != torch.float32 or away for x, away in zip(self._dtypes, is_away, strict=True)]
         if any(self._needs_master):
             fields = {MASTER: torch.float32} | fields
         self.layout = Layout(self._cut(chunk_mb, fields), fields)
-
-        def open_store(nbytes: int, lease_bytes: int) -> Store:
-            if mode == "none" or to == "cpu":
-                store: Store = MemoryStore(nbytes, self.device, is_pinned=is_pinned and self.device.type == "cpu")
-            else:
-                options = {"buffer_count": buffer_count, "threads": threads, "rank": rank}
-                store = FileStore(to, nbytes, lease_bytes, is_pinned=is_pinned, **options)
-            self._stores.append(store)
-            return store
-
-        self._stores: list[Store] = []
-        store = open_store(self.layout.nbytes, self.layout.lease_bytes)
-        make_gradients = self._open_gradients(open_store)
+        self._stores = Stores("cpu" if mode == "none" else to, self.device, is_pinned, buffer_count, threads, rank)
+        store = self._stores.open(self.layout.nbytes, self.layout.lease_bytes)
+        make_gradients = self._open_gradients(grad_dtype)
         self._weights: ResidentWeights | StoredWeights = ResidentWeights(self._params)
-        if mode == "full":  # all else is open by now: nothing is left to fail once parameters are moved
-            model, chunks = cast(nn.Module, model), self.layout.chunks
-            params = move_params(model, self._params, chunks, open_store, buffer_count - 2, device, fill)
-            is_master = [not needs for needs in self._needs_master]
-            self._weights = StoredWeights(params, lambda k: self._gradients.has(k), is_master)
-        self._gradients, self._store = make_gradients(), store
         self._numbers: dict[Piece, dict[str, object]] = {}
-        if any(self._needs_master):
+        self._blocks: Blocks | None = None
+        if any(self._needs_master) and fill is None:
             take_masters(self._params, self.layout, store)
-        stored = self._weights if isinstance(self._weights, StoredWeights) else None
-        self._blocks = None if stored is None else Blocks(cast(nn.Module, model), stored.params)
+        if mode == "full":
+            moved = self._move(cast(nn.Module, model), buffer_count - 2, device, dtype, fill)
+            if any(self._needs_master) and fill is not None:
+                take_masters(self._params, self.layout, store)
+            self._blocks = Blocks(cast(nn.Module, model), moved)
+        self._gradients, self._store = make_gradients(), store
         if rank == 0:
-            log.info("%s of %s: %s", mode, self._inner.name, "; ".join(store.describe() for store in self._stores))
+            log.info("%s of %s: %s", mode, self._inner.name, self._stores.describe())
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -147,15 +140,30 @@ class Offload(torch.optim.Optimizer):
         is_cut = not self._may_split and any(hasattr(p, "to_local") for p in self._params)
         return cut([x.numel() for x in held], limit, may_split=splits, may_share=not is_cut)
 
-    def _open_gradients(self, open_store: Callable[[int, int], Store]) -> Callable[[], Gradients]:
+    def _open_gradients(self, summed: torch.dtype | None) -> Callable[[], Gradients]:
         """Room for them; the parameters are not touched before the call."""
         if self.mode not in ("gradients", "full"):
             largest = max((chunk.size for chunk in self.layout.chunks), default=0)
             return lambda: ResidentGradients(self._params, largest, self.device)
-        dtypes = {local(p).dtype for p in self._params}
-        waiting = Layout(self.layout.chunks, {GRAD: dtypes.pop() if len(dtypes) == 1 else torch.float32})
-        store = open_store(waiting.nbytes, waiting.lease_bytes)
-        return lambda: StoredGradients(self._params, waiting, store)
+        kept = summed or (self._dtypes[0] if len(set(self._dtypes)) == 1 else torch.float32)
+        waiting = Layout(self.layout.chunks, {GRAD: kept})
+        store = self._stores.open(waiting.nbytes, waiting.lease_bytes)
+        return lambda: StoredGradients(self._params, waiting, store, summed)
+
+    def _move(
+        self,
+        model: nn.Module,
+        ahead: int,
+        device: torch.device | None,
+        dtype: torch.dtype | None,
+        fill: Callable[[nn.Module], object] | None,
+    ) -> StoredParams:
+        if dtype is not None:
+            cast_parameters(model, dtype)
+        moved = move_params(model, self._params, self.layout.chunks, self._stores.open, ahead, device, fill)
+        is_master = [not needs for needs in self._needs_master]
+        self._weights = StoredWeights(moved, lambda k: self._gradients.has(k), is_master)
+        return moved
 
     # ---------------------------------------------------------------- a step
 
@@ -163,6 +171,7 @@ class Offload(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of the parameters that have a gradient, or a skip; see the class. Raises StoreError."""
         loss = loss_of(closure)
+        self._gradients.collect()
         has = self._gradients.has
         chunks = [chunk for chunk in self.layout.chunks if any(has(piece.param) for piece in chunk.pieces)]
         self.stats.steps += 1
@@ -178,7 +187,7 @@ class Offload(torch.optim.Optimizer):
                 self._step_chunk(chunk, tensors, clipped)
             self._weights.end([k for k in range(len(self._params)) if has(k)])
         self._gradients.drop()
-        self._count()
+        self._stores.count(self.stats)
         return loss
 
     def _walk(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, list[Tensor]]]:
@@ -224,17 +233,38 @@ class Offload(torch.optim.Optimizer):
             weight, grad = (sharded_as(p, x) for x in (weight, grad))
         return Part(self._groups_of[piece.param], weight, grad, mine, self._numbers.get(piece))
 
-    def _count(self) -> None:
-        self.stats.wait_s = sum(store.wait_s for store in self._stores)
-        self.stats.read_bytes = sum(store.read_bytes for store in self._stores)
-        self.stats.written_bytes = sum(store.written_bytes for store in self._stores)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those in the store too."""
         super().zero_grad(set_to_none)
         self._gradients.drop()
 
     # ---------------------------------------------------------------- state
+
+    @torch.no_grad()
+    def begin_state(self) -> None:
+        """State for those that have none, as a step of zeros leaves it: what a checkpoint can be read into."""
+        store = self._open_store()
+        for chunk in self.layout.chunks:
+            if any(piece not in self._numbers for piece in chunk.pieces):
+                lease = store.read(self.layout.extents(chunk))
+                views = self.layout.views(lease.wait())
+                parts = {piece: self._empty_part(piece, views) for piece in chunk.pieces if piece not in self._numbers}
+                self._inner.step(self.param_groups, list(parts.values()))
+                self._numbers |= {piece: part.numbers or {} for piece, part in parts.items()}
+                store.write(lease)
+
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        """Parameters ← their masters, where these have been written in `state`."""
+        for p, entry in self.state.items():
+            if MASTER in entry:
+                p.copy_(cast(Tensor, entry[MASTER]))
+
+    def _empty_part(self, piece: Piece, views: dict[str, Tensor]) -> Part:
+        p, numel = local(self._params[piece.param]), piece.stop - piece.start
+        zeros = torch.zeros(p.shape if numel == p.numel() else [numel], device=self.device)
+        mine = {name: x[piece.at : piece.at + numel].view(zeros.shape) for name, x in views.items() if name != MASTER}
+        return Part(self._groups_of[piece.param], zeros, torch.zeros_like(zeros), mine, None)
 
     @property
     def state(self) -> defaultdict[Tensor, State]:
@@ -265,7 +295,7 @@ class Offload(torch.optim.Optimizer):
         self._weights.end([])
 
     def _masters_of(self, param: int) -> State:
-        """Where a state has none: the parameter as it is."""
+        """Where a state has none: the parameter as it is, of which elements that have not changed keep theirs."""
         return {MASTER: self._weights.values(param)} if self._needs_master[param] else {}
 
     def _open_store(self) -> Store:
@@ -286,6 +316,5 @@ class Offload(torch.optim.Optimizer):
                 self._blocks.close()
             self._weights.close()
             self._gradients.close()
-            for store in self._stores:
-                store.close()
+            self._stores.close()
             self._store = None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...layout.masters import NAME as MASTER
+from ...layout.masters import settled_
 from ...model_parallel import local
 from ...usage.contract import Group, State
 from .layout import Layout, Piece
@@ -111,7 +112,10 @@ def load_into(
     masters_of: Callable[[int], State],
     numbers: MutableMapping[Piece, dict[str, object]],
 ) -> None:
-    """Stream checked entries by parameter into the store, chunk by chunk, and what is no field into `numbers`."""
+    """Stream checked entries by parameter into the store, chunk by chunk, and what is no field into `numbers`.
+
+    masters_of: the parameter, where there is a master; a state without them leaves those that round to it.
+    """
     numbers.clear()
     for chunk in layout.chunks:
         lease = store.read(layout.extents(chunk))
@@ -120,8 +124,9 @@ def load_into(
             entry, numel = entries.get(piece.param, {}), piece.stop - piece.start
             for name, values in (masters_of(piece.param) | entry).items():
                 if name in views:
-                    whole = local(values).reshape(-1)
-                    views[name][piece.at : piece.at + numel].copy_(whole[piece.start : piece.stop])
+                    mine = local(values).reshape(-1)[piece.start : piece.stop]
+                    held = views[name][piece.at : piece.at + numel]
+                    held.copy_(mine) if name in entry else settled_(held, mine.to(held.device))
             own = {name: _own(value) for name, value in entry.items() if name not in views}
             if own or any(name in entry for name in views if name != MASTER):
                 numbers[piece] = own

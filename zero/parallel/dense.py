@@ -22,6 +22,7 @@ from ...agreement.step_vote import Header, Summary, check_summaries
 from ...comm import Transport
 from ...comm.messages import gather_bytes
 from ...lamb import Lamb, norms
+from ...layout.masters import NAME as MASTER
 from ...model_parallel import ModelParallelGroup, local
 from ...step.clip import LARGEST_GRADIENT, has_squares
 from ..offload.optimizer import Offload
@@ -117,10 +118,41 @@ def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer.inner if isinstance(optimizer, Offload) else optimizer
 
 
+def stores_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the parameters lie with the optimizer's state, and come module by module."""
+    return isinstance(optimizer, Offload) and optimizer.mode == "full"
+
+
+def masters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """By all names of their parameters, where the model has rounded ones: in checkpoints they are its weights."""
+    if not stores_parameters(optimizer):
+        return {}
+    masters = {p: entry[MASTER] for p, entry in optimizer.state.items() if MASTER in entry}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: masters[p] for name, p in named if p in masters}
+
+
+def own_state(optimizer: torch.optim.Optimizer) -> StateDict:
+    """A rank's own, without masters that a checkpoint has as weights."""
+    found = optimizer.state_dict()
+    if stores_parameters(optimizer):
+        entries = found["state"].items()
+        found["state"] = {k: {name: x for name, x in entry.items() if name != MASTER} for k, entry in entries}
+    return found
+
+
+def _master_of(name: str) -> str:
+    return f"state.{name}.{MASTER}"
+
+
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], StateDict]:
     """(tensors by name, sharded as the parameters are; everything else). Loads into any other sharding."""
+    if stores_parameters(optimizer):
+        cast(Offload, optimizer).begin_state()  # torch would do so by a step, of gradients as large as the model
     flat: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
-    tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor)}
+    masters = {_master_of(name) for name in masters_of(model, optimizer)}
+    tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor) and name not in masters}
+    flat = {name: x for name, x in flat.items() if name not in masters}
     return tensors, {name: x for name, x in flat.items() if name not in tensors}
 
 
@@ -128,5 +160,6 @@ def load_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], rest: Mapping[str, object]
 ) -> None:
     """Take back what `state_of` gave, and a checkpoint has filled."""
-    flat: dict[str, Any] = {**rest, **tensors}
+    masters = {_master_of(name): x for name, x in masters_of(model, optimizer).items()}
+    flat: dict[str, Any] = {**rest, **tensors, **masters}
     set_optimizer_state_dict(model, optimizer, flat, options=_FLAT)

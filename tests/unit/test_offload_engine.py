@@ -1,0 +1,175 @@
+"""An engine whose parameters lie in files (`offload_param`, device nvme): as the resident engine, to the bit."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from onebit import zero
+from onebit.comm import SimTransport
+from onebit.zero import Offload
+from onebit.zero.checkpoint.files import CheckpointError
+
+WIDTH, SUMS = 16, 2
+
+
+def net(width: int = WIDTH) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, width))
+
+
+def started(
+    away: Path | None, model: nn.Module | None = None, *, dtype: str = "bf16", name: str = "AdamW", **more: object
+) -> zero.Engine:
+    """away: the folder of parameters; None: they are resident, sharded over one rank."""
+    blocks = {"zero_optimization": {"stage": 3}, "optimizer": {"type": name, "params": {"lr": 1e-2}}}
+    if away is not None:
+        param = {"device": "nvme", "nvme_path": str(away), "buffer_count": 3}
+        blocks["zero_optimization"] = {"stage": 3, "offload_param": param}
+    if dtype != "fp32":
+        blocks[dtype] = {"enabled": True}
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": SUMS, **blocks}
+    weights = more.pop("weights", None)
+    return zero.initialize(model=net() if model is None else model, config=config | more, weights=weights)[0]
+
+
+def train(engine: zero.Engine, steps: int, first: int = 0) -> list[Tensor]:
+    """Losses, then all parameters."""
+    found = []
+    for micro in range(SUMS * first, SUMS * (first + steps)):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(micro))
+        loss = engine(x).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.detach())
+    return found + [x.float() for x in whole(engine)]
+
+
+def whole(engine: zero.Engine) -> list[Tensor]:
+    """In the type computed in."""
+    dtype = engine.config.dtype
+    state = engine.module.state_dict()
+    return [(x.full_tensor() if hasattr(x, "full_tensor") else x).to(dtype).clone() for x in state.values()]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class TestTraining:
+    @pytest.mark.parametrize("name", ["AdamW", "Lamb"])
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    def test_is_the_resident_engines(self, dtype: str, name: str, tmp_path: Path) -> None:
+        resident = started(None, dtype=dtype, name=name)
+        expected = train(resident, 4)
+        resident.close()
+        engine = started(tmp_path, dtype=dtype, name=name)
+        assert isinstance(engine.optimizer, Offload) and engine.optimizer.mode == "full"
+        assert equal(train(engine, 4), expected)
+        assert engine.optimizer.stats.read_bytes > 0
+        engine.close()
+
+    def test_clips_by_the_norm(self, tmp_path: Path) -> None:
+        resident = started(None, gradient_clipping=0.01)
+        train(resident, 1)
+        norm = resident.get_global_grad_norm()
+        resident.close()
+        engine = started(tmp_path, gradient_clipping=0.01)
+        train(engine, 1)
+        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-6) and norm > 0.01
+        engine.close()
+
+    def test_a_step_that_is_not_finite_is_skipped(self, tmp_path: Path) -> None:
+        engine = started(tmp_path)
+        before = whole(engine)
+        for _ in range(SUMS):
+            engine.backward(engine(torch.ones(4, WIDTH)).float().sum() * float("inf"))
+            engine.step()
+        assert engine.skipped_steps == 1 and equal(whole(engine), before)
+        engine.close()
+
+    def test_a_model_on_meta_is_filled_in_the_files(self, tmp_path: Path) -> None:
+        pytest.importorskip("safetensors")
+        source = net().bfloat16()
+        zero.export_weights(source, tmp_path / "weights", SimTransport(), max_file_bytes=1000)
+        expected = train(resident := started(None, source.float()), 3)
+        resident.close()
+        with torch.device("meta"):
+            model = net()
+        engine = started(tmp_path / "nvme", model, weights=tmp_path / "weights")
+        assert equal(train(engine, 3), expected)
+        engine.close()
+
+
+class TestCheckpoints:
+    @pytest.mark.parametrize(("name", "dtype"), [("AdamW", "fp32"), ("AdamW", "bf16"), ("Lamb", "bf16")])
+    @pytest.mark.parametrize(("saves_away", "loads_away"), [(True, True), (True, False), (False, True)])
+    def test_resumed_is_uninterrupted(
+        self, saves_away: bool, loads_away: bool, name: str, dtype: str, tmp_path: Path
+    ) -> None:
+        first = started(tmp_path if saves_away else None, dtype=dtype, name=name)
+        train(first, 2)
+        first.save_checkpoint(tmp_path / "run")
+        expected = train(first, 2, first=2)
+        first.close()
+        second = started(tmp_path if loads_away else None, net(), dtype=dtype, name=name)
+        with torch.no_grad():
+            for p in second.module.parameters():
+                p.zero_()
+        assert second.load_checkpoint(tmp_path / "run")[0] is not None
+        assert equal(train(second, 2, first=2), expected)
+        second.close()
+
+    def test_of_other_layers_are_refused(self, tmp_path: Path) -> None:
+        first = started(tmp_path)
+        first.save_checkpoint(tmp_path / "run")
+        first.close()
+        second = started(tmp_path, nn.Sequential(net(), nn.Linear(WIDTH, 3)))
+        before = whole(second)
+        with pytest.raises(CheckpointError):
+            second.load_checkpoint(tmp_path / "run")
+        assert equal(whole(second), before)
+        second.close()
+
+    def test_weights_are_exported(self, tmp_path: Path) -> None:
+        load_file = pytest.importorskip("safetensors.torch").load_file
+        engine = started(tmp_path)
+        train(engine, 1)
+        engine.save_16bit_model(tmp_path)
+        found = load_file(tmp_path / "model.safetensors")
+        assert equal([found[name] for name, _ in engine.module.named_parameters()], whole(engine))
+        engine.close()
+
+
+class TestKeys:
+    @pytest.mark.parametrize(
+        ("zero_block", "more", "text"),
+        [
+            ({"offload_param": {"device": "nvme"}}, {}, "needs nvme_path, a folder on a local disk"),
+            ({"offload_optimizer": {"device": "nvme", "nvme_path": "/elsewhere"}}, {}, "lie in one folder"),
+            ({}, {"fp16": {"enabled": True}}, 'enable "bf16" in place of "fp16"'),
+        ],
+    )
+    def test_are_refused_by_name(self, zero_block: dict, more: dict, text: str, tmp_path: Path) -> None:
+        given = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
+        with pytest.raises(ValueError, match=text):
+            started(None, dtype="fp32", zero_optimization={"stage": 3, **given, **zero_block}, **more)
+
+    def test_where_the_state_lies_is_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        param = {"device": "nvme", "nvme_path": str(tmp_path)}
+        blocks = {"stage": 3, "offload_param": param, "offload_optimizer": {"device": "cpu"}}
+        with caplog.at_level(logging.WARNING):
+            started(None, zero_optimization=blocks).close()
+        assert "state lies in files of offload_param.nvme_path" in caplog.text
+
+    def test_one_bit_keeps_shards_in_memory(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        param = {"device": "nvme", "nvme_path": str(tmp_path)}
+        blocks = {"stage": 3, "offload_param": param}
+        with caplog.at_level(logging.WARNING):
+            engine = started(None, zero_optimization=blocks, optimizer={"type": "OneBitAdam", "params": {"lr": 1e-2}})
+        assert "shards lie in host memory, as with cpu" in caplog.text and not list(tmp_path.iterdir())
+        engine.close()
