@@ -3,6 +3,7 @@
     offload = onebit.zero.Offload(model, lambda params: torch.optim.AdamW(params, lr=1e-4), mode="state", to="/nvme")
 
 `optimizer.py` takes the steps, `layout.py` says what lies where, `memory.py` and `files.py` hold the bytes.
+`stored_params.py` brings parameters to where they are used.
 docs/offload.md says which mode when.
 """
 
