@@ -566,10 +566,10 @@ class Engine:
         return self._checkpoints[path]
 
     def close(self) -> None:
-        """Wait for checkpoints, then release the grid and offloaded state. All ranks."""
+        """Wait for checkpoints, then release the grid and offloaded state; parameters in files are lost. All ranks."""
         self.wait_for_checkpoint()
         if isinstance(self.optimizer, Offload):
-            self.optimizer.close()
+            self.optimizer.close(bring_back=False)
         if isinstance(self.optimizer, LocalSteps) and self.optimizer.transport is not self.grid.transport:
             self.optimizer.transport.close()
         self.grid.close()

@@ -31,7 +31,8 @@ MAKES: dict[str, Callable] = {
     "LaProp": lambda ps: onebit.LaProp(ps, lr=1e-2),
     "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
 }
-PLACES = [("none", False), *((mode, in_files) for mode in MODES[1:] for in_files in (False, True))]
+PLACES = [("none", False), *((mode, in_files) for mode in MODES[1:-1] for in_files in (False, True)), ("full", False)]
+PLACES.append(pytest.param("full", True, marks=pytest.mark.slow))
 
 
 def small_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -106,6 +106,7 @@ class TestTraining:
 
 
 class TestCheckpoints:
+    @pytest.mark.slow
     @pytest.mark.parametrize(("name", "dtype"), [("AdamW", "fp32"), ("AdamW", "bf16"), ("Lamb", "bf16")])
     @pytest.mark.parametrize(("saves_away", "loads_away"), [(True, True), (True, False), (False, True)])
     def test_resumed_is_uninterrupted(

@@ -212,7 +212,7 @@ def away(offload: Offload) -> bool:
 
 
 class TestTraining:
-    @pytest.mark.parametrize("in_files", [False, True])
+    @pytest.mark.parametrize("in_files", [False, pytest.param(True, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("name", MODELS)
     def test_is_resident_training(self, name: str, in_files: bool, tmp_path: Path) -> None:
         resident = made(name)
@@ -291,6 +291,15 @@ class TestUses:
         assert torch.equal(held, model.layer.weight)
         del held
         assert away(offload)
+
+    def test_gradients_that_are_written_by_hand(self, pair: tuple[nn.Module, Offload]) -> None:
+        model, offload = pair
+        twin = copy.deepcopy(model)
+        optimizer = adamw(twin.parameters())
+        for each, steps in ((model, offload), (twin, optimizer)):
+            each.layer.weight.grad = torch.ones(WIDTH, WIDTH)
+            steps.step()
+        assert torch.equal(model.layer.weight, twin.layer.weight)
 
     def test_arrays_see_the_step_and_keep_their_parameter(self, pair: tuple[nn.Module, Offload]) -> None:
         model, offload = pair
@@ -411,6 +420,13 @@ class TestErrors:
         model.unused.weight = nn.Parameter(model.layer.weight.detach()[:3])
         with pytest.raises(ValueError, match="share memory; make them one Parameter"):
             full(model)
+
+    @pytest.mark.parametrize("use", ["forward", "value", "state_dict"])
+    def test_parameters_that_were_left_behind(self, use: str, tmp_path: Path) -> None:
+        offload = full(model := made("twice"), tmp_path)
+        offload.close(bring_back=False)
+        with pytest.raises(RuntimeError, match=r"layer\.\w+ was left in the store of an Offload that is closed; save"):
+            {"forward": lambda: model(batch(0)), "value": model.layer.weight.sum, "state_dict": model.state_dict}[use]()
 
     def test_two_at_once(self, pair: tuple[nn.Module, Offload]) -> None:
         with pytest.raises(TypeError, match="close the other Offload first"):

@@ -309,12 +309,15 @@ class Offload(torch.optim.Optimizer):
             raise RuntimeError("Offload takes all parameters when it is made; make another one with more of them")
         super().add_param_group(param_group)
 
-    def close(self) -> None:
-        """Give memory and files back. Parameters stay as they are."""
+    def close(self, *, bring_back: bool = True) -> None:
+        """Give memory and files back. Parameters stay as they are; in mode full they come back, which needs the room.
+
+        bring_back: False: they do not, and using them raises RuntimeError.
+        """
         if self._store is not None:
             if self._blocks is not None:
                 self._blocks.close()
-            self._weights.close()
+            self._weights.close(bring_back=bring_back)
             self._gradients.close()
             self._stores.close()
             self._store = None

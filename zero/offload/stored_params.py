@@ -61,7 +61,7 @@ class StoredParams:
         self._here: dict[Stored, None] = {}
         self._idle: dict[Stored, None] = {}
         self.saving = Saving(self._describe, self._restore)
-        self._is_showing = False
+        self._is_showing = self._is_lost = False
         probe = nn.Parameter(torch.empty(1))
         storage = probe.untyped_storage()
         self._alone = torch._C._storage_Use_Count(storage._cdata)  # of a parameter and a `Stored`
@@ -155,6 +155,7 @@ class StoredParams:
         missing = tuple(dict.fromkeys(s for s in wanted if not s.is_here))
         if not missing:
             return
+        self._refuse_lost(missing[0])
         self.give_back(wanted)
         self._reader.read(missing)
         for s in missing:
@@ -165,13 +166,20 @@ class StoredParams:
 
     def give_back(self, but: Sequence[Stored] = ()) -> None:
         """Empty what nobody uses; what was written goes to the store first."""
-        for s in [s for s in self._idle if s not in but]:
+        for s in [s for s in self._idle if s not in but and not self._is_lost]:
             if not s.may_leave or torch._C._storage_Use_Count(s.storage._cdata) > self._alone:
                 continue
             self._keep(s)
             s.storage.resize_(0)
             s.is_here = False
             del self._idle[s], self._here[s]
+
+    def _refuse_lost(self, s: Stored) -> None:
+        if self._is_lost:
+            raise RuntimeError(
+                f"{s.name} was left in the store of an Offload that is closed; save the model before "
+                "close(bring_back=False) or engine.close()"
+            )
 
     def _keep(self, s: Stored) -> None:
         """What others have written into a parameter, to the store."""
@@ -241,6 +249,7 @@ class StoredParams:
 
     def shown(self, s: Stored) -> Tensor:
         """The values as the store's own bytes, in the parameter's shape, on the host."""
+        self._refuse_lost(s)
         p = s.param
         held = self.store.view(s.home.offset, s.nbytes) if s.nbytes else torch.empty(0, dtype=torch.uint8)
         return torch.as_strided(held.view(p.dtype), p.shape, p.stride())
@@ -251,11 +260,12 @@ class StoredParams:
             self.sync()
         self._is_showing = is_showing
 
-    def close(self) -> None:
-        """Bring everything back for good; needs the room for it."""
+    def close(self, *, bring_back: bool) -> None:
+        """Bring everything back for good, which needs the room for it; or never again."""
         with plain():
             self.sync()
-            for s in self.all:
+            self._is_lost = not bring_back
+            for s in self.all if bring_back else ():
                 self.bring([s])
                 self._idle.pop(s, None)
                 cast(nn.Parameter, s.param).__class__ = nn.Parameter

@@ -47,8 +47,8 @@ class ResidentWeights:
         """Of a whole parameter, between steps."""
         return self.params[param].detach()
 
-    def close(self) -> None:
-        """Nothing was changed."""
+    def close(self, *, bring_back: bool) -> None:
+        """They are there."""
 
 
 class StoredWeights:
@@ -100,9 +100,9 @@ class StoredWeights:
         self.params.sync()
         return self.params.shown(self.params.all[param])
 
-    def close(self) -> None:
-        """Parameters come back for good."""
-        self.params.close()
+    def close(self, *, bring_back: bool) -> None:
+        """Parameters come back for good, or never."""
+        self.params.close(bring_back=bring_back)
 
 
 def elements(p: Tensor, piece: Piece) -> Tensor:
