@@ -61,14 +61,24 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+def empty_stack(layers: int) -> nn.Sequential:
+    """Square layers in bfloat16, without values."""
+    made = [nn.Linear(WIDTH, WIDTH, bias=False, device="meta", dtype=torch.bfloat16) for _ in range(layers)]
+    return nn.Sequential(*made)
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """The same values, wherever the parameters lie."""
+    torch.manual_seed(0)
+    for p in model.parameters():
+        p.normal_(std=WIDTH**-0.5)
+
+
 def stack(layers: int) -> nn.Sequential:
     """Square layers in bfloat16, made without a float32 copy of them."""
-    torch.manual_seed(0)
-    made = [nn.Linear(WIDTH, WIDTH, bias=False, device="meta", dtype=torch.bfloat16) for _ in range(layers)]
-    model = nn.Sequential(*made).to_empty(device="cpu")
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(std=WIDTH**-0.5)
+    model = empty_stack(layers).to_empty(device="cpu")
+    fill(model)
     return model
 
 
@@ -95,10 +105,12 @@ def worker(case: Case, folder: Path) -> dict:
     gc.collect()
     forget_peak()
     before, _ = resident_bytes()
-    model = stack(case.layers)
     mode = "none" if case.mode == "resident" else case.mode
+    is_full = mode == "full"  # whose parameters are never all in memory
+    model = empty_stack(case.layers) if is_full else stack(case.layers)
     to = folder if case.to == "files" else "cpu"
-    optimizer = zero.Offload(model, lambda ps: torch.optim.AdamW(ps, lr=1e-4), mode, to, chunk_mb=CHUNK_MB)
+    options = {"chunk_mb": CHUNK_MB, "fill": fill if is_full else None}
+    optimizer = zero.Offload(model, lambda ps: torch.optim.AdamW(ps, lr=1e-4), mode, to, **options)
     steps_of(model, optimizer, 1)
     begin = time.perf_counter()
     loss = steps_of(model, optimizer, STEPS - 1)
@@ -160,12 +172,12 @@ def measure(case: Case, folder: Path) -> dict:
 
 def cases(sizes: Sequence[int], limit_mb: int) -> list[Case]:
     """Plan against peak at every size, then resident and offloaded under the limit."""
-    made = [Case(mode, to, layers) for layers in sizes for mode, to in (("state", "files"), ("gradients", "files"))]
-    made += [Case("gradients", "cpu", layers) for layers in sizes[:2]]
+    made = [Case(mode, "files", layers) for layers in sizes for mode in ("state", "gradients", "full")]
+    made += [Case(mode, "cpu", layers) for mode in ("gradients", "full") for layers in sizes[:2]]
     if limit_mb:
         fits, too_many = 64, 90
         made += [Case("resident", "cpu", layers, limit_mb) for layers in (fits, too_many)]
-        made += [Case("gradients", "files", 4 * too_many, limit_mb)]
+        made += [Case("gradients", "files", 4 * too_many, limit_mb), Case("full", "files", 6 * too_many, limit_mb)]
     return made
 
 
