@@ -104,6 +104,18 @@ class TestTraining:
         assert equal(train(engine, 3), expected)
         engine.close()
 
+    def test_stages_of_one_rank(self, tmp_path: Path) -> None:
+        results = []
+        for away in (None, tmp_path):
+            torch.manual_seed(0)
+            layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)]
+            stages = zero.PipelineModule(layers=layers, loss_fn=nn.functional.mse_loss, num_stages=1)
+            engine = started(away, stages, dtype="fp32")
+            batches = iter([(torch.full((4, WIDTH), float(k)), torch.ones(4, 4)) for k in range(3 * SUMS)])
+            results.append([engine.train_batch(batches), engine.train_batch(batches), engine.eval_batch(batches)])
+            engine.close()
+        assert equal(*results)
+
 
 class TestCheckpoints:
     @pytest.mark.slow

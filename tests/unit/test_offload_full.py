@@ -226,6 +226,34 @@ class TestTraining:
         assert equal([p.detach() for p in model.parameters()], expected[-len(list(model.parameters())) :])
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
+    @pytest.mark.slow
+    def test_a_language_model_of_transformers(self, tmp_path: Path) -> None:
+        """Tied weights, its own checkpointing, `generate` and `save_pretrained`."""
+        gpt2 = pytest.importorskip("transformers").GPT2LMHeadModel
+
+        def small() -> nn.Module:
+            torch.manual_seed(0)
+            sizes = {"n_layer": 2, "n_embd": WIDTH, "n_head": 2, "vocab_size": 50, "n_positions": 16}
+            special = {"bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+            model = gpt2(gpt2.config_class(**sizes, **special))
+            model.gradient_checkpointing_enable()
+            return model
+
+        def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+            for step in range(2):
+                tokens = torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(step))
+                model(tokens, labels=tokens).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            generated = model.eval().generate(tokens[:1, :3], max_new_tokens=2, do_sample=False)
+            return [generated, *(p.detach().clone() for p in model.parameters())]
+
+        expected = trained(resident := small(), adamw(resident.parameters()))
+        offload = full(model := small(), tmp_path)
+        assert equal(trained(model, offload), expected)
+        model.save_pretrained(tmp_path / "saved")
+        assert equal([p.detach() for p in gpt2.from_pretrained(tmp_path / "saved").parameters()], expected[1:])
+
     @pytest.mark.parametrize("buffer_count", [2, 3, 8])
     def test_does_not_depend_on_buffers(self, buffer_count: int, tmp_path: Path) -> None:
         expected = train(resident := made("checkpoint"), adamw(resident.parameters()))

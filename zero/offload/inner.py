@@ -16,6 +16,7 @@ from torch import Tensor
 from ...host_adam import HostAdam
 from ...laprop import LaProp
 from ...usage.contract import Group
+from .layout import Piece
 
 _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW,
@@ -43,6 +44,14 @@ class Part:
     grad: Tensor
     fields: Mapping[str, Tensor]
     numbers: dict[str, object] | None
+
+
+def empty_part(group: int, shape: torch.Size, piece: Piece, views: Mapping[str, Tensor]) -> Part:
+    """A piece's fields in a step of zeros, on zeros, that only makes state. shape: of the whole parameter."""
+    numel = piece.stop - piece.start
+    zeros = torch.zeros(shape if numel == shape.numel() else [numel])
+    mine = {name: x[piece.at : piece.at + numel].view(zeros.shape) for name, x in views.items()}
+    return Part(group, zeros, torch.zeros_like(zeros), mine, None)
 
 
 class Inner:

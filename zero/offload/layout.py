@@ -21,6 +21,12 @@ UNIT = PAGE
 _ALIGNED = 64
 
 
+def elements_of(chunk_mb: float, fields: Mapping[str, torch.dtype]) -> int:
+    """At most, of a chunk with so many MB of these fields: a multiple of UNIT."""
+    per_element = max(4, sum(dtype.itemsize for dtype in fields.values()))
+    return max(1, int(chunk_mb * 2**20 / per_element) // UNIT) * UNIT
+
+
 class Piece(NamedTuple):
     """Elements start to stop of a parameter, which lie in its chunk from `at` on."""
 

@@ -29,8 +29,8 @@ from ...usage.contract import Group, State, loss_of
 from .blocks import Blocks
 from .checks import check_mode, check_parameters, made_of
 from .gradients import GRAD, ResidentGradients, StoredGradients, global_norm
-from .inner import Inner, Part, is_elementwise
-from .layout import UNIT, Chunk, Layout, Piece, cut
+from .inner import Inner, Part, empty_part, is_elementwise
+from .layout import Chunk, Layout, Piece, cut, elements_of
 from .movable import cast_parameters
 from .state import OffloadStats, StateOfParams, load_entries, load_into, sharded_as
 from .store import Store
@@ -133,8 +133,7 @@ class Offload(torch.optim.Optimizer):
         return self._inner.optimizer
 
     def _cut(self, chunk_mb: float, fields: dict[str, torch.dtype]) -> list[Chunk]:
-        per_element = max(4, sum(dtype.itemsize for dtype in fields.values()))
-        limit = max(1, int(chunk_mb * 2**20 / per_element) // UNIT) * UNIT
+        limit = elements_of(chunk_mb, fields)
         held = [local(p) for p in self._params]
         splits = [self._may_split and x.is_contiguous() for x in held]
         is_cut = not self._may_split and any(hasattr(p, "to_local") for p in self._params)
@@ -248,7 +247,10 @@ class Offload(torch.optim.Optimizer):
             if any(piece not in self._numbers for piece in chunk.pieces):
                 lease = store.read(self.layout.extents(chunk))
                 views = self.layout.views(lease.wait())
-                parts = {piece: self._empty_part(piece, views) for piece in chunk.pieces if piece not in self._numbers}
+                views.pop(MASTER, None)
+                lacking = [piece for piece in chunk.pieces if piece not in self._numbers]
+                groups, shapes = self._groups_of, [local(p).shape for p in self._params]
+                parts = {x: empty_part(groups[x.param], shapes[x.param], x, views) for x in lacking}
                 self._inner.step(self.param_groups, list(parts.values()))
                 self._numbers |= {piece: part.numbers or {} for piece, part in parts.items()}
                 store.write(lease)
@@ -259,12 +261,6 @@ class Offload(torch.optim.Optimizer):
         for p, entry in self.state.items():
             if MASTER in entry:
                 p.copy_(cast(Tensor, entry[MASTER]))
-
-    def _empty_part(self, piece: Piece, views: dict[str, Tensor]) -> Part:
-        p, numel = local(self._params[piece.param]), piece.stop - piece.start
-        zeros = torch.zeros(p.shape if numel == p.numel() else [numel], device=self.device)
-        mine = {name: x[piece.at : piece.at + numel].view(zeros.shape) for name, x in views.items() if name != MASTER}
-        return Part(self._groups_of[piece.param], zeros, torch.zeros_like(zeros), mine, None)
 
     @property
     def state(self) -> defaultdict[Tensor, State]:
