@@ -16,6 +16,7 @@ NAMES = (
     "pipeline",
     "growth",
     "kernels",
+    "cubins",
     "host_adam",
     "memory",
     "traffic",

@@ -1,0 +1,189 @@
+"""Occupancy and bytes of the CUDA kernels on paper, for GPUs that are not here: what nvcc makes of csrc/frames.cu.
+
+    python scripts/bench.py cubins --record scripts/records/cubins_2026-11.md
+
+Registers, shared memory and spills are the compiler's. Resident threads follow from them by the CUDA programming
+guide's rules of allocation. Bytes per element are those that a kernel has to move; their time is that at the GPU's
+bandwidth. To use all of it, a multiprocessor needs bandwidth · latency / multiprocessors bytes in flight (Little's
+law), and has those that its resident threads load before they use the first: kBatch elements of each input. A kernel
+that loads signs alone is bound by its stores, which nothing waits for.
+
+Needs nvcc on the path; no GPU, no driver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from provenance import record_path, revision, write_record
+
+from onebit.comm.kernels import cupy
+
+BLOCK = 256  # elements per scale
+FRAMES_OF_MEAN = 4
+REGISTERS, MOST_WARPS, MOST_BLOCKS = 65536, 64, 32  # of a multiprocessor, sm_80, sm_90 and sm_100 alike
+WARP, SHARED_BY_BLOCK = 32, 1024  # threads; bytes that the system takes of each block's shared memory
+LATENCY_S = 800e-9  # of a load, under load
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """As its maker's data sheet has it. shared: bytes of a multiprocessor."""
+
+    name: str
+    capability: int
+    multiprocessors: int
+    bytes_per_s: float
+    shared: int
+
+    @property
+    def needed_in_flight(self) -> float:
+        """Bytes of a multiprocessor, for its share of the bandwidth."""
+        return self.bytes_per_s * LATENCY_S / self.multiprocessors
+
+
+GPUS = (
+    Gpu("A100 SXM, 80 GB", 80, 108, 2.039e12, 164 * 1024),
+    Gpu("H100 SXM", 90, 132, 3.35e12, 228 * 1024),
+    Gpu("B200", 100, 148, 8e12, 228 * 1024),
+)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What a kernel moves for each element: floats that it loads, floats that it stores, frames of sign and of int8."""
+
+    loads: int
+    stores: int
+    signs: int = 0
+    bytes_: int = 0
+    per_block: int = 0  # floats
+
+    @property
+    def bytes_per_element(self) -> float:
+        frames = self.signs * (BLOCK // 8 + 2) + self.bytes_ * (BLOCK + 2)
+        return 4 * (self.loads + self.stores) + (frames + 4 * self.per_block) / BLOCK
+
+
+K = FRAMES_OF_MEAN
+KERNELS = {
+    "sign_encode": Streams(2, 1, signs=1),
+    "sign_decode": Streams(0, 1, signs=1),
+    "sign_decode_mean": Streams(0, 1, signs=K),
+    "sign_encode_mean": Streams(1, 1, signs=K + 1),
+    "sign_encode_momentum": Streams(4, 1, signs=1),
+    "sign_encode_momentum_variance": Streams(4, 1, signs=1, per_block=1),
+    "sign_encode_momentum_packed": Streams(3, 1, signs=2),
+    "sign_encode_momentum_packed_variance": Streams(3, 1, signs=2, per_block=1),
+    "sign_apply": Streams(1, 1, signs=1),
+    "local_step": Streams(5, 3),
+    "local_step_variance": Streams(5, 3, per_block=1),
+    "int8_encode": Streams(2, 1, bytes_=1),
+    "int8_decode": Streams(0, 1, bytes_=1),
+    "int8_decode_mean": Streams(0, 1, bytes_=K),
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What ptxas says of a kernel; shared, spilled: bytes, of a launched block and of a thread."""
+
+    registers: int
+    shared: int
+    spilled: int
+
+
+def read_usage(said: str) -> dict[str, Compiled]:
+    """By kernel, from the text of nvcc --resource-usage. Raises ValueError where it says nothing of any."""
+    found = {}
+    for part in said.split("Compiling entry function")[1:]:
+        name = re.search(r"'(\w+)'", part)
+        registers = re.search(r"Used (\d+) registers", part)
+        spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
+        if name is None or registers is None or spills is None:
+            raise ValueError(f"expected a kernel's registers and spills from nvcc --resource-usage, got {part!r}")
+        shared = re.search(r"(\d+) bytes smem", part)
+        found[name[1]] = Compiled(int(registers[1]), int(shared[1]) if shared else 0, sum(map(int, spills.groups())))
+    if not found:
+        raise ValueError(f"nvcc --resource-usage names no kernel: {said!r}")
+    return found
+
+
+def compiled_for(capability: int) -> dict[str, Compiled]:
+    """csrc/frames.cu with CuPy's options. Raises RuntimeError where nvcc fails."""
+    options = [option for option in cupy.OPTIONS if not option.startswith("--std")]
+    with tempfile.TemporaryDirectory() as folder:
+        out = str(Path(folder) / "frames.cubin")
+        command = ["nvcc", "-std=c++17", *options, f"-DONEBIT_BLOCK={BLOCK}", f"-arch=sm_{capability}"]
+        command += ["-cubin", "--resource-usage", "-o", out, str(cupy.SOURCE)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise RuntimeError(f"nvcc for sm_{capability} ended with {done.returncode}: {done.stderr[-2000:]}")
+    return read_usage(done.stdout + done.stderr)
+
+
+def resident_threads(kernel: Compiled, gpu: Gpu, threads: int = cupy.THREADS) -> int:
+    """Of a multiprocessor. Registers are given to warps in steps of 256, and to four warps alike."""
+    of_warp = -(-kernel.registers // 8) * 8 * WARP
+    warps = min(REGISTERS // of_warp // 4 * 4, MOST_WARPS)
+    by_shared = gpu.shared // (kernel.shared + SHARED_BY_BLOCK)
+    blocks = min(warps * WARP // threads, by_shared, MOST_BLOCKS)
+    return blocks * threads
+
+
+def bytes_in_flight(streams: Streams, threads: int) -> int:
+    """That resident threads load before they use the first, signs left out: kBatch elements of each input."""
+    batch = 8  # kBatch, where a thread has 16 elements of a block
+    return threads * batch * (4 * streams.loads or streams.bytes_)
+
+
+def table(gpu: Gpu, elements: float) -> list[str]:
+    needed = gpu.needed_in_flight / 1024
+    lines = [
+        f"## {gpu.name}, sm_{gpu.capability}\n",
+        f"{gpu.multiprocessors} multiprocessors, {gpu.bytes_per_s / 1e12:g} TB/s: {needed:.0f} KiB in flight each.\n",
+        "| kernel | registers | shared | spilled | resident threads | of 2048 | KiB in flight | bytes per element "
+        f"| µs for {elements / 1e6:g} M |",
+        "| --- " + "| ---: " * 8 + "|",
+    ]
+    usage = compiled_for(gpu.capability)
+    if usage.keys() != KERNELS.keys():
+        raise RuntimeError(f"csrc/frames.cu has other kernels than this module: {usage.keys() ^ KERNELS.keys()}")
+    for name, streams in KERNELS.items():
+        kernel, moved = usage[name], streams.bytes_per_element
+        threads = resident_threads(kernel, gpu)
+        flight = bytes_in_flight(streams, threads)
+        lines.append(
+            f"| {name} | {kernel.registers} | {kernel.shared} | {kernel.spilled} | {threads} "
+            f"| {threads / (MOST_WARPS * WARP):.0%} | {flight / 1024:.0f} "
+            f"| {moved:.2f} | {1e6 * moved * elements / gpu.bytes_per_s:.1f} |"
+        )
+    return [*lines, ""]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="bench.py cubins", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--elements", type=float, default=25e6)
+    parser.add_argument("--record", type=record_path, metavar="FILE")
+    args = parser.parse_args(argv)
+    if shutil.which("nvcc") is None:
+        raise SystemExit("nvcc is not on the path: install CUDA's compiler (no GPU is needed)")
+    version = subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-1]
+    lines = [line for gpu in GPUS for line in table(gpu, args.elements)]
+    lines.append(
+        f"Blocks of {BLOCK} elements, means of {FRAMES_OF_MEAN} frames, float32 tensors, launched blocks of "
+        f"{cupy.THREADS} threads; a load takes {1e9 * LATENCY_S:g} ns. No GPU has run this.\n\n"
+        f"{datetime.now(timezone.utc):%Y-%m-%d}, {version}, revision {revision()}.\n"
+    )
+    text = "\n".join(lines)
+    print(text)
+    if args.record is not None:
+        write_record(args.record, f"# The CUDA kernels on paper\n\n{text}")
