@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from bench.sparse_attention import LAYOUTS
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpu_check.checks import Outcome, outcome
+from gpu_check.section import Outcome, Setting, outcome
 from gpu_check.speed import time_in_turn
 from onebit.zero.sparse_attention import Layout, build_layout, sparse_attention
 
@@ -30,17 +30,16 @@ BOUNDS = {
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def attention_checks(device: torch.device, length: int) -> list[Outcome]:
+def attention_checks(setting: Setting) -> Iterator[Outcome]:
     """Both executors against dense attention in float64 with the layout as a mask, forward and backward.
 
     Without a GPU: gather alone has a backward pass; flex's forward pass is checked, with all masks at once, in float32.
     """
-    outcomes = []
+    device, length = setting.device, 300 if setting.is_rehearsal else 1000
     for name, mask, dtype, executor in _cases(device):
         check = functools.partial(_check, name, mask, dtype, executor, device, length)
         kind = str(dtype).removeprefix("torch.")
-        outcomes.append(outcome(f"sparse attention: {executor}, {name}, mask: {mask}, {kind}", check))
-    return outcomes
+        yield outcome(f"sparse attention: {executor}, {name}, mask: {mask}, {kind}", check)
 
 
 def _cases(device: torch.device) -> Iterator[tuple[str, str, torch.dtype, str]]:
@@ -92,11 +91,12 @@ def _dense(
     return scores.masked_fill(~seen, float("-inf")).softmax(3).nan_to_num(0) @ v
 
 
-def attention_table(device: torch.device, lengths: Sequence[int], repeats: int) -> list[str]:
+def attention_table(setting: Setting) -> list[str]:
     """Milliseconds of forward and backward in bfloat16: dense causal attention, flex and gather, in turn."""
+    device, repeats = setting.device, max(1, setting.repeats // 5)
     lines = ["| tokens | attention | density | dense ms | flex ms | gather ms | flex, × dense | flex, × gather |"]
     lines.append("|---:|---|---:|---:|---:|---:|---:|---:|")
-    for length in lengths:
+    for length in setting.lengths:
         tensors = [x.to(device, torch.bfloat16).requires_grad_() for x in _inputs(length, HEADS)]
         for name, config in LAYOUTS.items():
             layout = build_layout(config, HEADS, length)

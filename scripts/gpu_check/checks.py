@@ -9,15 +9,15 @@ import copy
 import functools
 import itertools
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
+from gpu_check.section import Outcome, Setting, outcome
 from onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from onebit.comm import Int8Codec, SignCodec, SimTransport, kernels, run_ranks
 from onebit.comm.kernels import reference
@@ -30,23 +30,6 @@ ERRORS = (None, torch.float32, torch.bfloat16)
 SPECIAL = (
     float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-40, 1e-38, 1e30, -1e-30, 1e-23, 1.8e19, 3e38,
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Of one check. problem: empty where it held."""
-
-    name: str
-    problem: str
-
-
-def outcome(name: str, check: Callable[[], None]) -> Outcome:
-    try:
-        check()
-        return Outcome(name, "")
-    except Exception as error:
-        traceback.print_exc()
-        return Outcome(name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -164,18 +147,17 @@ def check_fused(kernel: ModuleType, device: torch.device, case: fused_cases.Case
         fused_cases.check_local_step(kernel.local_step, case, variance=anchored, anchored=anchored, device=str(device))
 
 
-def kernel_checks(
-    names: Sequence[str], device: torch.device, blocks: Sequence[int], elements: Sequence[int]
-) -> Iterator[Outcome]:
-    for name in ("reference", *names):
+def kernel_checks(setting: Setting) -> Iterator[Outcome]:
+    device, elements = setting.device, setting.sizes
+    for name in ("reference", *setting.kernels):
         kernel = kernels.select(name, device)
-        for block in blocks:
+        for block in setting.blocks:
             for n in elements:
                 for K in (1, 3):
                     J = -(-n // block)
                     title = f"{name}: {K} × {J} blocks of {block}"
                     yield outcome(title, functools.partial(check_kernel, kernel, device, block, K, J))
-        for case in fused_cases_for(blocks, elements):
+        for case in fused_cases_for(setting.blocks, elements):
             title = f"{name}: fused, {case.K} × {case.J} blocks of {case.block}, {len(case.numels)} tensors"
             yield outcome(title, functools.partial(check_fused, kernel, device, case))
 
@@ -226,12 +208,13 @@ def check_optimizer(
         assert_same(f"parameters of rank {r} against those with the reference kernel", got, expected)
 
 
-def optimizer_checks(names: Sequence[str], device: torch.device, block: int, steps: int) -> Iterator[Outcome]:
-    for kernel in names:
+def optimizer_checks(setting: Setting) -> Iterator[Outcome]:
+    device, steps = setting.device, setting.steps
+    for kernel in setting.kernels:
         for kind in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam"):
             for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
                 for overlap in (False, True) if device.type == "cuda" else (kind == "OnebitAdam",):
                     title = f"{kernel}: {kind}, {dtype}{', sent during backward' if overlap else ''}, {steps} steps"
-                    codec = SignCodec(block, kernel=kernel)
+                    codec = SignCodec(setting.block, kernel=kernel)
                     check = functools.partial(check_optimizer, kind, codec, dtype, device, steps, overlap)
                     yield outcome(title, check)

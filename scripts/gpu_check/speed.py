@@ -16,6 +16,7 @@ import torch
 from bench.kernels import Timing
 from torch import Tensor
 
+from gpu_check.section import Setting
 from onebit.comm import Int8Codec, SignCodec, kernels
 from onebit.comm.kernels import reference
 from onebit.comm.kernels.operands import EncodeOutput, MomentumInputs, MomentumWeights, ParamUpdate, Segments, Variance
@@ -192,8 +193,9 @@ def _int8_operations(rows: Rows) -> Iterator[Operation]:
     )
 
 
-def speed_table(names: Sequence[str], device: torch.device, elements: int, block: int, repeats: int) -> list[str]:
-    N = -(-elements // block) * block
+def speed_table(setting: Setting) -> list[str]:
+    names, device, block, repeats = setting.kernels, setting.device, setting.block, setting.repeats
+    N = -(-setting.elements // block) * block
     lines = ["| operation | kernel | ms | GB/s | copy ms | copy GB/s | of copy |", "|---" * 7 + "|"]
     source, target = torch.randn(N, device=device), torch.empty(N, device=device)
     for operation in operations(device, N, block):
@@ -221,9 +223,10 @@ def transformer_shapes(elements: int) -> list[tuple[int, ...]]:
     return embedding + layer * (left // per_layer) if left >= 0 else [(elements,)]
 
 
-def model_table(names: Sequence[str], device: torch.device, elements: int, block: int, repeats: int) -> list[str]:
+def model_table(setting: Setting) -> list[str]:
     """One row of all parameters: encode_momentum, then apply from its own frame, as a single rank does."""
-    numels = [torch.Size(shape).numel() for shape in transformer_shapes(elements)]
+    names, device, block, repeats = setting.kernels, setting.device, setting.block, max(1, setting.repeats // 5)
+    numels = [torch.Size(shape).numel() for shape in transformer_shapes(setting.model)]
     firsts, at = [], 0
     for numel in numels:
         firsts.append(at)

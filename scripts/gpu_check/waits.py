@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from gpu_check.section import Setting
 from onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from onebit.comm import SignCodec, SimTransport
 
@@ -16,12 +16,13 @@ WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize
 STEP = "gpu_check: step"
 
 
-def waits_table(names: Sequence[str], device: torch.device, block: int, steps: int) -> list[str]:
+def waits_table(setting: Setting) -> list[str]:
     """Per compressed step of one rank, whose collectives copy on the device."""
+    steps = 1 if setting.is_rehearsal else 5
     lines = ["| optimizer | kernel | waits of the host per step | which |", "|---" * 4 + "|"]
     for kind in (OnebitAdam, OnebitLamb, ZeroOneAdam):
-        for name in names:
-            waits = waits_in_steps(kind, SignCodec(block, kernel=name), device, steps)
+        for name in setting.kernels:
+            waits = waits_in_steps(kind, SignCodec(setting.block, kernel=name), setting.device, steps)
             which = ", ".join(f"{count / steps:g} {event}" for event, count in waits.most_common()) or "none"
             lines.append(f"| {kind.__name__} | {name} | {waits.total() / steps:g} | {which} |")
     return lines
