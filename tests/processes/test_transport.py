@@ -91,10 +91,10 @@ def outlived(backend: str, fate: str) -> Ended:
     ("backend", "fate", "operation"),
     [("gloo", "killed", operation) for operation in transport_ranks.OPERATIONS]
     + [
-        pytest.param("gloo", "stopped", operation, marks=pytest.mark.thorough)
-        for operation in transport_ranks.OPERATIONS
-    ]
-    + [("mpi", "stopped", operation) for operation in ("all_to_all", "all_reduce")],
+        pytest.param(backend, "stopped", operation, marks=pytest.mark.thorough)
+        for backend, operations in (("gloo", transport_ranks.OPERATIONS), ("mpi", ("all_to_all", "all_reduce")))
+        for operation in operations
+    ],
 )
 def test_survivors_name_the_peer(backend: str, fate: str, operation: str) -> None:
     ended = outlived(backend, fate)
