@@ -21,7 +21,8 @@ import logging
 import platform
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -188,7 +189,6 @@ def main(argv: Sequence[str]) -> int:
     if not args.rehearse and not torch.cuda.is_available():
         print(f"gpu_check needs a CUDA device; torch {torch.__version__} sees none. --rehearse tries it out without.")
         return 2
-    logging.getLogger("onebit").setLevel(logging.ERROR)  # of runs that do what the checks want
     began, device = time.monotonic(), torch.device("cpu" if args.rehearse else "cuda")
     named = device_name(device)
     names = args.kernels or (["triton"] if args.rehearse else list(KERNELS))
@@ -208,7 +208,8 @@ def main(argv: Sequence[str]) -> int:
             print(f"{args.budget:g} s have passed; {name} and what follows are left for the same command again")
             break
         print(f"{name} ...", flush=True)
-        found[name] = run(SECTIONS[name], setting, named)
+        with _errors_alone():
+            found[name] = run(SECTIONS[name], setting, named)
         print(f"{name}: {len(found[name].failed)} failed, {found[name].seconds:.0f} s", flush=True)
         if results is not None:
             append(results, found[name])
@@ -217,6 +218,18 @@ def main(argv: Sequence[str]) -> int:
     if absent or any(each.failed for each in found.values()):
         return 1
     return 3 if any(name not in found for name in args.sections) else 0
+
+
+@contextmanager
+def _errors_alone() -> Iterator[None]:
+    """Of onebit's log: warnings are of runs that do what a check wants."""
+    log = logging.getLogger("onebit")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _finished(results: Path | None, device: str) -> dict[str, Found]:
