@@ -1,6 +1,6 @@
 # make demo    install into .venv, then train the same model with dense AdamW and with OnebitAdam, and compare
 # make bench   install, DeepSpeed into .venv-deepspeed, then measure everything against each other (an hour)
-# make test    install, then run the usual tests (nine minutes on two cores)
+# make test    install, then run the usual tests (eight minutes on two cores)
 #      test-fast   those without processes, network and patience (one minute)
 #      test-all    all of them (twenty minutes)
 # make lint    install, then ruff and mypy

@@ -37,7 +37,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ranks", type=int, default=4)
     add("--rows", type=int, default=4, help="of a rank's batch")
     add("--lengths", type=int, nargs="+", default=[250, 500, 1000, 2000, 4000], metavar="STEPS")
-    add("--lrs", type=float, nargs="+", default=[4e-3, 8e-3], metavar="LR")
+    add("--lrs", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3], metavar="LR")
     add("--seeds", type=int, default=1)
     add("--processes", type=int, default=2, help="runs side by side")
     add = commands.add_parser("seconds", parents=[common], help="time steps; needs root and iproute2").add_argument
