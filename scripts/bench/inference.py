@@ -61,6 +61,16 @@ def token_s(generate: Callable[[int], object], new: int, repeats: int) -> float:
     return statistics.median(seconds)
 
 
+def read_s(size: int, repeats: int) -> float:
+    """Seconds to read so many bytes once: the floor of a token, which needs every weight."""
+    values, seconds = torch.zeros(size // 4), []
+    for _ in range(max(5, repeats)):
+        began = time.perf_counter()
+        values.sum()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
 def compare(args: argparse.Namespace) -> list[dict]:
     """Both sides of every dtype, batch and prompt. transformers has no int8 of its own: its float32 stands there."""
     lines = []
@@ -91,6 +101,7 @@ def compare(args: argparse.Namespace) -> list[dict]:
                         "prompt": length,
                         "transformers_s": token_s(their_tokens, args.new, args.repeats),
                         "onebit_s": token_s(our_tokens, args.new, args.repeats),
+                        "floor_s": read_s(ours.held_bytes, args.repeats),
                         "held": ours.held_bytes / (4 * whole),
                     }
                 )
@@ -148,17 +159,21 @@ def over_network(args: argparse.Namespace) -> dict:
 def rates_table(lines: list[dict], args: argparse.Namespace) -> list[str]:
     layers, width, heads = SHAPES[args.size]
     text = [
-        "| weights | rows | prompt | transformers, tokens/s | onebit, tokens/s | faster | bytes of float32's |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| weights | rows | prompt | transformers, tokens/s | onebit, tokens/s | faster | ms a token | ms to read the "
+        "weights | bytes of float32's |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for line in lines:
         rates = [line["batch"] / line[key] for key in ("transformers_s", "onebit_s")]
-        cells = f"{rates[0]:.1f} | {rates[1]:.1f} | {rates[1] / rates[0]:.2f} × | {line['held']:.3f}"
+        ms = [1e3 * line[key] for key in ("onebit_s", "floor_s")]
+        cells = f"{rates[0]:.1f} | {rates[1]:.1f} | {rates[1] / rates[0]:.2f} × | {ms[0]:.2f} | {ms[1]:.2f}"
+        cells += f" | {line['held']:.3f}"
         text.append(f"| {line['dtype']} | {line['batch']} | {line['prompt']} | {cells} |")
     text.append(
         f"\nGPT-2 of {layers} layers, {width} features, {heads} heads and 8192 tokens with random weights; "
         f"{'eager' if args.eager else 'compiled'} decode step, {args.new} new tokens, medians of {args.repeats}, "
-        f"threads {torch.get_num_threads()}. Beside int8 stands transformers in float32.\n"
+        f"threads {torch.get_num_threads()}. Beside int8 stands transformers in float32. "
+        "Reading: a sum over as many bytes.\n"
     )
     return text
 
