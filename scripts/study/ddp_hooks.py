@@ -26,8 +26,9 @@ from train.model import decay_groups
 
 import onebit
 from onebit import comm
+from study.catalog import load_task
 from study.run import WEIGHT_DECAY
-from study.tasks import Batch, Task, load_task
+from study.tasks import Batch, Task
 
 
 @dataclass(frozen=True)

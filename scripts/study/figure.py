@@ -16,9 +16,9 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from study.catalog import TASKS
 from study.report import TARGET_GAP, best_lr, gap_with_interval, runs_by_lr, settings_of
 from study.run import METHODS, Result, Setting
-from study.tasks import TASKS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

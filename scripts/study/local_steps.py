@@ -28,8 +28,9 @@ from train.model import decay_groups
 
 import onebit
 from onebit.comm import Codec, IdentityCodec, Int8Codec, SignCodec, SimTransport, run_ranks
+from study.catalog import load_task
 from study.run import WEIGHT_DECAY
-from study.tasks import Task, load_task
+from study.tasks import Task
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from pathlib import Path
 from provenance import check_record, record_path, refuse_dirty_tree, write_record
 from rich.progress import Progress
 
+from study.catalog import ALIKE, TASKS
 from study.figure import draw
 from study.report import best_lr, report, runs_by_lr
 from study.run import DEFAULTS, METHODS, Job, Point, Result, Setting, run_job
-from study.tasks import TASKS
 
 # ---------------------------------------------------------------- many runs
 
@@ -107,7 +107,7 @@ def _names(methods: Iterable[str]) -> str:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("--task", nargs="+", choices=TASKS, default=list(TASKS))
+    add("--task", nargs="+", choices=TASKS, default=[task.name for task in ALIKE])
     add("--ranks", type=int, nargs="+", default=[4])
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD", help=_names(METHODS))
     add("--steps", type=int, help="default: the task's, as for the next three")

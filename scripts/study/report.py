@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from onebit.arithmetic.schedule import VarianceUpdates
+from study.catalog import TASKS
 from study.run import METHODS, Result, Setting
-from study.tasks import TASKS, corpus
+from study.tasks import corpus
 
 TARGET_GAP = 0.01
 _TARGET = "1 %"

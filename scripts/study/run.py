@@ -23,7 +23,8 @@ from onebit.layout.bucket import Bucket
 from onebit.onebit_muon import Matrices, MuonRule
 from onebit.step.bucket_step import BucketStep
 from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam
-from study.tasks import Batch, Task, load_task
+from study.catalog import load_task
+from study.tasks import Batch, Task
 
 WEIGHT_DECAY = 0.01
 _POINTS = 20  # of a curve
@@ -315,6 +316,12 @@ DEFAULTS = {
     "demo-lm": Defaults(steps=200, batch_size=4, seeds=3, lrs=(1.4e-3,)),  # as in demo.py
     "masked-lm": Defaults(steps=2000, batch_size=4, seeds=3, lrs=(2e-3, 4e-3, 8e-3, 1.6e-2)),
     "digits": Defaults(steps=400, batch_size=16, seeds=20, lrs=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)),
+    "byte-lm-unlike": (BYTES := Defaults(steps=1000, batch_size=4, seeds=3, lrs=(2e-3, 4e-3, 8e-3))),
+    "byte-lm-mixed": BYTES,
+    "digits-unlike": (DIGITS := Defaults(steps=400, batch_size=16, seeds=5, lrs=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2))),
+    "digits-mixed": DIGITS,
+    "sums-unlike": (SUMS := Defaults(steps=600, batch_size=32, seeds=3, lrs=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2))),
+    "sums-mixed": SUMS,
 }
 
 

@@ -1,4 +1,4 @@
-"""The tasks of study.py: a model, its batches and its loss. Nothing is downloaded, nothing rests on a global generator.
+"""Tasks of study.py: a model, its batches and its loss. Nothing is downloaded, nothing rests on a global generator.
 
 Three kinds of gradient: "byte-lm" reaches every parameter in every step, and so does "demo-lm", the demo's own;
 "masked-lm" never reaches three quarters of its position table; "digits" has inputs that are always zero, and labels of
@@ -148,15 +148,6 @@ class Digits:
         """The share of the test digits that are told right."""
         pixels_B64, labels_B = self._test
         return (model(pixels_B64).argmax(dim=1) == labels_B).float().mean().item()
-
-
-TASKS: dict[str, type[Task]] = {"byte-lm": ByteLM, "demo-lm": DemoLM, "masked-lm": MaskedLM, "digits": Digits}
-
-
-@cache
-def load_task(name: str) -> Task:
-    """The task with its data, read once per process. Raises ImportError where a package is missing."""
-    return TASKS[name]()
 
 
 # ---------------------------------------------------------------- the encoder

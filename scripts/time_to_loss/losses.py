@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 from provenance import refuse_dirty_tree, revision
 from rich.progress import Progress
+from study.catalog import load_task
 from study.run import WEIGHT_DECAY
-from study.tasks import Task, load_task
+from study.tasks import Task
 from train.model import decay_groups
 
 from onebit.comm import SimTransport, run_ranks

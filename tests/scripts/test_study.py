@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -14,11 +15,13 @@ import pytest
 import torch
 from study import main as study
 from study import run as study_run
+from study.catalog import TASKS, load_task
+from study.divided import largest_directories
 from study.figure import COLOURS, _spread, family, lines_of, saving, shown_settings
 from study.main import read_results
 from study.report import best_lr, gap_with_interval, report, runs_by_lr, verdict
 from study.run import Job, Point, Result, run_job
-from study.tasks import MASK, TASKS, load_task
+from study.tasks import MASK, Task
 from train.corpus import Corpus
 from train.model import SIZES, ModelSize
 
@@ -86,6 +89,31 @@ def test_digits_have_inputs_that_are_always_zero() -> None:
     columns = model[0].weight.grad.abs().sum(dim=0)
     assert 1 <= int((columns == 0).sum()) <= 20
     assert 0.0 < task.accuracy(model) < 0.4  # untrained
+
+
+@pytest.mark.parametrize("name", ["byte-lm", "digits", "sums"])
+def test_a_control_deals_the_same_rows_evenly(name: str) -> None:
+    unlike, mixed = load_task(f"{name}-unlike"), load_task(f"{name}-mixed")
+
+    def rows(task: Task, ranks: Iterable[int]) -> list[bytes]:
+        columns = zip(*(task.batch(0, 3, rank, 8) for rank in ranks), strict=True)
+        joined = [torch.cat(column) for column in columns]
+        return sorted(b"".join(x[k].numpy().tobytes() for x in joined) for k in range(len(joined[0])))
+
+    assert rows(unlike, range(8)) == rows(mixed, range(8))  # two blocks of ranks
+    assert all(rows(unlike, [rank]) != rows(mixed, [rank]) for rank in range(4))
+    with pytest.raises(ValueError, match="batch size 6 is no multiple of 4"):
+        unlike.batch(0, 0, 0, 6)
+
+
+def test_unlike_ranks_have_other_labels_and_other_files() -> None:
+    labels = [load_task("sums-unlike").batch(0, 0, rank, 40)[1] for rank in range(4)]
+    assert all((column % 4 == rank).all() for rank, column in enumerate(labels))
+    digits = [load_task("digits-unlike").batch(0, 0, rank, 1200)[1].bincount(minlength=10) / 1200 for rank in range(4)]
+    assert max((mine - other).abs().sum() for mine in digits for other in digits) > 0.5
+    texts = largest_directories(4)
+    assert sorted(map(len, texts), reverse=True) == [*map(len, texts)]
+    assert b"class Charset" not in texts[1] and b"codecs.Codec" in texts[1]
 
 
 def test_missing_scikit_learn_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import math
 from functools import cache
 
 import pytest
-from study.tasks import load_task
+from study.catalog import load_task
 
 import onebit
 from onebit.comm import SimTransport, run_ranks
