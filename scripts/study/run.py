@@ -320,7 +320,7 @@ DEFAULTS = {
     "byte-lm-mixed": BYTES,
     "digits-unlike": (DIGITS := Defaults(steps=400, batch_size=16, seeds=5, lrs=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2))),
     "digits-mixed": DIGITS,
-    "sums-unlike": (SUMS := Defaults(steps=600, batch_size=32, seeds=3, lrs=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2))),
+    "sums-unlike": (SUMS := Defaults(steps=600, batch_size=32, seeds=5, lrs=(4e-3, 8e-3, 1.6e-2))),
     "sums-mixed": SUMS,
 }
 
