@@ -265,3 +265,13 @@ class Fragment:
         """Its parameters were sent after this step: the next round begins."""
         self.tokens, self.keeps = 0.0, [1.0] * len(self.keeps)
         self.decays, self.sent_at = [True] * len(self.decays), step
+
+
+def divide(buckets: Sequence[LocalBucket], parts: int) -> list[list[LocalBucket]]:
+    """The buckets in so many runs of about equally many elements; fewer where there are fewer buckets."""
+    total, runs, before = sum(bucket.layout.numel for bucket in buckets), {}, 0  # type: ignore[var-annotated]
+    for bucket in buckets:
+        middle = before + bucket.layout.numel / 2
+        runs.setdefault(min(int(middle * parts / total), parts - 1), []).append(bucket)
+        before += bucket.layout.numel
+    return [runs[k] for k in sorted(runs)] or [[]]

@@ -18,11 +18,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +29,6 @@ from ..agreement import replicas
 from ..agreement.replicas import ReplicaCheck
 from ..agreement.skips import MOST_SKIPS, SkipLimit
 from ..agreement.wrappers import NOT_COMPARED, are_alike, gradient_digest, refuse_wrapper, warn_of_averaging
-from ..bucket_optimizer import BucketOptimizer
 from ..comm import Codec, ErrorFeedback, ExchangeTask, Hierarchy, SignCodec, Transport
 from ..dense import DenseAverager
 from ..layout.buckets import Buckets, elements_of
@@ -41,42 +37,19 @@ from ..model_parallel import ModelParallelGroup, local, model_parallel_group_of
 from ..step.link_probe import StopWatch, measure
 from ..step.stats import Traffic, WaitClock
 from ..usage.buffers import persistent_buffers, sync_tensors
-from ..usage.contract import Group, State, check_number, loss_of, refuse_copy
+from ..usage.contract import State, check_number, loss_of
 from ..usage.frozen import gradient_of, refuse_unfrozen
 from . import state as states
-from .fragment import Fragment, LocalBucket, OuterStep, Share, is_lossless
+from .fragment import Fragment, LocalBucket, OuterStep, Share, divide, is_lossless
 from .intervals import MEASURED_STEPS, Auto, Every, interval_of
 from .round_vote import RoundVote, cast_votes, weights_of
+from .stats import LocalStats
+from .wrapped import Wrapped, are_finite, check_group, check_inner, kept_by_decay
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class LocalStats:
-    """What the last step did. Bytes as payload this rank sent to others, without headers; times in milliseconds.
-
-    phase: "local", or "round" where something was sent or has landed. interval: steps to the next round.
-    bits_per_parameter: of the last step, to other nodes; mean_bits_per_parameter: of all steps of the run.
-    rounds: so far. missed_rounds: those of them in which this rank's difference was owed and not counted.
-    skipped_steps: inner steps that this rank left out, because its gradients were not finite. weight: this rank's in
-    the last round. shadow_rounds: rounds of other ranks it has taken part in without batches of its own (`join`).
-    """
-
-    phase: str = "local"
-    interval: int = 0
-    sent_bytes: int = 0
-    sent_bytes_inter_node: int = 0
-    bits_per_parameter: float = 0.0
-    mean_bits_per_parameter: float = 0.0
-    comm_ms: float = 0.0
-    rounds: int = 0
-    missed_rounds: int = 0
-    skipped_steps: int = 0
-    weight: float = 1.0
-    shadow_rounds: int = 0
-
-
-class LocalSteps(torch.optim.Optimizer):
+class LocalSteps(Wrapped):
     """Wraps an optimizer; param_groups and state are that one's. All ranks construct, step, load and save together.
 
     inner: any torch optimizer of float32 parameters that steps without a closure; weight decay as its groups say.
@@ -118,7 +91,7 @@ class LocalSteps(torch.optim.Optimizer):
         check_replicas_every: int = 100,
         max_consecutive_skips: int = MOST_SKIPS,
     ):
-        _check_inner(inner)
+        check_inner(inner)
         self.outer = OuterStep(outer_lr, outer_momentum, error_decay)
         self.interval = interval_of(every)
         if start_steps < 0 or start_every < 1:
@@ -136,9 +109,7 @@ class LocalSteps(torch.optim.Optimizer):
             )
         if error_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"error_dtype must be torch.float32 or torch.bfloat16, got {error_dtype}")
-        self._inner: torch.optim.Optimizer | None = None
-        super().__init__([{"params": list(group["params"])} for group in inner.param_groups], {})
-        self._inner, self.defaults = inner, inner.defaults
+        super().__init__(inner)
         self.codec: Codec = SignCodec() if codec is None else codec
         self.start_steps, self.start_every, self.delay = start_steps, start_every, delay
         self.error_dtype, self.model = error_dtype, model
@@ -161,66 +132,15 @@ class LocalSteps(torch.optim.Optimizer):
         self._first_gradients = NOT_COMPARED
         self._finite_buffers: dict[str, Tensor] = {}
         self._averager: DenseAverager | None = None
-        self._build()
-
-    # ---------------------------------------------------------------- a torch optimizer around another
-
-    @property
-    def inner(self) -> torch.optim.Optimizer:
-        """The optimizer that takes the local steps."""
-        assert self._inner is not None
-        return self._inner
-
-    @property
-    def param_groups(self) -> list[Group]:
-        """The inner optimizer's."""
-        return self._own_groups if self._inner is None else self._inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[Group]) -> None:
-        if self._inner is None:
-            self._own_groups = groups
-        else:
-            self._inner.param_groups = groups
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        """The inner optimizer's."""
-        return self._own_state if self._inner is None else self._inner.state
-
-    @state.setter
-    def state(self, state: defaultdict[Tensor, Any]) -> None:
-        if self._inner is None:
-            self._own_state = state
-        else:
-            self._inner.state = state
-
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group to the inner optimizer; all ranks, at the same step. It travels with the last fragment."""
-        if self._inner is None:
-            super().add_param_group(param_group)
-            return
-        self._inner.add_param_group(param_group)
-        try:
-            _check_group(len(self.param_groups) - 1, self.param_groups[-1])
-            self._build()
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """The inner optimizer's."""
-        self.inner.zero_grad(set_to_none)
-
-    def __getstate__(self) -> State:
-        raise refuse_copy(self)
+        self.build()
 
     # ---------------------------------------------------------------- construction
 
     @torch.no_grad()
-    def _build(self) -> None:
+    def build(self) -> None:
+        """The buckets and fragments of groups that are new. All ranks."""
         for g, group in enumerate(self.param_groups):
-            _check_group(g, group)
+            check_group(g, group)
         known = len(self.buckets)
         self.buckets.build()
         if known:
@@ -228,7 +148,7 @@ class LocalSteps(torch.optim.Optimizer):
             self.fragments[-1].buckets += self.buckets[known:]
         else:
             interval = self.stats.interval = self._next_interval()
-            shares = _divide(self.buckets, self._most_fragments)
+            shares = divide(self.buckets, self._most_fragments)
             P = len(shares)
             if self._most_fragments > P and self.buckets:
                 raise ValueError(
@@ -350,7 +270,7 @@ class LocalSteps(torch.optim.Optimizer):
         scaler_scale = getattr(self, "grad_scale", None)
         scale = 1.0 / float(scaler_scale or 1.0)
         grads = [grad for p in self.buckets.params if (grad := gradient_of(p)) is not None]
-        is_good, was_frozen = self.model_parallel_group.agree(_are_finite(grads)), self.is_frozen
+        is_good, was_frozen = self.model_parallel_group.agree(are_finite(grads)), self.is_frozen
         if is_good and not was_frozen:
             if scale != 1.0:
                 torch._foreach_mul_([local(grad) for grad in grads], scale)
@@ -359,7 +279,7 @@ class LocalSteps(torch.optim.Optimizer):
             self.stats.skipped_steps += 1
             if not is_good and scaler_scale is None and getattr(self, "found_inf", None) is None:
                 self.is_frozen = True
-        kept = [_kept(group) for group in self.param_groups]
+        kept = [kept_by_decay(group) for group in self.param_groups]
         if not is_good or was_frozen:
             self._decay_alone(kept)  # as the others' parameters, and the anchor
         for fragment in self.fragments:
@@ -726,60 +646,3 @@ class LocalSteps(torch.optim.Optimizer):
         rank takes the mean of the others' parameters, inner states and errors, which keeps the sum of what is owed.
         """
         states.load_of_all_ranks(self, state_dicts)
-
-
-def _check_inner(inner: object) -> None:
-    """Raise TypeError or ValueError where this is no optimizer that can take local steps."""
-    if not isinstance(inner, torch.optim.Optimizer):
-        raise TypeError(
-            f"LocalSteps takes a torch optimizer, got {type(inner).__name__}: "
-            "LocalSteps(torch.optim.AdamW(model.parameters(), lr=1e-3), every=32)"
-        )
-    if isinstance(inner, BucketOptimizer | LocalSteps):
-        raise TypeError(
-            f"{type(inner).__name__} exchanges by itself; give LocalSteps one that does not, such as torch.optim.AdamW"
-        )
-    if isinstance(inner, torch.optim.LBFGS):
-        raise TypeError("LBFGS evaluates its closure several times in a step; LocalSteps needs one that steps once")
-    for g, group in enumerate(inner.param_groups):
-        _check_group(g, group)
-
-
-def _check_group(g: int, group: Group) -> None:
-    if "lr" not in group:
-        raise ValueError(f'group {g} of the inner optimizer has no "lr", which LocalSteps compares between ranks')
-    check_number(f"group {g} of the inner optimizer", "lr", group["lr"])
-    for k, p in enumerate(group["params"]):
-        if p.requires_grad and p.dtype != torch.float32:
-            name = group["param_names"][k] if "param_names" in group else f"parameter {k} of group {g}"
-            raise TypeError(
-                f"{name} is {p.dtype}; the difference of a few steps is lost in its rounding. Keep the parameters "
-                "float32 and compute under torch.autocast(device, dtype=torch.bfloat16), or give LocalSteps an "
-                "optimizer of float32 masters"
-            )
-
-
-def _are_finite(grads: Iterable[Tensor]) -> bool:
-    """Whether all elements are. By their sums first: one pass at the speed of memory, and exact where it says yes."""
-    held = [grad._values() if grad.is_sparse else local(grad) for grad in grads]
-    sums: dict[torch.device, list[Tensor]] = {}
-    for x in held:
-        sums.setdefault(x.device, []).append(x.sum(dtype=torch.float32))
-    if all(bool(torch.stack(each).isfinite().all()) for each in sums.values()):
-        return True
-    return all(bool(x.isfinite().all()) for x in held)  # sums of finite ones may be beyond float32
-
-
-def _kept(group: Group) -> float:
-    """What one step's weight decay leaves of a parameter, where it is decoupled from the gradient; else 1."""
-    return 1.0 - float(group["lr"]) * float(group["weight_decay"]) if group.get("decoupled_weight_decay") else 1.0
-
-
-def _divide(buckets: Sequence[LocalBucket], parts: int) -> list[list[LocalBucket]]:
-    """The buckets in so many runs of about equally many elements; fewer where there are fewer buckets."""
-    total, runs, before = sum(bucket.layout.numel for bucket in buckets), {}, 0  # type: ignore[var-annotated]
-    for bucket in buckets:
-        middle = before + bucket.layout.numel / 2
-        runs.setdefault(min(int(middle * parts / total), parts - 1), []).append(bucket)
-        before += bucket.layout.numel
-    return [runs[k] for k in sorted(runs)] or [[]]

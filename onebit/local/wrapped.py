@@ -1,0 +1,123 @@
+"""A torch optimizer around another one: what `LocalSteps` shows of it, asks of it, and knows about its steps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..bucket_optimizer import BucketOptimizer
+from ..model_parallel import local
+from ..usage.contract import Group, State, check_number, refuse_copy
+
+
+class Wrapped(torch.optim.Optimizer):
+    """param_groups and state are the inner optimizer's. `build` is called for each new group."""
+
+    def __init__(self, inner: torch.optim.Optimizer):
+        self._inner: torch.optim.Optimizer | None = None
+        super().__init__([{"params": list(group["params"])} for group in inner.param_groups], {})
+        self._inner, self.defaults = inner, inner.defaults
+
+    def build(self) -> None:
+        """Take up the groups that are new. Raises TypeError or ValueError where they cannot be."""
+        raise NotImplementedError
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer that takes the local steps."""
+        assert self._inner is not None
+        return self._inner
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """The inner optimizer's."""
+        return self._own_groups if self._inner is None else self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[Group]) -> None:
+        if self._inner is None:
+            self._own_groups = groups
+        else:
+            self._inner.param_groups = groups
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The inner optimizer's."""
+        return self._own_state if self._inner is None else self._inner.state
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        if self._inner is None:
+            self._own_state = state
+        else:
+            self._inner.state = state
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group to the inner optimizer; all ranks, at the same step. It travels with the last fragment."""
+        if self._inner is None:
+            super().add_param_group(param_group)
+            return
+        self._inner.add_param_group(param_group)
+        try:
+            self.build()
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The inner optimizer's."""
+        self.inner.zero_grad(set_to_none)
+
+    def __getstate__(self) -> State:
+        raise refuse_copy(self)
+
+
+def check_inner(inner: object) -> None:
+    """Raise TypeError or ValueError where this is no optimizer that can take local steps."""
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise TypeError(
+            f"LocalSteps takes a torch optimizer, got {type(inner).__name__}: "
+            "LocalSteps(torch.optim.AdamW(model.parameters(), lr=1e-3), every=32)"
+        )
+    if isinstance(inner, BucketOptimizer | Wrapped):
+        raise TypeError(
+            f"{type(inner).__name__} exchanges by itself; give LocalSteps one that does not, such as torch.optim.AdamW"
+        )
+    if isinstance(inner, torch.optim.LBFGS):
+        raise TypeError("LBFGS evaluates its closure several times in a step; LocalSteps needs one that steps once")
+    for g, group in enumerate(inner.param_groups):
+        check_group(g, group)
+
+
+def check_group(g: int, group: Group) -> None:
+    if "lr" not in group:
+        raise ValueError(f'group {g} of the inner optimizer has no "lr", which LocalSteps compares between ranks')
+    check_number(f"group {g} of the inner optimizer", "lr", group["lr"])
+    for k, p in enumerate(group["params"]):
+        if p.requires_grad and p.dtype != torch.float32:
+            name = group["param_names"][k] if "param_names" in group else f"parameter {k} of group {g}"
+            raise TypeError(
+                f"{name} is {p.dtype}; the difference of a few steps is lost in its rounding. Keep the parameters "
+                "float32 and compute under torch.autocast(device, dtype=torch.bfloat16), or give LocalSteps an "
+                "optimizer of float32 masters"
+            )
+
+
+def are_finite(grads: Iterable[Tensor]) -> bool:
+    """Whether all elements are. By their sums first: one pass at the speed of memory, and exact where it says yes."""
+    held = [grad._values() if grad.is_sparse else local(grad) for grad in grads]
+    sums: dict[torch.device, list[Tensor]] = {}
+    for x in held:
+        sums.setdefault(x.device, []).append(x.sum(dtype=torch.float32))
+    if all(bool(torch.stack(each).isfinite().all()) for each in sums.values()):
+        return True
+    return all(bool(x.isfinite().all()) for x in held)  # sums of finite ones may be beyond float32
+
+
+def kept_by_decay(group: Group) -> float:
+    """What one step's weight decay leaves of a parameter, where it is decoupled from the gradient; else 1."""
+    return 1.0 - float(group["lr"]) * float(group["weight_decay"]) if group.get("decoupled_weight_decay") else 1.0
