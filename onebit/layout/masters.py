@@ -7,7 +7,8 @@ the dense optimizers one for all of theirs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -119,6 +120,22 @@ class Masters:
             if view is not None and (looks or version != seen):
                 settled_(view, local(p))
         self._versions = now
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """In here parameters are their masters, and gradients float32: for an optimizer that knows of neither."""
+        low = [(p, view) for p, view in zip(self._params, self.views, strict=True) if view is not None]
+        before = [(p.data, p.grad) for p, _ in low]
+        try:
+            for (p, view), (_, grad) in zip(low, before, strict=True):
+                p.grad = None
+                p.data = view
+                p.grad = None if grad is None else grad.float()
+            yield
+        finally:
+            for (p, _), (held, grad) in zip(low, before, strict=True):
+                p.grad = None
+                p.data, p.grad = held, grad
 
     def load(self, saved: Sequence[Tensor | None]) -> None:
         """Masters ← those of a state. None: it has none, and they will be the parameters.

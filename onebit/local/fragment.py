@@ -29,6 +29,7 @@ from torch import Tensor
 from .. import comm
 from ..comm import Codec, ErrorFeedback, Exchange, ExchangeTask, Hierarchy, IdentityCodec, Transport, Wire
 from ..layout.flat import Layout
+from ..layout.masters import Masters
 from ..model_parallel import local
 from ..step.clip import LARGEST_GRADIENT
 from ..usage.frozen import check_place, gradient_of
@@ -72,9 +73,9 @@ class Share:
 class LocalBucket:
     """Some parameters of one group, and what is kept of them beside the inner optimizer's state.
 
-    anchor: θ, float32 [W·N], the same bits on all ranks. velocity: u, likewise; None where μ = 0. ef: e and E. wire and
-    at_send: of an exchange under way: its frames, and w as it was sent, where w has gone on since. sent_HB: a copy of
-    the frames that were sent, for a checkpoint.
+    masters: w of parameters in bfloat16 or float16. anchor: θ, float32 [W·N], the same bits on all ranks. velocity: u,
+    likewise; None where μ = 0. ef: e and E. wire and at_send: of an exchange under way: its frames, and w as it was
+    sent, where w has gone on since. sent_HB: a copy of the frames that were sent, for a checkpoint.
     """
 
     index: int
@@ -85,6 +86,7 @@ class LocalBucket:
     device: torch.device
     params: list[Tensor]
     names: list[str]
+    masters: Masters
     layout: Layout
     counts: Tensor
     anchor: Tensor
@@ -100,14 +102,14 @@ class LocalBucket:
         return [None if grad is None else local(grad) for grad in grads]
 
     def state_bytes(self) -> int:
-        """Bytes of anchor, errors and outer momentum."""
-        kept = (self.anchor, self.velocity, self.ef.worker, self.ef.server, self.ef.server_next)
+        """Bytes of masters, anchor, errors and outer momentum."""
+        kept = (self.masters.flat, self.anchor, self.velocity, self.ef.worker, self.ef.server, self.ef.server_next)
         return sum(t.nbytes for t in kept if t is not None)
 
     @property
     def held(self) -> list[Tensor]:
-        """What this rank holds of the parameters, where it lies."""
-        return [local(p) for p in self.params]
+        """w, float32: what this rank holds of the parameters, where it lies, or their masters."""
+        return self.masters.held
 
     def rows(self, flat: Tensor) -> Tensor:
         """A flat tensor, one row for each owner."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from ..comm import Codec, ErrorFeedback, ExchangeTask, Hierarchy, SignCodec, Tra
 from ..dense import DenseAverager
 from ..layout.buckets import Buckets, elements_of
 from ..layout.flat import lay_out
+from ..layout.masters import Masters
 from ..model_parallel import ModelParallelGroup, local, model_parallel_group_of
 from ..step.link_probe import StopWatch, measure
 from ..step.stats import Traffic, WaitClock
@@ -52,7 +53,8 @@ log = logging.getLogger(__name__)
 class LocalSteps(Wrapped):
     """Wraps an optimizer; param_groups and state are that one's. All ranks construct, step, load and save together.
 
-    inner: any torch optimizer of float32 parameters that steps without a closure; weight decay as its groups say.
+    inner: any torch optimizer that steps without a closure; weight decay as its groups say. It works on float32 masters
+    of parameters in bfloat16 or float16, which follow each step, rounded; what others write into them is taken over.
     every: local steps between rounds: a number; {first step: number}; a `QSR`, from the learning rate; "auto" or an
     `Auto`, from the measured network. start_steps, start_every: rounds at most so far apart in the first so many steps.
     outer_lr, outer_momentum: η and μ (Nesterov's, as DiLoCo's: .7 and .9). error_decay: ρ. codec: what differences
@@ -65,7 +67,8 @@ class LocalSteps(Wrapped):
     max_consecutive_skips: so many rounds in a row in which no rank had a finite difference are an error.
 
     Sends 2·(n-1)/n frames of the model each round, and 44 bytes to each peer: 2.125/H·(n-1)/n bits per parameter and
-    step. Keeps 4 (anchor) + 4 (worker error) + 8/n (server error) bytes per parameter, 4 more with outer momentum.
+    step. Keeps 4 (anchor) + 4 (worker error) + 8/n (server error) bytes per parameter, 4 more with outer momentum, and
+    4 with a master.
     """
 
     _step_supports_amp_scaling = True
@@ -145,6 +148,7 @@ class LocalSteps(Wrapped):
         self.buckets.build()
         if known:
             self._land_all()
+            self._show()
             self.fragments[-1].buckets += self.buckets[known:]
         else:
             interval = self.stats.interval = self._next_interval()
@@ -161,6 +165,8 @@ class LocalSteps(Wrapped):
             fragment.decays += [True] * (len(fragment.params) - len(fragment.decays))
         if self.hierarchy.intra_node is not None:
             self._averager = DenseAverager(self.buckets.params, self.hierarchy.intra_node)
+        if self.inner.state and any(bucket.masters for bucket in self.buckets[known:]):
+            self.load_inner(self.inner.state_dict())  # what it has of these parameters becomes float32
         if not known and self.model is not None:
             self._average_buffers()
         self._traffic.begin()
@@ -204,6 +210,7 @@ class LocalSteps(Wrapped):
             device=device,
             params=params,
             names=[name for _, name in members],
+            masters=Masters(params),
             layout=layout,
             counts=layout.counts(device),
             anchor=anchor,
@@ -249,15 +256,40 @@ class LocalSteps(Wrapped):
         self.stats.phase = "local"
         names = list(self.buckets.frozen.values())
         refuse_unfrozen(self.transport.rank, names, [[gradient_of(p) is not None for p in self.buckets.frozen]])
+        self._settle()
         self._note_first_gradients()
         if self._averager is not None:
             self._waited.total_s += 1e-3 * self._averager.finish()
         self._take_inner_step()
         self.steps += 1
         self._communicate()
+        self._show()
         self._fill_stats()
         self._computing.start()
         return loss
+
+    def _settle(self) -> None:
+        """Masters take what others have written into parameters. RuntimeError where one has another dtype now."""
+        for bucket in self.buckets:
+            bucket.masters.check(self.transport.rank, bucket.names)
+            bucket.masters.settle()
+
+    def _show(self) -> None:
+        """Parameters follow their masters."""
+        for bucket in self.buckets:
+            bucket.masters.write_back()
+
+    @contextmanager
+    def _on_masters(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for bucket in self.buckets:
+                stack.enter_context(bucket.masters.standing_in())
+            yield
+
+    def load_inner(self, state: State) -> None:
+        """The inner optimizer takes this state, in float32 where its parameters have masters."""
+        with self._on_masters():
+            self.inner.load_state_dict(state)
 
     def _note_first_gradients(self) -> None:
         """In the first step: where all ranks have the same gradients, somebody has averaged them."""
@@ -274,7 +306,8 @@ class LocalSteps(Wrapped):
         if is_good and not was_frozen:
             if scale != 1.0:
                 torch._foreach_mul_([local(grad) for grad in grads], scale)
-            self.inner.step()
+            with self._on_masters():
+                self.inner.step()
         else:
             self.stats.skipped_steps += 1
             if not is_good and scaler_scale is None and getattr(self, "found_inf", None) is None:
@@ -469,8 +502,10 @@ class LocalSteps(Wrapped):
         """
         with torch.no_grad():
             self._begin_counting()
+            self._settle()
             self._land_all()
             if self.is_at_anchor():
+                self._show()
                 return
             delay, self.delay = self.delay, 0
             try:
@@ -481,6 +516,7 @@ class LocalSteps(Wrapped):
             P = len(self.fragments)
             for k, fragment in enumerate(self.fragments):
                 fragment.due = self.steps - (-self.stats.interval * (k + 1) // P)
+            self._show()
             self._fill_stats()
 
     @torch.no_grad()
@@ -489,6 +525,7 @@ class LocalSteps(Wrapped):
 
         All ranks, between a round and the next step: behind `sync`, or before the first step.
         """
+        self._settle()
         for bucket in self.buckets:
             bucket.anchor.copy_(bucket.flatten())
             bucket.ef.worker.zero_()
@@ -504,15 +541,18 @@ class LocalSteps(Wrapped):
     def anchors(self) -> Iterator[None]:
         """In here the parameters are the anchors, which are the same on all ranks: for an evaluation. Sends nothing."""
         with torch.no_grad():
+            self._settle()
             kept = [[w.clone() for w in bucket.held] for bucket in self.buckets]
             for bucket in self.buckets:
                 bucket.return_to_anchor()
+            self._show()
         try:
             yield
         finally:
             with torch.no_grad():
                 for bucket, weights in zip(self.buckets, kept, strict=True):
                     torch._foreach_copy_(bucket.held, weights)
+                self._show()
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -544,8 +584,10 @@ class LocalSteps(Wrapped):
             self._is_finished = True
             with torch.no_grad():
                 self._begin_counting()
+                self._settle()
                 while self._round(self.fragments[0]):
                     pass
+                self._show()
                 self._fill_stats()
         finally:
             self._is_finished = False
@@ -608,6 +650,7 @@ class LocalSteps(Wrapped):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        self._settle()
         found = states.save(self, self.inner.state_dict())
         for after in self._optimizer_state_dict_post_hooks.values():
             found = after(self, found) or found
@@ -624,6 +667,7 @@ class LocalSteps(Wrapped):
             state_dict = before(self, state_dict) or state_dict
         with torch.no_grad():
             states.load(self, state_dict)
+            self._show()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

@@ -82,7 +82,7 @@ def save(optimizer: LocalSteps, inner: State) -> State:
         ],
     }
     if not optimizer.is_at_anchor():
-        record["parameters"] = [local(p).detach() for p in optimizer.buckets.params]
+        record["parameters"] = [w.detach() for bucket in optimizer.buckets for w in bucket.held]
         record["module_buffers"] = {name: local(buffer).detach() for name, buffer in optimizer.named_buffers()}
     return {**inner, "state": entries, "onebit": record}
 
@@ -136,7 +136,7 @@ def load(optimizer: LocalSteps, state: State) -> None:
     record = state.get("onebit")
     where = f"rank {optimizer.transport.rank}: cannot load this optimizer state: "
     if record is None:
-        optimizer.inner.load_state_dict(state)
+        optimizer.load_inner(state)
         _begin_here(optimizer)
         return
     if record.get("kind") != KIND:
@@ -152,12 +152,13 @@ def load(optimizer: LocalSteps, state: State) -> None:
             expected = OURS if bucket.velocity is not None else OURS[:2]
             if missing := [key for key in expected if key not in entry or entry[key].shape != shape]:
                 raise ValueError(f"{where}it has no {missing[0]} of shape {tuple(shape)} for {name}")
-    optimizer.inner.load_state_dict(_inner_part(state))
+    optimizer.load_inner(_inner_part(state))
     entries = {p: state["state"][numbers[p]] for p in optimizer.buckets.params}
     for bucket, saved in zip(optimizer.buckets, record["buckets"], strict=True):
         _restore_bucket(bucket, [entries[p] for p in bucket.params], saved["server_error"])
-    for p, w in zip(optimizer.buckets.params, record.get("parameters", ()), strict="parameters" in record):
-        local(p).copy_(w)
+    held = [w for bucket in optimizer.buckets for w in bucket.held]
+    for w, saved in zip(held, record.get("parameters", ()), strict="parameters" in record):
+        w.copy_(saved)
     named = dict(optimizer.named_buffers())
     for name, value in record.get("module_buffers", {}).items():
         if name in named:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..bucket_optimizer import BucketOptimizer
+from ..layout.masters import is_low
 from ..model_parallel import local
 from ..usage.contract import Group, State, check_number, refuse_copy
 
@@ -98,12 +99,15 @@ def check_group(g: int, group: Group) -> None:
         raise ValueError(f'group {g} of the inner optimizer has no "lr", which LocalSteps compares between ranks')
     check_number(f"group {g} of the inner optimizer", "lr", group["lr"])
     for k, p in enumerate(group["params"]):
-        if p.requires_grad and p.dtype != torch.float32:
-            name = group["param_names"][k] if "param_names" in group else f"parameter {k} of group {g}"
+        if not p.requires_grad or p.dtype == torch.float32:
+            continue
+        name = group["param_names"][k] if "param_names" in group else f"parameter {k} of group {g}"
+        if not is_low(p):
+            raise TypeError(f"{name} is {p.dtype}; LocalSteps takes float32, and bfloat16 and float16 with masters")
+        if local(p) is not p:
             raise TypeError(
-                f"{name} is {p.dtype}; the difference of a few steps is lost in its rounding. Keep the parameters "
-                "float32 and compute under torch.autocast(device, dtype=torch.bfloat16), or give LocalSteps an "
-                "optimizer of float32 masters"
+                f"{name} is a shard in {p.dtype}, which would need a float32 master; shard float32 parameters, and "
+                "compute in few bits: fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
             )
 
 
