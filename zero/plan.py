@@ -10,7 +10,8 @@ same for all three optimizers, but that ZeroOneAdam's skipped rounds send nothin
 costs that were fitted on one machine (scripts/records/growth_2026-11.md), an estimate for others: from all traffic that
 can hide behind two thirds of the computing does, to none does, as where ranks have no processor to spare. Recorded
 steps of ours and of DDP (scripts/records/bench_2026-11.jsonl) lie in between, within 15 %, which is a test. The
-formulas are in `docs/memory.md`.
+formulas are in `docs/memory.md`. "local steps": AdamW inside a replica, and between replicas a round in one bit every
+`--local-steps` steps: its seconds go from a round that lands later, under `delay`, to one that is waited for.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .config.optimizers import OPTIMIZERS
 from .sharded.optimizer import WARMUP_STEPS
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-SHARDED = ("sharded int4", "sharded sign")
+SHARDED, LOCAL = ("sharded int4", "sharded sign"), "local steps"
 _FLOAT32, _MOMENTS = 4.0, 8.0
 _ELEMENTS, _BLOCK = 1 << 20, 256
 
@@ -41,7 +42,7 @@ _HIDDEN_BY_BACKWARD = 2 / 3
 class Run:
     """What is asked about. link_bits_per_s: of a host, shared by its ranks. compute_s: of a step without its traffic.
     codec: what momentum travels in where it is not sharded across hosts. warmup_codec: what gradients travel in. steps:
-    of the run.
+    of the run. local_steps: those between two rounds of `LocalSteps`.
 
     Raises ValueError on numbers that no run can have.
     """
@@ -56,12 +57,13 @@ class Run:
     codec: str = "sign"
     warmup_codec: str = "int8"
     steps: int = 1000
+    local_steps: int = 32
 
     def __post_init__(self) -> None:
         if self.params < 1 or self.hosts < 1 or self.ranks_per_host < 1 or self.link_bits_per_s <= 0:
             raise ValueError(f"expected at least one parameter, host and rank, and a link, got {self}")
-        if self.warmup_codec not in CODECS or self.steps < 1:
-            raise ValueError(f"expected warmup_codec of {', '.join(CODECS)} and steps >= 1, got {self}")
+        if self.warmup_codec not in CODECS or self.steps < 1 or self.local_steps < 1:
+            raise ValueError(f"expected warmup_codec of {', '.join(CODECS)}, steps and local_steps >= 1, got {self}")
         if self.dtype not in DTYPE_BYTES or self.error_bytes not in (2, 4) or self.compute_s < 0:
             raise ValueError(f"expected dtype of {', '.join(DTYPE_BYTES)}, error_bytes 2 or 4, compute_s >= 0: {self}")
 
@@ -94,10 +96,12 @@ class Plan:
 
 
 def optimizers() -> list[str]:
-    """The rows of a plan: the one-bit optimizers of the registry, the sharded form that they share, the dense ones."""
+    """The rows of a plan: the one-bit optimizers of the registry, the sharded form that they share, local steps, the
+    dense ones.
+    """
     known = [entry for entry in OPTIMIZERS.values() if entry.footprint is not None]
     one_bit = [entry.name for entry in known if entry.is_one_bit]
-    return [*one_bit, *SHARDED, *(entry.name for entry in known if not entry.is_one_bit)]
+    return [*one_bit, *SHARDED, LOCAL, *(entry.name for entry in known if not entry.is_one_bit)]
 
 
 def plans(run: Run) -> Iterator[Plan]:
@@ -112,6 +116,8 @@ def plan(run: Run, optimizer: str, stage: int) -> Plan | None:
     """One of `optimizers`; None where there is no such form: `forms.choose` says why."""
     if optimizer in SHARDED:
         return _across(run, optimizer, stage) if stage in (1, 2) and run.ranks_per_host == 1 else None
+    if optimizer == LOCAL:
+        return _local(run, stage) if stage == 0 or run.ranks_per_host > 1 else None
     entry = OPTIMIZERS[optimizer]
     if entry.footprint is None:
         raise ValueError(f"{optimizer} has no row of its own; there are {', '.join(optimizers())}")
@@ -154,6 +160,19 @@ def _across(run: Run, optimizer: str, stage: int) -> Plan:
     bits, warmup_bits = (8 * (W - 1) / W * (each + down) for each in (up, _frame_bytes(run.warmup_codec)))
     run_bits = _mean(run, warmup_bits, bits, min(WARMUP_STEPS, run.steps))
     return Plan(optimizer, stage, float(b), gradients, state, bits, warmup_bits, run_bits, seconds)
+
+
+def _local(run: Run, stage: int) -> Plan:
+    """AdamW in a replica: a rank at stage 0, else the ranks of a host. Anchor, worker error, both server errors."""
+    S, R, H = (run.ranks_per_host, run.hosts, run.local_steps) if stage else (1, run.world_size, run.local_steps)
+    frame = _frame_bytes("sign")
+    state = (_MOMENTS + _FLOAT32 + run.error_bytes * (1 + 2 / R)) / S
+    parameters, gradients = _parameters_and_gradients(run, stage, S)
+    exchange = _exchange_s(run, run.params / S, R, frame, S if stage else run.ranks_per_host, _ONE_BIT_S)
+    bits = 8 * 2 * (R - 1) / R * frame / S / H
+    hidden, waited = max(0.0, exchange / H - run.compute_s), exchange / H
+    seconds = run.compute_s + hidden, run.compute_s + waited
+    return Plan(LOCAL, stage, parameters, gradients, state, bits, bits, bits, seconds)
 
 
 def _dense(run: Run, optimizer: str, footprint: Footprint, stage: int) -> Plan:

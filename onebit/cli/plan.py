@@ -123,6 +123,7 @@ def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | OffloadRun | None, Path
     add("--codec", choices=momentum_codecs(), default="sign", help="of the momentum, but across hosts")
     add("--warmup-codec", choices=CODECS, default="int8", help="of the gradients, in warm-up and refreshes")
     add("--steps", type=int, default=1000, help="of the run, over which bits are averaged (default: 1000)")
+    add("--local-steps", type=int, default=32, metavar="H", help="between two rounds of LocalSteps (default: 32)")
     add("--compute", type=float, default=0.0, metavar="SECONDS", help="of a step without traffic; hides some of it")
     add("--serve", type=shape, metavar="LAYERSxWIDTH", help="of init_inference instead: what a token costs, split")
     add("--rows", type=int, default=1, help="with --serve: prompts answered at once")
@@ -140,7 +141,8 @@ def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | OffloadRun | None, Path
             served = ServeRun(args.params, layers, width, args.dtype, args.rows, args.link, args.memory * 1e9)
             return Run(args.params, args.hosts, args.ranks_per_host), served, args.json
         numbers = args.params, args.hosts, args.ranks_per_host, args.dtype, args.error_bytes, args.link, args.compute
-        return Run(*numbers, codec=args.codec, warmup_codec=args.warmup_codec, steps=args.steps), None, args.json
+        named = {"codec": args.codec, "warmup_codec": args.warmup_codec, "local_steps": args.local_steps}
+        return Run(*numbers, **named, steps=args.steps), None, args.json
     except ValueError as error:
         parser.error(str(error))
 

@@ -13,6 +13,7 @@ import torch
 from headless import Headless
 from torch import nn
 
+from onebit import LocalSteps
 from onebit.cli.plan import main, table
 from onebit.comm import SimTransport, codec_named, run_ranks
 from onebit.zero import Offload
@@ -21,7 +22,7 @@ from onebit.zero.config.schema import keys_of
 from onebit.zero.offload.plan import ROWS, OffloadRun, chosen
 from onebit.zero.offload.plan import plan as offload_plan
 from onebit.zero.offload.plan import plans as offload_plans
-from onebit.zero.plan import DTYPE_BYTES, Run, optimizers, plan, plans
+from onebit.zero.plan import DTYPE_BYTES, LOCAL, SHARDED, Run, optimizers, plan, plans
 from onebit.zero.sharded.adam import ShardedOnebitAdam
 
 N = 1 << 20
@@ -60,7 +61,7 @@ def measured(
     return optimizer.state_bytes() / N, sent, first
 
 
-ONE_BIT = [name for name in optimizers() if name not in OPTIMIZERS or OPTIMIZERS[name].is_one_bit]
+ONE_BIT = [name for name in optimizers() if name in SHARDED or (name in OPTIMIZERS and OPTIMIZERS[name].is_one_bit)]
 
 
 @pytest.mark.slow
@@ -86,6 +87,40 @@ def test_four_bits_in_the_warm_up_make_a_run_of_500_steps_cost_less_than_3_bits(
     assert dense is not None and dense.run_bits == dense.warmup_bits == dense.bits == 48
     with pytest.raises(ValueError, match="warmup_codec of"):
         Run(1e9, 4, warmup_codec="zip")
+
+
+@pytest.mark.parametrize(("ranks", "every", "error_bytes"), [(2, 1, 4), (4, 3, 4), (3, 2, 2)])
+def test_local_steps_hold_and_send_what_the_plan_says(ranks: int, every: int, error_bytes: int) -> None:
+    made = plan(Run(N, ranks, dtype="fp32", error_bytes=error_bytes, local_steps=every), LOCAL, 0)
+    assert made is not None and made.bits == made.warmup_bits == made.run_bits
+
+    def rank(transport: SimTransport) -> tuple[float, float]:
+        p = nn.Parameter(torch.zeros(N // 256, 256))
+        optimizer = LocalSteps(
+            torch.optim.AdamW([p]),
+            every,
+            transport=transport,
+            error_dtype={2: torch.bfloat16, 4: torch.float32}[error_bytes],
+        )
+        for step in range(2 * every):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + transport.rank))
+            optimizer.step()
+        moments = sum(optimizer.state[p][name].nbytes for name in ("exp_avg", "exp_avg_sq"))
+        return (optimizer.state_bytes() + moments) / N, optimizer.stats.mean_bits_per_parameter
+
+    state, bits = run_ranks(ranks, rank)[0]
+    assert state == pytest.approx(made.state, rel=0.01)
+    assert bits == pytest.approx(made.bits, rel=0.02)
+
+
+def test_a_round_is_waited_for_or_lands_under_computing() -> None:
+    run = Run(25e6, 4, dtype="fp32", link_bits_per_s=1e7, compute_s=0.3)
+    (least, most), every_step = plan(run, LOCAL, 0).seconds, plan(run, "OneBitAdam", 0).seconds
+    assert least == 0.3 < most == pytest.approx(0.3 + (every_step[1] - 0.3) / 32)
+    assert plan(replace(run, local_steps=1), LOCAL, 0).seconds[1] == pytest.approx(every_step[1])
+    assert plan(run, LOCAL, 1) is None and plan(replace(run, ranks_per_host=2), LOCAL, 3) is not None
+    with pytest.raises(ValueError, match="local_steps >= 1"):
+        replace(run, local_steps=0)
 
 
 def test_errors_of_two_bytes() -> None:
@@ -162,7 +197,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--params", "1.5e9", "--hosts", "4", "--ranks-per-host", "2", "--link", "1gbit"]
     assert main(arguments) == 0
     text, made = capsys.readouterr().out, list(plans(Run(1.5e9, 4, 2)))
-    assert len(table(Run(1.5e9, 4, 2)).rows) == len(made) == 4 * 5
+    assert len(table(Run(1.5e9, 4, 2)).rows) == len(made) == 4 * 6
     assert all(f"{one.bytes_per_parameter:.2f}" in text for one in made)
     assert main([*arguments, "--json", "-"]) == 0
     said = capsys.readouterr().out
