@@ -113,6 +113,7 @@ def test_the_plan_has_a_row_for_whoever_holds_other_state() -> None:
         "OneBitMuon",
         "sharded int4",
         "sharded sign",
+        "local steps",
         "AdamW",
     ]
     with pytest.raises(ValueError, match="Lamb has no row of its own"):
