@@ -125,6 +125,21 @@ class AdamRule(Rule):
         decision = yield from self.placement.send_again(bucket, sent)
         yield from self.take_over(bucket, decision)
 
+    def ahead(self, bucket: Bucket) -> float:
+        group = self.buckets.group(bucket)
+        weight: float = float(group["lr"]) * group["betas"][0] * self._correction(bucket)  # as Nesterov's gradients
+        return weight
+
+    def look_ahead(self, bucket: Bucket, decision: Decision, weight: float) -> None:
+        if bucket not in self.masks:
+            number, one = self.placement.constant(bucket, weight), self.placement.constant(bucket, 1.0)
+            self.placement.apply(bucket, decision, bucket.frames, number, one)
+            return
+        views = bucket.layout.views(self.last_average(bucket))
+        for p, view, is_moving in zip(bucket.held, views, decision.of(bucket), strict=True):
+            if is_moving:
+                p.add_(view, alpha=weight)
+
     def take_over(self, bucket: Bucket, decision: Decision) -> BucketStep:
         """The rest of a compressed step, whose exchange is over and was good."""
         assert bucket.ef is not None

@@ -44,7 +44,7 @@ from .step.driver import Driver
 from .step.link_probe import CompressionPolicy
 from .step.overlap import Overlap
 from .step.replicated import Replicated
-from .step.under_way import StepUnderWay, check_delay, vote_of
+from .step.under_way import Ahead, StepUnderWay, check_delay, vote_of
 from .step.verdict import is_good_alone, reads_late, verdicts
 from .usage.contract import Group, SharedOptions, State
 from .usage.frozen import gradient_of, refuse_unfrozen
@@ -77,9 +77,10 @@ class CommonOptions(SharedOptions, total=False):
     and after three such steps in a row nothing is sent during backward any more.
     delay: of `OnebitAdam` alone. 1: the one-bit exchange of a step travels under the compute of the next one, at whose
     end parameters move by it, with the learning rate it was sent with. A step takes the longer of compute and traffic,
-    not their sum, and gradients are those of parameters one step older. Buckets leave in step(), whatever `overlap`
-    says. Warm-up and refreshes land what is under way and have no delay. `sync()` lands it before an evaluation or an
-    export.
+    not their sum, and gradients are those of parameters one step older. Meanwhile parameters look ahead, as for
+    Nesterov's gradient: p - lr·β1·m/D with the last step's numbers, taken back when the step lands. Buckets leave in
+    step(), whatever `overlap` says. Warm-up and refreshes land what is under way and have no delay. `sync()` lands it
+    before an evaluation or an export.
     """
 
     model_parallel_group: ModelParallelGroup | Transport | None
@@ -126,6 +127,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self._has_begun = self._is_delayed = False  # the step that has begun
         self.delay = delay
         self._under_way: StepUnderWay | None = None  # the step before
+        self.ahead: Ahead | None = None  # how far parameters may look while a step is under way
         self._construct(params, defaults)
 
     @property
@@ -355,6 +357,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self._driver.commit(decision, self.rule.meet)
         self._write_masters(decision)
         self.stats.phase = self.rule.after_step()
+        if self.delay:
+            self.ahead = Ahead([self.rule.ahead(bucket) for bucket in self.buckets], decision.seen)
 
     # ---------------------------------------------------------------- a step under way
 
@@ -377,13 +381,22 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return super()._anybody_goes_on()
 
     def _leave_under_way(self, ballot: Ballot, clip_factor: float) -> None:
-        """What was launched travels while the next step computes."""
+        """What was launched travels while the next step computes, where parameters will about be when it lands."""
         self._driver.leave_under_way()
         if self.placement.hierarchy.local_size > 1:  # the sum inside the node
             self._driver.advance(range(len(self.buckets)), is_awaited=True)
         sent = [bucket.wires[self.codec].sent_HB.clone() for bucket in self.buckets]
-        self._under_way = StepUnderWay(ballot, clip_factor, sent)
+        self._under_way = StepUnderWay(ballot, clip_factor, sent, self.ahead)
+        self._look_ahead(self.ahead, 1.0)
         self.stats.phase = self.rule.round_name()
+
+    def _look_ahead(self, ahead: Ahead | None, sign: float) -> None:
+        """There, or with the other sign back. By numbers that all ranks have agreed on: they belong to a step taken."""
+        if ahead is not None:
+            decision = Decision(ahead.seen)
+            for bucket, weight in zip(self.buckets, ahead.weights, strict=True):
+                self.rule.look_ahead(bucket, decision, -sign * weight)
+            self._write_masters(decision)
 
     def _advance(self, buckets: Iterable[int]) -> None:
         """Launch the second phase of these buckets under way."""
@@ -407,6 +420,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
                 self._driver.leave_under_way()  # a state saved now has it still
                 raise
             self._under_way = None
+            self._look_ahead(step.ahead, -1.0)
             if is_good:
                 self._commit(Decision(present_anywhere(step.ballot.votes)), step.clip_factor)
                 return None
@@ -429,7 +443,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             ]
             self._driver.leave_under_way()
             ballot = Ballot.cast(self.transport, header, mine, self.buckets[0].device)
-        self._under_way = StepUnderWay(ballot, record["clip_factor"], sent)
+        self._under_way = StepUnderWay(ballot, record["clip_factor"], sent, self.ahead)
 
     # ---------------------------------------------------------------- committed, given up
 

@@ -21,7 +21,7 @@ from .layout.buckets import B, Buckets
 from .layout.flat import Layout
 from .layout.masks import Masks
 from .model_parallel import ModelParallelGroup
-from .step.bucket_step import Answer, BucketStep, Meeting
+from .step.bucket_step import Answer, BucketStep, Decision, Meeting
 from .step.link_probe import CompressionPolicy
 from .step.replicated import Replicated
 from .usage.contract import State
@@ -129,6 +129,14 @@ class Rule(BucketRule[Bucket]):
 
     def send_again(self, bucket: Bucket, sent: Tensor) -> BucketStep:
         """A compressed step of which these frames were sent, in a rule that can be delayed."""
+        raise AssertionError(f"{type(self).__name__} cannot be delayed")
+
+    def ahead(self, bucket: Bucket) -> float:
+        """How far parameters may look ahead of the step just taken: p - this·m/D. In a rule that can be delayed."""
+        raise AssertionError(f"{type(self).__name__} cannot be delayed")
+
+    def look_ahead(self, bucket: Bucket, decision: Decision, weight: float) -> None:
+        """p ← p + weight·m/D for the parameters that move by this decision. In a rule that can be delayed."""
         raise AssertionError(f"{type(self).__name__} cannot be delayed")
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,6 +76,7 @@ def save(optimizer: CompressedOptimizer, state: State) -> State:
         "skipped_steps": optimizer.stats.skipped_steps,
         "clip_average": optimizer.clipper.average,
         "compresses": optimizer.policy.compresses,
+        "ahead": None if optimizer.ahead is None else asdict(optimizer.ahead),
         **optimizer.rule.record(),
     }
     if (step := optimizer.step_under_way) is not None:
@@ -167,6 +169,9 @@ def restore(optimizer: CompressedOptimizer, state: State) -> None:
         optimizer.stats.skipped_steps = record["skipped_steps"]
         optimizer.clipper.average = tuple(record["clip_average"])
         optimizer.policy.load(record.get("compresses"))
+        ahead = record.get("ahead")
+        fits = ahead is not None and len(ahead["weights"]) == len(optimizer.buckets)
+        optimizer.ahead = under_way.Ahead(**ahead) if fits else None
         optimizer.rule.load_record(record)
     else:
         optimizer.rule.adopt_dense_state()

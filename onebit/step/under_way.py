@@ -1,8 +1,9 @@
 """A compressed step whose exchange travels under the compute of the next step: `delay=1`.
 
 The optimizer sends step t, returns, and lands it at the beginning of step t + 1: verdict, errors, momentum, parameters.
-Here is what it keeps of such a step meanwhile, and how that is saved. Where a state is loaded, the same frames are sent
-again; where it goes to another number of ranks, what was sent is owed instead.
+Meanwhile parameters look ahead: they stand where β1·m alone would take them, as for Nesterov's gradient, near to where
+the next gradient will count. Here is what is kept of such a step, and how that is saved. Where a state is loaded, the
+same frames are sent again; where it goes to another number of ranks, what was sent is owed instead.
 """
 
 from __future__ import annotations
@@ -30,16 +31,26 @@ def check_delay(name: str, rule: object, delay: int) -> None:
         raise ValueError(f"{name} has no delay: a step of it cannot land in the next; give delay=0, or take OnebitAdam")
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """p - weight·m/D, by bucket, for the parameters that the last step has moved (seen)."""
+
+    weights: Sequence[float]
+    seen: Sequence[bool]
+
+
 @dataclass
 class StepUnderWay:
     """ballot: its vote. clip_factor: what its gradients were multiplied by. sent: of each bucket, a copy of the frames.
 
+    ahead: how far parameters look until it lands; None: not at all.
     gradients: how many of the next step have come. in_second_phase: how many buckets have been brought there.
     """
 
     ballot: Ballot
     clip_factor: float
     sent: Sequence[Tensor]
+    ahead: Ahead | None = None
     gradients: int = 0
     in_second_phase: int = 0
 
@@ -101,7 +112,7 @@ def owing(state: State) -> State:
     """The state as if what is under way had not been sent: its gradients are owed, and count in the next step.
 
     e ← e + (1-β1)·g/D, which is what was sent and its residual, without β1·m/D. Where that is not finite it is dropped.
-    Other worlds and other cuts of the parameters begin so.
+    Other worlds and other cuts of the parameters begin so. The model's parameters stay ahead, by lr·β1·m̂/D.
     """
     record = state.get("onebit")
     if record is None or NAME not in record:

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 from family import FREEZE, flat, fresh, loss_of, make, model, same, snapshot, train
-from oracles import OnebitAdamOracle
+from oracles import OnebitAdamOracle, compress
 from torch import Tensor, nn
 
 import onebit
 from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
 from onebit.comm import IdentityCodec, PeerError, SimTransport, hierarchical, run_ranks
+from onebit.onebit_adam import AdamRule
 from onebit.optimizer import CompressedOptimizer
 
 SIZES = (300, 1, 513, 256, 7)
@@ -37,21 +38,27 @@ def delayed_oracle(
 ) -> tuple[np.ndarray, np.ndarray]:
     """1-bit Adam whose compressed steps move parameters one step later; (x after each step, x once all has landed).
 
-    The textbook's recursion of the momentum, by hand around it: a move waits, and so does its weight decay.
+    The textbook's recursion of the momentum, by hand around it: a move waits, and so does its weight decay. While it
+    waits x is seen where β1 of the last momentum, as it was sent, would take it.
     """
     oracle = OnebitAdamOracle(start(), workers, SIZES, dense=dense, is_refreshed=is_refreshed)
     x, waiting, trajectory = start(), None, []
+    beta1 = oracle.betas[0]
     for step, lr in enumerate(lrs):
         grads = np.stack([gradient(step, worker, x) for worker in range(workers)])
         if waiting is not None:
             late_lr, update = waiting
             x, waiting = x - late_lr * (update + oracle.weight_decay * x), None
+        ahead = np.zeros_like(x)
+        if not dense(step):
+            oracle.freeze()
+            ahead = lrs[step - 1] * beta1 * compress(oracle.update, oracle.blocks, "rms") / (1 - beta1**oracle.t)
         update = oracle.advance(grads)
         if dense(step):
             x = x - lr * (update + oracle.weight_decay * x)
         else:
             waiting = lr, update
-        trajectory.append(x)
+        trajectory.append(x - ahead)
     landed = x if waiting is None else x - waiting[0] * (waiting[1] + oracle.weight_decay * x)
     return np.stack(trajectory), landed
 
@@ -67,9 +74,11 @@ def gradient(step: int, worker: int, x: np.ndarray) -> np.ndarray:
     return (pull + 0.5 * noise).astype(np.float32).astype(np.float64)
 
 
-def trajectory(transport: SimTransport, lrs: list[float], **options: object) -> tuple[np.ndarray, np.ndarray]:
+def trajectory(
+    transport: SimTransport, lrs: list[float], *, kind: type = onebit.OnebitAdam, **options: object
+) -> tuple[np.ndarray, np.ndarray]:
     params = [nn.Parameter(p.clone()) for p in torch.from_numpy(start()).float().split(SIZES)]
-    optimizer = onebit.OnebitAdam(params, transport=transport, warmup_codec=IdentityCodec(), delay=1, **options)
+    optimizer = kind(params, transport=transport, warmup_codec=IdentityCodec(), delay=1, **options)
     seen = []
     for step, lr in enumerate(lrs):
         optimizer.param_groups[0]["lr"] = lr
@@ -99,7 +108,41 @@ def test_equals_the_delayed_textbook_loop(world_size: int, bucket_cap_mb: float)
         np.testing.assert_array_equal(last, results[0][1])
     np.testing.assert_allclose(results[0][0], expected, atol=2e-4, rtol=0)
     np.testing.assert_allclose(results[0][1], landed, atol=2e-4, rtol=0)
-    np.testing.assert_array_equal(results[0][0][8], results[0][0][7])  # the first compressed step has not landed
+
+
+@pytest.fixture
+def no_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """p - 0·m/D is p, to the bit."""
+    monkeypatch.setattr(AdamRule, "ahead", lambda rule, bucket: 0.0)
+
+
+@pytest.mark.usefixtures("no_look_ahead")
+def test_the_first_compressed_step_moves_nothing_until_it_lands() -> None:
+    seen, landed = run_ranks(2, lambda transport: trajectory(transport, [0.05] * 9, freeze_step=8))[0]
+    np.testing.assert_array_equal(seen[8], seen[7])
+    assert (landed != seen[8]).any()
+
+
+def test_looking_ahead_and_back_is_a_rounding_and_nothing_else() -> None:
+    """Landed parameters are those without look-ahead, where gradients do not depend on them."""
+    lrs = [0.05] * 20
+
+    def rank(transport: SimTransport) -> tuple[np.ndarray, np.ndarray]:
+        ahead, landed = trajectory(transport, lrs, freeze_step=8)
+        plain, plain_landed = trajectory(transport, lrs, freeze_step=8, kind=LooksNot)
+        assert np.abs(ahead - plain)[8:].max() > 1e-3
+        np.testing.assert_array_equal(ahead[:8], plain[:8])
+        return landed, plain_landed
+
+    for landed, plain in run_ranks(2, rank):
+        np.testing.assert_allclose(landed, plain, atol=1e-5, rtol=0)
+
+
+class LooksNot(onebit.OnebitAdam):
+    """OnebitAdam whose parameters wait where the last step has left them."""
+
+    def _look_ahead(self, ahead: object, sign: float) -> None:
+        pass
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -114,6 +157,7 @@ def test_a_refresh_lands_the_step_before_and_is_not_delayed(world_size: int, mon
     assert differs.mean(axis=1).max() <= 0.01  # as without delay: a sum that cancels has another sign in float32
 
 
+@pytest.mark.usefixtures("no_look_ahead")
 def test_landing_every_step_is_the_optimizer_without_delay() -> None:
     def ours(transport: SimTransport) -> bool:
         net, optimizer = late(transport)
@@ -122,7 +166,10 @@ def test_landing_every_step_is_the_optimizer_without_delay() -> None:
             train(transport, range(step, step + 1), net, optimizer)
             optimizer.sync()
             train(transport, range(step, step + 1), plain_net, plain)
-            if not (torch.equal(flat(net), flat(plain_net)) and same(snapshot(optimizer), snapshot(plain))):
+            states = snapshot(optimizer), snapshot(plain)
+            for state in states:
+                del state["onebit"]["ahead"]
+            if not (torch.equal(flat(net), flat(plain_net)) and same(*states)):
                 return False
         return True
 
@@ -185,6 +232,7 @@ def test_nothing_keeps_gradients_while_they_travel() -> None:
     assert run_ranks(2, ours) == [True, True]
 
 
+@pytest.mark.usefixtures("no_look_ahead")
 def test_in_two_levels_every_step_lands_as_it_would_at_once() -> None:
     """Two nodes of two ranks: replicas identical, and a run that lands each step is one without delay."""
 
@@ -212,6 +260,7 @@ def test_in_two_levels_every_step_lands_as_it_would_at_once() -> None:
 # -------------------------------------------------------------------------------- skipped
 
 
+@pytest.mark.usefixtures("no_look_ahead")
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 def test_a_skipped_step_is_neither_taken_nor_taken_twice(
     max_grad_norm: float, caplog: pytest.LogCaptureFixture
@@ -244,6 +293,7 @@ def test_a_skipped_step_is_neither_taken_nor_taken_twice(
     assert all(torch.equal(moved, landed[0][0]) for moved, _ in (*spoilt, *landed))
 
 
+@pytest.mark.usefixtures("no_look_ahead")
 def test_a_skipped_step_leaves_no_trace() -> None:
     """Behind it the state is that before it was sent, to the bit, and its parameters have all steps before it."""
 
@@ -326,6 +376,7 @@ def test_a_rank_that_ends_earlier_takes_part() -> None:
     assert [shadows for *_, shadows in results] == [0, 3, 6]
 
 
+@pytest.mark.usefixtures("no_look_ahead")
 def test_a_step_without_gradients_lands_the_one_before_it() -> None:
     def ours(transport: SimTransport) -> tuple[bool, bool, Tensor]:
         net, optimizer = late(transport)
@@ -537,21 +588,22 @@ def test_a_peer_that_ends_while_a_step_is_under_way_is_named() -> None:
 
 
 def test_ranks_in_different_steps_are_told_before_anything_is_written() -> None:
-    def ours(transport: SimTransport) -> tuple[str, bool]:
+    def ours(transport: SimTransport) -> tuple[str, bool, Tensor]:
         net, optimizer = late(transport)
         train(transport, range(FREEZE + 2), net, optimizer)
         optimizer.sync()
         optimizer.param_groups[0]["lr"] = 0.01 * (1 + transport.rank)
-        before = flat(net)
+        before = snapshot(optimizer)
         train(transport, range(20, 21), net, optimizer)
         try:
             train(transport, range(21, 22), net, optimizer)
         except onebit.DesyncError as error:
-            return str(error), torch.equal(before, flat(net))
-        return "", False
+            return str(error), same(optimizer.state_dict()["state"], before["state"]), flat(net)
+        raise AssertionError
 
-    for said, is_unmoved in run_ranks(2, ours):
-        assert "different values of lr" in said and is_unmoved
+    results = run_ranks(2, ours)
+    for said, is_unmoved, seen in results:  # parameters look ahead by the last step's lr, on which ranks agreed
+        assert "different values of lr" in said and is_unmoved and torch.equal(seen, results[0][2])
 
 
 @pytest.mark.parametrize("name", ["OnebitLamb", "ZeroOneAdam", "OnebitMuon"])
