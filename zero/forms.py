@@ -238,10 +238,8 @@ def _optimizer(
 def _in_files(config: Config, grid: Grid, params: ParamsT, make: Callable[[ParamsT], torch.optim.Optimizer]) -> Offload:
     """A dense optimizer whose state lies in files: each rank's own, of its own shards."""
     block = config.zero_optimization.offload_optimizer
-    buffers, folder = max(2, block.buffer_count), block.nvme_path or ""
-    return Offload(
-        params, make, "state", folder, buffer_count=buffers, pin_memory=block.pin_memory, rank=grid.world.rank
-    )
+    buffers, folder, rank = block.buffer_count, block.nvme_path or "", grid.world.rank
+    return Offload(params, make, "state", folder, buffer_count=buffers, pin_memory=block.pin_memory, rank=rank)
 
 
 def _uses_files(config: Config) -> bool:

@@ -195,7 +195,12 @@ class TestState:
 class TestArguments:
     @pytest.mark.parametrize(
         ("options", "text"),
-        [({"mode": "half"}, "expected mode of"), ({"chunk_mb": 0.0}, "chunk_mb > 0"), ({"buffer_count": 1}, ">= 2")],
+        [
+            ({"mode": "half"}, "expected mode of"),
+            ({"chunk_mb": 0.0}, "chunk_mb > 0"),
+            ({"buffer_count": 1}, "buffer_count >= 2, got .* 1$"),
+            ({"buffer_count": 0, "mode": "full", "to": "cpu"}, "buffer_count >= 2, got .* 0$"),
+        ],
     )
     def test_are_checked(self, options: dict, text: str, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=text):

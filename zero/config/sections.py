@@ -71,7 +71,7 @@ class OffloadOptimizer:
     device: str = key("none", TEXT, required=True, choices=("none", "cpu", "nvme"))
     nvme_path: str | None = key(None, TEXT, null=True)
     pin_memory: bool = key(True, BOOL)
-    buffer_count: int = key(4, INT, least=1)
+    buffer_count: int = key(4, INT, least=2)
 
     def __post_init__(self) -> None:
         check_block(self)
@@ -92,7 +92,7 @@ class OffloadParam:
     device: str = key("none", TEXT, required=True, choices=("none", "cpu", "nvme"))
     nvme_path: str | None = key(None, TEXT, null=True)
     pin_memory: bool = key(True, BOOL)
-    buffer_count: int = key(5, INT, least=1)
+    buffer_count: int = key(5, INT, least=2)
 
     def __post_init__(self) -> None:
         check_block(self)

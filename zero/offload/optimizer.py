@@ -34,7 +34,7 @@ from .layout import Chunk, Layout, Piece, cut, elements_of
 from .movable import cast_parameters
 from .state import OffloadStats, StateOfParams, load_entries, load_into, sharded_as
 from .store import Store
-from .stored_params import StoredParams, move_params
+from .stored_params import StoredParams
 from .stores import Stores
 from .weights import ResidentWeights, StoredWeights, take_masters
 
@@ -88,8 +88,11 @@ class Offload(torch.optim.Optimizer):
         fill: Callable[[nn.Module], object] | None = None,
     ):
         check_mode(mode, model, device=device, dtype=dtype, fill=fill)
-        if chunk_mb <= 0 or max_grad_norm < 0:
-            raise ValueError(f"expected chunk_mb > 0 and max_grad_norm >= 0, got {chunk_mb} and {max_grad_norm}")
+        if chunk_mb <= 0 or max_grad_norm < 0 or buffer_count < 2:
+            raise ValueError(
+                f"expected chunk_mb > 0, max_grad_norm >= 0 and buffer_count >= 2, got {chunk_mb}, {max_grad_norm} and "
+                f"{buffer_count}"
+            )
         self.mode, self.max_grad_norm, self.stats = mode, max_grad_norm, OffloadStats()
         self._store: Store | None = None
         made = made_of(model, make)
@@ -159,7 +162,8 @@ class Offload(torch.optim.Optimizer):
     ) -> StoredParams:
         if dtype is not None:
             cast_parameters(model, dtype)
-        moved = move_params(model, self._params, self.layout.chunks, self._stores.open, ahead, device, fill)
+        chunks, open_store = self.layout.chunks, self._stores.open
+        moved = StoredParams(model, self._params, chunks, open_store, ahead=ahead, device=device, fill=fill)
         is_master = [not needs for needs in self._needs_master]
         self._weights = StoredWeights(moved, lambda k: self._gradients.has(k), is_master)
         return moved

@@ -58,7 +58,7 @@ def build(
         make,
         "full",
         zero.offload_param.nvme_path or "",
-        buffer_count=max(2, zero.offload_param.buffer_count),
+        buffer_count=zero.offload_param.buffer_count,
         max_grad_norm=config.gradient_clipping,
         pin_memory=all(block.pin_memory for block in offloads),
         grad_dtype=torch.float32,
