@@ -241,6 +241,14 @@ class TestOffload:
             scratch = 512 * 512 * (8 + 4 * (dtype == "bf16"))
             assert planned.host_bytes == stored + near + scratch
 
+    def test_a_first_step_makes_a_chunks_moments_beside_a_store_that_is_there(self) -> None:
+        run = OffloadRun(100e6, host_bytes=1e12, disk_bytes=1e12, chunk_mb=12.0, buffer_count=3)
+        chunk = 1024 * 1024
+        assert offload_plan(run, "state", "files").host_bytes == 4 * 100e6 + chunk * (3 * 12 + 4 + 8 + 8)
+        assert offload_plan(run, "state", "cpu").host_bytes == 16 * 100e6 + chunk * (4 + 8)
+        locked = replace(run, device_bytes=1e12)
+        assert offload_plan(locked, "state", "cpu").host_bytes == 12 * 100e6 + chunk * (4 + 8 + 8)
+
     def test_a_card_of_16_gb_trains_what_its_host_holds(self) -> None:
         run = replace(self.RUN, device_bytes=16e9, host_bytes=300e9, disk_bytes=0.0, largest=90e6)
         best = chosen(run)

@@ -14,7 +14,8 @@ of moments:
 In mode full a float32 parameter is its own master on any device, and "the largest" is of a module; `largest` stands for
 it.
 A store in files needs buffers of buffer_count chunks in host memory; every mode with one needs a chunk's float32
-gradients (unless they are float32 on the host) and a chunk of the step's own. Without a GPU what lies with the
+gradients (unless they are float32 on the host), a chunk of the step's own, and in its first step a chunk's moments,
+which torch makes beside the store. Without a GPU what lies with the
 parameters is host memory, too. Activations and the process itself come on top. Seconds: a roofline, from all overlapped
 (the slowest of PCIe, memory and disk behind computing) to nothing overlapped. The formulas are in docs/offload.md.
 """
@@ -122,13 +123,14 @@ def _bytes(run: OffloadRun, mode: str, to: str) -> tuple[float, float, float]:
     if mode == "none":
         master = 0 if run.dtype == "fp32" else 4
         near, away = run.params * (2 * b + master + _MOMENTS), 0.0
-        buffers = _own(run, mode) + (0 if b == 4 else 4 * chunk)
+        buffers = _own(run, mode, to) + (0 if b == 4 else 4 * chunk)
     else:
         state, stored = run.state_bytes(mode), run.stored_bytes(mode)
         near = b * (run.largest if mode == "full" else run.params) + b * (run.largest if stored else run.params)
         away = run.params * (state + stored)
         scratch = 0 if b == 4 and (run.device_bytes == 0 or stored) else 4
-        buffers = _own(run, mode) + chunk * (scratch + (run.buffer_count * (state + stored) if to == "files" else 0))
+        held = run.buffer_count * (state + stored) if to == "files" else 0
+        buffers = _own(run, mode, to) + chunk * (scratch + held)
     host = (0.0 if to == "files" else away) + buffers
     if run.device_bytes == 0:
         near, host = 0.0, host + near
@@ -137,10 +139,15 @@ def _bytes(run: OffloadRun, mode: str, to: str) -> tuple[float, float, float]:
     return near, host, away if to == "files" else 0.0
 
 
-def _own(run: OffloadRun, mode: str) -> float:
-    """What torch's step allocates for a moment, of one piece of a parameter."""
+def _own(run: OffloadRun, mode: str, to: str) -> float:
+    """What torch's step allocates: of one piece of a parameter for a moment, and in the first step a chunk's moments.
+
+    Host memory that is not page-locked comes page by page as it is written, so the last chunk's moments are beside it
+    before their places in the store are.
+    """
     chunk = _chunk(run, mode)
-    return 8 * min(chunk, run.largest or chunk)
+    is_there = to == "files" or run.device_bytes > 0
+    return 8 * min(chunk, run.largest or chunk) + (_MOMENTS * chunk if is_there else 0)
 
 
 def _chunk(run: OffloadRun, mode: str) -> float:
