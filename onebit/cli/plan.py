@@ -68,7 +68,9 @@ def offload_table(run: OffloadRun) -> Table:
         fits = "no" if not made.fits else "best" if made == best else "yes"
         rows.append([made.mode, made.to, *places, seconds, made.bound, fits, f"{made.largest_params / 1e9:.3g}"])
     heading = "mode", "to", "GB device", "GB host", "GB disk", "s/step", "bound by", "fits", "largest, 1e9"
-    about = f"{run.params:.4g} parameters in {run.dtype}, AdamW, {run.tokens:g} tokens a step; activations on top"
+    frozen = "" if run.trained is None else f", {run.trained:.4g} of them trained"
+    what = f"{run.params:.4g} parameters in {run.dtype}{frozen}"
+    about = f"{what}, AdamW, {run.tokens:g} tokens a step; activations on top"
     return Table(about, heading, rows)
 
 
@@ -92,6 +94,7 @@ def _add_offload(parser: argparse.ArgumentParser) -> None:
     add("--tflops", type=float, default=100.0, help="of the device, as reached (default: 100)")
     add("--tokens", type=number, default=4096.0, help="of a step (default: 4096)")
     add("--largest", type=number, default=0.0, help="elements of the largest parameter")
+    add("--trained", type=number, help="parameters that are trained, on a frozen base (default: all)")
 
 
 def _offload_run(args: argparse.Namespace) -> OffloadRun:
@@ -104,6 +107,7 @@ def _offload_run(args: argparse.Namespace) -> OffloadRun:
         dtype=args.dtype,
         tokens=args.tokens,
         largest=args.largest,
+        trained=args.trained,
         pcie_per_s=args.pcie * 1e9,
         disk_per_s=args.disk * 1e9,
         memory_per_s=args.host_memory * 1e9,
@@ -136,6 +140,8 @@ def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | OffloadRun | None, Path
             if args.hosts != 1 or args.ranks_per_host != 1:
                 raise ValueError("offload is planned for one rank: give --hosts 1, or leave --device-gb and --host-gb")
             return Run(args.params, 1), _offload_run(args), args.json
+        if args.trained is not None:
+            raise ValueError("--trained is planned with offload: give --device-gb or --host-gb, too")
         if args.serve is not None:
             layers, width = args.serve
             served = ServeRun(args.params, layers, width, args.dtype, args.rows, args.link, args.memory * 1e9)

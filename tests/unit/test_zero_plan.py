@@ -249,6 +249,42 @@ class TestOffload:
         locked = replace(run, device_bytes=1e12)
         assert offload_plan(locked, "state", "cpu").host_bytes == 12 * 100e6 + chunk * (4 + 8 + 8)
 
+    @pytest.mark.parametrize("mode_to", ROWS)
+    def test_all_trained_is_the_plan_without_a_frozen_base(self, mode_to: tuple[str, str]) -> None:
+        assert offload_plan(replace(self.RUN, trained=13e9), *mode_to) == offload_plan(self.RUN, *mode_to)
+
+    @pytest.mark.parametrize(("mode", "to"), [row for row in ROWS if row[0] != "none"])
+    def test_a_frozen_base_is_planned_as_it_lies(self, mode: str, to: str, tmp_path: Path) -> None:
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3))).bfloat16()
+        model[0].requires_grad_(False)
+        model[2].requires_grad_(False)
+        params, trained = 3 * 512 * 512, 512 * 512
+        run = OffloadRun(params, host_bytes=1e9, disk_bytes=1e9, largest=trained, trained=trained)
+        planned = offload_plan(run, mode, to)
+        offload = Offload(model, torch.optim.AdamW, mode, "cpu" if to == "cpu" else tmp_path)
+        stored = sum(store.nbytes for store in offload._stores.all)
+        if to == "files":
+            assert stored == planned.disk_bytes
+        else:
+            near = 2 * (trained if mode == "full" else params) + 2 * trained
+            assert planned.host_bytes == stored + near + trained * (8 + 4)
+
+    def test_adapters_on_a_card_of_32_gb(self) -> None:
+        run = replace(self.RUN, trained=1e8, host_bytes=40e9, disk_bytes=0.0, tokens=1.0)
+        made = {(x.mode, x.to): x for x in offload_plans(run)}
+        resident, away = made["none", "-"], made["full", "cpu"]
+        assert resident.fits and 26e9 + 14e8 < resident.device_bytes < 26e9 + 14e8 + 0.2e9
+        assert not made["full", "files"].fits and away.fits
+        assert away.host_bytes == pytest.approx(26e9 + 14e8, abs=0.2e9)
+        # there and back for both passes, and the gradients of the trained ones
+        least = (4 * 13e9 + 2 * 1e8) / run.flops_per_s + (2 * 26e9 + 2e8) / run.pcie_per_s
+        assert away.seconds[0] == pytest.approx(least)
+
+    @pytest.mark.parametrize("trained", [0.0, 14e9])
+    def test_trained_parameters_are_of_the_model(self, trained: float) -> None:
+        with pytest.raises(ValueError, match=f"of the model's 1.3e.10, got {trained:g}".replace("+", ".")):
+            replace(self.RUN, trained=trained)
+
     def test_a_card_of_16_gb_trains_what_its_host_holds(self) -> None:
         run = replace(self.RUN, device_bytes=16e9, host_bytes=300e9, disk_bytes=0.0, largest=90e6)
         best = chosen(run)
@@ -273,6 +309,14 @@ class TestOffload:
         rows = json.loads((tmp_path / "plan.json").read_text())["plans"]
         assert [row["device_bytes"] for row in rows] == [made.device_bytes for made in offload_plans(self.RUN)]
         assert "best" in capsys.readouterr().out
+
+    def test_trained_parameters_are_said_and_need_a_place(self, capsys: pytest.CaptureFixture[str]) -> None:
+        words = ["--params", "13e9", "--hosts", "1", "--trained", "1e8"]
+        assert main([*words, "--device-gb", "32"]) == 0
+        assert "1e+08 of them trained" in capsys.readouterr().out
+        with pytest.raises(SystemExit):
+            main(words)
+        assert "--device-gb or --host-gb" in capsys.readouterr().err
 
     def test_several_ranks_are_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
