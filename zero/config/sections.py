@@ -83,8 +83,9 @@ class OffloadOptimizer:
 class OffloadParam:
     """Where the parameters' shards live, at stage 3. They are the masters: offloading one is offloading the other.
 
-    device: "cpu": in host memory. "nvme": with one rank and a dense optimizer in a file of nvme_path, as gradients and
-    state; buffer_count pieces of it are in memory at once. With several ranks in host memory, and a warning.
+    device: "cpu": in host memory. "nvme": with a dense optimizer all parameters, gradients and state, in files of
+    nvme_path of each rank's own; buffer_count pieces of them are in memory at once. With a one-bit optimizer, pipeline
+    stages or tensor parallelism shards in host memory, and a warning.
     """
 
     inert: ClassVar[Mapping[str, Inert]] = OFFLOAD_PARAM
