@@ -15,10 +15,11 @@ from torch import nn
 
 from onebit import LocalSteps
 from onebit.cli.plan import main, table
-from onebit.comm import SimTransport, codec_named, run_ranks
+from onebit.comm import SignCodec, SimTransport, codec_named, run_ranks
 from onebit.zero import Offload
 from onebit.zero.config.optimizers import OPTIMIZERS, OptimizerChoice, build_optimizer
 from onebit.zero.config.schema import keys_of
+from onebit.zero.offload.encode_plan import EncodeRun, chosen_place, encode_plan, encode_plans
 from onebit.zero.offload.plan import ROWS, OffloadRun, chosen
 from onebit.zero.offload.plan import plan as offload_plan
 from onebit.zero.offload.plan import plans as offload_plans
@@ -318,7 +319,54 @@ class TestOffload:
             main(words)
         assert "--device-gb or --host-gb" in capsys.readouterr().err
 
-    def test_several_ranks_are_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+
+class TestWhereOneBitIsEncoded:
+    ASKED = EncodeRun(Run(13e9, 4, link_bits_per_s=1e10, compute_s=3.0), 32e9, 256e9, largest=200e6)
+
+    def test_a_card_of_32_gb_encodes_in_host_memory(self) -> None:
+        best = chosen_place(self.ASKED)
+        assert best is not None and (best.stage, best.place) == (2, "host")
+        assert best.device_bytes == 2 * (13e9 + 200e6)
+        frames = 13e9 * 2 * 3 / 4 * SignCodec().frame_bytes(N) / N
+        state = 4 + SignCodec().frame_bytes(N) / N + 4 * (1 + 1 / 4)
+        assert best.host_bytes == pytest.approx(13e9 * (4 + 4 + state) + 2 * frames)
+        assert best.times == pytest.approx(
+            {"compute": 3.0, "pcie": 8 * 13e9 / 25e9, "memory": 26.7 * 13e9 / 100e9, "network": 8 * frames / 1e10}
+        )
+        assert best.seconds == pytest.approx((3.0 + best.times["pcie"], sum(best.times.values())))
+
+    def test_a_card_that_holds_the_state_encodes_on_it(self) -> None:
+        best = chosen_place(replace(self.ASKED, device_bytes=260e9))
+        assert best is not None and (best.place, best.bound) == ("device", "compute")
+        assert chosen_place(replace(self.ASKED, host_bytes=100e9)) is None
+
+    def test_stage_3_keeps_a_module_and_crosses_twice(self) -> None:
+        twice, once = encode_plan(self.ASKED, 3, "host"), encode_plan(self.ASKED, 2, "host")
+        assert twice.device_bytes == 2 * 2 * 200e6
+        assert twice.times["pcie"] == pytest.approx(1.5 * once.times["pcie"])
+
+    def test_ranks_of_a_host_share_its_memory(self) -> None:
+        eight = replace(self.ASKED, run=replace(self.ASKED.run, ranks_per_host=2))
+        for place, share in (("device", 0.5), ("host", 1.0)):
+            one, two = (encode_plan(asked, 2, place).times for asked in (self.ASKED, eight))
+            assert two["memory"] == pytest.approx(share * one["memory"])
+            assert two["pcie"] == pytest.approx(0.5 * one["pcie"])
+
+    def test_one_host_sends_nothing_and_small_errors_are_read_faster(self) -> None:
+        alone = replace(self.ASKED, run=replace(self.ASKED.run, hosts=1, ranks_per_host=2, error_bytes=2))
+        assert encode_plan(alone, 2, "host").times["network"] == 0.0
+        assert encode_plan(alone, 2, "host").times["memory"] == pytest.approx(21.7 * 13e9 / 100e9)
+
+    def test_the_table_says_what_the_plan_says(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        words = ["--params", "13e9", "--hosts", "4", "--device-gb", "32", "--host-gb", "256", "--link", "10gbit"]
+        more = ["--largest", "200e6", "--compute", "3", "--json", str(tmp_path / "plan.json")]
+        assert main([*words, *more]) == 0
+        rows = json.loads((tmp_path / "plan.json").read_text())["plans"]
+        assert [row["times"] for row in rows] == [made.times for made in encode_plans(self.ASKED)]
+        assert "best" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("more", [["--host-gb", "64"], ["--device-gb", "32", "--disk-gb", "9"]])
+    def test_what_several_ranks_have_not_is_refused(self, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
-            main(["--params", "1e9", "--hosts", "2", "--device-gb", "32"])
-        assert "planned for one rank" in capsys.readouterr().err
+            main(["--params", "1e9", "--hosts", "2", *more])
+        assert "several ranks: one-bit state lies with" in capsys.readouterr().err

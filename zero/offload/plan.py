@@ -30,7 +30,9 @@ from .layout import UNIT
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 ROWS = (("none", "-"), *((mode, to) for to in ("cpu", "files") for mode in ("state", "gradients", "full")))
 _MOMENTS, _STEP_BYTES = 8, 28
-_FLOPS, _GRADIENT_FLOPS = 4, 2  # of a parameter and token: forward and back to inputs; of a trained one besides
+FLOPS = 6
+"""Of a trained parameter and a token, forward and backward."""
+_FROZEN_FLOPS = 4  # of one without a gradient
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ def _times(run: OffloadRun, mode: str, to: str) -> dict[str, float]:
     is_resident = mode == "none" or run.device_bytes == 0
     stepped = 0.0 if mode == "none" and run.device_bytes else _STEP_BYTES * p
     return {
-        "compute": (_FLOPS * run.params + _GRADIENT_FLOPS * p) * run.tokens / run.flops_per_s,
+        "compute": (_FROZEN_FLOPS * (run.params - p) + FLOPS * p) * run.tokens / run.flops_per_s,
         "pcie": 0.0 if is_resident else crossing / run.pcie_per_s,
         "memory": stepped / run.memory_per_s,
         "disk": moved / run.disk_per_s if to == "files" else 0.0,
