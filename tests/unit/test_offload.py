@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import onebit
-from onebit.comm import SimTransport, run_ranks
+from onebit.comm import PeerError, SimTransport, run_ranks
 from onebit.dense import average_gradients
 from onebit.zero import Offload
 from onebit.zero.offload import MODES, FileStore, MemoryStore, StoreError, files
@@ -218,6 +218,28 @@ class TestRanks:
             return offload.stats.skipped_steps if equal(before, list(model.parameters())) else -1
 
         assert run_ranks(2, work) == [1, 1]
+
+    def test_a_file_cut_short_on_one_rank_ends_the_step_of_all(self, tmp_path: Path) -> None:
+        models, ended = [small_model(), small_model()], []
+
+        def work(rank: SimTransport) -> None:
+            model = models[rank.rank]
+            offload = offloaded(model, "AdamW", "gradients", tmp_path, transport=rank)
+            model(torch.ones(1, 64)).sum().backward()
+            if rank.rank == 1:
+                store = offload._gradients.store  # type: ignore[union-attr]
+                offload._gradients._settle()  # type: ignore[union-attr]
+                store.flush()
+                os.ftruncate(store._fd, PAGE)  # type: ignore[attr-defined]
+            try:
+                offload.step()
+            except (StoreError, PeerError) as error:
+                ended.append(type(error))
+                raise
+
+        with pytest.raises(StoreError, match="cut short"):
+            run_ranks(2, work, timeout_s=20)
+        assert set(ended) == {StoreError, PeerError}
 
     @pytest.mark.parametrize("mode", ["none", "state"])
     def test_resident_gradients_are_the_callers_to_average(self, mode: str) -> None:
