@@ -116,6 +116,7 @@ def _add_offload(parser: argparse.ArgumentParser) -> None:
     add("--tflops", type=float, default=100.0, help="of the device, as reached (default: 100)")
     add("--tokens", type=number, default=4096.0, help="of a step (default: 4096)")
     add("--largest", type=number, default=0.0, help="elements of the largest parameter")
+    add("--modules", type=int, default=0, help="with parameters of their own, whose Python objects count (default: 0)")
     add("--trained", type=number, help="parameters that are trained, on a frozen base (default: all)")
 
 
@@ -130,6 +131,7 @@ def _offload_run(args: argparse.Namespace) -> OffloadRun:
         tokens=args.tokens,
         largest=args.largest,
         trained=args.trained,
+        modules=args.modules,
         pcie_per_s=args.pcie * 1e9,
         disk_per_s=args.disk * 1e9,
         memory_per_s=args.host_memory * 1e9,

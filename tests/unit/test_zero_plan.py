@@ -281,6 +281,12 @@ class TestOffload:
         least = (4 * 13e9 + 2 * 1e8) / run.flops_per_s + (2 * 26e9 + 2e8) / run.pcie_per_s
         assert away.seconds[0] == pytest.approx(least)
 
+    @pytest.mark.parametrize("mode_to", ROWS)
+    def test_modules_take_host_memory(self, mode_to: tuple[str, str]) -> None:
+        without, made = (offload_plan(replace(self.RUN, modules=n), *mode_to) for n in (0, 1000))
+        assert made.host_bytes - without.host_bytes == pytest.approx(18e6)
+        assert (made.device_bytes, made.disk_bytes) == (without.device_bytes, without.disk_bytes)
+
     @pytest.mark.parametrize("trained", [0.0, 14e9])
     def test_trained_parameters_are_of_the_model(self, trained: float) -> None:
         with pytest.raises(ValueError, match=f"of the model's 1.3e.10, got {trained:g}".replace("+", ".")):
