@@ -346,10 +346,12 @@ class Engine:
         return not is_finite
 
     def _step_offloaded(self) -> bool:
-        """Gradients lie where the parameters do: `Offload` itself looks at them, clips, and skips."""
+        """Gradients lie where the parameters do: `Offload` itself averages them, looks at them, clips, and skips."""
         stats = cast(Offload, self.optimizer).stats
-        before = stats.skipped_steps
+        before, waited_s = stats.skipped_steps, stats.network_s
+        dense.said_in_step(self.optimizer, self.grid.world, self.global_steps + 1, b"")
         self.optimizer.step()
+        self.comm_ms = 1e3 * (stats.network_s - waited_s)
         self._grad_norm = stats.grad_norm if self.config.gradient_clipping > 0 else None
         is_skipped = stats.skipped_steps > before
         self._skips.observe(is_skipped, [], self.grid.world)

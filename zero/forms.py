@@ -41,6 +41,7 @@ from .sharded.optimizer import WARMUP_STEPS, ShardedOnebitOptimizer, ShardedOpti
 
 log = logging.getLogger(__name__)
 
+_ONE_RANK = GridShape((1, 1, 1, 1))
 FORMS = ("replicated", "intra_node", "inter_node", "dense", "local")
 
 
@@ -117,7 +118,7 @@ def build(
     elif optimizer is None:
         _check_dtypes(config, grid, model)
     if grid.world.rank == 0:
-        for warning in without_effect(config, form, grid.world.world_size):
+        for warning in without_effect(config, form, grid.shape):
             log.warning("%s", warning)
     for axis in ("tensor", "shard", "replica"):  # not pipe: other stages have other layers
         tensors = [*model.parameters(), *model.buffers()]
@@ -129,7 +130,7 @@ def build(
         model.to(config.dtype)
         _fill(config, grid, model, fill)
         return Built(form, _inter_node(config, grid, groups(model)))
-    if offloaded.is_asked_for(config, grid.world.world_size, form):
+    if offloaded.is_asked_for(config, grid.shape, form):
         held = grid.model_parallel_group
         make = optimizer or (lambda params: _optimizer(config, grid, held, form, params, model))
         away = offloaded.build(config, grid, model, lambda params: make(groups(model)), fill)
@@ -182,7 +183,7 @@ def _check(config: Config, grid: Grid, form: str, tensor_plan: tensor.Plan | Non
             "a tensor-parallel model is sharded inside a node or not at all: use stage 0, or several times as many "
             "ranks per node as onebit.tensor"
         )
-    if offloaded.is_asked_for(config, grid.world.world_size, form):
+    if offloaded.is_asked_for(config, grid.shape, form):
         offloaded.check(config)
     if not _offloads(config):
         return
@@ -238,10 +239,8 @@ def _optimizer(
 def _in_files(config: Config, grid: Grid, params: ParamsT, make: Callable[[ParamsT], torch.optim.Optimizer]) -> Offload:
     """A dense optimizer whose state lies in files: each rank's own, of its own shards."""
     block = config.zero_optimization.offload_optimizer
-    buffers, folder = max(2, block.buffer_count), block.nvme_path or ""
-    return Offload(
-        params, make, "state", folder, buffer_count=buffers, pin_memory=block.pin_memory, rank=grid.world.rank
-    )
+    buffers, folder, rank = block.buffer_count, block.nvme_path or "", grid.world.rank
+    return Offload(params, make, "state", folder, buffer_count=buffers, pin_memory=block.pin_memory, rank=rank)
 
 
 def _uses_files(config: Config) -> bool:
@@ -322,13 +321,13 @@ _OURS = {
 }
 
 
-def without_effect(config: Config, form: str, world_size: int = 1) -> list[str]:
+def without_effect(config: Config, form: str, shape: GridShape = _ONE_RANK) -> list[str]:
     """What a configuration asks for, other than the default, that this form does not do; one line each."""
     lines, ours = [], config.onebit
     for name in (f.name for f in fields(ours) if f.name not in _OURS[form] | _OF_ALL):
         if getattr(ours, name) != getattr(Onebit(), name):
             lines.append(f"onebit.{name} has no effect in the form {form!r}")
-    lines += offloaded.without_effect(config, world_size, form)
+    lines += offloaded.without_effect(config, shape, form)
     if config.communication_data_type is not None and form in ("inter_node", "dense", "local"):
         sends = {
             "dense": "averages gradients in float32",

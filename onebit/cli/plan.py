@@ -9,7 +9,8 @@ from pathlib import Path
 
 from ..comm import CODECS, momentum_codecs
 from ..zero.inference.plan import ServeRun, token_plan
-from ..zero.offload.plan import OffloadRun
+from ..zero.offload.encode_plan import EncodeRun, chosen_place, encode_plans
+from ..zero.offload.plan import FLOPS, OffloadRun
 from ..zero.offload.plan import chosen as chosen_mode
 from ..zero.offload.plan import plans as offload_plans
 from ..zero.plan import DTYPE_BYTES, Run, plans
@@ -68,8 +69,27 @@ def offload_table(run: OffloadRun) -> Table:
         fits = "no" if not made.fits else "best" if made == best else "yes"
         rows.append([made.mode, made.to, *places, seconds, made.bound, fits, f"{made.largest_params / 1e9:.3g}"])
     heading = "mode", "to", "GB device", "GB host", "GB disk", "s/step", "bound by", "fits", "largest, 1e9"
-    about = f"{run.params:.4g} parameters in {run.dtype}, AdamW, {run.tokens:g} tokens a step; activations on top"
+    frozen = "" if run.trained is None else f", {run.trained:.4g} of them trained"
+    what = f"{run.params:.4g} parameters in {run.dtype}{frozen}"
+    about = f"{what}, AdamW, {run.tokens:g} tokens a step; activations on top"
     return Table(about, heading, rows)
+
+
+def encode_table(asked: EncodeRun) -> Table:
+    """Bytes and seconds of each stage and place of the state; the last column marks what `chosen_place` takes."""
+    best, rows = chosen_place(asked), []
+    for made in encode_plans(asked):
+        cells = made.device_bytes / 1e9, made.host_bytes / 1e9, *made.times.values()
+        seconds = " to ".join(dict.fromkeys(f"{s:.3g}" for s in made.seconds))
+        fits = "no" if not made.fits else "best" if made == best else "yes"
+        rows.append([str(made.stage), made.place, *(f"{x:.3g}" for x in cells), seconds, made.bound, fits])
+    heading = (
+        "stage", "encoded on", "GB device", "GB host", "s compute", "s PCIe", "s memory", "s network", "s/step",
+        "bound by", "fits",
+    )  # fmt: skip
+    run = asked.run
+    what = f"{run.params:.4g} parameters in {run.dtype}, OneBitAdam, {run.hosts} x {run.ranks_per_host} ranks"
+    return Table(f"{what}, {run.link_bits_per_s / 1e9:g} Gbit/s; activations on top", heading, rows)
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -81,17 +101,23 @@ def shape(text: str) -> tuple[int, int]:
 
 
 def _add_offload(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("offload", "one GPU, or one host without; given by --device-gb or --host-gb")
+    group = parser.add_argument_group(
+        "offload",
+        "one GPU, or one host without; given by --device-gb or --host-gb. With several ranks: where OneBitAdam encodes",
+    )
     add = group.add_argument
     add("--device-gb", type=float, help="of the GPU; 0: there is none")
     add("--host-gb", type=float, help="of host memory that may be used (default: 128)")
     add("--disk-gb", type=float, default=0.0, help="of a local disk (default: none)")
     add("--pcie", type=float, default=25.0, metavar="GB/s", help="in one direction (default: 25)")
     add("--disk", type=float, default=5.0, metavar="GB/s", help="of the disk (default: 5)")
+    add("--device-memory", type=float, default=1000.0, metavar="GB/s", help="of the GPU (default: 1000)")
     add("--host-memory", type=float, default=100.0, metavar="GB/s", help="of the host (default: 100)")
     add("--tflops", type=float, default=100.0, help="of the device, as reached (default: 100)")
     add("--tokens", type=number, default=4096.0, help="of a step (default: 4096)")
     add("--largest", type=number, default=0.0, help="elements of the largest parameter")
+    add("--modules", type=int, default=0, help="with parameters of their own, whose Python objects count (default: 0)")
+    add("--trained", type=number, help="parameters that are trained, on a frozen base (default: all)")
 
 
 def _offload_run(args: argparse.Namespace) -> OffloadRun:
@@ -104,6 +130,8 @@ def _offload_run(args: argparse.Namespace) -> OffloadRun:
         dtype=args.dtype,
         tokens=args.tokens,
         largest=args.largest,
+        trained=args.trained,
+        modules=args.modules,
         pcie_per_s=args.pcie * 1e9,
         disk_per_s=args.disk * 1e9,
         memory_per_s=args.host_memory * 1e9,
@@ -111,7 +139,26 @@ def _offload_run(args: argparse.Namespace) -> OffloadRun:
     )
 
 
-def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | OffloadRun | None, Path | None]:
+def _encode_run(args: argparse.Namespace) -> EncodeRun:
+    if args.disk_gb or args.trained is not None or not args.device_gb:
+        raise ValueError(
+            "several ranks: one-bit state lies with the parameters or in host memory, and all are trained: give "
+            "--device-gb, and leave out --disk-gb and --trained"
+        )
+    compute_s = args.compute or FLOPS * args.params * args.tokens / (args.tflops * 1e12)
+    numbers = args.params, args.hosts, args.ranks_per_host, args.dtype, args.error_bytes, args.link, compute_s
+    return EncodeRun(
+        Run(*numbers, codec=args.codec, warmup_codec=args.warmup_codec),
+        device_bytes=args.device_gb * 1e9,
+        host_bytes=(128.0 if args.host_gb is None else args.host_gb) * 1e9,
+        largest=args.largest,
+        pcie_per_s=args.pcie * 1e9,
+        device_memory_per_s=args.device_memory * 1e9,
+        host_memory_per_s=args.host_memory * 1e9,
+    )
+
+
+def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | OffloadRun | EncodeRun | None, Path | None]:
     parser = argparse.ArgumentParser(prog="onebit plan", description=_ABOUT)
     add = parser.add_argument
     add("--params", type=number, required=True, help="of the model: 340m, 1.5e9")
@@ -134,8 +181,11 @@ def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | OffloadRun | None, Path
     try:
         if args.device_gb is not None or args.host_gb is not None:
             if args.hosts != 1 or args.ranks_per_host != 1:
-                raise ValueError("offload is planned for one rank: give --hosts 1, or leave --device-gb and --host-gb")
+                asked = _encode_run(args)
+                return asked.run, asked, args.json
             return Run(args.params, 1), _offload_run(args), args.json
+        if args.trained is not None:
+            raise ValueError("--trained is planned with offload: give --device-gb or --host-gb, too")
         if args.serve is not None:
             layers, width = args.serve
             served = ServeRun(args.params, layers, width, args.dtype, args.rows, args.link, args.memory * 1e9)
@@ -152,6 +202,10 @@ def main(argv: Sequence[str]) -> int:
     if isinstance(served, OffloadRun):
         Screen().table(offload_table(served))
         write_json(file, {"run": asdict(served), "plans": [asdict(made) for made in offload_plans(served)]})
+        return 0
+    if isinstance(served, EncodeRun):
+        Screen().table(encode_table(served))
+        write_json(file, {"run": asdict(served), "plans": [asdict(made) for made in encode_plans(served)]})
         return 0
     if served is not None:
         Screen().table(serving_table(served, run.world_size))

@@ -126,7 +126,7 @@ def worker(case: Case, folder: Path) -> dict:
 
 def planned(case: Case) -> float:
     """Bytes of host memory."""
-    run = OffloadRun(case.params, dtype="bf16", largest=WIDTH * WIDTH, chunk_mb=CHUNK_MB)
+    run = OffloadRun(case.params, dtype="bf16", largest=WIDTH * WIDTH, chunk_mb=CHUNK_MB, modules=case.layers)
     mode = "none" if case.mode == "resident" else case.mode
     return plan(run, mode, "-" if mode == "none" else case.to).host_bytes
 

@@ -131,7 +131,8 @@ def test_the_monitors_hold_what_happened(ranks: list[dict]) -> None:
 
 def test_two_ranks_go_on_from_where_four_were(folder: Path, ranks: list[dict]) -> None:
     for facts in run_torchrun(2, resumes_with_two, str(folder), timeout_s=60, at_once=True).check().results:
-        refused = facts.pop("refused")
+        refused, in_files = facts.pop("refused"), facts.pop("parameters in files")
+        assert len(in_files) == 12 and all(in_files.values()), in_files
         for forms, (loaded, resumed, steps) in facts.items():
             saved, uninterrupted = ranks[0]["ends"][forms.split()[0]]
             assert steps == SAVED + MORE

@@ -315,6 +315,45 @@ def offloads() -> dict[str, list]:
     return facts
 
 
+def parameters_in_files() -> dict[str, bool]:
+    """Two ranks with files of all parameters each, and resident ones that are sharded: the same bits, and checkpoints.
+
+    The sum of two is one in any order; stage 1 adds micro-batches up before it is taken, as files do.
+    """
+    held = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "nvme"}}
+    facts = {}
+    for dtype in ("fp32", "bf16"):
+        more = {} if dtype == "fp32" else {"bf16": {"enabled": True}}
+        resident = start("dense", zero_optimization={"stage": 1}, gradient_clipping=0.0, **more)
+        away = start("dense", zero_optimization=held, **more)
+        results = []
+        for engine in (resident, away):
+            train(engine, 4)
+            engine.save_checkpoint(f"{dtype} {engine.config.zero_optimization.stage}")
+            train(engine, 2)
+            results.append(whole_bits(engine, dtype))
+        is_away = isinstance(away.optimizer, zero.Offload) and away.optimizer.stats.read_bytes > 0
+        facts[f"{dtype}: in files"] = is_away and not isinstance(resident.optimizer, zero.Offload)
+        facts[f"{dtype}: as resident"] = results[0] == results[1]
+        facts[f"{dtype}: on both ranks"] = len(set(gather_bytes(away.grid.world, results[1]))) == 1
+        for there, here in (("3", held), ("1", held), ("3", {"stage": 1})):
+            again = start("dense", zero_optimization=here, **more)
+            again.load_checkpoint(f"{dtype} {there}")
+            train(again, 2)
+            facts[f"{dtype}: {there} goes on in {again.config.zero_optimization.stage}"] = (
+                whole_bits(again, dtype) == results[0]
+            )
+    return facts
+
+
+def whole_bits(engine: zero.Engine, dtype: str) -> bytes:
+    """Of the weights in the type computed in."""
+    kept = torch.float32 if dtype == "fp32" else torch.bfloat16
+    held = engine.module.state_dict().values()
+    whole = [(x.full_tensor() if hasattr(x, "full_tensor") else x).to(kept).contiguous() for x in held]
+    return b"".join(x.view(torch.uint8).numpy().tobytes() for x in whole)
+
+
 def given_parameters() -> dict[str, object]:
     """Parameters and groups of the plain model, behind sharding; the configuration through args."""
     model = net()
@@ -456,6 +495,7 @@ def resumes_with_two(folder: str) -> dict[str, object]:
         loaded = loss_of_all(engine)
         train(engine, MORE)
         facts[f"{saved} to {form}"] = [loaded, loss_of_all(engine), engine.global_steps]
+    facts["parameters in files"] = parameters_in_files()
     try:
         start("replicated", sums=1, micro=8).load_checkpoint("inter_node")
     except zero.CheckpointError as error:

@@ -407,6 +407,14 @@ DATA_EFFICIENCY = [
         ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, "stages 1, 2 and 3, got stage 0"),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {}}}, "offload_optimizer.device is missing"),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}, '"nvme" needs nvme_path'),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "buffer_count": 1}}},
+            "offload_optimizer.buffer_count: expected an integer at least 2, got 1",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "buffer_count": 0}}},
+            "offload_param.buffer_count: expected an integer at least 2, got 0",
+        ),
         ({"zero_optimization": {"mics_shard_size": 2, "zero_hpz_partition_size": 4}}, "keep one"),
         ({"communication_data_type": "int8"}, 'expected one of "fp32", "bf16", "fp16", got "int8"'),
         ({"onebit": {"bucket_cap_mb": 0}}, "bucket_cap_mb: expected a number above 0, got 0"),

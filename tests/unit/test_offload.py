@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import onebit
+from onebit.comm import PeerError, SimTransport, run_ranks
+from onebit.dense import average_gradients
 from onebit.zero import Offload
 from onebit.zero.offload import MODES, FileStore, MemoryStore, StoreError, files
 from onebit.zero.offload.layout import UNIT, Layout, cut
@@ -143,6 +145,108 @@ class TestEquality:
         assert equal(train(model, offload, 1), before)
 
 
+def of_ranks(models: list[nn.Module], make: Callable, before: Callable | None = None) -> list[list[Tensor]]:
+    """Threads train a replica each, two micro-batches of their own in a step; one in three leaves the last layer out.
+
+    before: what comes between backward and the step.
+    """
+
+    def work(rank: SimTransport) -> list[Tensor]:
+        model = models[rank.rank]
+        optimizer, dtype = make(model, rank), next(model.parameters()).dtype
+        for step in range(3):
+            part = model[:3] if (step + rank.rank) % 3 == 1 else model
+            for micro in range(2):
+                seed = 10 * rank.rank + 2 * step + micro
+                x = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+                part(x).float().square().mean().backward()
+            if before is not None:
+                before(model, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    return run_ranks(len(models), work)
+
+
+class TestRanks:
+    @pytest.mark.parametrize("world_size", [2, 3])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize(("mode", "in_files"), [("gradients", False), ("gradients", True), ("full", True)])
+    def test_means_in_the_store_are_those_of_resident_gradients(
+        self, mode: str, in_files: bool, dtype: torch.dtype, world_size: int, tmp_path: Path
+    ) -> None:
+        resident = of_ranks(
+            [small_model(dtype) for _ in range(world_size)],
+            lambda model, rank: offloaded(model, "AdamW", "none", "cpu", max_grad_norm=0.01),
+            lambda model, rank: average_gradients(model.parameters(), rank),
+        )
+        to = tmp_path if in_files else "cpu"
+        found = of_ranks(
+            [small_model(dtype) for _ in range(world_size)],
+            lambda model, rank: offloaded(model, "AdamW", mode, to, max_grad_norm=0.01, transport=rank, buffer_count=2),
+        )
+        assert all(equal(params, resident[0]) for params in [*resident, *found])
+
+    def test_one_rank_is_none(self) -> None:
+        expected = train(model := small_model(), offloaded(model, "AdamW", "gradients", "cpu"))
+        model = small_model()
+        assert equal(train(model, offloaded(model, "AdamW", "gradients", "cpu", transport=SimTransport())), expected)
+
+    def test_what_no_rank_has_used_is_not_stepped(self) -> None:
+        models = [small_model(), small_model()]
+
+        def work(rank: SimTransport) -> bool:
+            model = models[rank.rank]
+            offload = offloaded(model, "AdamW", "gradients", "cpu", transport=rank)
+            before = model[4].weight.detach().clone()
+            model[:3](torch.ones(1, 64)).sum().backward()
+            offload.step()
+            return torch.equal(before, model[4].weight) and model[4].weight not in offload.state
+
+        assert run_ranks(2, work) == [True, True]
+
+    def test_all_skip_what_is_not_finite_on_one(self) -> None:
+        models = [small_model(), small_model()]
+
+        def work(rank: SimTransport) -> int:
+            model = models[rank.rank]
+            offload = offloaded(model, "AdamW", "gradients", "cpu", transport=rank)
+            before = [p.detach().clone() for p in model.parameters()]
+            (model(torch.ones(1, 64)).sum() * (float("inf") if rank.rank else 1.0)).backward()
+            offload.step()
+            return offload.stats.skipped_steps if equal(before, list(model.parameters())) else -1
+
+        assert run_ranks(2, work) == [1, 1]
+
+    def test_a_file_cut_short_on_one_rank_ends_the_step_of_all(self, tmp_path: Path) -> None:
+        models, ended = [small_model(), small_model()], []
+
+        def work(rank: SimTransport) -> None:
+            model = models[rank.rank]
+            offload = offloaded(model, "AdamW", "gradients", tmp_path, transport=rank)
+            model(torch.ones(1, 64)).sum().backward()
+            if rank.rank == 1:
+                store = offload._gradients.store  # type: ignore[union-attr]
+                offload._gradients._settle()  # type: ignore[union-attr]
+                store.flush()
+                os.ftruncate(store._fd, PAGE)  # type: ignore[attr-defined]
+            try:
+                offload.step()
+            except (StoreError, PeerError) as error:
+                ended.append(type(error))
+                raise
+
+        with pytest.raises(StoreError, match="cut short"):
+            run_ranks(2, work, timeout_s=20)
+        assert set(ended) == {StoreError, PeerError}
+
+    @pytest.mark.parametrize("mode", ["none", "state"])
+    def test_resident_gradients_are_the_callers_to_average(self, mode: str) -> None:
+        with pytest.raises(ValueError, match=r"onebit\.dense\.average_gradients before step"):
+            offloaded(small_model(), "AdamW", mode, "cpu", transport=SimTransport())
+
+
 class TestState:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("in_files", [False, True])
@@ -195,7 +299,12 @@ class TestState:
 class TestArguments:
     @pytest.mark.parametrize(
         ("options", "text"),
-        [({"mode": "half"}, "expected mode of"), ({"chunk_mb": 0.0}, "chunk_mb > 0"), ({"buffer_count": 1}, ">= 2")],
+        [
+            ({"mode": "half"}, "expected mode of"),
+            ({"chunk_mb": 0.0}, "chunk_mb > 0"),
+            ({"buffer_count": 1}, "buffer_count >= 2, got .* 1$"),
+            ({"buffer_count": 0, "mode": "full", "to": "cpu"}, "buffer_count >= 2, got .* 0$"),
+        ],
     )
     def test_are_checked(self, options: dict, text: str, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=text):

@@ -13,6 +13,8 @@ from onebit import zero
 from onebit.comm import SimTransport
 from onebit.zero import Offload
 from onebit.zero.checkpoint.files import CheckpointError
+from onebit.zero.forms import without_effect
+from onebit.zero.grid import GridShape
 
 WIDTH, SUMS = 16, 2
 
@@ -178,6 +180,21 @@ class TestKeys:
         with caplog.at_level(logging.WARNING):
             started(None, zero_optimization=blocks).close()
         assert "state lies in files of offload_param.nvme_path" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("sizes", "text"),
+        [
+            ((1, 2, 2, 1), "each rank has files of all parameters and state"),
+            ((2, 1, 1, 1), "shards lie in host memory, as with cpu"),
+            ((1, 1, 1, 2), "shards lie in host memory, as with cpu"),
+        ],
+    )
+    def test_what_several_ranks_do_is_said(self, sizes: tuple[int, ...], text: str) -> None:
+        param = {"device": "nvme", "nvme_path": "/nvme"}
+        adamw = {"type": "AdamW", "params": {"lr": 1e-2}}
+        made = {"train_batch_size": 4, "optimizer": adamw, "zero_optimization": {"stage": 3, "offload_param": param}}
+        config = zero.read_config(made, world_size=GridShape(sizes).world_size)
+        assert [text in line for line in without_effect(config, "dense", GridShape(sizes))] == [True]
 
     def test_one_bit_keeps_shards_in_memory(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         param = {"device": "nvme", "nvme_path": str(tmp_path)}

@@ -15,10 +15,11 @@ from torch import nn
 
 from onebit import LocalSteps
 from onebit.cli.plan import main, table
-from onebit.comm import SimTransport, codec_named, run_ranks
+from onebit.comm import SignCodec, SimTransport, codec_named, run_ranks
 from onebit.zero import Offload
 from onebit.zero.config.optimizers import OPTIMIZERS, OptimizerChoice, build_optimizer
 from onebit.zero.config.schema import keys_of
+from onebit.zero.offload.encode_plan import EncodeRun, chosen_place, encode_plan, encode_plans
 from onebit.zero.offload.plan import ROWS, OffloadRun, chosen
 from onebit.zero.offload.plan import plan as offload_plan
 from onebit.zero.offload.plan import plans as offload_plans
@@ -241,6 +242,56 @@ class TestOffload:
             scratch = 512 * 512 * (8 + 4 * (dtype == "bf16"))
             assert planned.host_bytes == stored + near + scratch
 
+    def test_a_first_step_makes_a_chunks_moments_beside_a_store_that_is_there(self) -> None:
+        run = OffloadRun(100e6, host_bytes=1e12, disk_bytes=1e12, chunk_mb=12.0, buffer_count=3)
+        chunk = 1024 * 1024
+        assert offload_plan(run, "state", "files").host_bytes == 4 * 100e6 + chunk * (3 * 12 + 4 + 8 + 8)
+        assert offload_plan(run, "state", "cpu").host_bytes == 16 * 100e6 + chunk * (4 + 8)
+        locked = replace(run, device_bytes=1e12)
+        assert offload_plan(locked, "state", "cpu").host_bytes == 12 * 100e6 + chunk * (4 + 8 + 8)
+
+    @pytest.mark.parametrize("mode_to", ROWS)
+    def test_all_trained_is_the_plan_without_a_frozen_base(self, mode_to: tuple[str, str]) -> None:
+        assert offload_plan(replace(self.RUN, trained=13e9), *mode_to) == offload_plan(self.RUN, *mode_to)
+
+    @pytest.mark.parametrize(("mode", "to"), [row for row in ROWS if row[0] != "none"])
+    def test_a_frozen_base_is_planned_as_it_lies(self, mode: str, to: str, tmp_path: Path) -> None:
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3))).bfloat16()
+        model[0].requires_grad_(False)
+        model[2].requires_grad_(False)
+        params, trained = 3 * 512 * 512, 512 * 512
+        run = OffloadRun(params, host_bytes=1e9, disk_bytes=1e9, largest=trained, trained=trained)
+        planned = offload_plan(run, mode, to)
+        offload = Offload(model, torch.optim.AdamW, mode, "cpu" if to == "cpu" else tmp_path)
+        stored = sum(store.nbytes for store in offload._stores.all)
+        if to == "files":
+            assert stored == planned.disk_bytes
+        else:
+            near = 2 * (trained if mode == "full" else params) + 2 * trained
+            assert planned.host_bytes == stored + near + trained * (8 + 4)
+
+    def test_adapters_on_a_card_of_32_gb(self) -> None:
+        run = replace(self.RUN, trained=1e8, host_bytes=40e9, disk_bytes=0.0, tokens=1.0)
+        made = {(x.mode, x.to): x for x in offload_plans(run)}
+        resident, away = made["none", "-"], made["full", "cpu"]
+        assert resident.fits and 26e9 + 14e8 < resident.device_bytes < 26e9 + 14e8 + 0.2e9
+        assert not made["full", "files"].fits and away.fits
+        assert away.host_bytes == pytest.approx(26e9 + 14e8, abs=0.2e9)
+        # there and back for both passes, and the gradients of the trained ones
+        least = (4 * 13e9 + 2 * 1e8) / run.flops_per_s + (2 * 26e9 + 2e8) / run.pcie_per_s
+        assert away.seconds[0] == pytest.approx(least)
+
+    @pytest.mark.parametrize("mode_to", ROWS)
+    def test_modules_take_host_memory(self, mode_to: tuple[str, str]) -> None:
+        without, made = (offload_plan(replace(self.RUN, modules=n), *mode_to) for n in (0, 1000))
+        assert made.host_bytes - without.host_bytes == pytest.approx(18e6)
+        assert (made.device_bytes, made.disk_bytes) == (without.device_bytes, without.disk_bytes)
+
+    @pytest.mark.parametrize("trained", [0.0, 14e9])
+    def test_trained_parameters_are_of_the_model(self, trained: float) -> None:
+        with pytest.raises(ValueError, match=f"of the model's 1.3e.10, got {trained:g}".replace("+", ".")):
+            replace(self.RUN, trained=trained)
+
     def test_a_card_of_16_gb_trains_what_its_host_holds(self) -> None:
         run = replace(self.RUN, device_bytes=16e9, host_bytes=300e9, disk_bytes=0.0, largest=90e6)
         best = chosen(run)
@@ -266,7 +317,62 @@ class TestOffload:
         assert [row["device_bytes"] for row in rows] == [made.device_bytes for made in offload_plans(self.RUN)]
         assert "best" in capsys.readouterr().out
 
-    def test_several_ranks_are_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_trained_parameters_are_said_and_need_a_place(self, capsys: pytest.CaptureFixture[str]) -> None:
+        words = ["--params", "13e9", "--hosts", "1", "--trained", "1e8"]
+        assert main([*words, "--device-gb", "32"]) == 0
+        assert "1e+08 of them trained" in capsys.readouterr().out
         with pytest.raises(SystemExit):
-            main(["--params", "1e9", "--hosts", "2", "--device-gb", "32"])
-        assert "planned for one rank" in capsys.readouterr().err
+            main(words)
+        assert "--device-gb or --host-gb" in capsys.readouterr().err
+
+
+class TestWhereOneBitIsEncoded:
+    ASKED = EncodeRun(Run(13e9, 4, link_bits_per_s=1e10, compute_s=3.0), 32e9, 256e9, largest=200e6)
+
+    def test_a_card_of_32_gb_encodes_in_host_memory(self) -> None:
+        best = chosen_place(self.ASKED)
+        assert best is not None and (best.stage, best.place) == (2, "host")
+        assert best.device_bytes == 2 * (13e9 + 200e6)
+        frames = 13e9 * 2 * 3 / 4 * SignCodec().frame_bytes(N) / N
+        state = 4 + SignCodec().frame_bytes(N) / N + 4 * (1 + 1 / 4)
+        assert best.host_bytes == pytest.approx(13e9 * (4 + 4 + state) + 2 * frames)
+        assert best.times == pytest.approx(
+            {"compute": 3.0, "pcie": 8 * 13e9 / 25e9, "memory": 26.7 * 13e9 / 100e9, "network": 8 * frames / 1e10}
+        )
+        assert best.seconds == pytest.approx((3.0 + best.times["pcie"], sum(best.times.values())))
+
+    def test_a_card_that_holds_the_state_encodes_on_it(self) -> None:
+        best = chosen_place(replace(self.ASKED, device_bytes=260e9))
+        assert best is not None and (best.place, best.bound) == ("device", "compute")
+        assert chosen_place(replace(self.ASKED, host_bytes=100e9)) is None
+
+    def test_stage_3_keeps_a_module_and_crosses_twice(self) -> None:
+        twice, once = encode_plan(self.ASKED, 3, "host"), encode_plan(self.ASKED, 2, "host")
+        assert twice.device_bytes == 2 * 2 * 200e6
+        assert twice.times["pcie"] == pytest.approx(1.5 * once.times["pcie"])
+
+    def test_ranks_of_a_host_share_its_memory(self) -> None:
+        eight = replace(self.ASKED, run=replace(self.ASKED.run, ranks_per_host=2))
+        for place, share in (("device", 0.5), ("host", 1.0)):
+            one, two = (encode_plan(asked, 2, place).times for asked in (self.ASKED, eight))
+            assert two["memory"] == pytest.approx(share * one["memory"])
+            assert two["pcie"] == pytest.approx(0.5 * one["pcie"])
+
+    def test_one_host_sends_nothing_and_small_errors_are_read_faster(self) -> None:
+        alone = replace(self.ASKED, run=replace(self.ASKED.run, hosts=1, ranks_per_host=2, error_bytes=2))
+        assert encode_plan(alone, 2, "host").times["network"] == 0.0
+        assert encode_plan(alone, 2, "host").times["memory"] == pytest.approx(21.7 * 13e9 / 100e9)
+
+    def test_the_table_says_what_the_plan_says(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        words = ["--params", "13e9", "--hosts", "4", "--device-gb", "32", "--host-gb", "256", "--link", "10gbit"]
+        more = ["--largest", "200e6", "--compute", "3", "--json", str(tmp_path / "plan.json")]
+        assert main([*words, *more]) == 0
+        rows = json.loads((tmp_path / "plan.json").read_text())["plans"]
+        assert [row["times"] for row in rows] == [made.times for made in encode_plans(self.ASKED)]
+        assert "best" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("more", [["--host-gb", "64"], ["--device-gb", "32", "--disk-gb", "9"]])
+    def test_what_several_ranks_have_not_is_refused(self, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            main(["--params", "1e9", "--hosts", "2", *more])
+        assert "several ranks: one-bit state lies with" in capsys.readouterr().err

@@ -71,7 +71,7 @@ class OffloadOptimizer:
     device: str = key("none", TEXT, required=True, choices=("none", "cpu", "nvme"))
     nvme_path: str | None = key(None, TEXT, null=True)
     pin_memory: bool = key(True, BOOL)
-    buffer_count: int = key(4, INT, least=1)
+    buffer_count: int = key(4, INT, least=2)
 
     def __post_init__(self) -> None:
         check_block(self)
@@ -83,8 +83,9 @@ class OffloadOptimizer:
 class OffloadParam:
     """Where the parameters' shards live, at stage 3. They are the masters: offloading one is offloading the other.
 
-    device: "cpu": in host memory. "nvme": with one rank and a dense optimizer in a file of nvme_path, as gradients and
-    state; buffer_count pieces of it are in memory at once. With several ranks in host memory, and a warning.
+    device: "cpu": in host memory. "nvme": with a dense optimizer all parameters, gradients and state, in files of
+    nvme_path of each rank's own; buffer_count pieces of them are in memory at once. With a one-bit optimizer, pipeline
+    stages or tensor parallelism shards in host memory, and a warning.
     """
 
     inert: ClassVar[Mapping[str, Inert]] = OFFLOAD_PARAM
@@ -92,7 +93,7 @@ class OffloadParam:
     device: str = key("none", TEXT, required=True, choices=("none", "cpu", "nvme"))
     nvme_path: str | None = key(None, TEXT, null=True)
     pin_memory: bool = key(True, BOOL)
-    buffer_count: int = key(5, INT, least=1)
+    buffer_count: int = key(5, INT, least=2)
 
     def __post_init__(self) -> None:
         check_block(self)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from ...comm.transports.base import Transport, check_transport
 from ...lamb import Lamb
 from .inner import is_elementwise
 
@@ -58,3 +59,15 @@ def check_mode(mode: str, model: object, **of_full: object) -> None:
         )
     if hasattr(model, "_orig_mod"):
         raise TypeError('mode "full" moves parameters from Python; give Offload the model that is not compiled')
+
+
+def check_averages(mode: str, transport: Transport | None) -> None:
+    """Raise where there are ranks to average over, and the gradients are not in a store; or these are no ranks."""
+    if transport is None:
+        return
+    check_transport(transport)
+    if mode not in ("gradients", "full"):
+        raise ValueError(
+            f'transport= is for modes "gradients" and "full", whose gradients leave with backward; in mode {mode!r} '
+            "they stay in p.grad: call onebit.dense.average_gradients before step()"
+        )

@@ -21,20 +21,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from ...comm import Transport
 from ...lamb import Lamb
 from ...layout.masters import NAME as MASTER
 from ...layout.masters import settled_
 from ...model_parallel import local
 from ...usage.contract import Group, State, loss_of
 from .blocks import Blocks
-from .checks import check_mode, check_parameters, made_of
+from .checks import check_averages, check_mode, check_parameters, made_of
 from .gradients import GRAD, ResidentGradients, StoredGradients, global_norm
 from .inner import Inner, Part, empty_part, is_elementwise
 from .layout import Chunk, Layout, Piece, cut, elements_of
 from .movable import cast_parameters
 from .state import OffloadStats, StateOfParams, load_entries, load_into, sharded_as
 from .store import Store
-from .stored_params import StoredParams, move_params
+from .stored_params import StoredParams
 from .stores import Stores
 from .weights import ResidentWeights, StoredWeights, take_masters
 
@@ -55,6 +56,8 @@ class Offload(torch.optim.Optimizer):
     the files' names.
 
     Modes that store gradients: grad_dtype, in which those of micro-batches add up; default: as autograd adds them up.
+    transport: ranks over which a step averages them first, in float32; all ranks, with the same parameters, and each
+    has all of the state in a store of its own.
     Mode full: device, on which the model computes, and dtype, in which; default: as it is. Masters keep the values from
     before a cast. fill: called once with a model built on "meta", whose parameters are in the store by then; what it
     writes into them goes there.
@@ -62,8 +65,8 @@ class Offload(torch.optim.Optimizer):
     Parameters in bfloat16 or float16 have float32 masters in the store, which the step moves and rounds into them;
     values written into a parameter by others are taken over. State by parameter is what the optimizer keeps, and
     "master"; `state_dict` shows the store's own bytes, so that torch.save streams them. A step with a gradient that is
-    not finite changes nothing but `stats`. Sends nothing; with several ranks average gradients first. `close` gives
-    memory and files back.
+    not finite changes nothing but `stats`. Without a transport nothing is sent; with several ranks average gradients
+    first. `close` gives memory and files back.
 
     Raises ValueError and TypeError on arguments, StoreError where a store fails, here and in `step` and backward.
     """
@@ -83,15 +86,21 @@ class Offload(torch.optim.Optimizer):
         threads: int = 2,
         rank: int = 0,
         grad_dtype: torch.dtype | None = None,
+        transport: Transport | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         fill: Callable[[nn.Module], object] | None = None,
     ):
         check_mode(mode, model, device=device, dtype=dtype, fill=fill)
-        if chunk_mb <= 0 or max_grad_norm < 0:
-            raise ValueError(f"expected chunk_mb > 0 and max_grad_norm >= 0, got {chunk_mb} and {max_grad_norm}")
+        check_averages(mode, transport)
+        if chunk_mb <= 0 or max_grad_norm < 0 or buffer_count < 2:
+            raise ValueError(
+                f"expected chunk_mb > 0, max_grad_norm >= 0 and buffer_count >= 2, got {chunk_mb}, {max_grad_norm} and "
+                f"{buffer_count}"
+            )
         self.mode, self.max_grad_norm, self.stats = mode, max_grad_norm, OffloadStats()
         self._store: Store | None = None
+        self._transport = transport
         made = made_of(model, make)
         super().__init__(made.param_groups, made.defaults)
         self._params: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
@@ -159,7 +168,8 @@ class Offload(torch.optim.Optimizer):
     ) -> StoredParams:
         if dtype is not None:
             cast_parameters(model, dtype)
-        moved = move_params(model, self._params, self.layout.chunks, self._stores.open, ahead, device, fill)
+        chunks, open_store = self.layout.chunks, self._stores.open
+        moved = StoredParams(model, self._params, chunks, open_store, ahead=ahead, device=device, fill=fill)
         is_master = [not needs for needs in self._needs_master]
         self._weights = StoredWeights(moved, lambda k: self._gradients.has(k), is_master)
         return moved
@@ -171,6 +181,8 @@ class Offload(torch.optim.Optimizer):
         """One update of the parameters that have a gradient, or a skip; see the class. Raises StoreError."""
         loss = loss_of(closure)
         self._gradients.collect()
+        if self._transport is not None and self._transport.world_size > 1:
+            self.stats.network_s += cast(StoredGradients, self._gradients).average(self._transport)
         has = self._gradients.has
         chunks = [chunk for chunk in self.layout.chunks if any(has(piece.param) for piece in chunk.pieces)]
         self.stats.steps += 1

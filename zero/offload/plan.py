@@ -2,8 +2,8 @@
 
     onebit plan --params 13e9 --hosts 1 --device-gb 32 --host-gb 128 --disk-gb 1000 --pcie 25 --disk 5 --tflops 100
 
-Per parameter, with b bytes of its dtype, a master of M = 4 (0 where a float32 parameter on the host is its own), and 8
-of moments:
+Per trained parameter, with b bytes of its dtype, a master of M = 4 (0 where a float32 parameter on the host is its
+own), and 8 of moments:
 
     mode        with the parameters           in the store
     none        b + b + M + 8                 0
@@ -12,9 +12,10 @@ of moments:
     full        the largest, and its gradient M + 8 + b + b
 
 In mode full a float32 parameter is its own master on any device, and "the largest" is of a module; `largest` stands for
-it.
+it. A frozen parameter (LoRA's base) takes b alone, with the others or, in mode full, in the store.
 A store in files needs buffers of buffer_count chunks in host memory; every mode with one needs a chunk's float32
-gradients (unless they are float32 on the host) and a chunk of the step's own. Without a GPU what lies with the
+gradients (unless they are float32 on the host), a chunk of the step's own, and in its first step a chunk's moments,
+which torch makes beside the store. Without a GPU what lies with the
 parameters is host memory, too. Activations and the process itself come on top. Seconds: a roofline, from all overlapped
 (the slowest of PCIe, memory and disk behind computing) to nothing overlapped. The formulas are in docs/offload.md.
 """
@@ -29,15 +30,19 @@ from .layout import UNIT
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 ROWS = (("none", "-"), *((mode, to) for to in ("cpu", "files") for mode in ("state", "gradients", "full")))
 _MOMENTS, _STEP_BYTES = 8, 28
-_FLOPS = 6  # of a parameter and token, forward and backward
+FLOPS = 6
+"""Of a trained parameter and a token, forward and backward."""
+_MODULE_BYTES = 18e3  # of Python objects: measured with 2,000 small modules
+_FROZEN_FLOPS = 4  # of one without a gradient
 
 
 @dataclass(frozen=True)
 class OffloadRun:
     """What is asked about. device_bytes: of the GPU; 0: there is none. host_bytes, disk_bytes: that may be used.
 
-    largest: elements of the largest parameter. tokens: of a step. *_per_s: bytes and operations a second: of PCIe in
-    one direction, of the disk, of host memory, of the device. Raises ValueError on numbers that no run can have.
+    trained: of params; None: all. modules: with parameters of their own. largest: elements of the largest parameter.
+    tokens: of a step. *_per_s: bytes and operations a second: of PCIe in one direction, of the disk, of host memory, of
+    the device. Raises ValueError on numbers that no run can have.
     """
 
     params: float
@@ -47,6 +52,8 @@ class OffloadRun:
     dtype: str = "bf16"
     tokens: float = 4096.0
     largest: float = 0.0
+    trained: float | None = None
+    modules: int = 0
     pcie_per_s: float = 25e9
     disk_per_s: float = 5e9
     memory_per_s: float = 100e9
@@ -58,20 +65,27 @@ class OffloadRun:
         positive = self.params, self.host_bytes, self.tokens, self.pcie_per_s, self.disk_per_s, self.memory_per_s
         if min(*positive, self.flops_per_s, self.chunk_mb) <= 0 or self.dtype not in BYTES or self.buffer_count < 2:
             raise ValueError(f"expected numbers above 0, dtype of {', '.join(BYTES)}, buffer_count >= 2: {self}")
-        if min(self.device_bytes, self.disk_bytes) < 0 or not 0 <= self.largest <= self.params:
-            raise ValueError(f"expected bytes of 0 or more, and a largest parameter within the model: {self}")
+        if min(self.device_bytes, self.disk_bytes, self.modules) < 0 or not 0 <= self.largest <= self.params:
+            raise ValueError(f"expected bytes, modules >= 0, and a largest parameter within the model: {self}")
+        if not 0 < self.stepped <= self.params:
+            raise ValueError(f"expected trained parameters, of the model's {self.params:g}, got {self.trained:g}")
+
+    @property
+    def stepped(self) -> float:
+        """Parameters that are trained."""
+        return self.params if self.trained is None else self.trained
 
     @property
     def dtype_bytes(self) -> int:
         return BYTES[self.dtype]
 
     def state_bytes(self, mode: str) -> int:
-        """Of a parameter in the store: the master, where it is not the parameter itself, and moments."""
+        """Of a trained parameter in the store: the master, where it is not the parameter itself, and moments."""
         is_master = self.dtype == "fp32" and (self.device_bytes == 0 or mode == "full")
         return _MOMENTS + (0 if is_master else 4)
 
     def stored_bytes(self, mode: str) -> int:
-        """Of a parameter in the store, besides: the gradient, and the parameter."""
+        """Of a trained parameter in the store, besides: the gradient, and the parameter."""
         return self.dtype_bytes * {"gradients": 1, "full": 2}.get(mode, 0)
 
 
@@ -121,47 +135,56 @@ def _bytes(run: OffloadRun, mode: str, to: str) -> tuple[float, float, float]:
     b, chunk = run.dtype_bytes, _chunk(run, mode)
     if mode == "none":
         master = 0 if run.dtype == "fp32" else 4
-        near, away = run.params * (2 * b + master + _MOMENTS), 0.0
-        buffers = _own(run, mode) + (0 if b == 4 else 4 * chunk)
+        near, away = run.params * b + run.stepped * (b + master + _MOMENTS), 0.0
+        buffers = _own(run, mode, to) + (0 if b == 4 else 4 * chunk)
     else:
         state, stored = run.state_bytes(mode), run.stored_bytes(mode)
-        near = b * (run.largest if mode == "full" else run.params) + b * (run.largest if stored else run.params)
-        away = run.params * (state + stored)
+        near = b * (run.largest if mode == "full" else run.params)
+        near += b * (min(run.largest, run.stepped) if stored else run.stepped)
+        away = run.stepped * (state + stored) + (b * (run.params - run.stepped) if mode == "full" else 0)
         scratch = 0 if b == 4 and (run.device_bytes == 0 or stored) else 4
-        buffers = _own(run, mode) + chunk * (scratch + (run.buffer_count * (state + stored) if to == "files" else 0))
+        held = run.buffer_count * (state + stored) if to == "files" else 0
+        buffers = _own(run, mode, to) + chunk * (scratch + held)
     host = (0.0 if to == "files" else away) + buffers
     if run.device_bytes == 0:
         near, host = 0.0, host + near
     elif mode == "none":
         near, host = near + host, 0.0
-    return near, host, away if to == "files" else 0.0
+    return near, host + _MODULE_BYTES * run.modules, away if to == "files" else 0.0
 
 
-def _own(run: OffloadRun, mode: str) -> float:
-    """What torch's step allocates for a moment, of one piece of a parameter."""
+def _own(run: OffloadRun, mode: str, to: str) -> float:
+    """What torch's step allocates: of one piece of a parameter for a moment, and in the first step a chunk's moments.
+
+    Host memory that is not page-locked comes page by page as it is written, so the last chunk's moments are beside it
+    before their places in the store are.
+    """
     chunk = _chunk(run, mode)
-    return 8 * min(chunk, run.largest or chunk)
+    is_there = to == "files" or run.device_bytes > 0
+    return 8 * min(chunk, run.largest or chunk) + (_MOMENTS * chunk if is_there else 0)
 
 
 def _chunk(run: OffloadRun, mode: str) -> float:
     """Elements of a chunk."""
     most = max(1, int(run.chunk_mb * 2**20 / run.state_bytes(mode)) // UNIT) * UNIT
-    return min(most, -(-run.params // UNIT) * UNIT)
+    return min(most, -(-run.stepped // UNIT) * UNIT)
 
 
 def _times(run: OffloadRun, mode: str, to: str) -> dict[str, float]:
     """Seconds that each part of the machine works in a step."""
-    b, state = run.dtype_bytes, run.state_bytes(mode)
-    crossing = 0 if mode == "none" or run.device_bytes == 0 else (3 if mode == "full" else 2) * b
-    moved = 2 * state + (3 * b if run.stored_bytes(mode) else 0)
+    b, state, p = run.dtype_bytes, run.state_bytes(mode), run.stepped
+    crossing = 2 * b * p  # gradients, and new values
+    moved = (2 * state + (3 * b if run.stored_bytes(mode) else 0)) * p
     if mode == "full":  # read for forward, for backward, and by a step that has no masters; written
-        moved += (3 if state > _MOMENTS else 4) * b
-    stepped = 0.0 if mode == "none" and run.device_bytes else _STEP_BYTES
+        crossing = 2 * b * run.params + b * p
+        moved += 2 * b * run.params + (1 if state > _MOMENTS else 2) * b * p
+    is_resident = mode == "none" or run.device_bytes == 0
+    stepped = 0.0 if mode == "none" and run.device_bytes else _STEP_BYTES * p
     return {
-        "compute": _FLOPS * run.params * run.tokens / run.flops_per_s,
-        "pcie": run.params * crossing / run.pcie_per_s,
-        "memory": run.params * stepped / run.memory_per_s,
-        "disk": run.params * moved / run.disk_per_s if to == "files" else 0.0,
+        "compute": (_FROZEN_FLOPS * (run.params - p) + FLOPS * p) * run.tokens / run.flops_per_s,
+        "pcie": 0.0 if is_resident else crossing / run.pcie_per_s,
+        "memory": stepped / run.memory_per_s,
+        "disk": moved / run.disk_per_s if to == "files" else 0.0,
     }
 
 
@@ -171,11 +194,12 @@ def _fits(run: OffloadRun, mode: str, to: str) -> bool:
 
 
 def _largest(run: OffloadRun, mode: str, to: str) -> float:
-    """By bisection: bytes grow with parameters. The largest parameter keeps its share of the model."""
-    share = run.largest / run.params
+    """By bisection: bytes grow with parameters. The largest one and the trained ones keep their share of the model."""
     low, high = 0.0, 1e15
     while high - low > 1e-3 * max(low, 1e6):
         params = (low + high) / 2
-        is_there = _fits(replace(run, params=params, largest=share * params), mode, to)
+        trained = None if run.trained is None else run.trained / run.params * params
+        sized = replace(run, params=params, trained=trained, largest=run.largest / run.params * params)
+        is_there = _fits(sized, mode, to)
         low, high = (params, high) if is_there else (low, params)
     return low

@@ -21,13 +21,15 @@ from .store import Store
 class OffloadStats:
     """Since construction. grad_norm: of the last step, before clipping; None behind a skipped one.
 
-    wait_s: seconds that steps and hooks waited for the stores. read_bytes, written_bytes: of files.
+    wait_s: seconds that steps and hooks waited for the stores; network_s: for other ranks. read_bytes, written_bytes:
+    of files.
     """
 
     steps: int = 0
     skipped_steps: int = 0
     grad_norm: float | None = None
     wait_s: float = 0.0
+    network_s: float = 0.0
     read_bytes: int = 0
     written_bytes: int = 0
 

@@ -25,8 +25,8 @@ class StoredParams:
     """All parameters of a model, in a store. trained: the first ones, in the order of the chunks' pieces.
 
     open_store: makes a store of so many bytes and so large leases. ahead: leases read ahead. device: where parameters
-    come; None: where each is. is_filled_later: some may be on "meta", and get their values by `fill`. Raises TypeError
-    and ValueError on parameters that cannot be moved, StoreError.
+    come, and buffers go; None: where each is. fill: called once with the model, some of which may be on "meta": what it
+    writes are their first values. Raises TypeError and ValueError on parameters that cannot be moved, StoreError.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class StoredParams:
         *,
         ahead: int,
         device: torch.device | None,
-        is_filled_later: bool,
+        fill: Callable[[nn.Module], object] | None,
     ):
         names = names_of(model)
         first = {id(p) for p in trained}
         held = [*trained, *(p for p in names if id(p) not in first)]
-        check_movable(held, names, may_be_meta=is_filled_later)
+        check_movable(held, names, may_be_meta=fill is not None)
         own_memory(held)
         self.all: list[Stored] = []
         offset = 0
@@ -67,6 +67,11 @@ class StoredParams:
         self._alone = torch._C._storage_Use_Count(storage._cdata)  # of a parameter and a `Stored`
         self._leave(device)
         self._of_storage = {s.storage._cdata: s for s in self.all}
+        if device is not None:
+            move_buffers(model, device)
+        if fill is not None:
+            fill(model)
+            self._check_filled()
 
     def of(self, module: nn.Module) -> list[Stored]:
         """Those that a module has itself. Raises RuntimeError where one was exchanged for another."""
@@ -209,9 +214,8 @@ class StoredParams:
         with plain():
             self.give_back()
 
-    def fill(self, write: Callable[[], object]) -> None:
-        """Give all their first values. Raises ValueError where one has got none."""
-        write()
+    def _check_filled(self) -> None:
+        """Raise ValueError where one has got no first value."""
         self.sync()
         for s in self.all:
             if s.is_empty and not s.was_written and s.nbytes:
@@ -275,23 +279,3 @@ class StoredParams:
 
 def _bytes_of(module: nn.Module) -> int:
     return sum(rounded(p.numel() * p.element_size()) for p in module._parameters.values() if p is not None)
-
-
-def move_params(
-    model: nn.Module,
-    trained: Sequence[Tensor],
-    chunks: Sequence[Chunk],
-    open_store: Callable[[int, int], Store],
-    ahead: int,
-    device: torch.device | None,
-    fill: Callable[[nn.Module], object] | None,
-) -> StoredParams:
-    """See `StoredParams`; buffers go to the device, and parameters get the values that `fill` writes."""
-    params = StoredParams(
-        model, trained, chunks, open_store, ahead=ahead, device=device, is_filled_later=fill is not None
-    )
-    if device is not None:
-        move_buffers(model, device)
-    if fill is not None:
-        params.fill(lambda: fill(model))
-    return params

@@ -57,11 +57,7 @@ def prepare(
     largest = [torch.linalg.vector_norm(g, float("inf")).float() for g in grads if g.numel() > 0]
     limit = LARGEST_GRADIENT * scale if max_norm <= 0 else torch.finfo(torch.float32).max
     mine = not largest or bool((torch.stack(largest) <= limit).all())
-    # Stages may have other groups, but the first one's options are everybody's.
-    header = Header.of(optimizer.param_groups[:1], step, f"{type(optimizer).__name__}, step()")
-    messages = gather_bytes(transport, bytes([mine]) + header.summary().to_bytes())
-    check_summaries(transport, header, [Summary.from_bytes(said[1:]) for said in messages])
-    if any(said[:1] != b"\1" for said in messages):
+    if any(said != b"\1" for said in said_in_step(optimizer, transport, step, bytes([mine]))):
         if transport.rank == 0:
             log.warning("a gradient is not finite; all ranks skip the step")
         return False, None
@@ -73,6 +69,15 @@ def prepare(
     if grads:
         torch._foreach_mul_(grads, min(1.0, max_norm / (norm + 1e-6)))
     return True, norm
+
+
+def said_in_step(optimizer: torch.optim.Optimizer, transport: Transport, step: int, mine: bytes) -> list[bytes]:
+    """What each rank says at the begin of a step, as many bytes on all. Raises DesyncError as `prepare` does."""
+    # Stages may have other groups, but the first one's options are everybody's.
+    header = Header.of(optimizer.param_groups[:1], step, f"{type(optimizer).__name__}, step()")
+    messages = gather_bytes(transport, mine + header.summary().to_bytes())
+    check_summaries(transport, header, [Summary.from_bytes(said[len(mine) :]) for said in messages])
+    return [said[: len(mine)] for said in messages]
 
 
 def bad_gradients(model: nn.Module) -> list[str]:

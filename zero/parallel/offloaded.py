@@ -1,7 +1,8 @@
-"""Parameters of an engine in files: `offload_param` with device nvme, for one rank and a dense optimizer.
+"""Parameters of an engine in files: `offload_param` with device nvme, for a dense optimizer.
 
 `Offload` in mode full takes the place of FSDP2: parameters are plain, come module by module from a file, and their
-gradients leave for it. What is on several ranks, or one-bit, is FSDP2's, in host memory.
+gradients leave for it. Several ranks are replicas: each has files of all of it, and a step averages gradients first.
+What is cut along layers or stages, or one-bit, is FSDP2's, in host memory.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from ..config.whole import Config
-from ..grid import Grid
+from ..grid import Grid, GridShape
 from ..offload.optimizer import Offload
 
 
-def is_asked_for(config: Config, world_size: int, form: str) -> bool:
+def is_asked_for(config: Config, shape: GridShape, form: str) -> bool:
     """Whether parameters lie in files."""
-    return config.zero_optimization.offload_param.device == "nvme" and form == "dense" and world_size == 1
+    is_whole = shape.size("pipe") == shape.size("tensor") == 1
+    return config.zero_optimization.offload_param.device == "nvme" and form == "dense" and is_whole
 
 
 def check(config: Config) -> None:
@@ -58,23 +60,30 @@ def build(
         make,
         "full",
         zero.offload_param.nvme_path or "",
-        buffer_count=max(2, zero.offload_param.buffer_count),
+        buffer_count=zero.offload_param.buffer_count,
         max_grad_norm=config.gradient_clipping,
         pin_memory=all(block.pin_memory for block in offloads),
+        rank=grid.world.rank,
         grad_dtype=torch.float32,
+        transport=grid.world,
         device=grid.device,
         dtype=config.dtype,
         fill=None if fill is None else partial(fill, transport=grid.world, device=grid.device),
     )
 
 
-def without_effect(config: Config, world_size: int, form: str) -> list[str]:
+def without_effect(config: Config, shape: GridShape, form: str) -> list[str]:
     """Of the two blocks, what is done in another way; one line each."""
     zero = config.zero_optimization
     if zero.offload_param.device != "nvme":
         return []
-    if not is_asked_for(config, world_size, form):
+    if not is_asked_for(config, shape, form):
         return ["offload_param.device nvme: the parameters' shards lie in host memory, as with cpu"]
+    lines = []
     if zero.offload_optimizer.device == "cpu":
-        return ["offload_optimizer.device cpu: state lies in files of offload_param.nvme_path, with the parameters"]
-    return []
+        lines.append(
+            "offload_optimizer.device cpu: state lies in files of offload_param.nvme_path, with the parameters"
+        )
+    if shape.world_size > 1:
+        lines.append("zero_optimization.stage: each rank has files of all parameters and state; nothing is sharded")
+    return lines

@@ -1,0 +1,111 @@
+"""Where OneBitAdam on several ranks encodes and updates, on the devices or in host memory: bytes and seconds.
+
+    onebit plan --params 13e9 --hosts 4 --device-gb 32 --host-gb 256 --link 10gbit
+
+FSDP2 shards over the ranks of a host ("sharding": "intra_node"); the optimizer works on each shard where it lies, which
+`offload_optimizer` decides. Encoding reads gradients and state and writes state and frames, 26.7 bytes per element with
+errors in float32, 21.7 in bfloat16 (scripts/records/traffic_2026-11.md): of device memory or of host memory. Frames
+pass through host memory in both cases. What else crosses PCIe where the state is in host memory: float32 shards up to
+be gathered, once or, at stage 3, twice, and float32 gradients down. docs/offload.md has the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..plan import DTYPE_BYTES, Run
+from ..plan import plan as plan_optimizer
+
+_GATHERS = {2: 1, 3: 2}  # of a parameter in a step, by stage
+STAGES, PLACES = tuple(_GATHERS), ("device", "host")
+_OPTIMIZER = "OneBitAdam"
+_FLOAT32 = 4.0
+_TRAFFIC = {4: 26.7, 2: 21.7}  # by bytes of an error
+
+
+@dataclass(frozen=True)
+class EncodeRun:
+    """What is asked about: of a rank's device, and of a host, which its ranks share.
+
+    run: compute_s is that of a step of a rank. largest: elements of the largest module. *_per_s: bytes a second, of
+    PCIe in one direction, of device and host memory. Raises ValueError on numbers that no run can have.
+    """
+
+    run: Run
+    device_bytes: float
+    host_bytes: float
+    largest: float = 0.0
+    pcie_per_s: float = 25e9
+    device_memory_per_s: float = 1e12
+    host_memory_per_s: float = 100e9
+
+    def __post_init__(self) -> None:
+        if self.run.world_size < 2 or not 0 <= self.largest <= self.run.params:
+            raise ValueError(f"expected two ranks or more, and a largest module within the model: {self}")
+        places = self.device_bytes, self.host_bytes, self.pcie_per_s, self.device_memory_per_s, self.host_memory_per_s
+        if min(places) <= 0:
+            raise ValueError(f"expected a device, host memory and rates above 0: {self}")
+
+
+@dataclass(frozen=True)
+class EncodePlan:
+    """Bytes of a device and of a host; seconds of a step by what takes them; from all overlapped to nothing.
+
+    place: one of PLACES, where state lies and the optimizer works. fits: into both memories.
+    """
+
+    stage: int
+    place: str
+    device_bytes: float
+    host_bytes: float
+    times: dict[str, float]
+    fits: bool
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Least and most: computing and the slowest of the others, to the sum."""
+        others = [s for name, s in self.times.items() if name != "compute"]
+        return self.times["compute"] + max(others), sum(self.times.values())
+
+    @property
+    def bound(self) -> str:
+        """What takes the most."""
+        return max(self.times, key=lambda name: self.times[name])
+
+
+def encode_plans(run: EncodeRun) -> Iterator[EncodePlan]:
+    """Every stage and place."""
+    for stage in STAGES:
+        for place in PLACES:
+            yield encode_plan(run, stage, place)
+
+
+def encode_plan(asked: EncodeRun, stage: int, place: str) -> EncodePlan:
+    """One of STAGES in one of PLACES."""
+    run = asked.run
+    P, S, b = run.params, run.ranks_per_host, DTYPE_BYTES[run.dtype]
+    made = plan_optimizer(run, _OPTIMIZER, stage if S > 1 else 0)  # one rank per host has the state of stage 0
+    assert made is not None, "there is a one-bit form of every number of ranks"
+    shard = _FLOAT32 / S  # masters; gradients are as large
+    near = b * ((P if stage == 2 else asked.largest) + asked.largest)  # gathered, and a module's gradients
+    frames = made.bits / 8 * P  # that a rank sends, and as many come
+    if place == "device":
+        device, host = near + P * (2 * shard + made.state), 2 * frames * S
+        crossing, memory_per_s = 2 * frames, asked.device_memory_per_s
+    else:
+        device, host = near, S * (P * (2 * shard + made.state) + 2 * frames)
+        crossing, memory_per_s = (_GATHERS[stage] + 1) * shard * P, asked.host_memory_per_s / S
+    times = {
+        "compute": run.compute_s,
+        "pcie": crossing / asked.pcie_per_s,
+        "memory": P / S * _TRAFFIC[run.error_bytes] / memory_per_s,
+        "network": 8 * frames * S / run.link_bits_per_s,
+    }
+    fits = device <= asked.device_bytes and host <= asked.host_bytes
+    return EncodePlan(stage, place, device, host, times, fits)
+
+
+def chosen_place(run: EncodeRun) -> EncodePlan | None:
+    """Of those that fit the one whose step takes the fewest seconds; None: none fits."""
+    return min((made for made in encode_plans(run) if made.fits), key=lambda made: made.seconds, default=None)
