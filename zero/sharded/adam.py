@@ -36,7 +36,7 @@ class ShardedAdamRule(ShardedRule):
             yield from self.exchange(bucket, seen, scale * decision.clip_factor)
 
     def exchange(
-        self, bucket: ShardedBucket, seen: Sequence[bool], scale: float
+        self, bucket: ShardedBucket, seen: Sequence[bool], scale: float | Tensor
     ) -> Generator[Work | Meeting, Answer, bool]:
         """Steps 2 to 4. Whether the bucket has moved.
 

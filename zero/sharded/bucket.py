@@ -183,14 +183,19 @@ class ShardedBucket:
         for p in self.params:
             p.grad = None
 
-    def gather_gradients(self, scale: float) -> Tensor:
-        """scale · the gradients, float32 [W·N]; zeros where there is none, and in the padding."""
+    def gather_gradients(self, scale: float | Tensor) -> Tensor:
+        """scale · the gradients, float32 [W·N]; zeros where there is none, and in the padding.
+
+        scale: where it is a tensor, of no dimensions.
+        """
         x = torch.zeros(self.layout.numel, device=self.device)
         pairs = zip(self.layout.views(x), self.gradients(), strict=True)
         present = [(view, grad) for view, grad in pairs if grad is not None]
         if present:
             views, grads = zip(*present, strict=True)
             torch._foreach_copy_(views, grads)
+        if isinstance(scale, Tensor):
+            return x.mul_(scale.to(self.device))
         return x.mul_(scale) if scale != 1.0 else x
 
     def gather_replica(self) -> Tensor:
@@ -225,12 +230,6 @@ class ShardedBucket:
             if (g := grads[k]) is not None:
                 products.append(torch.dot(g.reshape(-1)[start:stop].float(), mean_hat[at : at + stop - start]))
         return [torch.stack(products).sum(dtype=torch.float64)] if products else []
-
-    def bad(self) -> list[str]:
-        """The parameters whose gradients on this rank are not finite, or whose squares are beyond float32."""
-        pairs = zip(self.gradients(), self.names, strict=True)
-        norms = [(torch.linalg.vector_norm(g, dtype=torch.float32), name) for g, name in pairs if g is not None]
-        return [name for norm, name in norms if not bool(norm.isfinite())]
 
     @property
     def is_complete(self) -> bool:

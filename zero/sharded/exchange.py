@@ -118,7 +118,7 @@ class Sharded:
     config: ShardedConfig
 
     def send_up(
-        self, bucket: ShardedBucket, numbers: StepNumbers, seen: Sequence[bool], scale: float
+        self, bucket: ShardedBucket, numbers: StepNumbers, seen: Sequence[bool], scale: float | Tensor
     ) -> Generator[Work, None, Arrived]:
         """Everybody's gradients into the momentum, and frames of that to the owners. Sends (W-1)·B per rank.
 
