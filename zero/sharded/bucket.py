@@ -159,20 +159,10 @@ class ShardedBucket:
         seen_K = numbers_on(self.device, seen, torch.bool)
         return seen_K if self.gate is None else seen_K & self.gate
 
-    def own_blocks_of(self, seen: Sequence[bool]) -> Tensor | None:
-        """The same of the own blocks, bool [J]."""
-        seen_WJ = self.blocks_of(seen)
-        return None if seen_WJ is None else seen_WJ[self.rank]
-
-    @property
-    def own_counts(self) -> Tensor:
-        """Real elements of each own block, int32 [J]."""
-        return self.counts[self.rank]
-
     @cached_property
     def own_divisors(self) -> Tensor:
-        """The same, and 1 where there is none."""
-        return self.own_counts.clamp(min=1)
+        """Real elements of each own block, int32 [J], and 1 where there is none."""
+        return self.counts[self.rank].clamp(min=1)
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients where they lie; see `dense_gradients`."""
@@ -236,17 +226,22 @@ class ShardedBucket:
         """Whether all gradients have come."""
         return len(self.ready) == len(self.params)
 
-    def correction(self, beta: float) -> Tensor | float:
-        """1/(1 - β^t) for each own block, with the steps of its parameter, float32 [J, 1]; 0 where there was none.
+    def corrections(self, *betas: float) -> tuple[float, ...] | Tensor:
+        """1/(1 - β^t) of each β for each own block, with the steps of its parameter, float32 [len(betas), J].
 
-        One number where it is the same for all.
+        0 where there was none. A number of each β where it is the same for all blocks.
         """
         counts = [int(step) for step in self.steps]
-        numbers = {t: 1.0 / (1.0 - beta**t) if t else 0.0 for t in counts}
-        if len(numbers) == 1:
-            return numbers[counts[0]]
-        table = numbers_on(self.device, [numbers[t] for t in counts], torch.float32)
-        return table[self.parameter_of_block[self.rank]].unsqueeze(1)
+        rows = [[1.0 / (1.0 - beta**t) if t else 0.0 for t in counts] for beta in betas]
+        if len(set(counts)) == 1:
+            return tuple(row[0] for row in rows)
+        table = numbers_on(self.device, [number for row in rows for number in row], torch.float32)
+        return table.view(len(betas), -1)[:, self.parameter_of_block[self.rank]]
+
+    def correction(self, beta: float) -> Tensor | float:
+        """The same of one β, float32 [J, 1], or a number."""
+        (each,) = self.corrections(beta)
+        return each.unsqueeze(1) if isinstance(each, Tensor) else each
 
     def state_bytes(self) -> int:
         """Bytes of the state that this rank keeps."""
