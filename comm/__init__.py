@@ -33,7 +33,16 @@ from .codecs import (
     momentum_codecs,
 )
 from .hierarchy import HierarchicalTransport, Hierarchy, hierarchical
-from .kernels.operands import EncodeOutput, LocalStep, MomentumInputs, MomentumWeights, ParamUpdate, Segments, Variance
+from .kernels.operands import (
+    EncodeOutput,
+    LocalStep,
+    MomentumInputs,
+    MomentumWeights,
+    OwnerStep,
+    ParamUpdate,
+    Segments,
+    Variance,
+)
 from .launch import init
 from .transports.base import PeerError, Transport, Work, check_transport
 from .transports.simulated import SimNetwork, SimTransport, run_ranks
@@ -56,6 +65,7 @@ __all__ = [
     "Log4Codec",
     "MomentumInputs",
     "MomentumWeights",
+    "OwnerStep",
     "ParamUpdate",
     "PeerError",
     "Segments",

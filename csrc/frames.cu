@@ -401,6 +401,45 @@ __device__ __forceinline__ void take_rows(Source& source, int row, void* p, int 
   store_floats(p, kind, start + within, values, left - within);
 }
 
+// a where a > b and else b: b where one of them is a NaN.
+__device__ __forceinline__ float larger(float a, float b) { return a > b ? a : b; }
+
+// Of an owner's step, what kBatch rows of a block are made of, and make. Asked twice: nothing is kept between the sums
+// and what needs them, and the second time all of it comes from a cache.
+struct OwnerRows {
+  MeanSource means;
+  const u8* bits;  // of the owner's own frame
+  float magnitude;
+  const float* grad;  // the block's, as the variance
+  const float* variance;
+  float correction1, correction2, weight, own, common;
+  int count;
+
+  float g[kBatch], q[kBatch], m_hat[kBatch], next[kBatch], v_hat[kBatch];
+
+  __device__ __forceinline__ void compute(int row) {
+    const int at = row * kLanes + lane();
+    u32 grads[kBatch], before[kBatch];
+    Signs signs;
+    load_raw(grads, grad, kFloat32, at);
+    load_raw(before, variance, kFloat32, at);
+    signs.load(bits, row);
+    means.load(row);
+    means.compute(m_hat);
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) {
+      const bool is_real = at + r * kLanes < count;
+      const float v = __uint_as_float(before[r]);
+      g[r] = is_real ? __uint_as_float(grads[r]) : 0.0f;
+      q[r] = is_real ? signs.value(r, magnitude) : 0.0f;
+      m_hat[r] = is_real ? m_hat[r] * correction1 : 0.0f;
+      const float after = v + ((m_hat[r] * common + g[r] * own) * g[r] - v) * weight;
+      next[r] = is_real ? after : v;
+      v_hat[r] = is_real ? larger(0.0f, after) * correction2 : 0.0f;
+    }
+  }
+};
+
 }  // namespace sign
 #endif
 
@@ -569,6 +608,67 @@ ONEBIT_KERNEL sign_apply(const u8* frames, i64 frame_stride, i64 K, i64 J, const
 #pragma unroll
     for (int r = 0; r < kBatch; ++r) values[r] = __uint_as_float(old[r]) * kept + signs.value(r, magnitude);
     store_floats(p, kind, from, values, left - inside_block);
+  }
+}
+
+// Rule 9. corrections: of each block, or null.
+ONEBIT_KERNEL sign_owner_step(const u8* received, i64 received_stride, i64 K, i64 row, float share, const float* grad,
+                              const int* counts, float* variance, float* direction, float* D, float* sums,
+                              const float* corrections, float correction1, float correction2, float weight, float own,
+                              float common, float eps, float floor, float inverse_limit, i64 J) {
+  const Place at(static_cast<u32>(J), static_cast<u32>(J));
+  const i64 first = static_cast<i64>(at.j) * kBlock;
+  const u8* frame = received + row * received_stride;
+  const u16* scales = sign::scale_of(received, J, at.j);
+  sign::OwnerRows rows;
+  rows.means.bits = received + at.j * sign::kBitBytes, rows.means.scale = scales;
+  rows.means.stride = received_stride, rows.means.K = static_cast<int>(K), rows.means.share = share;
+  rows.bits = frame + at.j * sign::kBitBytes;
+  rows.magnitude = float_from_bf16(*sign::scale_of(frame, J, at.j));
+  rows.grad = grad + first, rows.variance = variance + first;
+  rows.correction1 = corrections ? corrections[at.j] : correction1;
+  rows.correction2 = corrections ? corrections[J + at.j] : correction2;
+  rows.weight = weight, rows.own = own, rows.common = common, rows.count = counts[at.j];
+  float v_hats = -0.0f, of_block[4] = {-0.0f, -0.0f, -0.0f, -0.0f};  // -0.0 + value is value, also where that is -0.0
+#pragma unroll 1
+  for (int from = 0; from < kRows; from += kBatch) {
+    rows.compute(from);
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) {
+      const float g = rows.g[r], q = rows.q[r];
+      v_hats = v_hats + rows.v_hat[r];
+      of_block[0] = of_block[0] + g * g;
+      of_block[1] = of_block[1] + q * q;
+      of_block[2] = of_block[2] + g * (q * rows.correction1);
+      of_block[3] = of_block[3] + g * rows.m_hat[r];
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+    const float sum = sign::sum_in_halves(of_block[s]);
+    if (at.inside && lane() == s) sums[4 * static_cast<i64>(at.j) + s] = sum;
+  }
+  float scale = float_from_bf16(*scales);
+  for (int k = 1; k < static_cast<int>(K); ++k)
+    scale = scale + float_from_bf16(*reinterpret_cast<const u16*>(reinterpret_cast<const u8*>(scales) + k * received_stride));
+  scale = scale * share * rows.correction1 * inverse_limit;
+  const float n = static_cast<float>(rows.count > 0 ? rows.count : 1);
+  const float least = sign::larger(scale * scale, __fdiv_rn(sign::sum_in_halves(v_hats) * floor, n));
+  if (!at.inside) return;
+#pragma unroll 1
+  for (int from = 0; from < kRows; from += kBatch) {
+    const int within = from * kLanes + lane();
+    float D_rows[kBatch], direction_rows[kBatch];
+    rows.compute(from);
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) {
+      const bool is_real = within + r * kLanes < rows.count;
+      D_rows[r] = is_real ? __fsqrt_rn(sign::larger(rows.v_hat[r], least)) + eps : 1.0f;
+      direction_rows[r] = __fdiv_rn(rows.m_hat[r], D_rows[r]);
+    }
+    store_floats(variance + first, kFloat32, within, rows.next);
+    store_floats(direction + first, kFloat32, within, direction_rows);
+    if (D) store_floats(D + first, kFloat32, within, D_rows);
   }
 }
 

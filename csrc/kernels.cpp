@@ -129,6 +129,25 @@ struct LocalJob {
   int64_t block;
 };
 
+// A step of the rank that owns a chunk: rule 9.
+struct OwnerJob {
+  const uint8_t* received;
+  int64_t received_stride;
+  int64_t K;
+  int64_t row;  // the owner's own
+  const float* grad;
+  const int32_t* counts;
+  float* variance;
+  float* direction;
+  float* D;  // may be null
+  float* sums;
+  const float* corrections;  // of each block; else
+  float correction1, correction2;
+  float weight, own, common, eps, floor, inverse_limit;
+  int64_t J;
+  int64_t block;
+};
+
 // The segment of a block: a walk over blocks in ascending order, with one search.
 struct SegmentAt {
   int64_t s, b;
@@ -169,6 +188,7 @@ struct Fused {
   void (*encode_momentum)(const MomentumJob&, int64_t begin, int64_t end);
   void (*apply)(const ApplyJob&, int64_t begin, int64_t end);
   void (*local_step)(const LocalJob&, int64_t begin, int64_t end);
+  void (*owner_step)(const OwnerJob&, int64_t begin, int64_t end);
 };
 
 // Of one instruction set.
@@ -241,7 +261,7 @@ void encode_rows(const Kernel& kernel, const EncodeJob& job, int64_t K, int64_t 
 }  // namespace
 
 // Raise it together with cpu.py's when a signature or a frame changes: a library built from older sources is then refused.
-ONEBIT_API int onebit_abi_version() { return 5; }
+ONEBIT_API int onebit_abi_version() { return 6; }
 
 ONEBIT_API int onebit_best_isa() { return best_isa(); }
 
@@ -408,5 +428,21 @@ ONEBIT_API int onebit_local_step(void* const* grads, const int32_t* grad_kinds, 
                      static_cast<float>(add), static_cast<float>(own), static_cast<float>(unscale), u, anchor,
                      static_cast<float>(weight), static_cast<float>(kept), block};
   run(kernels->fused.local_step, job, K * J, threads);
+  return 0;
+}
+
+ONEBIT_API int onebit_sign_owner_step(const uint8_t* received, int64_t received_stride, int64_t K, int64_t row,
+                                      const float* grad, const int32_t* counts, float* variance, float* direction,
+                                      float* D, float* sums, const float* corrections, double correction1,
+                                      double correction2, double weight, double own, double common, double eps,
+                                      double floor, double inverse_limit, int64_t J, int64_t block, int isa,
+                                      int threads) {
+  const Kernels* kernels = kernels_for(isa);
+  if (!kernels) return 1;
+  const OwnerJob job{received, received_stride, K, row, grad, counts, variance, direction, D, sums, corrections,
+                     static_cast<float>(correction1), static_cast<float>(correction2), static_cast<float>(weight),
+                     static_cast<float>(own), static_cast<float>(common), static_cast<float>(eps),
+                     static_cast<float>(floor), static_cast<float>(inverse_limit), J, block};
+  run(kernels->fused.owner_step, job, J, threads);
   return 0;
 }

@@ -1,4 +1,4 @@
-// What surrounds the sign frame in an optimizer's step, in one pass over memory each: rules 6 and 7 of
+// What surrounds the sign frame in an optimizer's step, in one pass over memory each: rules 6 to 9 of
 // comm/kernels/reference.py over `Lanes`. Included by kernels.cpp once per instruction set, behind sign_blocks.inl.
 
 // What is added up in c, at element `at` of the flat rows, and where its residual goes: floats or bfloat16 or nothing.
@@ -206,4 +206,55 @@ ONEBIT_TARGET void local_step(const LocalJob& job, int64_t begin, int64_t end) {
   }
 }
 
-constexpr Fused fused{encode_mean, encode_momentum, apply, local_step};
+ONEBIT_TARGET void owner_step(const OwnerJob& job, int64_t begin, int64_t end) {
+  const int64_t block = job.block;
+  std::vector<float> memory(2 * block);
+  float *means = memory.data(), *hats = means + block;
+  const float share = static_cast<float>(1.0 / static_cast<double>(job.K));
+  const Lanes zero = Lanes::splat(0.0f), weight = Lanes::splat(job.weight), own = Lanes::splat(job.own);
+  const Lanes common = Lanes::splat(job.common), eps = Lanes::splat(job.eps), one = Lanes::splat(1.0f);
+  const uint8_t* scales = job.received + job.J * (block / 8);
+  for (int64_t j = begin; j < end; ++j) {
+    const int64_t first = j * block, count = job.counts[j];
+    const float correction1 = job.corrections ? job.corrections[j] : job.correction1;
+    const float correction2 = job.corrections ? job.corrections[job.J + j] : job.correction2;
+    const Lanes c1 = Lanes::splat(correction1), c2 = Lanes::splat(correction2);
+    const uint8_t* frame = job.received + job.row * job.received_stride;
+    const uint8_t* bits = frame + j * (block / 8);
+    const Lanes plus = Lanes::splat(float_from_bf16(load_u16(frame + job.J * (block / 8) + 2 * j))), minus = plus.negated();
+    for (int64_t i = 0; i < block; i += 64)
+      mean_of_64(job.received + (first + i) / 8, scales + 2 * j, job.received_stride, job.K, Lanes::splat(share), means + i);
+    Lanes sums[5];  // of v̂, g², q², g·q̂, g·m̂; -0.0 + value is value, also where that is -0.0
+    for (Lanes& sum : sums) sum = Lanes::splat(-0.0f);
+    for (int64_t i = 0; i < block; i += kLanes) {
+      const Lanes v = Lanes::load(job.variance + first + i);
+      Lanes g = Lanes::load(job.grad + first + i), q = value_at(bits, plus, minus, i), m = Lanes::load(means + i) * c1;
+      const uint16_t real = count < block ? real_lanes(count, i) : 0xFFFF;
+      if (count < block) g = Lanes::select(real, g, zero), q = Lanes::select(real, q, zero), m = Lanes::select(real, m, zero);
+      Lanes next = v + ((m * common + g * own) * g - v) * weight, hat = Lanes::larger(zero, next) * c2;
+      if (count < block) next = Lanes::select(real, next, v), hat = Lanes::select(real, hat, zero);
+      next.store(job.variance + first + i);
+      m.store(means + i);
+      hat.store(hats + i);
+      sums[0] = sums[0] + hat;
+      sums[1] = sums[1] + g * g;
+      sums[2] = sums[2] + q * q;
+      sums[3] = sums[3] + g * (q * c1);
+      sums[4] = sums[4] + g * m;
+    }
+    for (int64_t s = 1; s < 5; ++s) job.sums[4 * j + s - 1] = sums[s].sum_in_halves();
+    float scale = float_from_bf16(load_u16(scales + 2 * j));
+    for (int64_t k = 1; k < job.K; ++k) scale = scale + float_from_bf16(load_u16(scales + k * job.received_stride + 2 * j));
+    scale = scale * share * correction1 * job.inverse_limit;
+    const float floor = sums[0].sum_in_halves() * job.floor / static_cast<float>(count > 0 ? count : 1);
+    const Lanes least = Lanes::splat(scale * scale > floor ? scale * scale : floor);
+    for (int64_t i = 0; i < block; i += kLanes) {
+      Lanes D = Lanes::larger(Lanes::load(hats + i), least).sqrt() + eps;
+      if (count < block) D = Lanes::select(real_lanes(count, i), D, one);
+      (Lanes::load(means + i) / D).store(job.direction + first + i);
+      if (job.D) D.store(job.D + first + i);
+    }
+  }
+}
+
+constexpr Fused fused{encode_mean, encode_momentum, apply, local_step, owner_step};

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .operands import EncodeOutput, LocalStep, MomentumInputs, ParamUpdate, Segments, Variance, check_tensors
+from .operands import (
+    EncodeOutput,
+    LocalStep,
+    MomentumInputs,
+    OwnerStep,
+    ParamUpdate,
+    Segments,
+    Variance,
+    check_tensors,
+)
 
 SCALES = ("rms", "mean_abs")
 
@@ -143,6 +152,25 @@ class Edge:
                 self._check_flat(name, x, (torch.float32,), (K, N))
         self._check_one_device(momentum.old, step.sum_KN, step.anchor_KN, *momentum.grads, *step.params)
         return K, J
+
+    def check_owner_step(self, step: OwnerStep, *, block: int) -> tuple[int, int]:
+        """(W, J)."""
+        W, (N,) = len(step.received_WB), step.grad_N.shape
+        J = SIGN.whole_blocks(N, block)
+        if not 0 <= step.row < W:
+            raise ValueError(f"row must be that of one of the {W} frames, got {step.row}")
+        self._check_frames(step.received_WB, W, SIGN.bytes(N, J))
+        chunk = {"grad": step.grad_N, "variance": step.variance_N, "direction": step.direction_N, "D": step.D_N}
+        for name, x in chunk.items():
+            if x is not None:
+                self._check_flat(name, x.unsqueeze(0), (torch.float32,), (1, N))
+        self._check_flat("counts", step.counts_J.unsqueeze(0), (torch.int32,), (1, J))
+        self._check_flat("sums", step.sums_J4, (torch.float32,), (J, 4))
+        corrections = step.correcting[0]
+        if corrections is not None:
+            self._check_flat("corrections", corrections, (torch.float32,), (2, J))
+        self._check_one_device(step.received_WB, step.counts_J, step.sums_J4, corrections, *chunk.values())
+        return W, J
 
     def _check_made_of(self, momentum: MomentumInputs, K: int, J: int, block: int) -> None:
         D = momentum.D_KN

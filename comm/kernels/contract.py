@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .operands import EncodeOutput, LocalStep, MomentumInputs, ParamUpdate
+from .operands import EncodeOutput, LocalStep, MomentumInputs, OwnerStep, ParamUpdate
 
 
 class Backend(Protocol):
@@ -64,6 +64,8 @@ class SignKernel(Protocol):
     def apply(self, frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int) -> None: ...
 
     def local_step(self, step: LocalStep, *, block: int) -> None: ...
+
+    def owner_step(self, step: OwnerStep, *, block: int) -> None: ...
 
 
 class Int8Kernel(Protocol):

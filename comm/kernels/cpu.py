@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .arguments import INT4, INT8, SIGN, Edge, Frame, check_scale
 from .library import SharedLibrary
-from .operands import EncodeOutput, LocalStep, MomentumInputs, ParamUpdate, Segments
+from .operands import EncodeOutput, LocalStep, MomentumInputs, OwnerStep, ParamUpdate, Segments
 
 NAME = "cpu"
 SERVES = "cpu"
@@ -174,6 +174,37 @@ def local_step(step: LocalStep, *, block: int, isa: str = "auto") -> None:
     _write_back(step.params, writable)
 
 
+def owner_step(step: OwnerStep, *, block: int, isa: str = "auto") -> None:
+    """v and m̂/D of an owner's chunk ← those of the frames of all ranks, and its own gradient (rule 9). One pass."""
+    W, J = EDGE.check_owner_step(step, block=block)
+    corrections, correction1, correction2 = step.correcting
+    _library.run(
+        "sign_owner_step",
+        *_rows(step.received_WB),
+        W,
+        step.row,
+        step.grad_N.data_ptr(),
+        step.counts_J.data_ptr(),
+        step.variance_N.data_ptr(),
+        step.direction_N.data_ptr(),
+        _address(step.D_N),
+        step.sums_J4.data_ptr(),
+        _address(corrections),
+        correction1,
+        correction2,
+        step.weight,
+        step.own,
+        step.common,
+        step.eps,
+        step.floor,
+        step.inverse_limit,
+        J,
+        block,
+        isa=isa,
+        elements=step.grad_N.numel(),
+    )
+
+
 def _encode(
     frame: Frame,
     x_KN: Tensor,
@@ -300,12 +331,15 @@ def _declare(library: ctypes.CDLL) -> None:
         *tensors, pointer, pointer, pointer, pointer, real, real, pointer, real, real, real, real, pointer, pointer,
         real, real, size, size, size, flag, flag,
     )  # fmt: skip
+    library.onebit_sign_owner_step.argtypes = (
+        *rows, size, size, *(pointer,) * 7, *(real,) * 8, size, size, flag, flag,
+    )  # fmt: skip
 
 
 _library = SharedLibrary(
     Path(__file__).with_name("_kernels.so"),
     prefix="onebit",
-    abi_version=5,
+    abi_version=6,
     declare=_declare,
     log=logging.getLogger(__name__),
     without="the codecs run on the pure-torch reference, about ten times slower",

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .arguments import INT8, SIGN, Edge, Frame, check_scale
 from .gpu_tables import Table, address, kind, readable, write_back
-from .operands import EncodeOutput, LocalStep, MomentumInputs, ParamUpdate
+from .operands import EncodeOutput, LocalStep, MomentumInputs, OwnerStep, ParamUpdate
 
 NAME = "cupy"
 SERVES = "cuda"
@@ -208,6 +208,32 @@ def local_step(step: LocalStep, *, block: int) -> None:
         J,
     )
     write_back(step.params, written)
+
+
+def owner_step(step: OwnerStep, *, block: int) -> None:
+    """v and m̂/D of an owner's chunk ← those of the frames of all ranks, and its own gradient (rule 9). One pass."""
+    W, J = EDGE.check_owner_step(step, block=block)
+    corrections, *correcting = step.correcting
+    numbers = (step.weight, step.own, step.common, step.eps, step.floor, step.inverse_limit)
+    _launch(
+        "sign_owner_step",
+        step.grad_N.device,
+        block,
+        J,
+        *_rows(step.received_WB),
+        W,
+        step.row,
+        numpy.float32(1.0 / W),
+        step.grad_N.data_ptr(),
+        step.counts_J.data_ptr(),
+        step.variance_N.data_ptr(),
+        step.direction_N.data_ptr(),
+        address(step.D_N),
+        step.sums_J4.data_ptr(),
+        address(corrections),
+        *(numpy.float32(number) for number in (*correcting, *numbers)),
+        J,
+    )
 
 
 def _encode(

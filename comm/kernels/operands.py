@@ -160,6 +160,40 @@ class LocalStep:
     kept: float
 
 
+@dataclass(frozen=True)
+class OwnerStep:
+    """What the owner of a chunk makes of the frames of all ranks: its variance, and m̂/D; see rule 9.
+
+    received: sign frames [W, B], of which row `row` is the owner's own. grad: its gradient g, float32 [N]. counts:
+    int32 [J], real elements of each block, 0 where it stays as it is. variance: float32 [N], in place. direction:
+    float32 [N], becomes m̂/D. D: float32 [N], becomes D; None: nobody asks. sums: float32 [J, 4], become those of g²,
+    q², g·q̂ and g·m̂ of each block. corrections: of the momentum and the variance; or those of each block, float32
+    [2, J]. weight, own, common, eps, floor, inverse_limit: see the rule.
+    """
+
+    received_WB: Tensor
+    row: int
+    grad_N: Tensor
+    counts_J: Tensor
+    variance_N: Tensor
+    direction_N: Tensor
+    D_N: Tensor | None
+    sums_J4: Tensor
+    corrections: Sequence[float] | Tensor
+    weight: float
+    own: float
+    common: float
+    eps: float
+    floor: float
+    inverse_limit: float
+
+    @property
+    def correcting(self) -> tuple[Tensor | None, float, float]:
+        """For kernels: those of each block, or two numbers."""
+        each = self.corrections
+        return (each, 0.0, 0.0) if isinstance(each, Tensor) else (None, each[0], each[1])
+
+
 def check_tensors(name: str, tensors: Sequence[Tensor | None], segments: Segments) -> None:
     """Raise ValueError unless there is one tensor (or None) of the right length for each segment."""
     if len(tensors) != len(segments):

@@ -32,6 +32,14 @@ A step without frames, of a rank that exchanges nothing in it:
    s = m·weight, u ← u + s. For parameters: anchor ← p in float32, then p ← p·kept - s, rounded to p's own type.
    Everything in float32, each operation rounded once. Anchors change where parameters are, and nowhere else.
 
+A step of the rank that owns a chunk, of which W ranks have sent it frames, with means and values by rule 5:
+9. `owner_step`: m̂ = mean·correction1, q̂ = q·correction1, q the owner's own values; s̄ = ((Σ scales·1/W)·correction1)·
+   inverse_limit, the sum in row order. v ← v + ((m̂·common + g·own)·g - v)·weight; v̂ = larger(0, v)·correction2;
+   least = larger(s̄·s̄, (Σ v̂·floor)/n); D = sqrt(larger(v̂, least)) + eps; direction = m̂/D. Sums of a block, also those
+   of g², q², g·q̂ and g·m̂, as in rule 2; n is its count, at least 1. larger(a, b) is a where a > b and else b, so that
+   a NaN in a variance is one in D. Behind the count v stays, D is 1, the direction +0.0, and all sums take +0.0.
+   Everything in float32, each operation rounded once.
+
 Int8 frame (`int8_encode`, `int8_decode`, `int8_decode_mean`) of a row of N = J·block elements:
 
     offset 0    N bytes      q of each element, two's complement
@@ -57,7 +65,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_shape
-from .operands import EncodeOutput, LocalStep, MomentumInputs, ParamUpdate, Variance
+from .operands import EncodeOutput, LocalStep, MomentumInputs, OwnerStep, ParamUpdate, Variance
 
 NAME = "reference"
 SERVES = None
@@ -179,6 +187,41 @@ def local_step(step: LocalStep, *, block: int) -> None:
             if anchor is not None:
                 anchor.copy_(p.reshape(-1))
             p.copy_((p.to(torch.float32) * step.kept).sub_(move.view(p.shape)))
+
+
+def owner_step(step: OwnerStep, *, block: int) -> None:
+    """v and m̂/D of an owner's chunk ← those of the frames of all ranks, and its own gradient (rule 9)."""
+    received, (N,) = step.received_WB, step.grad_N.shape
+    W, J, device = len(received), N // block, step.grad_N.device
+    each, correction1, correction2 = step.correcting
+    c1, c2 = (each[0].view(J, 1), each[1].view(J, 1)) if each is not None else (correction1, correction2)
+    real = torch.arange(block, device=device) < step.counts_J.unsqueeze(1)
+    mean = torch.empty(N, device=device)
+    decode_mean(received, mean, block=block)
+    q = torch.where(real, _values(received[step.row : step.row + 1], N, block).view(J, block), 0.0)
+    g, v = torch.where(real, step.grad_N.view(J, block), 0.0), step.variance_N.view(J, block)
+    m_hat, q_hat = torch.where(real, mean.view(J, block) * c1, 0.0), q * c1
+
+    target = (m_hat * step.common + g * step.own) * g
+    v.copy_(torch.where(real, v + (target - v) * step.weight, v))
+    v_hat = torch.where(real, _larger(torch.zeros_like(v), v) * c2, 0.0)
+    scales_WJ = scales(received, N, block=block).to(torch.float32)
+    total_J = scales_WJ[0].clone()
+    for row in scales_WJ[1:]:
+        total_J += row
+    s_J1 = ((total_J * (1.0 / W)).view(J, 1) * c1) * step.inverse_limit
+    sums = [_lane_sum(x.unsqueeze(0))[0] for x in (v_hat, g * g, q * q, g * q_hat, g * m_hat)]
+    n_J = step.counts_J.clamp(min=1).to(torch.float32)
+    least_J1 = _larger(s_J1 * s_J1, ((sums[0] * step.floor) / n_J).unsqueeze(1))
+    D = torch.where(real, _sqrt(_larger(v_hat, least_J1)) + step.eps, 1.0)
+    step.direction_N.view(J, block).copy_(torch.where(real, m_hat / D, 0.0))
+    if step.D_N is not None:
+        step.D_N.view(J, block).copy_(D)
+    step.sums_J4.copy_(torch.stack(sums[1:], 1))
+
+
+def _larger(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(a > b, a, b)
 
 
 def scales(frames_KB: Tensor, n: int, *, block: int) -> Tensor:

@@ -274,15 +274,18 @@ class Ballot:
         """Raise DesyncError; see `check_headers` and `check_votes`. All ranks, once the votes are here."""
         check_votes(self.transport, self.header, self.votes, self.device)
 
+    def sums(self) -> Tensor:
+        """norm_squared and product of each rank, float64 [W, 2], on the device. Of a vote that has arrived."""
+        rows = self.messages.rows[:, _SUMMARY.size : _SUMMARY.size + _SUMS.size]
+        return rows.clone(memory_format=torch.contiguous_format).view(torch.float64)
+
     def gate(self) -> Tensor:
         """Whether all ranks are in the same step, and all their sums finite: bool, of no dimensions, on the device.
 
         Of a vote that has arrived. Waits for nothing.
         """
-        rows = self.messages.rows
-        sums = rows[:, _SUMMARY.size : _SUMMARY.size + _SUMS.size].clone(memory_format=torch.contiguous_format)
-        are_same = (rows[:, :_SAME_BYTES] == rows[0, :_SAME_BYTES]).all()
-        return sums.view(torch.float64).isfinite().all().logical_and_(are_same)
+        same = self.messages.rows[:, :_SAME_BYTES]
+        return self.sums().isfinite().all().logical_and_((same == same[0]).all())
 
 
 def cast_votes(transport: Transport, header: Header, mine: StepVote, device: torch.device) -> Sequence[StepVote]:

@@ -54,12 +54,13 @@ class CameDown(Meeting):
 class Decision:
     """What all ranks have decided. seen: for each parameter from number `first` on, whether any rank has a gradient.
 
-    clip_factor: for a mean gradient; what was exchanged in other steps has been clipped before. is_spoilt: in a step
-    without traffic, whether this replica's gradients count as zero.
+    clip_factor: for a mean gradient, or for the gradients that are to be sent; what was exchanged in other steps has
+    been clipped before. A tensor of no dimensions where the host has not waited for it. is_spoilt: in a step without
+    traffic, whether this replica's gradients count as zero.
     """
 
     seen: Sequence[bool]
-    clip_factor: float = 1.0
+    clip_factor: float | Tensor = 1.0
     is_spoilt: bool = False
     first: int = 0
 

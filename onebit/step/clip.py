@@ -10,6 +10,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from ..agreement.step_vote import StepVote
 from ..comm import Transport
 from ..comm.messages import gather_bytes, numbers_on
 from ..model_parallel import ModelParallelGroup
+
+Number = TypeVar("Number", float, Tensor)
 
 
 @dataclass
@@ -39,8 +42,22 @@ class Clipper:
 
     def estimated_factor(self, votes: Sequence[StepVote], world_size: int) -> float:
         """The factor for gradients that are not averaged yet."""
+        sums = [(vote.norm_squared, vote.product) for vote in votes]
+        return self.factor(estimated_norm(sums, world_size, self._mean_factor))
+
+    def late_factor(self, sums_W2: Tensor, world_size: int) -> Tensor:
+        """The same of votes that the host has not read, where all of their sums are finite; `norm` stays as it is.
+
+        float64, of no dimensions, on the device of the sums, float64 [W, 2]. Waits for nothing.
+        """
+        norm = estimated_norm([row.unbind() for row in sums_W2], world_size, self._mean_factor)
+        # A tensor by a tensor: torch has a number divided by a tensor round twice.
+        return torch.full_like(norm, self.max_norm).div_(norm + 1e-6).clamp_(max=1.0)
+
+    @property
+    def _mean_factor(self) -> float:
         average, weight = self.average
-        return self.factor(estimated_norm(votes, world_size, average / weight if weight > 0.0 else 1.0))
+        return average / weight if weight > 0.0 else 1.0
 
     def remember(self, factor: float, beta1: float) -> None:
         """A step with this factor was taken."""
@@ -48,17 +65,19 @@ class Clipper:
         self.average = beta1 * average + (1.0 - beta1) * factor, beta1 * weight + (1.0 - beta1)
 
 
-def estimated_norm(votes: Sequence[StepVote], world_size: int, mean_clip_factor: float) -> float:
+def estimated_norm(sums: Sequence[Sequence[Number]], world_size: int, mean_clip_factor: float) -> Number:
     """An estimate of ‖mean g‖ from what each rank knows: ‖μ‖² + σ²/n with ‖μ‖² ≈ <ḡ, m̂>/k.
 
     N² = mean‖g_i‖²/n + (1 - 1/n)·max(0, mean <g_i, m̂>/k); k undoes the clipping of the gradients that m̂ averages.
-    votes: those of all n ranks, or one rank's own, from which the means are estimated. Exact for a world of one. Sums
-    run in rank order: the same everywhere.
+    sums: norm_squared and product of the votes of all n ranks, or of one rank's own, from which the means are
+    estimated; floats, or tensors of no dimensions. Exact for a world of one. Sums run in rank order: the same
+    everywhere.
     """
-    n = world_size
-    mean_squared = sum(vote.norm_squared for vote in votes) / len(votes)
-    product = sum(vote.product for vote in votes) / len(votes) / mean_clip_factor
-    return float((mean_squared / n + (1.0 - 1.0 / n) * max(0.0, product)) ** 0.5)
+    n, columns = world_size, tuple(zip(*sums, strict=True))
+    mean_squared, product = (sum(column[1:], start=column[0]) / len(sums) for column in columns)
+    common = product / mean_clip_factor
+    common = (common + abs(common)) / 2  # max(0, common), of a tensor too
+    return (mean_squared / n + (1.0 - 1.0 / n) * common) ** 0.5  # type: ignore[no-any-return]
 
 
 def exact_norm(

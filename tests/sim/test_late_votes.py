@@ -1,4 +1,4 @@
-"""Votes of stage 2 that are read at the step's end decide what votes read in backward decide, to the bit."""
+"""Votes that are read at the step's end decide what votes read before anything is sent decide, to the bit."""
 
 from __future__ import annotations
 
@@ -18,10 +18,21 @@ from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam
 SIZES = (600, 7, 900, 300)
 CAP = 700 * 4 / 2**20
 LEAVES = {
-    "adam": (ShardedOnebitAdam, {"warmup_steps": 3}),
-    "adam, four-bit warm-up": (ShardedOnebitAdam, {"warmup_steps": 3, "warmup_codec": Log4Codec()}),
-    "lamb": (ShardedOnebitLamb, {"weight_decay": 0.1, "warmup_steps": 3}),
-    "zero-one": (ShardedZeroOneAdam, {"local_step_scaler": 2, "local_step_clipper": 4, "warmup_steps": 2}),
+    "adam": (ShardedOnebitAdam, {"stage": 2, "warmup_steps": 3}),
+    "adam, four-bit warm-up": (ShardedOnebitAdam, {"stage": 2, "warmup_steps": 3, "warmup_codec": Log4Codec()}),
+    "lamb": (ShardedOnebitLamb, {"stage": 2, "weight_decay": 0.1, "warmup_steps": 3}),
+    "zero-one": (
+        ShardedZeroOneAdam,
+        {"stage": 2, "local_step_scaler": 2, "local_step_clipper": 4, "warmup_steps": 2},
+    ),
+    "adam, stage 0": (ShardedOnebitAdam, {"stage": 0, "warmup_steps": 3}),
+    "adam, stage 1": (ShardedOnebitAdam, {"warmup_steps": 3}),
+    "adam, stage 1, clipped": (ShardedOnebitAdam, {"warmup_steps": 3, "max_grad_norm": 5.0}),
+    "lamb, stage 1": (ShardedOnebitLamb, {"weight_decay": 0.1, "warmup_steps": 3}),
+    "zero-one, stage 1, clipped": (
+        ShardedZeroOneAdam,
+        {"local_step_scaler": 2, "local_step_clipper": 4, "warmup_steps": 2, "max_grad_norm": 5.0},
+    ),
 }
 # In which step which rank's gradient of which parameter is not there (None), or not finite.
 EVENTS: dict[int, tuple[int | None, int, float | None]] = {
@@ -32,6 +43,7 @@ EVENTS: dict[int, tuple[int | None, int, float | None]] = {
     4: (0, 2, float("nan")),  # the first that would be in one bit
     5: (2, 3, float("nan")),
     8: (1, 1, float("nan")),
+    9: (2, 0, None),
 }
 
 
@@ -43,7 +55,7 @@ def read_late(patch: pytest.MonkeyPatch) -> None:
 def trained(transport: SimTransport, leaf: str) -> tuple[list[Tensor], list[Tensor], list[object]]:
     """Parameters, state, and the figures of all steps, of a run in which all `EVENTS` happen."""
     kind, own = LEAVES[leaf]
-    params, optimizer = new(transport, torch.bfloat16, SIZES, kind, stage=2, bucket_cap_mb=CAP, **own)
+    params, optimizer = new(transport, torch.bfloat16, SIZES, kind, bucket_cap_mb=CAP, **own)
     assert len(optimizer.buckets) > 2
     figures: list[object] = []
     for step in range(12):
@@ -61,6 +73,7 @@ def trained(transport: SimTransport, leaf: str) -> tuple[list[Tensor], list[Tens
         figures.append(
             (stats.phase, stats.is_skipped, stats.skipped_steps, stats.health, stats.agreement, stats.offset)
         )
+        figures.append((stats.clip_factor, stats.grad_norm, optimizer.clipper.average))
         figures.append([(bucket.is_warm, bucket.mean is None) for bucket in optimizer.buckets])
         assert all(bucket.gate is None for bucket in optimizer.buckets)
     return [p.detach().clone() for p in params], state_of(optimizer), figures
@@ -69,36 +82,40 @@ def trained(transport: SimTransport, leaf: str) -> tuple[list[Tensor], list[Tens
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_a_vote_read_late_changes_no_bit(leaf: str, monkeypatch: pytest.MonkeyPatch) -> None:
     early = run_ranks(3, lambda transport: trained(transport, leaf))
-    assert any(is_skipped for _, is_skipped, *_ in early[0][2][::2])
+    assert any(is_skipped for _, is_skipped, *_ in early[0][2][::3])
     read_late(monkeypatch)
     assert same(early, run_ranks(3, lambda transport: trained(transport, leaf)))
 
 
+@pytest.mark.parametrize(
+    ("stage", "steps", "what"), [(1, [2, 2, 2, 2], "the step"), (2, [3, 3, 2, 3], "these parameters")]
+)
 def test_a_vote_read_late_names_the_parameter_on_its_rank(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stage: int, steps: list[int], what: str
 ) -> None:
     read_late(monkeypatch)
 
     def work(transport: SimTransport) -> None:
-        params, optimizer = new(transport, sizes=SIZES, stage=2, bucket_cap_mb=CAP, warmup_steps=0)
+        params, optimizer = new(transport, sizes=SIZES, stage=stage, bucket_cap_mb=CAP, warmup_steps=0)
 
         def spoil(step: int, grads: list[Tensor]) -> None:
-            if transport.rank == 1:
+            if transport.rank == 1 and step == 2:
                 grads[2][5] = float("nan")
 
-        take_steps(params, optimizer, range(1), spoil)
-        assert optimizer.stats.is_skipped and [int(optimizer.state[p]["step"]) for p in params] == [1, 1, 0, 1]
+        take_steps(params, optimizer, range(3), spoil)
+        assert optimizer.stats.is_skipped and [int(optimizer.state[p]["step"]) for p in params] == steps
 
     with caplog.at_level(logging.WARNING):
         run_ranks(2, work)
-    assert "rank 1: gradient not finite in parameter 2 of group 0; all ranks skip these parameters" in caplog.text
+    assert f"rank 1: gradient not finite in parameter 2 of group 0; all ranks skip {what}" in caplog.text
 
 
-def test_ranks_with_different_options_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ranks_with_different_options_write_nothing(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
     read_late(monkeypatch)
 
     def work(transport: SimTransport) -> None:
-        params, optimizer = new(transport, sizes=SIZES, stage=2, bucket_cap_mb=CAP, warmup_steps=2)
+        params, optimizer = new(transport, sizes=SIZES, stage=stage, bucket_cap_mb=CAP, warmup_steps=2)
         take_steps(params, optimizer, range(2))
         before, state = values(params), state_of(optimizer)
         optimizer.param_groups[0]["lr"] = 0.01 * (1 + transport.rank)
@@ -127,16 +144,22 @@ def test_votes_are_read_early_in_join(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same(early, run_ranks(3, work))
 
 
-def test_a_parameter_that_is_trained_all_at_once_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_parameter_that_is_trained_all_at_once_is_refused(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
     read_late(monkeypatch)
 
     def work(transport: SimTransport) -> None:
         params = [nn.Parameter(torch.ones(600)), nn.Parameter(torch.ones(7), requires_grad=False)]
-        optimizer = ShardedOnebitAdam(params, transport=transport, stage=2)
+        optimizer = ShardedOnebitAdam(params, transport=transport, stage=stage)
+        for step in range(2):  # in which votes are read early
+            params[0].grad = torch.full((600,), 1.0 + step + transport.rank)
+            optimizer.step()
+        before = params[0].detach().clone()
+        optimizer.zero_grad()
         params[1].requires_grad_(transport.rank == 1)
         sum(p.sum() for p in params).backward()
         with pytest.raises(RuntimeError, match="parameter 1"):
             optimizer.step()
-        assert torch.equal(params[0].detach(), torch.ones(600))
+        assert torch.equal(params[0].detach(), before)
 
     run_ranks(2, work)

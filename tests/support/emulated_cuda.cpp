@@ -165,6 +165,7 @@ EMULATE(sign_encode_momentum_variance)
 EMULATE(sign_encode_momentum_packed)
 EMULATE(sign_encode_momentum_packed_variance)
 EMULATE(sign_apply)
+EMULATE(sign_owner_step)
 EMULATE(local_step)
 EMULATE(local_step_variance)
 #endif

@@ -19,6 +19,7 @@ from onebit.comm.kernels.operands import (
     LocalStep,
     MomentumInputs,
     MomentumWeights,
+    OwnerStep,
     ParamUpdate,
     Segments,
     Variance,
@@ -197,6 +198,43 @@ def check_local_step(
     for before, after in zip(grads, made.momentum.grads, strict=True):
         if before is not None and after is not None:
             assert_same(after, before, "a gradient")
+
+
+def check_owner_step(
+    function: Callable[..., None], case: Case, *, ranks: int, each: bool, with_D: bool, device: str = "cpu"
+) -> None:
+    """Of the case's first row, whose last rank owns it. Variances of either sign; what is read stays as it is."""
+    N, J = case.N, case.J
+    received = torch.cat([frames_of(case, 30 + k)[:1] for k in range(ranks)])
+    corrections = torch.stack([1.0 + numbers(J, seed=k).abs() for k in (41, 42)]) if each else (1.7, 3.1)
+    read = [received, numbers(N, seed=43), case.counts()[0].contiguous()]
+    behind = torch.arange(case.block) >= read[2].unsqueeze(1)
+    read[1].view(J, -1)[behind] = float("nan")  # nobody reads it there
+    variance = numbers(N, seed=44).square() - 1e-3 * numbers(N, seed=45).square()
+    if J > 2:
+        variance[case.block :: 97] = float("nan")
+    written = [variance, torch.full((N,), 7.0), torch.full((N,), 8.0) if with_D else None, torch.full((J, 4), 9.0)]
+
+    def step(where: str, written: Sequence[Tensor | None]) -> OwnerStep:
+        frames, grad, counts = to(where, *read)
+        v, direction, D, sums = written
+        assert frames is not None and grad is not None and counts is not None
+        assert v is not None and direction is not None and sums is not None
+        there = corrections.to(where) if isinstance(corrections, Tensor) else corrections
+        numbers = {"weight": 0.01, "own": 0.3, "common": 0.6, "eps": 1e-8, "floor": 0.01, "inverse_limit": 0.2}
+        return OwnerStep(frames, ranks - 1, grad, counts, v, direction, D, sums, there, **numbers)
+
+    got = [None if x is None else x.clone().to(device) for x in written]
+    made = step(device, got)
+    function(made, block=case.block)
+    expected = [None if x is None else x.clone() for x in written]
+    reference.owner_step(step("cpu", expected), block=case.block)
+    for mine, wanted, what in zip(got, expected, ("variance", "direction", "D", "sums"), strict=True):
+        if mine is not None and wanted is not None:
+            assert torch.equal(mine.cpu().isnan(), wanted.isnan()), f"NaNs of {what}"
+            assert_same(mine.cpu().nan_to_num(5.0), wanted.nan_to_num(5.0), what)
+    for before, after in zip(read, (made.received_WB, made.grad_N, made.counts_J), strict=True):
+        assert_same(after.cpu().nan_to_num(5.0), before.nan_to_num(5.0), "what is read")
 
 
 def check_apply(function: Callable[..., None], case: Case, *, device: str = "cpu") -> None:

@@ -333,6 +333,13 @@ def apply_gives_the_parameters_of_the_reference(kernel: ModuleType) -> None:
 
 
 @case
+def owner_step_gives_the_variance_and_direction_of_the_reference(kernel: ModuleType) -> None:
+    for each in fused_cases.CASES:
+        for ranks, by_block in ((1, False), (2, True), (5, False)):
+            fused_cases.check_owner_step(kernel.owner_step, each, ranks=ranks, each=by_block, with_D=by_block)
+
+
+@case
 def local_step_gives_the_state_and_parameters_of_the_reference(kernel: ModuleType) -> None:
     for each in FUSED:
         for variance, anchored in itertools.product((False, True), repeat=2):

@@ -26,7 +26,7 @@ FREE = {
     "transpose", "unbind", "unsqueeze", "view", "_reshape_alias", "_unsafe_view", "_local_scalar_dense",
     "is_same_size", "is_pinned", "unfold",
 }  # fmt: skip
-_FUSED = ("encode", "decode", "decode_mean", "encode_mean", "encode_momentum", "apply", "local_step")
+_FUSED = ("encode", "decode", "decode_mean", "encode_mean", "encode_momentum", "apply", "local_step", "owner_step")
 _local = threading.local()
 
 

@@ -18,6 +18,7 @@ from onebit.comm.kernels.operands import (
     LocalStep,
     MomentumInputs,
     MomentumWeights,
+    OwnerStep,
     Segments,
     Variance,
 )
@@ -62,6 +63,17 @@ def test_apply(isa: str, case: cases.Case) -> None:
 @pytest.mark.parametrize("variance", [False, True])
 def test_local_step(isa: str, case: cases.Case, variance: bool, anchored: bool) -> None:
     cases.check_local_step(partial(cpu.local_step, isa=isa), case, variance=variance, anchored=anchored)
+
+
+@needs_build
+@each_isa
+@each_case
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("each", [False, True])
+def test_owner_step(isa: str, case: cases.Case, ranks: int, each: bool) -> None:
+    for with_D in (False, True):
+        function = partial(cpu.owner_step, isa=isa)
+        cases.check_owner_step(function, case, ranks=ranks, each=each, with_D=with_D)
 
 
 @needs_build
@@ -115,6 +127,7 @@ def test_threads_change_nothing(threads: int) -> None:
         cases.check_encode_mean(cpu.encode_mean, case, rows=3, error=torch.float32)
         cases.check_apply(cpu.apply, case)
         cases.check_local_step(cpu.local_step, case, variance=True, anchored=True)
+        cases.check_owner_step(cpu.owner_step, case, ranks=3, each=True, with_D=True)
     finally:
         torch.set_num_threads(before)
 
@@ -163,6 +176,57 @@ def test_the_reference_computes_what_rule_8_says_in_float64() -> None:
         (held, 0.99 * p.double() - 0.02 * moved[0, :400]),
     ):
         assert (got.double() - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_the_reference_computes_what_rule_9_says_in_float64() -> None:
+    """Within 1e-5 of the largest: float32 against float64. 3 ranks, of which the second owns the chunk."""
+    W, N, count = 3, 512, 400
+    g, v = cases.numbers(N, seed=1), cases.numbers(N, seed=2).square() - 0.1
+    frames = torch.cat([cases.frames_of(cases.Case(1, 2, 256, (), ()), seed) for seed in (3, 4, 5)])
+    counts, sums = torch.tensor([256, count - 256], dtype=torch.int32), torch.empty(2, 4)
+    direction, D, variance = torch.empty(N), torch.empty(N), v.clone()
+    numbers = {"weight": 0.01, "own": 0.2, "common": 2 / 3, "eps": 1e-8, "floor": 0.01, "inverse_limit": 0.2}
+    reference.owner_step(
+        OwnerStep(frames, 1, g, counts, variance, direction, D, sums, (1.5, 2.5), **numbers), block=256
+    )
+    values = torch.empty(W, N)
+    reference.decode(frames, values, block=256, weight=1.0, keep=0.0)
+    q = values.double()[:, :count]
+    g, after, m_hat = g.double()[:count], v.double(), 1.5 * q.mean(0)
+    after[:count] = 0.99 * after[:count] + 0.01 * g * (0.2 * g + 2 / 3 * m_hat)
+    expected, expected_D, expected_sums = torch.zeros(N).double(), torch.ones(N).double(), []
+    for block in (slice(0, 256), slice(256, count)):
+        v_hat, s = 2.5 * after[block].clamp(min=0.0), 0.2 * 1.5 * q[:, block].abs().mean()
+        expected_D[block] = v_hat.clamp(min=max(0.01 * v_hat.mean(), s * s)).sqrt() + 1e-8
+        expected[block] = m_hat[block] / expected_D[block]
+        own, mine = q[1, block], g[block]
+        expected_sums.append(torch.stack([mine @ mine, own @ own, 1.5 * mine @ own, mine @ m_hat[block]]))
+    for got, wanted in (
+        (variance, after),
+        (direction, expected),
+        (D, expected_D),
+        (sums, torch.stack(expected_sums)),
+    ):
+        assert (got.double() - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+@needs_build
+def test_the_edge_says_what_is_wrong_with_an_owner_s_step() -> None:
+    def take(row: int = 0, sums: tuple[int, int] = (2, 4), D: torch.Tensor | None = None) -> None:
+        frames, x = cases.frames_of(cases.Case(1, 2, 256, (), ()), 0), [torch.ones(512) for _ in range(3)]
+        made_of = OwnerStep(
+            frames, row, x[0], torch.full((2,), 256, dtype=torch.int32), x[1], x[2], D, torch.empty(sums), (1.0, 1.0),
+            weight=0.1, own=0.5, common=0.5, eps=1e-8, floor=0.01, inverse_limit=0.2,
+        )  # fmt: skip
+        cpu.owner_step(made_of, block=256)
+
+    take()
+    with pytest.raises(ValueError, match="one of the 1 frames, got 1"):
+        take(row=1)
+    with pytest.raises(ValueError, match="sums must have shape"):
+        take(sums=(4, 2))
+    with pytest.raises(TypeError, match="D must be"):
+        take(D=torch.ones(512).double())
 
 
 @needs_build

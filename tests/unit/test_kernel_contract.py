@@ -55,6 +55,7 @@ def test_the_reference_computes_every_frame_and_serves_every_device() -> None:
         "encode_momentum",
         "apply",
         "local_step",
+        "owner_step",
     }
 
 

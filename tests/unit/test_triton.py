@@ -29,7 +29,7 @@ from torch import Tensor
 
 from onebit.comm import EncodeOutput, MomentumInputs, ParamUpdate, Segments, SignCodec, Variance, kernels
 from onebit.comm.kernels import reference
-from onebit.comm.kernels.operands import LocalStep
+from onebit.comm.kernels.operands import LocalStep, OwnerStep
 
 pytestmark = pytest.mark.processes  # interpreters and compilers
 
@@ -155,6 +155,18 @@ def local_step(block: int, *, dtypes: tuple[torch.dtype, ...] = FLOATS[:1]) -> N
     backend().local_step(LocalStep(made_of, flats[2], flats[3], tensors, weight=0.01, kept=0.999), block=block)
 
 
+def owner_step(block: int, *, each: bool = False) -> None:
+    chunk = [rows(block)[0] for _ in range(4)]
+    corrections = torch.ones(2, 2) if each else (1.5, 2.5)
+    numbers = {"weight": 0.1, "own": 0.5, "common": 0.5, "eps": 1e-8, "floor": 0.01, "inverse_limit": 0.2}
+    D = chunk[3] if each else None
+    counted, sums = counts(block)[0], torch.zeros(2, 4)
+    frames = frames_for(3, 2 * block, block)
+    backend().owner_step(
+        OwnerStep(frames, 1, *chunk[:1], counted, *chunk[1:3], D, sums, corrections, **numbers), block=block
+    )
+
+
 # 64: the same operations as in 256, the usual block, a quarter as often; compiles in a quarter of the time.
 COMPILED: dict[str, tuple[Callable[[int], None], int]] = {
     "encode": (encode, 256),
@@ -174,6 +186,8 @@ COMPILED: dict[str, tuple[Callable[[int], None], int]] = {
     "apply, every type": (partial(apply, dtypes=FLOATS), 256),
     "local_step": (local_step, 256),
     "local_step, every type": (partial(local_step, dtypes=FLOATS), 64),
+    "owner_step": (owner_step, 256),
+    "owner_step, corrections of each block": (partial(owner_step, each=True), 64),
     "int8_encode": (int8_encode, 256),
     "int8_encode, large blocks": (int8_encode, 2048),
     "int8_decode": (partial(decode, frame="int8", weight=0.1, keep=0.9), 256),
@@ -291,6 +305,11 @@ def test_sizes_do_not_make_other_kernels() -> None:
             backend().apply(frames, case.N, ParamUpdate(tensors, case_segments, ones, ones), block=64)
             made_of = MomentumInputs(tensors, case_segments, torch.ones(K, case.N), residual, fused_cases.WEIGHTS)
             backend().local_step(LocalStep(made_of, residual, None, tensors, weight=0.01, kept=0.999), block=64)
+            numbers = {"weight": 0.1, "own": 0.5, "common": 0.5, "eps": 1e-8, "floor": 0.01, "inverse_limit": 0.2}
+            chunk = [torch.zeros(case.N) for _ in range(3)]
+            counted, sums = torch.full((J,), 64, dtype=torch.int32), torch.zeros(J, 4)
+            owned = OwnerStep(frames, K - 1, chunk[0], counted, *chunk[1:], None, sums, (1.0, 1.0), **numbers)
+            backend().owner_step(owned, block=64)
         hashes.append([binary.hash for binary in compiled])
     assert hashes[0] == hashes[1]
 

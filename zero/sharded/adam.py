@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from ...comm import Work
+from ...comm import OwnerStep, Work
 from ...step.bucket_step import Answer, BucketStep, Decision, Meeting, Ready
 from ...usage.signature import shows_all_options
 from . import arithmetic
@@ -36,7 +37,7 @@ class ShardedAdamRule(ShardedRule):
             yield from self.exchange(bucket, seen, scale * decision.clip_factor)
 
     def exchange(
-        self, bucket: ShardedBucket, seen: Sequence[bool], scale: float
+        self, bucket: ShardedBucket, seen: Sequence[bool], scale: float | Tensor
     ) -> Generator[Work | Meeting, Answer, bool]:
         """Steps 2 to 4. Whether the bucket has moved.
 
@@ -45,8 +46,9 @@ class ShardedAdamRule(ShardedRule):
         numbers = self.numbers(bucket)
         arrived = yield from self.placement.send_up(bucket, numbers, seen, scale)  # 2
         update, decay = yield from self.update(bucket, numbers, seen, arrived)  # 3
+        blocks = arrived.blocks
         del arrived
-        frame_B = self.placement.step_own(bucket, seen, update, lr=numbers.lr, decay=decay)
+        frame_B = self.placement.step_own(bucket, blocks, update, lr=numbers.lr, decay=decay)
         del update  # all buckets wait with what they hold
         return (yield from self.placement.send_down(bucket, seen, frame_B, lr=numbers.lr, decay=decay))  # 4
 
@@ -54,30 +56,58 @@ class ShardedAdamRule(ShardedRule):
         self, bucket: ShardedBucket, numbers: StepNumbers, seen: Sequence[bool], arrived: Arrived
     ) -> Generator[Work, None, tuple[Tensor, float]]:
         """u, float32 [N], and decay: master ← (1 - decay)·master - lr·u."""
-        direction, _ = self.direction(bucket, numbers, arrived)
-        return direction, numbers.decay
+        return self.direction(bucket, numbers, arrived), numbers.decay
         yield  # a generator, as LAMB's, whose owners tell each other norms here
 
-    def direction(self, bucket: ShardedBucket, numbers: StepNumbers, arrived: Arrived) -> tuple[Tensor, Tensor]:
-        """m̂/D, float32 [N], and D, float32 [J, n], of the own chunk. Advances the variance."""
+    def direction(
+        self, bucket: ShardedBucket, numbers: StepNumbers, arrived: Arrived, D: Tensor | None = None
+    ) -> Tensor:
+        """m̂/D of the own chunk, float32 [N]; D is written, where somebody asks. Advances the variance."""
+        make = self._in_one_pass if arrived.heard is None else self._in_warmup
+        direction = make(bucket, numbers, arrived, D)
+        self.placement.keep_mean(bucket, arrived)
+        return direction
+
+    def _in_one_pass(self, bucket: ShardedBucket, numbers: StepNumbers, arrived: Arrived, D: Tensor | None) -> Tensor:
         config, W, (beta1, beta2) = self.placement.config, self.placement.transport.world_size, numbers.betas
-        block, correction_J1 = config.codec.block, bucket.correction(beta1)
-        mean_hat, q_hat = ((x.view(-1, block) * correction_J1).view(-1) for x in (arrived.mean, arrived.q))
-        bucket.grad_stats = arithmetic.grad_stats(arrived.g, arrived.q, q_hat, mean_hat)
-        if bucket.is_warm:
-            g_mean = arrived.mean_gradient
-            if g_mean is None:
-                g_mean = arithmetic.mean_gradient(arrived.mean, bucket.mean, beta1)
-            target = g_mean.square()
-            scale_hat_J = arithmetic.mean_magnitudes(mean_hat, bucket.own_divisors, block)
-        else:
-            target = arithmetic.square_of_mean(arrived.g, mean_hat, W, numbers.share)
-            scale_hat_J = arithmetic.mean_scales(arrived.frames_WB, len(arrived.g), block)
-            scale_hat_J.view(-1, 1).mul_(correction_J1)
-        arithmetic.advance_variance_(bucket.variance, target, beta2=beta2, block=block, seen_J=arrived.seen_J)
+        direction, sums_J4 = torch.empty_like(arrived.g), arrived.g.new_empty(len(arrived.blocks.counts_J), 4)
+        config.codec.owner_step(
+            OwnerStep(
+                arrived.frames_WB,
+                bucket.rank,
+                arrived.g,
+                arrived.blocks.counts_J,
+                bucket.variance,
+                direction,
+                D,
+                sums_J4,
+                bucket.corrections(beta1, beta2),
+                weight=1.0 - beta2,
+                own=numbers.share / W,
+                common=1.0 - 1.0 / W,
+                eps=numbers.eps,
+                floor=config.variance_floor,
+                inverse_limit=1.0 / config.update_limit,
+            )
+        )
+        bucket.grad_stats = sums_J4.sum(0).unbind()
+        return direction
+
+    def _in_warmup(self, bucket: ShardedBucket, numbers: StepNumbers, arrived: Arrived, D: Tensor | None) -> Tensor:
+        """The same of frames in eight bits, or of gradients."""
+        heard, config, (beta1, beta2) = arrived.heard, self.placement.config, numbers.betas
+        assert heard is not None
+        block, correction = config.codec.block, bucket.correction(beta1)
+        mean_hat, q_hat = ((x.view(-1, block) * correction).view(-1) for x in (heard.mean, heard.q))
+        bucket.grad_stats = arithmetic.grad_stats(arrived.g, heard.q, q_hat, mean_hat)
+        g_mean = heard.mean_gradient
+        if g_mean is None:
+            g_mean = arithmetic.mean_gradient(heard.mean, bucket.mean, beta1)
+        seen_J = arrived.blocks.seen_J
+        arithmetic.advance_variance_(bucket.variance, g_mean.square(), beta2=beta2, block=block, seen_J=seen_J)
         D_Jn = arithmetic.direction_(
             mean_hat,
-            scale_hat_J,
+            arithmetic.mean_magnitudes(mean_hat, bucket.own_divisors, block),
             bucket.variance,
             bucket.correction(beta2),
             bucket.own_divisors,
@@ -86,8 +116,9 @@ class ShardedAdamRule(ShardedRule):
             limit=config.update_limit,
             block=block,
         )
-        self.placement.keep_mean(bucket, arrived)
-        return mean_hat, D_Jn
+        if D is not None:
+            D.copy_(D_Jn.view(-1))
+        return mean_hat
 
 
 @shows_all_options(ShardedOptions)

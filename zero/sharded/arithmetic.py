@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from ...comm import Codec
-from ...comm.kernels import reference
-from ...comm.messages import sum_in_order
 
 
 def advance_momentum_(
@@ -30,12 +28,12 @@ def advance_momentum_(
     """c = momentum + (1-β1)·share·g; frames ← those of q = C(c); momentum ← c - (1-β1)·q, rounded once to its own type.
 
     x: float32, the gradients g in, garbage out. momentum: float32 or bfloat16, in place. So c_k = c_{k-1} +
-    (1-β1)·(g_k - q_{k-1}): momentum and error are one. seen: blocks where it is False keep their momentum, and their
-    frames say zero; None: all are seen. In the padding of a block momentum holds values without meaning.
+    (1-β1)·(g_k - q_{k-1}): momentum and error are one. seen: blocks where it is False keep their momentum; their counts
+    are 0, so that their frames say zero. None: all are seen. In the padding of a block momentum holds values without
+    meaning.
     """
     x_WN.mul_((1.0 - beta1) * share)
-    counts = counts_WJ if seen_WJ is None else counts_WJ * seen_WJ
-    codec.encode(x_WN, momentum_WN, frames_WB, counts)  # x ← c - q
+    codec.encode(x_WN, momentum_WN, frames_WB, counts_WJ)  # x ← c - q
     codec.decode(frames_WB, x_WN, weight=beta1, keep=1.0)  # x ← c - (1-β1)·q
     keep_unseen_(momentum_WN, x_WN, seen_WJ, block)
 
@@ -57,8 +55,7 @@ def advance_in_full_(
     the frames leave out is not returned.
     """
     x_WN.mul_(share)
-    counts = counts_WJ if seen_WJ is None else counts_WJ * seen_WJ
-    codec.encode(x_WN.clone(), None, frames_WB, counts)
+    codec.encode(x_WN.clone(), None, frames_WB, counts_WJ)
     x_WN.mul_(1.0 - beta1).add_(momentum_WN)
     keep_unseen_(momentum_WN, x_WN * beta1, seen_WJ, block)
 
@@ -68,29 +65,16 @@ def keep_unseen_(old: Tensor, new: Tensor, seen_J: Tensor | None, block: int) ->
     if seen_J is None:
         old.copy_(new)
     else:
-        blocks = old.view(-1, block)
-        blocks.copy_(torch.where(seen_J.view(-1, 1), new.view(-1, block).to(old.dtype), blocks))
-
-
-def mean_scales(received_WB: Tensor, n: int, block: int) -> Tensor:
-    """The mean over ranks of the scales of sign frames of n elements, float32 [J], summed in row order."""
-    scales_WJ = reference.scales_in_place(received_WB, n // 8, n // block)
-    return sum_in_order(scales_WJ, torch.float32).mul_(1.0 / len(scales_WJ))
+        blocks, is_seen = old.view(-1, block), seen_J.view(-1, 1)
+        if old.dtype == new.dtype:
+            torch.where(is_seen, new.view(-1, block), blocks, out=blocks)
+        else:
+            blocks.copy_(torch.where(is_seen, new.view(-1, block), blocks))
 
 
 def mean_magnitudes(x: Tensor, divisors_J: Tensor, block: int) -> Tensor:
     """The mean of |x| over each block's real elements, float32 [J]; zeros in the padding."""
     return x.view(-1, block).abs().sum(1) / divisors_J
-
-
-def square_of_mean(g: Tensor, mean_hat: Tensor, world_size: int, share: float) -> Tensor:
-    """g·(share·g/n + (1-1/n)·m̂), float32 [N]: what the mean gradient's square is taken to be where nobody has it.
-
-    g²/n alone would be it if workers had nothing but noise; the cross term, of which the mean is ‖E g‖², adds what they
-    agree on. g: this rank's own gradient, clipped. mean_hat: m̂ of this step.
-    """
-    target = mean_hat * (1.0 - 1.0 / world_size)
-    return target.add_(g, alpha=share / world_size).mul_(g)
 
 
 def mean_gradient(mean: Tensor, last_mean: Tensor | None, beta1: float) -> Tensor:

@@ -159,20 +159,10 @@ class ShardedBucket:
         seen_K = numbers_on(self.device, seen, torch.bool)
         return seen_K if self.gate is None else seen_K & self.gate
 
-    def own_blocks_of(self, seen: Sequence[bool]) -> Tensor | None:
-        """The same of the own blocks, bool [J]."""
-        seen_WJ = self.blocks_of(seen)
-        return None if seen_WJ is None else seen_WJ[self.rank]
-
-    @property
-    def own_counts(self) -> Tensor:
-        """Real elements of each own block, int32 [J]."""
-        return self.counts[self.rank]
-
     @cached_property
     def own_divisors(self) -> Tensor:
-        """The same, and 1 where there is none."""
-        return self.own_counts.clamp(min=1)
+        """Real elements of each own block, int32 [J], and 1 where there is none."""
+        return self.counts[self.rank].clamp(min=1)
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients where they lie; see `dense_gradients`."""
@@ -183,14 +173,19 @@ class ShardedBucket:
         for p in self.params:
             p.grad = None
 
-    def gather_gradients(self, scale: float) -> Tensor:
-        """scale · the gradients, float32 [W·N]; zeros where there is none, and in the padding."""
+    def gather_gradients(self, scale: float | Tensor) -> Tensor:
+        """scale · the gradients, float32 [W·N]; zeros where there is none, and in the padding.
+
+        scale: where it is a tensor, of no dimensions.
+        """
         x = torch.zeros(self.layout.numel, device=self.device)
         pairs = zip(self.layout.views(x), self.gradients(), strict=True)
         present = [(view, grad) for view, grad in pairs if grad is not None]
         if present:
             views, grads = zip(*present, strict=True)
             torch._foreach_copy_(views, grads)
+        if isinstance(scale, Tensor):
+            return x.mul_(scale.to(self.device))
         return x.mul_(scale) if scale != 1.0 else x
 
     def gather_replica(self) -> Tensor:
@@ -226,28 +221,27 @@ class ShardedBucket:
                 products.append(torch.dot(g.reshape(-1)[start:stop].float(), mean_hat[at : at + stop - start]))
         return [torch.stack(products).sum(dtype=torch.float64)] if products else []
 
-    def bad(self) -> list[str]:
-        """The parameters whose gradients on this rank are not finite, or whose squares are beyond float32."""
-        pairs = zip(self.gradients(), self.names, strict=True)
-        norms = [(torch.linalg.vector_norm(g, dtype=torch.float32), name) for g, name in pairs if g is not None]
-        return [name for norm, name in norms if not bool(norm.isfinite())]
-
     @property
     def is_complete(self) -> bool:
         """Whether all gradients have come."""
         return len(self.ready) == len(self.params)
 
-    def correction(self, beta: float) -> Tensor | float:
-        """1/(1 - β^t) for each own block, with the steps of its parameter, float32 [J, 1]; 0 where there was none.
+    def corrections(self, *betas: float) -> tuple[float, ...] | Tensor:
+        """1/(1 - β^t) of each β for each own block, with the steps of its parameter, float32 [len(betas), J].
 
-        One number where it is the same for all.
+        0 where there was none. A number of each β where it is the same for all blocks.
         """
         counts = [int(step) for step in self.steps]
-        numbers = {t: 1.0 / (1.0 - beta**t) if t else 0.0 for t in counts}
-        if len(numbers) == 1:
-            return numbers[counts[0]]
-        table = numbers_on(self.device, [numbers[t] for t in counts], torch.float32)
-        return table[self.parameter_of_block[self.rank]].unsqueeze(1)
+        rows = [[1.0 / (1.0 - beta**t) if t else 0.0 for t in counts] for beta in betas]
+        if len(set(counts)) == 1:
+            return tuple(row[0] for row in rows)
+        table = numbers_on(self.device, [number for row in rows for number in row], torch.float32)
+        return table.view(len(betas), -1)[:, self.parameter_of_block[self.rank]]
+
+    def correction(self, beta: float) -> Tensor | float:
+        """The same of one β, float32 [J, 1], or a number."""
+        (each,) = self.corrections(beta)
+        return each.unsqueeze(1) if isinstance(each, Tensor) else each
 
     def state_bytes(self) -> int:
         """Bytes of the state that this rank keeps."""

@@ -95,19 +95,37 @@ class NotFiniteError(RuntimeError):
     """What an owner has made of its chunk is not finite. Raised by all ranks, before any parameter moves."""
 
 
-class Arrived(NamedTuple):
-    """What an owner has of its chunk when all frames are there. g: its own gradient, float32 [N].
+class OwnBlocks(NamedTuple):
+    """The own blocks in a step. seen: bool [J], whether some rank has a gradient for them; None: for all of them.
 
-    q: what its own frame says of the momentum, mean: what all say on average, float32 [N]. frames: uint8 [W, B]. seen:
-    bool [J], blocks that some rank has a gradient for; None: all. mean_gradient: float32 [N], where gradients came up.
+    counts: int32 [J], their real elements; 0 where they are not seen.
+    """
+
+    seen_J: Tensor | None
+    counts_J: Tensor
+
+
+class Heard(NamedTuple):
+    """What frames of the warm-up say of the own chunk, float32 [N]: q the own one of the momentum, mean all of them.
+
+    mean_gradient: where gradients came up.
+    """
+
+    q: Tensor
+    mean: Tensor
+    mean_gradient: Tensor | None
+
+
+class Arrived(NamedTuple):
+    """What an owner has of its chunk when all frames are there. g: its own gradient, float32 [N]. frames: [W, B].
+
+    heard: what they say; None behind the warm-up, where they are read in one pass with what is made of them.
     """
 
     g: Tensor
-    q: Tensor
-    mean: Tensor
     frames_WB: Tensor
-    seen_J: Tensor | None
-    mean_gradient: Tensor | None = None
+    blocks: OwnBlocks
+    heard: Heard | None
 
 
 @dataclass(frozen=True)
@@ -118,7 +136,7 @@ class Sharded:
     config: ShardedConfig
 
     def send_up(
-        self, bucket: ShardedBucket, numbers: StepNumbers, seen: Sequence[bool], scale: float
+        self, bucket: ShardedBucket, numbers: StepNumbers, seen: Sequence[bool], scale: float | Tensor
     ) -> Generator[Work, None, Arrived]:
         """Everybody's gradients into the momentum, and frames of that to the owners. Sends (W-1)·B per rank.
 
@@ -137,8 +155,9 @@ class Sharded:
         g = x_WN[transport.rank].clone()
         sent_WB = torch.empty(W, codec.frame_bytes(N), dtype=torch.uint8, device=bucket.device)
         momentum_WN, seen_WJ = bucket.momentum.view(W, N), bucket.blocks_of(seen)
+        counts_WJ = bucket.counts if seen_WJ is None else bucket.counts * seen_WJ
         advance_ = arithmetic.advance_in_full_ if sends_gradients else arithmetic.advance_momentum_
-        advance_(x_WN, momentum_WN, codec, block, sent_WB, bucket.counts, seen_WJ, numbers.betas[0], numbers.share)
+        advance_(x_WN, momentum_WN, codec, block, sent_WB, counts_WJ, seen_WJ, numbers.betas[0], numbers.share)
         q_own = x_WN[transport.rank].clone() if sends_gradients else None
         del x_WN
         if config.stage == 2:
@@ -146,12 +165,15 @@ class Sharded:
         received_WB = torch.empty_like(sent_WB)
         yield transport.all_to_all(received_WB, sent_WB)
 
+        blocks = OwnBlocks(None if seen_WJ is None else seen_WJ[transport.rank], counts_WJ[transport.rank])
+        if not bucket.is_warm:
+            return Arrived(g, received_WB, blocks, None)
         q, mean = self._means(bucket, codec, received_WB)
-        seen_J = None if seen_WJ is None else seen_WJ[transport.rank]
-        if q_own is None:
-            return Arrived(g, q, mean, received_WB, seen_J)
-        last = torch.zeros_like(mean) if bucket.mean is None else bucket.mean
-        return Arrived(g, q_own, torch.lerp(last, mean, 1.0 - numbers.betas[0]), received_WB, seen_J, mean)
+        heard = Heard(q, mean, None)
+        if q_own is not None:
+            last = torch.zeros_like(mean) if bucket.mean is None else bucket.mean
+            heard = Heard(q_own, torch.lerp(last, mean, 1.0 - numbers.betas[0]), mean)
+        return Arrived(g, received_WB, blocks, heard)
 
     def _codec_up(self, bucket: ShardedBucket) -> Codec:
         """What goes up in the step that this bucket has begun."""
@@ -176,11 +198,12 @@ class Sharded:
 
         In the warm-up a block that was not seen keeps the mean that it had.
         """
-        bucket.received = arrived.frames_WB if self.config.keeps_frames and not bucket.is_warm else None
-        if bucket.is_warm and bucket.mean is not None:
-            arithmetic.keep_unseen_(bucket.mean, arrived.mean, arrived.seen_J, self.config.codec.block)
+        heard = arrived.heard
+        bucket.received = arrived.frames_WB if self.config.keeps_frames and heard is None else None
+        if heard is not None and bucket.mean is not None:
+            arithmetic.keep_unseen_(bucket.mean, heard.mean, arrived.blocks.seen_J, self.config.codec.block)
         else:
-            bucket.mean = arrived.mean if bucket.is_warm else None
+            bucket.mean = None if heard is None else heard.mean
 
     def total(self, mine: Tensor) -> Generator[Work, None, Tensor]:
         """The sum over ranks of a tensor, in rank order: the same bits everywhere. Sends (W-1)·nbytes per rank."""
@@ -188,26 +211,22 @@ class Sharded:
         yield self.transport.all_gather(rows, mine.view(-1).view(torch.uint8))
         return sum_in_order(rows.view(mine.dtype).view(-1, *mine.shape))
 
-    def step_own(
-        self, bucket: ShardedBucket, seen: Sequence[bool], update: Tensor, *, lr: float, decay: float
-    ) -> Tensor:
+    def step_own(self, bucket: ShardedBucket, blocks: OwnBlocks, update: Tensor, *, lr: float, decay: float) -> Tensor:
         """Take the update into what this rank owns. The frame of what all are to hear of it, uint8 [B].
 
-        Masters ← (1 - decay)·masters - lr·update. update: of the own chunk, float32 [N]; garbage afterwards. seen: as
-        in `send_up`.
+        Masters ← (1 - decay)·masters - lr·update. update: of the own chunk, float32 [N]; garbage afterwards.
         """
         codec, block, N = self.config.codec_down, self.config.codec.block, len(update)
-        seen_J = bucket.own_blocks_of(seen)
         frame_1B = torch.empty(1, codec.frame_bytes(N), dtype=torch.uint8, device=bucket.device)
-        counts_1J = (bucket.own_counts if seen_J is None else bucket.own_counts * seen_J).view(1, -1)
+        counts_1J = blocks.counts_J.view(1, -1)
         if self.config.stage == 0:
             codec.encode(update.view(1, N), bucket.owned.view(1, N), frame_1B, counts_1J)
-            arithmetic.keep_unseen_(bucket.owned, update, seen_J, block)
+            arithmetic.keep_unseen_(bucket.owned, update, blocks.seen_J, block)
         else:
             stepped = update.mul_(-lr).add_(bucket.owned, alpha=1.0 - decay)
-            arithmetic.keep_unseen_(bucket.owned, stepped, seen_J, block)
-            difference = stepped if seen_J is None else stepped.copy_(bucket.owned)
-            codec.encode(difference.sub_(bucket.gather_replica()).view(1, N), None, frame_1B, counts_1J)
+            arithmetic.keep_unseen_(bucket.owned, stepped, blocks.seen_J, block)
+            difference = torch.sub(bucket.owned, bucket.gather_replica(), out=update)
+            codec.encode(difference.view(1, N), None, frame_1B, counts_1J)
         return frame_1B[0]
 
     def send_down(

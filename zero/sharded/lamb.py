@@ -43,8 +43,9 @@ class ShardedLambRule(ShardedAdamRule):
     def update(
         self, bucket: ShardedBucket, numbers: StepNumbers, seen: Sequence[bool], arrived: Arrived
     ) -> Generator[Work, None, tuple[Tensor, float]]:
-        direction, D_Jn = self.direction(bucket, numbers, arrived)
-        sums_K4 = self._own_sums(bucket, direction, D_Jn, arrived.g)
+        D = torch.empty_like(arrived.g)
+        direction = self.direction(bucket, numbers, arrived, D)
+        sums_K4 = self._own_sums(bucket, direction, D, arrived.g)
         total_K4 = yield from self.placement.total(sums_K4)
         ratio_K = self._trust_ratios(bucket, total_K4, seen)
         ratio_J = ratio_K[bucket.parameter_of_block[bucket.rank]]
@@ -52,10 +53,11 @@ class ShardedLambRule(ShardedAdamRule):
         u.view(ratio_J.numel(), -1).mul_(ratio_J.unsqueeze(1))
         return u, 0.0  # the decay is in u
 
-    def _own_sums(self, bucket: ShardedBucket, direction: Tensor, D_Jn: Tensor, g: Tensor) -> Tensor:
+    def _own_sums(self, bucket: ShardedBucket, direction: Tensor, D: Tensor, g: Tensor) -> Tensor:
         """‖master‖², <m̂/D, master>, Σ v̂/D² and Σ g·m̂/D² of this rank's part of each layer, float64 [K, 4]."""
-        D, owned, beta2 = D_Jn.view(-1), bucket.owned, self.buckets.group(bucket)["betas"][1]
-        v_hat = bucket.variance.clamp(min=0.0).view_as(D_Jn).mul_(bucket.correction(beta2)).view(-1)
+        owned, beta2 = bucket.owned, self.buckets.group(bucket)["betas"][1]
+        v_hat = bucket.variance.clamp(min=0.0)
+        v_hat.view(-1, bucket.layout.block).mul_(bucket.correction(beta2))
         pairs = ((owned, owned), (direction, owned), (v_hat / D, D.reciprocal()), (g / D, direction))
         sums_K4 = torch.zeros(len(bucket.params), 4, dtype=torch.float64, device=bucket.device)
         for k, start, stop, at in bucket.pieces:

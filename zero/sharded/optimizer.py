@@ -3,10 +3,11 @@
 A rule (`adam.py`, `lamb.py`, `zero_one_adam.py`) is the step of one bucket: a vote, then its way up and down, in
 `exchange.py`. Here is who votes, and when:
 
-    stages 0, 1   step(): one vote on all gradients; behind a good one all buckets' steps, a few on the wire at a time
-    stage 2       backward: a bucket whose gradients are complete begins its step, with a vote of its own, which on a
-                  GPU is read in step() (`votes.py`)
+    stages 0, 1   step(): one vote on all gradients, then all buckets' steps, a few on the wire at a time
+    stage 2       backward: a bucket whose gradients are complete begins its step, with a vote of its own
                   step(): the other buckets begin theirs; all are brought home
+
+A vote is read before its buckets' steps go on; on a GPU late, with what owners have sent down (`votes.py`).
 
 At every stage parameters move when what owners have sent down is here for all buckets, and finite for all.
 
@@ -43,7 +44,7 @@ from .exchange import Sharded, ShardedConfig, codec_down
 from .health import GradStats, Health
 from .masters import Masters
 from .rule import ShardedRule
-from .votes import LateVote, own_sums
+from .votes import LateVote, OwnGradients
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -235,19 +236,19 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
     def _launch(self, bucket: ShardedBucket, scale: float) -> None:
         """Stage 2: begin the next bucket's step, in bucket order on every rank; the one before it sends."""
         if self._launched == 0:
-            self.rule.begin_step()
-            self._launched_scale, self._late_votes = scale, []
+            self._begin()
+            self._launched_scale = scale
         self._driver.launch(bucket, self._waited.timed(self._vote_alone(bucket, scale)))
+
+    def _begin(self) -> None:
+        self._late_votes = []
+        self.rule.begin_step()
 
     def _vote_alone(self, bucket: ShardedBucket, scale: float) -> BucketStep:
         """The rule's step, that meets no other before it sends: this bucket's gradients have a vote of their own."""
         step = self.rule.step(bucket, scale)
         next(step)
-        decision: Decision | None
-        if self._reads_late(bucket):
-            decision = yield from self._decide_late(bucket, scale)
-        else:
-            decision = yield from self._decide([bucket], scale)
+        decision = yield from self._decide([bucket], scale)
         if decision is None:
             bucket.free_gradients()
             return
@@ -256,29 +257,6 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         except StopIteration:
             return
         yield from step
-
-    def _reads_late(self, bucket: ShardedBucket) -> bool:
-        """Whether the host reads this bucket's vote at the end of the step. In `join` headers may differ."""
-        return reads_late(self.transport, bucket.device) and not (self.rule.is_silent() or self._join.is_on)
-
-    def _decide_late(self, bucket: ShardedBucket, scale: float) -> Generator[Work, None, Decision]:
-        """As `_decide`, but that the bucket's gate says whether the step counts. See `votes.py`.
-
-        A rank without some gradient waits for the vote, to know whether another rank has it.
-        """
-        grads = {name: g for name, g in zip(bucket.names, bucket.gradients(), strict=True) if g is not None}
-        norms = torch.stack(torch._foreach_norm(list(grads.values()), dtype=torch.float32)) if grads else None
-        header, mine = self._my_vote([bucket])
-        sums = None if norms is None else norms.square().sum(dtype=torch.float64).mul_(scale * scale).view(1)
-        ballot = Ballot.cast(self.transport, header, mine, bucket.device, sums)
-        yield ballot.messages.work
-        self._late_votes.append(LateVote(bucket, ballot, norms, list(grads)))
-        seen = mine.present[: len(bucket.params)]
-        if not all(seen):
-            messages, _ = ballot.messages.read()
-            ballot.take(messages)
-            seen = present_anywhere(ballot.votes)
-        return Decision(seen, first=bucket.first)
 
     # ---------------------------------------------------------------- step
 
@@ -295,17 +273,17 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         return left_out.names if left_out.by_all else None
 
     def _step_whole(self, scale: float) -> None:
-        """Stages 0 and 1: nothing is sent before the vote."""
-        self.rule.begin_step()
+        """Stages 0 and 1: one vote on all buckets, before anything else is sent."""
+        self._begin()
         decision = wait_for(self._waited.timed(self._decide(self.buckets, scale)))
         self._watch.look(self.buckets.params)
         if decision is not None:
-            self.stats.clip_factor = decision.clip_factor
-            if not self.rule.is_silent():
-                self.clipper.remember(decision.clip_factor, self.param_groups[0]["betas"][0])
             for bucket in self.buckets:
                 self._driver.launch(bucket, self._waited.timed(self.rule.step(bucket, scale)))
             self._driver.commit(decision, self._settle_down)
+            self._settle_down([], [])  # a vote on buckets that have sent nothing
+            if not (self._left_out.by_all or self.rule.is_silent()):
+                self.clipper.remember(self.stats.clip_factor, self.param_groups[0]["betas"][0])
         self._take_grad_stats()
 
     def _step_launched(self, scale: float) -> None:
@@ -355,37 +333,64 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         for vote in closed:
             vote.undo()
         for vote, message in zip(late, messages, strict=True):
-            vote.bucket.gate = None
-            vote.ballot.take(message)
+            vote.take(message)
         for vote in late:
             vote.ballot.check()
-            self._take_in(vote.ballot.votes, [vote.bucket])
+            self._take_in(vote.ballot.votes, vote.buckets)
+            if vote not in closed:
+                self._clip_by(vote.ballot.votes)
         for vote in closed:
             assert not are_finite(vote.ballot.votes)
-            self._leave_out(vote.bad(), by_all=True)
-        return {vote.bucket.index for vote in closed}
+            self._leave_out(vote.gradients.bad(), by_all=True)
+        return {bucket.index for vote in closed for bucket in vote.buckets}
 
     def _decide(self, buckets: Sequence[ShardedBucket], scale: float) -> Generator[Work, None, Decision | None]:
         """Ask all ranks about the gradients of these buckets. None, on all ranks, where any is not finite.
 
-        In a step that sends nothing, this rank alone.
+        In a step that sends nothing, this rank alone. Of a vote that is read late gates say whether the step counts;
+        a rank without some gradient waits for it, to know whether another rank has it.
         """
-        is_silent, (header, mine), sums = self.rule.is_silent(), self._my_vote(buckets), self._sums(buckets, scale)
+        is_silent, gradients, (header, mine) = self.rule.is_silent(), self._own(buckets, scale), self._my_vote(buckets)
         if is_silent:
-            votes: Sequence[StepVote] = [mine.with_sums(sums)]
+            votes: Sequence[StepVote] = [mine.with_sums(gradients.sums)]
         else:
-            ballot = Ballot.cast(self.transport, header, mine, buckets[0].device, sums)
+            ballot = Ballot.cast(self.transport, header, mine, buckets[0].device, gradients.sums)
             yield ballot.messages.work
+            if self._reads_late(buckets[0].device):
+                self._late_votes.append(LateVote(buckets, ballot, gradients))
+                clips = self.clipper.max_norm > 0
+                factor = self.clipper.late_factor(ballot.sums(), self.transport.world_size) if clips else 1.0
+                return Decision(self._seen(ballot, buckets), factor, first=buckets[0].first)
             ballot.read()
             votes = ballot.votes
             self._take_in(votes, buckets)
         if not are_finite(votes):
-            self._leave_out([name for bucket in buckets for name in bucket.bad()], by_all=not is_silent)
+            self._leave_out(gradients.bad(), by_all=not is_silent)
             return None
-        factor = 1.0
+        self._clip_by(votes)
+        return Decision(present_anywhere(votes), self.stats.clip_factor, first=buckets[0].first)
+
+    def _clip_by(self, votes: Sequence[StepVote]) -> None:
         if self.clipper.max_norm > 0:
-            factor = self.clipper.estimated_factor(votes, self.transport.world_size)
-        return Decision(present_anywhere(votes), factor, first=buckets[0].first)
+            self.stats.clip_factor = self.clipper.estimated_factor(votes, self.transport.world_size)
+
+    def _reads_late(self, device: torch.device) -> bool:
+        """Whether the host reads a vote at the end of the step, with what came down.
+
+        Not in `join`, where headers may differ, nor where gradients are compared before anything is sent.
+        """
+        is_early = self._join.is_on or self._watch.is_on(self._steps_here)
+        return reads_late(self.transport, device) and not is_early
+
+    @staticmethod
+    def _seen(ballot: Ballot, buckets: Sequence[ShardedBucket]) -> Sequence[bool]:
+        """For each parameter of these buckets, whether any rank has a gradient for it. Waits where one is not here."""
+        seen = ballot.mine.present[: sum(len(bucket.params) for bucket in buckets)]
+        if all(seen):
+            return seen
+        messages, _ = ballot.messages.read()
+        ballot.take(messages)
+        return present_anywhere(ballot.votes)
 
     def _take_in(self, votes: Sequence[StepVote], buckets: Sequence[ShardedBucket]) -> None:
         """What votes say beside the decision. Raises RuntimeError where a rank trains what it has no state of."""
@@ -402,10 +407,10 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         header = self._header(self.rule.round_name())
         return header, StepVote(self._summary(header, buckets), self._present(buckets), note=self.grad_stats.to_bytes())
 
-    def _sums(self, buckets: Sequence[ShardedBucket], scale: float) -> Tensor:
+    def _own(self, buckets: Sequence[ShardedBucket], scale: float) -> OwnGradients:
         clips = self.clipper.max_norm > 0
         beta1s = [self.buckets.group(bucket)["betas"][0] for bucket in buckets] if clips else None
-        return own_sums(self.placement, buckets, scale, beta1s)
+        return OwnGradients.of(self.placement, buckets, scale, beta1s)
 
     def _leave_out(self, bad: Sequence[str], *, by_all: bool) -> None:
         """Count it, and say whose gradients are not finite: on that rank, or on rank 0 that it is another's."""

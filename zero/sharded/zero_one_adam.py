@@ -51,10 +51,10 @@ class ShardedZeroOneRule(ShardedAdamRule):
 
     def step(self, bucket: ShardedBucket, scale: float) -> BucketStep:
         decision: Decision = yield Ready()
-        seen, scale = decision.of(bucket), scale * decision.clip_factor
+        seen, factor = decision.of(bucket), decision.clip_factor
         if self._is_skipping:
-            self.keep(bucket, scale)
-        elif any(seen) and (yield from self.exchange(bucket, seen, scale)):
+            self.keep(bucket, scale * float(factor))
+        elif any(seen) and (yield from self.exchange(bucket, seen, scale * factor)):
             self._has_sent = True
             self._waiting.difference_update(bucket.params)
 

@@ -2,7 +2,7 @@
 
 One pass over memory each. `encode.py` has the one loop that encodes, `codes.py` what differs between the frames,
 `momentum.py` and `mean.py` what an optimizer's step encodes, `decode.py` and `apply.py` what it does with frames,
-`local.py` a step without any.
+`local.py` a step without any, `owner.py` what a chunk's owner makes of frames.
 Rests on Triton, which is imported with this module; arguments are checked in `arguments.py`.
 
 What Triton would round otherwise than rule 2 of reference.py: a / b and sqrt are approximate (div_rn and sqrt_rn are
@@ -21,6 +21,7 @@ from .encode import encode, int8_encode
 from .local import local_step
 from .mean import encode_mean
 from .momentum import encode_momentum
+from .owner import owner_step
 
 __all__ = [
     "apply",
@@ -33,6 +34,7 @@ __all__ = [
     "int8_decode_mean",
     "int8_encode",
     "local_step",
+    "owner_step",
 ]
 
 decode = functools.partial(triton_decode.decode, SIGN)
