@@ -284,6 +284,7 @@ def _inter_node(config: Config, grid: Grid, params: ParamsT) -> ShardedOnebitOpt
         "bucket_cap_mb": ours.bucket_cap_mb,
         "check_replicas_every": ours.check_replicas_every,
         "max_consecutive_skips": ours.max_consecutive_skips,
+        "overlap": config.zero_optimization.overlap_comm,
     }
     sharded = _sharded_form(choice)
     if isinstance(steps := getattr(choice.params, sharded.warmup), int):
@@ -340,7 +341,7 @@ def without_effect(config: Config, form: str, shape: GridShape = _ONE_RANK) -> l
         lines += _of_frozen_things(_choice(config))
     if form == "inter_node" and not _choice(config).params.bias_correction:
         lines.append("optimizer.params.bias_correction: moments are always corrected where sharding is across nodes")
-    if form in ("inter_node", "dense", "local") and not config.zero_optimization.overlap_comm:
+    if form in ("dense", "local") and not config.zero_optimization.overlap_comm:
         lines.append(f"zero_optimization.overlap_comm: false has no effect in the form {form!r}")
     summed = str(config.dtype if form == "inter_node" else torch.float32).removeprefix("torch.")
     wanted = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: summed}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..layout.bucket import Bucket
+from ..layout.buckets import AnyBucket
 from ..usage.marks import GradientMark, gradient_bits
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Passes:
 class Sent:
     """A bucket's gradients as they were when they were sent. bits: a hash of each, in the steps that look for edits."""
 
-    bucket: Bucket
+    bucket: AnyBucket
     marks: Sequence[GradientMark]
     bits: Tensor | None
 
@@ -61,6 +61,7 @@ class Overlap:
 
     def __init__(self, rank: int, is_on: bool):
         self.is_on, self.resent_steps = is_on, 0
+        self._has_warned = False
         self._rank = rank
         self._passes: dict[Tensor, Passes] = {}
         self._complete: dict[int, int] = {}  # bucket -> how many of its gradients are
@@ -73,7 +74,7 @@ class Overlap:
         """Whether buckets may leave during backward at all."""
         return self.is_on and self._resent_in_a_row < RESENT_STEPS
 
-    def count_pass(self, p: Tensor, bucket: Bucket) -> bool:
+    def count_pass(self, p: Tensor, bucket: AnyBucket) -> bool:
         """A backward pass has added to p's gradient. Whether that is complete now."""
         if p.grad is None:
             return False
@@ -85,11 +86,11 @@ class Overlap:
         self._complete[bucket.index] = count
         return passes.is_complete
 
-    def is_complete(self, bucket: Bucket) -> bool:
+    def is_complete(self, bucket: AnyBucket) -> bool:
         """Whether all gradients of the bucket are."""
         return self._complete.get(bucket.index, 0) == len(bucket.params)
 
-    def mark_sent(self, bucket: Bucket, *, with_bits: bool) -> None:
+    def mark_sent(self, bucket: AnyBucket, *, with_bits: bool) -> None:
         """The bucket's gradients are being sent as they are now. with_bits: note their bits, to find unseen edits."""
         bits = gradient_bits(bucket.gradients()) if with_bits else None
         self._sent[bucket.index] = Sent(bucket, [GradientMark.of(p) for p in bucket.params], bits)
@@ -101,7 +102,8 @@ class Overlap:
         """
         changed = [name for sent in self._sent.values() for name in sent.changed()]
         is_edited_unseen = not changed and any(sent.is_edited_unseen() for sent in self._sent.values())
-        if changed and not self.resent_steps:
+        if changed and not self._has_warned:
+            self._has_warned = True
             log.warning(
                 "rank %d: the gradient of %s changed after backward had sent it, by clipping, by a backward pass more "
                 "than in the step before, or because a backward pass was given up: all buckets are sent once more. For "

@@ -52,10 +52,10 @@ def read_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(onebit.zero.sharded.optimizer, "reads_late", lambda transport, device: True)
 
 
-def trained(transport: SimTransport, leaf: str) -> tuple[list[Tensor], list[Tensor], list[object]]:
+def trained(transport: SimTransport, leaf: str, **options: object) -> tuple[list[Tensor], list[Tensor], list[object]]:
     """Parameters, state, and the figures of all steps, of a run in which all `EVENTS` happen."""
     kind, own = LEAVES[leaf]
-    params, optimizer = new(transport, torch.bfloat16, SIZES, kind, bucket_cap_mb=CAP, **own)
+    params, optimizer = new(transport, torch.bfloat16, SIZES, kind, bucket_cap_mb=CAP, **own, **options)
     assert len(optimizer.buckets) > 2
     figures: list[object] = []
     for step in range(12):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...comm import OwnerStep, Work
-from ...step.bucket_step import Answer, BucketStep, Decision, Meeting, Ready
+from ...step.bucket_step import Answer, Decision, Meeting
 from ...usage.signature import shows_all_options
 from . import arithmetic
 from .bucket import ShardedBucket
@@ -30,21 +30,18 @@ class ShardedAdamRule(ShardedRule):
 
     kind = "sharded"
 
-    def step(self, bucket: ShardedBucket, scale: float) -> BucketStep:
-        decision: Decision = yield Ready()  # 1
-        seen = decision.of(bucket)
-        if any(seen):
-            yield from self.exchange(bucket, seen, scale * decision.clip_factor)
+    def take(
+        self, bucket: ShardedBucket, decision: Decision, scale: float, early_WB: Tensor | None
+    ) -> Generator[Work | Meeting, Answer, None]:
+        if any(decision.of(bucket)):  # 1
+            yield from self.exchange(bucket, decision, scale, early_WB)
 
     def exchange(
-        self, bucket: ShardedBucket, seen: Sequence[bool], scale: float | Tensor
+        self, bucket: ShardedBucket, decision: Decision, scale: float, early_WB: Tensor | None
     ) -> Generator[Work | Meeting, Answer, bool]:
-        """Steps 2 to 4. Whether the bucket has moved.
-
-        seen: by parameter, whether any rank has a gradient for it; the others stay as they are.
-        """
-        numbers = self.numbers(bucket)
-        arrived = yield from self.placement.send_up(bucket, numbers, seen, scale)  # 2
+        """Steps 2 to 4. Whether the bucket has moved. early: frames of step 2 that went up before the decision."""
+        numbers, seen = self.numbers(bucket), decision.of(bucket)
+        arrived = yield from self.placement.send_up(bucket, numbers, seen, scale * decision.clip_factor, early_WB)  # 2
         update, decay = yield from self.update(bucket, numbers, seen, arrived)  # 3
         blocks = arrived.blocks
         del arrived

@@ -135,13 +135,35 @@ class Sharded:
     transport: Transport
     config: ShardedConfig
 
+    def send_early(self, bucket: ShardedBucket, numbers: StepNumbers, scale: float) -> Generator[Work, None, Tensor]:
+        """The frames of `send_up` behind the warm-up, to the owners; uint8 [W, B], everybody's. Writes nothing.
+
+        Once it is known that the step counts, `send_up` makes them once more: the gradients are there still, and so no
+        state has to be kept that a step given up would need. Sends (W-1)·B per rank.
+        """
+        transport, codec = self.transport, self.config.codec
+        W, N = transport.world_size, bucket.layout.chunk
+        x_WN, momentum_WN = bucket.gather_gradients(scale).view(W, N), bucket.momentum.view(W, N)
+        sent_WB = torch.empty(W, codec.frame_bytes(N), dtype=torch.uint8, device=bucket.device)
+        arithmetic.encode_momentum_(x_WN, momentum_WN, codec, sent_WB, bucket.counts, numbers.betas[0], numbers.share)
+        del x_WN
+        received_WB = torch.empty_like(sent_WB)
+        yield transport.all_to_all(received_WB, sent_WB)
+        return received_WB
+
     def send_up(
-        self, bucket: ShardedBucket, numbers: StepNumbers, seen: Sequence[bool], scale: float | Tensor
+        self,
+        bucket: ShardedBucket,
+        numbers: StepNumbers,
+        seen: Sequence[bool],
+        scale: float | Tensor,
+        early_WB: Tensor | None,
     ) -> Generator[Work, None, Arrived]:
         """Everybody's gradients into the momentum, and frames of that to the owners. Sends (W-1)·B per rank.
 
         seen: by parameter, whether any rank has a gradient for it; the others stay as they are. scale: what gradients
-        are to be multiplied by. At stage 2 gradients are freed before the Work.
+        are to be multiplied by. early: the frames, where `send_early` has sent them. At stage 2 gradients are freed
+        before the Work.
         """
         transport, config = self.transport, self.config
         W, N, block = transport.world_size, bucket.layout.chunk, config.codec.block
@@ -162,8 +184,11 @@ class Sharded:
         del x_WN
         if config.stage == 2:
             bucket.free_gradients()
-        received_WB = torch.empty_like(sent_WB)
-        yield transport.all_to_all(received_WB, sent_WB)
+        if early_WB is None or bucket.is_warm:  # a bucket of which only younger parameters were seen may warm up still
+            received_WB = torch.empty_like(sent_WB)
+            yield transport.all_to_all(received_WB, sent_WB)
+        else:
+            received_WB = early_WB
 
         blocks = OwnBlocks(None if seen_WJ is None else seen_WJ[transport.rank], counts_WJ[transport.rank])
         if not bucket.is_warm:

@@ -4,6 +4,7 @@ A rule (`adam.py`, `lamb.py`, `zero_one_adam.py`) is the step of one bucket: a v
 `exchange.py`. Here is who votes, and when:
 
     stages 0, 1   step(): one vote on all gradients, then all buckets' steps, a few on the wire at a time
+                  with overlap, behind the warm-up: frames go up during backward, and the vote comes behind them
     stage 2       backward: a bucket whose gradients are complete begins its step, with a vote of its own
                   step(): the other buckets begin theirs; all are brought home
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
@@ -27,10 +29,12 @@ from torch import Tensor
 
 from ...agreement import replicas
 from ...agreement.step_vote import Ballot, Header, StepVote, are_finite, present_anywhere
+from ...agreement.wrappers import refuse_wrapper
 from ...bucket_optimizer import BucketOptimizer
 from ...comm import Codec, SignCodec, Work
 from ...comm.messages import read_together, wait_for
 from ...layout.flat import lay_out
+from ...model_parallel import count_edits_apart_
 from ...rule import check_blocks
 from ...step.bucket_step import BucketStep, CameDown, Decision, Meeting
 from ...step.driver import Driver
@@ -40,6 +44,7 @@ from ...usage.contract import Group, SharedOptions, State
 from ...usage.frozen import refuse_unfrozen
 from . import state as shard_state
 from .bucket import ShardedBucket
+from .early import EarlyFrames
 from .exchange import Sharded, ShardedConfig, codec_down
 from .health import GradStats, Health
 from .masters import Masters
@@ -56,7 +61,7 @@ WARMUP_STEPS = 64
 
 @dataclass
 class ShardStats(Stats):
-    """What the last step did; see `onebit.step.stats.Stats`. Nothing is ever sent twice.
+    """What the last step did; see `onebit.step.stats.Stats`.
 
     phase: "warmup", "compressed", or "local" where a step sends nothing. is_skipped: whether any bucket was skipped;
     below stage 2, all of them. health, agreement, offset: see `health.Health`; of the last step that sent something but
@@ -83,6 +88,9 @@ class ShardedOptions(SharedOptions, total=False):
     for a variance that is still young, and some runs never make it up (scripts/records/sharded_2026-11.md). 0: none.
     warmup_codec: what gradients travel up in, in these steps: `Log4Codec` halves their bytes. None: momentum goes up,
     in eight bits, and what they leave out of it is returned.
+    overlap: at stages 0 and 1 behind the warm-up, without max_grad_norm, frames go up during backward. They are made
+    once more when the step is known to count, so that nothing is written before. Where gradients change before step()
+    all the same, they are sent once more, and after three such steps in a row nothing is sent during backward any more.
     max_consecutive_skips: so many steps in a row of which anything was skipped are an error (0: never).
     """
 
@@ -94,6 +102,7 @@ class ShardedOptions(SharedOptions, total=False):
     update_limit: float
     warmup_steps: int
     warmup_codec: Codec | None
+    overlap: bool
 
 
 @dataclass
@@ -129,6 +138,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         update_limit: float = 5.0,
         warmup_steps: int = WARMUP_STEPS,
         warmup_codec: Codec | None = None,
+        overlap: bool = True,
         **shared: Unpack[SharedOptions],
     ):
         if momentum_dtype not in (torch.float32, torch.bfloat16):
@@ -146,14 +156,17 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         )
         config.check(type(self).__name__, (1, 2) if updates is None else (0, 1, 2))
         rule.check(type(self).__name__)
-        super().__init__(None, stage == 2, **shared)
+        super().__init__(None, stage == 2 or overlap, **shared)
         self.rule, self.momentum_dtype, self.placement = rule, momentum_dtype, Sharded(self.transport, config)
         self.rule.bind(self.placement, self.buckets)
         self.masters = Masters(self.transport.rank, self.buckets, are_kept=stage > 0)
         self.grad_stats, self.health, self._left_out = GradStats(), Health(), LeftOut()
         self._next_grad_stats = GradStats()  # of the step under way
         self._driver: Driver[ShardedBucket] = Driver(2, behind=1, on_comm_stream=False)
+        self.overlap = EarlyFrames(self.transport.rank, overlap, self.rule, self.buckets)
         self._launched_scale = 1.0  # of the step under way
+        self._has_begun = False  # the step under way
+        self._resending: Sequence[int] = ()  # the ranks whose gradients have changed since they were sent
         self._late_votes: list[LateVote] = []  # of the step under way
         self._construct(params, defaults)
 
@@ -175,9 +188,15 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
     def _build(self) -> None:
         super()._build()
         self.masters.forget()
+        self.overlap.look_ahead()
 
     def _options(self) -> dict[str, object]:
-        return {"config": self.placement.config, "momentum_dtype": self.momentum_dtype, **self.rule.options()}
+        return {
+            "config": self.placement.config,
+            "momentum_dtype": self.momentum_dtype,
+            "overlap": self.overlap.is_on,
+            **self.rule.options(),
+        }
 
     def begin_group(self, g: int) -> None:
         self.rule.begin_group()
@@ -209,13 +228,43 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         """Masters ← the parameters as they are now. All ranks, after changing them outside step(), alike on all."""
         self.masters.take()
 
-    # ---------------------------------------------------------------- stage 2: gradients leave during backward
+    # ---------------------------------------------------------------- during backward
 
     @torch.no_grad()
     def on_gradient(self, p: Tensor) -> None:
-        """p's gradient has just been accumulated. Called at stage 2 alone, by its hook."""
+        """p's gradient has just been accumulated. Called by its hook."""
         if self._is_paused or self._join.is_on:
             return
+        count_edits_apart_(p.grad)
+        if self.placement.config.stage == 2:
+            self._leave_freed(p)
+        elif self.overlap.count_pass(p, self.buckets.of(p)) and self.overlap.is_possible and self._goes_up_early():
+            while (rest := self.buckets[self._launched :]) and self.overlap.is_complete(rest[0]):
+                self._launch_early(rest[0], in_backward=True)
+
+    def _goes_up_early(self) -> bool:
+        """Whether frames of this step leave before its vote: the same on all ranks. Begins the step.
+
+        Not where a norm is needed first, nor where gradients are compared before anything is sent.
+        """
+        if (
+            not self.overlap.has_room
+            or self.placement.config.stage == 2
+            or self.clipper.max_norm > 0
+            or self._join.is_on
+            or self._watch.is_on(self._steps_here)
+        ):
+            return False
+        self._begin()
+        return not self.rule.is_silent()
+
+    def _launch_early(self, bucket: ShardedBucket, *, in_backward: bool = False) -> None:
+        self.overlap.note(bucket, in_backward=in_backward)
+        step = self.rule.step_early(bucket, self._unscale())
+        self._driver.launch(bucket, self._waited.timed(step), is_alone=True)
+
+    def _leave_freed(self, p: Tensor) -> None:
+        """Stage 2: a bucket whose gradients have all come takes its step, and frees them."""
         bucket = self.buckets.of(p)
         if p in bucket.ready:
             raise RuntimeError(
@@ -241,8 +290,11 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self._driver.launch(bucket, self._waited.timed(self._vote_alone(bucket, scale)))
 
     def _begin(self) -> None:
-        self._late_votes = []
-        self.rule.begin_step()
+        """Unless the step has begun: what kind it is. Once, as learning rates may be edited before step()."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._late_votes = []
+            self.rule.begin_step()
 
     def _vote_alone(self, bucket: ShardedBucket, scale: float) -> BucketStep:
         """The rule's step, that meets no other before it sends: this bucket's gradients have a vote of their own."""
@@ -265,7 +317,10 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         if self.placement.config.stage == 2:
             self._step_launched(scale)
         else:
-            self._step_whole(scale)
+            resends = self.overlap.has_changed(scale)
+            if not self._goes_up_early() or not self._step_early(scale, resends):
+                self._step_whole(scale)
+            self._take_grad_stats()
         self.stats.phase = self.rule.after_step()
         left_out, self._left_out = self._left_out, LeftOut()
         self.stats.is_skipped = left_out.is_any
@@ -280,11 +335,33 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         if decision is not None:
             for bucket in self.buckets:
                 self._driver.launch(bucket, self._waited.timed(self.rule.step(bucket, scale)))
-            self._driver.commit(decision, self._settle_down)
-            self._settle_down([], [])  # a vote on buckets that have sent nothing
-            if not (self._left_out.by_all or self.rule.is_silent()):
-                self.clipper.remember(self.stats.clip_factor, self.param_groups[0]["betas"][0])
-        self._take_grad_stats()
+            self._commit(decision)
+
+    def _commit(self, decision: Decision) -> None:
+        self._driver.commit(decision, self._settle_down)
+        self._settle_down([], [])  # a vote on buckets that have sent nothing
+        if not (self._left_out.by_all or self.rule.is_silent()):
+            self.clipper.remember(self.stats.clip_factor, self.param_groups[0]["betas"][0])
+
+    def _step_early(self, scale: float, resends: bool) -> bool:
+        """The step whose frames go up before its vote. False, on all ranks, where it has to be taken once more.
+
+        resends: what this rank has sent is no longer true.
+        """
+        self._resending = ()
+        for bucket in self.buckets[self._launched :]:
+            self._launch_early(bucket)
+        decision = wait_for(self._waited.timed(self._decide(self.buckets, scale, resends=resends)))
+        self._driver.wait()
+        if decision is None:
+            self._driver.give_up()
+        else:
+            self._commit(decision)
+        if self._resending and self.overlap.resent_steps == 0:
+            refuse_wrapper(self.transport, self.buckets.params)
+        self.overlap.count_resent(self._resending)
+        self.stats.resent_steps = self.overlap.resent_steps
+        return not self._resending
 
     def _step_launched(self, scale: float) -> None:
         """Stage 2: send what backward has not sent, and bring all of it home."""
@@ -341,16 +418,23 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
                 self._clip_by(vote.ballot.votes)
         for vote in closed:
             assert not are_finite(vote.ballot.votes)
-            self._leave_out(vote.gradients.bad(), by_all=True)
+            if not self._resending:
+                self._leave_out(vote.gradients.bad(), by_all=True)
         return {bucket.index for vote in closed for bucket in vote.buckets}
 
-    def _decide(self, buckets: Sequence[ShardedBucket], scale: float) -> Generator[Work, None, Decision | None]:
+    def _decide(
+        self, buckets: Sequence[ShardedBucket], scale: float, *, resends: bool = False
+    ) -> Generator[Work, None, Decision | None]:
         """Ask all ranks about the gradients of these buckets. None, on all ranks, where any is not finite.
 
         In a step that sends nothing, this rank alone. Of a vote that is read late gates say whether the step counts;
-        a rank without some gradient waits for it, to know whether another rank has it.
+        a rank without some gradient waits for it, to know whether another rank has it. resends: as in `_step_early`;
+        such a step counts on no rank, as if gradients were not finite.
         """
-        is_silent, gradients, (header, mine) = self.rule.is_silent(), self._own(buckets, scale), self._my_vote(buckets)
+        is_silent, gradients = self.rule.is_silent(), self._own(buckets, scale)
+        header, mine = self._my_vote(buckets, resends)
+        if resends:
+            gradients.sums.fill_(math.nan)
         if is_silent:
             votes: Sequence[StepVote] = [mine.with_sums(gradients.sums)]
         else:
@@ -364,6 +448,8 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
             ballot.read()
             votes = ballot.votes
             self._take_in(votes, buckets)
+        if self._resending:
+            return None
         if not are_finite(votes):
             self._leave_out(gradients.bad(), by_all=not is_silent)
             return None
@@ -399,13 +485,15 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
             unfrozen = [vote.present[trained:] for vote in votes]
             refuse_unfrozen(self.transport.rank, list(self.buckets.frozen.values()), unfrozen)
         self._watch.note([vote.summary.gradients for vote in votes])
-        if buckets[0].index == 0:
+        self._resending = [rank for rank, vote in enumerate(votes) if vote.summary.resends]
+        if buckets[0].index == 0 and not self._resending:
             self.health.observe([GradStats.from_bytes(vote.note) for vote in votes], self.transport.rank)
 
-    def _my_vote(self, buckets: Sequence[ShardedBucket]) -> tuple[Header, StepVote]:
+    def _my_vote(self, buckets: Sequence[ShardedBucket], resends: bool) -> tuple[Header, StepVote]:
         """On these buckets, without the sums of their gradients."""
         header = self._header(self.rule.round_name())
-        return header, StepVote(self._summary(header, buckets), self._present(buckets), note=self.grad_stats.to_bytes())
+        summary = self._summary(header, buckets, resends=resends)
+        return header, StepVote(summary, self._present(buckets), note=self.grad_stats.to_bytes())
 
     def _own(self, buckets: Sequence[ShardedBucket], scale: float) -> OwnGradients:
         clips = self.clipper.max_norm > 0
@@ -436,12 +524,34 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
 
     def _end_step(self) -> None:
         self.masters.remember(self._steps_here)
+        self._end_sending()
+        self.overlap.look_ahead()
         super()._end_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Raises RuntimeError between a backward pass at stage 2 and its step: gradients have left."""
-        self._check_at_rest("zero_grad()")
+        self._check_gradients("zero_grad()")
         super().zero_grad(set_to_none)
+
+    def _end_sending(self) -> None:
+        self._has_begun = False
+        self.overlap.end_step()
+
+    def _check_gradients(self, what: str) -> None:
+        """Raise RuntimeError where gradients have gone into a step that backward has begun: at stage 2."""
+        if self.placement.config.stage == 2:
+            self._check_at_rest(what)
+
+    def _give_up_step(self) -> None:
+        """Drop what a backward pass has sent that no step will follow. All ranks. Nothing of it was written."""
+        if self._launched:
+            for bucket in self.buckets[self._launched :]:
+                self._launch_early(bucket)
+            self._driver.wait()
+            self._driver.give_up()
+        if self._has_begun:
+            self._end_sending()
+            self.rule.end_step()
 
     # ---------------------------------------------------------------- replicas and states
 
@@ -464,7 +574,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         The parameters, which are the replicas, are not in it: save the model's state beside it (any rank's). Raises
         RuntimeError between a backward pass at stage 2 and its step.
         """
-        self._check_at_rest("state_dict()")
+        self._check_gradients("state_dict()")
         if not self.masters.are_taken:
             self.adopt_parameters()
         return shard_state.save(self, super().state_dict())
@@ -475,8 +585,10 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         Load the model's parameters as well, before or after. Raises ValueError, before anything is changed, where
         world size, rank, shapes, dtypes or options do not fit; RuntimeError as `state_dict`.
         """
-        self._check_at_rest("load_state_dict()")
+        self._check_gradients("load_state_dict()")
+        self._give_up_step()
         shard_state.load(self, state_dict)
+        self.overlap.look_ahead()
         self._resume()
 
     def load_state_dicts(self, states: Sequence[State]) -> None:

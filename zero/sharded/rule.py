@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Generator, Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from ...layout.buckets import Buckets
 from ...rule import BucketRule
+from ...step.bucket_step import Answer, Arrived, BucketStep, Decision, Meeting, Ready
 from .bucket import ShardedBucket
 from .exchange import Sharded, StepNumbers
+
+if TYPE_CHECKING:
+    from ...comm import Work
 
 
 class ShardedRule(BucketRule[ShardedBucket]):
@@ -15,6 +23,22 @@ class ShardedRule(BucketRule[ShardedBucket]):
 
     placement: Sharded
     buckets: Buckets[ShardedBucket]
+
+    def step(self, bucket: ShardedBucket, scale: float) -> BucketStep:
+        decision: Decision = yield Ready()
+        yield from self.take(bucket, decision, scale, None)
+
+    def step_early(self, bucket: ShardedBucket, scale: float) -> BucketStep:
+        """As `step`, to the bit, but that frames go up before the decision: it yields an `Arrived` behind them."""
+        frames_WB = yield from self.placement.send_early(bucket, self.numbers(bucket), scale)
+        decision: Decision = yield Arrived()
+        yield from self.take(bucket, decision, scale, frames_WB)
+
+    @abstractmethod
+    def take(
+        self, bucket: ShardedBucket, decision: Decision, scale: float, early_WB: Tensor | None
+    ) -> Generator[Work | Meeting, Answer, None]:
+        """The step behind the decision. early: the frames of `step_early`."""
 
     def bind(self, placement: Sharded, buckets: Buckets[ShardedBucket]) -> None:
         """Take over the optimizer's parts."""

@@ -6,7 +6,7 @@ done in a skipped round is not: see the class.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...arithmetic.schedule import LocalSteps
-from ...step.bucket_step import BucketStep, Decision, Ready
+from ...step.bucket_step import Answer, Decision, Meeting
 from ...usage.contract import Group, State
 from ...usage.frozen import gradient_of
 from ...usage.signature import shows_all_options
@@ -25,6 +25,8 @@ from .optimizer import ShardedOnebitOptimizer, ShardedOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from ...comm import Work
 
 
 class ShardedZeroOneRule(ShardedAdamRule):
@@ -49,12 +51,12 @@ class ShardedZeroOneRule(ShardedAdamRule):
 
     # ---------------------------------------------------------------- a step of one bucket
 
-    def step(self, bucket: ShardedBucket, scale: float) -> BucketStep:
-        decision: Decision = yield Ready()
-        seen, factor = decision.of(bucket), decision.clip_factor
+    def take(
+        self, bucket: ShardedBucket, decision: Decision, scale: float, early_WB: Tensor | None
+    ) -> Generator[Work | Meeting, Answer, None]:
         if self._is_skipping:
-            self.keep(bucket, scale * float(factor))
-        elif any(seen) and (yield from self.exchange(bucket, seen, scale * factor)):
+            self.keep(bucket, scale * float(decision.clip_factor))
+        elif any(decision.of(bucket)) and (yield from self.exchange(bucket, decision, scale, early_WB)):
             self._has_sent = True
             self._waiting.difference_update(bucket.params)
 
