@@ -19,6 +19,8 @@ from torch import Tensor
 
 from ..comm import Segments
 
+SMALL = 2**20  # elements of a bucket that is not made smaller for the sake of overlap: 4 MiB
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -100,17 +102,24 @@ def partition(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
     Backward produces gradients from the last layer to the first, so this is the order in which buckets fill. A
     parameter larger than the capacity has a bucket to itself; empty parameters belong to none.
+
+    A bucket leaves when it is full, and behind backward the last one is waited for. So no bucket beyond SMALL elements
+    is more than a twelfth of the whole, and they are smaller at both ends: as large as what has left before, or as
+    half of what is left.
     """
     buckets: list[list[int]] = []
-    room = 0
+    room, begun, rest = 0, 0, sum(sizes)
+    most = rest // 12
     for index in reversed(range(len(sizes))):
         if sizes[index] == 0:
             continue
         if sizes[index] > room:
             buckets.append([])
-            room = capacity
+            room = min(capacity, max(SMALL, min(most, begun, rest // 2)))
         buckets[-1].append(index)
         room -= sizes[index]
+        begun += sizes[index]
+        rest -= sizes[index]
     return buckets
 
 
