@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -247,17 +248,32 @@ def rows_of(results: Mapping[Job, Result]) -> list[Row]:
 def report(results: Mapping[Job, Result]) -> str:
     """Markdown."""
     rows = rows_of(results)
-    head = ["method", "optimizer", "lr", "tokens", "loss", "gap to full", "CPU seconds", "within 1 %"]
+    head = ["method", "optimizer", "lr", "tokens", "loss", "gap to full", "worth", "CPU seconds", "within 1 %"]
     lines = ["| " + " | ".join(head) + " |", "| " + " | ".join(["---"] * len(head)) + " |"]
     for row in rows:
         gap = "" if row.method == "full" else " ".join(f"{100 * g:+.2f} %" for g in row.gaps)
         verdict = "" if row.method == "full" else "yes" if row.holds else "no"
         cells = [row.method, row.optimizer, f"{row.lr:g}", f"{row.tokens:.3g}", f"{statistics.fmean(row.losses):.4f}"]
-        lines.append("| " + " | ".join([*cells, gap, f"{row.seconds:.0f}", verdict]) + " |")
+        lines.append("| " + " | ".join([*cells, gap, worth_of(row, rows), f"{row.seconds:.0f}", verdict]) + " |")
     job = next(iter(results))
     said = f"Byte LM {job.size}, {job.tokens:,} tokens in the full run, batches of {job.batch_size}; one rank."
     revisions = ", ".join(sorted({result.revision for result in results.values()}))
-    return "\n".join(["# Loss against tokens", "", said, f"Revision {revisions}. {CLAIMS}", "", *lines]) + "\n"
+    worth = (
+        "Worth: how many tokens the plain run needs for this loss, over those used here, on the straight line between "
+        "the logarithms of the half and the full run."
+    )
+    return "\n".join(["# Loss against tokens", "", said, f"Revision {revisions}. {CLAIMS} {worth}", "", *lines]) + "\n"
+
+
+def worth_of(row: Row, rows: Sequence[Row]) -> str:
+    """As the report says it; nothing for the plain runs themselves."""
+    plain = {each.method: each for each in rows if each.optimizer == row.optimizer and each.method in ("half", "full")}
+    if row.method in plain or len(plain) < 2:
+        return ""
+    half, full = ((math.log(plain[k].tokens), math.log(statistics.fmean(plain[k].losses))) for k in ("half", "full"))
+    slope = (full[1] - half[1]) / (full[0] - half[0])
+    tokens = half[0] + (math.log(statistics.fmean(row.losses)) - half[1]) / slope
+    return f"{math.exp(tokens) / row.tokens:.2f} ×"
 
 
 def draw(results: Mapping[Job, Result], path: Path) -> None:

@@ -345,3 +345,15 @@ def test_half_the_tokens_beside_the_full_run(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "figure.png").stat().st_size > 1000
     said = data_efficiency.cost("least", 4, 1)
     assert set(said) == {"step", "sampler", "dropping"} and said["step"] > 0
+
+
+@pytest.mark.parametrize("tokens", [1e6, 1.3e6, 2e6, 4e6])
+def test_a_method_is_worth_the_tokens_that_a_plain_run_needs(tokens: float) -> None:
+    from study import data_efficiency
+
+    def row(method: str, plain_tokens: float, used: float) -> data_efficiency.Row:
+        return data_efficiency.Row(method, "adamw", 1e-3, [9 * plain_tokens**-0.3], [], 1.0, used)
+
+    rows = [row("full", 2e6, 2e6), row("half", 1e6, 1e6), row("curriculum", tokens, 1e6)]
+    assert [data_efficiency.worth_of(each, rows) for each in rows] == ["", "", f"{tokens / 1e6:.2f} ×"]
+    assert data_efficiency.worth_of(rows[2], rows[1:]) == ""
