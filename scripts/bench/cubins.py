@@ -31,7 +31,7 @@ BLOCK = 256  # elements per scale
 FRAMES_OF_MEAN = 4
 REGISTERS, MOST_WARPS, MOST_BLOCKS = 65536, 64, 32  # of a multiprocessor, sm_80, sm_90 and sm_100 alike
 WARP, SHARED_BY_BLOCK = 32, 1024  # threads; bytes that the system takes of each block's shared memory
-LATENCY_S = 800e-9  # of a load, under load
+LATENCY_S = 800e-9  # of a load, under load: assumed, not measured
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = [line for gpu in GPUS for line in table(gpu, args.elements)]
     lines.append(
         f"Blocks of {BLOCK} elements, means of {FRAMES_OF_MEAN} frames, float32 tensors, launched blocks of "
-        f"{cupy.THREADS} threads; a load takes {1e9 * LATENCY_S:g} ns. No GPU has run this.\n\n"
+        f"{cupy.THREADS} threads; a load is assumed to take "
+        f"{1e9 * LATENCY_S:g} ns. No GPU has run this.\n\n"
         f"{datetime.now(timezone.utc):%Y-%m-%d}, {version}, revision {revision()}.\n"
     )
     text = "\n".join(lines)
