@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .arithmetic.adam import BLOCKS_AT_A_TIME, floor_of_blocks, normalised, sums_of_live_blocks
-from .arithmetic.schedule import LocalSteps, VarianceUpdates, variance_weight
+from .arithmetic.schedule import Synchronisations, VarianceUpdates, variance_weight
 from .checkpoint.parameter_state import ParameterState
 from .comm import Bf16Codec, Codec, LocalStep, MomentumInputs, MomentumWeights, Variance
 from .layout.bucket import Bucket
@@ -34,7 +34,7 @@ _VARIANCE, _SYNC, _LOCAL, _IDLE = "variance", "compressed", "local", "idle"
 
 
 class ZeroOneRule(Rule):
-    """0/1 Adam's four kinds of steps, by `VarianceUpdates` and `LocalSteps`; the mathematics are in `ZeroOneAdam`."""
+    """Which of 0/1 Adam's kinds a step is, by `VarianceUpdates` and `Synchronisations`; mathematics: `ZeroOneAdam`."""
 
     kind = "0/1 Adam"
     adam_names: ClassVar = {"exp_avg_update": "exp_avg"}  # m/D by a name of its own: torch's AdamW takes m for it
@@ -43,13 +43,13 @@ class ZeroOneRule(Rule):
     def __init__(
         self,
         updates: VarianceUpdates,
-        local_steps: LocalSteps,
+        synchronisations: Synchronisations,
         variance_codec: Codec,
         *,
         bias_correction: bool,
         variance_floor: float,
     ):
-        self.updates, self.local_steps, self.variance_codec = updates, local_steps, variance_codec
+        self.updates, self.synchronisations, self.variance_codec = updates, synchronisations, variance_codec
         self.variance_floor, self.bias_correction = variance_floor, bias_correction
         self.since_sync = 0  # local steps since the last synchronisation
         self._round = ""  # of the step under way
@@ -68,7 +68,7 @@ class ZeroOneRule(Rule):
         check_number(name, "variance_floor", self.variance_floor)
 
     def options(self) -> dict[str, object]:
-        names = ("updates", "local_steps", "variance_codec", "variance_floor", "bias_correction")
+        names = ("updates", "synchronisations", "variance_codec", "variance_floor", "bias_correction")
         return {name: getattr(self, name) for name in names}
 
     # ---------------------------------------------------------------- which kind of step
@@ -81,7 +81,7 @@ class ZeroOneRule(Rule):
         if self.policy.compresses is False:
             return _VARIANCE
         step, lr = int(self.steps[0]), float(self.buckets.groups[0]["lr"])
-        interval = self.local_steps.interval(step, lr, max(self._peak_lr, lr))
+        interval = self.synchronisations.interval(step, lr, max(self._peak_lr, lr))
         if interval == 1 and self.since_sync == 0 and self.updates.is_due(step):
             return _VARIANCE
         if self.since_sync + 1 < interval:
@@ -113,7 +113,7 @@ class ZeroOneRule(Rule):
     @property
     def asks_first(self) -> bool:
         # Where rounds follow the learning rate, ranks whose rates differ would be in different ones.
-        return self.local_steps.longest > 1
+        return self.synchronisations.longest > 1
 
     def is_synchronised(self) -> bool:
         return self.since_sync == 0
@@ -332,7 +332,7 @@ class ZeroOneRule(Rule):
         bucket.phase = phase
         bucket.ef = self.placement.new_errors(bucket)
         names = ["exp_avg_update", "exp_avg_sq"]
-        if self.local_steps.longest > 1:
+        if self.synchronisations.longest > 1:
             names += ["accumulated", "anchor"]
         bucket.flat = {name: torch.zeros(bucket.layout.numel, device=bucket.device) for name in names}
         bucket.floor_J = None
@@ -417,9 +417,9 @@ class ZeroOneAdam(CompressedOptimizer):
       `variance_codec`; v ← (1-w)·v + w·ḡ² with w = `variance_weight`(β2, steps since the last one);
       m ← β1·m + (1-β1)·ḡ/D; p ← p - γ·m.
     - *other steps*: m_i ← β1·m_i + (1-β1)·g_i/D; u_i ← u_i + γ·m_i; G ← G + γ. A *local* one moves this rank's own
-      parameters by γ·m_i and sends nothing, not even a vote. One that *synchronises* (`LocalSteps`) sends u_i in one
-      bit with error feedback, takes the mean U back, and sets m ← U/G and p ← anchor - U, where the anchor is what p
-      was after the last one: the replicas are bit-identical again.
+      parameters by γ·m_i and sends nothing, not even a vote. One that *synchronises* (`Synchronisations`) sends u_i in
+      one bit with error feedback, takes the mean U back, and sets m ← U/G and p ← anchor - U, where the anchor is what
+      p was after the last one: the replicas are bit-identical again.
 
     The paper's m averages gradients and is divided by D when it moves. While D stands still that is the same; when D
     changes, the noise of compression in m would be multiplied by the change, and a block whose variance collapses
@@ -431,8 +431,8 @@ class ZeroOneAdam(CompressedOptimizer):
     synchronises, its gradient is dropped. Between synchronisations the replicas differ: call `sync()` on all ranks
     before evaluation. Arguments as in `OnebitAdam` and `CommonOptions`, and:
 
-    var_update_scaler, var_freeze_step: see `VarianceUpdates`. local_step_scaler, local_step_clipper: see `LocalSteps`;
-    a numeric scaler counts from var_freeze_step. variance_codec: what ḡ travels in.
+    var_update_scaler, var_freeze_step: see `VarianceUpdates`. local_step_scaler, local_step_clipper: see
+    `Synchronisations`; a numeric scaler counts from var_freeze_step. variance_codec: what ḡ travels in.
 
     State on each rank, bytes per parameter: m 4, v 4, worker error 4 (bf16: 2), server error 4/W; with
     local_step_clipper > 1 another 8 (u and the anchor). Sends per rank 2·(W-1)/W·(1 + 16/block) bits per parameter and
@@ -458,7 +458,7 @@ class ZeroOneAdam(CompressedOptimizer):
     ):
         rule = ZeroOneRule(
             VarianceUpdates(var_update_scaler, var_freeze_step),
-            LocalSteps(local_step_scaler, local_step_clipper, var_freeze_step or 0),
+            Synchronisations(local_step_scaler, local_step_clipper, var_freeze_step or 0),
             codec_of_gradients(variance_codec, common.get("codec")),
             bias_correction=bias_correction,
             variance_floor=variance_floor,

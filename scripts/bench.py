@@ -18,6 +18,7 @@ NAMES = (
     "kernels",
     "cubins",
     "host_adam",
+    "host_time",
     "memory",
     "traffic",
     "sparse_attention",

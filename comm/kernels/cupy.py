@@ -23,13 +23,13 @@ import numpy
 import torch
 from torch import Tensor
 
-from .arguments import INT8, SIGN, Edge, Frame, check_scale
+from .arguments import INT4, INT8, SIGN, Edge, Frame, check_scale
 from .gpu_tables import Table, address, kind, readable, write_back
 from .operands import EncodeOutput, LocalStep, MomentumInputs, OwnerStep, ParamUpdate
 
 NAME = "cupy"
 SERVES = "cuda"
-FRAMES = dict.fromkeys(("sign", "int8"), ".cupy")
+FRAMES = dict.fromkeys(("sign", "int8", "int4"), ".cupy")
 
 EDGE = Edge("cuda", frame_alignment=8)
 SOURCE = Path(__file__).with_name("frames.cu")
@@ -296,9 +296,9 @@ def _decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int) 
     )
 
 
-int8_encode = functools.partial(_encode, INT8)
-int8_decode = functools.partial(_decode, INT8)
-int8_decode_mean = functools.partial(_decode_mean, INT8)
+int8_encode, int4_encode = (functools.partial(_encode, frame) for frame in (INT8, INT4))
+int8_decode, int4_decode = (functools.partial(_decode, frame) for frame in (INT8, INT4))
+int8_decode_mean, int4_decode_mean = (functools.partial(_decode_mean, frame) for frame in (INT8, INT4))
 
 
 def _tensors(table: Table) -> tuple[int, ...]:

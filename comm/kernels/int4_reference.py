@@ -1,5 +1,4 @@
-"""The int4 frame in pure torch: its specification, as `reference.py` is that of the others, and so far the only
-implementation but for the C++ one in `cpu.py`.
+"""The int4 frame in pure torch: its specification, as `reference.py` is that of the others.
 
 Frame of a row of N = J·block elements:
 

@@ -104,8 +104,8 @@ def variance_weight(beta2: float, gap: int, samples: int = 16) -> float:
 
 
 @dataclass(frozen=True)
-class LocalSteps:
-    """How many steps 0/1 Adam takes between two synchronisations (arXiv 2202.06009, section 4.2).
+class Synchronisations:
+    """How many steps 0/1 Adam takes between two synchronisations, the paper's T_u (arXiv 2202.06009, section 4.2).
 
     local_step_scaler: a number: 1 until step `start`, then twice as many after every local_step_scaler steps; "auto":
     twice as many whenever the learning rate has halved since its peak, which is what the paper's numbers amount to.

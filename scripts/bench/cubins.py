@@ -31,7 +31,7 @@ BLOCK = 256  # elements per scale
 FRAMES_OF_MEAN = 4
 REGISTERS, MOST_WARPS, MOST_BLOCKS = 65536, 64, 32  # of a multiprocessor, sm_80, sm_90 and sm_100 alike
 WARP, SHARED_BY_BLOCK = 32, 1024  # threads; bytes that the system takes of each block's shared memory
-LATENCY_S = 800e-9  # of a load, under load
+LATENCY_S = 800e-9  # of a load, under load: assumed, not measured
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,18 @@ GPUS = (
 
 @dataclass(frozen=True)
 class Streams:
-    """What a kernel moves for each element: floats that it loads, floats that it stores, frames of sign and of int8."""
+    """What a kernel moves for each element: floats that it loads and stores, frames of sign, int8 and int4."""
 
     loads: int
     stores: int
     signs: int = 0
     bytes_: int = 0
+    nibbles: int = 0
     per_block: int = 0  # floats
 
     @property
     def bytes_per_element(self) -> float:
-        frames = self.signs * (BLOCK // 8 + 2) + self.bytes_ * (BLOCK + 2)
+        frames = self.signs * (BLOCK // 8 + 2) + self.bytes_ * (BLOCK + 2) + self.nibbles * (BLOCK // 2 + 2)
         return 4 * (self.loads + self.stores) + (frames + 4 * self.per_block) / BLOCK
 
 
@@ -84,11 +85,15 @@ KERNELS = {
     "sign_encode_momentum_packed": Streams(3, 1, signs=2),
     "sign_encode_momentum_packed_variance": Streams(3, 1, signs=2, per_block=1),
     "sign_apply": Streams(1, 1, signs=1),
+    "sign_owner_step": Streams(2, 3, signs=K, per_block=5),
     "local_step": Streams(5, 3),
     "local_step_variance": Streams(5, 3, per_block=1),
     "int8_encode": Streams(2, 1, bytes_=1),
     "int8_decode": Streams(0, 1, bytes_=1),
     "int8_decode_mean": Streams(0, 1, bytes_=K),
+    "int4_encode": Streams(2, 1, nibbles=1),
+    "int4_decode": Streams(0, 1, nibbles=1),
+    "int4_decode_mean": Streams(0, 1, nibbles=K),
 }
 
 
@@ -139,10 +144,10 @@ def resident_threads(kernel: Compiled, gpu: Gpu, threads: int = cupy.THREADS) ->
     return blocks * threads
 
 
-def bytes_in_flight(streams: Streams, threads: int) -> int:
+def bytes_in_flight(streams: Streams, threads: int) -> float:
     """That resident threads load before they use the first, signs left out: kBatch elements of each input."""
     batch = 8  # kBatch, where a thread has 16 elements of a block
-    return threads * batch * (4 * streams.loads or streams.bytes_)
+    return threads * batch * (4 * streams.loads or streams.bytes_ + streams.nibbles / 2)
 
 
 def table(gpu: Gpu, elements: float) -> list[str]:
@@ -180,7 +185,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = [line for gpu in GPUS for line in table(gpu, args.elements)]
     lines.append(
         f"Blocks of {BLOCK} elements, means of {FRAMES_OF_MEAN} frames, float32 tensors, launched blocks of "
-        f"{cupy.THREADS} threads; a load takes {1e9 * LATENCY_S:g} ns. No GPU has run this.\n\n"
+        f"{cupy.THREADS} threads; a load is assumed to take "
+        f"{1e9 * LATENCY_S:g} ns. No GPU has run this.\n\n"
         f"{datetime.now(timezone.utc):%Y-%m-%d}, {version}, revision {revision()}.\n"
     )
     text = "\n".join(lines)

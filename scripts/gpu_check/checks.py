@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from gpu_check.section import Outcome, Setting, outcome
 from onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
-from onebit.comm import Int8Codec, SignCodec, SimTransport, kernels, run_ranks
-from onebit.comm.kernels import reference
+from onebit.comm import Int4Codec, Int8Codec, SignCodec, SimTransport, kernels, run_ranks
+from onebit.comm.kernels import int4_reference, reference
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
 import fused_cases
 
-FRAMES = ("rms", "mean_abs", "int8")
+FRAMES = ("rms", "mean_abs", "int8", "int4")
 ERRORS = (None, torch.float32, torch.bfloat16)
 SPECIAL = (
     float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-40, 1e-38, 1e30, -1e-30, 1e-23, 1.8e19, 3e38,
@@ -54,13 +54,14 @@ def assert_same(what: str, got: Tensor, expected: Tensor) -> None:
 
 def function(kernel: ModuleType, name: str, frame: str) -> Callable[..., None]:
     """The kernel's encode, decode or decode_mean for a frame, without its scale option."""
-    if frame == "int8":
-        return getattr(kernel, f"int8_{name}")
+    if frame in ("int8", "int4"):
+        module = int4_reference if kernel is reference and frame == "int4" else kernel
+        return getattr(module, f"{frame}_{name}")
     return functools.partial(kernel.encode, scale=frame) if name == "encode" else getattr(kernel, name)
 
 
 def frames_of(frame: str, K: int, N: int, block: int) -> Tensor:
-    codec = Int8Codec(block) if frame == "int8" else SignCodec(block)
+    codec = {"int8": Int8Codec, "int4": Int4Codec}.get(frame, SignCodec)(block)
     return torch.full((K, codec.frame_bytes(N)), 0xAB, dtype=torch.uint8)
 
 
@@ -80,7 +81,7 @@ def check_kernel(kernel: ModuleType, device: torch.device, block: int, K: int, J
             for error in errors:
                 for counts in (None, ragged):
                     _check_encode(kernel, device, x, error, counts, block, frame)
-    for frame in ("rms", "int8"):
+    for frame in ("rms", "int8", "int4"):
         frames = frames_of(frame, K, N, block)
         function(reference, "encode", frame)(special.clone(), None, frames, None, block=block)
         decode, expected_decode = (function(module, "decode", frame) for module in (kernel, reference))
@@ -143,6 +144,8 @@ def check_fused(kernel: ModuleType, device: torch.device, case: fused_cases.Case
                 kernel.encode_mean, case, rows=rows, error=error, scale=FRAMES[k % 2], device=str(device)
             )
     fused_cases.check_apply(kernel.apply, case, device=str(device))
+    for ranks, each in ((1, False), (2, True), (5, False)):
+        fused_cases.check_owner_step(kernel.owner_step, case, ranks=ranks, each=each, with_D=each, device=str(device))
     for anchored in (False, True):
         fused_cases.check_local_step(kernel.local_step, case, variance=anchored, anchored=anchored, device=str(device))
 

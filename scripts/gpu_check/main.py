@@ -45,7 +45,7 @@ SECTIONS = {
         Section(
             "kernels",
             "Kernels, bit for bit",
-            "Every kernel for CUDA tensors against the reference on the host: sign frames, int8 frames, the "
+            "Every kernel for CUDA tensors against the reference on the host: sign, int8 and int4 frames, the "
             "fused steps.",
             checks=kernel_checks,
         ),

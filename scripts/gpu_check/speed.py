@@ -17,7 +17,7 @@ from bench.kernels import Timing
 from torch import Tensor
 
 from gpu_check.section import Setting
-from onebit.comm import Int8Codec, SignCodec, kernels
+from onebit.comm import CODECS, SignCodec, kernels
 from onebit.comm.kernels import reference
 from onebit.comm.kernels.operands import EncodeOutput, MomentumInputs, MomentumWeights, ParamUpdate, Segments, Variance
 
@@ -53,11 +53,12 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Operation:
-    """moved: bytes of floats and frames that one call must read and write."""
+    """moved: bytes of floats and frames that one call must read and write. frame: whose kernels `call` takes."""
 
     name: str
     moved: int
     call: Callable[[ModuleType], object]
+    frame: str = "sign"
 
 
 def operations(device: torch.device, N: int, block: int) -> Iterator[Operation]:
@@ -66,7 +67,8 @@ def operations(device: torch.device, N: int, block: int) -> Iterator[Operation]:
     yield from _sign_operations(rows)
     yield from _mean_operations(rows)
     yield from _fused_operations(rows)
-    yield from _int8_operations(rows)
+    for frame in ("int8", "int4"):
+        yield from _rounding_operations(rows, frame)
 
 
 @dataclass(frozen=True)
@@ -178,19 +180,18 @@ def _fused_operations(rows: Rows) -> Iterator[Operation]:
         yield Operation(f"apply, {kind} parameters", 2 * size * N + B, apply)
 
 
-def _int8_operations(rows: Rows) -> Iterator[Operation]:
+def _rounding_operations(rows: Rows, frame: str) -> Iterator[Operation]:
     N, block = rows.N, rows.block
-    frames_1B = torch.empty(1, Int8Codec(block).frame_bytes(N), dtype=torch.uint8, device=rows.x_1N.device)
-    yield Operation(
-        "int8_encode, float32 error",
-        12 * N + frames_1B.nbytes,
-        lambda kernel: kernel.int8_encode(rows.x_1N, rows.error_1N, frames_1B, rows.counts_1J, block=block),
-    )
-    yield Operation(
-        "int8_decode, 0.9·out + 0.1·value",
-        8 * N + frames_1B.nbytes,
-        lambda kernel: kernel.int8_decode(frames_1B, rows.out_1N, block=block, weight=0.1, keep=0.9),
-    )
+    frames_1B = torch.empty(1, CODECS[frame](block).frame_bytes(N), dtype=torch.uint8, device=rows.x_1N.device)
+
+    def encode(kernel: ModuleType) -> None:
+        getattr(kernel, f"{frame}_encode")(rows.x_1N, rows.error_1N, frames_1B, rows.counts_1J, block=block)
+
+    def decode(kernel: ModuleType) -> None:
+        getattr(kernel, f"{frame}_decode")(frames_1B, rows.out_1N, block=block, weight=0.1, keep=0.9)
+
+    yield Operation(f"{frame}_encode, float32 error", 12 * N + frames_1B.nbytes, encode, frame)
+    yield Operation(f"{frame}_decode, 0.9·out + 0.1·value", 8 * N + frames_1B.nbytes, decode, frame)
 
 
 def speed_table(setting: Setting) -> list[str]:
@@ -200,7 +201,7 @@ def speed_table(setting: Setting) -> list[str]:
     source, target = torch.randn(N, device=device), torch.empty(N, device=device)
     for operation in operations(device, N, block):
         for name in (*names, "reference"):
-            call = functools.partial(operation.call, kernels.select(name, device))
+            call = functools.partial(operation.call, kernels.select(name, device, operation.frame))
             timing, copying = time_in_turn((call, lambda: target.copy_(source)), repeats, device)
             rate, copy_rate = operation.moved / timing.median / 1e6, 8 * N / copying.median / 1e6
             share = f"{rate / copy_rate:.2f}" + (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from bench import growth as bench_growth
 from bench import host_adam as bench_host_adam
+from bench import host_time as bench_host_time
 from bench import offload as bench_offload
 from bench import step as bench_step
 from bench import suite as bench_suite
@@ -204,6 +206,22 @@ def test_host_adam_has_a_row_for_every_side_and_thread_count(capsys: pytest.Capt
         assert sum(name.startswith("onebit: ") for at, name in [row[:2] for row in rows] if at == count) == 6
         assert by_name[count, "onebit: m bfloat16, v 8 bits"][2] == "18.03"
         assert by_name[count, "torch.optim.AdamW(fused=True)"][2] == "28.00"
+
+
+# ---------------------------------------------------------------- host time
+
+
+def test_host_time_has_a_row_for_every_optimizer_in_its_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    threads, level = torch.get_num_threads(), logging.getLogger("onebit").level
+    try:
+        bench_host_time.main(["--buckets", "1", "2", "--repeats", "2"])
+    finally:
+        torch.set_num_threads(threads)
+        logging.getLogger("onebit").setLevel(level)
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert rows[0] == ["ms of a step", "1 buckets", "2 buckets"]
+    assert [row[0] for row in rows[1:]] == [side.name for side in bench_host_time.SIDES]
+    assert all(float(cell.split()[0]) > 0.0 for row in rows[1:] for cell in row[1:])
 
 
 # ---------------------------------------------------------------- offload

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onebit
-from onebit.arithmetic.schedule import LocalSteps, VarianceUpdates
+from onebit.arithmetic.schedule import Synchronisations, VarianceUpdates
 from onebit.comm import IdentityCodec, Int8Codec, SimTransport, run_ranks
 
 LRS = [0.02 * min(1.0, (k + 1) / 8) * 0.5 ** (k // 15) for k in range(60)]
@@ -294,12 +294,12 @@ def test_variance_updates_are_the_papers() -> None:
 
 
 def test_local_steps_follow_step_or_learning_rate() -> None:
-    by_step = LocalSteps(10, 8, start=20)
+    by_step = Synchronisations(10, 8, start=20)
     assert [by_step.interval(k, 1.0, 1.0) for k in (0, 19, 29, 30, 40, 50, 999)] == [1, 1, 1, 2, 4, 8, 8]
-    by_lr = LocalSteps("auto", 16)
+    by_lr = Synchronisations("auto", 16)
     assert [by_lr.interval(0, lr, 1.0) for lr in (1.0, 0.6, 0.5, 0.25, 0.01, 0.0)] == [1, 1, 2, 4, 16, 16]
     assert by_lr.interval(0, 0.0, 0.0) == 1
-    assert LocalSteps("auto", "auto").interval(0, 1e-9, 1.0) == LocalSteps("auto", "auto").longest > 1
+    assert Synchronisations("auto", "auto").interval(0, 1e-9, 1.0) == Synchronisations("auto", "auto").longest > 1
 
 
 class Count(TorchDispatchMode):

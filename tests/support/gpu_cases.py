@@ -29,13 +29,14 @@ from kernel_inputs import (
 from torch import Tensor
 from write_golden import PATH, frames_of
 
-from onebit.comm import ErrorFeedback, Int8Codec, SignCodec, SimTransport, allreduce_mean, run_ranks
+from onebit.comm import ErrorFeedback, Int4Codec, Int8Codec, SignCodec, SimTransport, allreduce_mean, run_ranks
 from onebit.comm.kernels import reference
 from onebit.comm.kernels.operands import EncodeOutput
 
-FRAMES = ("rms", "mean_abs", "int8")  # of which there are kernels for GPUs; int4 runs in the reference there
+STEPS = ("int8", "int4")
+FRAMES = ("rms", "mean_abs", *STEPS)
 WEIGHTS = ((1.0, 0.0), (0.1, 0.0), (1.0, 1.0), (0.1, 0.9), (-1.0, 1.0), (0.0, 0.5), (1.0, 1e-60))
-BLOCKS = {"rms": (64, 192, 256, 576), "mean_abs": (64, 576), "int8": (16, 192, 256, 576)}
+BLOCKS = {"rms": (64, 192, 256, 576), "mean_abs": (64, 576), "int8": (16, 192, 256, 576), "int4": (32, 192, 256, 576)}
 """The smallest, one that is no power of two, the usual one, and one whose c no kernel keeps in registers."""
 
 CASES: dict[str, Callable[[ModuleType], None]] = {}
@@ -105,7 +106,7 @@ def encode_gives_the_bytes_and_residuals_of_the_reference(kernel: ModuleType) ->
 
 @case
 def blocks_across_programs_and_rows_keep_their_places(kernel: ModuleType) -> None:
-    for frame in ("rms", "int8"):
+    for frame in ("rms", *STEPS):
         for block, J in ((64, 45), (192, 13), (512, 9)):
             x, counts = random(3, J * block), random_counts(3, J, block)
             frames = encode_both(kernel, x, None, counts, block=block, frame=frame)
@@ -128,7 +129,7 @@ def encode_counts_every_length_of_a_block(kernel: ModuleType) -> None:
 @case
 def decode_gives_the_floats_of_the_reference(kernel: ModuleType) -> None:
     """All weights at the smallest block: they meet values, which no longer know of blocks."""
-    for frame in ("rms", "int8"):
+    for frame in ("rms", *STEPS):
         for block in BLOCKS[frame]:
             is_smallest = block == BLOCKS[frame][0]
             for K, J in ((1, 1), (3, 5)) if is_smallest else ((3, 5),):
@@ -147,9 +148,10 @@ def decode_takes_any_code_and_any_scale(kernel: ModuleType) -> None:
     near = torch.cat([torch.arange(start, start + 50) for start in (0, 0x60, 0x3F80, 0x7F60, 0x7F90, 0x7FCE)])
     g = torch.Generator().manual_seed(0)
     scales = (near - 0x8000 * (torch.arange(300) % 2))[torch.randperm(300, generator=g)].to(torch.int16).view(3, J)
-    for frame, code_bytes in (("rms", J * block // 8), ("int8", J * block)):
+    code_bytes = {"rms": J * block // 8, "int8": J * block, "int4": J * block // 2}
+    for frame in ("rms", *STEPS):
         frames = torch.randint(256, frames_for(3, J * block, block, frame=frame).shape, dtype=torch.uint8, generator=g)
-        frames[:, code_bytes:][:, : 2 * J] = scales.view(torch.uint8)
+        frames[:, code_bytes[frame] :][:, : 2 * J] = scales.view(torch.uint8)
         for weight, keep in ((1.0, 0.0), (0.0, 0.0), (2.0, 0.0), (0.3, 0.7)):
             decode_both(kernel, frames, random(3, J * block), block=block, frame=frame, weight=weight, keep=keep)
         decode_mean_both(kernel, frames, J * block, block=block, frame=frame)
@@ -157,7 +159,7 @@ def decode_takes_any_code_and_any_scale(kernel: ModuleType) -> None:
 
 @case
 def the_old_content_of_out_is_not_read_without_keep(kernel: ModuleType) -> None:
-    for frame in ("rms", "int8"):
+    for frame in ("rms", *STEPS):
         frames = encode_both(kernel, random(1, 128), None, None, block=64, frame=frame)
         out = torch.full((1, 128), float("nan"))
         function(kernel, "decode", frame)(frames, out, block=64, weight=0.5, keep=0.0)
@@ -203,7 +205,7 @@ def scales_round_to_bfloat16_as_in_the_reference(kernel: ModuleType) -> None:
     values = ((tops << 16)[:, None] + lows).flatten().view(torch.float32)
     counts = torch.ones(1, len(values), dtype=torch.int32)
     x = values.repeat_interleave(64).unsqueeze(0)
-    for frame in ("mean_abs", "int8"):
+    for frame in ("mean_abs", *STEPS):
         encode_both(kernel, x, None, counts, block=64, frame=frame)
         encode_both(kernel, -x, None, counts, block=64, frame=frame)
 
@@ -216,6 +218,7 @@ def golden_frames_are_met(kernel: ModuleType) -> None:
         ("sign block=256 scale=rms", SignCodec(kernel=name)),
         ("sign block=256 scale=mean_abs", SignCodec(scale="mean_abs", kernel=name)),
         ("int8 block=64", Int8Codec(block=64, kernel=name)),
+        ("int4 block=64", Int4Codec(block=64, kernel=name)),
     ):
         for row, hexed in frames_of(codec).items():
             assert golden[f"{title} {row}"] == hexed, (title, row)
@@ -224,7 +227,7 @@ def golden_frames_are_met(kernel: ModuleType) -> None:
 @case
 def rows_of_wider_tensors_are_taken_and_their_surroundings_left_alone(kernel: ModuleType) -> None:
     block, K, N = 64, 3, 192
-    for frame in ("rms", "int8"):
+    for frame in ("rms", *STEPS):
         B = frames_for(1, N, block, frame=frame).shape[1]
         x_wide, error_wide, counts_wide = random(K, N + 5), random(K, N + 7, seed=1), random_counts(K, 9, block)
         frames_wide = torch.full((K, B + 24), 0xEE, dtype=torch.uint8)

@@ -449,7 +449,7 @@ def test_describe_names_what_runs() -> None:
     assert cpu.describe() in kernels.describe()
 
 
-def opened(path: Path, abi_version: int = 5) -> SharedLibrary:
+def opened(path: Path, abi_version: int = cpu._library.abi_version) -> SharedLibrary:
     return SharedLibrary(path, "onebit", abi_version, lambda built: None, logging.getLogger("a test"), "no kernels")
 
 

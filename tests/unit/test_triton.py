@@ -106,9 +106,9 @@ def encode(block: int, *, error: torch.dtype | None = torch.float32, scale: str 
     backend().encode(rows(block), owed(block, error), *out, block=block, scale=scale)
 
 
-def int8_encode(block: int) -> None:
-    frames = frames_for(2, 2 * block, block, frame="int8")
-    backend().int8_encode(rows(block), rows(block), frames, counts(block), block=block)
+def encode_steps(block: int, *, frame: str) -> None:
+    frames = frames_for(2, 2 * block, block, frame=frame)
+    function(backend(), "encode", frame)(rows(block), rows(block), frames, counts(block), block=block)
 
 
 def decode(block: int, *, frame: str = "rms", weight: float = 1.0, keep: float = 0.0) -> None:
@@ -188,10 +188,14 @@ COMPILED: dict[str, tuple[Callable[[int], None], int]] = {
     "local_step, every type": (partial(local_step, dtypes=FLOATS), 64),
     "owner_step": (owner_step, 256),
     "owner_step, corrections of each block": (partial(owner_step, each=True), 64),
-    "int8_encode": (int8_encode, 256),
-    "int8_encode, large blocks": (int8_encode, 2048),
+    "int8_encode": (partial(encode_steps, frame="int8"), 256),
+    "int8_encode, large blocks": (partial(encode_steps, frame="int8"), 2048),
     "int8_decode": (partial(decode, frame="int8", weight=0.1, keep=0.9), 256),
     "int8_decode_mean": (partial(decode_mean, frame="int8"), 256),
+    "int4_encode": (partial(encode_steps, frame="int4"), 256),
+    "int4_encode, large blocks": (partial(encode_steps, frame="int4"), 2048),
+    "int4_decode": (partial(decode, frame="int4", weight=0.1, keep=0.9), 256),
+    "int4_decode_mean": (partial(decode_mean, frame="int4"), 256),
 }
 
 

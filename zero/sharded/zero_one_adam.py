@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...arithmetic.schedule import LocalSteps
+from ...arithmetic.schedule import Synchronisations
 from ...step.bucket_step import Answer, Decision, Meeting
 from ...usage.contract import Group, State
 from ...usage.frozen import gradient_of
@@ -34,8 +34,8 @@ class ShardedZeroOneRule(ShardedAdamRule):
 
     kind = "sharded 0/1"
 
-    def __init__(self, local_steps: LocalSteps):
-        self.local_steps = local_steps
+    def __init__(self, synchronisations: Synchronisations):
+        self.synchronisations = synchronisations
         self._is_skipping = self._has_sent = False  # of the step under way
         self._interval = 1  # H of the steps since the last synchronisation, decided in the first of them
         self._since_sync = self._steps = 0
@@ -44,7 +44,7 @@ class ShardedZeroOneRule(ShardedAdamRule):
         self._waiting: set[Tensor] = set()  # parameters with gradients of skipped steps, on this rank
 
     def options(self) -> Mapping[str, object]:
-        return {"local_steps": self.local_steps}
+        return {"synchronisations": self.synchronisations}
 
     def begin_group(self) -> None:
         self._owed.append((0.0, 0.0))
@@ -93,7 +93,7 @@ class ShardedZeroOneRule(ShardedAdamRule):
     def begin_step(self) -> None:
         lr = float(self.buckets.groups[0]["lr"])
         if self._since_sync == 0:
-            self._interval = self.local_steps.interval(self._steps, lr, max(self._peak_lr, lr))
+            self._interval = self.synchronisations.interval(self._steps, lr, max(self._peak_lr, lr))
             if any(self.placement.config.warms_up(bucket, ahead=1) for bucket in self.buckets):
                 self._interval = 1
         self._is_skipping, self._has_sent = self._since_sync + 1 < self._interval, False
@@ -144,9 +144,9 @@ class ShardedZeroOneRule(ShardedAdamRule):
 class ShardedZeroOneAdam(ShardedOnebitOptimizer):
     """`ShardedOnebitAdam` of which whole steps go by without a word, more of them as the learning rate falls.
 
-    `LocalSteps` says how many steps H there are to the next synchronisation. In the H - 1 *skipped* ones nothing is
-    sent, not even a vote, and nothing moves: parameters stay the same bits on every rank. What is learnt in them waits
-    where it would have gone in any case, so that skipping costs no memory. Step h of H, with lr_h:
+    `Synchronisations` says how many steps H there are to the next synchronisation. In the H - 1 *skipped* ones nothing
+    is sent, not even a vote, and nothing moves: parameters stay the same bits on every rank. What is learnt in them
+    waits where it would have gone in any case, so that skipping costs no memory. Step h of H, with lr_h:
 
     - skipped, rank i:      c_i += (1-β1)/H·g_i;  its own chunk:  v += (1-β2)/(β2·W·H)·g²
     - the last one: steps 1 to 4 of `ShardedOnebitAdam`, with
@@ -169,8 +169,8 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
     the run on (without warm-up).
 
     lr, betas (betas[1] above 0 where steps are skipped), eps (above 0), weight_decay: as in torch.optim.AdamW; read
-    anew from param_groups in every step. local_step_scaler, local_step_clipper: see `LocalSteps`; a numeric scaler
-    counts from local_step_start. The others: see `ShardedOptions`; stage 1 or 2.
+    anew from param_groups in every step. local_step_scaler, local_step_clipper: see `Synchronisations`; a numeric
+    scaler counts from local_step_start. The others: see `ShardedOptions`; stage 1 or 2.
 
     State as `ShardedOnebitAdam`, traffic 1/H of it. Raises ValueError/TypeError at construction as that.
     """
@@ -190,11 +190,11 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
         local_step_start: int = 0,
         **common: Unpack[ShardedOptions],
     ):
-        rule = ShardedZeroOneRule(LocalSteps(local_step_scaler, local_step_clipper, local_step_start))
+        rule = ShardedZeroOneRule(Synchronisations(local_step_scaler, local_step_clipper, local_step_start))
         defaults: dict[str, object] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, rule, **common)
 
     def _check_group(self, where: str, group: Group) -> None:
         super()._check_group(where, group)
-        if self.rule.local_steps.longest > 1 and group["betas"][1] <= 0.0:
+        if self.rule.synchronisations.longest > 1 and group["betas"][1] <= 0.0:
             raise ValueError("betas[1] must be above 0 where steps are skipped; set it, or local_step_clipper to 1")

@@ -10,7 +10,7 @@ import importlib.util
 
 NAME = "triton"
 SERVES = "cuda"
-FRAMES = {"sign": ".triton.backend", "int8": ".triton.backend"}
+FRAMES = dict.fromkeys(("sign", "int8", "int4"), ".triton.backend")
 
 
 @functools.cache

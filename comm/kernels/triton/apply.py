@@ -64,8 +64,8 @@ def apply_words(
     g = tl.program_id(0) * W + tl.arange(0, W)
     inside = g < K * words_per_row
     k = (g // words_per_row).to(tl.int64)
-    units = units_of(frames, k, (g % words_per_row).to(tl.int64), words_per_row, BLOCK, True)
-    values = values_at(units.codes_at, units.scale_at, inside, True)
+    units = units_of(frames, k, (g % words_per_row).to(tl.int64), words_per_row, BLOCK, 1)
+    values = values_at(units.codes_at, units.scale_at, inside, 1)
 
     WORDS: tl.constexpr = BLOCK // 64
     pieces = pieces_of(tensors, g // WORDS, g % WORDS * 64, inside, S, BLOCK)

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import functools
 
-from ..arguments import INT8, SIGN
+from ..arguments import INT4, INT8, SIGN
 from . import decode as triton_decode
 from .apply import apply
-from .encode import encode, int8_encode
+from .encode import encode, int4_encode, int8_encode
 from .local import local_step
 from .mean import encode_mean
 from .momentum import encode_momentum
@@ -30,6 +30,9 @@ __all__ = [
     "encode",
     "encode_mean",
     "encode_momentum",
+    "int4_decode",
+    "int4_decode_mean",
+    "int4_encode",
     "int8_decode",
     "int8_decode_mean",
     "int8_encode",
@@ -41,3 +44,5 @@ decode = functools.partial(triton_decode.decode, SIGN)
 decode_mean = functools.partial(triton_decode.decode_mean, SIGN)
 int8_decode = functools.partial(triton_decode.decode, INT8)
 int8_decode_mean = functools.partial(triton_decode.decode_mean, INT8)
+int4_decode = functools.partial(triton_decode.decode, INT4)
+int4_decode_mean = functools.partial(triton_decode.decode_mean, INT4)

@@ -1,6 +1,7 @@
-"""Kernels: what makes the sign frame and the int8 frame of c, in Triton. In nothing else do their encodings differ.
+"""Kernels: what makes sign, int8 and int4 frames of c, in Triton. In nothing else do their encodings differ.
 
-CODE, everywhere: "rms", "mean_abs" (the scales of a sign frame) or "int8". Rests on `lanes.py`; `encode.py` calls it.
+SCALE, everywhere: "rms" or "mean_abs", of a sign frame, or "largest". BITS: of an element's code, 1, 8 or 4.
+Rests on `lanes.py`; `encode.py` calls it.
 
 Shape legend: in the kernel, P blocks of a program.
 """
@@ -35,7 +36,7 @@ class Blocks(NamedTuple):
 class Outputs(NamedTuple):
     """Where the output of a program's blocks goes, and what enters it: what is owed, and counts of real elements.
 
-    error_at: [P, 16] or None. count: [P] or None. codes_at: [P] words of sign bits, or [P, 16] bytes of int8.
+    error_at: [P, 16] or None. count: [P] or None. codes_at: [P] words of sign bits, or [P, 2·BITS] bytes.
     """
 
     error_at: tl.tensor
@@ -45,50 +46,53 @@ class Outputs(NamedTuple):
 
 
 @triton.jit
-def nothing_measured(P: tl.constexpr, CODE: tl.constexpr) -> tl.tensor:
+def nothing_measured(P: tl.constexpr, SCALE: tl.constexpr) -> tl.tensor:
     """`measured` of no rows."""
-    return tl.zeros([P, 16], tl.int32 if CODE == "int8" else tl.float32)
+    return tl.zeros([P, 16], tl.int32 if SCALE == "largest" else tl.float32)
 
 
 @triton.jit
-def measured(acc: tl.tensor, rows: tl.tuple, ROWS: tl.constexpr, CODE: tl.constexpr) -> tl.tensor:
+def measured(acc: tl.tensor, rows: tl.tuple, ROWS: tl.constexpr, SCALE: tl.constexpr) -> tl.tensor:
     """What scales are made of, in 16 lanes [P, 16]: sums of squares or of sizes, in the order of the rows.
 
-    For int8 the bits of the largest size: an infinity is above every number, and a NaN above both.
+    For "largest" the bits of the largest size: an infinity is above every number, and a NaN above both.
     """
     for q in tl.static_range(ROWS):
         c = rows[q]
-        if CODE == "int8":
+        if SCALE == "largest":
             acc = tl.maximum(acc, c.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         else:
-            acc += tl.abs(c) if CODE == "mean_abs" else c * c
+            acc += tl.abs(c) if SCALE == "mean_abs" else c * c
     return acc
 
 
 @triton.jit
-def scale_of(acc: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr, P: tl.constexpr, CODE: tl.constexpr) -> tl.tensor:
+def scale_of(
+    acc: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr, P: tl.constexpr, SCALE: tl.constexpr, BITS: tl.constexpr
+) -> tl.tensor:
     """The bits of bfloat16 scales, int32 [P], of what was measured; 0x7FC0 for blocks that travel as NaN."""
-    return _int8_scale(acc, P) if CODE == "int8" else _sign_scale(acc, count, BLOCK, P, CODE)
+    return _step_of(acc, P, BITS) if SCALE == "largest" else _sign_scale(acc, count, BLOCK, P, SCALE)
 
 
 @triton.jit
 def _sign_scale(
-    acc: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr, P: tl.constexpr, CODE: tl.constexpr
+    acc: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr, P: tl.constexpr, SCALE: tl.constexpr
 ) -> tl.tensor:
     n = tl.full([P], BLOCK, tl.float32) if count is None else tl.maximum(count, 1).to(tl.float32)
     mean = tl.div_rn(sum_in_halves(acc, P), n)
-    exact = (mean if CODE == "mean_abs" else tl.sqrt_rn(mean)).to(tl.int32, bitcast=True)
+    exact = (mean if SCALE == "mean_abs" else tl.sqrt_rn(mean)).to(tl.int32, bitcast=True)
     bad = (exact < 0) | (exact >= 0x7F7F8000)
     return tl.where(bad, 0x7FC0, (exact + 0x7FFF + ((exact >> 16) & 1)) >> 16)
 
 
 @triton.jit
-def _int8_scale(largest: tl.tensor, P: tl.constexpr) -> tl.tensor:
-    """Rounded up to bfloat16."""
+def _step_of(largest: tl.tensor, P: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
+    """The largest size over 127 or 7, rounded up to bfloat16."""
+    BEYOND: tl.constexpr = 2 ** (BITS - 1)
     bits = tl.max(largest, axis=1)
-    exact = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full([P], 127.0, tl.float32))
+    exact = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full([P], BEYOND - 1.0, tl.float32))
     not_below = (exact.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
-    farthest = from_bfloat16(not_below) * 128.0
+    farthest = from_bfloat16(not_below) * (BEYOND * 1.0)
     bad = (bits >= 0x7F800000) | (farthest.to(tl.int32, bitcast=True) >= 0x7F800000)
     return tl.where(bad, 0x7FC0, not_below)
 
@@ -101,14 +105,14 @@ def leave_rows(
     at: tl.tensor,
     scale: tl.tensor,
     P: tl.constexpr,
-    CODE: tl.constexpr,
+    BITS: tl.constexpr,
 ) -> None:
     """codes ← those of rows of c [P, 16], elements `at` and on; residual ← c - what they say.
 
-    Four rows are a word of 64 sign bits; one row is 16 bytes of int8.
+    Four rows are a word of 64 sign bits; one row is 16 bytes of int8, or 8 of int4.
     """
-    if CODE == "int8":
-        _leave_int8(rows[0], out, blocks, at, scale, P)
+    if BITS > 1:
+        _leave_steps(rows[0], out, blocks, at, scale, P, BITS)
     else:
         word = tl.zeros([P], tl.int64)
         for q in tl.static_range(4):
@@ -131,7 +135,15 @@ def _leave_signs(c: tl.tensor, out: Outputs, blocks: Blocks, at: tl.tensor, scal
 
 
 @triton.jit
-def _leave_int8(c: tl.tensor, out: Outputs, blocks: Blocks, at: tl.tensor, scale: tl.tensor, P: tl.constexpr) -> None:
+def _leave_steps(
+    c: tl.tensor,
+    out: Outputs,
+    blocks: Blocks,
+    at: tl.tensor,
+    scale: tl.tensor,
+    P: tl.constexpr,
+    BITS: tl.constexpr,
+) -> None:
     """codes ← q; residual ← c - q·step."""
     bad = scale == 0x7FC0
     step = tl.where(bad | (scale == 0), 1.0, from_bfloat16(scale))
@@ -141,5 +153,10 @@ def _leave_int8(c: tl.tensor, out: Outputs, blocks: Blocks, at: tl.tensor, scale
     # Floats of 1.5·2^23 are a step of 1 apart: adding it rounds. A negative zero loses its sign there: put it back.
     near = ((ratio + 12582912.0) - 12582912.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     q = (near | (ratio.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
-    tl.store(out.codes_at + at, q.to(tl.int32).to(tl.int8), mask=blocks.mask)
+    code = q.to(tl.int32)
+    if BITS == 4:
+        low, high = tl.split(tl.reshape(code, (P, 8, 2)))
+        code = (low & 0xF) | (high << 4)
+    byte = tl.arange(0, 2 * BITS)[None, :]
+    tl.store(out.codes_at + at * BITS // 8, code.to(tl.int8), mask=blocks.inside[:, None] & (byte < 2 * BITS))
     tl.store(out.residual_at + at, c - q * steps, mask=blocks.mask)

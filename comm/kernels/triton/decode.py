@@ -1,9 +1,10 @@
-"""Kernels: decoding in Triton. The two frames differ in how a code becomes a value, and in nothing else here.
+"""Kernels: decoding in Triton. The frames differ in how a code becomes a value, and in nothing else here.
 
-Rests on `lanes.py`; `backend.py` offers these functions for both frames.
+BITS, everywhere: of an element's code, 1, 8 or 4. Rests on `lanes.py`; `backend.py` offers these functions for every
+frame.
 
-Shape legend: K rows, N elements, J blocks, B bytes. In the kernels: U units per program, words of 64 sign bits or 16
-bytes of int8.
+Shape legend: K rows, N elements, J blocks, B bytes. In the kernels: U units per program, words of 64 sign bits, or 16
+elements of int8 or int4.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..arguments import SIGN, Frame
+from ..arguments import Frame
 from .lanes import EDGE, OPTIONS, Frames, Rows, frames_of, from_bfloat16, launching_on, rows_of
 
-UNITS = {"sign": 16, "int8": 64}
+UNITS = {"sign": 16, "int8": 64, "int4": 64}
 """U."""
 
-_ELEMENTS = {"sign": 64, "int8": 16}
+_ELEMENTS = {"sign": 64, "int8": 16, "int4": 16}
 """Of a unit."""
 
 
@@ -46,7 +47,7 @@ def decode(frame: Frame, frames_KB: Tensor, out_KN: Tensor, *, block: int, weigh
             units_per_row,
             BLOCK=block,
             U=U,
-            IS_SIGN=frame == SIGN,
+            BITS=frame.element_bits,
             WEIGHTED=weight != 1.0,
             READS_OUT=keep != 0.0,
             **OPTIONS,
@@ -68,7 +69,7 @@ def decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int) -
             units_per_row,
             BLOCK=block,
             U=U,
-            IS_SIGN=frame == SIGN,
+            BITS=frame.element_bits,
             **OPTIONS,
         )
 
@@ -82,12 +83,12 @@ class Units(NamedTuple):
 
 @triton.jit
 def units_of(
-    frames: Frames, k: tl.tensor, u: tl.tensor, units_per_row: tl.tensor, BLOCK: tl.constexpr, IS_SIGN: tl.constexpr
+    frames: Frames, k: tl.tensor, u: tl.tensor, units_per_row: tl.tensor, BLOCK: tl.constexpr, BITS: tl.constexpr
 ) -> Units:
     """Units u of rows k."""
-    UNIT: tl.constexpr = 64 if IS_SIGN else 16
-    CODES: tl.constexpr = 1 if IS_SIGN else 16
-    HALVES: tl.constexpr = 4 if IS_SIGN else 8
+    UNIT: tl.constexpr = 64 if BITS == 1 else 16
+    CODES: tl.constexpr = 1 if BITS == 1 else 2 * BITS
+    HALVES: tl.constexpr = UNIT * BITS // 16
     return Units(
         codes_at=frames.codes + k * frames.codes_stride + u * CODES,
         scale_at=frames.halves + k * frames.halves_stride + units_per_row.to(tl.int64) * HALVES + u // (BLOCK // UNIT),
@@ -95,16 +96,19 @@ def units_of(
 
 
 @triton.jit
-def values_at(codes_at: tl.tensor, scale_at: tl.tensor, inside: tl.tensor, IS_SIGN: tl.constexpr) -> tl.tensor:
+def values_at(codes_at: tl.tensor, scale_at: tl.tensor, inside: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
     """The values [U, 64] of words of sign bits, or [U, 16] of bytes, each times the scale of its block."""
     scale = tl.load(scale_at, mask=inside, other=0)
-    if IS_SIGN:
+    if BITS == 1:
         word = tl.load(codes_at, mask=inside, other=0)
         minus = ((word[:, None] >> tl.arange(0, 64)[None, :].to(tl.int64)) & 1).to(tl.int32)
         values = ((scale.to(tl.int32) << 16)[:, None] ^ (minus << 31)).to(tl.float32, bitcast=True)
     else:
-        lane = tl.arange(0, 16)[None, :]
-        code = tl.load(codes_at[:, None] + lane, mask=inside[:, None] & (lane < 16), other=0)
+        byte = tl.arange(0, 2 * BITS)[None, :]
+        code = tl.load(codes_at[:, None] + byte, mask=inside[:, None] & (byte < 2 * BITS), other=0)
+        if BITS == 4:
+            wide = code.to(tl.int32)
+            code = tl.interleave(wide << 28 >> 28, wide >> 4)
         values = code.to(tl.float32) * from_bfloat16(scale)[:, None]
     return values
 
@@ -118,18 +122,18 @@ def decode_units(
     units_per_row: tl.tensor,
     BLOCK: tl.constexpr,
     U: tl.constexpr,
-    IS_SIGN: tl.constexpr,
+    BITS: tl.constexpr,
     WEIGHTED: tl.constexpr,
     READS_OUT: tl.constexpr,
 ) -> None:
     """U units."""
-    UNIT: tl.constexpr = 64 if IS_SIGN else 16
+    UNIT: tl.constexpr = 64 if BITS == 1 else 16
     g = tl.program_id(0) * U + tl.arange(0, U)
     inside = g < K * units_per_row
     k = (g // units_per_row).to(tl.int64)
     u = (g % units_per_row).to(tl.int64)
-    units = units_of(frames, k, u, units_per_row, BLOCK, IS_SIGN)
-    values = values_at(units.codes_at, units.scale_at, inside, IS_SIGN)
+    units = units_of(frames, k, u, units_per_row, BLOCK, BITS)
+    values = values_at(units.codes_at, units.scale_at, inside, BITS)
     if WEIGHTED:
         values = values * weights.weight
     element = tl.arange(0, UNIT)[None, :]
@@ -149,18 +153,18 @@ def decode_mean_units(
     units_per_row: tl.tensor,
     BLOCK: tl.constexpr,
     U: tl.constexpr,
-    IS_SIGN: tl.constexpr,
+    BITS: tl.constexpr,
 ) -> None:
     """U units, their sum over the K rows in registers."""
-    UNIT: tl.constexpr = 64 if IS_SIGN else 16
+    UNIT: tl.constexpr = 64 if BITS == 1 else 16
     u = (tl.program_id(0) * U + tl.arange(0, U)).to(tl.int64)
     inside = u < units_per_row
-    units = units_of(frames, 0, u, units_per_row, BLOCK, IS_SIGN)
+    units = units_of(frames, 0, u, units_per_row, BLOCK, BITS)
     codes_at, scale_at = units.codes_at, units.scale_at
-    total = values_at(codes_at, scale_at, inside, IS_SIGN)
+    total = values_at(codes_at, scale_at, inside, BITS)
     for _ in range(1, K):
         codes_at += frames.codes_stride
         scale_at += frames.halves_stride
-        total += values_at(codes_at, scale_at, inside, IS_SIGN)
+        total += values_at(codes_at, scale_at, inside, BITS)
     element = tl.arange(0, UNIT)[None, :]
     tl.store(out + (u * UNIT)[:, None] + element, total * share, mask=inside[:, None] & (element < UNIT))

@@ -1,4 +1,4 @@
-"""Kernels: encoding in Triton, one loop for both frames and for whatever c is made of.
+"""Kernels: encoding in Triton, one loop for all frames and for whatever c is made of.
 
 `Source` says what c is made of: floats in place (here), a momentum (`momentum.py`) or a mean (`mean.py`); `codes.py`
 what a frame makes of it. One pass over memory: c stays in registers between its scale and its residual. Blocks above
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..arguments import INT8, SIGN, Frame, check_scale
+from ..arguments import INT4, INT8, SIGN, Frame, check_scale
 from ..operands import EncodeOutput
 from .codes import Blocks, Outputs, leave_rows, measured, nothing_measured, scale_of
 from .lanes import EDGE, OPTIONS, Frames, Rows, frames_of, from_bfloat16, launching_on, rows_of
@@ -54,27 +54,34 @@ def encode(
     bytes. Asynchronous, on the current stream of x's device.
     """
     check_scale(scale)
-    _encode_floats(SIGN, EncodeOutput(error_KN, frames_KB, counts_KJ, x_KN), block=block, code=scale)
+    _encode_floats(SIGN, EncodeOutput(error_KN, frames_KB, counts_KJ, x_KN), block=block, scale=scale)
 
 
 def int8_encode(
     x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None, *, block: int
 ) -> None:
     """`encode` for int8 frames."""
-    _encode_floats(INT8, EncodeOutput(error_KN, frames_KB, counts_KJ, x_KN), block=block, code="int8")
+    _encode_floats(INT8, EncodeOutput(error_KN, frames_KB, counts_KJ, x_KN), block=block, scale="largest")
 
 
-def _encode_floats(frame: Frame, out: EncodeOutput, *, block: int, code: str) -> None:
+def int4_encode(
+    x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None, *, block: int
+) -> None:
+    """`encode` for int4 frames."""
+    _encode_floats(INT4, EncodeOutput(error_KN, frames_KB, counts_KJ, x_KN), block=block, scale="largest")
+
+
+def _encode_floats(frame: Frame, out: EncodeOutput, *, block: int, scale: str) -> None:
     x_KN = out.residual_KN
     K, J = EDGE.check_encode(frame, x_KN, out.error_KN, out.frames_KB, out.counts_KJ, block=block)
     source = Source(None, rows_in_place, None)
-    launch_encode(source, out, K, J, frame=frame, block=block, code=code)
+    launch_encode(source, out, K, J, frame=frame, block=block, scale=scale)
 
 
 def launch_encode(
-    source: Source, out: EncodeOutput, K: int, J: int, inputs: int = 1, *, frame: Frame, block: int, code: str
+    source: Source, out: EncodeOutput, K: int, J: int, inputs: int = 1, *, frame: Frame, block: int, scale: str
 ) -> None:
-    """Launch the kernel over all blocks. Arguments have been checked. code: "rms", "mean_abs" or "int8".
+    """Launch the kernel over all blocks. Arguments have been checked. scale: "rms", "mean_abs" or "largest".
 
     inputs: how many tensors or frames c is made of.
     """
@@ -89,7 +96,17 @@ def launch_encode(
     )
     with launching_on(out.residual_KN.device):
         encode_blocks[(triton.cdiv(K * J, P),)](
-            source, destination, K, J, inputs, CODE=code, BLOCK=block, P=P, KEEP=block <= LARGEST_KEPT, **OPTIONS
+            source,
+            destination,
+            K,
+            J,
+            inputs,
+            SCALE=scale,
+            BITS=frame.element_bits,
+            BLOCK=block,
+            P=P,
+            KEEP=block <= LARGEST_KEPT,
+            **OPTIONS,
         )
 
 
@@ -106,51 +123,52 @@ def encode_blocks(
     K: tl.tensor,
     J: tl.tensor,
     inputs: tl.tensor,
-    CODE: tl.constexpr,
+    SCALE: tl.constexpr,
+    BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     P: tl.constexpr,
     KEEP: tl.constexpr,
 ) -> None:
-    """P blocks, a word of 64 elements of each at a time, or for int8 a row of 16."""
-    ROWS: tl.constexpr = 1 if CODE == "int8" else 4
+    """P blocks, a word of 64 elements of each at a time, or where a code is more than a sign a row of 16."""
+    ROWS: tl.constexpr = 4 if BITS == 1 else 1
     STEP: tl.constexpr = 16 * ROWS
-    SCALES: tl.constexpr = BLOCK // 2 if CODE == "int8" else BLOCK // 16  # halves of a block's codes
+    SCALES: tl.constexpr = BLOCK * BITS // 16  # halves of a block's codes
     blocks = _blocks(K, J, inputs, P)
     places = None if source.locate is None else source.locate(source.operands, blocks, BLOCK)
     counts_at = None if to.counts is None else to.counts.at + blocks.k * to.counts.stride + blocks.j
     out = Outputs(
         error_at=None if to.error is None else row_at(to.error, blocks, BLOCK),
         count=None if counts_at is None else tl.load(counts_at, mask=blocks.inside, other=0),
-        codes_at=_codes_at(to.frames, blocks, BLOCK, CODE),
+        codes_at=_codes_at(to.frames, blocks, BLOCK, BITS),
         residual_at=row_at(to.residual, blocks, BLOCK),
     )
 
     # 1. Rows of c, and what their scale is made of
-    acc = nothing_measured(P, CODE)
+    acc = nothing_measured(P, SCALE)
     kept = ()
     if KEEP:
         for g in tl.static_range(BLOCK // STEP):
             rows = _rows_of_c(source, places, out, blocks, STEP * g, ROWS, BLOCK)
             kept += (rows,)  # type: ignore[assignment]
-            acc = measured(acc, rows, ROWS, CODE)
+            acc = measured(acc, rows, ROWS, SCALE)
     else:
         for g in range(BLOCK // STEP):
             rows = _rows_of_c(source, places, out, blocks, STEP * g, ROWS, BLOCK)
-            acc = measured(acc, rows, ROWS, CODE)
+            acc = measured(acc, rows, ROWS, SCALE)
 
     # 2. The scale
-    scale = scale_of(acc, out.count, BLOCK, P, CODE)
+    scale = scale_of(acc, out.count, BLOCK, P, SCALE, BITS)
     halves_at = to.frames.halves + blocks.k * to.frames.halves_stride
     tl.store(halves_at + J * SCALES + blocks.j, scale.to(tl.int16), mask=blocks.inside)
 
     # 3. Codes and residuals
     if KEEP:
         for g in tl.static_range(BLOCK // STEP):
-            leave_rows(kept[g], out, blocks, STEP * g, scale, P, CODE)
+            leave_rows(kept[g], out, blocks, STEP * g, scale, P, BITS)
     else:
         for g in range(BLOCK // STEP):
             rows = _rows_of_c(source, places, out, blocks, STEP * g, ROWS, BLOCK)
-            leave_rows(rows, out, blocks, STEP * g, scale, P, CODE)
+            leave_rows(rows, out, blocks, STEP * g, scale, P, BITS)
 
     # 4. The zeros behind the last scale of a row, less than 16 bytes
     tail = J * (SCALES + 1) + tl.arange(0, 8)[None, :]
@@ -168,9 +186,13 @@ def _blocks(K: tl.tensor, J: tl.tensor, inputs: tl.tensor, P: tl.constexpr) -> B
 
 
 @triton.jit
-def _codes_at(frames: Frames, blocks: Blocks, BLOCK: tl.constexpr, CODE: tl.constexpr) -> tl.tensor:
+def _codes_at(frames: Frames, blocks: Blocks, BLOCK: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
     at = frames.codes + blocks.k * frames.codes_stride
-    return (at + blocks.j * BLOCK)[:, None] + blocks.lane if CODE == "int8" else at + blocks.j * (BLOCK // 64)
+    if BITS == 1:
+        at += blocks.j * (BLOCK // 64)
+    else:
+        at = (at + blocks.j * (BLOCK * BITS // 8))[:, None] + tl.arange(0, 2 * BITS)[None, :]
+    return at
 
 
 @triton.jit

@@ -39,7 +39,7 @@ def encode_mean(received_WB: Tensor, out: EncodeOutput, *, block: int, scale: st
     check_scale(scale)
     W, J = EDGE.check_encode_mean(SIGN, received_WB, out, block=block)
     source = Source(locate_words, mean_rows, Received(frames_of(SIGN, received_WB), 1.0 / W))
-    launch_encode(source, out, 1, J, inputs=W, frame=SIGN, block=block, code=scale)
+    launch_encode(source, out, 1, J, inputs=W, frame=SIGN, block=block, scale=scale)
 
 
 @triton.jit

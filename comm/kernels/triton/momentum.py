@@ -90,7 +90,7 @@ def encode_momentum(momentum: MomentumInputs, out: EncodeOutput, *, block: int, 
         weights=Weights(weights.keep, weights.add, weights.own, weights.unscale),
     )
     source = Source(locate_momentum, momentum_rows, operands)
-    launch_encode(source, out, K, J, inputs=len(momentum.grads), frame=SIGN, block=block, code=scale)
+    launch_encode(source, out, K, J, inputs=len(momentum.grads), frame=SIGN, block=block, scale=scale)
 
 
 @triton.jit

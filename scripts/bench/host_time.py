@@ -1,0 +1,114 @@
+"""What a step costs the host alone: buckets of one block each, so that the arithmetic is next to nothing.
+
+    python scripts/bench.py host_time
+
+The most that capturing a step in a CUDA graph could save is the time in which the host prepares and launches it. Here
+the CPU's kernels run inside a step, on 256 parameters a bucket; what a GPU's launches take is not measured here.
+All optimizers run in turn, so that a noisy machine disturbs them all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from provenance import revision
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from bench.kernels import Timing, cpu_name, seconds
+from bench.step import Silent
+from onebit import OnebitAdam, ZeroOneAdam
+from onebit.zero import ShardedOnebitAdam
+
+BLOCK, WARM = 256, 2
+RANKS = 2  # of which this is one; the transport copies within this process
+ALWAYS = {"compression": "always"}
+SIGNS = {"freeze_step": WARM} | ALWAYS
+LOCAL = {"var_freeze_step": WARM, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 2**30} | ALWAYS
+
+
+@dataclass(frozen=True)
+class Side:
+    """One row. make: of parameters. phase: of the steps that are timed; None: of an optimizer that has no phases."""
+
+    name: str
+    make: Callable[[list[Tensor]], Optimizer]
+    phase: str | None = None
+
+
+def ours(name: str, kind: Callable[..., Optimizer], phase: str, **options: object) -> Side:
+    """With a parameter in each bucket."""
+    options["bucket_cap_mb"] = BLOCK * 4 / 2**20
+    return Side(name, lambda params: kind(params, lr=1e-4, transport=Silent(0, RANKS), **options), phase)
+
+
+SIDES = (
+    Side("torch.optim.AdamW(foreach=True)", lambda params: AdamW(params, lr=1e-4, foreach=True)),
+    Side("torch.optim.AdamW(fused=True)", lambda params: AdamW(params, lr=1e-4, fused=True)),
+    ours("OnebitAdam", OnebitAdam, "compressed", **SIGNS),
+    ours("OnebitAdam, max_grad_norm", OnebitAdam, "compressed", **SIGNS, max_grad_norm=1.0),
+    ours("ZeroOneAdam, a local step", ZeroOneAdam, "local", **LOCAL),
+    ours("ShardedOnebitAdam, overlap=False", ShardedOnebitAdam, "compressed", warmup_steps=WARM, overlap=False),
+)
+
+
+class Running:
+    """A side in training, past its warm-up."""
+
+    def __init__(self, side: Side, buckets: int):
+        generator = torch.Generator().manual_seed(0)
+        self.params = [nn.Parameter(torch.randn(BLOCK, generator=generator)) for _ in range(buckets)]
+        self.side, self.optimizer = side, side.make(list(self.params))
+        for _ in range(8 * WARM):
+            self.step_s()
+
+    def step_s(self) -> float:
+        """Seconds of a step. Gradients are there before."""
+        for p in self.params:
+            p.grad = torch.randn(BLOCK)
+        spent = seconds(self.optimizer.step)
+        self.optimizer.zero_grad()
+        return spent
+
+
+def timings(buckets: int, repeats: int) -> list[Timing]:
+    """Of each side. Raises RuntimeError where a timed step was of another phase than its row says."""
+    running = [Running(side, buckets) for side in SIDES]
+    found: list[list[float]] = [[] for _ in running]
+    for _ in range(repeats):
+        for each, spent in zip(running, found, strict=True):
+            spent.append(each.step_s())
+            phase = None if each.side.phase is None else each.optimizer.stats.phase
+            if phase != each.side.phase:
+                raise RuntimeError(f"{each.side.name}: expected steps of phase {each.side.phase}, came one of {phase}")
+    return [Timing.of(spent) for spent in found]
+
+
+def table(counts: Sequence[int], repeats: int) -> list[str]:
+    lines = [f"| ms of a step | {' | '.join(f'{n} buckets' for n in counts)} |", "|---" + "|---:" * len(counts) + "|"]
+    columns = [timings(n, repeats) for n in counts]
+    return lines + [
+        f"| {side.name} | {' | '.join(map(str, row))} |" for side, *row in zip(SIDES, *columns, strict=True)
+    ]
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="bench.py host_time", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--buckets", type=int, nargs="+", default=[8, 64], help="how many (default: 8 64)")
+    parser.add_argument("--repeats", type=int, default=300, help="steps of each optimizer (default: %(default)s)")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    logging.getLogger("onebit").setLevel(logging.ERROR)  # it warns that the absent ranks have the same gradients
+    print("\n".join(table(args.buckets, args.repeats)))
+    print(
+        f"\n{cpu_name()}, {os.cpu_count()} cores, one thread; Python {platform.python_version()}, torch "
+        f"{torch.__version__}, {revision()}; {args.repeats} steps of all in turn, median (quartiles)"
+    )
