@@ -7,8 +7,10 @@ holds of a parameter. Pure: no memory.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -85,6 +87,16 @@ def cut(
         filled += numel - start
     close()
     return chunks
+
+
+def kept(numels: Sequence[int], ratio: float) -> int:
+    """How many, from the first one, stay where they are, that the others have `ratio` of all elements or a little more.
+
+    The first layers stay: gradients of the last ones come first, and travel while backward goes on.
+    """
+    if ratio == 1.0:  # not even what is empty
+        return 0
+    return bisect_right(list(accumulate(numels)), (1.0 - ratio) * sum(numels))
 
 
 class Field(NamedTuple):

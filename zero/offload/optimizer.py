@@ -28,10 +28,10 @@ from ...layout.masters import settled_
 from ...model_parallel import local
 from ...usage.contract import Group, State, loss_of
 from .blocks import Blocks
-from .checks import check_averages, check_mode, check_parameters, made_of
+from .checks import check_averages, check_mode, check_parameters, check_ratio, made_of
 from .gradients import GRAD, ResidentGradients, StoredGradients, global_norm
 from .inner import Inner, Part, empty_part, is_elementwise
-from .layout import Chunk, Layout, Piece, cut, elements_of
+from .layout import Chunk, Layout, Piece, cut, elements_of, kept
 from .movable import cast_parameters
 from .places import Place, Stores
 from .state import OffloadStats, StateOfParams, load_entries, load_into, sharded_as
@@ -56,6 +56,8 @@ class Offload(torch.optim.Optimizer):
     known to look at each element alone. pin_memory: page-locked buffers, where the parameters are on a GPU. rank: in
     the files' names.
 
+    Mode state: ratio, of the parameters' elements, whose state is in the store and that are stepped on the host (a
+    little more: parameters are not divided); the first parameters keep their state, and are stepped where they are.
     Modes that store gradients: grad_dtype, in which those of micro-batches add up; default: as autograd adds them up.
     transport: ranks over which a step averages them first, in float32; all ranks, with the same parameters, and each
     has all of the state in a store of its own.
@@ -86,6 +88,7 @@ class Offload(torch.optim.Optimizer):
         pin_memory: bool = True,
         threads: int = 2,
         rank: int = 0,
+        ratio: float = 1.0,
         grad_dtype: torch.dtype | None = None,
         transport: Transport | None = None,
         device: torch.device | str | None = None,
@@ -94,6 +97,7 @@ class Offload(torch.optim.Optimizer):
     ):
         check_mode(mode, model, device=device, dtype=dtype, fill=fill)
         check_averages(mode, transport)
+        check_ratio(mode, ratio)
         if chunk_mb <= 0 or max_grad_norm < 0 or buffer_count < 2:
             raise ValueError(
                 f"expected chunk_mb > 0, max_grad_norm >= 0 and buffer_count >= 2, got {chunk_mb}, {max_grad_norm} and "
@@ -115,7 +119,8 @@ class Offload(torch.optim.Optimizer):
         is_pinned = pin_memory and any((device or p.device).type == "cuda" for p in self._params)
         self._stores = Stores(to, is_pinned, buffer_count, threads, rank)
         self._needs_master: list[bool] = []
-        places = self._open_places(len(self._params) if mode == "none" else 0, chunk_mb)
+        near = kept([local(p).numel() for p in self._params], 0.0 if mode == "none" else ratio)
+        places = self._open_places(near, chunk_mb)
         make_gradients = self._open_gradients(places, grad_dtype)
         self._weights: ResidentWeights | StoredWeights = ResidentWeights(self._params)
         self._numbers: dict[Piece, dict[str, object]] = {}
