@@ -128,7 +128,7 @@ def build(
         ties.equalise()
     if form == "inter_node":
         model.to(config.dtype)
-        _fill(config, grid, model, fill)
+        _fill(grid, model, fill, 0.0)
         return Built(form, _inter_node(config, grid, groups(model)))
     if offloaded.is_asked_for(config, grid.shape, form):
         held = grid.model_parallel_group
@@ -138,9 +138,10 @@ def build(
     if tensor_plan is not None:
         tensor.parallelize(model, grid, tensor_plan, is_stage=ties is not None)
     stage = None if _is_plain(config) else max(config.zero_optimization.stage, 1)
+    on_host = _share_on_host(config, form)
     if stage is not None:
-        _shard(config, grid, model, stage)
-    _fill(config, grid, model, fill)
+        _shard(config, grid, model, stage, on_host)
+    _fill(grid, model, fill, on_host)
     held = grid.model_parallel_group if ties is None else replace(grid.model_parallel_group, tied=ties.holders())
     whole = model if ties is None else None  # a stage's layers do not say which of them makes the outputs
     make = optimizer or (lambda params: _optimizer(config, grid, held, form, params, whole))
@@ -155,10 +156,14 @@ def build(
     return Built(form, made, stage, averager, held, ties)
 
 
-def _fill(config: Config, grid: Grid, model: nn.Module, fill: Callable[..., object] | None) -> None:
-    """Values for what this rank holds; what was the same in files is the same on all ranks."""
-    if fill is not None:
-        fill(model, transport=grid.world, device=torch.device("cpu") if _offloads(config) else grid.device)
+def _fill(grid: Grid, model: nn.Module, fill: Callable[..., object] | None, on_host: float) -> None:
+    """Values for what this rank holds; what was the same in files is the same on all ranks. on_host: see `_shard`."""
+    if fill is None:
+        return
+    fill(model, transport=grid.world, device=torch.device("cpu") if on_host > 0.0 else grid.device)
+    if 0.0 < on_host < 1.0:
+        for part in parts_of(model):
+            fsdp.bring_near(part, grid.device)
 
 
 def _is_plain(config: Config) -> bool:
@@ -217,13 +222,13 @@ def _check_dtypes(config: Config, grid: Grid, model: nn.Module) -> None:
         )
 
 
-def _shard(config: Config, grid: Grid, model: nn.Module, stage: int) -> None:
-    """FSDP2 over the ranks of a node, of each root; in dtype, where that is not float32."""
+def _shard(config: Config, grid: Grid, model: nn.Module, stage: int, on_host: float) -> None:
+    """FSDP2 over the ranks of a node, of each root; in dtype, where that is not float32. on_host: see its ratio."""
     low = None if config.dtype == torch.float32 else config.dtype
-    offload, pin_memory = _offloads(config), _pins(config)
+    offload: dict[str, Any] = {"offload": on_host > 0.0, "ratio": on_host, "pin_memory": _pins(config)}
     for part in parts_of(model):
         blocks = part.blocks() if isinstance(part, Stage) else None
-        fsdp.shard(part, grid, stage, dtype=low, blocks=blocks, offload=offload, pin_memory=pin_memory)
+        fsdp.shard(part, grid, stage, dtype=low, blocks=blocks, **offload)
 
 
 def _optimizer(
@@ -329,6 +334,9 @@ def without_effect(config: Config, form: str, shape: GridShape = _ONE_RANK) -> l
         if getattr(ours, name) != getattr(Onebit(), name):
             lines.append(f"onebit.{name} has no effect in the form {form!r}")
     lines += offloaded.without_effect(config, shape, form)
+    is_parted = config.zero_optimization.offload_optimizer.ratio != 1.0 and _offloads(config)
+    if is_parted and (why := _why_all_are_offloaded(config, form)):
+        lines.append(f"offload_optimizer.ratio has no effect: {why}")
     if config.communication_data_type is not None and form in ("inter_node", "dense", "local"):
         sends = {
             "dense": "averages gradients in float32",
@@ -374,3 +382,22 @@ def _pins(config: Config) -> bool:
 def _offloads(config: Config) -> bool:
     zero = config.zero_optimization
     return not zero.offload_optimizer.device == zero.offload_param.device == "none"
+
+
+def _share_on_host(config: Config, form: str) -> float:
+    """Of the shards' elements, which FSDP2 offloads and the optimizer steps in host memory."""
+    if not _offloads(config):
+        return 0.0
+    return 1.0 if _why_all_are_offloaded(config, form) else config.zero_optimization.offload_optimizer.ratio
+
+
+def _why_all_are_offloaded(config: Config, form: str) -> str:
+    """Whatever the ratio is; empty where it has its effect."""
+    zero, choice = config.zero_optimization, config.optimizer
+    if zero.offload_param.device != "none":
+        return "offload_param keeps all shards in host memory, and they are the masters"
+    if zero.offload_optimizer.device == "nvme":
+        return "files have the moments of all shards"
+    if form != "dense" or (choice is not None and choice.type == "Lamb"):
+        return "the optimizer steps all shards in one memory; Adam, AdamW and LaProp step each where it is"
+    return ""

@@ -70,6 +70,7 @@ def offload_table(run: OffloadRun) -> Table:
         rows.append([made.mode, made.to, *places, seconds, made.bound, fits, f"{made.largest_params / 1e9:.3g}"])
     heading = "mode", "to", "GB device", "GB host", "GB disk", "s/step", "bound by", "fits", "largest, 1e9"
     frozen = "" if run.trained is None else f", {run.trained:.4g} of them trained"
+    frozen += "" if run.ratio == 1.0 else f", {run.ratio:g} of the state away in mode state"
     what = f"{run.params:.4g} parameters in {run.dtype}{frozen}"
     about = f"{what}, AdamW, {run.tokens:g} tokens a step; activations on top"
     return Table(about, heading, rows)
@@ -117,6 +118,7 @@ def _add_offload(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=number, default=4096.0, help="of a step (default: 4096)")
     add("--largest", type=number, default=0.0, help="elements of the largest parameter")
     add("--modules", type=int, default=0, help="with parameters of their own, whose Python objects count (default: 0)")
+    add("--ratio", type=float, help="mode state: of the parameters, whose state is in the store (default: 1)")
     add("--trained", type=number, help="parameters that are trained, on a frozen base (default: all)")
 
 
@@ -131,6 +133,7 @@ def _offload_run(args: argparse.Namespace) -> OffloadRun:
         tokens=args.tokens,
         largest=args.largest,
         trained=args.trained,
+        ratio=1.0 if args.ratio is None else args.ratio,
         modules=args.modules,
         pcie_per_s=args.pcie * 1e9,
         disk_per_s=args.disk * 1e9,
@@ -140,10 +143,10 @@ def _offload_run(args: argparse.Namespace) -> OffloadRun:
 
 
 def _encode_run(args: argparse.Namespace) -> EncodeRun:
-    if args.disk_gb or args.trained is not None or not args.device_gb:
+    if args.disk_gb or args.trained is not None or args.ratio is not None or not args.device_gb:
         raise ValueError(
             "several ranks: one-bit state lies with the parameters or in host memory, and all are trained: give "
-            "--device-gb, and leave out --disk-gb and --trained"
+            "--device-gb, and leave out --disk-gb, --ratio and --trained"
         )
     compute_s = args.compute or FLOPS * args.params * args.tokens / (args.tflops * 1e12)
     numbers = args.params, args.hosts, args.ranks_per_host, args.dtype, args.error_bytes, args.link, compute_s
@@ -184,8 +187,8 @@ def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | OffloadRun | EncodeRun 
                 asked = _encode_run(args)
                 return asked.run, asked, args.json
             return Run(args.params, 1), _offload_run(args), args.json
-        if args.trained is not None:
-            raise ValueError("--trained is planned with offload: give --device-gb or --host-gb, too")
+        if args.trained is not None or args.ratio is not None:
+            raise ValueError("--trained and --ratio are planned with offload: give --device-gb or --host-gb, too")
         if args.serve is not None:
             layers, width = args.serve
             served = ServeRun(args.params, layers, width, args.dtype, args.rows, args.link, args.memory * 1e9)

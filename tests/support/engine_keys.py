@@ -305,8 +305,10 @@ def offloads() -> dict[str, list]:
     facts = {}
     for form in ("intra_node", "dense"):
         results = []
-        for device in ("none", "cpu", "nvme")[: 2 + (form == "dense")]:
-            offload = {"offload_optimizer": {"device": device, "pin_memory": False, "nvme_path": "nvme"}}
+        places = [("none", 1.0), ("cpu", 1.0), ("nvme", 1.0), ("cpu", 0.3)]
+        for device, ratio in places if form == "dense" else places[:2]:
+            block = {"device": device, "ratio": ratio, "pin_memory": False, "nvme_path": "nvme"}
+            offload = {"offload_optimizer": block}
             engine = start(form, bf16={"enabled": True}, gradient_clipping=1.0, zero_optimization=offload)
             train(engine, 4)
             results.append(bits(engine))

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import onebit
@@ -19,7 +21,7 @@ from onebit.comm import PeerError, SimTransport, run_ranks
 from onebit.dense import average_gradients
 from onebit.zero import Offload
 from onebit.zero.offload import MODES, FileStore, MemoryStore, StoreError, files
-from onebit.zero.offload.layout import UNIT, Layout, cut
+from onebit.zero.offload.layout import UNIT, Layout, cut, kept
 from onebit.zero.offload.store import PAGE, Extent
 
 MAKES: dict[str, Callable] = {
@@ -107,6 +109,21 @@ class TestEquality:
         assert equal(train(model, offload), expected)
         model = small_model()
         assert not equal(train(model, MAKES["AdamW"](model.parameters())), expected)
+
+    @pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+    @pytest.mark.parametrize("name", MAKES)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_a_share_in_the_store_is_resident(
+        self, name: str, ratio: float, dtype: torch.dtype, tmp_path: Path
+    ) -> None:
+        expected = train(model := small_model(dtype), offloaded(model, name, "none", "cpu", max_grad_norm=0.5))
+        model = small_model(dtype)
+        offload = offloaded(model, name, "state", tmp_path, ratio=ratio, max_grad_norm=0.5)
+        assert equal(train(model, offload), expected)
+        stored = sum(store.nbytes for store in offload._stores.all if isinstance(store, FileStore))
+        whole = sum(store.nbytes for store in offload._stores.all)
+        assert ratio * whole <= stored + PAGE <= (ratio + 0.7 * (0 < ratio < 1)) * whole + PAGE
+        offload.close()
 
     def test_the_norm_is_the_norm(self) -> None:
         offload = offloaded(model := small_model(), "SGD", "gradients", "cpu", max_grad_norm=1.0)
@@ -266,6 +283,17 @@ class TestState:
         model.load_state_dict(saved["model"])  # behind the optimizer's: masters stay what they round to
         assert equal(train(model, second, 3, first=3), expected)
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize(("ratio", "later"), [(0.3, 0.8), (0.8, 1.0), (0.0, 0.3)])
+    def test_resumes_with_another_share(self, ratio: float, later: float, dtype: torch.dtype, tmp_path: Path) -> None:
+        expected = train(model := small_model(dtype), offloaded(model, "AdamW", "state", "cpu"), 6)
+        first = offloaded(model := small_model(dtype), "AdamW", "state", tmp_path, ratio=ratio)
+        train(model, first, 3)
+        second = offloaded(twin := small_model(dtype), "AdamW", "state", tmp_path, ratio=later)
+        second.load_state_dict(first.state_dict())
+        twin.load_state_dict(model.state_dict())
+        assert equal(train(twin, second, 3, first=3), expected)
+
     def test_a_resident_state_loads_and_is_shown(self, tmp_path: Path) -> None:
         resident = MAKES["AdamW"]((model := small_model()).parameters())
         train(model, resident)
@@ -301,6 +329,8 @@ class TestArguments:
         ("options", "text"),
         [
             ({"mode": "half"}, "expected mode of"),
+            ({"ratio": 1.5}, "0 <= ratio <= 1, got 1.5"),
+            ({"ratio": 0.5, "mode": "gradients"}, "whose gradients stay with the parameters, got mode 'gradients'"),
             ({"chunk_mb": 0.0}, "chunk_mb > 0"),
             ({"buffer_count": 1}, "buffer_count >= 2, got .* 1$"),
             ({"buffer_count": 0, "mode": "full", "to": "cpu"}, "buffer_count >= 2, got .* 0$"),
@@ -323,6 +353,12 @@ class TestArguments:
 
 
 class TestLayout:
+    @given(st.lists(st.integers(0, 100), max_size=8), st.floats(0, 1))
+    def test_a_share_is_what_was_asked_for_and_no_parameter_more(self, numels: list[int], ratio: float) -> None:
+        near, total = kept(numels, ratio), sum(numels)
+        assert sum(numels[near:]) >= ratio * total - 1e-9
+        assert near == len(numels) or ratio == 1.0 or sum(numels[near + 1 :]) < ratio * total + 1e-9
+
     @pytest.mark.parametrize("may_split", [False, True])
     def test_every_element_is_in_one_piece(self, may_split: bool) -> None:
         numels = [0, 1, UNIT, 3 * UNIT + 5, 7, 2 * UNIT, 0]

@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from onebit import zero
 from onebit.comm import SimTransport
 from onebit.zero import Offload
 from onebit.zero.checkpoint.files import CheckpointError
-from onebit.zero.forms import without_effect
+from onebit.zero.forms import choose, without_effect
 from onebit.zero.grid import GridShape
+from onebit.zero.parallel.turns import groups_of
 
 WIDTH, SUMS = 16, 2
 
@@ -117,6 +119,80 @@ class TestTraining:
             results.append([engine.train_batch(batches), engine.train_batch(batches), engine.eval_batch(batches)])
             engine.close()
         assert equal(*results)
+
+
+class TestShares:
+    """`offload_optimizer` with a ratio. Here both memories are the host's: what FSDP2 does with each block is seen."""
+
+    @staticmethod
+    def started(ratio: float, model: nn.Module | None = None, **more: object) -> zero.Engine:
+        block = {"device": "cpu", "ratio": ratio, "pin_memory": False}
+        stage = {"stage": more.pop("stage", 3), "offload_optimizer": block}
+        return started(None, model, zero_optimization=stage, gradient_clipping=0.1, **more)
+
+    @staticmethod
+    def share(engine: zero.Engine) -> float:
+        """Of the elements, whose shards FSDP2 offloads."""
+        numels = {True: 0, False: 0}
+        for module in engine.module.modules():
+            for group in groups_of(module):
+                is_away = isinstance(group.offload_policy, CPUOffloadPolicy)
+                numels[is_away] += sum(p.sharded_param.numel() for p in group.fsdp_params)
+        return numels[True] / sum(numels.values())
+
+    @pytest.mark.parametrize(("ratio", "share"), [(0.0, 0.0), (0.3, 272 / 576), (1.0, 1.0)])
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    @pytest.mark.parametrize("name", ["AdamW", "LaProp"])
+    def test_train_to_the_same_bits(self, name: str, stage: int, ratio: float, share: float) -> None:
+        resident = started(None, name=name, zero_optimization={"stage": stage}, gradient_clipping=0.1)
+        expected = train(resident, 3)
+        resident.close()
+        engine = self.started(ratio, name=name, stage=stage)
+        assert self.share(engine) == share
+        assert equal(train(engine, 3), expected)
+        engine.close()
+
+    @pytest.mark.parametrize(("ratio", "later"), [(0.3, 1.0), (0.0, 0.3)])
+    def test_load_each_others_checkpoints(self, ratio: float, later: float, tmp_path: Path) -> None:
+        first = self.started(ratio)
+        train(first, 2)
+        first.save_checkpoint(tmp_path)
+        expected = train(first, 2, first=2)
+        first.close()
+        second = self.started(later)
+        assert second.load_checkpoint(tmp_path)[0] is not None
+        assert equal(train(second, 2, first=2), expected)
+        second.close()
+
+    def test_a_model_on_meta_is_filled_in_both(self) -> None:
+        results = []
+        for ratio in (0.3, 1.0):
+            with torch.device("meta"):
+                model = net()
+            engine = self.started(ratio, model, weights="reset_parameters")
+            results.append(train(engine, 2))
+            engine.close()
+        assert equal(*results)
+
+    @pytest.mark.parametrize(
+        ("name", "more", "text"),
+        [
+            ("Lamb", {}, "Adam, AdamW and LaProp step each where it is"),
+            ("OneBitAdam", {}, "Adam, AdamW and LaProp step each where it is"),
+            ("AdamW", {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}, "moments of all shards"),
+            ("AdamW", {"offload_param": {"device": "cpu"}}, "all shards in host memory, and they are the masters"),
+        ],
+    )
+    def test_what_knows_no_shares_says_so(self, name: str, more: dict, text: str) -> None:
+        block = {"device": "cpu"} | more.pop("offload_optimizer", {}) | {"ratio": 0.5}
+        made = {
+            "train_batch_size": 4,
+            "optimizer": {"type": name, "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": 3, "offload_optimizer": block, **more},
+        }
+        shape = GridShape((1, 1, 1, 1))
+        config = zero.read_config(made, world_size=1)
+        assert [text in line for line in without_effect(config, choose(config, shape), shape)] == [True]
 
 
 class TestCheckpoints:

@@ -270,6 +270,37 @@ class TestOffload:
             near = 2 * (trained if mode == "full" else params) + 2 * trained
             assert planned.host_bytes == stored + near + trained * (8 + 4)
 
+    @pytest.mark.parametrize("to", ["cpu", "files"])
+    def test_no_share_in_the_store_is_none(self, to: str) -> None:
+        made, none = offload_plan(replace(self.RUN, ratio=0.0), "state", to), offload_plan(self.RUN, "none", "-")
+        assert (made.device_bytes, made.host_bytes, made.disk_bytes) == (none.device_bytes, none.host_bytes, 0.0)
+        assert made.seconds == none.seconds
+
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    def test_a_share_is_planned_as_it_lies(self, dtype: str, tmp_path: Path) -> None:
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+        model = model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+        numel = 4 * 512 * 512
+        run = OffloadRun(numel, host_bytes=1e9, disk_bytes=1e9, dtype=dtype, ratio=0.25)
+        offload = Offload(model, torch.optim.AdamW, "state", tmp_path, ratio=0.25)
+        near, away = (store.nbytes for store in offload._stores.all)
+        assert away == offload_plan(run, "state", "files").disk_bytes == numel // 4 * run.state_bytes("state")
+        assert near == (numel - numel // 4) * run.near_state_bytes
+
+    def test_a_share_fills_the_card(self) -> None:
+        """13 billion on 100 GB: of 16 bytes of each, 4 stay in any case, and 12 of those whose state does."""
+        run = replace(self.RUN, device_bytes=100e9, ratio=0.75)
+        assert not offload_plan(run, "none", "-").fits
+        made, all_away = offload_plan(run, "state", "cpu"), offload_plan(replace(run, ratio=1.0), "state", "cpu")
+        assert made.fits and made.device_bytes == pytest.approx(13e9 * (4 + 12 * 0.25), rel=0.01)
+        assert made.host_bytes == pytest.approx(0.75 * all_away.host_bytes, rel=0.01)
+        assert made.seconds[1] < all_away.seconds[1]
+
+    @pytest.mark.parametrize("ratio", [-0.1, 1.1])
+    def test_a_share_is_from_0_to_1(self, ratio: float) -> None:
+        with pytest.raises(ValueError, match="a ratio from 0 to 1"):
+            replace(self.RUN, ratio=ratio)
+
     def test_adapters_on_a_card_of_32_gb(self) -> None:
         run = replace(self.RUN, trained=1e8, host_bytes=40e9, disk_bytes=0.0, tokens=1.0)
         made = {(x.mode, x.to): x for x in offload_plans(run)}

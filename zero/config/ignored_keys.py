@@ -75,7 +75,6 @@ OFFLOAD = {
     "pipeline": Inert(BOOL, _FILES, fine=(True,)),
     "pipeline_read": Inert(BOOL, _FILES, fine=(True,)),
     "pipeline_write": Inert(BOOL, _FILES, fine=(True,)),
-    "ratio": Inert(FLOAT, "all of the optimizer state is offloaded, or none", fine=(1.0,)),
     "super_offload": Inert(BOOL, "there is one form of offload", fine=(False,)),
     "convert_grad_on_cpu": Inert(BOOL, "gradients arrive as float32"),
     "cpuadam_cores_perc": Inert(FLOAT, "threads are torch's: torch.set_num_threads"),

@@ -63,7 +63,9 @@ class OffloadOptimizer:
     """Where optimizer state and master weights live. device: "none": with the parameters; "cpu": in host memory.
 
     "nvme": master weights in host memory, moments in a file of nvme_path, of which buffer_count chunks are in memory
-    at once. The step is taken in host memory; pin_memory: in page-locked memory, where there is CUDA.
+    at once. The step is taken in host memory; pin_memory: in page-locked memory, where there is CUDA. ratio: of a
+    rank's elements that are offloaded to "cpu", at least, in whole blocks; a dense optimizer steps the others where
+    they are.
     """
 
     inert: ClassVar[Mapping[str, Inert]] = OFFLOAD
@@ -72,6 +74,7 @@ class OffloadOptimizer:
     nvme_path: str | None = key(None, TEXT, null=True)
     pin_memory: bool = key(True, BOOL)
     buffer_count: int = key(4, INT, least=2)
+    ratio: float = key(1.0, FLOAT, least=0, most=1)
 
     def __post_init__(self) -> None:
         check_block(self)

@@ -420,6 +420,10 @@ class DeepSpeedEngine(Engine):
         """Whether the optimizer's state lies in files."""
         return self.zero_offload_optimizer().device == "nvme"
 
+    def zero_partial_offload(self) -> float:
+        """The share of the optimizer's state that is asked to lie there."""
+        return self.zero_offload_optimizer().ratio
+
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether whole weights are written with each checkpoint."""
         return self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save

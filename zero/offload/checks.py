@@ -61,6 +61,14 @@ def check_mode(mode: str, model: object, **of_full: object) -> None:
         raise TypeError('mode "full" moves parameters from Python; give Offload the model that is not compiled')
 
 
+def check_ratio(mode: str, ratio: float) -> None:
+    """Raise ValueError where no such share of the state can be in the store."""
+    if not 0.0 <= ratio <= 1.0:
+        raise ValueError(f"expected 0 <= ratio <= 1, got {ratio}")
+    if ratio != 1.0 and mode != "state":
+        raise ValueError(f'ratio= is for mode "state", whose gradients stay with the parameters, got mode {mode!r}')
+
+
 def check_averages(mode: str, transport: Transport | None) -> None:
     """Raise where there are ranks to average over, and the gradients are not in a store; or these are no ranks."""
     if transport is None:

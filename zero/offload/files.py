@@ -1,7 +1,7 @@
 """A store in one file of a folder: read ahead and written behind by a few threads, past the page cache where it can be.
 
 The file is this run's alone: it is made under a new name, reserved in full and unlinked at once, so a run that ends in
-any way leaves nothing behind. O_DIRECT moves pages between disk and buffers; where the file system has none, ordinary
+any way leaves no bytes behind. O_DIRECT moves pages between disk and buffers; where the file system has none, ordinary
 reads and writes follow, and the page cache is told to let go.
 """
 

@@ -15,6 +15,7 @@ from ...comm.messages import gather_bytes
 from ...model_parallel import local
 from ...step.clip import LARGEST_GRADIENT
 from .layout import UNIT, Chunk, Layout
+from .places import Place
 from .store import Lease, Store
 
 GRAD = "grad"
@@ -39,10 +40,10 @@ def global_norm(norms: Sequence[float], *, is_clipped: bool) -> float | None:
 class ResidentGradients:
     """Gradients stay in `p.grad` until they are dropped by `zero_grad`."""
 
-    def __init__(self, params: Sequence[Tensor], largest: int, device: torch.device):
-        self.params, self.device = params, device
-        self._scratch = torch.empty(0, device=device)
-        self._largest = largest
+    def __init__(self, params: Sequence[Tensor], places: Sequence[Place]):
+        self.params = params
+        self._scratch: dict[torch.device, Tensor] = {}
+        self._places = {chunk: place for place in places for chunk in place.layout.chunks}
 
     def collect(self) -> None:
         """They are where they are looked for."""
@@ -55,18 +56,23 @@ class ResidentGradients:
 
     def of(self, chunk: Chunk) -> Iterator[Tensor]:
         """float32 [stop - start] for each piece, where the step is taken; valid until those of the next chunk."""
+        place = self._places[chunk]
         for piece in chunk.pieces:
             grad = self.params[piece.param].grad
             if grad is None:
-                yield self._scratch[:0]
+                yield torch.empty(0, device=place.device)
                 continue
             flat = _refuse_sparse(local(grad)).reshape(-1)[piece.start : piece.stop]
-            if flat.dtype == torch.float32 and flat.device == self.device:
+            if flat.dtype == torch.float32 and flat.device == place.device:
                 yield flat
                 continue
-            if self._scratch.numel() == 0:
-                self._scratch = torch.empty(self._largest, device=self.device)
-            yield self._scratch[piece.at : piece.at + flat.numel()].copy_(flat)
+            yield self._scratch_of(place)[piece.at : piece.at + flat.numel()].copy_(flat)
+
+    def _scratch_of(self, place: Place) -> Tensor:
+        if place.device not in self._scratch:
+            largest = max(chunk.size for chunk, its in self._places.items() if its.device == place.device)
+            self._scratch[place.device] = torch.empty(largest, device=place.device)
+        return self._scratch[place.device]
 
     def ahead(self, chunk: Chunk) -> None:
         """They are there."""

@@ -7,8 +7,10 @@ holds of a parameter. Pure: no memory.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -45,11 +47,18 @@ class Chunk:
     pieces: tuple[Piece, ...]
 
 
-def cut(numels: Sequence[int], limit: int, *, may_split: bool | Sequence[bool], may_share: bool = True) -> list[Chunk]:
+def cut(
+    numels: Sequence[int],
+    limit: int,
+    *,
+    may_split: bool | Sequence[bool],
+    may_share: bool = True,
+    first: int = 0,
+) -> list[Chunk]:
     """Chunks of at most `limit` elements, a multiple of UNIT; a parameter that may not be split can make a larger one.
 
-    numels: of the parameters, in order. Every element is in one piece; empty parameters have an empty one. may_share:
-    whether a chunk holds several parameters; without, ranks with other shards have as many chunks.
+    numels: of the parameters, in order, which count from `first`. Every element is in one piece; empty parameters have
+    an empty one. may_share: whether a chunk holds several parameters; without, ranks with other shards have as many.
     """
     if limit < UNIT or limit % UNIT:
         raise ValueError(f"expected a limit at a multiple of {UNIT} elements, got {limit}")
@@ -71,13 +80,23 @@ def cut(numels: Sequence[int], limit: int, *, may_split: bool | Sequence[bool], 
             close()
         start = 0
         while splits[param] and numel - start > limit:
-            pieces, filled = [Piece(param, start, start + limit, 0)], limit
+            pieces, filled = [Piece(first + param, start, start + limit, 0)], limit
             close()
             start += limit
-        pieces.append(Piece(param, start, numel, filled))
+        pieces.append(Piece(first + param, start, numel, filled))
         filled += numel - start
     close()
     return chunks
+
+
+def kept(numels: Sequence[int], ratio: float) -> int:
+    """How many, from the first one, stay where they are, that the others have `ratio` of all elements or a little more.
+
+    The first layers stay: gradients of the last ones come first, and travel while backward goes on.
+    """
+    if ratio == 1.0:  # not even what is empty
+        return 0
+    return bisect_right(list(accumulate(numels)), (1.0 - ratio) * sum(numels))
 
 
 class Field(NamedTuple):

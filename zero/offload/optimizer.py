@@ -6,7 +6,7 @@
     full       parameters too: each comes where it is used, and leaves
 
 A step reads chunk k+1 and writes chunk k-1 while chunk k is computed. Rests on `layout.py`, `inner.py`, `gradients.py`,
-`weights.py` and a store.
+`weights.py` and the stores of `places.py`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from ...layout.masters import settled_
 from ...model_parallel import local
 from ...usage.contract import Group, State, loss_of
 from .blocks import Blocks
-from .checks import check_averages, check_mode, check_parameters, made_of
+from .checks import check_averages, check_mode, check_parameters, check_ratio, made_of
 from .gradients import GRAD, ResidentGradients, StoredGradients, global_norm
 from .inner import Inner, Part, empty_part, is_elementwise
-from .layout import Chunk, Layout, Piece, cut, elements_of
+from .layout import Chunk, Layout, Piece, cut, elements_of, kept
 from .movable import cast_parameters
+from .places import Place, Stores
 from .state import OffloadStats, StateOfParams, load_entries, load_into, sharded_as
-from .store import Store
+from .store import Lease
 from .stored_params import StoredParams
-from .stores import Stores
 from .weights import ResidentWeights, StoredWeights, take_masters
 
 log = logging.getLogger(__name__)
 
 Gradients = ResidentGradients | StoredGradients
+_HOST = torch.device("cpu")
 
 
 class Offload(torch.optim.Optimizer):
@@ -55,6 +56,8 @@ class Offload(torch.optim.Optimizer):
     known to look at each element alone. pin_memory: page-locked buffers, where the parameters are on a GPU. rank: in
     the files' names.
 
+    Mode state: ratio, of the parameters' elements, whose state is in the store and that are stepped on the host (a
+    little more: parameters are not divided); the first parameters keep their state, and are stepped where they are.
     Modes that store gradients: grad_dtype, in which those of micro-batches add up; default: as autograd adds them up.
     transport: ranks over which a step averages them first, in float32; all ranks, with the same parameters, and each
     has all of the state in a store of its own.
@@ -85,6 +88,7 @@ class Offload(torch.optim.Optimizer):
         pin_memory: bool = True,
         threads: int = 2,
         rank: int = 0,
+        ratio: float = 1.0,
         grad_dtype: torch.dtype | None = None,
         transport: Transport | None = None,
         device: torch.device | str | None = None,
@@ -93,13 +97,14 @@ class Offload(torch.optim.Optimizer):
     ):
         check_mode(mode, model, device=device, dtype=dtype, fill=fill)
         check_averages(mode, transport)
+        check_ratio(mode, ratio)
         if chunk_mb <= 0 or max_grad_norm < 0 or buffer_count < 2:
             raise ValueError(
                 f"expected chunk_mb > 0, max_grad_norm >= 0 and buffer_count >= 2, got {chunk_mb}, {max_grad_norm} and "
                 f"{buffer_count}"
             )
         self.mode, self.max_grad_norm, self.stats = mode, max_grad_norm, OffloadStats()
-        self._store: Store | None = None
+        self._places: list[Place] = []
         self._transport = transport
         made = made_of(model, make)
         super().__init__(made.param_groups, made.defaults)
@@ -107,32 +112,27 @@ class Offload(torch.optim.Optimizer):
         self._groups_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
         check_parameters(self._params, made, may_be_meta=fill is not None)
         device = None if device is None else torch.empty(0, device=device).device  # "cuda" is "cuda:0"
-        devices = {local(p).device for p in self._params}
-        self.device = devices.pop() if mode == "none" and len(devices) == 1 else torch.device("cpu")
         self._inner = Inner(made)
         self._may_split = is_elementwise(made) if split is None else split
-        is_pinned = pin_memory and any((device or p.device).type == "cuda" for p in self._params)
-        fields = self._inner.fields(self.param_groups)
+        self._fields = self._inner.fields(self.param_groups)
         self._dtypes = [dtype or local(p).dtype for p in self._params]
-        is_away = [mode != "full" and local(p).device != self.device for p in self._params]
-        self._needs_master = [x != torch.float32 or away for x, away in zip(self._dtypes, is_away, strict=True)]
-        if any(self._needs_master):
-            fields = {MASTER: torch.float32} | fields
-        self.layout = Layout(self._cut(chunk_mb, fields), fields)
-        self._stores = Stores("cpu" if mode == "none" else to, self.device, is_pinned, buffer_count, threads, rank)
-        store = self._stores.open(self.layout.nbytes, self.layout.lease_bytes)
-        make_gradients = self._open_gradients(grad_dtype)
+        is_pinned = pin_memory and any((device or p.device).type == "cuda" for p in self._params)
+        self._stores = Stores(to, is_pinned, buffer_count, threads, rank)
+        self._needs_master: list[bool] = []
+        near = kept([local(p).numel() for p in self._params], 0.0 if mode == "none" else ratio)
+        places = self._open_places(near, chunk_mb)
+        make_gradients = self._open_gradients(places, grad_dtype)
         self._weights: ResidentWeights | StoredWeights = ResidentWeights(self._params)
         self._numbers: dict[Piece, dict[str, object]] = {}
         self._blocks: Blocks | None = None
-        if any(self._needs_master) and fill is None:
-            take_masters(self._params, self.layout, store)
+        if fill is None:
+            take_masters(self._params, places)
         if mode == "full":
-            moved = self._move(cast(nn.Module, model), buffer_count - 2, device, dtype, fill)
-            if any(self._needs_master) and fill is not None:
-                take_masters(self._params, self.layout, store)
+            moved = self._move(cast(nn.Module, model), places, buffer_count - 2, device, dtype, fill)
+            if fill is not None:
+                take_masters(self._params, places)
             self._blocks = Blocks(cast(nn.Module, model), moved)
-        self._gradients, self._store = make_gradients(), store
+        self._gradients, self._places = make_gradients(), places
         if rank == 0:
             log.info("%s of %s: %s", mode, self._inner.name, self._stores.describe())
 
@@ -141,26 +141,43 @@ class Offload(torch.optim.Optimizer):
         """The optimizer that takes the steps; its options and state are here."""
         return self._inner.optimizer
 
-    def _cut(self, chunk_mb: float, fields: dict[str, torch.dtype]) -> list[Chunk]:
-        limit = elements_of(chunk_mb, fields)
-        held = [local(p) for p in self._params]
+    def _open_places(self, near: int, chunk_mb: float) -> list[Place]:
+        """For the first `near` parameters where they are, for the others in the store."""
+        devices = {local(p).device for p in self._params[:near]}
+        with_them = devices.pop() if len(devices) == 1 else _HOST
+        found = []
+        for params, device in ((range(near), with_them), (range(near, len(self._params)), _HOST)):
+            if not params:
+                continue
+            is_away = [self.mode != "full" and local(self._params[k]).device != device for k in params]
+            mine = [self._dtypes[k] != torch.float32 or away for k, away in zip(params, is_away, strict=True)]
+            self._needs_master += mine
+            fields = {MASTER: torch.float32} | self._fields if any(mine) else self._fields
+            layout = Layout(self._cut(params, elements_of(chunk_mb, fields)), fields)
+            store = self._stores.open(layout.nbytes, layout.lease_bytes, device if params.start < near else None)
+            found.append(Place(layout, store, device))
+        return found
+
+    def _cut(self, params: range, limit: int) -> list[Chunk]:
+        held = [local(self._params[k]) for k in params]
         splits = [self._may_split and x.is_contiguous() for x in held]
         is_cut = not self._may_split and any(hasattr(p, "to_local") for p in self._params)
-        return cut([x.numel() for x in held], limit, may_split=splits, may_share=not is_cut)
+        return cut([x.numel() for x in held], limit, may_split=splits, may_share=not is_cut, first=params.start)
 
-    def _open_gradients(self, summed: torch.dtype | None) -> Callable[[], Gradients]:
+    def _open_gradients(self, places: Sequence[Place], summed: torch.dtype | None) -> Callable[[], Gradients]:
         """Room for them; the parameters are not touched before the call."""
         if self.mode not in ("gradients", "full"):
-            largest = max((chunk.size for chunk in self.layout.chunks), default=0)
-            return lambda: ResidentGradients(self._params, largest, self.device)
+            return lambda: ResidentGradients(self._params, places)
         kept = summed or (self._dtypes[0] if len(set(self._dtypes)) == 1 else torch.float32)
-        waiting = Layout(self.layout.chunks, {GRAD: kept})
+        (place,) = places
+        waiting = Layout(place.layout.chunks, {GRAD: kept})
         store = self._stores.open(waiting.nbytes, waiting.lease_bytes)
         return lambda: StoredGradients(self._params, waiting, store, summed)
 
     def _move(
         self,
         model: nn.Module,
+        places: Sequence[Place],
         ahead: int,
         device: torch.device | None,
         dtype: torch.dtype | None,
@@ -168,7 +185,8 @@ class Offload(torch.optim.Optimizer):
     ) -> StoredParams:
         if dtype is not None:
             cast_parameters(model, dtype)
-        chunks, open_store = self.layout.chunks, self._stores.open
+        (place,) = places
+        chunks, open_store = place.layout.chunks, self._stores.open
         moved = StoredParams(model, self._params, chunks, open_store, ahead=ahead, device=device, fill=fill)
         is_master = [not needs for needs in self._needs_master]
         self._weights = StoredWeights(moved, lambda k: self._gradients.has(k), is_master)
@@ -184,9 +202,10 @@ class Offload(torch.optim.Optimizer):
         if self._transport is not None and self._transport.world_size > 1:
             self.stats.network_s += cast(StoredGradients, self._gradients).average(self._transport)
         has = self._gradients.has
-        chunks = [chunk for chunk in self.layout.chunks if any(has(piece.param) for piece in chunk.pieces)]
+        chunks = [(place, chunk) for place, chunk in self._chunks() if any(has(piece.param) for piece in chunk.pieces)]
         self.stats.steps += 1
-        norm = global_norm(self._gradients.norms(chunks), is_clipped=self.max_grad_norm > 0)
+        norms = self._gradients.norms([chunk for _, chunk in chunks])
+        norm = global_norm(norms, is_clipped=self.max_grad_norm > 0)
         self.stats.grad_norm = norm
         if norm is None:
             self.stats.skipped_steps += 1
@@ -194,30 +213,35 @@ class Offload(torch.optim.Optimizer):
         else:
             clipped = min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
             self._weights.begin()
-            for chunk, tensors in self._walk(chunks):
-                self._step_chunk(chunk, tensors, clipped)
+            for chunk, views in self._walk(chunks):
+                self._step_chunk(chunk, views, clipped)
             self._weights.end([k for k in range(len(self._params)) if has(k)])
         self._gradients.drop()
         self._stores.count(self.stats)
         return loss
 
-    def _walk(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, list[Tensor]]]:
+    def _chunks(self) -> list[tuple[Place, Chunk]]:
+        """All of them. Raises RuntimeError behind `close`."""
+        if not self._places:
+            raise RuntimeError("this Offload is closed; make another one")
+        return [(place, chunk) for place in self._places for chunk in place.layout.chunks]
+
+    def _walk(self, chunks: Sequence[tuple[Place, Chunk]]) -> Iterator[tuple[Chunk, dict[str, Tensor]]]:
         """Each chunk and its fields, to be changed: the next is read meanwhile, the one before written."""
-        store = self._open_store()
-        lease = store.read(self.layout.extents(chunks[0])) if chunks else None
-        for k, chunk in enumerate(chunks):
+        lease = _read(*chunks[0]) if chunks else None
+        for k, (place, chunk) in enumerate(chunks):
             assert lease is not None
             now = lease
             if k + 1 < len(chunks):
-                lease = store.read(self.layout.extents(chunks[k + 1]))
+                lease = _read(*chunks[k + 1])
             self._weights.ahead(chunk)
             if k + 1 < len(chunks):
-                self._weights.ahead(chunks[k + 1])
-            yield chunk, now.wait()
-            store.write(now)
+                self._weights.ahead(chunks[k + 1][1])
+            yield chunk, place.layout.views(now.wait())
+            place.store.write(now)
 
-    def _step_chunk(self, chunk: Chunk, tensors: list[Tensor], clipped: float) -> None:
-        views, weights = self.layout.views(tensors), self._weights.of(chunk)
+    def _step_chunk(self, chunk: Chunk, views: dict[str, Tensor], clipped: float) -> None:
+        weights = self._weights.of(chunk)
         stepped: list[tuple[Piece, Part]] = []
         for piece, grad in zip(chunk.pieces, self._gradients.of(chunk), strict=True):
             if self._gradients.has(piece.param):
@@ -254,18 +278,17 @@ class Offload(torch.optim.Optimizer):
     @torch.no_grad()
     def begin_state(self) -> None:
         """State for those that have none, as a step of zeros leaves it: what a checkpoint can be read into."""
-        store = self._open_store()
-        for chunk in self.layout.chunks:
+        for place, chunk in self._chunks():
             if any(piece not in self._numbers for piece in chunk.pieces):
-                lease = store.read(self.layout.extents(chunk))
-                views = self.layout.views(lease.wait())
+                lease = _read(place, chunk)
+                views = place.layout.views(lease.wait())
                 views.pop(MASTER, None)
                 lacking = [piece for piece in chunk.pieces if piece not in self._numbers]
                 groups, shapes = self._groups_of, [local(p).shape for p in self._params]
                 parts = {x: empty_part(groups[x.param], shapes[x.param], x, views) for x in lacking}
                 self._inner.step(self.param_groups, list(parts.values()))
                 self._numbers |= {piece: part.numbers or {} for piece, part in parts.items()}
-                store.write(lease)
+                place.store.write(lease)
 
     @torch.no_grad()
     def round_masters(self) -> None:
@@ -277,11 +300,12 @@ class Offload(torch.optim.Optimizer):
     @property
     def state(self) -> defaultdict[Tensor, State]:
         """Of each parameter that has been stepped, or has a master: views of the store, valid until the next step."""
-        if self._store is None:
-            return defaultdict(dict)
-        self._store.flush()
-        shown = StateOfParams(self._params, self.layout, self._store, self._numbers, self._needs_master)
-        return defaultdict(dict, shown.entries(as_dtensors=not isinstance(self._inner.optimizer, Lamb)))
+        found: defaultdict[Tensor, State] = defaultdict(dict)
+        for place in self._places:
+            place.store.flush()
+            shown = StateOfParams(self._params, place.layout, place.store, self._numbers, self._needs_master)
+            found |= shown.entries(as_dtensors=not isinstance(self._inner.optimizer, Lamb))
+        return found
 
     @state.setter
     def state(self, value: object) -> None:
@@ -294,26 +318,23 @@ class Offload(torch.optim.Optimizer):
         Raises ValueError, before anything has changed, where it is of other groups, parameters or shapes.
         """
         groups = cast(list[Group], state_dict["param_groups"])
-        entries = load_entries(self._params, self.param_groups, self.layout, state_dict)
+        self._chunks()  # a closed one has none
+        entries = load_entries(self._params, self.param_groups, self._fields, state_dict)
         for group, there in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in there.items() if key not in ("params", "param_names")})
-        held = self._open_store()
-        load_into(held, self.layout, entries, self._masters_of, self._numbers)
-        held.flush()
+        self._numbers.clear()
+        for place in self._places:
+            load_into(place.store, place.layout, entries, self._masters_of, self._numbers)
+            place.store.flush()
         self._weights.end([])
 
     def _masters_of(self, param: int) -> State:
         """Where a state has none: the parameter as it is, of which elements that have not changed keep theirs."""
         return {MASTER: self._weights.values(param)} if self._needs_master[param] else {}
 
-    def _open_store(self) -> Store:
-        if self._store is None:
-            raise RuntimeError("this Offload is closed; make another one")
-        return self._store
-
     def add_param_group(self, param_group: Group) -> None:
         """Only while it is constructed: what lies where is settled then."""
-        if self._store is not None:
+        if self._places:
             raise RuntimeError("Offload takes all parameters when it is made; make another one with more of them")
         super().add_param_group(param_group)
 
@@ -322,10 +343,14 @@ class Offload(torch.optim.Optimizer):
 
         bring_back: False: they do not, and using them raises RuntimeError.
         """
-        if self._store is not None:
+        if self._places:
             if self._blocks is not None:
                 self._blocks.close()
             self._weights.close(bring_back=bring_back)
             self._gradients.close()
             self._stores.close()
-            self._store = None
+            self._places = []
+
+
+def _read(place: Place, chunk: Chunk) -> Lease:
+    return place.store.read(place.layout.extents(chunk))

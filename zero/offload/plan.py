@@ -11,6 +11,7 @@ own), and 8 of moments:
     gradients   b, and the largest gradient   M + 8 + b
     full        the largest, and its gradient M + 8 + b + b
 
+With a ratio, in mode state: that share of the store; of the rest, state and master lie with the parameters.
 In mode full a float32 parameter is its own master on any device, and "the largest" is of a module; `largest` stands for
 it. A frozen parameter (LoRA's base) takes b alone, with the others or, in mode full, in the store.
 A store in files needs buffers of buffer_count chunks in host memory; every mode with one needs a chunk's float32
@@ -40,7 +41,8 @@ _FROZEN_FLOPS = 4  # of one without a gradient
 class OffloadRun:
     """What is asked about. device_bytes: of the GPU; 0: there is none. host_bytes, disk_bytes: that may be used.
 
-    trained: of params; None: all. modules: with parameters of their own. largest: elements of the largest parameter.
+    trained: of params; None: all. ratio: of the trained ones, whose state is in the store in mode state. modules: with
+    parameters of their own. largest: elements of the largest parameter.
     tokens: of a step. *_per_s: bytes and operations a second: of PCIe in one direction, of the disk, of host memory, of
     the device. Raises ValueError on numbers that no run can have.
     """
@@ -53,6 +55,7 @@ class OffloadRun:
     tokens: float = 4096.0
     largest: float = 0.0
     trained: float | None = None
+    ratio: float = 1.0
     modules: int = 0
     pcie_per_s: float = 25e9
     disk_per_s: float = 5e9
@@ -69,6 +72,8 @@ class OffloadRun:
             raise ValueError(f"expected bytes, modules >= 0, and a largest parameter within the model: {self}")
         if not 0 < self.stepped <= self.params:
             raise ValueError(f"expected trained parameters, of the model's {self.params:g}, got {self.trained:g}")
+        if not 0 <= self.ratio <= 1:
+            raise ValueError(f"expected a ratio from 0 to 1, got {self.ratio:g}")
 
     @property
     def stepped(self) -> float:
@@ -78,6 +83,15 @@ class OffloadRun:
     @property
     def dtype_bytes(self) -> int:
         return BYTES[self.dtype]
+
+    @property
+    def near_state_bytes(self) -> int:
+        """Of a trained parameter, with which its state lies."""
+        return _MOMENTS + (0 if self.dtype == "fp32" else 4)
+
+    def share(self, mode: str) -> float:
+        """Of the trained parameters, whose state is in the store."""
+        return {"none": 0.0, "state": self.ratio}.get(mode, 1.0)
 
     def state_bytes(self, mode: str) -> int:
         """Of a trained parameter in the store: the master, where it is not the parameter itself, and moments."""
@@ -132,24 +146,20 @@ def chosen(run: OffloadRun) -> OffloadPlan | None:
 
 def _bytes(run: OffloadRun, mode: str, to: str) -> tuple[float, float, float]:
     """(device, host, disk); without a device, its bytes are the host's."""
-    b, chunk = run.dtype_bytes, _chunk(run, mode)
-    if mode == "none":
-        master = 0 if run.dtype == "fp32" else 4
-        near, away = run.params * b + run.stepped * (b + master + _MOMENTS), 0.0
-        buffers = _own(run, mode, to) + (0 if b == 4 else 4 * chunk)
-    else:
-        state, stored = run.state_bytes(mode), run.stored_bytes(mode)
-        near = b * (run.largest if mode == "full" else run.params)
-        near += b * (min(run.largest, run.stepped) if stored else run.stepped)
-        away = run.stepped * (state + stored) + (b * (run.params - run.stepped) if mode == "full" else 0)
+    b, chunk, share = run.dtype_bytes, _chunk(run, mode), run.share(mode)
+    state, stored = run.state_bytes(mode), run.stored_bytes(mode)
+    near = b * (run.largest if mode == "full" else run.params)
+    near += b * (min(run.largest, run.stepped) if stored else run.stepped)
+    host = away = 0.0
+    if share < 1.0:
+        near += (1.0 - share) * run.stepped * run.near_state_bytes + _own(run, mode, to) + (0 if b == 4 else 4 * chunk)
+    if share > 0.0:
+        away = share * run.stepped * (state + stored) + (b * (run.params - run.stepped) if mode == "full" else 0)
         scratch = 0 if b == 4 and (run.device_bytes == 0 or stored) else 4
         held = run.buffer_count * (state + stored) if to == "files" else 0
-        buffers = _own(run, mode, to) + chunk * (scratch + held)
-    host = (0.0 if to == "files" else away) + buffers
+        host = (0.0 if to == "files" else away) + _own(run, mode, to) + chunk * (scratch + held)
     if run.device_bytes == 0:
         near, host = 0.0, host + near
-    elif mode == "none":
-        near, host = near + host, 0.0
     return near, host + _MODULE_BYTES * run.modules, away if to == "files" else 0.0
 
 
@@ -173,13 +183,14 @@ def _chunk(run: OffloadRun, mode: str) -> float:
 def _times(run: OffloadRun, mode: str, to: str) -> dict[str, float]:
     """Seconds that each part of the machine works in a step."""
     b, state, p = run.dtype_bytes, run.state_bytes(mode), run.stepped
-    crossing = 2 * b * p  # gradients, and new values
-    moved = (2 * state + (3 * b if run.stored_bytes(mode) else 0)) * p
+    away = run.share(mode) * p
+    crossing = 2 * b * away  # gradients, and new values
+    moved = (2 * state + (3 * b if run.stored_bytes(mode) else 0)) * away
     if mode == "full":  # read for forward, for backward, and by a step that has no masters; written
         crossing = 2 * b * run.params + b * p
         moved += 2 * b * run.params + (1 if state > _MOMENTS else 2) * b * p
-    is_resident = mode == "none" or run.device_bytes == 0
-    stepped = 0.0 if mode == "none" and run.device_bytes else _STEP_BYTES * p
+    is_resident = run.device_bytes == 0
+    stepped = _STEP_BYTES * (p if is_resident else away)
     return {
         "compute": (_FROZEN_FLOPS * (run.params - p) + FLOPS * p) * run.tokens / run.flops_per_s,
         "pcie": 0.0 if is_resident else crossing / run.pcie_per_s,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -77,9 +77,9 @@ def sharded_as(p: Tensor, held: Tensor) -> Tensor:
 
 
 def load_entries(
-    params: Sequence[Tensor], groups: Sequence[Group], layout: Layout, state_dict: State
+    params: Sequence[Tensor], groups: Sequence[Group], moments: Iterable[str], state_dict: State
 ) -> dict[int, State]:
-    """The entries of a state dict by parameter. Raises ValueError where they are not of these parameters."""
+    """The entries of a state dict by parameter. Raises ValueError where they are of other parameters or moments."""
     there = cast(list[Group], state_dict["param_groups"])
     sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in there]
     if sizes[0] != sizes[1]:
@@ -91,14 +91,13 @@ def load_entries(
     state = cast(dict[object, State], state_dict["state"])
     entries = {k: state[key] for k, key in enumerate(keys) if key in state}
     for k, entry in entries.items():
-        for name in layout.fields:
+        for name in (MASTER, *moments):
             value = entry.get(name)
             if value is not None and local(value).shape != local(params[k]).shape:
                 raise ValueError(
                     f"cannot load this optimizer state: {name} of parameter {k} has shape {tuple(local(value).shape)} "
                     f"there, the parameter {tuple(local(params[k]).shape)} here"
                 )
-        moments = [name for name in layout.fields if name != MASTER]
         if (set(entry) - {MASTER, "step"}) and (missing := [name for name in moments if name not in entry]):
             raise ValueError(
                 f"cannot load this optimizer state: parameter {k} has no {missing[0]} there, so it is of another "
@@ -118,7 +117,6 @@ def load_into(
 
     masters_of: the parameter, where there is a master; a state without them leaves those that round to it.
     """
-    numbers.clear()
     for chunk in layout.chunks:
         lease = store.read(layout.extents(chunk))
         views = layout.views(lease.wait())
@@ -129,7 +127,7 @@ def load_into(
                     mine = local(values).reshape(-1)[piece.start : piece.stop]
                     held = views[name][piece.at : piece.at + numel]
                     held.copy_(mine) if name in entry else settled_(held, mine.to(held.device))
-            own = {name: _own(value) for name, value in entry.items() if name not in views}
+            own = {name: _own(value) for name, value in entry.items() if name not in views and name != MASTER}
             if own or any(name in entry for name in views if name != MASTER):
                 numbers[piece] = own
         store.write(lease)

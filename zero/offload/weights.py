@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ...layout.masters import NAME as MASTER
 from ...model_parallel import local
-from .layout import Chunk, Layout, Piece
-from .store import Lease, Store
+from .layout import Chunk, Piece
+from .places import Place
+from .store import Lease
 from .stored_params import StoredParams
 
 
@@ -112,12 +113,13 @@ def elements(p: Tensor, piece: Piece) -> Tensor:
 
 
 @torch.no_grad()
-def take_masters(params: Sequence[Tensor], layout: Layout, store: Store) -> None:
-    """The parameters as they are become the masters."""
-    for chunk in layout.chunks:
-        lease = store.read(layout.extents(chunk, [MASTER]), fresh=True)
-        master = lease.wait()[0].view(torch.float32)
-        for piece in chunk.pieces:
-            held = local(params[piece.param]).reshape(-1)[piece.start : piece.stop]
-            master[piece.at : piece.at + held.numel()].copy_(held)
-        store.write(lease)
+def take_masters(params: Sequence[Tensor], places: Sequence[Place]) -> None:
+    """The parameters as they are become the masters, where there are any."""
+    for place in (place for place in places if MASTER in place.layout.fields):
+        for chunk in place.layout.chunks:
+            lease = place.store.read(place.layout.extents(chunk, [MASTER]), fresh=True)
+            master = lease.wait()[0].view(torch.float32)
+            for piece in chunk.pieces:
+                held = local(params[piece.param]).reshape(-1)[piece.start : piece.stop]
+                master[piece.at : piece.at + held.numel()].copy_(held)
+            place.store.write(lease)

@@ -54,9 +54,12 @@ def prepare(
     """
     with_grad = [p for p in parameters(optimizer) if p.grad is not None]
     grads = [local(cast(Tensor, p.grad)) for p in with_grad]
-    largest = [torch.linalg.vector_norm(g, float("inf")).float() for g in grads if g.numel() > 0]
+    largest = [
+        torch.stack([torch.linalg.vector_norm(grads[k], float("inf")).float() for k in those])
+        for those in _by_device(grads)
+    ]
     limit = LARGEST_GRADIENT * scale if max_norm <= 0 else torch.finfo(torch.float32).max
-    mine = not largest or bool((torch.stack(largest) <= limit).all())
+    mine = all(bool((those <= limit).all()) for those in largest)
     if any(said != b"\1" for said in said_in_step(optimizer, transport, step, bytes([mine]))):
         if transport.rank == 0:
             log.warning("a gradient is not finite; all ranks skip the step")
@@ -90,11 +93,24 @@ def global_norm(params: Sequence[Tensor], grads: list[Tensor], model_parallel_gr
     """Of all gradients of the model, those of other ranks included. Not torch's clip_grad_norm_: that takes tensors of
     one mesh, and a tensor-parallel model has plain ones, or sharded over one axis, among those sharded over two.
     """
-    squares = norms(grads).double().square().tolist() if grads else []
+    squares = [0.0] * len(grads)
+    for those in _by_device(grads):
+        found = norms([grads[k] for k in those]).double().square().tolist()
+        for k, square in zip(those, found, strict=True):
+            squares[k] = square
     (total,) = model_parallel_group.total(
         sum(square / model_parallel_group.copies(p) for square, p in zip(squares, params, strict=True))
     )
     return float(total**0.5)
+
+
+def _by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The numbers of those that have elements; of several devices where a part of the shards is offloaded."""
+    those: dict[torch.device, list[int]] = {}
+    for k, x in enumerate(tensors):
+        if x.numel() > 0:
+            those.setdefault(x.device, []).append(k)
+    return list(those.values())
 
 
 def like(p: Tensor, part: Tensor) -> Tensor:

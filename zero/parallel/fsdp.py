@@ -31,15 +31,16 @@ unsharded, in float32 where dtype was given.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ..grid import Grid
+from ..offload.layout import kept
 from .turns import forget_uses, groups_of, take_turns
 
 STAGES = (1, 2, 3)
@@ -53,6 +54,7 @@ def shard(
     dtype: torch.dtype | None = None,
     blocks: Iterable[nn.Module] | None = None,
     offload: bool = False,
+    ratio: float = 1.0,
     pin_memory: bool = True,
 ) -> nn.Module:
     """Shard a model over the grid's shard axis, in place, and return it. All ranks, before its optimizer is made.
@@ -62,7 +64,8 @@ def shard(
     gradient keeps its dtype: the base under LoRA adapters takes what its files do. blocks: modules
     that are gathered one at a time (default: `blocks_of`); what is in none of them is gathered with the root.
     offload: shards, their gradients and the optimizer's state live in host memory, where the optimizer steps on
-    them; the grid needs a backend for host tensors. pin_memory: page-locked, where there is CUDA.
+    them; the grid needs a backend for host tensors. ratio: those of the last blocks and the root alone, which have this
+    share of the model's elements or more; the others stay on the device. pin_memory: page-locked, where there is CUDA.
 
     Parameters become DTensors: a rank holds the rows of its shard, or none where a parameter has fewer rows than there
     are shards. Raises ValueError for another stage.
@@ -76,17 +79,34 @@ def shard(
             p.data = p.data.float()  # no optimizer knows them yet: FSDP2 replaces them in any case
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
     options: dict[str, Any] = {"mesh": grid.mesh["shard"], "mp_policy": policy}
-    if offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory and torch.cuda.is_available())
     modules = [model, *(blocks_of(model) if blocks is None else blocks)]
-    for block in modules[1:]:
-        fully_shard(block, reshard_after_forward=stage == 3, **options)
+    policies = [OffloadPolicy()] * len(modules)
+    if offload and ratio > 0.0:
+        away = CPUOffloadPolicy(pin_memory=pin_memory and torch.cuda.is_available())
+        near = _kept_blocks(modules, ratio)
+        policies = [away if k == 0 or k > near else policy for k, policy in enumerate(policies)]
+    for block, offloaded in zip(modules[1:], policies[1:], strict=True):
+        fully_shard(block, reshard_after_forward=stage == 3, offload_policy=offloaded, **options)
     # The root is never resharded after its forward pass: backward begins with it. At stage 3 that is FSDP2's default.
-    fully_shard(model, reshard_after_forward=None if stage == 3 else False, **options)
+    fully_shard(model, reshard_after_forward=None if stage == 3 else False, offload_policy=policies[0], **options)
     if grid.shape.size("shard") > 1:
         take_turns(model, modules, grid.transports["shard"], stage)
     model.zero_grad = partial(zero_grad, model)  # type: ignore[method-assign]
     return model
+
+
+def _kept_blocks(modules: Sequence[nn.Module], ratio: float) -> int:
+    """How many of the first blocks stay on the device. modules: the root, then the blocks."""
+    model, *blocks = modules
+    numels = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    return min(len(blocks), kept([*numels, sum(p.numel() for p in model.parameters()) - sum(numels)], ratio))
+
+
+def bring_near(model: nn.Module, device: torch.device) -> None:
+    """What was filled in host memory, of blocks whose shards are not offloaded, to the device that computes."""
+    for module in model.modules():
+        if any(not isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups_of(module)):
+            module._apply(lambda x: x.to(device))
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

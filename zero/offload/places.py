@@ -1,4 +1,4 @@
-"""The stores of one run: all in one place, opened one after the other, counted and closed together."""
+"""Where parameters are stepped, and the stores of one run: opened one after the other, counted and closed together."""
 
 from __future__ import annotations
 
@@ -8,27 +8,38 @@ from dataclasses import dataclass, field
 import torch
 
 from .files import FileStore
+from .layout import Layout
 from .memory import MemoryStore
 from .state import OffloadStats
 from .store import Store
 
 
+@dataclass(frozen=True)
+class Place:
+    """Some of the parameters: how their state lies in a store, and the device on which they are stepped."""
+
+    layout: Layout
+    store: Store
+    device: torch.device
+
+
 @dataclass
 class Stores:
-    """to: "cpu", or a folder. device: of stores in memory. The rest: see `FileStore` and `MemoryStore`."""
+    """to: "cpu", or a folder. The rest: see `FileStore` and `MemoryStore`."""
 
     to: str | os.PathLike[str]
-    device: torch.device
     is_pinned: bool
     buffer_count: int
     threads: int
     rank: int
     all: list[Store] = field(default_factory=list)
 
-    def open(self, nbytes: int, lease_bytes: int) -> Store:
-        """Another one. Raises StoreError where there is no room for it."""
-        if self.to == "cpu":
-            made: Store = MemoryStore(nbytes, self.device, is_pinned=self.is_pinned and self.device.type == "cpu")
+    def open(self, nbytes: int, lease_bytes: int, device: torch.device | None = None) -> Store:
+        """Another one; device: in its memory, wherever the others are. Raises StoreError where there is no room."""
+        if device is not None:
+            made: Store = MemoryStore(nbytes, device)
+        elif self.to == "cpu":
+            made = MemoryStore(nbytes, is_pinned=self.is_pinned)
         else:
             options = {"buffer_count": self.buffer_count, "threads": self.threads, "rank": self.rank}
             made = FileStore(self.to, nbytes, lease_bytes, is_pinned=self.is_pinned, **options)
