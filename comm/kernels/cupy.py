@@ -1,7 +1,7 @@
 """Kernels: the frames in CUDA, for CUDA tensors. The same bytes and the same floats as `reference.py`.
 
-The code is csrc/frames.cu, which lies beside this file in an installation; CuPy compiles it on first use, once per
-block size and kind of GPU, and keeps the result on disk. Tensors are passed as addresses, launches go to torch's
+The code is csrc/*.cu, which lies beside this file in an installation; CuPy compiles it on first use, once per block
+size and kind of GPU, and keeps the result on disk. Tensors are passed as addresses, launches go to torch's
 current stream of their device, and nothing here waits for the GPU. Arguments are checked in `arguments.py`, once.
 
 Shape legend: K rows, N elements, J blocks, B bytes, S segments.
@@ -32,13 +32,13 @@ SERVES = "cuda"
 FRAMES = dict.fromkeys(("sign", "int8", "int4"), ".cupy")
 
 EDGE = Edge("cuda", frame_alignment=8)
-SOURCE = Path(__file__).with_name("frames.cu")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("lanes.cu", "sign.cu", "steps.cu"))
 
 # No contraction; division and square root to nearest, subnormals kept: the floats of reference.py to the last bit.
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 
 THREADS = 128
-"""Of a launched block, as in frames.cu: 16 of them do one block of elements."""
+"""Of a launched block, as in lanes.cu: 16 of them do one block of elements."""
 
 _BLOCKS_PER_LAUNCHED = THREADS // 16
 
@@ -56,6 +56,11 @@ class Module(Protocol):
     """Compiled source."""
 
     def get_function(self, name: str) -> Kernel: ...
+
+
+def source() -> str:
+    """The CUDA code, in one piece."""
+    return "\n".join(path.read_text() for path in SOURCES)
 
 
 @functools.cache
@@ -302,7 +307,7 @@ int8_decode_mean, int4_decode_mean = (functools.partial(_decode_mean, frame) for
 
 
 def _tensors(table: Table) -> tuple[int, ...]:
-    """As frames.cu's `Pointers`."""
+    """As sign.cu's `Pointers`."""
     return table.owners.data_ptr(), table.pointers.data_ptr(), table.layout.data_ptr(), table.pointers.shape[1]
 
 
@@ -343,7 +348,7 @@ def _kernel(name: str, block: int) -> Kernel:
 
 @functools.cache
 def _module(block: int) -> Module:
-    module: Module = _cupy().RawModule(code=SOURCE.read_text(), options=(*OPTIONS, f"-DONEBIT_BLOCK={block}"))
+    module: Module = _cupy().RawModule(code=source(), options=(*OPTIONS, f"-DONEBIT_BLOCK={block}"))
     return module
 
 

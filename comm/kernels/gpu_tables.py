@@ -14,7 +14,7 @@ from torch import Tensor
 from .operands import Segments
 
 KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-"""As in csrc/frames.cu; 0 where there is no tensor."""
+"""As in csrc/lanes.cu; 0 where there is no tensor."""
 
 
 class Table:

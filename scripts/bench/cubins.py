@@ -1,4 +1,4 @@
-"""Occupancy and bytes of the CUDA kernels on paper, for GPUs that are not here: what nvcc makes of csrc/frames.cu.
+"""Occupancy and bytes of the CUDA kernels on paper, for GPUs that are not here: what nvcc makes of csrc/*.cu.
 
     python scripts/bench.py cubins --record scripts/records/cubins_2026-11.md
 
@@ -123,12 +123,13 @@ def read_usage(said: str) -> dict[str, Compiled]:
 
 
 def compiled_for(capability: int) -> dict[str, Compiled]:
-    """csrc/frames.cu with CuPy's options. Raises RuntimeError where nvcc fails."""
+    """csrc/*.cu with CuPy's options. Raises RuntimeError where nvcc fails."""
     options = [option for option in cupy.OPTIONS if not option.startswith("--std")]
     with tempfile.TemporaryDirectory() as folder:
-        out = str(Path(folder) / "frames.cubin")
+        out, code = str(Path(folder) / "kernels.cubin"), Path(folder) / "kernels.cu"
+        code.write_text(cupy.source())
         command = ["nvcc", "-std=c++17", *options, f"-DONEBIT_BLOCK={BLOCK}", f"-arch=sm_{capability}"]
-        command += ["-cubin", "--resource-usage", "-o", out, str(cupy.SOURCE)]
+        command += ["-cubin", "--resource-usage", "-o", out, str(code)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise RuntimeError(f"nvcc for sm_{capability} ended with {done.returncode}: {done.stderr[-2000:]}")
@@ -161,7 +162,7 @@ def table(gpu: Gpu, elements: float) -> list[str]:
     ]
     usage = compiled_for(gpu.capability)
     if usage.keys() != KERNELS.keys():
-        raise RuntimeError(f"csrc/frames.cu has other kernels than this module: {usage.keys() ^ KERNELS.keys()}")
+        raise RuntimeError(f"csrc/*.cu has other kernels than this module: {usage.keys() ^ KERNELS.keys()}")
     for name, streams in KERNELS.items():
         kernel, moved = usage[name], streams.bytes_per_element
         threads = resident_threads(kernel, gpu)

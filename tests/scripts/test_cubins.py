@@ -75,7 +75,7 @@ ptxas info    : Used 31 registers, used 0 barriers
 
 
 def test_the_batch_is_the_sources() -> None:
-    source = cubins.cupy.SOURCE.read_text()
+    source = cubins.cupy.source()
     assert re.search(r"kBatch = kRows % 8 == 0 \? 8", source) and "kRows = kBlock / kLanes" in source
     assert set(re.findall(r"ONEBIT_KERNEL (\w+)\(", source)) - {"NAME"} <= KERNELS.keys()
 

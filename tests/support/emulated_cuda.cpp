@@ -1,4 +1,4 @@
-// csrc/frames.cu on a CPU, thread by thread: what its tests run where there is no GPU.
+// csrc/*.cu on a CPU, thread by thread: what its tests run where there is no GPU.
 //
 // The 32 threads of a warp are fibers. Each runs until it votes or exchanges, which it cannot before the 31 others have
 // come to the same one; a warp of which only some threads arrive there ends the process, where a GPU would hang or
@@ -75,7 +75,9 @@ uint32_t __ballot_sync(uint32_t, bool vote) {
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(threads)
-#include "../../csrc/frames.cu"
+#include "../../csrc/lanes.cu"
+#include "../../csrc/sign.cu"
+#include "../../csrc/steps.cu"
 
 namespace {
 

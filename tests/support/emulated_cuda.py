@@ -1,4 +1,4 @@
-"""csrc/frames.cu on the host: `emulated` puts it behind `comm/kernels/cupy.py`, in the place of CuPy and a GPU."""
+"""csrc/*.cu on the host: `emulated` puts it behind `comm/kernels/cupy.py`, in the place of CuPy and a GPU."""
 
 from __future__ import annotations
 

@@ -78,9 +78,10 @@ def install(source: Path, target: Path, env: dict[str, str] | None = None) -> st
 
 
 def assert_holds_the_cuda_source(site: Path) -> None:
-    """The file itself, where kernels/cupy.py looks for it: in a checkout it is a link to csrc/."""
-    installed = site / "onebit" / "comm" / "kernels" / "frames.cu"
-    assert not installed.is_symlink() and installed.read_bytes() == (ROOT / "csrc" / "frames.cu").read_bytes()
+    """The files themselves, where kernels/cupy.py looks for them: in a checkout they are links to csrc/."""
+    for source in (ROOT / "csrc").glob("*.cu"):
+        installed = site / "onebit" / "comm" / "kernels" / source.name
+        assert not installed.is_symlink() and installed.read_bytes() == source.read_bytes()
 
 
 def wheel_tag(site: Path) -> str:

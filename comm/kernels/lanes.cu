@@ -1,0 +1,1 @@
+../../csrc/lanes.cu

@@ -1,0 +1,1 @@
+../../csrc/steps.cu
