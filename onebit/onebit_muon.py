@@ -121,6 +121,7 @@ class MuonRule(AdamRule):
         bucket.wires.clear()
         bucket.release_buffer()
         bucket.ef = self.placement.new_errors(bucket)
+        self.buckets.publish(bucket)
 
     # ---------------------------------------------------------------- state
 

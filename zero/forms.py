@@ -27,11 +27,13 @@ from ..comm import codec_named
 from ..dense import DenseAverager, broadcast_parameters
 from ..layout.masters import is_low
 from ..model_parallel import ModelParallelGroup, model_parallel_group_of
+from ..optimizer import CompressedOptimizer
 from .config.entries.base import ShardedForm
 from .config.optimizers import OptimizerChoice, build_optimizer
 from .config.sections import Onebit
 from .config.whole import Config
 from .grid import Grid, GridShape
+from .offload.mapped import map_state
 from .offload.optimizer import Offload
 from .parallel import dense, fsdp, local, offloaded, tensor
 from .parallel.groups import Groups
@@ -145,7 +147,10 @@ def build(
     held = grid.model_parallel_group if ties is None else replace(grid.model_parallel_group, tied=ties.holders())
     whole = model if ties is None else None  # a stage's layers do not say which of them makes the outputs
     make = optimizer or (lambda params: _optimizer(config, grid, held, form, params, whole))
-    made = _in_files(config, grid, groups(model), make) if _uses_files(config) else make(groups(model))
+    is_chunked = form == "dense" and _uses_files(config)
+    made = _in_files(config, grid, groups(model), make) if is_chunked else make(groups(model))
+    if isinstance(made, CompressedOptimizer) and _uses_files(config):
+        map_state(made, config.zero_optimization.offload_optimizer.nvme_path or "", grid.world.rank)
     if form == "local":
         made = local.around(made, config, grid, model, held)
     if stage is not None:
@@ -192,10 +197,10 @@ def _check(config: Config, grid: Grid, form: str, tensor_plan: tensor.Plan | Non
         offloaded.check(config)
     if not _offloads(config):
         return
-    if _uses_files(config) and form != "dense":
+    if _uses_files(config) and form == "local":
         raise ValueError(
-            f"offload_optimizer: {_choice(config).type} keeps its state in memory, beside what it sends; use device "
-            '"cpu", or a dense optimizer with "nvme"'
+            "offload_optimizer: local steps keep anchors and differences in memory, beside the optimizer's state; use "
+            'device "cpu", or leave out onebit.local_steps'
         )
     if (served := getattr(grid.world, "device", torch.device("cpu"))).type != "cpu":
         raise ValueError(
@@ -397,7 +402,7 @@ def _why_all_are_offloaded(config: Config, form: str) -> str:
     if zero.offload_param.device != "none":
         return "offload_param keeps all shards in host memory, and they are the masters"
     if zero.offload_optimizer.device == "nvme":
-        return "files have the moments of all shards"
+        return "files have the state of all shards"
     if form != "dense" or (choice is not None and choice.type == "Lamb"):
         return "the optimizer steps all shards in one memory; Adam, AdamW and LaProp step each where it is"
     return ""

@@ -22,7 +22,7 @@ KILLS = ["step 1", "save 2", "load", "step 3", "save 4", "step 5", "save 6"]
         ("offload_param", 1, ["start", "step 3", "save 4"]),
         *(
             pytest.param(files, ranks, KILLS, marks=pytest.mark.slow)
-            for files in ("offload_optimizer", "offload_param")
+            for files in ("offload_optimizer", "offload_param", "one bit")
             for ranks in (1, 2)
         ),
     ],

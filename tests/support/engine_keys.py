@@ -306,7 +306,7 @@ def offloads() -> dict[str, list]:
     for form in ("intra_node", "dense"):
         results = []
         places = [("none", 1.0), ("cpu", 1.0), ("nvme", 1.0), ("cpu", 0.3)]
-        for device, ratio in places if form == "dense" else places[:2]:
+        for device, ratio in places if form == "dense" else places[:3]:
             block = {"device": device, "ratio": ratio, "pin_memory": False, "nvme_path": "nvme"}
             offload = {"offload_optimizer": block}
             engine = start(form, bf16={"enabled": True}, gradient_clipping=1.0, zero_optimization=offload)

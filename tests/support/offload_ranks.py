@@ -56,7 +56,11 @@ def _die() -> None:
 
 
 def config_of(files: str, folder: str) -> dict:
-    """files: which block has them, offload_optimizer or offload_param."""
+    """files: which block has them, offload_optimizer or offload_param; or "one bit", in the former."""
+    if files == "one bit":
+        one_bit = {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 3}}
+        onebit = {"sharding": "intra_node", "block": 64, "compression": "always"}
+        return config_of("offload_optimizer", folder) | {"optimizer": one_bit, "onebit": onebit}
     block = {"device": "nvme", "nvme_path": folder, "buffer_count": 3}
     return {
         "train_micro_batch_size_per_gpu": 4,

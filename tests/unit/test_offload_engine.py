@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from onebit.zero import Offload
 from onebit.zero.checkpoint.files import CheckpointError
 from onebit.zero.forms import choose, without_effect
 from onebit.zero.grid import GridShape
+from onebit.zero.offload import StoreError, files
 from onebit.zero.parallel.turns import groups_of
 
 WIDTH, SUMS = 16, 2
@@ -179,7 +183,7 @@ class TestShares:
         [
             ("Lamb", {}, "Adam, AdamW and LaProp step each where it is"),
             ("OneBitAdam", {}, "Adam, AdamW and LaProp step each where it is"),
-            ("AdamW", {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}, "moments of all shards"),
+            ("AdamW", {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}, "state of all shards"),
             ("AdamW", {"offload_param": {"device": "cpu"}}, "all shards in host memory, and they are the masters"),
         ],
     )
@@ -193,6 +197,87 @@ class TestShares:
         shape = GridShape((1, 1, 1, 1))
         config = zero.read_config(made, world_size=1)
         assert [text in line for line in without_effect(config, choose(config, shape), shape)] == [True]
+
+
+class TestOneBit:
+    """`offload_optimizer` with nvme: state in mapped files, bits as with state in memory."""
+
+    @staticmethod
+    def started(away: Path | None, name: str = "OneBitAdam", **params: object) -> zero.Engine:
+        block = {"device": "none"} if away is None else {"device": "nvme", "nvme_path": str(away)}
+        return started(
+            None,
+            optimizer={"type": name, "params": {"lr": 1e-2, **params}},
+            zero_optimization={"stage": 3, "offload_optimizer": block},
+            onebit={"compression": "always", "block": 64, "bucket_cap_mb": 0.001},
+        )
+
+    @staticmethod
+    def mapped_bytes(folder: Path) -> int:
+        """Of files in the folder, which have no names, that this process has mapped."""
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        ranges = [line.split()[0].split("-") for line in lines if f"{folder}/onebit-offload-0" in line]
+        return sum(int(end, 16) - int(start, 16) for start, end in ranges)
+
+    @pytest.mark.parametrize(
+        ("name", "params"),
+        [
+            ("OneBitAdam", {"freeze_step": 3}),
+            ("OneBitLamb", {"freeze_step": 3}),
+            ("OneBitMuon", {"freeze_step": 3, "head": ""}),
+            ("ZeroOneAdam", {"local_step_scaler": 2, "local_step_clipper": 2}),
+        ],
+    )
+    def test_trains_to_the_bits_of_resident_state(self, name: str, params: dict, tmp_path: Path) -> None:
+        expected = train(resident := self.started(None, name, **params), 6)
+        resident.close()
+        engine = self.started(tmp_path, name, **params)
+        before = self.mapped_bytes(tmp_path)
+        assert equal(train(engine, 6), expected) and not list(tmp_path.iterdir())
+        assert before >= 2 * 4 * 576 and self.mapped_bytes(tmp_path) >= before
+        engine.close()
+
+    def test_files_go_with_the_state(self, tmp_path: Path) -> None:
+        engine = self.started(tmp_path, freeze_step=2)
+        train(engine, 4)
+        engine.close()
+        del engine
+        gc.collect()
+        assert self.mapped_bytes(tmp_path) == 0
+
+    @pytest.mark.parametrize("saved_after", [2, 4])
+    @pytest.mark.parametrize(("saves_away", "loads_away"), [(True, True), (True, False), (False, True)])
+    def test_resumed_is_uninterrupted(
+        self, saves_away: bool, loads_away: bool, saved_after: int, tmp_path: Path
+    ) -> None:
+        nvme = tmp_path / "nvme"
+        first = self.started(nvme if saves_away else None, freeze_step=3)
+        train(first, saved_after)
+        first.save_checkpoint(tmp_path / "run")
+        expected = train(first, 3, first=saved_after)
+        first.close()
+        second = self.started(nvme if loads_away else None, freeze_step=3)
+        assert second.load_checkpoint(tmp_path / "run")[0] is not None
+        assert equal(train(second, 3, first=saved_after), expected)
+        assert (self.mapped_bytes(nvme) > 0) == (saves_away or loads_away)
+        second.close()
+
+    def test_a_full_disk_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(fd: int, *_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(files.os, "posix_fallocate", full)
+        with pytest.raises(StoreError, match="is full: it has"):
+            self.started(tmp_path)
+
+    def test_local_steps_are_refused_by_name(self, tmp_path: Path) -> None:
+        block = {"device": "nvme", "nvme_path": str(tmp_path)}
+        with pytest.raises(ValueError, match="local steps keep anchors and differences in memory"):
+            started(
+                None,
+                zero_optimization={"stage": 1, "offload_optimizer": block},
+                onebit={"local_steps": {"every": 4}},
+            )
 
 
 class TestCheckpoints:

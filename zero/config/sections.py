@@ -63,9 +63,9 @@ class OffloadOptimizer:
     """Where optimizer state and master weights live. device: "none": with the parameters; "cpu": in host memory.
 
     "nvme": master weights in host memory, moments in a file of nvme_path, of which buffer_count chunks are in memory
-    at once. The step is taken in host memory; pin_memory: in page-locked memory, where there is CUDA. ratio: of a
-    rank's elements that are offloaded to "cpu", at least, in whole blocks; a dense optimizer steps the others where
-    they are.
+    at once; a one-bit optimizer's state in mapped files, of which the kernel keeps what there is room for. The step is
+    taken in host memory; pin_memory: in page-locked memory, where there is CUDA. ratio: of a rank's elements that are
+    offloaded to "cpu", at least, in whole blocks; a dense optimizer steps the others where they are.
     """
 
     inert: ClassVar[Mapping[str, Inert]] = OFFLOAD

@@ -63,7 +63,7 @@ class FileStore:
             raise ValueError(f"expected buffer_count >= 2 and threads >= 1, got {buffer_count} and {threads}")
         self.folder, self.nbytes = Path(folder), rounded(nbytes)
         self.wait_s, self.read_bytes, self.written_bytes = 0.0, 0, 0
-        self._fd, self.is_direct = _make_file(self.folder, self.nbytes, rank)
+        self._fd, self.is_direct = make_file(self.folder, self.nbytes, rank)
         self._free: SimpleQueue[_Buffer] = SimpleQueue()
         self._buffers, self._held, self.is_pinned = buffer_count, 0, is_pinned
         for _ in range(buffer_count):
@@ -233,8 +233,8 @@ class FileStore:
         return StoreError(error.errno, text)
 
 
-def _make_file(folder: Path, nbytes: int, rank: int) -> tuple[int, bool]:
-    """(descriptor, whether O_DIRECT works) of a reserved file that no longer has a name."""
+def make_file(folder: Path, nbytes: int, rank: int) -> tuple[int, bool]:
+    """(descriptor, whether O_DIRECT works) of a reserved file that no longer has a name. Raises StoreError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
