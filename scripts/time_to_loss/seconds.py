@@ -12,7 +12,6 @@ import os
 import statistics
 import struct
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -53,7 +52,10 @@ class Timed:
 def time_on(
     rates: Sequence[str], hosts: int, params: float, compute_s: float, ways: Sequence[str], budget_s: float, path: Path
 ) -> None:
-    """Each rate and way that the file does not hold, on hosts laid for it. Needs root and iproute2."""
+    """Each rate and way that the file does not hold, on hosts laid for it; a line as soon as it is timed.
+
+    Needs root and iproute2.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     for rate in rates:
         held = {(t.rate, t.hosts, t.params, t.compute_s, t.way) for t in read(path)}
@@ -61,20 +63,15 @@ def time_on(
         if not missing:
             continue
         refuse_dirty_tree(path)
-        with tempfile.TemporaryDirectory() as folder, Cluster(hosts, rate) as cluster:
-            out = Path(folder) / "seconds.jsonl"
-            work = {"ways": missing, "params": params, "compute_s": compute_s, "budget_s": budget_s, "out": str(out)}
+        same = {"rate": rate, "hosts": hosts, "params": params, "compute_s": compute_s, "revision": revision()}
+        work = {"ways": missing, "same": same, "budget_s": budget_s, "out": str(path.resolve())}
+        with Cluster(hosts, rate) as cluster:
             ended = cluster.run(
                 [sys.executable, str(COMMAND), "time_to_loss", "worker"],
                 launcher="none",
                 env={"TIME_TO_LOSS": json.dumps(work)},
                 timeout_s=STUCK_S,
             )
-            lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-            with path.open("a") as file:
-                for line in lines:
-                    timed = Timed(rate, hosts, params, compute_s, revision=revision(), **line)
-                    file.write(json.dumps(asdict(timed)) + "\n")
             if ended.status:
                 raise SystemExit(f"the ranks on {hosts} hosts at {rate} ended with status {ended.status}")
 
@@ -90,6 +87,7 @@ def read(path: Path) -> list[Timed]:
 def work() -> None:
     """Time every way among the hosts this rank finds itself on. All ranks."""
     asked = json.loads(os.environ["TIME_TO_LOSS"])
+    same = asked["same"]
     # What ranks compare in the first steps alone is left out: few steps are timed here, and a run has many.
     marks._INSPECTED, wrappers.COMPARED_STEPS = 0, 0
     transport = comm.init("gloo")
@@ -97,7 +95,7 @@ def work() -> None:
         way = WAYS[name]
         if way.needs_group and not dist.is_initialized():
             raise RuntimeError(f"{name} needs a process group of torch")
-        model = EmulatedModel(model_shapes(asked["params"]), transport, asked["compute_s"])
+        model = EmulatedModel(model_shapes(same["params"]), transport, same["compute_s"])
         contender = way.timed(model, transport)
         began = time.monotonic()
         taken = _by_cycle(way, contender, transport) if way.cycle > 1 else {}
@@ -108,9 +106,9 @@ def work() -> None:
         if transport.rank == 0:
             print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
             seconds = {phase: statistics.median(times) for phase, times in taken.items()}
-            line = {"way": name, "seconds": seconds, "steps": {phase: len(times) for phase, times in taken.items()}}
+            steps = {phase: len(times) for phase, times in taken.items()}
             with Path(asked["out"]).open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(asdict(Timed(way=name, seconds=seconds, steps=steps, **same))) + "\n")
         del contender, model
         gc.collect()
     transport.close()
