@@ -53,7 +53,7 @@ class Curve:
 def curves(found: Sequence[Found], timed: Sequence[Timed]) -> dict[str, list[Curve]]:
     """By network. A way's loss at a length is the mean over seeds at the rate that suits it best there."""
     by_network: dict[str, list[Curve]] = {}
-    for one in timed:
+    for one in sorted(timed, key=lambda one: list(WAYS).index(one.way)):
         source = WAYS[one.way].loss_of or one.way
         lengths = sorted({f.run.steps for f in found if f.run.way == source})
         points = [(_seconds(runs[0], one), statistics.mean(f.loss for f in runs))
@@ -165,14 +165,15 @@ def draw(found: Sequence[Found], timed: Sequence[Timed], path: Path) -> None:
 
 
 def _draw_panel(panel: Axes, network: str, lines: Sequence[Curve]) -> None:
-    styles = ["-", "--", ":", "-."]
-    seen: dict[str, int] = {}
     for line in lines:
-        family = next(name for name in _FAMILIES if line.way.startswith(name))
-        seen[family] = seen.get(family, -1) + 1
-        panel.plot(
-            line.seconds, line.losses, styles[seen[family] % len(styles)], color=_FAMILIES[family], label=line.way,
-            marker=".", linewidth=1.4,
-        )  # fmt: skip
+        family, style = _look(line.way)
+        panel.plot(line.seconds, line.losses, style, color=_FAMILIES[family], label=line.way, marker=".", linewidth=1.4)
     panel.set(title=network, xscale="log", xlabel="seconds")
     panel.grid(alpha=0.2)
+
+
+def _look(way: str) -> tuple[str, str]:
+    """Its family, and its line's style: the same on every network, whatever was timed there."""
+    family = next(name for name in _FAMILIES if way.startswith(name))
+    styles, members = ("-", "--", ":", "-."), [name for name in WAYS if name.startswith(family)]
+    return family, styles[members.index(way) % len(styles)]
