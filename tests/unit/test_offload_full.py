@@ -21,11 +21,10 @@ from onebit import zero
 from onebit.comm import SimTransport
 from onebit.zero import Offload
 from onebit.zero.offload import StoreError, files
-from onebit.zero.offload.movable import vacate
 from onebit.zero.offload.parameter import StoredParameter, plain
 from onebit.zero.offload.reader import Reader
 from onebit.zero.offload.store import PAGE
-from onebit.zero.offload.stored_params import StoredParams
+from onebit.zero.offload.stored_params import StoredParams, vacate
 
 WIDTH = 16
 

@@ -2,8 +2,8 @@
 
     offload = onebit.zero.Offload(model, lambda params: torch.optim.AdamW(params, lr=1e-4), mode="state", to="/nvme")
 
-`optimizer.py` takes the steps, `layout.py` says what lies where, `memory.py` and `files.py` hold the bytes.
-`stored_params.py` brings parameters to where they are used.
+`optimizer.py` takes the steps, `layout.py` says what lies where, `store.py` and `files.py` hold the bytes.
+`stored_params.py` brings parameters to where they are used; `mapped.py` puts a one-bit optimizer's state into files.
 docs/offload.md says which mode when.
 """
 
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from .checks import MODES
 from .files import FileStore
-from .memory import MemoryStore
 from .optimizer import Offload
-from .store import Extent, Lease, Store, StoreError
+from .store import Extent, Lease, MemoryStore, Store, StoreError
 
 __all__ = ["MODES", "Extent", "FileStore", "Lease", "MemoryStore", "Offload", "Store", "StoreError"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,32 @@ def check_parameters(params: Sequence[Tensor], made: torch.optim.Optimizer, *, m
             f"{type(made).__name__} looks at whole parameters, and these are sharded; "
             "offload Adam, AdamW, LaProp or Lamb, or leave the parameters whole"
         )
+
+
+def check_movable(params: Sequence[Tensor], names: Mapping[Tensor, str], *, may_be_meta: bool) -> None:
+    """Raise TypeError or ValueError, with the name, where a parameter cannot leave its device and come again."""
+    storages: dict[int, str] = {}
+    for p in params:
+        if p not in names:
+            raise ValueError("make(params) trains a parameter that is not the model's; mode full moves the model's own")
+        name = names[p]
+        if type(p) is not nn.Parameter:
+            raise TypeError(
+                f"{name} is a {type(p).__name__}; mode full takes plain parameters: leave FSDP2 and lazy modules to "
+                'mode "gradients", or close the other Offload first'
+            )
+        if p.is_meta:
+            if not may_be_meta:
+                raise TypeError(f"{name} is on meta; pass fill=, which gives it values, or materialize it")
+            continue
+        storage = p.untyped_storage()
+        if (other := storages.setdefault(storage._cdata, name)) != name:
+            raise ValueError(f"{name} and {other} share memory; make them one Parameter, and both modules' own")
+        if p.numel() and storage.nbytes() != p.numel() * p.element_size():
+            raise ValueError(
+                f"{name} is a view of {storage.nbytes()} bytes, its own are {p.numel() * p.element_size()}; "
+                "give it memory of its own: p.data = p.data.clone()"
+            )
 
 
 def check_mode(mode: str, model: object, **of_full: object) -> None:

@@ -24,8 +24,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from .memory import lock, unlock
-from .store import PAGE, Extent, Lease, StoreError, rounded
+from .store import PAGE, Extent, Lease, StoreError, lock, rounded, unlock
 
 log = logging.getLogger(__name__)
 

@@ -74,9 +74,6 @@ class ResidentGradients:
             self._scratch[place.device] = torch.empty(largest, device=place.device)
         return self._scratch[place.device]
 
-    def ahead(self, chunk: Chunk) -> None:
-        """They are there."""
-
     def drop(self) -> None:
         """The caller's zero_grad() does it."""
 

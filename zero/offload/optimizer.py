@@ -27,16 +27,14 @@ from ...layout.masters import NAME as MASTER
 from ...layout.masters import settled_
 from ...model_parallel import local
 from ...usage.contract import Group, State, loss_of
-from .blocks import Blocks
 from .checks import check_averages, check_mode, check_parameters, check_ratio, made_of
 from .gradients import GRAD, ResidentGradients, StoredGradients, global_norm
 from .inner import Inner, Part, empty_part, is_elementwise
 from .layout import Chunk, Layout, Piece, cut, elements_of, kept
-from .movable import cast_parameters
 from .places import Place, Stores
 from .state import OffloadStats, StateOfParams, load_entries, load_into, sharded_as
 from .store import Lease
-from .stored_params import StoredParams
+from .stored_params import Blocks, StoredParams
 from .weights import ResidentWeights, StoredWeights, take_masters
 
 log = logging.getLogger(__name__)
@@ -183,8 +181,9 @@ class Offload(torch.optim.Optimizer):
         dtype: torch.dtype | None,
         fill: Callable[[nn.Module], object] | None,
     ) -> StoredParams:
-        if dtype is not None:
-            cast_parameters(model, dtype)
+        for p in model.parameters() if dtype is not None else ():
+            if p.is_floating_point():  # buffers stay as they are, as under FSDP2
+                p.data = p.data.to(dtype)
         (place,) = places
         chunks, open_store = place.layout.chunks, self._stores.open
         moved = StoredParams(model, self._params, chunks, open_store, ahead=ahead, device=device, fill=fill)

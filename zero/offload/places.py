@@ -9,9 +9,8 @@ import torch
 
 from .files import FileStore
 from .layout import Layout
-from .memory import MemoryStore
 from .state import OffloadStats
-from .store import Store
+from .store import MemoryStore, Store
 
 
 @dataclass(frozen=True)

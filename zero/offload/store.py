@@ -1,4 +1,4 @@
-"""What holds offloaded bytes: the contract of `memory.py` and `files.py`.
+"""What holds offloaded bytes: the contract of `MemoryStore`, here, and of `FileStore` in `files.py`.
 
 A store is one flat space of bytes. Who wants some borrows them: `read` begins to fetch, `Lease.wait` gives tensors to
 read and change, `write` begins to store them, `drop` forgets the changes. A lease ends with `write` or `drop`, in any
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 PAGE = 4096
@@ -76,3 +77,62 @@ class Store(Protocol):
 def rounded(nbytes: int) -> int:
     """Up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
+
+
+class MemoryStore:
+    """nbytes of memory of a device; is_pinned: page-locked, for copies that overlap with computing. See `Store`.
+
+    Nothing is copied: a lease's tensors are the store's own bytes.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device | str = "cpu", *, is_pinned: bool = False):
+        self.nbytes, self.device = nbytes, torch.device(device)
+        self.wait_s, self.read_bytes, self.written_bytes = 0.0, 0, 0
+        self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self.is_pinned = is_pinned and nbytes > 0
+        if self.is_pinned:
+            lock(self._bytes)
+
+    def read(self, extents: Sequence[Extent], *, fresh: bool = False) -> Lease:
+        parts = [self._bytes.narrow(0, extent.offset, extent.nbytes) for extent in extents]
+        return Lease(extents, lambda: parts)
+
+    def write(self, lease: Lease) -> None:
+        pass
+
+    def drop(self, lease: Lease) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def view(self, offset: int, nbytes: int) -> Tensor:
+        return self._bytes.narrow(0, offset, nbytes)
+
+    def close(self) -> None:
+        if self.is_pinned:
+            unlock(self._bytes)
+        self._bytes, self.is_pinned = torch.empty(0, dtype=torch.uint8), False
+
+    def describe(self) -> str:
+        where = f"{self.device.type} memory" if self.device.type != "cpu" else "host memory"
+        return f"{self.nbytes / 1e9:.3g} GB of {'page-locked ' if self.is_pinned else ''}{where}"
+
+
+def lock(memory: Tensor) -> None:
+    """Page-lock memory where it lies. torch's pin_memory() would round the size up to a power of two.
+
+    Raises MemoryError where the driver refuses.
+    """
+    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if code != 0:
+        raise MemoryError(
+            f"CUDA could not page-lock {memory.numel()} bytes of host memory (error {code}); "
+            "raise `ulimit -l`, or pass pin_memory=False"
+        )
+
+
+def unlock(memory: Tensor) -> None:
+    """Undo `lock`, once no copy of it is under way."""
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

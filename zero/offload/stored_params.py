@@ -1,8 +1,8 @@
 """Parameters in a store: brought to their device while they are used, in forward, backward or anywhere else.
 
 Storages are emptied and filled, so parameters, views of them and what autograd keeps stay valid. Nobody's view is
-emptied below it: a storage that others hold stays until they let go. `parameter.py` notices uses, `blocks.py` knows
-modules.
+emptied below it: a storage that others hold stays until they let go. `parameter.py` notices uses of functions, `Blocks`
+those of modules.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from .checks import check_movable
 from .layout import Chunk, Piece
-from .movable import check_movable, move_buffers, own_memory, vacate
 from .parameter import UNSEEN, Saved, Saving, StoredParameter, names_of, plain
 from .reader import Reader, Stored
 from .store import PAGE, Extent, Store, rounded
@@ -44,7 +45,7 @@ class StoredParams:
         first = {id(p) for p in trained}
         held = [*trained, *(p for p in names if id(p) not in first)]
         check_movable(held, names, may_be_meta=fill is not None)
-        own_memory(held)
+        _own_memory(held)
         self.all: list[Stored] = []
         offset = 0
         for p in held:
@@ -68,7 +69,7 @@ class StoredParams:
         self._leave(device)
         self._of_storage = {s.storage._cdata: s for s in self.all}
         if device is not None:
-            move_buffers(model, device)
+            _move_buffers(model, device)
         if fill is not None:
             fill(model)
             self._check_filled()
@@ -275,6 +276,76 @@ class StoredParams:
                 cast(nn.Parameter, s.param).__class__ = nn.Parameter
                 del s.param._home
             self._reader.forget()
+
+
+class Blocks:
+    """Each module has its own parameters during its forward: hooks on those that have any; `close` removes them.
+
+    Backward needs none: autograd asks for what it saved. A module whose forward is called directly, or whose parameter
+    another module uses, finds it as well, function by function.
+    """
+
+    def __init__(self, model: nn.Module, params: StoredParams):
+        self._params = params
+        self._entered: list[tuple[nn.Module, ExitStack]] = []
+        self._handles: list[RemovableHandle] = []
+        for module in model.modules():
+            if any(p is not None for p in module._parameters.values()):
+                self._attach(module)
+
+    def _attach(self, module: nn.Module) -> None:
+        def before(called: nn.Module, args: object) -> None:
+            if called is module:  # a deep copy of the model has these hooks, too
+                self._entered.append((module, stack := ExitStack()))
+                self._params.use(self._params.of(module), stack)
+
+        def after(called: nn.Module, args: object, output: object) -> None:
+            if called is module and self._entered and self._entered[-1][0] is module:
+                self._entered.pop()[1].close()
+
+        def before_state(called: nn.Module, prefix: str, keep_vars: bool) -> None:
+            self._params.show(called is module and not keep_vars)
+
+        def after_state(called: nn.Module, state: object, prefix: str, metadata: object) -> None:
+            self._params.show(False)
+
+        self._handles += [
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after, always_call=True),
+            module.register_state_dict_pre_hook(before_state),
+            module.register_state_dict_post_hook(after_state),
+        ]
+
+    def close(self) -> None:
+        """Leave the modules as they were found."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _own_memory(params: Sequence[Tensor]) -> None:
+    """Copy what lies in mapped files or numpy's memory: storages that cannot be emptied."""
+    for p in params:
+        if not p.is_meta and not p.untyped_storage().resizable():
+            p.data = p.data.clone()
+
+
+def vacate(p: Tensor, device: torch.device) -> None:
+    """A parameter of this device, without memory. It stays the same object, on whatever device it was."""
+    hollow = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=device)
+    hollow.untyped_storage().resize_(0)
+    if p.is_meta:
+        torch.utils.swap_tensors(p, nn.Parameter(hollow, requires_grad=p.requires_grad))
+    else:
+        p.data = hollow
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """To the device that computes; those that have no values stay as they are, for `fill`."""
+    moved: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, x in module._buffers.items():
+            if x is not None and not x.is_meta:
+                module._buffers[name] = moved.setdefault(id(x), x.to(device))
 
 
 def _bytes_of(module: nn.Module) -> int:
