@@ -54,8 +54,8 @@ class SharedOptions(TorchOptions, total=False):
 
     max_grad_norm: clip by the norm of the mean gradient (0: off). transport: default `onebit.comm.init()`.
     bucket_cap_mb: float32 MiB per bucket at most; see `layout.flat.partition`. check_replicas_every: steps, taken or
-    skipped, between votes on the bits of what replicas have in common (0: never). max_consecutive_skips: so many
-    skipped steps in a row are an error (0: never); see `agreement/skips.py`.
+    skipped, between votes on the bits of what replicas have in common (0: never).
+    max_consecutive_skips: so many skipped steps in a row are an error (0: never); see `agreement/skips.py`.
     """
 
     max_grad_norm: float
