@@ -19,7 +19,16 @@ from torch import Tensor
 from gpu_check.section import Setting
 from onebit.comm import CODECS, SignCodec, kernels
 from onebit.comm.kernels import reference
-from onebit.comm.kernels.operands import EncodeOutput, MomentumInputs, MomentumWeights, ParamUpdate, Segments, Variance
+from onebit.comm.kernels.operands import (
+    EncodeOutput,
+    LocalStep,
+    MomentumInputs,
+    MomentumWeights,
+    OwnerStep,
+    ParamUpdate,
+    Segments,
+    Variance,
+)
 
 ROWS_OF_MEAN = 4
 TARGET = 0.85
@@ -67,6 +76,7 @@ def operations(device: torch.device, N: int, block: int) -> Iterator[Operation]:
     yield from _sign_operations(rows)
     yield from _mean_operations(rows)
     yield from _fused_operations(rows)
+    yield from _step_operations(rows)
     for frame in ("int8", "int4"):
         yield from _rounding_operations(rows, frame)
 
@@ -178,6 +188,23 @@ def _fused_operations(rows: Rows) -> Iterator[Operation]:
             moved = (16 + size) * N + B
             yield Operation("encode_momentum, a variance, float32 momentum", moved, momentum(variance, rows.x_1N))
         yield Operation(f"apply, {kind} parameters", 2 * size * N + B, apply)
+
+
+def _step_operations(rows: Rows) -> Iterator[Operation]:
+    N, J, device = rows.N, rows.N // rows.block, rows.x_1N.device
+    grad, param, variance = (torch.rand(N, device=device) + 1e-3 for _ in range(3))
+    segments = Segments((0,), (N,), rows.block)
+    each = Variance(variance.view(1, N), torch.zeros(1, J, device=device), 1.5, 1e-8)
+    made_of = MomentumInputs([grad], segments, each, torch.zeros(1, N, device=device), WEIGHTS)
+    local = LocalStep(made_of, torch.zeros(1, N, device=device), None, [param], weight=1e-3, kept=0.999)
+    yield Operation("local_step, a variance", 32 * N, lambda kernel: kernel.local_step(local, block=rows.block))
+    sums_J4, direction = torch.empty(J, 4, device=device), torch.empty(N, device=device)
+    owned = OwnerStep(
+        rows.received_KB, 0, grad, rows.counts_1J[0], variance, direction, None, sums_J4, (1.0, 1.0),
+        weight=0.01, own=0.3, common=0.6, eps=1e-8, floor=0.01, inverse_limit=0.2,
+    )  # fmt: skip
+    moved = 16 * N + rows.received_KB.nbytes + rows.counts_1J.nbytes + sums_J4.nbytes
+    yield Operation(f"owner_step, W={ROWS_OF_MEAN}", moved, lambda kernel: kernel.owner_step(owned, block=rows.block))
 
 
 def _rounding_operations(rows: Rows, frame: str) -> Iterator[Operation]:
