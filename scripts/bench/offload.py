@@ -170,18 +170,18 @@ def measure(case: Case, folder: Path) -> dict:
     return facts | {"killed": False} | json.loads(done.stdout.splitlines()[-1])
 
 
-def cases(sizes: Sequence[int], limit_mb: int) -> list[Case]:
-    """Plan against peak at every size, then resident and offloaded under the limit."""
+def cases(sizes: Sequence[int], limits_mb: Sequence[int]) -> list[Case]:
+    """Plan against peak at every size, then resident and offloaded under each limit."""
     made = [Case(mode, "files", layers) for layers in sizes for mode in ("state", "gradients", "full")]
     made += [Case(mode, "cpu", layers) for mode in ("gradients", "full") for layers in sizes[:2]]
-    if limit_mb:
-        fits, too_many = 64, 90
+    for limit_mb in limits_mb:
+        fits, too_many = 64 * limit_mb // 1536, 90 * limit_mb // 1536
         made += [Case("resident", "cpu", layers, limit_mb) for layers in (fits, too_many)]
         made += [Case("gradients", "files", 4 * too_many, limit_mb), Case("full", "files", 6 * too_many, limit_mb)]
     return made
 
 
-def report(lines: Sequence[dict], folder: Path) -> str:
+def report(lines: Sequence[dict]) -> str:
     """In Markdown."""
     rows = [
         f"| {x['mode']} | {x['to']} | {x['params'] / 1e6:.0f} | {x['limit_mb'] or '-'} "
@@ -198,7 +198,7 @@ def report(lines: Sequence[dict], folder: Path) -> str:
         f"""# Offload: peak memory, planned and measured
 
 `python scripts/bench.py offload`, {time.strftime("%Y-%m-%d")}, revision {revision()}, torch {torch.__version__},
-files in {folder}, MALLOC_MMAP_THRESHOLD_=1000000: without it glibc keeps freed gradients for later.
+MALLOC_MMAP_THRESHOLD_=1000000: without it glibc keeps freed gradients for later.
 
 {how}AdamW on bfloat16 parameters with float32 masters, chunks of {CHUNK_MB:g} MB. Planned and peak: beside what the
 process held before the model. Limit: of a memory cgroup, for all of the process. "resident" is mode none.
@@ -216,7 +216,12 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--record", type=record_path, metavar="FILE")
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary one)")
     parser.add_argument(
-        "--limit-mb", type=int, default=1536, help="for the largest model (default: 1536; 0: leave out)"
+        "--limit-mb",
+        type=int,
+        nargs="*",
+        default=[1536],
+        metavar="MB",
+        help="for the largest model, each in turn (default: 1536; 6144 takes 36 GB of the disk)",
     )
     parser.add_argument("--quick", action="store_true", help="one tiny size without a limit")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -226,12 +231,12 @@ def main(argv: Sequence[str]) -> None:
         if args.worker:
             print(json.dumps(worker(Case(**json.loads(args.worker)), folder)))
             return
-        sizes, limit = (QUICK, 0) if args.quick else (SIZES, args.limit_mb)
+        sizes, limits_mb = (QUICK, []) if args.quick else (SIZES, args.limit_mb)
         lines = []
-        for case in cases(sizes, limit):
+        for case in cases(sizes, limits_mb):
             lines.append(measure(case, folder))
             print(json.dumps(lines[-1]), flush=True)
-        text = report(lines, folder)
+        text = report(lines)
     print(text)
     if args.record:
         write_record(args.record, text)

@@ -235,6 +235,6 @@ def test_offload_is_measured_and_within_five_percent_of_the_plan(mode: str, tmp_
     assert facts["params"] == 8 * 1024 * 1024 and not facts["killed"]
     assert facts["peak"] == pytest.approx(facts["planned"], rel=0.05)
     killed = facts | {"killed": True, "limit_mb": 100}
-    text = bench_offload.report([facts, killed], tmp_path)
+    text = bench_offload.report([facts, killed])
     assert text.count(f"| {mode} | files | 8 |") == 2 and "| killed |" in text
     assert not list(tmp_path.iterdir())
