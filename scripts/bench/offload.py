@@ -175,7 +175,8 @@ def cases(sizes: Sequence[int], limits_mb: Sequence[int]) -> list[Case]:
     made = [Case(mode, "files", layers) for layers in sizes for mode in ("state", "gradients", "full")]
     made += [Case(mode, "cpu", layers) for mode in ("gradients", "full") for layers in sizes[:2]]
     for limit_mb in limits_mb:
-        fits, too_many = 64 * limit_mb // 1536, 90 * limit_mb // 1536
+        too_many = limit_mb // 16  # resident training takes 16 bytes per parameter: all of the limit
+        fits = too_many * 2 // 3
         made += [Case("resident", "cpu", layers, limit_mb) for layers in (fits, too_many)]
         made += [Case("gradients", "files", 4 * too_many, limit_mb), Case("full", "files", 6 * too_many, limit_mb)]
     return made
