@@ -32,19 +32,19 @@ class EmulatedModel(nn.Module):
     """Matrices of these shapes, the first layer first, whose gradients come last layer first while backward sleeps.
 
     forward() returns a loss of zero. compute_s: of a step, a third of it forward; each matrix its share. Gradients
-    differ between ranks.
+    differ between ranks. Weights do not, or a slow network would be busy with them before the first step.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, int]], transport: Transport, compute_s: float = 0.0):
         super().__init__()
         device = transport.device
-        generator = torch.Generator(device).manual_seed(transport.rank)  # rank 0's weights are sent to all
+        weights, gradients = (torch.Generator(device).manual_seed(seed) for seed in (0, 1 + transport.rank))
         total = sum(rows * columns for rows, columns in shapes)
         self.weights = nn.ParameterList()
         self._gradients, self._sleeps = [], []
         for shape in shapes:
-            self.weights.append(torch.randn(shape, generator=generator, device=device).mul_(0.02))
-            self._gradients.append(torch.randn(shape, generator=generator, device=device).mul_(1e-3))
+            self.weights.append(torch.randn(shape, generator=weights, device=device).mul_(0.02))
+            self._gradients.append(torch.randn(shape, generator=gradients, device=device).mul_(1e-3))
             self._sleeps.append(compute_s * shape[0] * shape[1] / total)
 
     def forward(self) -> Tensor:
@@ -99,7 +99,7 @@ class Ddp(Contender):
     def __init__(self, model: EmulatedModel, transport: Transport):
         super().__init__(model, transport)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-        # That replicas differ does not change the time of a step, and to send them to all takes some.
+        # Replicas are the same already, and to send them to all takes time.
         self.ddp = DistributedDataParallel(
             model, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=self.bucket_cap_mb
         )
