@@ -79,7 +79,8 @@ def _train(run: Run, task: Task, transport: SimTransport | None) -> tuple[float,
     assert make is not None
     optimizer = make(decay_groups(model, WEIGHT_DECAY), transport, run.steps)
     sent, phases = 0 if transport is None else transport.sent_bytes, Counter[str]()
-    workers = range(run.ranks) if transport is None else [transport.rank]
+    together = range(1 if WAYS[run.way].is_alone else run.ranks)
+    workers = together if transport is None else [transport.rank]
     for step in range(run.steps):
         for group in optimizer.param_groups:
             group["lr"] = run.lr_at(step)

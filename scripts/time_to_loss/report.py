@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 BUDGETS_S = (120.0, 400.0, 1350.0, 4500.0)
 _LIKE = {"refresh": "warmup", "idle": "compressed"}  # phases that take the time of another where none was timed
 _FAMILIES = {
-    "DDP": "#333333", "PowerSGD": "#999999", "DeMo": "#cc79a7", "DiLoCo": "#e69f00", "OnebitAdam": "#0072b2",
-    "ZeroOneAdam": "#d55e00", "sharded": "#009e73", "local": "#882255",
+    "one worker": "#56b4e9", "DDP": "#333333", "PowerSGD": "#999999", "DeMo": "#cc79a7", "DiLoCo": "#e69f00",
+    "OnebitAdam": "#0072b2", "ZeroOneAdam": "#d55e00", "sharded": "#009e73", "local": "#882255",
 }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ class Curve:
 def curves(found: Sequence[Found], timed: Sequence[Timed]) -> dict[str, list[Curve]]:
     """By network. A way's loss at a length is the mean over seeds at the rate that suits it best there."""
     by_network: dict[str, list[Curve]] = {}
-    for one in sorted(timed, key=lambda one: list(WAYS).index(one.way)):
+    for one in sorted(everyones(timed), key=lambda one: list(WAYS).index(one.way)):
         source = WAYS[one.way].loss_of or one.way
         lengths = sorted({f.run.steps for f in found if f.run.way == source})
         points = [(_seconds(runs[0], one), statistics.mean(f.loss for f in runs))
@@ -61,6 +61,12 @@ def curves(found: Sequence[Found], timed: Sequence[Timed]) -> dict[str, list[Cur
         if points:
             by_network.setdefault(one.rate, []).append(Curve(one.way, *zip(*points, strict=True)))
     return by_network
+
+
+def everyones(timed: Sequence[Timed]) -> list[Timed]:
+    """With those of the ways that take the same seconds as another."""
+    same = [replace(one, way=way.name) for way in WAYS.values() for one in timed if way.time_of == one.way]
+    return [*timed, *same]
 
 
 def best_runs(found: Sequence[Found], way: str, steps: int) -> list[Found]:
@@ -101,7 +107,7 @@ def report(found: Sequence[Found], timed: Sequence[Timed]) -> Iterator[str]:
         f"phase. A run's seconds are those of its steps. Revision {revision()}.\n"
     )
     for network, lines in by_network.items():
-        yield from _table(network, lines, {t.way: t for t in timed if t.rate == network})
+        yield from _table(network, lines, {t.way: t for t in everyones(timed) if t.rate == network})
     yield from _losses(found)
 
 

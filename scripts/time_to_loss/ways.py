@@ -42,19 +42,22 @@ class Way:
 
     timed(model, transport): the same on an emulated host. cycle: steps that are timed together, whatever their phases;
     1: every phase in `phases` on its own; the one that most steps are in stands last. run: so many of these are timed
-    together, as the traffic of each travels under the next. full_steps: timed ones in the
-    phase "warmup", where the optimizer has no phases of its own. loss_of: the way whose loss this one has too.
+    together, as the traffic of each travels under the next. full_steps: timed ones in the phase "warmup", where the
+    optimizer has no phases of its own. loss_of, time_of: the way whose loss, or whose seconds, this one has too.
+    is_alone: it trains on one rank's batches.
     """
 
     name: str
-    timed: Callable[[EmulatedModel, Transport], Contender]
+    timed: Callable[[EmulatedModel, Transport], Contender] | None
     make: Callable[[Groups, Transport | None, int], Trained] | None = None
     is_one_worker: bool = False
+    is_alone: bool = False
     cycle: int = 1
     run: int = 1
     phases: Sequence[str] = (PLAIN,)
     full_steps: int = 0
     loss_of: str = ""
+    time_of: str = ""
     needs_group: bool = False
 
 
@@ -93,21 +96,44 @@ def _demo() -> Way:
 # ---------------------------------------------------------------- ours, and DiLoCo by our wrapper
 
 
-def _local(name: str, every: int, codec: Codec, outer: tuple[float, float] = (1.0, 0.0), delay: int = 0) -> Way:
-    """AdamW between rounds. delay: steps that a round's traffic may take."""
+def _alone() -> Way:
+    """What one rank learns without the others, and without a network."""
+
+    def timed(params: Any, lr: float, transport: Transport) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=lr)
+
+    return Way("one worker alone", partial(Plain, make=timed), _dense, is_one_worker=True, is_alone=True)
+
+
+def _local(
+    name: str,
+    every: int,
+    codec: Codec,
+    outer: tuple[float, float] = (1.0, 0.0),
+    delay: int = 0,
+    start_every: int = 0,
+    time_of: str = "",
+) -> Way:
+    """AdamW between rounds. delay: steps that a round's traffic may take. start_every: of the first tenth of a run."""
     options: dict[str, Any] = {"every": every, "codec": codec, "outer_lr": outer[0], "outer_momentum": outer[1]}
     options |= {"delay": delay, "check_replicas_every": 0}
 
     def timed(params: Any, lr: float, transport: Transport) -> onebit.LocalSteps:
-        return onebit.LocalSteps(torch.optim.AdamW(params, lr=lr), transport=transport, **options)
+        often = options | {"every": 4} if start_every else options  # both phases come soon
+        return onebit.LocalSteps(torch.optim.AdamW(params, lr=lr), transport=transport, **often)
+
+    def make(groups: Groups, transport: Transport | None, steps: int) -> onebit.LocalSteps:
+        start = {"start_steps": steps // 10, "start_every": start_every} if start_every else {}
+        fine = {"bucket_cap_mb": 0.1 if delay else 16.0}
+        return onebit.LocalSteps(torch.optim.AdamW(groups), transport=transport, **options, **start, **fine)
 
     return Way(
-        f"{name}, H = {every}",
-        partial(Onebit, make=timed),
-        lambda groups, transport, steps: onebit.LocalSteps(
-            torch.optim.AdamW(groups), transport=transport, bucket_cap_mb=0.1 if delay else 16.0, **options
-        ),
-        cycle=every,
+        f"{name}, H = {every}" + (f", a tenth at {start_every}" if start_every else ""),
+        None if time_of else partial(Onebit, make=timed),
+        make,
+        cycle=1 if start_every else every,
+        phases=("round", "local") if start_every else (PLAIN,),
+        time_of=time_of,
     )
 
 
@@ -156,6 +182,7 @@ _ZERO_ONE = {"var_freeze_step": 2}
 WAYS = {
     way.name: way
     for way in (
+        _alone(),
         Way("DDP float32", Ddp, _dense, is_one_worker=True, needs_group=True),
         Way("DDP bfloat16", DdpBfloat16, loss_of="DDP float32", needs_group=True),
         _power_sgd(1),
@@ -163,6 +190,10 @@ WAYS = {
         _demo(),
         _local("DiLoCo fp32", 32, IdentityCodec(), NESTEROV),
         *(_local("DiLoCo int8", every, Int8Codec(), NESTEROV) for every in (8, 32, 128)),
+        *(
+            _local("DiLoCo int8, outer .7 and .6", every, Int8Codec(), (0.7, 0.6), time_of=f"DiLoCo int8, H = {every}")
+            for every in (32, 128)
+        ),
         _ours("OnebitAdam", onebit.OnebitAdam, _ADAM),
         _ours("OnebitAdam, four-bit warm-up", onebit.OnebitAdam, _ADAM, warmup_codec=Log4Codec()),
         _ours("OnebitAdam, delay 1", onebit.OnebitAdam, _ADAM, delay=1),
@@ -170,6 +201,10 @@ WAYS = {
         _sharded("int4"),
         _sharded("sign"),
         *(_local("local steps in one bit", every, SignCodec()) for every in (8, 32, 128)),
+        *(
+            _local("local steps in one bit", every, SignCodec(), start_every=often)
+            for every, often in ((8, 1), (32, 4))
+        ),
         _local("local steps in one bit, hidden", 32, SignCodec(), delay=16),
     )
 }
