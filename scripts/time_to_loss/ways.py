@@ -102,7 +102,7 @@ def _alone() -> Way:
     def timed(params: Any, lr: float, transport: Transport) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=lr)
 
-    return Way("one worker alone", partial(Plain, make=timed), _dense, is_one_worker=True, is_alone=True)
+    return Way("one worker alone", partial(Plain, make=timed), _dense, is_one_worker=True, is_alone=True, cycle=8)
 
 
 def _local(
