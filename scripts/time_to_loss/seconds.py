@@ -28,7 +28,7 @@ from onebit.cli.doctor.samples import model_shapes
 from onebit.comm import Transport
 from onebit.comm.messages import gather_bytes
 from onebit.usage import marks
-from time_to_loss.ways import PLAIN, WAYS, Way, phase_of
+from time_to_loss.ways import PLAIN, STARTS, WAYS, Way, phase_of
 
 LONGEST = 40  # steps of a way in which all of its phases come
 STUCK_S = 3600.0
@@ -159,15 +159,27 @@ def _by_run(way: Way, contender: Contender, transport: Transport, runs: int = 2)
 
 
 def _by_cycle(way: Way, contender: Contender, transport: Transport) -> dict[str, list[float]]:
-    """Seconds of a step, mean over a cycle. The first cycle is not counted: its traffic is the first."""
-    cycles = 2 if way.cycle <= 32 else 1
+    """Seconds of a step, mean over a cycle; of the first cycle of a length none, whose traffic is the first.
+
+    Of two lengths of cycles, S and E: a step without a round, and one with it, as S·t_S and E·t_E have one each.
+    """
+    cycles = 3 if way.cycle <= 32 else 2
+    start = _cycles(way.start_cycle, STARTS, contender, transport) if way.start_cycle else []
+    main = _cycles(way.cycle, cycles, contender, transport)
+    if not start:
+        return {PLAIN: [s / way.cycle for s in main]}
+    local = (statistics.median(main) - statistics.median(start)) / (way.cycle - way.start_cycle)
+    return {"round": [s - (way.start_cycle - 1) * local for s in start], "local": [local]}
+
+
+def _cycles(length: int, count: int, contender: Contender, transport: Transport) -> list[float]:
+    """Seconds of each cycle but the first."""
 
     def cycle() -> None:
-        for _ in range(way.cycle):
+        for _ in range(length):
             _step(contender)
 
-    every = [_slowest(transport, cycle) / way.cycle for _ in range(1 + cycles)]
-    return {PLAIN: every[1:]}
+    return [_slowest(transport, cycle) for _ in range(count)][1:]
 
 
 def _step(contender: Contender) -> None:

@@ -21,6 +21,7 @@ from onebit.comm import Codec, IdentityCodec, Int8Codec, Log4Codec, SignCodec, T
 from onebit.zero import ShardedOnebitAdam
 from time_to_loss.peers import PLAIN, DeMo, Groups, LowRank, Plain
 
+STARTS = 3
 NESTEROV = (0.7, 0.9)  # DiLoCo's outer rate and momentum (arXiv 2311.08105)
 
 
@@ -41,10 +42,11 @@ class Way:
     """make(groups, transport, steps of the run): of one simulated rank; transport None: one worker has all batches.
 
     timed(model, transport): the same on an emulated host. cycle: steps that are timed together, whatever their phases;
-    1: every phase in `phases` on its own; the one that most steps are in stands last. run: so many of these are timed
-    together, as the traffic of each travels under the next. full_steps: timed ones in the phase "warmup", where the
-    optimizer has no phases of its own. loss_of, time_of: the way whose loss, or whose seconds, this one has too.
-    is_alone: it trains on one rank's batches.
+    1: every phase in `phases` on its own; the one that most steps are in stands last. start_cycle: `STARTS` such cycles
+    come first, and steps with and without a round are told apart by the two lengths; 0: none. run: so many of these
+    are timed together, as the traffic of each travels under the next. full_steps: timed ones in the phase "warmup",
+    where the optimizer has no phases of its own. loss_of, time_of: the way whose loss, or whose seconds, this one has
+    too. is_alone: it trains on one rank's batches.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Way:
     is_one_worker: bool = False
     is_alone: bool = False
     cycle: int = 1
+    start_cycle: int = 0
     run: int = 1
     phases: Sequence[str] = (PLAIN,)
     full_steps: int = 0
@@ -119,8 +122,8 @@ def _local(
     options |= {"delay": delay, "check_replicas_every": 0}
 
     def timed(params: Any, lr: float, transport: Transport) -> onebit.LocalSteps:
-        often = options | {"every": 4} if start_every else options  # both phases come soon
-        return onebit.LocalSteps(torch.optim.AdamW(params, lr=lr), transport=transport, **often)
+        table = {"every": {0: start_every, STARTS * start_every: every}} if start_every else {}
+        return onebit.LocalSteps(torch.optim.AdamW(params, lr=lr), transport=transport, **options | table)
 
     def make(groups: Groups, transport: Transport | None, steps: int) -> onebit.LocalSteps:
         start = {"start_steps": steps // 10, "start_every": start_every} if start_every else {}
@@ -131,7 +134,8 @@ def _local(
         f"{name}, H = {every}" + (f", a tenth at {start_every}" if start_every else ""),
         None if time_of else partial(Onebit, make=timed),
         make,
-        cycle=1 if start_every else every,
+        cycle=every,
+        start_cycle=start_every,
         phases=("round", "local") if start_every else (PLAIN,),
         time_of=time_of,
     )
