@@ -142,6 +142,8 @@ def _local(
 
 
 WARM = 3  # steps of a warm-up that is timed
+_ADAM = ("warmup", "refresh", "compressed")
+_ZERO_ONE: dict[str, Any] = {"var_freeze_step": 2}
 
 
 def _with_phases(kind: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -167,6 +169,21 @@ def _ours(name: str, kind: Callable[..., Any], phases: Sequence[str], timed: dic
     )
 
 
+def _zero_one_local(most: int) -> Way:
+    """0/1 Adam whose local steps double in number with every sixteenth of a run, whatever the rate; D in four bits."""
+    name, phases = f"ZeroOneAdam, H = {most}", ("variance", "compressed", "local")
+    timed = _ZERO_ONE | {"local_step_scaler": 1, "local_step_clipper": 2, "variance_codec": Log4Codec()}
+    return Way(
+        name,
+        partial(Onebit, make=_with_phases(onebit.ZeroOneAdam, **timed)),
+        lambda groups, transport, steps: onebit.ZeroOneAdam(
+            groups, transport=transport, variance_codec=Log4Codec(), local_step_scaler=max(1, steps // 16),
+            local_step_clipper=most,
+        ),
+        phases=phases,
+    )  # fmt: skip
+
+
 def _sharded(differences: str) -> Way:
     def timed(params: Any, lr: float, transport: Transport) -> ShardedOnebitAdam:
         return ShardedOnebitAdam(
@@ -181,8 +198,6 @@ def _sharded(differences: str) -> Way:
     )
 
 
-_ADAM = ("warmup", "refresh", "compressed")
-_ZERO_ONE = {"var_freeze_step": 2}
 WAYS = {
     way.name: way
     for way in (
@@ -202,6 +217,7 @@ WAYS = {
         _ours("OnebitAdam, four-bit warm-up", onebit.OnebitAdam, _ADAM, warmup_codec=Log4Codec()),
         _ours("OnebitAdam, delay 1", onebit.OnebitAdam, _ADAM, delay=1),
         _ours("ZeroOneAdam", onebit.ZeroOneAdam, ("variance", "compressed"), _ZERO_ONE),
+        _zero_one_local(8),
         _sharded("int4"),
         _sharded("sign"),
         *(_local("local steps in one bit", every, SignCodec()) for every in (8, 32, 128)),
