@@ -80,13 +80,13 @@ def encode_table(asked: EncodeRun) -> Table:
     """Bytes and seconds of each stage and place of the state; the last column marks what `chosen_place` takes."""
     best, rows = chosen_place(asked), []
     for made in encode_plans(asked):
-        cells = made.device_bytes / 1e9, made.host_bytes / 1e9, *made.times.values()
+        cells = *(x / 1e9 for x in (made.device_bytes, made.host_bytes, made.disk_bytes)), *made.times.values()
         seconds = " to ".join(dict.fromkeys(f"{s:.3g}" for s in made.seconds))
         fits = "no" if not made.fits else "best" if made == best else "yes"
         rows.append([str(made.stage), made.place, *(f"{x:.3g}" for x in cells), seconds, made.bound, fits])
     heading = (
-        "stage", "encoded on", "GB device", "GB host", "s compute", "s PCIe", "s memory", "s network", "s/step",
-        "bound by", "fits",
+        "stage", "state", "GB device", "GB host", "GB disk", "s compute", "s PCIe", "s memory", "s network", "s disk",
+        "s/step", "bound by", "fits",
     )  # fmt: skip
     run = asked.run
     what = f"{run.params:.4g} parameters in {run.dtype}, OneBitAdam, {run.hosts} x {run.ranks_per_host} ranks"
@@ -143,10 +143,10 @@ def _offload_run(args: argparse.Namespace) -> OffloadRun:
 
 
 def _encode_run(args: argparse.Namespace) -> EncodeRun:
-    if args.disk_gb or args.trained is not None or args.ratio is not None or not args.device_gb:
+    if args.trained is not None or args.ratio is not None or not args.device_gb:
         raise ValueError(
-            "several ranks: one-bit state lies with the parameters or in host memory, and all are trained: give "
-            "--device-gb, and leave out --disk-gb, --ratio and --trained"
+            "several ranks: all parameters are trained, and their one-bit state lies in one place: give --device-gb, "
+            "and leave out --ratio and --trained"
         )
     compute_s = args.compute or FLOPS * args.params * args.tokens / (args.tflops * 1e12)
     numbers = args.params, args.hosts, args.ranks_per_host, args.dtype, args.error_bytes, args.link, compute_s
@@ -158,6 +158,8 @@ def _encode_run(args: argparse.Namespace) -> EncodeRun:
         pcie_per_s=args.pcie * 1e9,
         device_memory_per_s=args.device_memory * 1e9,
         host_memory_per_s=args.host_memory * 1e9,
+        disk_bytes=args.disk_gb * 1e9,
+        disk_per_s=args.disk * 1e9,
     )
 
 

@@ -368,7 +368,13 @@ class TestWhereOneBitIsEncoded:
         state = 4 + SignCodec().frame_bytes(N) / N + 4 * (1 + 1 / 4)
         assert best.host_bytes == pytest.approx(13e9 * (4 + 4 + state) + 2 * frames)
         assert best.times == pytest.approx(
-            {"compute": 3.0, "pcie": 8 * 13e9 / 25e9, "memory": 26.7 * 13e9 / 100e9, "network": 8 * frames / 1e10}
+            {
+                "compute": 3,
+                "pcie": 8 * 13e9 / 25e9,
+                "memory": 26.7 * 13e9 / 100e9,
+                "network": 8 * frames / 1e10,
+                "disk": 0,
+            }
         )
         assert best.seconds == pytest.approx((3.0 + best.times["pcie"], sum(best.times.values())))
 
@@ -376,6 +382,18 @@ class TestWhereOneBitIsEncoded:
         best = chosen_place(replace(self.ASKED, device_bytes=260e9))
         assert best is not None and (best.place, best.bound) == ("device", "compute")
         assert chosen_place(replace(self.ASKED, host_bytes=100e9)) is None
+
+    def test_state_in_files_is_read_and_written_in_every_step(self) -> None:
+        asked = replace(self.ASKED, host_bytes=150e9, disk_bytes=400e9, disk_per_s=2e9)
+        best = chosen_place(asked)
+        assert best is not None and (best.stage, best.place, best.bound) == (2, "files", "disk")
+        host = encode_plan(asked, 2, "host")
+        assert best.device_bytes == host.device_bytes and best.disk_bytes == 13e9 * (12 + 4 * (1 + 1 / 4))
+        state = 4 + SignCodec().frame_bytes(N) / N + 4 * (1 + 1 / 4)
+        assert host.host_bytes - best.host_bytes == pytest.approx(13e9 * state)
+        assert best.times == pytest.approx(host.times | {"disk": 13e9 * (4 + 8 * (1 + 1 / 4)) / 2e9})
+        assert chosen_place(replace(asked, disk_bytes=200e9)) is None
+        assert "files" not in {made.place for made in encode_plans(self.ASKED)}
 
     def test_stage_3_keeps_a_module_and_crosses_twice(self) -> None:
         twice, once = encode_plan(self.ASKED, 3, "host"), encode_plan(self.ASKED, 2, "host")
@@ -396,14 +414,15 @@ class TestWhereOneBitIsEncoded:
 
     def test_the_table_says_what_the_plan_says(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         words = ["--params", "13e9", "--hosts", "4", "--device-gb", "32", "--host-gb", "256", "--link", "10gbit"]
-        more = ["--largest", "200e6", "--compute", "3", "--json", str(tmp_path / "plan.json")]
+        more = ["--largest", "200e6", "--compute", "3", "--disk-gb", "400", "--json", str(tmp_path / "plan.json")]
         assert main([*words, *more]) == 0
         rows = json.loads((tmp_path / "plan.json").read_text())["plans"]
-        assert [row["times"] for row in rows] == [made.times for made in encode_plans(self.ASKED)]
+        asked = replace(self.ASKED, disk_bytes=400e9)
+        assert [row["times"] for row in rows] == [made.times for made in encode_plans(asked)]
         assert "best" in capsys.readouterr().out
 
-    @pytest.mark.parametrize("more", [["--host-gb", "64"], ["--device-gb", "32", "--disk-gb", "9"]])
+    @pytest.mark.parametrize("more", [["--host-gb", "64"], ["--device-gb", "32", "--ratio", ".5"]])
     def test_what_several_ranks_have_not_is_refused(self, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main(["--params", "1e9", "--hosts", "2", *more])
-        assert "several ranks: one-bit state lies with" in capsys.readouterr().err
+        assert "several ranks: all parameters are trained" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Where OneBitAdam on several ranks encodes and updates, on the devices or in host memory: bytes and seconds.
+"""Where OneBitAdam on several ranks encodes and updates, on the devices or on the hosts: bytes and seconds.
 
     onebit plan --params 13e9 --hosts 4 --device-gb 32 --host-gb 256 --link 10gbit
 
@@ -6,7 +6,9 @@ FSDP2 shards over the ranks of a host ("sharding": "intra_node"); the optimizer 
 `offload_optimizer` decides. Encoding reads gradients and state and writes state and frames, 26.7 bytes per element with
 errors in float32, 21.7 in bfloat16 (scripts/records/traffic_2026-11.md): of device memory or of host memory. Frames
 pass through host memory in both cases. What else crosses PCIe where the state is in host memory: float32 shards up to
-be gathered, once or, at stage 3, twice, and float32 gradients down. docs/offload.md has the formulas.
+be gathered, once or, at stage 3, twice, and float32 gradients down. With "files" the host encodes, and the state lies
+in mapped files, of which no page stays in memory: all that a step reads and writes of it crosses the disk.
+docs/offload.md has the formulas.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from ..plan import DTYPE_BYTES, Run
 from ..plan import plan as plan_optimizer
 
 _GATHERS = {2: 1, 3: 2}  # of a parameter in a step, by stage
-STAGES, PLACES = tuple(_GATHERS), ("device", "host")
+STAGES, PLACES = tuple(_GATHERS), ("device", "host", "files")
 _OPTIMIZER = "OneBitAdam"
 _FLOAT32 = 4.0
+_WARM_STATE = 12.0  # m, v and the denominator, before what warm-up alone needs is given up
 _TRAFFIC = {4: 26.7, 2: 21.7}  # by bytes of an error
 
 
@@ -29,7 +32,8 @@ class EncodeRun:
     """What is asked about: of a rank's device, and of a host, which its ranks share.
 
     run: compute_s is that of a step of a rank. largest: elements of the largest module. *_per_s: bytes a second, of
-    PCIe in one direction, of device and host memory. Raises ValueError on numbers that no run can have.
+    PCIe in one direction, of device and host memory, of the disk. disk_bytes: 0: there is none. Raises ValueError on
+    numbers that no run can have.
     """
 
     run: Run
@@ -39,26 +43,29 @@ class EncodeRun:
     pcie_per_s: float = 25e9
     device_memory_per_s: float = 1e12
     host_memory_per_s: float = 100e9
+    disk_bytes: float = 0.0
+    disk_per_s: float = 5e9
 
     def __post_init__(self) -> None:
         if self.run.world_size < 2 or not 0 <= self.largest <= self.run.params:
             raise ValueError(f"expected two ranks or more, and a largest module within the model: {self}")
-        places = self.device_bytes, self.host_bytes, self.pcie_per_s, self.device_memory_per_s, self.host_memory_per_s
-        if min(places) <= 0:
+        rates = self.pcie_per_s, self.device_memory_per_s, self.host_memory_per_s, self.disk_per_s
+        if min(self.device_bytes, self.host_bytes, *rates) <= 0 or self.disk_bytes < 0:
             raise ValueError(f"expected a device, host memory and rates above 0: {self}")
 
 
 @dataclass(frozen=True)
 class EncodePlan:
-    """Bytes of a device and of a host; seconds of a step by what takes them; from all overlapped to nothing.
+    """Bytes of a device, a host and its disk; seconds of a step by what takes them; from all overlapped to nothing.
 
-    place: one of PLACES, where state lies and the optimizer works. fits: into both memories.
+    place: one of PLACES, where state lies; the optimizer works on the device or on the host. fits: into all three.
     """
 
     stage: int
     place: str
     device_bytes: float
     host_bytes: float
+    disk_bytes: float
     times: dict[str, float]
     fits: bool
 
@@ -75,9 +82,9 @@ class EncodePlan:
 
 
 def encode_plans(run: EncodeRun) -> Iterator[EncodePlan]:
-    """Every stage and place."""
+    """Every stage and place; files where there is a disk."""
     for stage in STAGES:
-        for place in PLACES:
+        for place in PLACES if run.disk_bytes else PLACES[:2]:
             yield encode_plan(run, stage, place)
 
 
@@ -90,20 +97,25 @@ def encode_plan(asked: EncodeRun, stage: int, place: str) -> EncodePlan:
     shard = _FLOAT32 / S  # masters; gradients are as large
     near = b * ((P if stage == 2 else asked.largest) + asked.largest)  # gathered, and a module's gradients
     frames = made.bits / 8 * P  # that a rank sends, and as many come
+    state, disk, paged = made.state, 0.0, 0.0
+    if place == "files":
+        errors = run.error_bytes * (1 + 1 / run.hosts)
+        state, disk, paged = 0.0, P * (_WARM_STATE + errors), P * (_FLOAT32 + 2 * errors)
     if place == "device":
         device, host = near + P * (2 * shard + made.state), 2 * frames * S
         crossing, memory_per_s = 2 * frames, asked.device_memory_per_s
     else:
-        device, host = near, S * (P * (2 * shard + made.state) + 2 * frames)
+        device, host = near, S * (P * (2 * shard + state) + 2 * frames)
         crossing, memory_per_s = (_GATHERS[stage] + 1) * shard * P, asked.host_memory_per_s / S
     times = {
         "compute": run.compute_s,
         "pcie": crossing / asked.pcie_per_s,
         "memory": P / S * _TRAFFIC[run.error_bytes] / memory_per_s,
         "network": 8 * frames * S / run.link_bits_per_s,
+        "disk": paged / asked.disk_per_s,
     }
-    fits = device <= asked.device_bytes and host <= asked.host_bytes
-    return EncodePlan(stage, place, device, host, times, fits)
+    fits = device <= asked.device_bytes and host <= asked.host_bytes and disk <= asked.disk_bytes
+    return EncodePlan(stage, place, device, host, disk, times, fits)
 
 
 def chosen_place(run: EncodeRun) -> EncodePlan | None:
