@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,11 +40,12 @@ from .model_parallel import ModelParallelGroup, count_edits_apart_, local
 from .rule import Rule
 from .step.bucket_step import Arrived, Decision
 from .step.clip import dot, exact_norm, gradient_dots, gradient_sums
+from .step.delayed import DelayedSteps
 from .step.driver import Driver
 from .step.link_probe import CompressionPolicy
 from .step.overlap import Overlap
 from .step.replicated import Replicated
-from .step.under_way import Ahead, StepUnderWay, check_delay, vote_of
+from .step.under_way import Ahead, StepUnderWay, check_delay
 from .step.verdict import is_good_alone, reads_late, verdicts
 from .usage.contract import Group, SharedOptions, State
 from .usage.frozen import gradient_of, refuse_unfrozen
@@ -126,8 +127,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self._driver: Driver[Bucket] = Driver(self.placement.hierarchy.phases)
         self._has_begun = self._is_delayed = False  # the step that has begun
         self.delay = delay
-        self._under_way: StepUnderWay | None = None  # the step before
         self.ahead: Ahead | None = None  # how far parameters may look while a step is under way
+        self._delayed = DelayedSteps(self._driver, self.buckets, self.rule, self.placement, self.policy.computing)
         self._construct(params, defaults)
 
     @property
@@ -218,11 +219,11 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def on_gradient(self, p: Tensor) -> None:
         """p's gradient has just been accumulated. Called by its hook."""
         count_edits_apart_(p.grad)
-        if self._under_way is not None:
-            self._advance(self._under_way.due(len(self.buckets.params)))
+        if self._delayed.step is not None:
+            self._delayed.advance()
         if self._is_paused or not self.overlap.count_pass(p, self.buckets.of(p)):
             return
-        if not self.overlap.is_possible or self._join.is_on or self._under_way is not None:
+        if not self.overlap.is_possible or self._join.is_on or self._delayed.step is not None:
             return
         if not self._has_begun:
             self._begin()
@@ -278,7 +279,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         else:
             ballot = self._send(scale, resends)
             if ballot is not None and self._is_delayed:
-                self._leave_under_way(ballot, self.stats.clip_factor)
+                self._delayed.leave(ballot, self.stats.clip_factor, self.ahead)
+                self.stats.phase = self.rule.round_name()
                 return landed
             decision = None if ballot is None else self._decide(ballot, scale)
         if decision is None:
@@ -360,7 +362,12 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         if self.delay:
             self.ahead = Ahead([self.rule.ahead(bucket) for bucket in self.buckets], decision.seen)
 
-    # ---------------------------------------------------------------- a step under way
+    # ---------------------------------------------------------------- the step under way, with delay=1
+
+    @property
+    def step_under_way(self) -> StepUnderWay | None:
+        """Sent, and not landed: see `delay`."""
+        return self._delayed.step
 
     def sync(self) -> None:
         """Land the step that is under way (`delay=1`): parameters hold every step that was taken. All ranks, alike.
@@ -368,82 +375,32 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         Before an evaluation or an export, and at the end of a run. The next step is as if it had no delay. Without a
         step under way nothing is done. Raises as `step`.
         """
-        if self._under_way is None:
+        if self._delayed.step is None:
             return
         with torch.no_grad(), self.policy.computing.paused():
             self._settle_masters()
             bad = self._land()
         self.skip_limit.observe(bad is not None, bad or (), self.transport, self.model_parallel_group.whole)
 
-    def _anybody_goes_on(self) -> bool:
-        if self._under_way is not None:  # in one order on all ranks: one that is through has had no gradients
-            self._advance(self._under_way.until(len(self.buckets)))
-        return super()._anybody_goes_on()
-
-    def _leave_under_way(self, ballot: Ballot, clip_factor: float) -> None:
-        """What was launched travels while the next step computes, where parameters will about be when it lands."""
-        self._driver.leave_under_way()
-        if self.placement.hierarchy.local_size > 1:  # the sum inside the node
-            self._driver.advance(range(len(self.buckets)), is_awaited=True)
-        sent = [bucket.wires[self.codec].sent_HB.clone() for bucket in self.buckets]
-        self._under_way = StepUnderWay(ballot, clip_factor, sent, self.ahead)
-        self._look_ahead(self.ahead, 1.0)
-        self.stats.phase = self.rule.round_name()
-
-    def _look_ahead(self, ahead: Ahead | None, sign: float) -> None:
-        """There, or with the other sign back. By numbers that all ranks have agreed on: they belong to a step taken."""
-        if ahead is not None:
-            decision = Decision(ahead.seen)
-            for bucket, weight in zip(self.buckets, ahead.weights, strict=True):
-                self.rule.look_ahead(bucket, decision, -sign * weight)
-            self._write_masters(decision)
-
-    def _advance(self, buckets: Iterable[int]) -> None:
-        """Launch the second phase of these buckets under way."""
-        with torch.no_grad(), self.policy.computing.paused():
-            self._driver.advance(buckets)
-
     def _land(self) -> list[str] | None:
-        """Decide and commit the step that is under way, with the options it was sent with.
-
-        As `_take_step`: where all ranks skip it, the parameters whose gradients here were not finite.
-        """
-        step = self._under_way
-        if step is None:
+        """End the step that is under way, as `_take_step` would have ended it."""
+        if self._delayed.step is None:
             return None
-        self._driver.take_up()
-        with self.buckets.with_options(step.options):
-            try:
-                _, is_good_here = self._bring_home(step.ballot)
-                is_good = self._all_parts_agree(step.ballot, is_good_here)
-            except BaseException:
-                self._driver.leave_under_way()  # a state saved now has it still
-                raise
-            self._under_way = None
-            self._look_ahead(step.ahead, -1.0)
-            if is_good:
-                self._commit(Decision(present_anywhere(step.ballot.votes)), step.clip_factor)
-                return None
-        self._driver.give_up()
-        pairs = zip(self.buckets, step.sent, strict=True)  # the gradients themselves are gone
-        spoilt = [name for bucket, sent in pairs for name in self.placement.spoilt(bucket, sent)]
-        return self._report_bad_gradients(spoilt, "all ranks skip the step before this one")
+        spoilt = self._delayed.land(self._is_good, self._commit)
+        return None if spoilt is None else self._report_bad_gradients(spoilt, "all ranks skip the step before this one")
+
+    def _is_good(self, ballot: Ballot) -> bool:
+        _, is_good_here = self._bring_home(ballot)
+        return self._all_parts_agree(ballot, is_good_here)
+
+    def _anybody_goes_on(self) -> bool:
+        self._delayed.advance_all()  # in one order on all ranks: one that is through has had no gradients
+        return super()._anybody_goes_on()
 
     def send_again(self, record: State) -> None:
         """Launch a step that was under way when its state was saved. All ranks; the rest of the state is in place."""
-        header, mine = vote_of(record, len(self.buckets.frozen))
-        with torch.no_grad(), self._traffic.left_out():
-            for bucket, saved in zip(self.buckets, record["buckets"], strict=True):
-                assert bucket.ef is not None
-                bucket.ef.worker_next.copy_(saved["residual"])
-                self._driver.launch(bucket, self.rule.send_again(bucket, saved["sent"]), is_alone=True)
-            sent = [
-                saved["sent"].to(bucket.device, copy=True)
-                for bucket, saved in zip(self.buckets, record["buckets"], strict=True)
-            ]
-            self._driver.leave_under_way()
-            ballot = Ballot.cast(self.transport, header, mine, self.buckets[0].device)
-        self._under_way = StepUnderWay(ballot, record["clip_factor"], sent, self.ahead)
+        with self._traffic.left_out():
+            self._delayed.send_again(record, self.ahead)
 
     # ---------------------------------------------------------------- committed, given up
 
@@ -504,12 +461,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def _give_up_step(self) -> None:
         """Drop the step that is under way, and what a backward pass has begun that no step will follow. All ranks."""
-        if self._under_way is not None:
-            self._driver.take_up()
-            self._driver.wait()
-            self._under_way.ballot.messages.work.wait()
-            self._driver.give_up()
-            self._under_way = None
+        self._delayed.drop()
         if self._launched:
             self._launch_rest(1.0)
             self._driver.wait()
@@ -518,11 +470,6 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         elif self._has_begun:  # decided, and nothing sent: what follows may be another kind of step
             self._has_begun = False
             self.rule.end_step()
-
-    @property
-    def step_under_way(self) -> StepUnderWay | None:
-        """Sent, and not landed: see `delay`."""
-        return self._under_way
 
     # ---------------------------------------------------------------- what the ranks agree on
 

@@ -2,8 +2,9 @@
 
 The optimizer sends step t, returns, and lands it at the beginning of step t + 1: verdict, errors, momentum, parameters.
 Meanwhile parameters look ahead: they stand where β1·m alone would take them, as for Nesterov's gradient, near to where
-the next gradient will count. Here is what is kept of such a step, and how that is saved. Where a state is loaded, the
-same frames are sent again; where it goes to another number of ranks, what was sent is owed instead.
+the next gradient will count. Here is what is kept of such a step, and how that is saved; `delayed.py` leaves and lands
+it. Where a state is loaded, the same frames are sent again; where it goes to another number of ranks, what was sent is
+owed instead.
 """
 
 from __future__ import annotations
