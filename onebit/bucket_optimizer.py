@@ -25,7 +25,7 @@ from . import comm
 from .agreement.join import Join
 from .agreement.replicas import ReplicaCheck
 from .agreement.skips import MOST_SKIPS, SkipLimit
-from .agreement.step_vote import Header, Summary, check_headers, gather_headers
+from .agreement.step_vote import Header, StepVote, Summary, check_headers, gather_headers
 from .agreement.wrappers import NOT_COMPARED, WrapperWatch, gradient_digest
 from .comm import Transport
 from .layout.buckets import B, Buckets, elements_of
@@ -237,7 +237,12 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         check_headers(self.transport.rank, headers)
         return headers
 
-    def _summary(self, header: Header, buckets: Sequence[B], *, resends: bool = False) -> Summary:
+    def _own_vote(self, buckets: Sequence[B], *, resends: bool = False, note: bytes = b"") -> tuple[Header, StepVote]:
+        """This rank's vote on these buckets, without the sums of their gradients, and the header that it sums up."""
+        header = self._header(self.rule.round_name())
+        return header, StepVote(self._summary(header, buckets, resends), self._present(buckets), note=note)
+
+    def _summary(self, header: Header, buckets: Sequence[B], resends: bool) -> Summary:
         """The header as it travels in a vote on these buckets, and whether their gradients are somebody else's."""
         repeats = are_used_again(self.buckets.params, self._used)
         is_watched = self._watch.is_on(self._steps_here)

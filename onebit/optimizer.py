@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from .agreement import replicas
 from .agreement.replicas import ReplicaError
-from .agreement.step_vote import Ballot, DesyncError, StepVote, Summary, are_beyond_range, cast_votes, present_anywhere
+from .agreement.step_vote import Ballot, StepVote, are_beyond_range, cast_votes, present_anywhere
 from .agreement.wrappers import refuse_wrapper
 from .bucket_optimizer import BucketOptimizer
 from .checkpoint import optimizer_state
@@ -39,16 +40,16 @@ from .layout.masks import Masks
 from .model_parallel import ModelParallelGroup, count_edits_apart_, local
 from .rule import Rule
 from .step.bucket_step import Arrived, Decision
-from .step.clip import dot, exact_norm, gradient_dots, gradient_sums
+from .step.clip import GradientNorm, dot
 from .step.delayed import DelayedSteps
 from .step.driver import Driver
 from .step.link_probe import CompressionPolicy
 from .step.overlap import Overlap
 from .step.replicated import Replicated
 from .step.under_way import Ahead, StepUnderWay, check_delay
-from .step.verdict import is_good_alone, reads_late, verdicts
+from .step.verdict import all_parts_agree, is_good_alone, reads_late, verdicts
 from .usage.contract import Group, SharedOptions, State
-from .usage.frozen import gradient_of, refuse_unfrozen
+from .usage.frozen import gradient_of
 from .usage.marks import is_inspected
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self.steps: list[Tensor] = []  # by group
         self.rule.bind(self.placement, self.buckets, self.masks, self.policy, self.model_parallel_group, self.steps)
         self.overlap = Overlap(self.transport.rank, overlap)
+        self._norm = GradientNorm(self.transport, self.model_parallel_group, self.buckets, self.masks, self.rule)
         self.policy.bind(self.transport, self.codec, self.buckets, self.model_parallel_group, self._traffic)
         self._driver: Driver[Bucket] = Driver(self.placement.hierarchy.phases)
         self._has_begun = self._is_delayed = False  # the step that has begun
@@ -321,10 +323,10 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             self._launch_rest(scale * self.stats.clip_factor)
             arrived, is_good_here = self._bring_home(ballot)
         self._count_resent(resending)
-        if not self._all_parts_agree(ballot, is_good_here):
+        if not all_parts_agree(self.model_parallel_group, ballot, is_good_here, self.buckets.frozen.values()):
             return None
         if self.clipper.max_norm > 0 and not self._clips_before_sending:
-            self.stats.clip_factor = self._exact_factor([said.mean_gradient for said in arrived])
+            self.stats.clip_factor = self.clipper.factor(self._norm.of_means([said.mean_gradient for said in arrived]))
             return Decision(present_anywhere(votes), self.stats.clip_factor)
         return Decision(present_anywhere(votes))
 
@@ -340,7 +342,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def _decide_alone(self, scale: float) -> Decision:
         """A step without traffic, not even a vote. What is not finite counts as zero, in this replica alone."""
         if self._clips_before_sending:
-            vote = self._my_vote(scale, self._header(self.rule.round_name()).summary())
+            vote = StepVote(self._header(self.rule.round_name()).summary(), (), *self._norm.own_sums(scale))
             self.stats.clip_factor = self.clipper.estimated_factor([vote], self.transport.world_size)
         self._launch_rest(scale * self.stats.clip_factor)
         is_finite = math.isfinite(self.stats.clip_factor) and is_good_alone(self._driver.wait())
@@ -391,7 +393,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def _is_good(self, ballot: Ballot) -> bool:
         _, is_good_here = self._bring_home(ballot)
-        return self._all_parts_agree(ballot, is_good_here)
+        return all_parts_agree(self.model_parallel_group, ballot, is_good_here, self.buckets.frozen.values())
 
     def _anybody_goes_on(self) -> bool:
         self._delayed.advance_all()  # in one order on all ranks: one that is through has had no gradients
@@ -475,15 +477,15 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def _cast(self, scale: float, resends: bool, *, in_float64: bool = False) -> Ballot:
         """Send this rank's vote. What clipping asks goes into it on the device, unless that is to be `in_float64`."""
-        header, device = self._header(self.rule.round_name()), self.buckets[0].device
-        summary, sums = self._summary(header, self.buckets, resends=resends), None
-        if self._clips_before_sending and not in_float64 and self.model_parallel_group.whole.world_size == 1:
-            mine = StepVote(summary, self._present(self.buckets))
-            sums = gradient_sums(self._gradients_and_momenta(), self._shares(), scale, device)
-        else:
-            mine = self._my_vote(scale, summary)
+        (header, mine), sums = self._own_vote(self.buckets, resends=resends), None
+        if self._clips_before_sending:
+            if in_float64 or self.model_parallel_group.whole.world_size > 1:
+                norm_squared, product = self._norm.own_sums(scale)
+                mine = replace(mine, norm_squared=norm_squared, product=product)
+            else:
+                sums = self._norm.own_sums_on_device(scale)
         with self._waited.running():
-            return Ballot.cast(self.transport, header, mine, device, sums)
+            return Ballot.cast(self.transport, header, mine, self.buckets[0].device, sums)
 
     def _read(self, ballot: Ballot, flags: Mapping[torch.device, Tensor] | None = None) -> bool:
         """As `Ballot.read`."""
@@ -495,57 +497,11 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             self._watch.look(self.buckets.params)
         return are_true
 
-    def _my_vote(self, scale: float, summary: Summary) -> StepVote:
-        norm_squared = product = 0.0
-        if self._clips_before_sending:
-            dots = gradient_dots(self._gradients_and_momenta)
-            for share, (squares, products) in zip(self._shares(), dots, strict=True):
-                norm_squared += share * scale * scale * squares
-                product += share * scale * products
-            norm_squared, product = self.model_parallel_group.total(norm_squared, product)
-        return StepVote(summary, self._present(self.buckets), norm_squared, product)
-
-    def _shares(self) -> list[float]:
-        """Of every parameter that has a gradient here, this rank's share of its sums."""
-        pairs = [pair for b in self.buckets for pair in zip(b.gradients(), b.share_K, strict=True)]
-        return [share for g, share in pairs if g is not None]
-
-    def _gradients_and_momenta(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of every parameter that has a gradient here; a momentum may be a copy."""
-        for bucket in self.buckets:
-            m_views = bucket.layout.flat_views(self.rule.momentum(bucket))
-            pairs = zip(self.masks.gradients(bucket), m_views, strict=True)
-            yield from ((g, m) for g, m in pairs if g is not None)
-
     @property
     def _clips_before_sending(self) -> bool:
         # The mean gradient is known after the exchange while it travels in full; once momentum travels instead, each
         # rank must be clipped before its error is added, by an estimate of the same norm.
         return self.clipper.max_norm > 0 and not all(self.rule.averages_gradients(bucket) for bucket in self.buckets)
-
-    def _exact_factor(self, means: Sequence[Tensor | None]) -> float:
-        squares = sum(b.own_squares(g) for b, g in zip(self.buckets, means, strict=True) if g is not None)
-        norm = exact_norm(self.transport, self.model_parallel_group, squares, self.buckets[0].device)
-        return self.clipper.factor(norm)
-
-    def _all_parts_agree(self, ballot: Ballot, is_good: bool) -> bool:
-        """Whether the step of this vote is good on all parts of the model.
-
-        Raises DesyncError where they take another step, RuntimeError where any trains what it has no state of.
-        """
-        header, parts = ballot.header, self.model_parallel_group
-        unfrozen = [vote.present[len(self.buckets.params) :] for vote in ballot.votes]
-        said = parts.gather(float(is_good), float(any(map(any, unfrozen))), float(header.step), header.numbers[0])
-        if any(is_unfrozen for _, is_unfrozen, *_ in said):
-            names = list(self.buckets.frozen.values())
-            parts.raise_on_all_ranks(RuntimeError, lambda: refuse_unfrozen(self.transport.rank, names, unfrozen))
-        if len({numbers[2:] for numbers in said}) > 1:
-            steps = ", ".join(f"step {step:g} with lr {lr:g} on part {k}" for k, (_, _, step, lr) in enumerate(said))
-            raise DesyncError(
-                f"rank {self.transport.rank}: the parts of the model are not in the same step: {steps}; every rank "
-                "must call step() equally often, with the same learning rate"
-            )
-        return all(good for good, *_ in said)
 
     def steps_taken(self) -> int:
         """Of the first group."""

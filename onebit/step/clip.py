@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,12 @@ from ..agreement.step_vote import StepVote
 from ..comm import Transport
 from ..comm.messages import gather_bytes, numbers_on
 from ..model_parallel import ModelParallelGroup
+
+if TYPE_CHECKING:
+    from ..layout.bucket import Bucket
+    from ..layout.buckets import Buckets
+    from ..layout.masks import Masks
+    from ..rule import Rule
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -78,6 +84,47 @@ def estimated_norm(sums: Sequence[Sequence[Number]], world_size: int, mean_clip_
     common = product / mean_clip_factor
     common = (common + abs(common)) / 2  # max(0, common), of a tensor too
     return (mean_squared / n + (1.0 - 1.0 / n) * common) ** 0.5  # type: ignore[no-any-return]
+
+
+class GradientNorm:
+    """What the clipper asks of a step's gradients: of all buckets, and all parts of the model."""
+
+    def __init__(
+        self, transport: Transport, parts: ModelParallelGroup, buckets: Buckets[Bucket], masks: Masks, rule: Rule
+    ):
+        self._transport, self._parts = transport, parts
+        self._buckets, self._masks, self._rule = buckets, masks, rule
+
+    def of_means(self, means: Sequence[Tensor | None]) -> float:
+        """Of mean gradients, float32 [W·N], one for each bucket that has one. All ranks; see `exact_norm`."""
+        squares = sum(b.own_squares(g) for b, g in zip(self._buckets, means, strict=True) if g is not None)
+        return exact_norm(self._transport, self._parts, squares, self._buckets[0].device)
+
+    def own_sums(self, scale: float) -> tuple[float, float]:
+        """‖g‖² and <g, m̂> of this replica's gradients times scale. All ranks that hold its parts."""
+        norm_squared = product = 0.0
+        dots = gradient_dots(self._gradients_and_momenta)
+        for share, (squares, products) in zip(self._shares(), dots, strict=True):
+            norm_squared += share * scale * scale * squares
+            product += share * scale * products
+        norm_squared, product = self._parts.total(norm_squared, product)
+        return norm_squared, product
+
+    def own_sums_on_device(self, scale: float) -> Tensor:
+        """The same of a model in one piece; see `gradient_sums`."""
+        return gradient_sums(self._gradients_and_momenta(), self._shares(), scale, self._buckets[0].device)
+
+    def _shares(self) -> list[float]:
+        """Of every parameter that has a gradient here, this rank's share of its sums."""
+        pairs = [pair for b in self._buckets for pair in zip(b.gradients(), b.share_K, strict=True)]
+        return [share for g, share in pairs if g is not None]
+
+    def _gradients_and_momenta(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of every parameter that has a gradient here; a momentum may be a copy."""
+        for bucket in self._buckets:
+            m_views = bucket.layout.flat_views(self._rule.momentum(bucket))
+            pairs = zip(self._masks.gradients(bucket), m_views, strict=True)
+            yield from ((g, m) for g, m in pairs if g is not None)
 
 
 def exact_norm(

@@ -1,15 +1,21 @@
-"""Whether a step is good on this rank: all buckets are asked at once, and of each device one answer is read."""
+"""Whether a step is good: on this rank all buckets are asked at once, and of each device one answer is read.
+
+Then the parts of the model agree.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
+from ..agreement.step_vote import Ballot, DesyncError
 from ..comm import Transport
 from ..comm.codecs import Witness, all_finite
 from ..layout.buckets import AnyBucket
+from ..model_parallel import ModelParallelGroup
+from ..usage.frozen import refuse_unfrozen
 from .bucket_step import Arrived, CameDown
 from .clip import gradients_are_finite, has_squares
 
@@ -37,6 +43,25 @@ def came_down_finite(buckets: Sequence[AnyBucket], came_down: Sequence[CameDown]
     for bucket, said in zip(buckets, came_down, strict=True):
         witnesses.setdefault(bucket.device, []).append(said.witness)
     return {device: all_finite(there) for device, there in witnesses.items()}
+
+
+def all_parts_agree(parts: ModelParallelGroup, ballot: Ballot, is_good: bool, frozen: Collection[str]) -> bool:
+    """Whether the step of this vote is good on all parts of the model. frozen: the names of parameters not trained.
+
+    Raises DesyncError where they take another step, RuntimeError where any trains what it has no state of.
+    """
+    header, rank = ballot.header, ballot.transport.rank
+    unfrozen = [vote.present[len(vote.present) - len(frozen) :] for vote in ballot.votes]
+    said = parts.gather(float(is_good), float(any(map(any, unfrozen))), float(header.step), header.numbers[0])
+    if any(is_unfrozen for _, is_unfrozen, *_ in said):
+        parts.raise_on_all_ranks(RuntimeError, lambda: refuse_unfrozen(rank, list(frozen), unfrozen))
+    if len({numbers[2:] for numbers in said}) > 1:
+        steps = ", ".join(f"step {step:g} with lr {lr:g} on part {k}" for k, (_, _, step, lr) in enumerate(said))
+        raise DesyncError(
+            f"rank {rank}: the parts of the model are not in the same step: {steps}; every rank must call step() "
+            "equally often, with the same learning rate"
+        )
+    return all(good for good, *_ in said)
 
 
 def is_good_alone(arrived: Sequence[Arrived]) -> bool:

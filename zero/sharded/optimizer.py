@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ...agreement import replicas
-from ...agreement.step_vote import Ballot, Header, StepVote, are_finite, present_anywhere
+from ...agreement.step_vote import Ballot, StepVote, are_finite, present_anywhere
 from ...agreement.wrappers import refuse_wrapper
 from ...bucket_optimizer import BucketOptimizer
 from ...comm import Codec, SignCodec, Work
@@ -432,7 +432,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         such a step counts on no rank, as if gradients were not finite.
         """
         is_silent, gradients = self.rule.is_silent(), self._own(buckets, scale)
-        header, mine = self._my_vote(buckets, resends)
+        header, mine = self._own_vote(buckets, resends=resends, note=self.grad_stats.to_bytes())
         if resends:
             gradients.sums.fill_(math.nan)
         if is_silent:
@@ -488,12 +488,6 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self._resending = [rank for rank, vote in enumerate(votes) if vote.summary.resends]
         if buckets[0].index == 0 and not self._resending:
             self.health.observe([GradStats.from_bytes(vote.note) for vote in votes], self.transport.rank)
-
-    def _my_vote(self, buckets: Sequence[ShardedBucket], resends: bool) -> tuple[Header, StepVote]:
-        """On these buckets, without the sums of their gradients."""
-        header = self._header(self.rule.round_name())
-        summary = self._summary(header, buckets, resends=resends)
-        return header, StepVote(summary, self._present(buckets), note=self.grad_stats.to_bytes())
 
     def _own(self, buckets: Sequence[ShardedBucket], scale: float) -> OwnGradients:
         clips = self.clipper.max_norm > 0
