@@ -10,7 +10,7 @@ from family import same
 from sharded_ranks import new, state_of, take_steps, values
 from torch import Tensor, nn
 
-import onebit.zero.sharded.optimizer
+import onebit.zero.sharded.votes
 from onebit.agreement.step_vote import DesyncError
 from onebit.comm import Log4Codec, SimTransport, run_ranks
 from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam
@@ -49,7 +49,7 @@ EVENTS: dict[int, tuple[int | None, int, float | None]] = {
 
 def read_late(patch: pytest.MonkeyPatch) -> None:
     """As on a device whose tensors the transport reaches."""
-    patch.setattr(onebit.zero.sharded.optimizer, "reads_late", lambda transport, device: True)
+    patch.setattr(onebit.zero.sharded.votes, "reads_late", lambda transport, device: True)
 
 
 def trained(transport: SimTransport, leaf: str, **options: object) -> tuple[list[Tensor], list[Tensor], list[object]]:

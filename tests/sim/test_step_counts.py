@@ -13,7 +13,7 @@ from torch import nn
 
 import onebit
 import onebit.optimizer
-import onebit.zero.sharded.optimizer
+import onebit.zero.sharded.votes
 from onebit.agreement.step_vote import DesyncError
 from onebit.comm import SimTransport, run_ranks
 from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam
@@ -48,7 +48,7 @@ SHARDED: dict[str, tuple[Callable, dict, tuple[int, int, int, int]]] = {
 @pytest.fixture
 def reads_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device whose tensors the transport reaches."""
-    for module in (onebit.optimizer, onebit.zero.sharded.optimizer):
+    for module in (onebit.optimizer, onebit.zero.sharded.votes):
         monkeypatch.setattr(module, "reads_late", lambda transport, device: True)
 
 

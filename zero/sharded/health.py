@@ -8,6 +8,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
+from ...usage.contract import State
+
 log = logging.getLogger(__name__)
 
 _GRAD_STATS = struct.Struct("<4d")
@@ -53,6 +55,10 @@ class Health:
     offset: float = 0.0
     steps: int = 0
     is_warned: bool = False
+
+    def load(self, record: State) -> None:
+        """Take over what `vars` gave of another."""
+        vars(self).update(vars(Health(**record)))
 
     def observe(self, tallies: Sequence[GradStats], rank: int) -> None:
         """Take in what the ranks say of their last step; warn on rank 0, once. Same tallies on all ranks."""

@@ -8,7 +8,8 @@ A rule (`adam.py`, `lamb.py`, `zero_one_adam.py`) is the step of one bucket: a v
     stage 2       backward: a bucket whose gradients are complete begins its step, with a vote of its own
                   step(): the other buckets begin theirs; all are brought home
 
-A vote is read before its buckets' steps go on; on a GPU late, with what owners have sent down (`votes.py`).
+A vote is read before its buckets' steps go on; on a GPU late, with what owners have sent down: `votes.py` casts and
+reads it.
 
 At every stage parameters move when what owners have sent down is here for all buckets, and finite for all.
 
@@ -18,17 +19,14 @@ What surrounds a step is in `onebit/bucket_optimizer.py`, where things lie in `b
 from __future__ import annotations
 
 import itertools
-import logging
-import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from ...agreement import replicas
-from ...agreement.step_vote import Ballot, StepVote, are_finite, present_anywhere
 from ...agreement.wrappers import refuse_wrapper
 from ...bucket_optimizer import BucketOptimizer
 from ...comm import Codec, SignCodec, Work
@@ -39,9 +37,8 @@ from ...rule import check_blocks
 from ...step.bucket_step import BucketStep, CameDown, Decision, Meeting
 from ...step.driver import Driver
 from ...step.stats import Stats
-from ...step.verdict import came_down_finite, reads_late
+from ...step.verdict import came_down_finite
 from ...usage.contract import Group, SharedOptions, State
-from ...usage.frozen import refuse_unfrozen
 from . import state as shard_state
 from .bucket import ShardedBucket
 from .early import EarlyFrames
@@ -49,12 +46,10 @@ from .exchange import Sharded, ShardedConfig, codec_down
 from .health import GradStats, Health
 from .masters import Masters
 from .rule import ShardedRule
-from .votes import LateVote, OwnGradients
+from .votes import LeftOut, Votes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-log = logging.getLogger(__name__)
 
 WARMUP_STEPS = 64
 
@@ -105,15 +100,6 @@ class ShardedOptions(SharedOptions, total=False):
     overlap: bool
 
 
-@dataclass
-class LeftOut:
-    """What of the step under way was left out, as not finite: by all ranks, or by this one alone; names: of its own."""
-
-    names: list[str] = field(default_factory=list)
-    is_any: bool = False
-    by_all: bool = False
-
-
 class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
     """Base of the family; arguments: see `ShardedOptions`. All ranks construct, step, load and add groups together.
 
@@ -160,14 +146,13 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self.rule, self.momentum_dtype, self.placement = rule, momentum_dtype, Sharded(self.transport, config)
         self.rule.bind(self.placement, self.buckets)
         self.masters = Masters(self.transport.rank, self.buckets, are_kept=stage > 0)
-        self.grad_stats, self.health, self._left_out = GradStats(), Health(), LeftOut()
+        self.grad_stats, self.health = GradStats(), Health()
         self._next_grad_stats = GradStats()  # of the step under way
+        self._votes = Votes(rule, self.clipper, self.stats, self.health, self._watch)
         self._driver: Driver[ShardedBucket] = Driver(2, behind=1, on_comm_stream=False)
         self.overlap = EarlyFrames(self.transport.rank, overlap, self.rule, self.buckets)
         self._launched_scale = 1.0  # of the step under way
         self._has_begun = False  # the step under way
-        self._resending: Sequence[int] = ()  # the ranks whose gradients have changed since they were sent
-        self._late_votes: list[LateVote] = []  # of the step under way
         self._construct(params, defaults)
 
     def _new_stats(self) -> ShardStats:
@@ -251,12 +236,15 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
             not self.overlap.has_room
             or self.placement.config.stage == 2
             or self.clipper.max_norm > 0
-            or self._join.is_on
-            or self._watch.is_on(self._steps_here)
+            or self._reads_at_once()
         ):
             return False
         self._begin()
         return not self.rule.is_silent()
+
+    def _reads_at_once(self) -> bool:
+        """Whether votes are read before anything else is sent: in `join` headers may differ; gradients are compared."""
+        return self._join.is_on or self._watch.is_on(self._steps_here)
 
     def _launch_early(self, bucket: ShardedBucket, *, in_backward: bool = False) -> None:
         self.overlap.note(bucket, in_backward=in_backward)
@@ -293,14 +281,14 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         """Unless the step has begun: what kind it is. Once, as learning rates may be edited before step()."""
         if not self._has_begun:
             self._has_begun = True
-            self._late_votes = []
+            self._votes.late = []
             self.rule.begin_step()
 
     def _vote_alone(self, bucket: ShardedBucket, scale: float) -> BucketStep:
         """The rule's step, that meets no other before it sends: this bucket's gradients have a vote of their own."""
         step = self.rule.step(bucket, scale)
         next(step)
-        decision = yield from self._decide([bucket], scale)
+        decision = yield from self._vote([bucket], scale)
         if decision is None:
             bucket.free_gradients()
             return
@@ -322,7 +310,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
                 self._step_whole(scale)
             self._take_grad_stats()
         self.stats.phase = self.rule.after_step()
-        left_out, self._left_out = self._left_out, LeftOut()
+        left_out, self._votes.left_out = self._votes.left_out, LeftOut()
         self.stats.is_skipped = left_out.is_any
         self.stats.skipped_steps += left_out.is_any
         return left_out.names if left_out.by_all else None
@@ -330,7 +318,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
     def _step_whole(self, scale: float) -> None:
         """Stages 0 and 1: one vote on all buckets, before anything else is sent."""
         self._begin()
-        decision = wait_for(self._waited.timed(self._decide(self.buckets, scale)))
+        decision = wait_for(self._waited.timed(self._vote(self.buckets, scale)))
         self._watch.look(self.buckets.params)
         if decision is not None:
             for bucket in self.buckets:
@@ -340,7 +328,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
     def _commit(self, decision: Decision) -> None:
         self._driver.commit(decision, self._settle_down)
         self._settle_down([], [])  # a vote on buckets that have sent nothing
-        if not (self._left_out.by_all or self.rule.is_silent()):
+        if not (self._votes.left_out.by_all or self.rule.is_silent()):
             self.clipper.remember(self.stats.clip_factor, self.param_groups[0]["betas"][0])
 
     def _step_early(self, scale: float, resends: bool) -> bool:
@@ -348,20 +336,20 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
 
         resends: what this rank has sent is no longer true.
         """
-        self._resending = ()
+        self._votes.resending = ()
         for bucket in self.buckets[self._launched :]:
             self._launch_early(bucket)
-        decision = wait_for(self._waited.timed(self._decide(self.buckets, scale, resends=resends)))
+        decision = wait_for(self._waited.timed(self._vote(self.buckets, scale, resends=resends)))
         self._driver.wait()
         if decision is None:
             self._driver.give_up()
         else:
             self._commit(decision)
-        if self._resending and self.overlap.resent_steps == 0:
+        if self._votes.resending and self.overlap.resent_steps == 0:
             refuse_wrapper(self.transport, self.buckets.params)
-        self.overlap.count_resent(self._resending)
+        self.overlap.count_resent(self._votes.resending)
         self.stats.resent_steps = self.overlap.resent_steps
-        return not self._resending
+        return not self._votes.resending
 
     def _step_launched(self, scale: float) -> None:
         """Stage 2: send what backward has not sent, and bring all of it home."""
@@ -382,14 +370,14 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
 
         In the same wait for the device reads late votes, and what these buckets' steps say of the data.
         """
-        said, late = cast("Sequence[CameDown]", came_down), self._late_votes
+        said, late = cast("Sequence[CameDown]", came_down), self._votes.late
         flags = [*came_down_finite(buckets, said).values(), *(vote.gate for vote in late)]
         figures = [number for bucket in buckets for number in bucket.grad_stats or ()]
         messages, numbers = read_together(
             [vote.ballot.messages for vote in late], [flag.float() for flag in flags] + figures
         )
         ends = len(flags) - len(late), len(flags)
-        skipped = self._take_late_votes(messages, numbers[ends[0] : ends[1]])
+        skipped = self._votes.take_late(messages, numbers[ends[0] : ends[1]])
         if not all(numbers[: ends[0]]):
             self.placement.refuse_not_finite(buckets, said)
         rest = iter(numbers[ends[1] :])
@@ -400,111 +388,12 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
                 bucket.grad_stats = None
         return [bucket.index not in skipped for bucket in buckets]
 
-    def _take_late_votes(self, messages: Sequence[Sequence[bytes]], gates: Sequence[float]) -> set[int]:
-        """What votes that are read late say, which gates have heeded. The indices of buckets that all ranks skip.
-
-        Raises as `_decide` and `_take_in`.
-        """
-        late, self._late_votes = self._late_votes, []
-        closed = [vote for vote, gate in zip(late, gates, strict=True) if not gate]
-        for vote in closed:
-            vote.undo()
-        for vote, message in zip(late, messages, strict=True):
-            vote.take(message)
-        for vote in late:
-            vote.ballot.check()
-            self._take_in(vote.ballot.votes, vote.buckets)
-            if vote not in closed:
-                self._clip_by(vote.ballot.votes)
-        for vote in closed:
-            assert not are_finite(vote.ballot.votes)
-            if not self._resending:
-                self._leave_out(vote.gradients.bad(), by_all=True)
-        return {bucket.index for vote in closed for bucket in vote.buckets}
-
-    def _decide(
+    def _vote(
         self, buckets: Sequence[ShardedBucket], scale: float, *, resends: bool = False
     ) -> Generator[Work, None, Decision | None]:
-        """Ask all ranks about the gradients of these buckets. None, on all ranks, where any is not finite.
-
-        In a step that sends nothing, this rank alone. Of a vote that is read late gates say whether the step counts;
-        a rank without some gradient waits for it, to know whether another rank has it. resends: as in `_step_early`;
-        such a step counts on no rank, as if gradients were not finite.
-        """
-        is_silent, gradients = self.rule.is_silent(), self._own(buckets, scale)
+        """What all ranks decide on these buckets; see `Votes.decide`. resends: as in `_step_early`."""
         header, mine = self._own_vote(buckets, resends=resends, note=self.grad_stats.to_bytes())
-        if resends:
-            gradients.sums.fill_(math.nan)
-        if is_silent:
-            votes: Sequence[StepVote] = [mine.with_sums(gradients.sums)]
-        else:
-            ballot = Ballot.cast(self.transport, header, mine, buckets[0].device, gradients.sums)
-            yield ballot.messages.work
-            if self._reads_late(buckets[0].device):
-                self._late_votes.append(LateVote(buckets, ballot, gradients))
-                clips = self.clipper.max_norm > 0
-                factor = self.clipper.late_factor(ballot.sums(), self.transport.world_size) if clips else 1.0
-                return Decision(self._seen(ballot, buckets), factor, first=buckets[0].first)
-            ballot.read()
-            votes = ballot.votes
-            self._take_in(votes, buckets)
-        if self._resending:
-            return None
-        if not are_finite(votes):
-            self._leave_out(gradients.bad(), by_all=not is_silent)
-            return None
-        self._clip_by(votes)
-        return Decision(present_anywhere(votes), self.stats.clip_factor, first=buckets[0].first)
-
-    def _clip_by(self, votes: Sequence[StepVote]) -> None:
-        if self.clipper.max_norm > 0:
-            self.stats.clip_factor = self.clipper.estimated_factor(votes, self.transport.world_size)
-
-    def _reads_late(self, device: torch.device) -> bool:
-        """Whether the host reads a vote at the end of the step, with what came down.
-
-        Not in `join`, where headers may differ, nor where gradients are compared before anything is sent.
-        """
-        is_early = self._join.is_on or self._watch.is_on(self._steps_here)
-        return reads_late(self.transport, device) and not is_early
-
-    @staticmethod
-    def _seen(ballot: Ballot, buckets: Sequence[ShardedBucket]) -> Sequence[bool]:
-        """For each parameter of these buckets, whether any rank has a gradient for it. Waits where one is not here."""
-        seen = ballot.mine.present[: sum(len(bucket.params) for bucket in buckets)]
-        if all(seen):
-            return seen
-        messages, _ = ballot.messages.read()
-        ballot.take(messages)
-        return present_anywhere(ballot.votes)
-
-    def _take_in(self, votes: Sequence[StepVote], buckets: Sequence[ShardedBucket]) -> None:
-        """What votes say beside the decision. Raises RuntimeError where a rank trains what it has no state of."""
-        trained = sum(len(bucket.params) for bucket in buckets)
-        if buckets[-1] is self.buckets[-1]:
-            unfrozen = [vote.present[trained:] for vote in votes]
-            refuse_unfrozen(self.transport.rank, list(self.buckets.frozen.values()), unfrozen)
-        self._watch.note([vote.summary.gradients for vote in votes])
-        self._resending = [rank for rank, vote in enumerate(votes) if vote.summary.resends]
-        if buckets[0].index == 0 and not self._resending:
-            self.health.observe([GradStats.from_bytes(vote.note) for vote in votes], self.transport.rank)
-
-    def _own(self, buckets: Sequence[ShardedBucket], scale: float) -> OwnGradients:
-        clips = self.clipper.max_norm > 0
-        beta1s = [self.buckets.group(bucket)["betas"][0] for bucket in buckets] if clips else None
-        return OwnGradients.of(self.placement, buckets, scale, beta1s)
-
-    def _leave_out(self, bad: Sequence[str], *, by_all: bool) -> None:
-        """Count it, and say whose gradients are not finite: on that rank, or on rank 0 that it is another's."""
-        self.clipper.norm = None
-        left_out = self._left_out
-        self._left_out = LeftOut([*left_out.names, *bad], is_any=True, by_all=left_out.by_all or by_all)
-        what = "these parameters" if self.placement.config.stage == 2 else "the step"
-        consequence = f"all ranks skip {what}" if by_all else "this rank leaves its gradients of this step out"
-        if bad:
-            log.warning("rank %d: gradient not finite in %s; %s", self.transport.rank, ", ".join(bad[:5]), consequence)
-        elif self.transport.rank == 0:
-            log.warning("a gradient is not finite on another rank; %s", consequence)
+        return self._votes.decide(buckets, scale, header, mine, at_once=self._reads_at_once())
 
     def _take_grad_stats(self) -> None:
         """Of the buckets that took a step, for the next vote."""

@@ -20,7 +20,7 @@ from ...layout.masters import NAME as MASTER
 from ...layout.masters import check_master
 from ...usage.contract import State, check_identity, check_saved_groups, load_checked
 from .bucket import ShardedBucket
-from .health import GradStats, Health
+from .health import GradStats
 
 if TYPE_CHECKING:
     from .optimizer import ShardedOnebitOptimizer
@@ -90,7 +90,8 @@ def load(optimizer: ShardedOnebitOptimizer, state_dict: State) -> None:
         optimizer.publish(bucket)
     optimizer.clipper.average = tuple(record["clip_average"])
     optimizer.stats.skipped_steps = record["skipped_steps"]
-    optimizer.grad_stats, optimizer.health = GradStats(**record["grad_stats"]), Health(**record["health"])
+    optimizer.grad_stats = GradStats(**record["grad_stats"])
+    optimizer.health.load(record["health"])
     optimizer.masters.restored()
     optimizer.rule.load_record(record)
 
