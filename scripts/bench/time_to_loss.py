@@ -39,6 +39,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--lengths", type=int, nargs="+", default=[250, 500, 1000, 2000, 4000], metavar="STEPS")
     add("--lrs", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3], metavar="LR")
     add("--seeds", type=int, default=1)
+    add("--device", default="cpu", help="of all ranks: cuda, with --processes 1 and a task that is worth it, large-lm")
     add("--processes", type=int, default=2, help="runs side by side")
     add = commands.add_parser("seconds", parents=[common], help="time steps; needs root and iproute2").add_argument
     add("--rates", nargs="+", default=list(RATES), metavar="RATE")
@@ -62,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.command == "worker":
         seconds.work()
     elif args.command == "losses":
-        wanted = losses.wanted(args.task, args.ways, args.ranks, args.rows, args.lengths, args.lrs, args.seeds)
+        runs = args.task, args.ways, args.ranks, args.rows, args.lengths, args.lrs, args.seeds, args.device
+        wanted = losses.wanted(*runs)
         losses.train_missing(wanted, args.results, args.processes)
     elif args.command == "seconds":
         if (reason := available()) is not None:

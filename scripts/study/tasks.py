@@ -1,6 +1,7 @@
 """Tasks of study.py: a model, its batches and its loss. Nothing is downloaded, nothing rests on a global generator.
 
-Three kinds of gradient: "byte-lm" reaches every parameter in every step, and so does "demo-lm", the demo's own;
+Three kinds of gradient: "byte-lm" reaches every parameter in every step, and so do "demo-lm", the demo's own, and
+"large-lm", for a GPU;
 "masked-lm" never reaches three quarters of its position table; "digits" has inputs that are always zero, and labels of
 which a tenth are wrong.
 Shape legend: B rows of a batch, T bytes of each, D features, H heads.
@@ -70,6 +71,13 @@ class DemoLM(ByteLM):
 
     name = "demo-lm"
     size, validated = "small", 64
+
+
+class LargeLM(ByteLM):
+    """The same by a GPT of 128.0 M parameters, context 512: for a GPU."""
+
+    name = "large-lm"
+    size, validated = "125m", 512
 
 
 class MaskedLM:
@@ -230,6 +238,7 @@ def initialised(make: Callable[[], nn.Module], seed: int, layers: int = 0) -> nn
 
 @torch.no_grad()
 def mean_loss(task: Task, model: nn.Module, batch: Batch, rows: int = 64) -> float:
-    """The loss over a large batch, in parts of so many rows that stay in the cache."""
-    parts = list(zip(*(tensor.split(rows) for tensor in batch), strict=True))
+    """The loss over a large batch, where the model is, in parts of so many rows that stay in the cache."""
+    device = next(model.parameters()).device
+    parts = list(zip(*(tensor.to(device).split(rows) for tensor in batch), strict=True))
     return sum(float(task.loss(model, part)) * len(part[0]) for part in parts) / len(batch[0])

@@ -29,7 +29,7 @@ from time_to_loss.ways import WAYS, phase_of
 
 @dataclass(frozen=True)
 class Run:
-    """What is run. rows: of a rank's batch."""
+    """What is run. rows: of a rank's batch. device: of all ranks; on a GPU autocast to bfloat16."""
 
     task: str
     way: str
@@ -38,6 +38,7 @@ class Run:
     steps: int
     lr: float
     seed: int
+    device: str = "cpu"
 
     def lr_at(self, step: int) -> float:
         """Linear over the first twentieth, then a cosine to a tenth of the peak."""
@@ -74,7 +75,7 @@ def train(run: Run) -> Found:
 
 
 def _train(run: Run, task: Task, transport: SimTransport | None) -> tuple[float, dict[str, int], float]:
-    model = task.build(run.seed)
+    model, device = task.build(run.seed).to(run.device), torch.device(run.device)
     make = WAYS[run.way].make
     assert make is not None
     optimizer = make(decay_groups(model, WEIGHT_DECAY), transport, run.steps)
@@ -85,16 +86,19 @@ def _train(run: Run, task: Task, transport: SimTransport | None) -> tuple[float,
         for group in optimizer.param_groups:
             group["lr"] = run.lr_at(step)
         parts = [task.batch(run.seed, step, worker, run.rows) for worker in workers]
-        task.loss(model, tuple(torch.cat(column) for column in zip(*parts, strict=True))).backward()
+        batch = tuple(torch.cat(column).to(device) for column in zip(*parts, strict=True))
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = task.loss(model, batch)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         phases[phase_of(optimizer)] += 1
     if hasattr(optimizer, "sync"):
         optimizer.sync()
-    loss = task.evaluate(model) if transport is None or transport.rank == 0 else 0.0
+    found = task.evaluate(model) if transport is None or transport.rank == 0 else 0.0
     numel = sum(p.numel() for p in model.parameters())
     bits = 0.0 if transport is None else 8 * (transport.sent_bytes - sent) / numel
-    return (loss if math.isfinite(loss) else math.inf), dict(phases), bits
+    return (found if math.isfinite(found) else math.inf), dict(phases), bits
 
 
 # ---------------------------------------------------------------- many
@@ -107,13 +111,20 @@ def read(path: Path) -> list[Found]:
 
 
 def wanted(
-    task: str, ways: Iterable[str], ranks: int, rows: int, lengths: Sequence[int], lrs: Sequence[float], seeds: int
+    task: str,
+    ways: Iterable[str],
+    ranks: int,
+    rows: int,
+    lengths: Sequence[int],
+    lrs: Sequence[float],
+    seeds: int,
+    device: str = "cpu",
 ) -> Iterator[Run]:
     """By length, the shortest first: an interrupted command has the short ones of all."""
     for steps in sorted(lengths):
         for way in ways:
             for lr in lrs if WAYS[way].make is not None else ():
-                yield from (Run(task, way, ranks, rows, steps, lr, seed) for seed in range(seeds))
+                yield from (Run(task, way, ranks, rows, steps, lr, seed, device) for seed in range(seeds))
 
 
 def train_missing(runs: Iterable[Run], path: Path, processes: int) -> None:

@@ -33,6 +33,7 @@ SIZES = {
     "small": ModelSize(layers=5, width=128, heads=4, context=128),  # 1.03 M
     "25m": ModelSize(layers=8, width=512, heads=8, context=256),  # 25.4 M
     "25m-short": ModelSize(layers=8, width=512, heads=8, context=128),  # 25.4 M; half the work per sequence
+    "125m": ModelSize(layers=18, width=768, heads=12, context=512),  # 128.0 M; for a GPU
 }
 
 
