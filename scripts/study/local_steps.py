@@ -5,7 +5,8 @@
 All methods see the same batches. AdamW averages gradients in every step, and "AdamW with an outer step" takes
 Nesterov's step over its own last H steps, as DiLoCo does: what such a step gives one worker alone. "DiLoCo" is the
 published outer step (.7, .9) over differences in full or in eight bits; "local" takes the mean of the weights, "one
-bit" the same from frames in one bit. Each method has the rate that suits it best of those given, by the mean over
+bit" the same from frames in one bit. "one worker alone" has one rank's batches and no network: what the others add is
+the distance from it. Each method has the rate that suits it best of those given, by the mean over
 seeds. Locality: local differences in full against AdamW; compression: one bit against differences in full, by equal
 schedules.
 """
@@ -62,6 +63,7 @@ class Way:
     codec: Codec | None = None
     outer: tuple[float, float] = (1.0, 0.0)
     is_one_worker: bool = False
+    is_alone: bool = False
     fragments: int = 1
     delay_of: Callable[[Job], int] = lambda job: 0
 
@@ -81,9 +83,10 @@ def _qsr(job: Job) -> object:
     return onebit.QSR(scale=job.lr * math.sqrt(job.every), least=job.every, most=4 * job.every)
 
 
-NESTEROV = (0.7, 0.9)
+NESTEROV, SHORTER = (0.7, 0.9), (0.7, 0.6)
 WAYS = {
     "AdamW": Way(is_one_worker=True),
+    "one worker alone": Way(is_one_worker=True, is_alone=True),
     "AdamW with an outer step": Way(_fixed, IdentityCodec(), NESTEROV, is_one_worker=True),
     "local": Way(_fixed, IdentityCodec()),
     "one bit": Way(_fixed, SignCodec()),
@@ -94,6 +97,8 @@ WAYS = {
     "DiLoCo, fp32": Way(_fixed, IdentityCodec(), NESTEROV),
     "DiLoCo, int8": Way(_fixed, Int8Codec(), NESTEROV),
     "DiLoCo, one bit": Way(_fixed, SignCodec(), NESTEROV),
+    "DiLoCo, .7 and .6, fp32": Way(_fixed, IdentityCodec(), SHORTER),
+    "DiLoCo, .7 and .6, one bit": Way(_fixed, SignCodec(), SHORTER),
 }
 
 
@@ -122,7 +127,7 @@ def _train(job: Job, way: Way, task: Task, transport: SimTransport) -> tuple[flo
             transport=transport,
         )
     schedule = LambdaLR(optimizer, job.lr_at)
-    workers = range(job.ranks) if way.is_one_worker else [transport.rank]
+    workers = range(1 if way.is_alone else job.ranks) if way.is_one_worker else [transport.rank]
     for step in range(job.steps):
         parts = [task.batch(job.seed, step, worker, job.rows) for worker in workers]
         task.loss(model, tuple(torch.cat(column) for column in zip(*parts, strict=True))).backward()
@@ -130,7 +135,7 @@ def _train(job: Job, way: Way, task: Task, transport: SimTransport) -> tuple[flo
         optimizer.zero_grad()
         schedule.step()
     if not isinstance(optimizer, onebit.LocalSteps):
-        return task.evaluate(model), 64.0
+        return task.evaluate(model), 0.0 if way.is_alone else 64.0
     optimizer.sync()
     bits = optimizer.stats.mean_bits_per_parameter * job.ranks / max(1, job.ranks - 1)
     return (task.evaluate(model) if transport.rank == 0 else 0.0), 64.0 if way.is_one_worker else bits
@@ -151,10 +156,10 @@ def report(results: Sequence[dict]) -> Iterator[str]:
     best = {key: _best(results, *key) for key in dict.fromkeys((r["method"], r["every"]) for r in results)}
     plain = next((value for (method, _), value in best.items() if method == "AdamW"), None)
     in_full = {"one bit": "local", "one bit, started": "local, started", "DiLoCo, one bit": "DiLoCo, fp32"}
-    in_full |= {"DiLoCo, int8": "DiLoCo, fp32"}
+    in_full |= {"DiLoCo, int8": "DiLoCo, fp32", "DiLoCo, .7 and .6, one bit": "DiLoCo, .7 and .6, fp32"}
     for (method, every), (lr, losses, bits) in best.items():
         twin = best.get((in_full.get(method, ""), every))
-        cells = [method, "" if method == "AdamW" else str(every), f"{bits:.3f}", f"{lr:g}"]
+        cells = [method, str(every) if WAYS[method].every_of else "", f"{bits:.3f}", f"{lr:g}"]
         cells += [f"{statistics.mean(losses):.4f}", *(_gap(losses, other) for other in (plain, twin))]
         yield "| " + " | ".join(cells) + " |"
 
@@ -203,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for seed in args.seeds:
         for lr in args.lrs:
             for method in args.methods:
-                for every in args.every[:1] if method == "AdamW" else args.every:
+                for every in args.every if WAYS[method].every_of else args.every[:1]:
                     job = Job(args.task, method, every, args.ranks, args.steps, args.rows, lr, seed)
                     if tuple(asdict(job).values()) not in done:
                         results.append(run_job(job))
@@ -218,6 +223,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(text)
     if args.record is not None:
         options = f"--task {args.task} --steps {args.steps} --every {' '.join(map(str, args.every))}"
+        options += f" --lrs {' '.join(f'{lr:g}' for lr in args.lrs)} --seeds {' '.join(map(str, args.seeds))}"
         write_record(
             args.record, f"# Local steps\n\n```sh\npython scripts/study.py local-steps {options}\n```\n\n{text}\n"
         )
