@@ -105,7 +105,7 @@ def _alone() -> Way:
     def timed(params: Any, lr: float, transport: Transport) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=lr)
 
-    return Way("one worker alone", partial(Plain, make=timed), _dense, is_one_worker=True, is_alone=True, cycle=8)
+    return Way("one worker alone", partial(Plain, make=timed), _dense, is_one_worker=True, is_alone=True, cycle=64)
 
 
 def _local(
