@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from provenance import revision
 
+from onebit.cli.numbers import rate
 from time_to_loss.losses import Found
 from time_to_loss.seconds import Timed
 from time_to_loss.ways import PLAIN, WAYS
@@ -24,6 +25,9 @@ _LIKE = {"refresh": "warmup", "idle": "compressed"}  # phases that take the time
 _FAMILIES = {
     "one worker": "#56b4e9", "DDP": "#333333", "PowerSGD": "#999999", "DeMo": "#cc79a7", "DiLoCo": "#e69f00",
     "OnebitAdam": "#0072b2", "ZeroOneAdam": "#d55e00", "sharded": "#009e73", "local": "#882255",
+}  # fmt: skip
+_LEGEND = {
+    "one worker": "one worker alone", "sharded": "sharded across nodes", "local": "local steps in one bit",
 }  # fmt: skip
 
 
@@ -150,36 +154,35 @@ def _losses(found: Sequence[Found]) -> Iterator[str]:
 
 
 def draw(found: Sequence[Found], timed: Sequence[Timed], path: Path) -> None:
-    """Loss against seconds, a panel for each network."""
+    """Loss against seconds, a panel for each network, the slowest first."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    by_network = curves(found, timed)
+    by_network = dict(sorted(curves(found, timed).items(), key=lambda item: rate(item[0])))
     figure, panels = pyplot.subplots(
-        1, len(by_network), figsize=(5.2 * len(by_network), 4.6), squeeze=False, sharey=True
+        1, len(by_network), figsize=(4.6 * len(by_network), 4.4), squeeze=False, sharey=True
     )
     for panel, (network, lines) in zip(panels[0], by_network.items(), strict=True):
         _draw_panel(panel, network, lines)
     panels[0][0].set_ylabel("validation loss, nats per byte")
     handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncol=4, fontsize=7, frameon=False)
-    figure.tight_layout(rect=(0, 0.2, 1, 1))
+    figure.legend(handles, labels, loc="lower center", ncol=5, fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 
 def _draw_panel(panel: Axes, network: str, lines: Sequence[Curve]) -> None:
-    for line in lines:
-        family, style = _look(line.way)
-        panel.plot(line.seconds, line.losses, style, color=_FAMILIES[family], label=line.way, marker=".", linewidth=1.4)
+    """Each way thin; of each family the least loss that any of its ways has reached by then."""
+    for family, color in _FAMILIES.items():
+        members = [line for line in lines if line.way.startswith(family)]
+        for line in members:
+            panel.plot(line.seconds, line.losses, color=color, alpha=0.25, linewidth=0.8)
+        if members:
+            times = sorted(second for line in members for second in line.seconds)
+            least = [min(loss for line in members if (loss := line.at(t)) is not None) for t in times]
+            panel.plot(times, least, color=color, label=_LEGEND.get(family, family), linewidth=2)
     panel.set(title=network, xscale="log", xlabel="seconds")
     panel.grid(alpha=0.2)
-
-
-def _look(way: str) -> tuple[str, str]:
-    """Its family, and its line's style: the same on every network, whatever was timed there."""
-    family = next(name for name in _FAMILIES if way.startswith(name))
-    styles, members = ("-", "--", ":", "-."), [name for name in WAYS if name.startswith(family)]
-    return family, styles[members.index(way) % len(styles)]
