@@ -81,7 +81,7 @@ class FileStore:
     def read(self, extents: Sequence[Extent], *, fresh: bool = False) -> Lease:
         self._map = None  # views of a checkpoint that are no longer held need no address space
         self._raise_failed()
-        assert self._held < self._buffers, "every buffer is lent out, and nobody would give one back"
+        assert self.has_lease(), "every buffer is lent out, and nobody would give one back"
         begin = time.perf_counter()
         buffer = self._free.get()
         self.wait_s += time.perf_counter() - begin
@@ -93,8 +93,7 @@ class FileStore:
             at += extent.nbytes
         reading = None
         if not fresh:
-            earlier = [w for those, w in self._writes if any(a.overlaps(b) for a in those for b in extents)]
-            reading = self._threads.submit(self._read_all, extents, places, earlier)
+            reading = self._threads.submit(self._read_all, extents, places, self._writes_of(extents))
 
         def wait() -> list[Tensor]:
             if reading is not None:
@@ -103,18 +102,25 @@ class FileStore:
                 self.wait_s += time.perf_counter() - begin
             return parts
 
-        return Lease(extents, wait, buffer)
+        return Lease(extents, wait, buffer, lambda: reading is None or (reading.done() and not reading.exception()))
 
     def write(self, lease: Lease) -> None:
         lease.wait()
-        buffer = self._end(lease)
-        self._writes.append((lease.extents, self._threads.submit(self._write_all, lease.extents, buffer)))
+        buffer, extents = self._end(lease), lease.extents
+        writing = self._threads.submit(self._write_all, extents, buffer, self._writes_of(extents))
+        self._writes.append((extents, writing))
 
     def drop(self, lease: Lease) -> None:
         buffer = self._end(lease)
         with suppress(StoreError):  # of bytes that nobody has asked for
             lease.wait()  # what is being read into the buffer must not outlive the lease
         self._free.put(buffer)
+
+    def settle(self) -> None:
+        """Reads and writes wait for the writes of their bytes that were begun before."""
+
+    def has_lease(self) -> bool:
+        return self._held < self._buffers
 
     def flush(self) -> None:
         begin = time.perf_counter()
@@ -153,6 +159,10 @@ class FileStore:
 
     # ---------------------------------------------------------------- in the threads
 
+    def _writes_of(self, extents: Sequence[Extent]) -> list[Future[None]]:
+        """Those under way of these bytes: what comes later waits for them."""
+        return [w for those, w in self._writes if any(a.overlaps(b) for a in those for b in extents)]
+
     def _read_all(self, extents: Sequence[Extent], places: Sequence[memoryview], earlier: list[Future[None]]) -> None:
         for writing in earlier:
             writing.result()
@@ -160,8 +170,10 @@ class FileStore:
         for extent, place in zip(extents, places, strict=True):
             self._move(extent, place, is_read=True)
 
-    def _write_all(self, extents: Sequence[Extent], buffer: _Buffer) -> None:
+    def _write_all(self, extents: Sequence[Extent], buffer: _Buffer, earlier: list[Future[None]]) -> None:
         try:
+            for writing in earlier:
+                writing.exception()  # told by their own
             self._check_size()
             at = 0
             for extent in extents:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,19 +15,25 @@ from ...comm import Transport
 from ...comm.messages import gather_bytes
 from ...model_parallel import local
 from ...step.clip import LARGEST_GRADIENT
-from .layout import UNIT, Chunk, Layout
-from .places import Place
-from .store import Lease, Store
+from .layout import UNIT, Chunk, Layout, Piece
+from .places import Place, Stores
+from .staged import padded
+from .store import Lease, Lender, Store
+from .streams import Moment
 
 GRAD = "grad"
 
 
-def row_norms(grad: Tensor) -> list[float]:
-    """The norms of each UNIT elements, in order. Chunks end at rows, so how elements are cut changes no bit."""
+def row_norms(grad: Tensor) -> Tensor:
+    """float32, where the gradient is: the norms of each UNIT elements, in order.
+
+    Chunks end at rows, so how elements are cut changes no bit.
+    """
     flat = grad.reshape(-1)
     whole = flat.numel() // UNIT * UNIT
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, UNIT).float(), dim=1).tolist() if whole else []
-    return [*rows, torch.linalg.vector_norm(flat[whole:].float()).item()] if flat.numel() > whole else rows
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, UNIT).float(), dim=1)
+    rest = torch.linalg.vector_norm(flat[whole:].float()).view(1)
+    return torch.cat([rows, rest]) if flat.numel() > whole else rows
 
 
 def global_norm(norms: Sequence[float], *, is_clipped: bool) -> float | None:
@@ -38,12 +45,23 @@ def global_norm(norms: Sequence[float], *, is_clipped: bool) -> float | None:
 
 
 class ResidentGradients:
-    """Gradients stay in `p.grad` until they are dropped by `zero_grad`."""
+    """Gradients stay in `p.grad` until they are dropped by `zero_grad`.
 
-    def __init__(self, params: Sequence[Tensor], places: Sequence[Place]):
+    Where a step is taken on the host and they lie on a device, a chunk's are copied while the one before is stepped.
+    """
+
+    def __init__(self, params: Sequence[Tensor], places: Sequence[Place], stores: Stores):
         self.params = params
         self._scratch: dict[torch.device, Tensor] = {}
         self._places = {chunk: place for place in places for chunk in place.layout.chunks}
+        self._came: dict[Chunk, _Coming] = {}
+        needs = [self._bytes_of(chunk) for chunk, place in self._places.items() if place.streams is not None]
+        self._buffers = stores.host_buffers(max(needs)) if needs else None
+
+    def _bytes_of(self, chunk: Chunk) -> int:
+        widths = [local(self.params[piece.param]).element_size() for piece in chunk.pieces]
+        sizes = [(piece.stop - piece.start) * width for piece, width in zip(chunk.pieces, widths, strict=True)]
+        return sum(padded(nbytes) for nbytes in sizes)
 
     def collect(self) -> None:
         """They are where they are looked for."""
@@ -52,21 +70,44 @@ class ResidentGradients:
         return self.params[param].grad is not None
 
     def norms(self, chunks: Sequence[Chunk]) -> list[float]:
-        return [norm for p in self.params if p.grad is not None for norm in row_norms(local(p.grad))]
+        rows = [row_norms(local(p.grad)) for p in self.params if p.grad is not None]
+        devices = dict.fromkeys(x.device for x in rows)  # the host waits once for each
+        return [norm for d in devices for norm in torch.cat([x for x in rows if x.device == d]).tolist()]
+
+    def ahead(self, chunk: Chunk) -> None:
+        """Begin to copy what `of` will be asked for next."""
+        streams = self._places[chunk].streams
+        if streams is None or self._buffers is None or chunk in self._came:
+            return
+        self._buffers.begin()
+        moment = computed = streams.mark()
+        sources, held = [self._elements(piece) for piece in chunk.pieces], []
+        for source in sources:
+            held.append(self._buffers.take(source.numel(), source.dtype))
+            moment = streams.copy(source, held[-1], [computed])
+        self._buffers.used_until(moment)
+        self._came[chunk] = _Coming(moment, held, sources)
 
     def of(self, chunk: Chunk) -> Iterator[Tensor]:
         """float32 [stop - start] for each piece, where the step is taken; valid until those of the next chunk."""
         place = self._places[chunk]
-        for piece in chunk.pieces:
-            grad = self.params[piece.param].grad
-            if grad is None:
-                yield torch.empty(0, device=place.device)
-                continue
-            flat = _refuse_sparse(local(grad)).reshape(-1)[piece.start : piece.stop]
+        self.ahead(chunk)
+        coming = self._came.pop(chunk, None)
+        if coming is not None:
+            coming.moment.wait()
+        for k, piece in enumerate(chunk.pieces):
+            flat = self._elements(piece) if coming is None else coming.held[k]
             if flat.dtype == torch.float32 and flat.device == place.device:
                 yield flat
                 continue
             yield self._scratch_of(place)[piece.at : piece.at + flat.numel()].copy_(flat)
+
+    def _elements(self, piece: Piece) -> Tensor:
+        """Of the gradient, in its dtype, where it is; none where there is none."""
+        grad = self.params[piece.param].grad
+        if grad is None:
+            return torch.empty(0, device=local(self.params[piece.param]).device)
+        return _refuse_sparse(local(grad)).reshape(-1)[piece.start : piece.stop]
 
     def _scratch_of(self, place: Place) -> Tensor:
         if place.device not in self._scratch:
@@ -81,15 +122,30 @@ class ResidentGradients:
         """Nothing was changed."""
 
 
+class _Coming(NamedTuple):
+    """A chunk's gradients on their way to the host. sources: stay until they are over."""
+
+    moment: Moment
+    held: list[Tensor]
+    sources: list[Tensor]
+
+
 class StoredGradients:
     """Each gradient goes to a store as backward finishes it, is added up over micro-batches, and `p.grad` is freed.
 
-    The chunk touched last stays borrowed: backward goes through neighbours. summed: in which they are added up; None:
-    in their own dtype, as autograd does.
+    The chunk touched last stays borrowed: backward goes through neighbours. lender: the store as backward sees it, in
+    whose leases they are added up. summed: in which dtype; None: in their own, as autograd does.
     """
 
-    def __init__(self, params: Sequence[Tensor], layout: Layout, store: Store, summed: torch.dtype | None = None):
-        self.params, self.layout, self.store, self._summed = params, layout, store, summed
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        layout: Layout,
+        store: Store,
+        lender: Lender,
+        summed: torch.dtype | None = None,
+    ):
+        self.params, self.layout, self.store, self._lender, self._summed = params, layout, store, lender, summed
         self.dtype = layout.fields[GRAD].dtype
         self._scratch = torch.empty(0)
         self._counts = [0] * len(params)
@@ -108,7 +164,7 @@ class StoredGradients:
         if grad is None:
             return
         flat = _refuse_sparse(local(grad)).reshape(-1)
-        for chunk in self._places[param]:
+        for chunk in reversed(self._places[param]):  # as backward goes
             (held,) = self._borrow(chunk).wait()
             into = held.view(self.dtype)
             for piece in chunk.pieces:
@@ -125,16 +181,21 @@ class StoredGradients:
     def _borrow(self, chunk: Chunk) -> Lease:
         if self._current is not None and self._current[0] is chunk:
             return self._current[1]
-        self._settle()
-        lease = self.store.read(self.layout.extents(chunk), fresh=chunk not in self._touched)
+        self._give_back()
+        lease = self._lender.read(self.layout.extents(chunk), fresh=chunk not in self._touched)
         self._touched.add(chunk)
         self._current = chunk, lease
         return lease
 
-    def _settle(self) -> None:
+    def _give_back(self) -> None:
         if self._current is not None:
-            self.store.write(self._current[1])
+            self._lender.write(self._current[1])
             self._current = None
+
+    def _settle(self) -> None:
+        """The store has what came."""
+        self._give_back()
+        self._lender.settle()
 
     @torch.no_grad()
     def average(self, transport: Transport) -> float:
@@ -194,7 +255,7 @@ class StoredGradients:
             pieces = self.of(chunk)
             if k + 1 < len(chunks):
                 self.ahead(chunks[k + 1])
-            found += [norm for grad in pieces if grad.numel() for norm in row_norms(grad)]
+            found += [norm for grad in pieces if grad.numel() for norm in row_norms(grad).tolist()]
         return found
 
     def ahead(self, chunk: Chunk) -> None:
@@ -218,7 +279,7 @@ class StoredGradients:
     def drop(self) -> None:
         """Forget all of them."""
         if self._current is not None:
-            self.store.drop(self._current[1])
+            self._lender.drop(self._current[1])
             self._current = None
         self._counts = [0] * len(self.params)
         self._touched.clear()
@@ -226,6 +287,7 @@ class StoredGradients:
     def close(self) -> None:
         """Leave the parameters as they were found."""
         self.drop()
+        self._lender.settle()
         for hook in self._hooks:
             hook.remove()
 

@@ -33,8 +33,9 @@ from .inner import Inner, Part, empty_part, is_elementwise
 from .layout import Chunk, Layout, Piece, cut, elements_of, kept
 from .places import Place, Stores
 from .state import OffloadStats, StateOfParams, load_entries, load_into, sharded_as
-from .store import Lease
+from .store import Lease, Lender, Store
 from .stored_params import Blocks, StoredParams
+from .streams import streams_of
 from .weights import ResidentWeights, StoredWeights, take_masters
 
 log = logging.getLogger(__name__)
@@ -110,17 +111,20 @@ class Offload(torch.optim.Optimizer):
         self._groups_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
         check_parameters(self._params, made, may_be_meta=fill is not None)
         device = None if device is None else torch.empty(0, device=device).device  # "cuda" is "cuda:0"
+        held = list(model.parameters()) if mode == "full" else self._params  # type: ignore[union-attr]
+        devices = {device or local(p).device for p in held}
+        self._device = devices.pop() if len(devices) == 1 else None
         self._inner = Inner(made)
         self._may_split = is_elementwise(made) if split is None else split
         self._fields = self._inner.fields(self.param_groups)
         self._dtypes = [dtype or local(p).dtype for p in self._params]
-        is_pinned = pin_memory and any((device or p.device).type == "cuda" for p in self._params)
+        is_pinned = pin_memory and any((device or p.device).type == "cuda" for p in held)
         self._stores = Stores(to, is_pinned, buffer_count, threads, rank)
         self._needs_master: list[bool] = []
         near = kept([local(p).numel() for p in self._params], 0.0 if mode == "none" else ratio)
         places = self._open_places(near, chunk_mb)
         make_gradients = self._open_gradients(places, grad_dtype)
-        self._weights: ResidentWeights | StoredWeights = ResidentWeights(self._params)
+        self._weights: ResidentWeights | StoredWeights
         self._numbers: dict[Piece, dict[str, object]] = {}
         self._blocks: Blocks | None = None
         if fill is None:
@@ -130,6 +134,8 @@ class Offload(torch.optim.Optimizer):
             if fill is not None:
                 take_masters(self._params, places)
             self._blocks = Blocks(cast(nn.Module, model), moved)
+        else:
+            self._weights = ResidentWeights(self._params, places, self._stores)
         self._gradients, self._places = make_gradients(), places
         if rank == 0:
             log.info("%s of %s: %s", mode, self._inner.name, self._stores.describe())
@@ -153,7 +159,8 @@ class Offload(torch.optim.Optimizer):
             fields = {MASTER: torch.float32} | self._fields if any(mine) else self._fields
             layout = Layout(self._cut(params, elements_of(chunk_mb, fields)), fields)
             store = self._stores.open(layout.nbytes, layout.lease_bytes, device if params.start < near else None)
-            found.append(Place(layout, store, device))
+            streams = None if params.start < near or self._device is None else streams_of(self._device)
+            found.append(Place(layout, store, device, streams))
         return found
 
     def _cut(self, params: range, limit: int) -> list[Chunk]:
@@ -165,12 +172,13 @@ class Offload(torch.optim.Optimizer):
     def _open_gradients(self, places: Sequence[Place], summed: torch.dtype | None) -> Callable[[], Gradients]:
         """Room for them; the parameters are not touched before the call."""
         if self.mode not in ("gradients", "full"):
-            return lambda: ResidentGradients(self._params, places)
+            return lambda: ResidentGradients(self._params, places, self._stores)
         kept = summed or (self._dtypes[0] if len(set(self._dtypes)) == 1 else torch.float32)
         (place,) = places
         waiting = Layout(place.layout.chunks, {GRAD: kept})
         store = self._stores.open(waiting.nbytes, waiting.lease_bytes)
-        return lambda: StoredGradients(self._params, waiting, store, summed)
+        lender = self._stores.staged(store, place.streams, self._device, waiting.lease_bytes)
+        return lambda: StoredGradients(self._params, waiting, store, lender, summed)
 
     def _move(
         self,
@@ -185,8 +193,13 @@ class Offload(torch.optim.Optimizer):
             if p.is_floating_point():  # buffers stay as they are, as under FSDP2
                 p.data = p.data.to(dtype)
         (place,) = places
-        chunks, open_store = place.layout.chunks, self._stores.open
-        moved = StoredParams(model, self._params, chunks, open_store, ahead=ahead, device=device, fill=fill)
+
+        def staged(store: Store, lease_bytes: int) -> Lender:
+            return self._stores.staged(store, place.streams, self._device, lease_bytes)
+
+        moved = StoredParams(
+            model, self._params, place.layout.chunks, self._stores.open, staged, ahead=ahead, device=device, fill=fill
+        )
         is_master = [not needs for needs in self._needs_master]
         self._weights = StoredWeights(moved, lambda k: self._gradients.has(k), is_master)
         return moved
@@ -233,9 +246,9 @@ class Offload(torch.optim.Optimizer):
             now = lease
             if k + 1 < len(chunks):
                 lease = _read(*chunks[k + 1])
-            self._weights.ahead(chunk)
-            if k + 1 < len(chunks):
-                self._weights.ahead(chunks[k + 1][1])
+            for _, coming in chunks[k : k + 2]:
+                self._weights.ahead(coming)
+                self._gradients.ahead(coming)
             yield chunk, place.layout.views(now.wait())
             place.store.write(now)
 
@@ -250,9 +263,8 @@ class Offload(torch.optim.Optimizer):
         self._inner.step(self.param_groups, [part for _, part in stepped])
         for piece, part in stepped:
             self._numbers[piece] = part.numbers or {}
-            if self._needs_master[piece.param]:
-                weights[piece].copy_(local(part.weight))
-        self._weights.done(chunk)
+        of_masters = [(piece, part) for piece, part in stepped if self._needs_master[piece.param]]
+        self._weights.done(chunk, [(weights[piece], local(part.weight)) for piece, part in of_masters])
 
     def _part(self, piece: Piece, weight: Tensor, grad: Tensor, views: dict[str, Tensor]) -> Part:
         p, numel = self._params[piece.param], piece.stop - piece.start

@@ -9,17 +9,23 @@ import torch
 
 from .files import FileStore
 from .layout import Layout
+from .staged import HostBuffers, StagedStore
 from .state import OffloadStats
-from .store import MemoryStore, Store
+from .store import Lender, MemoryStore, Store
+from .streams import Streams
 
 
 @dataclass(frozen=True)
 class Place:
-    """Some of the parameters: how their state lies in a store, and the device on which they are stepped."""
+    """Some of the parameters: how their state lies in a store, and the device on which they are stepped.
+
+    streams: of the other device, on which the parameters lie; None: they lie on this one, or on several.
+    """
 
     layout: Layout
     store: Store
     device: torch.device
+    streams: Streams | None = None
 
 
 @dataclass
@@ -32,6 +38,7 @@ class Stores:
     threads: int
     rank: int
     all: list[Store] = field(default_factory=list)
+    buffers: list[HostBuffers] = field(default_factory=list)
 
     def open(self, nbytes: int, lease_bytes: int, device: torch.device | None = None) -> Store:
         """Another one; device: in its memory, wherever the others are. Raises StoreError where there is no room."""
@@ -45,6 +52,18 @@ class Stores:
         self.all.append(made)
         return made
 
+    def staged(self, store: Store, streams: Streams | None, device: torch.device | None, lease_bytes: int) -> Lender:
+        """The store as the device sees it; without streams it is the store itself."""
+        if streams is None or device is None:
+            return store
+        return StagedStore(store, streams, device, lease_bytes, self.buffer_count)
+
+    def host_buffers(self, nbytes: int) -> HostBuffers:
+        """For copies of so many bytes at once."""
+        made = HostBuffers(nbytes, is_pinned=self.is_pinned)
+        self.buffers.append(made)
+        return made
+
     def count(self, stats: OffloadStats) -> None:
         """What they have moved, and how long the run waited for it."""
         stats.wait_s = sum(store.wait_s for store in self.all)
@@ -56,5 +75,7 @@ class Stores:
 
     def close(self) -> None:
         """Give memory and files back."""
+        for buffers in self.buffers:
+            buffers.close()
         for store in self.all:
             store.close()

@@ -16,9 +16,10 @@ In mode full a float32 parameter is its own master on any device, and "the large
 it. A frozen parameter (LoRA's base) takes b alone, with the others or, in mode full, in the store.
 A store in files needs buffers of buffer_count chunks in host memory; every mode with one needs a chunk's float32
 gradients (unless they are float32 on the host), a chunk of the step's own, and in its first step a chunk's moments,
-which torch makes beside the store. Without a GPU what lies with the
-parameters is host memory, too. Activations and the process itself come on top. Seconds: a roofline, from all overlapped
-(the slowest of PCIe, memory and disk behind computing) to nothing overlapped. The formulas are in docs/offload.md.
+which torch makes beside the store. With a GPU copies have buffers of their own, on it and in host memory
+(`_copy_buffers`). Without one what lies with the parameters is host memory, too. Activations and the process itself
+come on top. Seconds: a roofline, from all overlapped (the slowest of PCIe, memory and disk behind computing) to nothing
+overlapped. The formulas are in docs/offload.md.
 """
 
 from __future__ import annotations
@@ -160,7 +161,22 @@ def _bytes(run: OffloadRun, mode: str, to: str) -> tuple[float, float, float]:
         host = (0.0 if to == "files" else away) + _own(run, mode, to) + chunk * (scratch + held)
     if run.device_bytes == 0:
         near, host = 0.0, host + near
+    elif share > 0.0:
+        buffers, locked = _copy_buffers(run, mode, to)
+        near, host = near + buffers, host + locked
     return near, host + _MODULE_BYTES * run.modules, away if to == "files" else 0.0
+
+
+def _copy_buffers(run: OffloadRun, mode: str, to: str) -> tuple[float, float]:
+    """(device, host): where copies between the two begin and end. Slices of a module come ahead, from memory one."""
+    chunk, ahead = run.dtype_bytes * _chunk(run, mode), run.buffer_count - 2
+    module = run.dtype_bytes * run.largest
+    come = min(chunk, module)
+    if to == "cpu" and ahead > 0:
+        come = max(come, module / ahead)
+    leave = run.buffer_count * chunk if mode != "state" else 0.0
+    away = 2 * chunk * {"state": 2, "gradients": 1}.get(mode, 0)
+    return leave + (run.buffer_count * come if mode == "full" else 0.0), away
 
 
 def _own(run: OffloadRun, mode: str, to: str) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .parameter import StoredParameter
-from .store import Extent, Lease, Store, rounded
+from .store import Extent, Lease, Lender, rounded
 
 
 @dataclass(eq=False)
@@ -86,8 +86,8 @@ class _Order:
 class Reader:
     """most: bytes of a lease. ahead: leases that are read ahead; two more must be to be had."""
 
-    def __init__(self, store: Store, most: int, ahead: int):
-        self.store, self._most, self._depth = store, most, ahead
+    def __init__(self, lender: Lender, most: int, ahead: int):
+        self._lender, self._most, self._depth = lender, most, ahead
         self._order = _Order()
         self._ahead: dict[_Load, Lease] = {}
         self._loads: dict[tuple[Stored, ...], list[_Load]] = {}
@@ -121,10 +121,10 @@ class Reader:
         """What its storage holds."""
         self.forget()
         for load in self._loads_of((s,)):
-            lease = self.store.read([place.extent for place in load.slices], fresh=True)
+            lease = self._lender.read([place.extent for place in load.slices], fresh=True)
             for part, place in zip(lease.wait(), load.slices, strict=True):
                 part[: place.nbytes].copy_(s.bytes()[place.start : place.start + place.nbytes])
-            self.store.write(lease)
+            self._lender.write(lease)
 
     def forget(self) -> None:
         """What was read ahead: the store's bytes change."""
@@ -137,14 +137,14 @@ class Reader:
                     place.stored.storage.resize_(place.stored.nbytes)
                 place.stored.bytes()[place.start : place.start + place.nbytes].copy_(part[: place.nbytes])
         finally:
-            self.store.drop(lease)
+            self._lender.drop(lease)
 
     def _begin(self, load: _Load) -> Lease:
-        return self.store.read([place.extent for place in load.slices])
+        return self._lender.read([place.extent for place in load.slices])
 
     def _read_ahead(self, loads: Sequence[_Load]) -> None:
         for load in [load for load in self._ahead if load not in loads]:
-            self.store.drop(self._ahead.pop(load))
+            self._lender.drop(self._ahead.pop(load))
         for load in loads:
             if load not in self._ahead and not any(place.stored.is_here for place in load.slices):
                 self._ahead[load] = self._begin(load)

@@ -34,23 +34,19 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Lease:
-    """Borrowed bytes. wait: one uint8 tensor for each extent; blocks until they are there, raises StoreError."""
+    """Borrowed bytes. wait: one uint8 tensor for each extent; blocks until they are there, raises StoreError.
+
+    is_there: whether `wait` would not block.
+    """
 
     extents: Sequence[Extent]
     wait: Callable[[], list[Tensor]]
     buffer: object = None
+    is_there: Callable[[], bool] = lambda: True
 
 
-class Store(Protocol):
-    """See the module docstring. One thread calls; what it began goes on in others.
-
-    wait_s: seconds in which the caller waited for it. read_bytes, written_bytes: moved between memory and the store.
-    """
-
-    nbytes: int
-    wait_s: float
-    read_bytes: int
-    written_bytes: int
+class Lender(Protocol):
+    """Who gives leases: a `Store`, or a `StagedStore` of it. One thread calls; what it began goes on in others."""
 
     def read(self, extents: Sequence[Extent], *, fresh: bool = False) -> Lease:
         """Begin to fetch. fresh: the caller writes every byte that it will ever read: nothing is fetched."""
@@ -60,6 +56,24 @@ class Store(Protocol):
 
     def drop(self, lease: Lease) -> None:
         """End a lease whose bytes have not changed."""
+
+    def settle(self) -> None:
+        """Until what was written is the store's to read; may be on its way to a disk."""
+
+
+class Store(Lender, Protocol):
+    """See the module docstring.
+
+    wait_s: seconds in which the caller waited for it. read_bytes, written_bytes: moved between memory and the store.
+    """
+
+    nbytes: int
+    wait_s: float
+    read_bytes: int
+    written_bytes: int
+
+    def has_lease(self) -> bool:
+        """Whether `read` may be called before another lease has ended."""
 
     def flush(self) -> None:
         """Until all that was written is stored. Raises StoreError where it could not be."""
@@ -102,6 +116,12 @@ class MemoryStore:
 
     def drop(self, lease: Lease) -> None:
         pass
+
+    def settle(self) -> None:
+        pass
+
+    def has_lease(self) -> bool:
+        return True
 
     def flush(self) -> None:
         pass

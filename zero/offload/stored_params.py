@@ -19,15 +19,16 @@ from .checks import check_movable
 from .layout import Chunk, Piece
 from .parameter import UNSEEN, Saved, Saving, StoredParameter, names_of, plain
 from .reader import Reader, Stored
-from .store import PAGE, Extent, Store, rounded
+from .store import PAGE, Extent, Lender, MemoryStore, Store, rounded
 
 
 class StoredParams:
     """All parameters of a model, in a store. trained: the first ones, in the order of the chunks' pieces.
 
-    open_store: makes a store of so many bytes and so large leases. ahead: leases read ahead. device: where parameters
-    come, and buffers go; None: where each is. fill: called once with the model, some of which may be on "meta": what it
-    writes are their first values. Raises TypeError and ValueError on parameters that cannot be moved, StoreError.
+    open_store: makes a store of so many bytes and so large leases; staged: the store as the parameters' device sees it,
+    in leases of so many bytes. ahead: leases read ahead. device: where parameters come, and buffers go; None: where
+    each is. fill: called once with the model, some of which may be on "meta": what it writes are their first values.
+    Raises TypeError and ValueError on parameters that cannot be moved, StoreError.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class StoredParams:
         trained: Sequence[Tensor],
         chunks: Sequence[Chunk],
         open_store: Callable[[int, int], Store],
+        staged: Callable[[Store, int], Lender],
         *,
         ahead: int,
         device: torch.device | None,
@@ -58,7 +60,8 @@ class StoredParams:
         largest = max(_bytes_of(module) for module in model.modules())
         most = max(PAGE, rounded(min(max(c.size for c in chunks) * widest, largest)))
         self.store = open_store(offset, max([most, *steps]))
-        self._reader = Reader(self.store, most, ahead)
+        self._lender: Lender = self.store
+        self._reader = Reader(self.store, most, 0)
         self._here: dict[Stored, None] = {}
         self._idle: dict[Stored, None] = {}
         self.saving = Saving(self._describe, self._restore)
@@ -67,6 +70,10 @@ class StoredParams:
         storage = probe.untyped_storage()
         self._alone = torch._C._storage_Use_Count(storage._cdata)  # of a parameter and a `Stored`
         self._leave(device)
+        if ahead > 0 and isinstance(self.store, MemoryStore):  # leases cost nothing there: a module is ahead
+            most = max(most, rounded(-(-largest // ahead)))
+        self._lender = staged(self.store, most)
+        self._reader = Reader(self._lender, most, ahead)
         self._of_storage = {s.storage._cdata: s for s in self.all}
         if device is not None:
             _move_buffers(model, device)
@@ -193,7 +200,6 @@ class StoredParams:
             raise RuntimeError(f"{s.name} was given another storage below Offload; write into it with copy_ instead")
         if s.is_seen and s.param._version == s.version:
             return
-        self.store.flush()  # an earlier write of the same bytes must not end later
         self._reader.write(s)
         s.was_written, s.version = True, s.param._version
 
@@ -241,6 +247,7 @@ class StoredParams:
             for s in self._here:
                 self._keep(s)
             self.give_back()
+            self._lender.settle()
 
     def stepped(self, params: Sequence[int]) -> None:
         """The store has new values of these: parameters that are here take them."""
@@ -276,6 +283,7 @@ class StoredParams:
                 cast(nn.Parameter, s.param).__class__ = nn.Parameter
                 del s.param._home
             self._reader.forget()
+            self._lender.settle()
 
 
 class Blocks:

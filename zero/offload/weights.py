@@ -10,20 +10,35 @@ from torch import Tensor
 from ...layout.masters import NAME as MASTER
 from ...model_parallel import local
 from .layout import Chunk, Piece
-from .places import Place
+from .places import Place, Stores
+from .staged import padded
 from .store import Lease
 from .stored_params import StoredParams
+from .streams import Moment, Streams
 
 
 class ResidentWeights:
-    """Parameters keep their values."""
+    """Parameters keep their values.
 
-    def __init__(self, params: Sequence[Tensor]):
+    Where a step is taken on the host and they lie on a device, new values go there while the next chunk is stepped.
+    """
+
+    def __init__(self, params: Sequence[Tensor], places: Sequence[Place], stores: Stores):
         self.params = params
         self._versions = [p._version for p in params]
+        self._streams = {chunk: place.streams for place in places for chunk in place.layout.chunks}
+        needs = [self._bytes_of(chunk) for chunk, streams in self._streams.items() if streams is not None]
+        self._buffers = stores.host_buffers(max(needs)) if needs else None
+        self._read: dict[Streams, Moment] = {}
+        self._written: dict[Streams, Moment] = {}
+
+    def _bytes_of(self, chunk: Chunk) -> int:
+        held = [elements(self.params[piece.param], piece) for piece in chunk.pieces]
+        return sum(padded(x.numel() * x.element_size()) for x in held)
 
     def begin(self) -> None:
-        """They are there."""
+        """What the device was given before reads the former values."""
+        self._read = {streams: streams.mark() for streams in self._streams.values() if streams is not None}
 
     def ahead(self, chunk: Chunk) -> None:
         """They are there."""
@@ -32,11 +47,21 @@ class ResidentWeights:
         """Each piece's elements where they lie; a whole parameter keeps its shape."""
         return {piece: elements(self.params[piece.param], piece) for piece in chunk.pieces}
 
-    def done(self, chunk: Chunk) -> None:
-        """They were changed in place."""
+    def done(self, chunk: Chunk, masters: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """What has no master was changed in place. masters: (elements of `of`, their new values)."""
+        streams = self._streams[chunk]
+        if streams is None or self._buffers is None:
+            return round_into(masters)
+        self._buffers.begin()
+        for weight, master in masters:
+            rounded = self._buffers.take(weight.numel(), weight.dtype).view(weight.shape).copy_(master)
+            self._written[streams] = streams.copy(rounded, weight, [self._read[streams]])
+            self._buffers.used_until(self._written[streams])
 
     def end(self, stepped: Sequence[int]) -> None:
         """A step has changed these parameters."""
+        for moment in self._written.values():
+            moment.hold()
         for k in stepped:
             self._versions[k] = self.params[k]._version
 
@@ -86,7 +111,8 @@ class StoredWeights:
         flat = held[: numel * p.element_size()].view(p.dtype)
         return torch.as_strided(flat, p.shape, p.stride()) if numel == p.numel() else flat
 
-    def done(self, chunk: Chunk) -> None:
+    def done(self, chunk: Chunk, masters: Sequence[tuple[Tensor, Tensor]]) -> None:
+        round_into(masters)
         assert self._now is not None
         self.params.store.write(self._now)
         self._now = None
@@ -104,6 +130,12 @@ class StoredWeights:
     def close(self, *, bring_back: bool) -> None:
         """Parameters come back for good, or never."""
         self.params.close(bring_back=bring_back)
+
+
+def round_into(masters: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Elements ← their masters."""
+    for weight, master in masters:
+        weight.copy_(master)
 
 
 def elements(p: Tensor, piece: Piece) -> Tensor:
