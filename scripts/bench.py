@@ -24,6 +24,7 @@ NAMES = (
     "sparse_attention",
     "zero_memory",
     "offload",
+    "offload_gpu",
     "inference",
     "time_to_loss",
     "peer_deepspeed",

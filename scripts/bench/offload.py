@@ -182,8 +182,8 @@ def cases(sizes: Sequence[int], limits_mb: Sequence[int]) -> list[Case]:
     return made
 
 
-def report(lines: Sequence[dict]) -> str:
-    """In Markdown."""
+def report(lines: Sequence[dict], argv: Sequence[str] = ()) -> str:
+    """In Markdown. argv: of the command."""
     rows = [
         f"| {x['mode']} | {x['to']} | {x['params'] / 1e6:.0f} | {x['limit_mb'] or '-'} "
         + (
@@ -198,7 +198,8 @@ def report(lines: Sequence[dict]) -> str:
     return (
         f"""# Offload: peak memory, planned and measured
 
-`python scripts/bench.py offload`, {time.strftime("%Y-%m-%d")}, revision {revision()}, torch {torch.__version__},
+`{" ".join(["python scripts/bench.py offload", *argv])}`,
+{time.strftime("%Y-%m-%d")}, revision {revision()}, torch {torch.__version__},
 MALLOC_MMAP_THRESHOLD_=1000000: without it glibc keeps freed gradients for later.
 
 {how}AdamW on bfloat16 parameters with float32 masters, chunks of {CHUNK_MB:g} MB. Planned and peak: beside what the
@@ -237,7 +238,8 @@ def main(argv: Sequence[str]) -> None:
         for case in cases(sizes, limits_mb):
             lines.append(measure(case, folder))
             print(json.dumps(lines[-1]), flush=True)
-        text = report(lines)
+        limits = [str(x) for x in limits_mb]
+        text = report(lines, ["--limit-mb", *limits] if limits else [])
     print(text)
     if args.record:
         write_record(args.record, text)

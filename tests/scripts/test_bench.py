@@ -13,6 +13,7 @@ from bench import growth as bench_growth
 from bench import host_adam as bench_host_adam
 from bench import host_time as bench_host_time
 from bench import offload as bench_offload
+from bench import offload_gpu as bench_offload_gpu
 from bench import step as bench_step
 from bench import suite as bench_suite
 from bench.collective import FP32, ONE_BIT
@@ -235,6 +236,17 @@ def test_offload_is_measured_and_within_five_percent_of_the_plan(mode: str, tmp_
     assert facts["params"] == 8 * 1024 * 1024 and not facts["killed"]
     assert facts["peak"] == pytest.approx(facts["planned"], rel=0.05)
     killed = facts | {"killed": True, "limit_mb": 100}
-    text = bench_offload.report([facts, killed])
+    text = bench_offload.report([facts, killed], ["--limit-mb", "100"])
+    assert "`python scripts/bench.py offload --limit-mb 100`" in text
     assert text.count(f"| {mode} | files | 8 |") == 2 and "| killed |" in text
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.thorough
+def test_offload_on_a_gpu_is_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--params", "1e6", "--width", "128", "--tokens", "32", "--device", "cpu", "--folder", str(tmp_path)]
+    bench_offload_gpu.main([*shape, "--optimizer", "AdamW", "--record", str(tmp_path / "record.md")])
+    found = json.loads(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("{")))
+    assert found["params"] > 0.9e6 and found["layers"] == 5
+    assert all(later < found["losses"][0] + 0.1 for later in found["losses"])
+    assert "mode full in files" in (tmp_path / "record.md").read_text()

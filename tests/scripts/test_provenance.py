@@ -76,6 +76,7 @@ COMMANDS: dict[str, tuple[str, Sequence[str]]] = {
     "bench.py kernels": ("bench.kernels", ["--record", str(RECORD)]),
     "bench.py memory": ("bench.memory", ["--record", str(RECORD)]),
     "bench.py offload": ("bench.offload", ["--record", str(RECORD)]),
+    "bench.py offload_gpu": ("bench.offload_gpu", ["--record", str(RECORD)]),
     "bench.py pipeline": ("bench.pipeline", ["--record", str(RECORD)]),
     "bench.py suite": ("bench.suite", ["--results", str(RECORD)]),
     "bench.py traffic": ("bench.traffic", ["--record", str(RECORD)]),
