@@ -6,6 +6,9 @@ import errno
 import gc
 import logging
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -199,6 +202,27 @@ class TestShares:
         assert [text in line for line in without_effect(config, choose(config, shape), shape)] == [True]
 
 
+_FAILING_DISK = """
+import logging, os, sys
+sys.path[:0] = {paths!r}
+from pathlib import Path
+from onebit.zero.offload import mapped
+from test_offload_engine import TestOneBit, train
+logging.basicConfig(level=logging.INFO)
+make, kept = mapped.make_file, []
+def keeping(*args):
+    fd, direct = make(*args)
+    kept.append(os.dup(fd))
+    return fd, direct
+mapped.make_file = keeping
+engine = TestOneBit.started(Path({folder!r}), freeze_step=2)
+train(engine, 4)
+for fd in kept:
+    os.ftruncate(fd, 0)
+train(engine, 1)
+"""
+
+
 class TestOneBit:
     """`offload_optimizer` with nvme: state in mapped files, bits as with state in memory."""
 
@@ -269,6 +293,14 @@ class TestOneBit:
         monkeypatch.setattr(files.os, "posix_fallocate", full)
         with pytest.raises(StoreError, match="is full: it has"):
             self.started(tmp_path)
+
+    @pytest.mark.processes
+    def test_a_disk_that_fails_below_mapped_state_says_where(self, tmp_path: Path) -> None:
+        text = _FAILING_DISK.format(paths=sys.path, folder=str(tmp_path))
+        done = subprocess.run([sys.executable, "-c", text], timeout=120, capture_output=True, text=True, check=False)
+        assert done.returncode == -signal.SIGBUS
+        assert "a bus error means that its disk has failed" in done.stderr
+        assert "Fatal Python error: Bus error" in done.stderr and "in compressed_step" in done.stderr
 
     def test_local_steps_are_refused_by_name(self, tmp_path: Path) -> None:
         block = {"device": "nvme", "nvme_path": str(tmp_path)}

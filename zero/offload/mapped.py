@@ -6,8 +6,11 @@ so `FileStore`, which steps chunk by chunk, is not for it. Mapped tensors are or
 
 from __future__ import annotations
 
+import faulthandler
+import logging
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -18,13 +21,19 @@ from ...optimizer import CompressedOptimizer
 from .files import make_file
 from .store import rounded
 
+log = logging.getLogger(__name__)
+
 
 def map_state(optimizer: CompressedOptimizer, folder: str | os.PathLike[str], rank: int) -> None:
     """Moments, denominators and errors of all buckets, in host memory until now, lie in files of `folder` from here on.
 
     Those that come with another phase or a checkpoint, too. A file has one tensor, no name, and goes with the tensor.
-    Raises StoreError where the folder cannot be written or has not the room: here, and where a phase begins.
+    Raises StoreError where the folder cannot be written or has not the room: here, and where a phase begins. A disk
+    that fails later, below mapped pages, ends the process by SIGBUS; Python's fault handler says where, on stderr.
     """
+    _name_faults()
+    if rank == 0:
+        log.info("one-bit state is in mapped files of %s; a bus error means that its disk has failed", folder)
     publish = optimizer.publish
 
     def publish_mapped(bucket: Bucket) -> None:
@@ -34,6 +43,13 @@ def map_state(optimizer: CompressedOptimizer, folder: str | os.PathLike[str], ra
     optimizer.publish = publish_mapped  # type: ignore[method-assign]
     for bucket in optimizer.buckets:
         optimizer.publish(bucket)
+
+
+def _name_faults() -> None:
+    """A bus error prints every thread's stack before it ends the process."""
+    if not faulthandler.is_enabled():
+        with suppress(AttributeError, OSError, ValueError):  # no stderr, or one that is no file
+            faulthandler.enable()
 
 
 def _map(bucket: Bucket, folder: Path, rank: int) -> None:
