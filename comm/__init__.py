@@ -35,6 +35,7 @@ from .codecs import (
 from .hierarchy import HierarchicalTransport, Hierarchy, hierarchical
 from .kernels.operands import (
     EncodeOutput,
+    GradientSum,
     LocalStep,
     MomentumInputs,
     MomentumWeights,
@@ -56,6 +57,7 @@ __all__ = [
     "Exchange",
     "ExchangeTask",
     "FusedCodec",
+    "GradientSum",
     "HierarchicalTransport",
     "Hierarchy",
     "IdentityCodec",

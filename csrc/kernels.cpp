@@ -74,6 +74,8 @@ struct FusedEncode {
   int64_t J;
   int64_t block;
   bool mean_abs;
+  bool returns = false;  // a share of what is sent stays owed
+  float returned = 0.0f;
 };
 
 struct EncodeMeanJob {
@@ -102,6 +104,13 @@ struct MomentumJob {
   int64_t m_stride;
   const float* m;  // or this
   float keep, add, own, unscale;
+};
+
+// What is owed is the error and the residual; where it stays, there is no residual.
+struct GradientJob {
+  FusedEncode to;
+  PointersJob grads;
+  float add, unscale;
 };
 
 struct ApplyJob {
@@ -186,6 +195,7 @@ struct Kernel {
 struct Fused {
   void (*encode_mean)(const EncodeMeanJob&, int64_t begin, int64_t end);
   void (*encode_momentum)(const MomentumJob&, int64_t begin, int64_t end);
+  void (*encode_gradients)(const GradientJob&, int64_t begin, int64_t end);
   void (*apply)(const ApplyJob&, int64_t begin, int64_t end);
   void (*local_step)(const LocalJob&, int64_t begin, int64_t end);
   void (*owner_step)(const OwnerJob&, int64_t begin, int64_t end);
@@ -261,7 +271,7 @@ void encode_rows(const Kernel& kernel, const EncodeJob& job, int64_t K, int64_t 
 }  // namespace
 
 // Raise it together with cpu.py's when a signature or a frame changes: a library built from older sources is then refused.
-ONEBIT_API int onebit_abi_version() { return 6; }
+ONEBIT_API int onebit_abi_version() { return 7; }
 
 ONEBIT_API int onebit_best_isa() { return best_isa(); }
 
@@ -400,6 +410,24 @@ ONEBIT_API int onebit_sign_encode_momentum(void* const* grads, const int32_t* gr
                         static_cast<float>(unscale)};
   clear_tails(frames, frame_stride, K, frame_bytes, J * (block / 8) + 2 * J);
   run(kernels->fused.encode_momentum, job, K * J, threads);
+  return 0;
+}
+
+ONEBIT_API int onebit_sign_encode_gradients(void* const* grads, const int32_t* grad_kinds, const int64_t* first,
+                                            const int64_t* numels, int64_t segments, double add, double unscale,
+                                            void* owed, int owed_kind, int returns, double returned, uint8_t* frames,
+                                            int64_t frame_stride, int64_t frame_bytes, const int32_t* counts,
+                                            int64_t counts_stride, int64_t K, int64_t J, int64_t block, int mean_abs,
+                                            int isa, int threads) {
+  const Kernels* kernels = kernels_for(isa);
+  if (!kernels) return 1;
+  const FloatKind kind = static_cast<FloatKind>(owed_kind);
+  const GradientJob job{{owed, kind, frames, frame_stride, counts, counts_stride, returns ? owed : nullptr, kind, J, block,
+                         mean_abs != 0, returns != 0, static_cast<float>(returned)},
+                        {grads, grad_kinds, first, numels, segments},
+                        static_cast<float>(add), static_cast<float>(unscale)};
+  clear_tails(frames, frame_stride, K, frame_bytes, J * (block / 8) + 2 * J);
+  run(kernels->fused.encode_gradients, job, K * J, threads);
   return 0;
 }
 

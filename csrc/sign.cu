@@ -79,9 +79,12 @@ __device__ __forceinline__ void compute_c(Source& source, const Target& to, int 
   finish_c(c, error, to.error_kind, to.count, row);
 }
 
+// What becomes of what was owed: a block's residual; nothing; or a residual with this share of what was sent.
+enum class Owed { kResidual, kStays, kReturns };
+
 // One block of c = source + error. Reads memory once where c is kept.
-template <class Source>
-__device__ __forceinline__ void encode_from(Source& source, const Target& to) {
+template <Owed kOwed = Owed::kResidual, class Source>
+__device__ __forceinline__ void encode_from(Source& source, const Target& to, float returned = 0.0f) {
   float kept[kKept ? kRows : kBatch];
   float sum = 0.0f;
 #pragma unroll kUnrolled
@@ -112,15 +115,18 @@ __device__ __forceinline__ void encode_from(Source& source, const Target& to) {
       const u32 minus = is_bad ? 0u : __float_as_uint(c[r]) & kSignBit;
       const u32 signs = __ballot_sync(kEveryThread, minus != 0) >> (threadIdx.x & kLanes);
       if ((row + r) % kLanes == lane()) mine = signs;
-      c[r] = c[r] - __uint_as_float(scale << 16 | minus);
+      const float value = __uint_as_float(scale << 16 | minus);
+      c[r] = c[r] - value;
+      if constexpr (kOwed == Owed::kReturns) c[r] = (is_bad ? 0.0f : c[r]) + value * returned;
     }
-    const int real = is_bad ? 0 : to.count;
+    const int real = kOwed != Owed::kReturns && is_bad ? 0 : to.count;
     if (real < kBlock) {
 #pragma unroll
       for (int r = 0; r < kBatch; ++r)
         if ((row + r) * kLanes + lane() >= real) c[r] = 0.0f;
     }
-    if (to.inside) store_floats(to.residual, to.residual_kind, to.residual_at + row * kLanes + lane(), c);
+    const bool stays = kOwed == Owed::kStays || (kOwed == Owed::kReturns && to.count == 0);
+    if (to.inside && !stays) store_floats(to.residual, to.residual_kind, to.residual_at + row * kLanes + lane(), c);
     const int end = row + kBatch, base = row / kLanes * kLanes;
     if ((end % kLanes == 0 || end == kRows) && to.inside && base + lane() < kRows)
       reinterpret_cast<u16*>(to.bits)[base + lane()] = static_cast<u16>(mine);
@@ -162,6 +168,24 @@ struct MeanSource {
   __device__ __forceinline__ void compute(float* c) const {
 #pragma unroll
     for (int r = 0; r < kBatch; ++r) c[r] = sum[r] * share;
+  }
+};
+
+struct GradientSource {
+  const void* grad;
+  int kind, left;
+  i64 at;
+  float add, unscale;
+  u32 g[kBatch];
+
+  __device__ __forceinline__ void load(int row) {
+    const int from = row * kLanes + lane();
+    load_raw(g, grad, kind, at + from, left - from);
+  }
+  __device__ __forceinline__ void compute(float* c) {
+    widen(g, kind);
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) c[r] = __uint_as_float(g[r]) * unscale * add;
   }
 };
 
@@ -405,6 +429,40 @@ ONEBIT_ENCODE_MOMENTUM(sign_encode_momentum, false, false)
 ONEBIT_ENCODE_MOMENTUM(sign_encode_momentum_variance, false, true)
 ONEBIT_ENCODE_MOMENTUM(sign_encode_momentum_packed, true, false)
 ONEBIT_ENCODE_MOMENTUM(sign_encode_momentum_packed_variance, true, true)
+
+// owed: the error, and where it is returned the residual.
+#define ONEBIT_ENCODE_GRADIENTS(NAME, OWED)                                                                              \
+  ONEBIT_KERNEL NAME(const int* owners, const i64* grads, const i64* first, i64 S, float add, float unscale, void* owed, \
+                     i64 owed_kind, float returned, u8* frames, i64 frame_stride, i64 frame_bytes, const int* counts,    \
+                     i64 counts_stride, i64 K, i64 J, i64 mean_abs) {                                                    \
+    const Place at(static_cast<u32>(K * J), static_cast<u32>(J));                                                        \
+    const i64 flat = static_cast<i64>(at.b) * kBlock;                                                                    \
+    u8* frame = frames + at.k * frame_stride;                                                                            \
+    const sign::Target to{owed,                                                                                          \
+                          static_cast<int>(owed_kind),                                                                   \
+                          flat,                                                                                          \
+                          owed,                                                                                          \
+                          static_cast<int>(owed_kind),                                                                   \
+                          flat,                                                                                          \
+                          frame + at.j * sign::kBitBytes,                                                                \
+                          const_cast<u16*>(sign::scale_of(frame, J, at.j)),                                              \
+                          counts ? counts[at.k * counts_stride + at.j] : kBlock,                                         \
+                          mean_abs != 0,                                                                                 \
+                          at.inside};                                                                                    \
+    clear_tail(frame, J * (sign::kBitBytes + 2), frame_bytes, at, J);                                                    \
+    sign::GradientSource source;                                                                                         \
+    const sign::Pointers tensors{owners, grads, first, static_cast<int>(S)};                                             \
+    const int s = owners[at.b];                                                                                          \
+    source.kind = s < 0 ? kNone : tensors.kind(s);                                                                       \
+    source.grad = s < 0 ? nullptr : reinterpret_cast<const void*>(grads[s]);                                             \
+    source.at = s < 0 ? 0 : tensors.start(s, at.b);                                                                      \
+    source.left = s < 0 ? 0 : tensors.left(s, at.b);                                                                     \
+    source.add = add, source.unscale = unscale;                                                                          \
+    sign::encode_from<OWED>(source, to, returned);                                                                       \
+  }
+
+ONEBIT_ENCODE_GRADIENTS(sign_encode_gradients, sign::Owed::kStays)
+ONEBIT_ENCODE_GRADIENTS(sign_encode_gradients_returning, sign::Owed::kReturns)
 
 ONEBIT_KERNEL sign_apply(const u8* frames, i64 frame_stride, i64 K, i64 J, const int* owners, const i64* params,
                          const i64* first, i64 S, const float* weight, const float* keep) {

@@ -40,16 +40,23 @@ ONEBIT_TARGET inline void encode_from(const Source& source, const FusedEncode& j
   const float mean = sum.sum_in_halves() / static_cast<float>(count > 0 ? count : 1);
   const uint16_t scale_bf16 = finite_bf16_or_nan(job.mean_abs ? mean : std::sqrt(mean));
   store_u16(scale, scale_bf16);
+  const Lanes plus = Lanes::splat(float_from_bf16(scale_bf16)), again = plus * Lanes::splat(job.returned);
   if (scale_bf16 == kNanBf16) {
     std::memset(bits, 0, block / 8);
-    for (int64_t i = 0; i < block; i += kLanes) store_as(job.residual, job.residual_kind, at + i, zero);
+    for (int64_t i = 0; i < block && job.residual; i += kLanes) {
+      Lanes residual = job.returns ? again : zero;
+      if (count < block) residual = Lanes::select(real_lanes(count, i), residual, zero);
+      store_as(job.residual, job.residual_kind, at + i, residual);
+    }
     return;
   }
-  const Lanes plus = Lanes::splat(float_from_bf16(scale_bf16));
+  const bool stays = !job.residual || (job.returns && count == 0);
   for (int64_t i = 0; i < block; i += kLanes) {
     const Lanes lanes = Lanes::load(c + i);
     store_u16(bits + i / 8, lanes.sign_bits());  // padding is +0.0 by now: zero bits
+    if (stays) continue;
     Lanes residual = lanes - plus.signed_as(lanes);
+    if (job.returns) residual = residual + again.signed_as(lanes);
     if (count < block) residual = Lanes::select(real_lanes(count, i), residual, zero);
     store_as(job.residual, job.residual_kind, at + i, residual);
   }
@@ -133,6 +140,31 @@ ONEBIT_TARGET void encode_momentum(const MomentumJob& job, int64_t begin, int64_
       source.plus = Lanes::splat(float_from_bf16(load_u16(frame + job.to.J * (block / 8) + 2 * at.j)));
       source.minus = source.plus.negated();
     }
+    encode_from(source, job.to, at.k, at.j, c);
+  }
+}
+
+struct GradientSource {
+  const void* grad;  // of this block
+  FloatKind kind;
+  Lanes add, unscale;
+
+  ONEBIT_TARGET Lanes operator()(int64_t i) const {
+    return kind == FloatKind::kNone ? Lanes::splat(0.0f) : load_as(grad, kind, i) * unscale * add;
+  }
+};
+
+ONEBIT_TARGET void encode_gradients(const GradientJob& job, int64_t begin, int64_t end) {
+  const int64_t block = job.to.block;
+  std::vector<float> memory(2 * block);
+  float *c = memory.data(), *room = c + block;
+  GradientSource source;
+  source.add = Lanes::splat(job.add), source.unscale = Lanes::splat(job.unscale);
+  BlockAt at(begin, job.to.J);
+  SegmentAt segment(job.grads, begin, block);
+  for (int64_t b = begin; b < end; ++b, at.next(), segment.next()) {
+    source.kind = segment.is_inside() ? static_cast<FloatKind>(job.grads.kinds[segment.s]) : FloatKind::kNone;
+    source.grad = segment.is_inside() ? block_of(job.grads, segment.s, b, block, room) : nullptr;
     encode_from(source, job.to, at.k, at.j, c);
   }
 }
@@ -257,4 +289,4 @@ ONEBIT_TARGET void owner_step(const OwnerJob& job, int64_t begin, int64_t end) {
   }
 }
 
-constexpr Fused fused{encode_mean, encode_momentum, apply, local_step, owner_step};
+constexpr Fused fused{encode_mean, encode_momentum, encode_gradients, apply, local_step, owner_step};

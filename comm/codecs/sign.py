@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import reference
-from ..kernels.operands import EncodeOutput, LocalStep, MomentumInputs, OwnerStep, ParamUpdate
+from ..kernels.operands import EncodeOutput, GradientSum, LocalStep, MomentumInputs, OwnerStep, ParamUpdate
 from .base import FusedCodec, Witness, all_finite, check_whole_blocks
 
 
@@ -71,6 +71,11 @@ class SignCodec(FusedCodec):
     def local_step(self, step: LocalStep) -> None:
         """m ← add·y + keep·m, u ← u + weight·m, p ← kept·p - weight·m, in blocks of this size; nothing is encoded."""
         kernels.select(self.kernel, step.momentum.old.device).local_step(step, block=self.block)
+
+    def encode_gradients(self, step: GradientSum) -> None:
+        """frames ← frames of add·g + owed, g where it lies; owed ← what is left of it, or stays; see `GradientSum`."""
+        kernel = kernels.select(self.kernel, step.owed_KN.device)
+        kernel.encode_gradients(step, block=self.block, scale=self.scale)
 
     def owner_step(self, step: OwnerStep) -> None:
         """v and m̂/D of the chunk that this rank owns ← those of frames of this codec; see `OwnerStep`."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .operands import (
     EncodeOutput,
+    GradientSum,
     LocalStep,
     MomentumInputs,
     OwnerStep,
@@ -171,6 +172,18 @@ class Edge:
             self._check_flat("corrections", corrections, (torch.float32,), (2, J))
         self._check_one_device(step.received_WB, step.counts_J, step.sums_J4, corrections, *chunk.values())
         return W, J
+
+    def check_encode_gradients(self, frame: Frame, step: GradientSum, *, block: int) -> tuple[int, int]:
+        """(K, J)."""
+        self._check_flat("owed", step.owed_KN, (torch.float32, torch.bfloat16), None)
+        K, N = step.owed_KN.shape
+        J = frame.whole_blocks(N, block)
+        self._check_frames(step.frames_KB, K, frame.bytes(N, J), written=True)
+        self._check_segments("grads", step.grads, step.segments, K * J, block)
+        if step.counts_KJ is not None:
+            self._check_rows("counts", step.counts_KJ, (torch.int32,), shape=(K, J))
+        self._check_one_device(step.owed_KN, step.frames_KB, step.counts_KJ, *step.grads)
+        return K, J
 
     def _check_made_of(self, momentum: MomentumInputs, K: int, J: int, block: int) -> None:
         D = momentum.D_KN

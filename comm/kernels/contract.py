@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .operands import EncodeOutput, LocalStep, MomentumInputs, OwnerStep, ParamUpdate
+from .operands import EncodeOutput, GradientSum, LocalStep, MomentumInputs, OwnerStep, ParamUpdate
 
 
 class Backend(Protocol):
@@ -66,6 +66,8 @@ class SignKernel(Protocol):
     def local_step(self, step: LocalStep, *, block: int) -> None: ...
 
     def owner_step(self, step: OwnerStep, *, block: int) -> None: ...
+
+    def encode_gradients(self, step: GradientSum, *, block: int, scale: str) -> None: ...
 
 
 class Int8Kernel(Protocol):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .arguments import INT4, INT8, SIGN, Edge, Frame, check_scale
 from .library import SharedLibrary
-from .operands import EncodeOutput, LocalStep, MomentumInputs, OwnerStep, ParamUpdate, Segments
+from .operands import EncodeOutput, GradientSum, LocalStep, MomentumInputs, OwnerStep, ParamUpdate, Segments
 
 NAME = "cpu"
 SERVES = "cpu"
@@ -172,6 +172,34 @@ def local_step(step: LocalStep, *, block: int, isa: str = "auto") -> None:
         elements=momentum.old.numel(),
     )
     _write_back(step.params, writable)
+
+
+def encode_gradients(step: GradientSum, *, block: int, scale: str, isa: str = "auto") -> None:
+    """frames ← frames of what gradients add to what is owed; owed ← what is left of it, or stays (rule 10).
+
+    One pass. A gradient that is neither float32 nor bfloat16, or not contiguous, is copied first.
+    """
+    check_scale(scale)
+    K, J = EDGE.check_encode_gradients(SIGN, step, block=block)
+    readable = [None if grad is None else _readable(grad) for grad in step.grads]
+    _library.run(
+        "sign_encode_gradients",
+        *_pointers(readable, step.segments),
+        step.add,
+        step.unscale,
+        *_typed(step.owed_KN),
+        step.returned is not None,
+        step.returned or 0.0,
+        *_rows(step.frames_KB),
+        step.frames_KB.shape[1],
+        *_rows(step.counts_KJ),
+        K,
+        J,
+        block,
+        scale == "mean_abs",
+        isa=isa,
+        elements=step.owed_KN.numel(),
+    )
 
 
 def owner_step(step: OwnerStep, *, block: int, isa: str = "auto") -> None:
@@ -334,12 +362,15 @@ def _declare(library: ctypes.CDLL) -> None:
     library.onebit_sign_owner_step.argtypes = (
         *rows, size, size, *(pointer,) * 7, *(real,) * 8, size, size, flag, flag,
     )  # fmt: skip
+    library.onebit_sign_encode_gradients.argtypes = (
+        *tensors, real, real, *typed, flag, real, *rows, size, *rows, size, size, size, flag, flag, flag,
+    )  # fmt: skip
 
 
 _library = SharedLibrary(
     Path(__file__).with_name("_kernels.so"),
     prefix="onebit",
-    abi_version=6,
+    abi_version=7,
     declare=_declare,
     log=logging.getLogger(__name__),
     without="the codecs run on the pure-torch reference, about ten times slower",

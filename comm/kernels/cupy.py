@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .arguments import INT4, INT8, SIGN, Edge, Frame, check_scale
 from .gpu_tables import Table, address, kind, readable, write_back
-from .operands import EncodeOutput, LocalStep, MomentumInputs, OwnerStep, ParamUpdate
+from .operands import EncodeOutput, GradientSum, LocalStep, MomentumInputs, OwnerStep, ParamUpdate
 
 NAME = "cupy"
 SERVES = "cuda"
@@ -213,6 +213,34 @@ def local_step(step: LocalStep, *, block: int) -> None:
         J,
     )
     write_back(step.params, written)
+
+
+def encode_gradients(step: GradientSum, *, block: int, scale: str) -> None:
+    """frames ← frames of what gradients add to what is owed; owed ← what is left of it, or stays (rule 10).
+
+    One pass. A gradient of another type than float32, bfloat16 and float16, or not contiguous, is copied first.
+    """
+    check_scale(scale)
+    K, J = EDGE.check_encode_gradients(SIGN, step, block=block)
+    device = step.owed_KN.device
+    table = Table(readable(step.grads), step.segments, K * J, device)
+    _launch(
+        f"sign_encode_gradients{'' if step.returned is None else '_returning'}",
+        device,
+        block,
+        K * J,
+        *_tensors(table),
+        numpy.float32(step.add),
+        numpy.float32(step.unscale),
+        *_typed(step.owed_KN),
+        numpy.float32(step.returned or 0.0),
+        *_rows(step.frames_KB),
+        step.frames_KB.shape[1],
+        *_rows(step.counts_KJ),
+        K,
+        J,
+        int(scale == "mean_abs"),
+    )
 
 
 def owner_step(step: OwnerStep, *, block: int) -> None:

@@ -194,6 +194,25 @@ class OwnerStep:
         return (each, 0.0, 0.0) if isinstance(each, Tensor) else (None, each[0], each[1])
 
 
+@dataclass(frozen=True)
+class GradientSum:
+    """What gradients add to what is owed, of which frames go out; see rule 10 of the reference.
+
+    grads: this rank's, where they lie, one per segment of the K·J blocks (None: zeros), of any float type. owed:
+    float32 or bfloat16 [K, N]. counts: int32 [K, J], real elements of each block (None: all full). returned: None: owed
+    stays as it is; else it becomes what the frames leave, with this share of what they say.
+    """
+
+    grads: Sequence[Tensor | None]
+    segments: Segments
+    owed_KN: Tensor
+    frames_KB: Tensor
+    counts_KJ: Tensor | None
+    add: float
+    unscale: float = 1.0
+    returned: float | None = None
+
+
 def check_tensors(name: str, tensors: Sequence[Tensor | None], segments: Segments) -> None:
     """Raise ValueError unless there is one tensor (or None) of the right length for each segment."""
     if len(tensors) != len(segments):

@@ -40,6 +40,12 @@ A step of the rank that owns a chunk, of which W ranks have sent it frames, with
    a NaN in a variance is one in D. Behind the count v stays, D is 1, the direction +0.0, and all sums take +0.0.
    Everything in float32, each operation rounded once.
 
+Frames of a sum that a rank keeps, in the memory in which it is kept:
+10. `encode_gradients`: c = (g·unscale)·add + owed, where the product is +0.0 without a gradient; frames by rules 1 to
+   4. owed stays, or becomes (c - value) + value·returned by rules 4 and 5, rounded to its own type: what `encode` and
+   then `decode` make of it, in one pass. Padding becomes +0.0, a block that travels as NaN becomes NaN, and one without
+   real elements keeps what it has.
+
 Int8 frame (`int8_encode`, `int8_decode`, `int8_decode_mean`) of a row of N = J·block elements:
 
     offset 0    N bytes      q of each element, two's complement
@@ -65,7 +71,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_shape
-from .operands import EncodeOutput, LocalStep, MomentumInputs, OwnerStep, ParamUpdate, Variance
+from .operands import EncodeOutput, GradientSum, LocalStep, MomentumInputs, OwnerStep, ParamUpdate, Variance
 
 NAME = "reference"
 SERVES = None
@@ -187,6 +193,27 @@ def local_step(step: LocalStep, *, block: int) -> None:
             if anchor is not None:
                 anchor.copy_(p.reshape(-1))
             p.copy_((p.to(torch.float32) * step.kept).sub_(move.view(p.shape)))
+
+
+def encode_gradients(step: GradientSum, *, block: int, scale: str) -> None:
+    """frames ← frames of what gradients add to what is owed; owed ← what is left of it, or stays (rule 10)."""
+    K, N = step.owed_KN.shape
+    g = torch.zeros(K * N, device=step.owed_KN.device)
+    for view, grad in zip(step.segments.views(g), step.grads, strict=True):
+        if grad is not None:
+            view.copy_(grad.reshape(-1))
+    c_KN = g.mul_(step.unscale).mul_(step.add).view(K, N)
+    encode(c_KN, step.owed_KN, step.frames_KB, step.counts_KJ, block=block, scale=scale)
+    if step.returned is None:
+        return
+    decode(step.frames_KB, c_KN, block=block, weight=step.returned, keep=1.0)
+    if step.counts_KJ is not None:
+        place = torch.arange(block, device=c_KN.device)
+        counts_KJ1 = step.counts_KJ.unsqueeze(-1)
+        c_KJn, owed_KJn = c_KN.view(K, -1, block), step.owed_KN.view(K, -1, block)
+        c_KJn.masked_fill_(place >= counts_KJ1, 0.0)
+        c_KN = torch.where(counts_KJ1 > 0, c_KJn, owed_KJn.float()).view(K, N)
+    step.owed_KN.copy_(c_KN)
 
 
 def owner_step(step: OwnerStep, *, block: int) -> None:

@@ -84,6 +84,8 @@ KERNELS = {
     "sign_encode_momentum_variance": Streams(4, 1, signs=1, per_block=1),
     "sign_encode_momentum_packed": Streams(3, 1, signs=2),
     "sign_encode_momentum_packed_variance": Streams(3, 1, signs=2, per_block=1),
+    "sign_encode_gradients": Streams(2, 0, signs=1),
+    "sign_encode_gradients_returning": Streams(2, 1, signs=1),
     "sign_apply": Streams(1, 1, signs=1),
     "sign_owner_step": Streams(2, 3, signs=K, per_block=5),
     "local_step": Streams(5, 3),

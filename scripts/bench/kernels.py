@@ -24,6 +24,7 @@ from torch import Tensor
 
 from onebit.comm import (
     EncodeOutput,
+    GradientSum,
     Int8Codec,
     LocalStep,
     MomentumInputs,
@@ -133,6 +134,7 @@ def step_operations(elements: int, block: int, isa: str) -> list[Operation]:
     update = ParamUpdate([param], one, torch.full((1,), -1e-3), torch.full((1,), 0.999))
     own_m, total = torch.rand(1, N), torch.zeros(1, N)
     alone = LocalStep(MomentumInputs([grad], one, variance, own_m, weights), total, None, [param], 1e-3, 0.999)
+    owed = GradientSum([grad], one, torch.randn(1, N), frames.clone(), None, add=0.1, returned=0.9)
     scale = {"block": block, "scale": codec.scale}
 
     return [
@@ -143,6 +145,14 @@ def step_operations(elements: int, block: int, isa: str) -> list[Operation]:
             lambda: cpu.encode_momentum(momentum, to, **scale, isa=isa),
             lambda: torch.addcmul(error[0], grad, variance.v_KN[0], out=out[0]),
             lambda: reference.encode_momentum(momentum, to, **scale),
+        ),
+        Operation(
+            "encode_gradients",
+            "torch.add(owed, grad, out=owed)",
+            N * 12 + B,
+            lambda: cpu.encode_gradients(owed, **scale, isa=isa),
+            lambda: torch.add(own_m[0], grad, out=own_m[0]),
+            lambda: reference.encode_gradients(owed, **scale),
         ),
         Operation(
             f"encode_mean, K={ROWS_OF_MEAN}",

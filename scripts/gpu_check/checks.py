@@ -138,6 +138,11 @@ def check_fused(kernel: ModuleType, device: torch.device, case: fused_cases.Case
                 kernel.encode_momentum, case, error=error, packed=packed, variance=variance, scale=FRAMES[k % 2],
                 device=str(device),
             )  # fmt: skip
+    for k, (owed, returned) in enumerate(itertools.product(fused_cases.DTYPES, (None, 0.9))):
+        fused_cases.check_encode_gradients(
+            kernel.encode_gradients, case, owed=owed, returned=returned, scale=FRAMES[k % 2], device=str(device),
+            closed=k == 1,
+        )  # fmt: skip
     for k, rows in enumerate((1, 2, 5)):
         for error in ERRORS if not is_on_the_host else ERRORS[k:][:1]:
             fused_cases.check_encode_mean(

@@ -21,6 +21,7 @@ from onebit.comm import CODECS, SignCodec, kernels
 from onebit.comm.kernels import reference
 from onebit.comm.kernels.operands import (
     EncodeOutput,
+    GradientSum,
     LocalStep,
     MomentumInputs,
     MomentumWeights,
@@ -187,6 +188,13 @@ def _fused_operations(rows: Rows) -> Iterator[Operation]:
         if dtype == torch.float32:
             moved = (16 + size) * N + B
             yield Operation("encode_momentum, a variance, float32 momentum", moved, momentum(variance, rows.x_1N))
+        zeros, frames = torch.zeros(1, N, device=device), rows.received_KB[:1].clone()
+        owed = GradientSum(grads, segments, zeros, frames, None, add=0.1, returned=0.9)
+        yield Operation(
+            f"encode_gradients, {kind} gradient",
+            (8 + size) * N + B,
+            lambda kernel, owed=owed: kernel.encode_gradients(owed, **sign),
+        )
         yield Operation(f"apply, {kind} parameters", 2 * size * N + B, apply)
 
 

@@ -46,6 +46,7 @@ def test_bytes_are_those_of_the_cpu_kernels_benchmark() -> None:
         "sign_decode_mean": "decode_mean",
         "sign_encode_mean": "encode_mean",
         "sign_encode_momentum_packed_variance": "encode_momentum",
+        "sign_encode_gradients_returning": "encode_gradients",
         "sign_apply": "apply",
         "local_step_variance": "local_step",
         "int8_encode": "int8 encode",

@@ -34,14 +34,14 @@ REPLICATED: dict[str, tuple[Callable, dict, str, tuple[int, int, int, int]]] = {
 }
 # The votes, which the norms go into on the device, are read with a look at all that came down, before parameters move.
 SHARDED: dict[str, tuple[Callable, dict, tuple[int, int, int, int]]] = {
-    "stage 0": (ShardedOnebitAdam, {"stage": 0, "overlap": False}, (40, 123, 17, 1)),
-    "stage 1": (ShardedOnebitAdam, {"overlap": False}, (40, 148, 17, 1)),
-    "stage 1, overlapped": (ShardedOnebitAdam, {}, (48, 172, 17, 1)),
-    "stage 1, clipped": (ShardedOnebitAdam, {"max_grad_norm": 1.0}, (48, 218, 17, 1)),
-    "stage 2": (ShardedOnebitAdam, {"stage": 2}, (40, 260, 24, 1)),
-    "Lamb, stage 2": (ShardedOnebitLamb, {"stage": 2}, (40, 668, 32, 1)),
-    "Lamb, stage 1": (ShardedOnebitLamb, {}, (48, 580, 25, 1)),
-    "0/1 Adam, stage 1": (ShardedZeroOneAdam, {}, (48, 172, 17, 1)),
+    "stage 0": (ShardedOnebitAdam, {"stage": 0, "overlap": False}, (32, 91, 17, 1)),
+    "stage 1": (ShardedOnebitAdam, {"overlap": False}, (32, 116, 17, 1)),
+    "stage 1, overlapped": (ShardedOnebitAdam, {}, (40, 116, 17, 1)),
+    "stage 1, clipped": (ShardedOnebitAdam, {"max_grad_norm": 1.0}, (40, 210, 17, 1)),
+    "stage 2": (ShardedOnebitAdam, {"stage": 2}, (32, 228, 24, 1)),
+    "Lamb, stage 2": (ShardedOnebitLamb, {"stage": 2}, (32, 636, 32, 1)),
+    "Lamb, stage 1": (ShardedOnebitLamb, {}, (40, 524, 25, 1)),
+    "0/1 Adam, stage 1": (ShardedZeroOneAdam, {}, (40, 116, 17, 1)),
 }
 
 
@@ -102,7 +102,7 @@ def test_a_sharded_step_looks_once_at_all_that_came_down(form: str) -> None:
     check_at_most(counts_of(kind, options | {"warmup_steps": WARM}, "compressed"), most)
 
 
-@pytest.mark.parametrize(("stage", "most"), [(1, (48, 146, 17, 2)), (2, (40, 164, 24, BUCKETS + 1))])
+@pytest.mark.parametrize(("stage", "most"), [(1, (40, 98, 17, 2)), (2, (32, 140, 24, BUCKETS + 1))])
 def test_on_the_host_a_vote_is_waited_for_before_its_buckets_go_on(stage: int, most: tuple[int, int, int, int]) -> None:
     options = {"stage": stage, "warmup_steps": WARM}
     check_at_most(counts_of(ShardedOnebitAdam, options, "compressed"), most)

@@ -16,6 +16,7 @@ from onebit.comm import SignCodec
 from onebit.comm.kernels import reference
 from onebit.comm.kernels.operands import (
     EncodeOutput,
+    GradientSum,
     LocalStep,
     MomentumInputs,
     MomentumWeights,
@@ -141,6 +142,33 @@ def check_encode_momentum(
     for before, after in zip([*grads, momentum, error_KN], [*g_there, m_there, e_there], strict=True):
         if before is not None and after is not None:
             assert_same(after, before, "what is read")
+
+
+def check_encode_gradients(
+    function: Callable[..., None], case: Case, *, owed: torch.dtype, returned: float | None, scale: str = "rms",
+    device: str = "cpu", grads: Sequence[Tensor | None] | None = None, closed: bool = False,
+) -> None:  # fmt: skip
+    """Frames and what is owed; gradients stay as they are. closed: every other block counts for nothing."""
+    grads = tensors_of(case, 10) if grads is None else grads
+    counts = case.counts()
+    if closed:
+        counts.view(-1)[::2] = 0
+    before = numbers(case.K, case.N, seed=3).to(owed)
+    expected, got = (garbage(case, case.K), before.clone()), (garbage(case, case.K).fill_(0xCD), before.clone())
+    there = [x.to(device) for x in got]
+    options, segments = {"block": case.block, "scale": scale}, case.segments()
+    reference.encode_gradients(
+        GradientSum(grads, segments, expected[1], expected[0], counts, 0.1, 0.5, returned), **options
+    )
+    g_there, (c_there,) = to(device, *grads), to(device, counts)
+    function(GradientSum(g_there, segments, there[1], there[0], c_there, 0.1, 0.5, returned), **options)
+    assert_same(there[0], expected[0], "frames")
+    assert_same(there[1], expected[1], "what is owed")
+    if returned is None:
+        assert_same(there[1], before, "what is owed and stays")
+    for x, after in zip(grads, g_there, strict=True):
+        if x is not None and after is not None:
+            assert_same(after, x, "what is read")
 
 
 def check_encode_mean(

@@ -323,6 +323,21 @@ def a_gradient_that_is_not_finite_is_seen(kernel: ModuleType) -> None:
 
 
 @case
+def encode_gradients_gives_the_bytes_and_what_is_owed_of_the_reference(kernel: ModuleType) -> None:
+    for i, each in enumerate(FUSED):
+        for k, returned in enumerate((None, 0.9)):
+            owed, scale = fused_cases.DTYPES[(i + k) % 2], ("rms", "mean_abs")[i % 2]
+            fused_cases.check_encode_gradients(
+                kernel.encode_gradients, each, owed=owed, returned=returned, scale=scale, closed=i % 3 == 0
+            )
+    for bad in (float("nan"), float("inf")):
+        grads = fused_cases.tensors_of(each := fused_cases.CASES[3], 10)
+        assert grads[1] is not None
+        grads[1][17] = bad
+        fused_cases.check_encode_gradients(kernel.encode_gradients, each, owed=torch.float32, returned=0.9, grads=grads)
+
+
+@case
 def encode_mean_gives_the_bytes_and_residuals_of_the_reference(kernel: ModuleType) -> None:
     for i, each in enumerate(FUSED):
         for k, (rows, scale) in enumerate(((1, "rms"), (2, "mean_abs"), (5, "rms"))):

@@ -26,7 +26,17 @@ FREE = {
     "transpose", "unbind", "unsqueeze", "view", "_reshape_alias", "_unsafe_view", "_local_scalar_dense",
     "is_same_size", "is_pinned", "unfold",
 }  # fmt: skip
-_FUSED = ("encode", "decode", "decode_mean", "encode_mean", "encode_momentum", "apply", "local_step", "owner_step")
+_FUSED = (
+    "encode",
+    "decode",
+    "decode_mean",
+    "encode_mean",
+    "encode_momentum",
+    "encode_gradients",
+    "apply",
+    "local_step",
+    "owner_step",
+)
 _local = threading.local()
 
 

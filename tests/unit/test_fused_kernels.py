@@ -15,6 +15,7 @@ from onebit.comm import SignCodec
 from onebit.comm.kernels import cpu, library, reference
 from onebit.comm.kernels.operands import (
     EncodeOutput,
+    GradientSum,
     LocalStep,
     MomentumInputs,
     MomentumWeights,
@@ -37,6 +38,18 @@ def test_encode_momentum(isa: str, case: cases.Case, error: torch.dtype | None, 
     for scale in ("rms", "mean_abs"):
         function = partial(cpu.encode_momentum, isa=isa)
         cases.check_encode_momentum(function, case, error=error, packed=packed, variance=variance, scale=scale)
+
+
+@needs_build
+@each_isa
+@each_case
+@pytest.mark.parametrize("owed", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("returned", [None, 0.9])
+@pytest.mark.parametrize("closed", [False, True])
+def test_encode_gradients(isa: str, case: cases.Case, owed: torch.dtype, returned: float | None, closed: bool) -> None:
+    for scale in ("rms", "mean_abs"):
+        function = partial(cpu.encode_gradients, isa=isa)
+        cases.check_encode_gradients(function, case, owed=owed, returned=returned, scale=scale, closed=closed)
 
 
 @needs_build
@@ -154,6 +167,20 @@ def test_the_reference_computes_what_rule_6_says_in_float64() -> None:
     c[:, 400:] = 0.0
     got = (sent.double() + residual.double()).masked_fill(torch.arange(512) >= 400, 0.0)
     assert (got - c).abs().max() < 1e-5 * c.abs().max()
+
+
+def test_the_reference_computes_what_rule_10_says_in_float64() -> None:
+    """Within 1e-5 of the largest: float32 against float64. What is sent and what is left are what there was."""
+    g, owed = (cases.numbers(1, 512, seed=k) for k in range(2))
+    case, before = cases.Case(1, 2, 256, (400,), (torch.float32,)), owed.double()
+    frames = cases.garbage(case, 1)
+    step = GradientSum([g[0, :400]], case.segments(), owed, frames, case.counts(), 0.1, 0.125, returned=0.9)
+    reference.encode_gradients(step, block=256, scale="rms")
+    sent = torch.empty(1, 512)
+    reference.decode(frames, sent, block=256, weight=1.0, keep=0.0)
+    c = before + 0.1 * torch.where(torch.arange(512) < 400, g.double() * 0.125, 0.0)
+    left = (c - 0.1 * sent.double())[:, :400]
+    assert (owed[:, :400].double() - left).abs().max() < 1e-5 * c.abs().max() and not owed[:, 400:].any()
 
 
 def test_the_reference_computes_what_rule_8_says_in_float64() -> None:

@@ -56,6 +56,7 @@ def test_the_reference_computes_every_frame_and_serves_every_device() -> None:
         "apply",
         "local_step",
         "owner_step",
+        "encode_gradients",
     }
 
 

@@ -14,20 +14,6 @@ from torch import Tensor
 from ...comm import Codec
 
 
-def encode_momentum_(
-    x_WN: Tensor,
-    momentum_WN: Tensor,
-    codec: Codec,
-    frames_WB: Tensor,
-    counts_WJ: Tensor,
-    beta1: float,
-    share: float = 1.0,
-) -> None:
-    """c = momentum + (1-β1)·share·g; frames ← those of q = C(c). x: float32, the gradients g in, c - q out."""
-    x_WN.mul_((1.0 - beta1) * share)
-    codec.encode(x_WN, momentum_WN, frames_WB, counts_WJ)
-
-
 def advance_momentum_(
     x_WN: Tensor,
     momentum_WN: Tensor,
@@ -46,7 +32,8 @@ def advance_momentum_(
     are 0, so that their frames say zero. None: all are seen. In the padding of a block momentum holds values without
     meaning.
     """
-    encode_momentum_(x_WN, momentum_WN, codec, frames_WB, counts_WJ, beta1, share)  # x ← c - q
+    x_WN.mul_((1.0 - beta1) * share)
+    codec.encode(x_WN, momentum_WN, frames_WB, counts_WJ)  # x ← c - q
     codec.decode(frames_WB, x_WN, weight=beta1, keep=1.0)  # x ← c - (1-β1)·q
     keep_unseen_(momentum_WN, x_WN, seen_WJ, block)
 

@@ -184,9 +184,23 @@ class ShardedBucket:
         if present:
             views, grads = zip(*present, strict=True)
             torch._foreach_copy_(views, grads)
-        if isinstance(scale, Tensor):
-            return x.mul_(scale.to(self.device))
-        return x.mul_(scale) if scale != 1.0 else x
+        return _scaled_(x, scale)
+
+    def scaled_gradients(self, scale: float | Tensor) -> tuple[list[Tensor | None], float]:
+        """The gradients, and what they are to be multiplied by. A scale on the device is multiplied into a copy."""
+        if not isinstance(scale, Tensor):
+            return self.gradients(), scale
+        return [x.view(-1) for x in self.layout.views(self.gather_gradients(scale))], 1.0
+
+    def own_gradients(self, scale: float | Tensor) -> Tensor:
+        """scale · the gradients of the own chunk, float32 [N]; zeros where there is none, and in the padding."""
+        chunk, grads = torch.zeros(self.layout.chunk, device=self.device), self.gradients()
+        own = [(chunk[at : at + stop - start], grads[k], start, stop) for k, start, stop, at in self.pieces]
+        present = [(view, grad.reshape(-1)[start:stop]) for view, grad, start, stop in own if grad is not None]
+        if present:
+            views, parts = zip(*present, strict=True)
+            torch._foreach_copy_(views, parts)
+        return _scaled_(chunk, scale)
 
     def gather_replica(self) -> Tensor:
         """The own chunk of the parameters as every rank holds them, float32 [N]; zeros in the padding."""
@@ -247,3 +261,9 @@ class ShardedBucket:
         """Bytes of the state that this rank keeps."""
         kept = (self.momentum, self.variance, self.owned, self.masters.flat, self.received, self.mean)
         return sum(t.nbytes for t in kept if t is not None)
+
+
+def _scaled_(x: Tensor, scale: float | Tensor) -> Tensor:
+    if isinstance(scale, Tensor):
+        return x.mul_(scale.to(x.device))
+    return x.mul_(scale) if scale != 1.0 else x

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...comm import Codec, Int4Codec, Int8Codec, SignCodec, Transport, Work
 from ...comm.codecs import all_finite
+from ...comm.kernels.operands import GradientSum, ParamUpdate
 from ...comm.messages import sum_in_order
 from ...step.bucket_step import Answer, CameDown, Meeting
 from ...usage.contract import Group, check_number
@@ -143,10 +144,8 @@ class Sharded:
         """
         transport, codec = self.transport, self.config.codec
         W, N = transport.world_size, bucket.layout.chunk
-        x_WN, momentum_WN = bucket.gather_gradients(scale).view(W, N), bucket.momentum.view(W, N)
         sent_WB = torch.empty(W, codec.frame_bytes(N), dtype=torch.uint8, device=bucket.device)
-        arithmetic.encode_momentum_(x_WN, momentum_WN, codec, sent_WB, bucket.counts, numbers.betas[0], numbers.share)
-        del x_WN
+        codec.encode_gradients(_sum(bucket, numbers, scale, sent_WB, bucket.counts, returned=None))
         received_WB = torch.empty_like(sent_WB)
         yield transport.all_to_all(received_WB, sent_WB)
         return received_WB
@@ -173,15 +172,19 @@ class Sharded:
         sends_gradients = bucket.is_warm and config.warmup_codec is not None
         codec = self._codec_up(bucket)
 
-        x_WN = bucket.gather_gradients(scale).view(W, N)
-        g = x_WN[transport.rank].clone()
         sent_WB = torch.empty(W, codec.frame_bytes(N), dtype=torch.uint8, device=bucket.device)
-        momentum_WN, seen_WJ = bucket.momentum.view(W, N), bucket.blocks_of(seen)
+        seen_WJ, q_own = bucket.blocks_of(seen), None
         counts_WJ = bucket.counts if seen_WJ is None else bucket.counts * seen_WJ
-        advance_ = arithmetic.advance_in_full_ if sends_gradients else arithmetic.advance_momentum_
-        advance_(x_WN, momentum_WN, codec, block, sent_WB, counts_WJ, seen_WJ, numbers.betas[0], numbers.share)
-        q_own = x_WN[transport.rank].clone() if sends_gradients else None
-        del x_WN
+        if bucket.is_warm:
+            x_WN, momentum_WN = bucket.gather_gradients(scale).view(W, N), bucket.momentum.view(W, N)
+            g = x_WN[transport.rank].clone()
+            advance_ = arithmetic.advance_in_full_ if sends_gradients else arithmetic.advance_momentum_
+            advance_(x_WN, momentum_WN, codec, block, sent_WB, counts_WJ, seen_WJ, numbers.betas[0], numbers.share)
+            q_own = x_WN[transport.rank].clone() if sends_gradients else None
+            del x_WN
+        else:
+            g, beta1 = bucket.own_gradients(scale), numbers.betas[0]
+            config.codec.encode_gradients(_sum(bucket, numbers, scale, sent_WB, counts_WJ, returned=beta1))
         if config.stage == 2:
             bucket.free_gradients()
         if early_WB is None or bucket.is_warm:  # a bucket of which only younger parameters were seen may warm up still
@@ -280,8 +283,14 @@ class Sharded:
 
     def _apply(self, bucket: ShardedBucket, down_WB: Tensor, seen: Sequence[bool], lr: float, decay: float) -> None:
         """Move the parameters by what has come down: the same operations on the same bits on every rank."""
+        codec = self.config.codec_down
+        if isinstance(codec, SignCodec) and self.config.stage > 0:
+            moving = [p if is_seen else None for p, is_seen in zip(bucket.params, seen, strict=True)]
+            ones = torch.ones(len(moving), device=bucket.device)
+            codec.apply(down_WB, bucket.layout.chunk, ParamUpdate(moving, bucket.layout.segments, ones, ones))
+            return bucket.masters.write_back(seen)
         x = torch.empty(bucket.layout.numel, device=bucket.device)
-        self.config.codec_down.decode(down_WB, x.view(len(down_WB), -1))
+        codec.decode(down_WB, x.view(len(down_WB), -1))
         held = bucket.masters.held if self.config.stage == 0 else bucket.params
         pairs = [(p, view) for p, view, is_seen in zip(held, bucket.layout.views(x), seen, strict=True) if is_seen]
         if pairs:
@@ -293,3 +302,22 @@ class Sharded:
             else:
                 torch._foreach_add_(params, views)
         bucket.masters.write_back(seen)
+
+
+def _sum(
+    bucket: ShardedBucket,
+    numbers: StepNumbers,
+    scale: float | Tensor,
+    frames_WB: Tensor,
+    counts_WJ: Tensor,
+    *,
+    returned: float | None,
+) -> GradientSum:
+    """c = momentum + (1-β1)·share·g. With `returned` β1 momentum ← c - (1-β1)·q, rounded once to its own type.
+
+    So c_k = c_{k-1} + (1-β1)·(g_k - q_{k-1}): momentum and error are one. Blocks that are not seen have a count of 0,
+    and keep their momentum.
+    """
+    grads, unscale = bucket.scaled_gradients(scale)
+    owed_WN, add = bucket.momentum.view(len(frames_WB), -1), (1.0 - numbers.betas[0]) * numbers.share
+    return GradientSum(grads, bucket.layout.segments, owed_WN, frames_WB, counts_WJ, add, unscale, returned)

@@ -18,6 +18,7 @@ from ..arguments import INT4, INT8, SIGN
 from . import decode as triton_decode
 from .apply import apply
 from .encode import encode, int4_encode, int8_encode
+from .gradients import encode_gradients
 from .local import local_step
 from .mean import encode_mean
 from .momentum import encode_momentum
@@ -28,6 +29,7 @@ __all__ = [
     "decode",
     "decode_mean",
     "encode",
+    "encode_gradients",
     "encode_mean",
     "encode_momentum",
     "int4_decode",

@@ -36,13 +36,15 @@ class Blocks(NamedTuple):
 class Outputs(NamedTuple):
     """Where the output of a program's blocks goes, and what enters it: what is owed, and counts of real elements.
 
-    error_at: [P, 16] or None. count: [P] or None. codes_at: [P] words of sign bits, or [P, 2·BITS] bytes.
+    error_at, residual_at: [P, 16] or None. count: [P] or None. codes_at: [P] words of sign bits, or [P, 2·BITS] bytes.
+    returned: see rule 10; None: the residual is what is left.
     """
 
     error_at: tl.tensor
     count: tl.tensor
     codes_at: tl.tensor
     residual_at: tl.tensor
+    returned: tl.tensor
 
 
 @triton.jit
@@ -125,12 +127,18 @@ def _leave_signs(c: tl.tensor, out: Outputs, blocks: Blocks, at: tl.tensor, scal
     """residual ← c - (±scale), float32 or the bits of bfloat16; the 16 sign bits of each block, int64 [P]."""
     bad = (scale == 0x7FC0)[:, None]
     minus = ((c.to(tl.int32, bitcast=True) < 0) & (bad == 0)).to(tl.int32)
-    residual = c - ((scale << 16)[:, None] | (minus << 31)).to(tl.float32, bitcast=True)
-    residual = tl.where(bad, 0.0, residual)
-    if out.count is not None:
-        residual = tl.where(at + blocks.lane < out.count[:, None], residual, 0.0)
-    is_wide: tl.constexpr = out.residual_at.dtype.element_ty == tl.float32
-    tl.store(out.residual_at + at, residual if is_wide else nearest_bfloat16(residual), mask=blocks.mask)
+    if out.residual_at is not None:
+        value = ((scale << 16)[:, None] | (minus << 31)).to(tl.float32, bitcast=True)
+        residual = tl.where(bad, 0.0, c - value)
+        mask = blocks.mask
+        if out.returned is not None:
+            residual += value * out.returned
+            if out.count is not None:
+                mask = mask & (out.count > 0)[:, None]
+        if out.count is not None:
+            residual = tl.where(at + blocks.lane < out.count[:, None], residual, 0.0)
+        is_wide: tl.constexpr = out.residual_at.dtype.element_ty == tl.float32
+        tl.store(out.residual_at + at, residual if is_wide else nearest_bfloat16(residual), mask=mask)
     return tl.sum(minus << blocks.lane, axis=1).to(tl.int64)
 
 

@@ -37,12 +37,16 @@ class Source(NamedTuple):
 
 
 class Destination(NamedTuple):
-    """`EncodeOutput` for the kernel. error, residual: float32, or int16 (the bits of bfloat16)."""
+    """`EncodeOutput` for the kernel. error, residual: float32, or int16 (the bits of bfloat16).
+
+    residual: None where what is owed stays. returned: the share of what is sent that the residual has, too.
+    """
 
     error: Rows | None
     frames: Frames
     counts: Rows | None
-    residual: Rows
+    residual: Rows | None
+    returned: float | None
 
 
 def encode(
@@ -79,11 +83,21 @@ def _encode_floats(frame: Frame, out: EncodeOutput, *, block: int, scale: str) -
 
 
 def launch_encode(
-    source: Source, out: EncodeOutput, K: int, J: int, inputs: int = 1, *, frame: Frame, block: int, scale: str
+    source: Source,
+    out: EncodeOutput,
+    K: int,
+    J: int,
+    inputs: int = 1,
+    *,
+    frame: Frame,
+    block: int,
+    scale: str,
+    is_left: bool = True,
+    returned: float | None = None,
 ) -> None:
     """Launch the kernel over all blocks. Arguments have been checked. scale: "rms", "mean_abs" or "largest".
 
-    inputs: how many tensors or frames c is made of.
+    inputs: how many tensors or frames c is made of. is_left: whether the residual is written. returned: see rule 10.
     """
     if K * J == 0:
         return
@@ -92,7 +106,8 @@ def launch_encode(
         error=None if out.error_KN is None else rows_of(out.error_KN),
         frames=frames_of(frame, out.frames_KB),
         counts=None if out.counts_KJ is None else rows_of(out.counts_KJ),
-        residual=rows_of(out.residual_KN),
+        residual=rows_of(out.residual_KN) if is_left else None,
+        returned=returned,
     )
     with launching_on(out.residual_KN.device):
         encode_blocks[(triton.cdiv(K * J, P),)](
@@ -140,7 +155,8 @@ def encode_blocks(
         error_at=None if to.error is None else row_at(to.error, blocks, BLOCK),
         count=None if counts_at is None else tl.load(counts_at, mask=blocks.inside, other=0),
         codes_at=_codes_at(to.frames, blocks, BLOCK, BITS),
-        residual_at=row_at(to.residual, blocks, BLOCK),
+        residual_at=None if to.residual is None else row_at(to.residual, blocks, BLOCK),
+        returned=to.returned,
     )
 
     # 1. Rows of c, and what their scale is made of
