@@ -26,6 +26,7 @@ NAMES = (
     "offload",
     "offload_gpu",
     "inference",
+    "local_rounds",
     "time_to_loss",
     "peer_deepspeed",
 )

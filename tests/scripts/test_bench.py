@@ -12,6 +12,7 @@ import torch
 from bench import growth as bench_growth
 from bench import host_adam as bench_host_adam
 from bench import host_time as bench_host_time
+from bench import local_rounds as bench_local_rounds
 from bench import offload as bench_offload
 from bench import offload_gpu as bench_offload_gpu
 from bench import step as bench_step
@@ -207,6 +208,21 @@ def test_host_adam_has_a_row_for_every_side_and_thread_count(capsys: pytest.Capt
         assert sum(name.startswith("onebit: ") for at, name in [row[:2] for row in rows] if at == count) == 6
         assert by_name[count, "onebit: m bfloat16, v 8 bits"][2] == "18.03"
         assert by_name[count, "torch.optim.AdamW(fused=True)"][2] == "28.00"
+
+
+# ---------------------------------------------------------------- local rounds
+
+
+@pytest.mark.net
+@pytest.mark.timeout(120)
+def test_local_rounds_count_what_the_network_card_has_sent(emulated_hosts: None) -> None:
+    """So slow a network has rounds as rare as they may be: three at 4 steps, one at 12 + 64, the last at the end."""
+    run = bench_local_rounds.measure("10mbit", hosts=2, params=1e6, compute_s=0.001, steps=80)
+    assert (run.interval, run.rounds) == (64, 5)
+    payload = 5 * (2 + 16 / 128) / 2 / 80  # frames of both phases to one peer
+    assert payload <= run.payload_bits < 1.05 * payload  # votes, and the padding of small matrices
+    assert run.payload_bits < run.counted_bits
+    assert f"| {run.counted_bits:.4f} | {run.payload_bits:.4f} |" in "\n".join(bench_local_rounds.report([run]))
 
 
 # ---------------------------------------------------------------- host time

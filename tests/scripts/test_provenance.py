@@ -77,6 +77,7 @@ COMMANDS: dict[str, tuple[str, Sequence[str]]] = {
     "bench.py memory": ("bench.memory", ["--record", str(RECORD)]),
     "bench.py offload": ("bench.offload", ["--record", str(RECORD)]),
     "bench.py offload_gpu": ("bench.offload_gpu", ["--record", str(RECORD)]),
+    "bench.py local_rounds": ("bench.local_rounds", ["--record", str(RECORD)]),
     "bench.py pipeline": ("bench.pipeline", ["--record", str(RECORD)]),
     "bench.py suite": ("bench.suite", ["--results", str(RECORD)]),
     "bench.py traffic": ("bench.traffic", ["--record", str(RECORD)]),
