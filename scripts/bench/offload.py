@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,6 +34,8 @@ from onebit.zero.offload.plan import OffloadRun, plan
 WIDTH, STEPS, CHUNK_MB = 1024, 3, 12.0  # a chunk: a layer, whose state is 12 bytes per parameter
 SIZES = (64, 96, 128)  # layers: 67, 101 and 134 million parameters
 QUICK = (2,)
+FILE_BYTES = {"gradients": 14, "full": 16}  # per parameter: master and moments, a gradient, a parameter
+DISK_SHARE = 0.85  # of what is free, that one case may take
 CGROUP = Path("/sys/fs/cgroup/memory")
 
 
@@ -170,15 +174,17 @@ def measure(case: Case, folder: Path) -> dict:
     return facts | {"killed": False} | json.loads(done.stdout.splitlines()[-1])
 
 
-def cases(sizes: Sequence[int], limits_mb: Sequence[int]) -> list[Case]:
-    """Plan against peak at every size, then resident and offloaded under each limit."""
+def cases(sizes: Sequence[int], limits_mb: Sequence[int], disk_bytes: float = math.inf) -> list[Case]:
+    """Plan against peak at every size, then resident and offloaded under each limit, as large as the disk bears."""
     made = [Case(mode, "files", layers) for layers in sizes for mode in ("state", "gradients", "full")]
     made += [Case(mode, "cpu", layers) for mode in ("gradients", "full") for layers in sizes[:2]]
     for limit_mb in limits_mb:
         too_many = limit_mb // 16  # resident training takes 16 bytes per parameter: all of the limit
         fits = too_many * 2 // 3
         made += [Case("resident", "cpu", layers, limit_mb) for layers in (fits, too_many)]
-        made += [Case("gradients", "files", 4 * too_many, limit_mb), Case("full", "files", 6 * too_many, limit_mb)]
+        for mode, more in (("gradients", 4), ("full", 6)):
+            has_room = DISK_SHARE * disk_bytes / (FILE_BYTES[mode] * WIDTH * WIDTH)
+            made.append(Case(mode, "files", int(min(more * too_many, has_room)), limit_mb))
     return made
 
 
@@ -213,6 +219,12 @@ process held before the model. Limit: of a memory cgroup, for all of the process
     )
 
 
+def _words(sizes: Sequence[int], limits_mb: Sequence[int]) -> list[str]:
+    """Of the command."""
+    layers = [] if tuple(sizes) in (SIZES, QUICK) else ["--layers", *map(str, sizes)]
+    return [*layers, *(["--limit-mb", *map(str, limits_mb)] if limits_mb else [])]
+
+
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench.py offload", description=__doc__.split("\n\n")[0])
     parser.add_argument("--record", type=record_path, metavar="FILE")
@@ -225,6 +237,9 @@ def main(argv: Sequence[str]) -> None:
         metavar="MB",
         help="for the largest model, each in turn (default: 1536; 6144 takes 36 GB of the disk)",
     )
+    parser.add_argument(
+        "--layers", type=int, nargs="*", default=SIZES, metavar="N", help="without a limit (default: %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="one tiny size without a limit")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -233,13 +248,12 @@ def main(argv: Sequence[str]) -> None:
         if args.worker:
             print(json.dumps(worker(Case(**json.loads(args.worker)), folder)))
             return
-        sizes, limits_mb = (QUICK, []) if args.quick else (SIZES, args.limit_mb)
+        sizes, limits_mb = (QUICK, []) if args.quick else (args.layers, args.limit_mb)
         lines = []
-        for case in cases(sizes, limits_mb):
+        for case in cases(sizes, limits_mb, shutil.disk_usage(folder).free):
             lines.append(measure(case, folder))
             print(json.dumps(lines[-1]), flush=True)
-        limits = [str(x) for x in limits_mb]
-        text = report(lines, ["--limit-mb", *limits] if limits else [])
+        text = report(lines, _words(sizes, limits_mb))
     print(text)
     if args.record:
         write_record(args.record, text)

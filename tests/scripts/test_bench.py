@@ -258,6 +258,14 @@ def test_offload_is_measured_and_within_five_percent_of_the_plan(mode: str, tmp_
     assert not list(tmp_path.iterdir())
 
 
+def test_no_case_of_offload_takes_more_disk_than_there_is() -> None:
+    *_, gradients, full = bench_offload.cases([], [160], 10e9)
+    assert (gradients.layers, full.layers) == (40, 60)  # all that the limit asks for
+    *_, gradients, full = bench_offload.cases([], [160], 500e6)
+    assert 14 * gradients.params < 0.85 * 500e6 < 14 * (gradients.params + 1024 * 1024)
+    assert 16 * full.params < 0.85 * 500e6 < 16 * (full.params + 1024 * 1024)
+
+
 @pytest.mark.thorough
 def test_offload_on_a_gpu_is_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--params", "1e6", "--width", "128", "--tokens", "32", "--device", "cpu", "--folder", str(tmp_path)]
