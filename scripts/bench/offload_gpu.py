@@ -108,6 +108,7 @@ def computed_s(size: ModelSize, device: torch.device) -> float:
 def measure(args: argparse.Namespace) -> dict:
     device = torch.device(args.device)
     size = shaped(args.params, args.width, args.tokens)
+    torch.manual_seed(0)
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, args.device_gb * 1e9 / total), device)
@@ -126,8 +127,8 @@ def measure(args: argparse.Namespace) -> dict:
     optimizer = zero.Offload(model, MAKES[args.optimizer], "full", place, **options)
     filled_s = time.perf_counter() - begin
     passes, steps, losses = [], [], []
+    windows = torch.randint(VOCABULARY, [1, size.context + 1], generator=torch.Generator().manual_seed(0))
     for step in range(args.steps):
-        windows = torch.randint(VOCABULARY, [1, size.context + 1], generator=torch.Generator().manual_seed(step))
         begin = time.perf_counter()
         loss = model.loss(windows.to(device))
         loss.backward()

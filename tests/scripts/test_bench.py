@@ -272,5 +272,5 @@ def test_offload_on_a_gpu_is_rehearsed(tmp_path: Path, capsys: pytest.CaptureFix
     bench_offload_gpu.main([*shape, "--optimizer", "AdamW", "--record", str(tmp_path / "record.md")])
     found = json.loads(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("{")))
     assert found["params"] > 0.9e6 and found["layers"] == 5
-    assert all(later < found["losses"][0] + 0.1 for later in found["losses"])
+    assert found["losses"][-1] < found["losses"][0]  # the same window in every step
     assert "mode full in files" in (tmp_path / "record.md").read_text()
