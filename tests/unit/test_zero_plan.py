@@ -334,7 +334,7 @@ class TestOffload:
     @pytest.mark.parametrize("mode_to", ROWS)
     def test_modules_take_host_memory(self, mode_to: tuple[str, str]) -> None:
         without, made = (offload_plan(replace(self.RUN, modules=n), *mode_to) for n in (0, 1000))
-        assert made.host_bytes - without.host_bytes == pytest.approx(24e6)
+        assert made.host_bytes - without.host_bytes == pytest.approx(28e6)
         assert (made.device_bytes, made.disk_bytes) == (without.device_bytes, without.disk_bytes)
 
     @pytest.mark.parametrize("trained", [0.0, 14e9])

@@ -34,7 +34,7 @@ ROWS = (("none", "-"), *((mode, to) for to in ("cpu", "files") for mode in ("sta
 _MOMENTS, _STEP_BYTES = 8, 28
 FLOPS = 6
 """Of a trained parameter and a token, forward and backward."""
-_MODULE_BYTES = 24e3  # of Python objects: 18 kB with 2,000 small modules, 27 kB with as many of a million parameters
+_MODULE_BYTES = 28e3  # of Python objects: 18 kB with 2,000 small modules, 28 kB with 3,840 of a million parameters
 _FROZEN_FLOPS = 4  # of one without a gradient
 
 
