@@ -13,6 +13,8 @@ from torch import Tensor
 from onebit.comm import (
     Codec,
     ErrorFeedback,
+    Exchange,
+    ExchangeTask,
     IdentityCodec,
     PeerError,
     SignCodec,
@@ -22,6 +24,7 @@ from onebit.comm import (
     compressed_allreduce,
     interleave,
     run_ranks,
+    wait_all,
 )
 
 BLOCK = 64
@@ -143,6 +146,55 @@ def test_interleaved_equals_one_after_another(codec: Codec) -> None:
     together = run_ranks(2, lambda transport: work(transport, interleave))
     apart = run_ranks(2, lambda transport: work(transport, one_by_one))
     assert all(torch.equal(a, b) for x, y in zip(together, apart, strict=True) for a, b in zip(x, y, strict=True))
+
+
+class NotedWork:
+    """Phase `phase` of exchange `k`, which notes when it is launched and waited for."""
+
+    def __init__(self, said: list[tuple[str, int, int]], k: int, phase: int):
+        self._said, self._what = said, (k, phase)
+        said.append(("launch", *self._what))
+
+    def wait(self) -> None:
+        self._said.append(("wait", *self._what))
+
+
+def noted(said: list[tuple[str, int, int]], k: int, phases: int = 2) -> Exchange:
+    for phase in range(phases):
+        yield NotedWork(said, k, phase)
+
+
+def order_of(said: list[tuple[str, int, int]], what: str) -> list[tuple[int, int]]:
+    return [(k, phase) for act, k, phase in said if act == what]
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_interleaved_works_are_waited_for_in_the_order_of_their_launch(window: int) -> None:
+    """The wire carries them in that order: whoever waits for a later one leaves it idle where phase 2 could begin."""
+    said: list[tuple[str, int, int]] = []
+    complete: list[int] = []
+    interleave((noted(said, k) for k in range(7)), complete.append, window)
+    assert order_of(said, "wait") == order_of(said, "launch")
+    assert complete == list(range(7))
+    for k in range(7):
+        before = said[: said.index(("launch", k, 0))]
+        begun = {(j, 1) for act, j, phase in before if act == "launch" and phase == 0}
+        assert len(begun - set(order_of(before, "wait"))) == min(k, window)
+
+
+@pytest.mark.parametrize("ahead", [0, 2, 5])
+def test_of_tasks_under_way_those_in_an_earlier_phase_go_on_first(ahead: int) -> None:
+    """ahead: so many are in phase 2. What the others launch travels while these are waited for."""
+    said: list[tuple[str, int, int]] = []
+    tasks = [ExchangeTask(noted(said, k)) for k in range(5)]
+    for task in tasks[:ahead]:
+        task.advance()
+    under_way = len(said)
+    complete: list[int] = []
+    wait_all(tasks, complete.append)
+    behind = [(k, 0) for k in range(ahead, 5)]
+    assert order_of(said[under_way:], "wait") == behind + [(k, 1) for k in range(5)]
+    assert complete == list(range(5))
 
 
 @pytest.mark.parametrize("codec", [SignCodec(block=BLOCK), IdentityCodec()], ids=str)
