@@ -1,7 +1,7 @@
 """The driver: the steps of all buckets side by side, from the first Work to the last meeting.
 
-A bucket's next phase is launched with phase 1 of the bucket so many behind it; what is left is brought home in rounds.
-So every rank launches the same sequence of operations, whether during backward or in step().
+A bucket's next phase is launched with phase 1 of the bucket behind it; what is left is brought home in rounds. So every
+rank launches the same sequence of operations, whether during backward or in step().
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from ..layout.buckets import B
 from .bucket_step import Answer, Arrived, BucketStep, Decision, Meeting
 
 Meet: TypeAlias = Callable[[Sequence[B], Sequence[Meeting]], Sequence[Answer]]
-NEXT_PHASE_BEHIND = 2  # until then so many buckets are on the wire
 
 
 class BucketTask(Generic[B]):
@@ -60,14 +59,13 @@ class BucketTask(Generic[B]):
 class Driver(Generic[B]):
     """Runs one step of all buckets.
 
-    phases: of an exchange, see `Hierarchy.phases`; each begins with the first phase of the bucket `behind` buckets
-    later.
+    phases: of an exchange, see `Hierarchy.phases`; each begins with the first of the bucket so many behind.
     on_comm_stream: on CUDA buckets are launched on a stream of their own. Not where they free gradients, whose memory
     the backward pass would take for its own at once.
     """
 
-    def __init__(self, phases: int, *, behind: int = NEXT_PHASE_BEHIND, on_comm_stream: bool = True):
-        self._phases, self._behind, self._has_stream = phases, behind, on_comm_stream
+    def __init__(self, phases: int, *, on_comm_stream: bool = True):
+        self._phases, self._has_stream = phases, on_comm_stream
         self._tasks: list[BucketTask[B]] = []
         self._under_way: list[BucketTask[B]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -88,10 +86,8 @@ class Driver(Generic[B]):
             return
         with self._on_comm_stream(bucket.device):
             self._tasks.append(BucketTask(bucket, step))
-            for phase in range(1, self._phases):
-                behind = bucket.index - phase * self._behind
-                if behind >= 0:
-                    self._tasks[behind].exchange.advance()
+            for before in reversed(self._tasks[-self._phases : -1]):
+                before.exchange.advance()
 
     def leave_under_way(self) -> None:
         """Set aside the step that was launched, with what it exchanges: the next one may be launched."""

@@ -61,12 +61,28 @@ def test_steps_that_meet_nobody_are_brought_to_their_end() -> None:
         for k in range(index):
             yield FakeWork(said, f"{index}.{k}")
 
-    driver: Driver = Driver(2, behind=1)
+    driver: Driver = Driver(2)
     for index in range(3):
         driver.launch(FakeBucket(index), alone(index))
     assert said == ["launch 1.0", "launch 2.0", "wait 1.0"]  # the bucket before goes on when the next begins
     driver.finish()
     assert driver.launched == 0 and said[3:] == ["wait 2.0", "launch 2.1", "wait 2.1"]
+
+
+@pytest.mark.parametrize("phases", [1, 2, 3])
+def test_a_phase_is_launched_with_the_first_of_the_bucket_so_many_behind(phases: int) -> None:
+    """The first is still on the wire then, so that it carries something while the next phase is made."""
+    said: list[str] = []
+
+    def step(index: int) -> BucketStep:
+        for k in range(phases):
+            yield FakeWork(said, f"{index}.{k}")
+
+    driver: Driver = Driver(phases)
+    for index in range(4):
+        driver.launch(FakeBucket(index), step(index))
+    launched = [each.removeprefix("launch ") for each in said if each.startswith("launch")]
+    assert launched == [f"{index - k}.{k}" for index in range(4) for k in range(min(phases, index + 1))]
 
 
 @pytest.mark.parametrize("works", [0, 1])

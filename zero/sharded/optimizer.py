@@ -149,7 +149,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self.grad_stats, self.health = GradStats(), Health()
         self._next_grad_stats = GradStats()  # of the step under way
         self._votes = Votes(rule, self.clipper, self.stats, self.health, self._watch)
-        self._driver: Driver[ShardedBucket] = Driver(2, behind=1, on_comm_stream=False)
+        self._driver: Driver[ShardedBucket] = Driver(2, on_comm_stream=False)
         self.overlap = EarlyFrames(self.transport.rank, overlap, self.rule, self.buckets)
         self._launched_scale = 1.0  # of the step under way
         self._has_begun = False  # the step under way

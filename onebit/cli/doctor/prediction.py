@@ -7,8 +7,8 @@ A contender's step has three parts, each linear in the number of elements, fitte
     update      what step() does once they have arrived
 
 Computing is a third forward and two thirds backward, which completes gradients at an even pace, last layer first. A
-bucket's exchange starts when its last gradient is there and the wire is free; phase 2 of ours starts when two more
-buckets have been launched, or in step(). See `step/driver.py`. The wire carries one operation at a time.
+bucket's exchange starts when its last gradient is there and the wire is free; phase 2 of ours starts when the next
+bucket has been launched, or in step(). See `step/driver.py`. The wire carries one operation at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...layout.flat import partition
-from ...step.driver import NEXT_PHASE_BEHIND
 
 FORWARD = 1 / 3
 MIB = 1 << 20
@@ -110,10 +109,10 @@ def _wire_end(launched_at: Sequence[float], seconds: Sequence[float], step_at: f
     """When the last bucket has arrived, and backward is over (step_at). seconds: of each bucket, all its phases."""
     K = len(launched_at)
     free = 0.0
-    # In the order in which they are launched: phase p of a bucket with phase 0 of the one so many behind it.
-    for turn in range(K + (phases - 1) * NEXT_PHASE_BEHIND):
+    # In the order in which they are launched: phase p of a bucket with phase 0 of the p-th behind it.
+    for turn in range(K + phases - 1):
         for phase in range(phases):
-            k = turn - phase * NEXT_PHASE_BEHIND
+            k = turn - phase
             if 0 <= k < K:
                 launch = launched_at[turn] if turn < K else step_at
                 free = max(free, launch) + seconds[k] / phases
