@@ -151,9 +151,13 @@ class AdamRule(Rule):
             weight_K.mul_(self._correction(bucket))
             self.codec.decode(frames, bucket.rows(bucket.buffer))
             self._move(bucket, decision, weight_K, decay_K)
-        else:
+        elif decision.moves:
             weight_K, keep_K = yield from self.moves(bucket)
             self.placement.apply(bucket, decision, frames, weight_K, keep_K)
+
+    def follow(self, bucket: Bucket, decision: Decision) -> None:
+        if bucket not in self.masks:  # those have moved: their moves lie in memory that the next exchange writes
+            self.placement.apply(bucket, decision, bucket.frames, *self._moves(bucket))
 
     def observe(self, bucket: Bucket, scale: float, own: float) -> None:
         """What LAMB wants to know of scale·g_i over D before it is sent."""
@@ -168,13 +172,16 @@ class AdamRule(Rule):
 
     def moves(self, bucket: Bucket) -> Generator[Work | Meeting, Answer, tuple[Tensor, Tensor]]:
         """weight, keep: p ← keep·p + weight·(m/D as it travels), in a compressed step. float32 [K]; only read."""
+        return self._moves(bucket)
+        yield  # a generator, as LAMB's
+
+    def _moves(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         group = self.buckets.group(bucket)
         lr, correction = as_float32(float(group["lr"])), as_float32(self._correction(bucket))
         decay = as_float32(float(group["lr"]) * group["weight_decay"])
         # A product of two float32 is exact in float64, and so is 1 - decay: both are rounded once.
         weight, keep = -as_float32(lr * correction), as_float32(1.0 - decay)
         return self.placement.constant(bucket, weight), self.placement.constant(bucket, keep)
-        yield  # a generator, as LAMB's
 
     def _move(self, bucket: Bucket, decision: Decision, weight_K: Tensor, decay_K: Tensor) -> None:
         """The same with m̂/D in the buffer."""

@@ -274,12 +274,15 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def _take_step(self, scale: float) -> Sequence[str] | None:
         self._settle_masters()
         landed = self._land()
-        resends = self.overlap.has_changed(scale)
-        self._begin()
+        try:
+            resends = self.overlap.has_changed(scale)
+            self._begin()
+            ballot = None if self.rule.is_silent() else self._send(scale, resends)
+        finally:
+            self._delayed.follow()  # behind what has been launched: the wire need not wait for it
         if self.rule.is_silent():
             decision: Decision | None = self._decide_alone(scale)
         else:
-            ballot = self._send(scale, resends)
             if ballot is not None and self._is_delayed:
                 self._delayed.leave(ballot, self.stats.clip_factor, self.ahead)
                 self.stats.phase = self.rule.round_name()
@@ -359,7 +362,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         for count in self.steps:
             count += 1
         self._driver.commit(decision, self.rule.meet)
-        self._write_masters(decision)
+        if decision.moves:
+            self._write_masters(decision)
         self.stats.phase = self.rule.after_step()
         if self.delay:
             self.ahead = Ahead([self.rule.ahead(bucket) for bucket in self.buckets], decision.seen)
@@ -382,10 +386,11 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         with torch.no_grad(), self.policy.computing.paused():
             self._settle_masters()
             bad = self._land()
+            self._delayed.follow()
         self.skip_limit.observe(bad is not None, bad or (), self.transport, self.model_parallel_group.whole)
 
     def _land(self) -> list[str] | None:
-        """End the step that is under way, as `_take_step` would have ended it."""
+        """End the step that is under way, as `_take_step` would have ended it; parameters have yet to follow."""
         if self._delayed.step is None:
             return None
         spoilt = self._delayed.land(self._is_good, self._commit)

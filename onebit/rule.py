@@ -135,6 +135,10 @@ class Rule(BucketRule[Bucket]):
         """How far parameters may look ahead of the step just taken: p - this·m/D. In a rule that can be delayed."""
         raise AssertionError(f"{type(self).__name__} cannot be delayed")
 
+    def follow(self, bucket: Bucket, decision: Decision) -> None:
+        """Move the parameters by a step taken, where it has not moved them itself. In a rule that can be delayed."""
+        raise AssertionError(f"{type(self).__name__} cannot be delayed")
+
     def look_ahead(self, bucket: Bucket, decision: Decision, weight: float) -> None:
         """p ← p + weight·m/D for the parameters that move by this decision. In a rule that can be delayed."""
         raise AssertionError(f"{type(self).__name__} cannot be delayed")

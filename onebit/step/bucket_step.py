@@ -56,13 +56,14 @@ class Decision:
 
     clip_factor: for a mean gradient, or for the gradients that are to be sent; what was exchanged in other steps has
     been clipped before. A tensor of no dimensions where the host has not waited for it. is_spoilt: in a step without
-    traffic, whether this replica's gradients count as zero.
+    traffic, whether this replica's gradients count as zero. moves: False: parameters stay, until the rule's `follow`.
     """
 
     seen: Sequence[bool]
     clip_factor: float | Tensor = 1.0
     is_spoilt: bool = False
     first: int = 0
+    moves: bool = True
 
     def of(self, bucket: AnyBucket) -> Sequence[bool]:
         """For each of the bucket's parameters."""

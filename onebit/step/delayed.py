@@ -7,6 +7,7 @@ is asked of the optimizer, whose other steps are decided alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from ..agreement.step_vote import Ballot, present_anywhere
 from ..layout.bucket import Bucket
 from ..layout.buckets import Buckets
-from ..usage.contract import State
+from ..usage.contract import Group, State
 from .bucket_step import Decision
 from .driver import Driver
 from .link_probe import StopWatch
@@ -23,6 +24,14 @@ from .under_way import Ahead, StepUnderWay, vote_of
 
 if TYPE_CHECKING:
     from ..rule import Rule
+
+
+@dataclass(frozen=True)
+class Landed:
+    """A step that was taken, whose parameters have yet to move, with the options it was sent with."""
+
+    decision: Decision
+    options: list[Group]
 
 
 class DelayedSteps:
@@ -40,6 +49,7 @@ class DelayedSteps:
         computing: StopWatch,
     ):
         self.step: StepUnderWay | None = None
+        self._landed: Landed | None = None
         self._driver, self._buckets, self._rule, self._placement = driver, buckets, rule, placement
         self._computing = computing
 
@@ -77,26 +87,39 @@ class DelayedSteps:
     def land(self, is_good: Callable[[Ballot], bool], commit: Callable[[Decision, float], None]) -> list[str] | None:
         """Decide the step under way, and commit it, with the options it was sent with. None, where it was taken.
 
-        Where all ranks skip it, the parameters whose gradients here were not finite. is_good: whether the step of this
-        vote counts; where it raises, the step is under way as it was. commit: with this clip factor.
+        `follow` moves the parameters then: the next step need not wait for that. Where all ranks skip it, the
+        parameters whose gradients here were not finite. is_good: whether the step of this vote counts; where it raises,
+        the step is under way as it was. commit: with this clip factor.
         """
         step = self.step
         assert step is not None
+        self._look_ahead(step.ahead, -1.0)  # while the last buckets are on the wire
         self._driver.take_up()
         with self._buckets.with_options(step.options):
             try:
                 is_taken = is_good(step.ballot)
             except BaseException:
                 self._driver.leave_under_way()  # a state saved now has it still
+                self._look_ahead(step.ahead, 1.0)
                 raise
             self.step = None
-            self._look_ahead(step.ahead, -1.0)
             if is_taken:
-                commit(Decision(present_anywhere(step.ballot.votes)), step.clip_factor)
+                self._landed = Landed(Decision(present_anywhere(step.ballot.votes), moves=False), step.options)
+                commit(self._landed.decision, step.clip_factor)
                 return None
         self._driver.give_up()
         pairs = zip(self._buckets, step.sent, strict=True)  # the gradients themselves are gone
         return [name for bucket, sent in pairs for name in self._placement.spoilt(bucket, sent)]
+
+    def follow(self) -> None:
+        """Move the parameters by the step that has landed, where they have not moved yet."""
+        landed, self._landed = self._landed, None
+        if landed is None:
+            return
+        with self._buckets.with_options(landed.options):
+            for bucket in self._buckets:
+                self._rule.follow(bucket, landed.decision)
+                bucket.masters.write_back(landed.decision.of(bucket))
 
     def drop(self) -> None:
         """Forget the step under way, once it is here. Nothing was written."""

@@ -222,6 +222,34 @@ def test_a_step_waits_for_nothing_that_it_has_sent() -> None:
         assert in_step[:first] == ["wait for all_gather"] * (buckets + 1)
 
 
+@pytest.mark.parametrize("ends_with", ["step", "sync"])
+def test_parameters_move_when_the_next_step_is_on_its_way(ends_with: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wire does not wait for them. Where no step follows, they move all the same."""
+
+    def ours(transport: SimTransport) -> tuple[list[str], int]:
+        recorder = Recorder(transport)
+        net, optimizer = late(recorder, check_replicas_every=0)
+        apply = optimizer.placement.apply
+
+        def noted(*given: object) -> None:
+            recorder.events.append("move")
+            apply(*given)
+
+        monkeypatch.setattr(optimizer.placement, "apply", noted)
+        train(recorder, range(FREEZE + 2), net, optimizer)
+        loss_of(net, 50, transport.rank).backward()
+        recorder.events.clear()
+        getattr(optimizer, ends_with)()
+        return [event for event in recorder.events if not event.startswith("wait")], len(optimizer.buckets)
+
+    for events, buckets in run_ranks(2, ours):
+        looks_back, moves, looks_ahead = (["move"] * buckets for _ in range(3))
+        if ends_with == "step":
+            assert events == [*looks_back, *["all_to_all"] * buckets, "all_gather", *moves, *looks_ahead]
+        else:
+            assert events == [*looks_back, *moves]
+
+
 def test_nothing_keeps_gradients_while_they_travel() -> None:
     def ours(transport: SimTransport) -> bool:
         net, optimizer = late(transport)
