@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from train.model import decay_groups
 
 import onebit
-from onebit.comm import IdentityCodec, Int8Codec, Log4Codec, SimTransport, run_ranks
+from onebit.comm import Codec, IdentityCodec, Int8Codec, Log4Codec, SignCodec, SimTransport, run_ranks
 from onebit.layout.bucket import Bucket
 from onebit.onebit_muon import Matrices, MuonRule
 from onebit.step.bucket_step import BucketStep
@@ -198,6 +198,17 @@ def _sharded_lamb(name: str, **options: object) -> Method:
     )
 
 
+def _local_steps(name: str, codec: Codec, every: int) -> Method:
+    """AdamW on each rank, and the mean of the differences every so many steps."""
+    return Method(
+        f"local-steps H={every}{name}",
+        "adamw",
+        lambda groups, transport, steps: onebit.LocalSteps(
+            torch.optim.AdamW(groups), every, codec=codec, transport=transport
+        ),
+    )
+
+
 def _muon_groups(model: nn.Module) -> list[dict]:
     """As `decay_groups`, and hidden matrices apart from embeddings. The heads of the tasks here are embeddings."""
     kinds = [(group["use_muon"], [p for _, p in group["params"]]) for group in onebit.muon_groups(model, head=None)]
@@ -297,6 +308,8 @@ METHODS = {
         _sharded_lamb("int4 differences"),
         _sharded_lamb("sign differences", differences="sign"),
         *_rules(),
+        *(_local_steps(", in full", IdentityCodec(), every) for every in (8, 32)),
+        *(_local_steps("", SignCodec(), every) for every in (8, 32)),
     )
 }
 
