@@ -23,7 +23,19 @@ from onebit.layout.bucket import Bucket
 from onebit.onebit_muon import Matrices, MuonRule
 from onebit.step.bucket_step import BucketStep
 from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam
+from onebit.zero.sharded.adam import ShardedAdamRule
 from study.catalog import load_task
+from study.remedies import (
+    EF21,
+    CorrectedLocalSteps,
+    MedianRule,
+    MedianSigns,
+    OwnerMomentum,
+    RemediedSharded,
+    mean_momentum,
+    own_noise,
+    remedied,
+)
 from study.tasks import Batch, Task
 
 WEIGHT_DECAY = 0.01
@@ -209,6 +221,64 @@ def _local_steps(name: str, codec: Codec, every: int) -> Method:
     )
 
 
+def _sharded_remedy(name: str, make_rule: Callable[[], ShardedAdamRule], **options: object) -> Method:
+    """Sharded one-bit Adam with a rule of `remedies.py`; differences in four bits unless options say otherwise."""
+    return Method(
+        f"sharded-onebit-adam, {name}",
+        "adamw",
+        lambda groups, transport, steps: RemediedSharded(groups, make_rule(), transport=transport, **options),
+    )
+
+
+def _corrected(every: int, name: str, codec: Codec, corrects: str, share: float, of: str = "") -> Method:
+    """Local steps with SCAFFOLD's correction."""
+    return Method(
+        f"local-steps H={every}{name}, {corrects} corrected by {share:g}{of}",
+        "adamw",
+        lambda groups, transport, steps: CorrectedLocalSteps(
+            torch.optim.AdamW(groups),
+            every,
+            corrects=corrects,
+            share=share,
+            of_messages=bool(of),
+            codec=codec,
+            transport=transport,
+        ),
+    )
+
+
+def _remedies() -> list[Method]:
+    """For ranks with different data."""
+    targets = {"own noise": own_noise, "mean momentum": mean_momentum}
+    return [
+        *(_sharded_remedy(name, lambda target=target: remedied(target)) for name, target in targets.items()),
+        *(
+            _sharded_remedy(f"gradients every {every} steps", lambda every=every: remedied(refresh_every=every))
+            for every in (1, 8, 16)
+        ),
+        _sharded_remedy("median norm", MedianRule),
+        _sharded_remedy("EF21", lambda: remedied(kind=EF21)),
+        *(
+            _sharded_remedy(f"EF21, {name}", lambda target=target: remedied(target, EF21))
+            for name, target in targets.items()
+        ),
+        _sharded_remedy("EF21, gradients every 8 steps", lambda: remedied(kind=EF21, refresh_every=8)),
+        _sharded_remedy("momentum at the owner", lambda: remedied(kind=OwnerMomentum)),
+        *(_local_steps(", median norm", MedianSigns(), every) for every in (8, 32)),
+        *(
+            _corrected(every, ", in full", IdentityCodec(), corrects, share)
+            for every in (8, 32)
+            for corrects, share in (("moves", 0.3), ("gradients", 1.0), ("gradients", 0.3), ("momentum", 1.0))
+        ),
+        *(
+            _corrected(every, "", SignCodec(), corrects, 0.1, of)
+            for every in (8, 32)
+            for corrects in ("moves", "gradients")
+            for of in ("", " of messages")
+        ),
+    ]
+
+
 def _muon_groups(model: nn.Module) -> list[dict]:
     """As `decay_groups`, and hidden matrices apart from embeddings. The heads of the tasks here are embeddings."""
     kinds = [(group["use_muon"], [p for _, p in group["params"]]) for group in onebit.muon_groups(model, head=None)]
@@ -310,6 +380,7 @@ METHODS = {
         *_rules(),
         *(_local_steps(", in full", IdentityCodec(), every) for every in (8, 32)),
         *(_local_steps("", SignCodec(), every) for every in (8, 32)),
+        *_remedies(),
     )
 }
 
