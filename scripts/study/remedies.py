@@ -1,7 +1,7 @@
-"""Remedies for ranks with different data, as prototypes of the study; the package has none of them.
+"""Remedies for ranks with different data, as prototypes. The package has none of them; results.md says why.
 
-Around `LocalSteps`: SCAFFOLD's correction, on the moves, on the gradients, or once per round on the momentum. Around
-`ShardedOnebitAdam`: EF21's recursion for the momentum, other estimates of the variance, and a variance from all ranks'
+Around `LocalSteps`: SCAFFOLD's correction, on the moves or on the gradients. Around `ShardedOnebitAdam`: EF21's
+recursion for the momentum, a momentum at the owner, other estimates of the variance, and a variance from all ranks'
 gradients every so many steps. For both: frames clipped to the median norm at the owner.
 
 Shape legend: W ranks, N elements of a chunk, J blocks of a chunk, n elements of a block, B bytes of a frame.
@@ -36,7 +36,6 @@ class CorrectedLocalSteps(onebit.LocalSteps):
         at a round    c ← c + share·(θ_new - w)/Σlr     θ_new - w: own less mean difference; Σlr: since the last round
         moves         w ← w + lr·c                      behind each step of AdamW
         gradients     g ← g - c·(√v̂ + eps)              before it
-        momentum      m ← m - c·(√v̂ + eps)              at a round, once, with c ← share·(θ_new - w)/Σlr
 
     of_messages: the own difference is taken as the own frame says it. Nothing more travels. One fragment, no delay;
     AdamW inside, whose groups have one learning rate.
@@ -80,9 +79,6 @@ class CorrectedLocalSteps(onebit.LocalSteps):
         for c, more in zip(self._corrections, gained, strict=True):
             more.mul_(self._share / max(self._sum_of_rates, 1e-12))
             c.add_(more)
-        if self._corrects == "momentum":
-            for p, c in self._pairs(gained):
-                self.state[p]["exp_avg"].sub_(c * self._divisor(p))
         self._sum_of_rates = 0.0
         return goes_on
 
@@ -240,7 +236,7 @@ class EF21(RemedyPlacement):
         rank i     v ← β1·v + (1-β1)·g;  message = C(v - h);  h ← h + message
         owner      H ← H + mean of messages
 
-    C is eight bits in the warm-up. h: [W, N], v less what messages have said, and H: [N], by bucket.
+    C is eight bits in the warm-up. unsaid: v - h, as v [W, N]; H: [N]; by bucket.
     """
 
     unsaid: dict[int, Tensor] = field(default_factory=dict)
