@@ -29,6 +29,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy
@@ -75,14 +76,16 @@ def prepare(folder: Path) -> None:
         log.warning("this environment has torch %s, DeepSpeed's gets %s", torch.__version__, pins["torch"])
     log.info("making a virtual environment of Python %s in %s", wanted["python"], folder)
     _call([sys.executable, "-m", "venv", str(folder)], "Python could not make a virtual environment")
-    python = str(folder / "bin" / "python")
+    interpreter = str(folder / "bin" / "python")
     # torch by itself first: as a mere dependency of deepspeed it would be whatever build is newest.
     for package in ("torch", "deepspeed"):
         log.info("installing %s %s", package, pins[package])
-        install = [python, "-m", "pip", "install", "--disable-pip-version-check", "-c", str(PINS), package]
+        install = [interpreter, "-m", "pip", "install", "--disable-pip-version-check", "-c", str(PINS), package]
         _call(install, f"pip could not install {package} {pins[package]}", DS_BUILD_OPS="0")  # no compiler needed
     log.info("trying it")
-    _call([python, "-c", "from deepspeed.runtime.fp16.onebit import adam, lamb, zoadam"], "DeepSpeed does not start")
+    _call(
+        [interpreter, "-c", "from deepspeed.runtime.fp16.onebit import adam, lamb, zoadam"], "DeepSpeed does not start"
+    )
     stamp.write_text(json.dumps(wanted) + "\n")
     log.info("done. A rank's part of a measurement, for instance on emulated hosts (onebit emulate):")
     log.info("%s", shlex.join(worker_command(folder, ["--what", "collective", "--out", "result.json"])))
@@ -112,15 +115,12 @@ def why_not_prepared(folder: Path = FOLDER) -> str | None:
 
 def worker_command(folder: Path, flags: Sequence[str]) -> list[str]:
     """One rank's command, for `onebit emulate`, torchrun --no-python or RANK, WORLD_SIZE, … set by hand."""
-    return [
-        "env",
-        *_allocator_words(),
-        str(folder / "bin" / "python"),
-        COMMAND,
-        "peer_deepspeed",
-        "--worker",
-        *flags,
-    ]
+    return [*python(folder), COMMAND, "peer_deepspeed", "--worker", *flags]
+
+
+def python(folder: Path = FOLDER) -> list[str]:
+    """The Python of DeepSpeed's environment, with its allocator tuned."""
+    return ["env", *_allocator_words(), str(folder / "bin" / "python")]
 
 
 def _allocator_words() -> list[str]:
@@ -391,28 +391,33 @@ def _check_equal(x: Tensor, collectives: Collectives) -> None:
 
 def worker(args: argparse.Namespace) -> None:
     """One rank; rank 0 writes what was measured as JSON."""
-    if not _is_allocator_tuned():
-        log.warning("DeepSpeed is slower than it need be: start the worker with `env %s`", " ".join(_allocator_words()))
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    sys.modules["cupy"] = make_cupy()
-    collectives = Collectives()
-    collectives.install()
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints from its initialisation step
-        try:
-            import deepspeed
-        except ModuleNotFoundError as error:
-            raise SystemExit(
-                f"{error}; --worker runs under the Python that --prepare made: {FOLDER}/bin/python"
-            ) from None
-        deepspeed.utils.logger.setLevel(logging.WARNING)
-        without_compiling()
-        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+        collectives = start()
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
         measured = (measure_collective if args.what == "collective" else measure_step)(args, collectives)
     if dist.get_rank() == 0:
         args.out.write_text(json.dumps(asdict(measured) | _circumstances(args)) + "\n")
     collectives.meet()
     dist.destroy_process_group()
+
+
+@cache
+def start() -> Collectives:
+    """Patch DeepSpeed and initialise it, over torch's process group where there is one; its collectives. All ranks."""
+    if not _is_allocator_tuned():
+        log.warning("DeepSpeed is slower than it need be: start the worker with `env %s`", " ".join(_allocator_words()))
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    sys.modules["cupy"] = make_cupy()
+    collectives = Collectives()
+    collectives.install()
+    try:
+        import deepspeed
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{error}; a worker runs under the Python that --prepare made: {FOLDER}/bin/python") from None
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    without_compiling()
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    return collectives
 
 
 def _is_allocator_tuned() -> bool:

@@ -1,12 +1,12 @@
-"""Loss against seconds of equal work: DDP, PowerSGD, DeMo, DiLoCo and ours, on three networks.
+"""Loss against seconds of equal work: DDP, PowerSGD, DeMo, DiLoCo, DeepSpeed and ours, on three networks.
 
     python scripts/bench.py time_to_loss losses --results runs/losses.jsonl
     python scripts/bench.py time_to_loss seconds --results runs/seconds.jsonl
     python scripts/bench.py time_to_loss report --losses runs/losses.jsonl --seconds runs/seconds.jsonl --record FILE
 
 Losses come from simulated ranks, each method once; seconds from steps on emulated hosts, whose computing is emulated by
-sleeping: the same loss on every network, at other seconds. What a file holds is not run again. The parts are in
-scripts/time_to_loss/.
+sleeping: the same loss on every network, at other seconds. What a file holds is not run again. DeepSpeed's optimizers
+run in its own environment, which `bench.py peer_deepspeed --prepare` makes. The parts are in scripts/time_to_loss/.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from provenance import check_record, record_path, write_record
 from time_to_loss import losses, report, seconds
 from time_to_loss.ways import WAYS
 
+from bench.peer_deepspeed import why_not_prepared
 from onebit.cli.cluster import available
 from onebit.cli.numbers import number
 
@@ -52,9 +53,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seconds", type=Path, required=True, metavar="FILE")
     add("--record", type=record_path, metavar="FILE", help="write it there, with its figure beside it as .png")
     commands.add_parser("worker", help="be one rank of `seconds`")
+    commands.add_parser("trainer", help="be one rank of DeepSpeed's in `losses`")
     args = parser.parse_args(argv)
     if hasattr(args, "results"):
         check_record(parser, args.results)
+        args.ways = _that_run_here(args.ways)
     return args
 
 
@@ -62,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     if args.command == "worker":
         seconds.work()
+    elif args.command == "trainer":
+        losses.work()
     elif args.command == "losses":
         runs = args.task, args.ways, args.ranks, args.rows, args.lengths, args.lrs, args.seeds, args.device
         wanted = losses.wanted(*runs)
@@ -72,6 +77,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         seconds.time_on(args.rates, args.hosts, args.params, args.compute, args.ways, args.budget, args.results)
     else:
         _report(args)
+
+
+def _that_run_here(ways: Sequence[str]) -> list[str]:
+    """All, or, where DeepSpeed's environment is missing, the others; says which were left out."""
+    reason = why_not_prepared()
+    left_out = [way for way in ways if WAYS[way].is_deepspeeds and reason is not None]
+    if left_out:
+        print(f"time_to_loss: left out: {', '.join(left_out)}: {reason}", file=sys.stderr)
+    return [way for way in ways if way not in left_out]
 
 
 def _report(args: argparse.Namespace) -> None:

@@ -1,13 +1,18 @@
 """The loss half: every way trains the same model on the same batches, for so many steps, by ranks that are threads.
 
-A run of N steps has a schedule of N steps: a short one is not a long one cut off. What is counted beside the loss: how
-many steps the run took in each phase, and the bits that a rank sent per parameter.
+DeepSpeed's ranks are processes of its own environment, over Gloo on loopback; `work` is one of them. A run of N steps
+has a schedule of N steps: a short one is not a long one cut off. What is counted beside the loss: how many steps the
+run took in each phase, and the bits that a rank sent per parameter.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,13 +22,14 @@ from pathlib import Path
 
 import torch
 from provenance import refuse_dirty_tree, revision
-from rich.progress import Progress
 from study.catalog import load_task
 from study.run import WEIGHT_DECAY
 from study.tasks import Task
 from train.model import decay_groups
 
-from onebit.comm import SimTransport, run_ranks
+from onebit import comm
+from onebit.comm import Transport, run_ranks
+from time_to_loss.deepspeed import worker_command
 from time_to_loss.ways import WAYS, phase_of
 
 
@@ -74,12 +80,13 @@ def train(run: Run) -> Found:
     return Found(run, loss, phases, bits, round(time.perf_counter() - began, 1), revision())
 
 
-def _train(run: Run, task: Task, transport: SimTransport | None) -> tuple[float, dict[str, int], float]:
+def _train(run: Run, task: Task, transport: Transport | None) -> tuple[float, dict[str, int], float]:
     model, device = task.build(run.seed).to(run.device), torch.device(run.device)
     make = WAYS[run.way].make
     assert make is not None
     optimizer = make(decay_groups(model, WEIGHT_DECAY), transport, run.steps)
-    sent, phases = 0 if transport is None else transport.sent_bytes, Counter[str]()
+    counter = optimizer if hasattr(optimizer, "sent_bytes") else transport
+    sent, phases = 0 if counter is None else counter.sent_bytes, Counter[str]()
     together = range(1 if WAYS[run.way].is_alone else run.ranks)
     workers = together if transport is None else [transport.rank]
     for step in range(run.steps):
@@ -97,7 +104,7 @@ def _train(run: Run, task: Task, transport: SimTransport | None) -> tuple[float,
         optimizer.sync()
     found = task.evaluate(model) if transport is None or transport.rank == 0 else 0.0
     numel = sum(p.numel() for p in model.parameters())
-    bits = 0.0 if transport is None else 8 * (transport.sent_bytes - sent) / numel
+    bits = 0.0 if counter is None else 8 * (counter.sent_bytes - sent) / numel
     return (found if math.isfinite(found) else math.inf), dict(phases), bits
 
 
@@ -135,8 +142,45 @@ def train_missing(runs: Iterable[Run], path: Path, processes: int) -> None:
         return
     refuse_dirty_tree(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(processes) as pool, path.open("a") as file, Progress() as progress:
-        futures = [pool.submit(train, run) for run in missing]
+    here, apart = ([run for run in missing if WAYS[run.way].is_deepspeeds == is_apart] for is_apart in (False, True))
+    for ranks, together in itertools.groupby(apart, lambda run: run.ranks):
+        _train_apart(list(together), ranks, path)
+    if here:
+        _train_here(here, path, processes)
+
+
+def _train_here(runs: Sequence[Run], path: Path, processes: int) -> None:
+    from rich.progress import Progress  # which DeepSpeed's environment does not have
+
+    with ProcessPoolExecutor(processes) as pool, Progress() as progress:
+        futures = [pool.submit(train, run) for run in runs]
         for future in progress.track(as_completed(futures), total=len(futures), description="losses"):
-            file.write(json.dumps(asdict(future.result())) + "\n")
-            file.flush()
+            _add(future.result(), path)
+
+
+def _train_apart(runs: Sequence[Run], ranks: int, path: Path) -> None:
+    """As processes of DeepSpeed's environment. Raises CalledProcessError where they fail."""
+    asked = {"runs": [asdict(run) for run in runs], "revision": revision(), "out": str(path.resolve())}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    env = os.environ | {"TIME_TO_LOSS": json.dumps(asked)}
+    subprocess.run(worker_command("trainer", *torchrun), env=env, check=True)
+
+
+def work() -> None:
+    """Be one rank of `_train_apart`. All ranks."""
+    asked = json.loads(os.environ["TIME_TO_LOSS"])
+    torch.set_num_threads(1)
+    transport = comm.init("gloo", levels=1)
+    for run in (Run(**content) for content in asked["runs"]):
+        began = time.perf_counter()
+        loss, phases, bits = _train(run, load_task(run.task), transport)
+        seconds = round(time.perf_counter() - began, 1)
+        if transport.rank == 0:
+            print(f"{run.way}, {run.steps} steps at {run.lr:g}: {seconds:.0f} s", file=sys.stderr, flush=True)
+            _add(Found(run, loss, phases, bits, seconds, asked["revision"]), Path(asked["out"]))
+    transport.close()
+
+
+def _add(found: Found, path: Path) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(asdict(found)) + "\n")

@@ -7,6 +7,7 @@ is gone. The slowest rank's time counts; a phase's seconds are the median of its
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch.distributed as dist
+from bench.command import words
 from provenance import refuse_dirty_tree, revision
 
 from onebit import comm
@@ -28,11 +30,11 @@ from onebit.cli.doctor.samples import model_shapes
 from onebit.comm import Transport
 from onebit.comm.messages import gather_bytes
 from onebit.usage import marks
+from time_to_loss.deepspeed import worker_command
 from time_to_loss.ways import PLAIN, STARTS, WAYS, Way, phase_of
 
 LONGEST = 40  # steps of a way in which all of its phases come
 STUCK_S = 3600.0
-COMMAND = Path(__file__).resolve().parents[1] / "bench.py"
 
 
 @dataclass(frozen=True)
@@ -64,16 +66,14 @@ def time_on(
             continue
         refuse_dirty_tree(path)
         same = {"rate": rate, "hosts": hosts, "params": params, "compute_s": compute_s, "revision": revision()}
-        work = {"ways": missing, "same": same, "budget_s": budget_s, "out": str(path.resolve())}
+        work = {"same": same, "budget_s": budget_s, "out": str(path.resolve())}
         with Cluster(hosts, rate) as cluster:
-            ended = cluster.run(
-                [sys.executable, str(COMMAND), "time_to_loss", "worker"],
-                launcher="none",
-                env={"TIME_TO_LOSS": json.dumps(work)},
-                timeout_s=STUCK_S,
-            )
-            if ended.status:
-                raise SystemExit(f"the ranks on {hosts} hosts at {rate} ended with status {ended.status}")
+            for is_deepspeeds, together in itertools.groupby(missing, lambda way: WAYS[way].is_deepspeeds):
+                command = worker_command("worker") if is_deepspeeds else words("time_to_loss", "worker")
+                asked = json.dumps(work | {"ways": list(together)})
+                ended = cluster.run(command, launcher="none", env={"TIME_TO_LOSS": asked}, timeout_s=STUCK_S)
+                if ended.status:
+                    raise SystemExit(f"the ranks on {hosts} hosts at {rate} ended with status {ended.status}")
 
 
 def read(path: Path) -> list[Timed]:
@@ -99,11 +99,8 @@ def work() -> None:
         assert way.timed is not None
         contender = way.timed(model, transport)
         began = time.monotonic()
-        taken = _by_cycle(way, contender, transport) if way.cycle > 1 else {}
-        if way.cycle == 1:
-            taken = _by_phase(
-                way, contender, transport, lambda began=began: time.monotonic() - began, asked["budget_s"]
-            )
+        timed = _by_cycle if way.cycle > 1 else _by_phase
+        taken = timed(way, contender, transport, lambda began=began: time.monotonic() - began > asked["budget_s"])
         if transport.rank == 0:
             print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
             seconds = {phase: statistics.median(times) for phase, times in taken.items()}
@@ -119,13 +116,12 @@ def _by_phase(
     way: Way,
     contender: Contender,
     transport: Transport,
-    elapsed: Callable[[], float],
-    budget_s: float,
+    is_late: Callable[[], bool],
     repeats: int = 3,
 ) -> dict[str, list[float]]:
     """Seconds of steps, by phase; of the first step none.
 
-    Until every phase has come, and then until the last of `way.phases` has come so often or budget_s have passed.
+    Until every phase has come, and then until the last of `way.phases` has come so often or it is late on some rank.
     """
     taken: dict[str, list[float]] = {}
     for step in range(LONGEST):
@@ -135,8 +131,7 @@ def _by_phase(
             taken.setdefault(phase, []).append(seconds)
         has_all = all(phase in taken for phase in way.phases)
         has_enough = len(taken.get(way.phases[-1], ())) >= repeats
-        is_late = _slowest(transport, lambda: 0.0, elapsed()) > budget_s
-        if has_all and (has_enough or is_late):
+        if has_all and (has_enough or _any(transport, is_late)):
             break
     if way.run > 1:
         taken[way.phases[-1]] = _by_run(way, contender, transport)
@@ -158,28 +153,31 @@ def _by_run(way: Way, contender: Contender, transport: Transport, runs: int = 2)
     return [_slowest(transport, run) / way.run for _ in range(runs)]
 
 
-def _by_cycle(way: Way, contender: Contender, transport: Transport) -> dict[str, list[float]]:
+def _by_cycle(
+    way: Way, contender: Contender, transport: Transport, is_late: Callable[[], bool]
+) -> dict[str, list[float]]:
     """Seconds of a step, mean over a cycle; of the first cycle of a length none, whose traffic is the first.
 
     Of two lengths of cycles, S and E: a step without a round, and one with it, as S·t_S and E·t_E have one each.
     """
-    cycles = 3 if way.cycle <= 32 else 2
     start = _cycles(way.start_cycle, STARTS, contender, transport) if way.start_cycle else []
-    main = _cycles(way.cycle, cycles, contender, transport)
+    main = _cycles(way.cycle, 2, contender, transport)
+    if way.cycle <= 32 and not _any(transport, is_late):
+        main += _cycles(way.cycle, 1, contender, transport, skipped=0)
     if not start:
         return {PLAIN: [s / way.cycle for s in main]}
     local = (statistics.median(main) - statistics.median(start)) / (way.cycle - way.start_cycle)
     return {"round": [s - (way.start_cycle - 1) * local for s in start], "local": [local]}
 
 
-def _cycles(length: int, count: int, contender: Contender, transport: Transport) -> list[float]:
-    """Seconds of each cycle but the first."""
+def _cycles(length: int, count: int, contender: Contender, transport: Transport, skipped: int = 1) -> list[float]:
+    """Seconds of each cycle but the first `skipped`."""
 
     def cycle() -> None:
         for _ in range(length):
             _step(contender)
 
-    return [_slowest(transport, cycle) for _ in range(count)][1:]
+    return [_slowest(transport, cycle) for _ in range(count)][skipped:]
 
 
 def _step(contender: Contender) -> None:
@@ -188,10 +186,15 @@ def _step(contender: Contender) -> None:
     contender.optimizer.zero_grad()
 
 
-def _slowest(transport: Transport, act: Callable[[], object], already_s: float = 0.0) -> float:
+def _any(transport: Transport, holds: Callable[[], bool]) -> bool:
+    """Whether it holds on some rank. All ranks."""
+    return any(map(any, gather_bytes(transport, bytes([holds()]), transport.device)))
+
+
+def _slowest(transport: Transport, act: Callable[[], object]) -> float:
     """All start together; the seconds of the rank that took longest, and the same number on all. All ranks."""
     gather_bytes(transport, b"ready", transport.device)
     began = time.perf_counter()
     act()
-    mine = struct.pack("<d", already_s + time.perf_counter() - began)
+    mine = struct.pack("<d", time.perf_counter() - began)
     return max(struct.unpack("<d", each)[0] for each in gather_bytes(transport, mine, transport.device))

@@ -1,4 +1,4 @@
-"""What is compared: DDP, PowerSGD, DeMo, DiLoCo and ours; each as simulated ranks train with it, and as timed.
+"""What is compared: DDP, PowerSGD, DeMo, DeepSpeed, DiLoCo and ours; each as it trains, and as it is timed.
 
 A way's loss and its time are measured apart. Its loss is of simulated ranks (`losses.py`), a function of the step. Its
 seconds are of emulated hosts (`seconds.py`), by the phase of a step: a warm-up, a step between two rounds and a round
@@ -19,6 +19,7 @@ from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
 from onebit.cli.doctor.contenders import Contender, Ddp, DdpBfloat16, EmulatedModel, Onebit, PowerSgd
 from onebit.comm import Codec, IdentityCodec, Int8Codec, Log4Codec, SignCodec, Transport
 from onebit.zero import ShardedOnebitAdam
+from time_to_loss.deepspeed import Stepped
 from time_to_loss.peers import PLAIN, DeMo, Groups, LowRank, Plain
 
 STARTS = 3
@@ -46,7 +47,7 @@ class Way:
     come first, and steps with and without a round are told apart by the two lengths; 0: none. run: so many of these
     are timed together, as the traffic of each travels under the next. full_steps: timed ones in the phase "warmup",
     where the optimizer has no phases of its own. loss_of, time_of: the way whose loss, or whose seconds, this one has
-    too. is_alone: it trains on one rank's batches.
+    too. is_alone: it trains on one rank's batches. is_deepspeeds: its ranks are processes of DeepSpeed's environment.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Way:
     loss_of: str = ""
     time_of: str = ""
     needs_group: bool = False
+    is_deepspeeds: bool = False
 
 
 def phase_of(optimizer: Any) -> str:
@@ -94,6 +96,48 @@ def _demo() -> Way:
         return DeMo(groups, transport)
 
     return Way("DeMo", partial(Plain, make=timed), made)
+
+
+def _deepspeed(name: str, kind: str, phases: Sequence[str], timed: dict, made: Callable[[int], dict]) -> Way:
+    """timed: options by which all phases come within a few steps. made(steps of the run): those of a run."""
+    dense = phases[0]
+
+    def on_host(params: Any, lr: float, transport: Transport) -> Stepped:
+        return Stepped(kind, [{"params": list(params), "lr": lr, "weight_decay": 0.0}], dense, **timed)
+
+    return Way(
+        f"DeepSpeed {name}",
+        partial(Plain, make=on_host),
+        lambda groups, transport, steps: Stepped(kind, groups, dense, **made(steps)),
+        phases=phases,
+        is_deepspeeds=True,
+    )
+
+
+_DEEPSPEED = (
+    _deepspeed(
+        "OneBitAdam",
+        "OnebitAdam",
+        ("warmup", "compressed"),
+        {"freeze_step": 2},
+        lambda steps: {"freeze_step": max(2, steps * 15 // 100)},  # its authors' advice: 15 to 25 %
+    ),
+    _deepspeed(
+        "ZeroOneAdam",
+        "ZeroOneAdam",
+        ("variance", "compressed"),
+        {"var_update_scaler": 1},
+        lambda steps: {},  # by default it would freeze after 100,000 steps
+    ),
+    # The shares of its authors' run of 118,000 steps of BERT: https://arxiv.org/abs/2202.06009
+    _deepspeed(
+        "ZeroOneAdam, local steps",
+        "ZeroOneAdam",
+        ("variance", "compressed", "local", "round"),
+        {"var_update_scaler": 1, "var_freeze_step": 2, "local_step_scaler": 1, "local_step_clipper": 2},
+        lambda steps: {"var_freeze_step": max(2, steps // 10), "local_step_scaler": max(1, steps * 28 // 100)},
+    ),
+)
 
 
 # ---------------------------------------------------------------- ours, and DiLoCo by our wrapper
@@ -207,6 +251,7 @@ WAYS = {
         _power_sgd(1),
         _power_sgd(4),
         _demo(),
+        *_DEEPSPEED,
         _local("DiLoCo fp32", 32, IdentityCodec(), NESTEROV),
         *(_local("DiLoCo int8", every, Int8Codec(), NESTEROV) for every in (8, 32, 128)),
         *(
