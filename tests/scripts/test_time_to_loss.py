@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
+from bench.peer_deepspeed import ROOT, python, why_not_prepared
 from bench.time_to_loss import main
 from time_to_loss import losses, report
 from time_to_loss.losses import Found, Run
@@ -18,6 +20,8 @@ from time_to_loss.ways import WAYS
 
 from onebit.cli.cluster import available
 from onebit.comm import SimTransport, run_ranks
+
+DEEPSPEED_S = 300.0  # importing DeepSpeed takes 6 s of a processor, and minutes of a busy machine
 
 
 def found(way: str, steps: int, loss: float, phases: dict[str, int] | None = None, lr: float = 1e-2) -> Found:
@@ -146,10 +150,12 @@ def test_every_way_trains_and_what_was_run_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results, seconds = tmp_path / "runs" / "losses.jsonl", tmp_path / "seconds.jsonl"
+    here = [name for name, way in WAYS.items() if not way.is_deepspeeds]
     asked = ["losses", "--task", "digits", "--results", str(results), "--lengths", "4", "8", "--lrs", "1e-2"]
+    asked += ["--ways", *here]
     main([*asked, "--ranks", "2", "--processes", "2"])
     runs = losses.read(results)
-    own = {name for name, way in WAYS.items() if way.make is not None}
+    own = {name for name in here if WAYS[name].make is not None}
     assert {(one.run.way, one.run.steps) for one in runs} == {(name, steps) for name in own for steps in (4, 8)}
     assert all(sum(one.phases.values()) == one.run.steps for one in runs)
     written = results.read_text()
@@ -161,7 +167,7 @@ def test_every_way_trains_and_what_was_run_is_not_run_again(
     capsys.readouterr()
     main(["report", "--losses", str(results), "--seconds", str(seconds), "--record", str(tmp_path / "x.md")])
     said = capsys.readouterr().out
-    assert all(said.count(f"| {name} |") == 1 + (name in own) for name in WAYS)
+    assert all(said.count(f"| {name} |") == 1 + (name in own) for name in here)
     assert (tmp_path / "x.md").read_text().startswith(said.rstrip("\n")) and (tmp_path / "x.png").stat().st_size > 0
 
 
@@ -180,6 +186,100 @@ def test_steps_are_timed_on_emulated_hosts(tmp_path: Path) -> None:
         phases = set(WAYS[line["way"]].phases)
         assert set(line["seconds"]) == phases
         assert all(s > 0.01 for s in line["seconds"].values())
+
+
+def test_deepspeeds_ways_are_left_out_aloud_without_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bench.time_to_loss.why_not_prepared", lambda: "no environment here")
+    main(["losses", "--results", str(tmp_path / "x.jsonl"), "--ways", "DeepSpeed OneBitAdam"])
+    said = capsys.readouterr().err
+    assert "left out: DeepSpeed OneBitAdam: no environment here" in said and not (tmp_path / "x.jsonl").exists()
+
+
+needs_deepspeed = pytest.mark.skipif(why_not_prepared() is not None, reason=str(why_not_prepared()))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(DEEPSPEED_S + 20)
+@needs_deepspeed
+def test_deepspeeds_optimizers_train_in_its_environment(tmp_path: Path) -> None:
+    """Bits by hand: 32 in a dense step, else two phases of a half, in tensors padded to 16, and 8 bytes of scales."""
+    results, steps, ranks = tmp_path / "losses.jsonl", 40, 2
+    names = [name for name, way in WAYS.items() if way.is_deepspeeds]
+    asked = ["losses", "--results", str(results), "--lengths", str(steps), "--lrs", "1e-2"]
+    main([*asked, "--ways", *names, "--ranks", str(ranks)])
+    runs = {one.run.way: one for one in losses.read(results)}
+    assert runs["DeepSpeed OneBitAdam"].phases == {"warmup": 5, "compressed": 35}  # the first only tries the collective
+    assert runs["DeepSpeed ZeroOneAdam"].phases == {"variance": 28, "compressed": 12}  # steps 2 to 16, 18, ... 40
+    frozen = runs["DeepSpeed ZeroOneAdam, local steps"].phases
+    assert frozen == {"variance": 4, "compressed": 1, "round": 20, "local": 15}
+    numels = [p.numel() for p in losses.load_task("byte-lm").build(0).parameters()]
+    one_bit = sum(-(-n // 16) * 16 + 8 * 8 for n in numels)
+    for one in runs.values():
+        dense, local = (one.phases.get(phase, 0) for phase in (WAYS[one.run.way].phases[0], "local"))
+        bits = dense * 32 * sum(numels) + (steps - dense - local) * one_bit
+        assert one.loss < 5.0 and one.bits == pytest.approx(bits / sum(numels))
+
+
+TWIN = """
+import sys
+import deepspeed, torch
+import torch.distributed as dist
+from bench.peer_deepspeed import start
+from time_to_loss.deepspeed import Stepped
+
+kind, options = sys.argv[1], {"lr": 1e-2} | eval(sys.argv[2])
+start()
+
+class Model(torch.nn.Module):
+    # Its gradients are what it is given: matrix products differ by where in memory their factors lie.
+
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.zeros(shape) for shape in ((30, 20), (30,), (3, 30)))
+
+    def forward(self, gradients):
+        return sum((p * g).sum() for p, g in zip(self.weights, gradients))
+
+ours, theirs = Model(), Model()
+stepped = Stepped(kind, [{"params": list(ours.parameters())}], "dense", **options)
+optimizer = {"type": {"OnebitAdam": "OneBitAdam"}.get(kind, kind), "params": options}
+config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "optimizer": optimizer}
+engine, *_ = deepspeed.initialize(model=theirs, model_parameters=theirs.parameters(), config=config)
+torch.manual_seed(1 + dist.get_rank())
+for step in range(12):
+    gradients = [torch.randn_like(p) for p in ours.parameters()]
+    ours(gradients).backward()
+    stepped.step()
+    stepped.zero_grad()
+    engine.backward(engine(gradients))
+    engine.step()
+    for p, q in zip(ours.parameters(), theirs.parameters()):
+        assert torch.equal(p, q), step
+assert all(p.abs().min() > 0 for p in ours.parameters())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(DEEPSPEED_S + 20)
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("OnebitAdam", {"freeze_step": 4}),
+        ("ZeroOneAdam", {"var_update_scaler": 1}),
+        ("ZeroOneAdam", {"var_update_scaler": 1, "var_freeze_step": 5, "local_step_scaler": 2}),
+    ],
+)
+def test_steps_are_those_of_deepspeeds_engine(kind: str, options: dict, tmp_path: Path) -> None:
+    """To the bit, though its engine is not used: who averages gradients, and when, is all that it adds here."""
+    script = tmp_path / "twin.py"
+    script.write_text(TWIN)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["env", f"PYTHONPATH={ROOT}:{ROOT / 'scripts'}", *python(), *torchrun, str(script), kind, repr(options)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEEPSPEED_S)
+    assert ended.returncode == 0, ended.stderr[:3000]
 
 
 def test_one_alone_has_one_ranks_batches(monkeypatch: pytest.MonkeyPatch) -> None:
