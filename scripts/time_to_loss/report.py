@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from provenance import revision
 
@@ -22,12 +22,23 @@ if TYPE_CHECKING:
 
 BUDGETS_S = (120.0, 400.0, 1350.0, 4500.0)
 _LIKE = {"refresh": "warmup", "idle": "compressed"}  # phases that take the time of another where none was timed
-_FAMILIES = {
-    "one worker": "#56b4e9", "DDP": "#333333", "PowerSGD": "#999999", "DeMo": "#cc79a7", "DiLoCo": "#e69f00",
-    "OnebitAdam": "#0072b2", "ZeroOneAdam": "#d55e00", "sharded": "#009e73", "local": "#882255",
-}  # fmt: skip
-_LEGEND = {
-    "one worker": "one worker alone", "sharded": "sharded across nodes", "local": "local steps in one bit",
+WHOLE_STEPS = 2000  # of the runs whose seconds stand in a table
+_OURS, _OTHERS = {"linewidth": 2.2, "zorder": 3}, {"linewidth": 1.5, "linestyle": "--", "zorder": 2}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "OnebitAdam": {"color": "#0072b2", **_OURS},
+    "ZeroOneAdam": {"color": "#d55e00", **_OURS},
+    "sharded": {"label": "sharded across nodes", "color": "#009e73", **_OURS},
+    "local": {"label": "local steps in one bit", "color": "#882255", **_OURS},
+    "DDP": {"label": "DDP, float32 or bfloat16", "color": "#000000", **_OTHERS},
+    "PowerSGD": {"color": "#888888", **_OTHERS},
+    "DeMo": {"color": "#cc79a7", **_OTHERS},
+    "DiLoCo": {"color": "#e69f00", **_OTHERS},
+    "DeepSpeed": {"label": "DeepSpeed 0.19.6, one bit", "color": "#7b4b2a", **_OTHERS},
+    "one worker": {"label": "one worker alone", "color": "#56b4e9", "linestyle": ":", "linewidth": 2.0},
+}
+_TICKS_S = {
+    120: "2 min", 300: "5 min", 600: "10 min", 1800: "30 min", 3600: "1 h", 7200: "2 h", 18000: "5 h", 36000: "10 h",
+    86400: "1 day",
 }  # fmt: skip
 
 
@@ -55,9 +66,9 @@ class Curve:
 
 
 def curves(found: Sequence[Found], timed: Sequence[Timed]) -> dict[str, list[Curve]]:
-    """By network. A way's loss at a length is the mean over seeds at the rate that suits it best there."""
+    """By network, the slowest first. A way's loss at a length: the mean over seeds at the rate that suits it best."""
     by_network: dict[str, list[Curve]] = {}
-    for one in sorted(everyones(timed), key=lambda one: list(WAYS).index(one.way)):
+    for one in sorted(everyones(timed), key=lambda one: (rate(one.rate), list(WAYS).index(one.way))):
         source = WAYS[one.way].loss_of or one.way
         lengths = sorted({f.run.steps for f in found if f.run.way == source})
         points = [(_seconds(runs[0], one), statistics.mean(f.loss for f in runs))
@@ -67,10 +78,27 @@ def curves(found: Sequence[Found], timed: Sequence[Timed]) -> dict[str, list[Cur
     return by_network
 
 
+def frontier(lines: Sequence[Curve]) -> list[tuple[float, float]]:
+    """Seconds and loss of these ways' best runs: the lower convex hull over the logarithm of the seconds, downwards."""
+    hull: list[tuple[float, float]] = []
+    for seconds, loss in sorted(point for line in lines for point in zip(line.seconds, line.losses, strict=True)):
+        if hull and loss >= hull[-1][1]:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], (seconds, loss)):
+            hull.pop()
+        hull.append((seconds, loss))
+    return hull
+
+
+def _slope(left: tuple[float, float], right: tuple[float, float]) -> float:
+    return (right[1] - left[1]) / math.log(right[0] / left[0])
+
+
 def everyones(timed: Sequence[Timed]) -> list[Timed]:
-    """With those of the ways that take the same seconds as another."""
+    """With those of the ways that take the same seconds as another, on networks where they were not timed."""
+    own = {(one.rate, one.way) for one in timed}
     same = [replace(one, way=way.name) for way in WAYS.values() for one in timed if way.time_of == one.way]
-    return [*timed, *same]
+    return [*timed, *(one for one in same if (one.rate, one.way) not in own)]
 
 
 def best_runs(found: Sequence[Found], way: str, steps: int) -> list[Found]:
@@ -112,6 +140,7 @@ def report(found: Sequence[Found], timed: Sequence[Timed]) -> Iterator[str]:
     )
     for network, lines in by_network.items():
         yield from _table(network, lines, {t.way: t for t in everyones(timed) if t.rate == network})
+    yield from _whole_runs(found, everyones(timed), list(by_network))
     yield from _losses(found)
 
 
@@ -133,21 +162,41 @@ def _table(network: str, lines: Sequence[Curve], timed: Mapping[str, Timed]) -> 
         yield f"| {line.way} | {phases} | " + " | ".join(cells) + " |"
 
 
+def _whole_runs(found: Sequence[Found], timed: Sequence[Timed], networks: Sequence[str]) -> Iterator[str]:
+    ranks = found[0].run.ranks
+    yield f"\n## Runs of {WHOLE_STEPS} steps\n"
+    yield (
+        f"Whole ones: warm-ups, refreshes and rounds are in the bits and in the seconds. Bits: sent by a rank per "
+        f"parameter and step; DDP sends {2 * (ranks - 1) / ranks * 32:g} in float32 and half of them in bfloat16.\n"
+    )
+    yield "| | loss | bits | " + " | ".join(f"{network}, s" for network in networks) + " |"
+    yield "| --- | ---: | ---: |" + " ---: |" * len(networks)
+    seconds_of = {(one.way, one.rate): one for one in timed}
+    for way in WAYS.values():
+        source = way.loss_of or way.name
+        if not any((f.run.way, f.run.steps) == (source, WHOLE_STEPS) for f in found):
+            continue
+        runs = best_runs(found, source, WHOLE_STEPS)
+        bits = "" if WAYS[source].is_one_worker else f"{runs[0].bits / WHOLE_STEPS:.2f}"
+        cells = [seconds_of.get((way.name, network)) for network in networks]
+        seconds = ["" if one is None else f"{_seconds(runs[0], one):.0f}" for one in cells]
+        yield f"| {way.name} | {statistics.mean(f.loss for f in runs):.3f} | {bits} | " + " | ".join(seconds) + " |"
+
+
 def _losses(found: Sequence[Found]) -> Iterator[str]:
     lengths = sorted({f.run.steps for f in found})
     yield "\n## Losses by steps\n\nAt the best rate, which stands behind.\n"
-    yield "| | bits of a rank per parameter and step | " + " | ".join(map(str, lengths)) + " |"
-    yield "| --- | ---: |" + " ---: |" * len(lengths)
-    for way in dict.fromkeys(f.run.way for f in found):
-        cells, bits = [], ""
+    yield "| | " + " | ".join(map(str, lengths)) + " |"
+    yield "| --- |" + " ---: |" * len(lengths)
+    for way in (way for way in WAYS if any(f.run.way == way for f in found)):
+        cells = []
         for steps in lengths:
             if not any((f.run.way, f.run.steps) == (way, steps) for f in found):
                 cells.append("")
                 continue
             runs = best_runs(found, way, steps)
             cells.append(f"{statistics.mean(f.loss for f in runs):.3f} ({runs[0].run.lr:g})")
-            bits = "" if WAYS[way].is_one_worker else f"{runs[0].bits / steps:.3f}"
-        yield f"| {way} | {bits} | " + " | ".join(cells) + " |"
+        yield f"| {way} | " + " | ".join(cells) + " |"
 
 
 # ---------------------------------------------------------------- the picture
@@ -160,29 +209,28 @@ def draw(found: Sequence[Found], timed: Sequence[Timed], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    by_network = dict(sorted(curves(found, timed).items(), key=lambda item: rate(item[0])))
+    by_network = curves(found, timed)
     figure, panels = pyplot.subplots(
-        1, len(by_network), figsize=(4.6 * len(by_network), 4.4), squeeze=False, sharey=True
+        1, len(by_network), figsize=(4.6 * len(by_network), 4.8), squeeze=False, sharey=True
     )
-    for panel, (network, lines) in zip(panels[0], by_network.items(), strict=True):
-        _draw_panel(panel, network, lines)
+    for panel, (network, curves_here) in zip(panels[0], by_network.items(), strict=True):
+        _draw_panel(panel, network, curves_here)
     panels[0][0].set_ylabel("validation loss, nats per byte")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncol=5, fontsize=9, frameon=False)
-    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    lines = {line.get_label(): line for panel in panels[0] for line in panel.get_lines()}
+    figure.legend(lines.values(), lines, loc="lower center", ncol=5, fontsize=9, frameon=False)
+    figure.suptitle("Loss that time buys: the best of each family; solid: ours, dashed: others", fontsize=11)
+    figure.tight_layout(rect=(0, 0.11, 1, 1))
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 
 def _draw_panel(panel: Axes, network: str, lines: Sequence[Curve]) -> None:
-    """Each way thin; of each family the least loss that any of its ways has reached by then."""
-    for family, color in _FAMILIES.items():
-        members = [line for line in lines if line.way.startswith(family)]
-        for line in members:
-            panel.plot(line.seconds, line.losses, color=color, alpha=0.25, linewidth=0.8)
-        if members:
-            times = sorted(second for line in members for second in line.seconds)
-            least = [min(loss for line in members if (loss := line.at(t)) is not None) for t in times]
-            panel.plot(times, least, color=color, label=_LEGEND.get(family, family), linewidth=2)
-    panel.set(title=network, xscale="log", xlabel="seconds")
+    for family, style in _FAMILIES.items():
+        if points := frontier([line for line in lines if line.way.startswith(family)]):
+            panel.plot(*zip(*points, strict=True), marker=".", **{"label": family} | style)
+    panel.set(title=network.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s"), xscale="log")
+    least, most = panel.get_xlim()
+    ticks = {seconds: text for seconds, text in _TICKS_S.items() if least < seconds < most}
+    panel.set_xticks(list(ticks), list(ticks.values()))
+    panel.minorticks_off()
     panel.grid(alpha=0.2)

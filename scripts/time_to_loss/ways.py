@@ -47,7 +47,8 @@ class Way:
     come first, and steps with and without a round are told apart by the two lengths; 0: none. run: so many of these
     are timed together, as the traffic of each travels under the next. full_steps: timed ones in the phase "warmup",
     where the optimizer has no phases of its own. loss_of, time_of: the way whose loss, or whose seconds, this one has
-    too. is_alone: it trains on one rank's batches. is_deepspeeds: its ranks are processes of DeepSpeed's environment.
+    too; seconds where it was not timed itself. is_alone: it trains on one rank's batches. is_deepspeeds: its ranks are
+    processes of DeepSpeed's environment.
     """
 
     name: str
@@ -98,7 +99,9 @@ def _demo() -> Way:
     return Way("DeMo", partial(Plain, make=timed), made)
 
 
-def _deepspeed(name: str, kind: str, phases: Sequence[str], timed: dict, made: Callable[[int], dict]) -> Way:
+def _deepspeed(
+    name: str, kind: str, phases: Sequence[str], timed: dict, made: Callable[[int], dict], time_of: str = ""
+) -> Way:
     """timed: options by which all phases come within a few steps. made(steps of the run): those of a run."""
     dense = phases[0]
 
@@ -110,6 +113,7 @@ def _deepspeed(name: str, kind: str, phases: Sequence[str], timed: dict, made: C
         partial(Plain, make=on_host),
         lambda groups, transport, steps: Stepped(kind, groups, dense, **made(steps)),
         phases=phases,
+        time_of=time_of,
         is_deepspeeds=True,
     )
 
@@ -127,7 +131,8 @@ _DEEPSPEED = (
         "ZeroOneAdam",
         ("variance", "compressed"),
         {"var_update_scaler": 1},
-        lambda steps: {},  # by default it would freeze after 100,000 steps
+        lambda steps: {},  # its defaults freeze the variance after 100,000 steps
+        time_of="DeepSpeed ZeroOneAdam, local steps",
     ),
     # The shares of its authors' run of 118,000 steps of BERT: https://arxiv.org/abs/2202.06009
     _deepspeed(

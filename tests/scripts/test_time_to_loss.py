@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -49,6 +50,31 @@ def test_a_runs_seconds_are_those_of_its_phases() -> None:
     assert line.seconds == (19.0,)  # a refresh is timed as the warm-up where it was not seen
     with pytest.raises(KeyError):
         report.curves([run], [timed("OnebitAdam", warmup=2.0)])
+
+
+def test_a_way_has_the_seconds_of_the_one_it_names_where_it_has_none() -> None:
+    lines = [timed("DiLoCo int8, H = 32", plain=0.2)]
+    other = "DiLoCo int8, outer .7 and .6, H = 32"
+    assert [(one.way, one.seconds) for one in report.everyones(lines)][1:] == [(other, {"plain": 0.2})]
+    lines.append(timed(other, plain=0.1))
+    assert report.everyones(lines) == lines
+
+
+def test_a_frontier_is_convex_and_falls() -> None:
+    """By hand, over powers of ten: of (1, 9), (10, 5), (100, 4), (1000, 1) the third lies above a line."""
+    lines = [report.Curve("a", (1.0, 100.0), (9.0, 4.0)), report.Curve("b", (10.0, 100.0, 1e3), (5.0, 9.0, 1.0))]
+    assert report.frontier(lines) == [(1.0, 9.0), (10.0, 5.0), (1e3, 1.0)]
+    assert report.frontier([]) == []
+
+
+def test_whole_runs_count_every_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "WHOLE_STEPS", 20)
+    runs = [replace(found("OnebitAdam", 20, 3.0, {"warmup": 5, "compressed": 15}), bits=50.0), found("DeMo", 10, 2.0)]
+    seconds = [timed("OnebitAdam", warmup=2.0, compressed=0.5), timed("DeMo", plain=1.0)]
+    rows = [line for line in report.report(runs, seconds) if line.startswith("| OnebitAdam")]
+    assert "| OnebitAdam | 3.000 | 2.50 | 18 |" in rows
+    text = "\n".join(report.report(runs, seconds))
+    assert "| DeMo |" not in text.split("## Runs of 20 steps")[1].split("##")[0]
 
 
 def test_another_form_has_the_loss_of_the_one_it_names() -> None:
