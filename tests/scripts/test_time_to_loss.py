@@ -68,7 +68,7 @@ def test_a_frontier_is_convex_and_falls() -> None:
 
 
 def test_whole_runs_count_every_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "WHOLE_STEPS", 20)
+    monkeypatch.setattr(report, "WHOLE_STEPS", (20,))
     runs = [replace(found("OnebitAdam", 20, 3.0, {"warmup": 5, "compressed": 15}), bits=50.0), found("DeMo", 10, 2.0)]
     seconds = [timed("OnebitAdam", warmup=2.0, compressed=0.5), timed("DeMo", plain=1.0)]
     rows = [line for line in report.report(runs, seconds) if line.startswith("| OnebitAdam")]
