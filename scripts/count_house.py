@@ -16,9 +16,10 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from provenance import record_path, write_record
 
@@ -94,13 +95,17 @@ class Trace:
                 self.files.append(name)
 
 
-def count_step(tree: Path, kind: type, **options: object) -> dict[str, int]:
-    """Files and hops between them of one compressed step, and the switches within the files of its own classes."""
+def count_step(tree: Path, make: Callable[..., Any], **options: object) -> dict[str, int]:
+    """Files and hops between them of one compressed step, and the switches within the files of its own classes.
+
+    make: the optimizer, or a function that makes one, of parameters, `lr`, `bucket_cap_mb` and these options. The
+    step that is counted is the twelfth.
+    """
     import torch
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
-    optimizer = kind(model.parameters(), lr=1e-3, bucket_cap_mb=64 * 66 * 4 / 2**20, **options)
+    optimizer = make(model.parameters(), lr=1e-3, bucket_cap_mb=64 * 66 * 4 / 2**20, **options)
     batch, trace = torch.randn(8, 64), Trace(tree)
     for step in range(12):
         if step == 11:
@@ -110,13 +115,13 @@ def count_step(tree: Path, kind: type, **options: object) -> dict[str, int]:
         if step == 11:
             sys.setprofile(None)
         optimizer.zero_grad()
-    ladder = _ladder_files(tree, kind)
+    ladder = _ladder_files(tree, type(optimizer))
     own = [name for name in trace.files if name in ladder]
     return {
         "files": len(set(trace.files)),
         "hops": len(trace.files) - 1,
         "switches in its class ladder": sum(a != b for a, b in itertools.pairwise(own)),
-        **count_class(tree, kind),
+        **count_class(tree, type(optimizer)),
         "attributes": len(vars(optimizer)),
     }
 
@@ -147,16 +152,19 @@ def _file_of(tree: Path, kind: type) -> str | None:
 
 
 def count_steps(tree: Path) -> dict[str, dict[str, int]]:
+    import torch
+
     import onebit
 
-    kinds = {
-        "OnebitAdam": {"freeze_step": 4},
-        "OnebitLamb": {"freeze_step": 4},
-        "ZeroOneAdam": {},
-    }
+    def local_steps(params: Iterable[torch.nn.Parameter], *, lr: float, **options: Any) -> onebit.LocalSteps:
+        return onebit.LocalSteps(torch.optim.AdamW(params, lr=lr), **options)
+
     return {
-        name: count_step(tree, getattr(onebit, name), compression="always", **options)
-        for name, options in kinds.items()
+        "OnebitAdam": count_step(tree, onebit.OnebitAdam, compression="always", freeze_step=4),
+        "OnebitLamb": count_step(tree, onebit.OnebitLamb, compression="always", freeze_step=4),
+        "ZeroOneAdam": count_step(tree, onebit.ZeroOneAdam, compression="always"),
+        "LocalSteps, between rounds": count_step(tree, local_steps, every=8),
+        "LocalSteps, a round": count_step(tree, local_steps, every=4),
     }
 
 

@@ -48,9 +48,23 @@ def _runs(optimizers: Iterable[str], *variants: str) -> dict[str, str]:
 
 _IN_NODES = "--ranks-per-node 2"
 _LOCAL = "--local-step-clipper 4"
+_ROUNDS = "--local-steps 4"
 STARTS = {
-    "threads": Start("sim", 3, _runs(PLAIN, "", "--max-grad-norm 1") | _runs(["zero-one-adam"], _LOCAL)),
-    "threads in two levels": Start("sim", 4, _runs(ONE_BIT, "") | _runs(["zero-one-adam"], _LOCAL), levels=2),
+    "threads": Start(
+        "sim",
+        3,
+        _runs(PLAIN, "", "--max-grad-norm 1")
+        | _runs(["zero-one-adam"], _LOCAL)
+        | _runs(["adamw", "lamb"], _ROUNDS, "--local-steps 5 --differences int8 --outer-lr 0.7 --outer-momentum 0.9"),
+    ),
+    "threads in two levels": Start(
+        "sim",
+        4,
+        _runs(ONE_BIT, "")
+        | _runs(["zero-one-adam"], _LOCAL)
+        | _runs(["adamw"], _ROUNDS, f"{_ROUNDS} --accumulate 2 --differences fp32"),
+        levels=2,
+    ),
     "one rank": Start("sim", 1, _runs(PLAIN, "", "--accumulate 2")),
     "torchrun": Start("torchrun", 3, _runs(PLAIN, "", "--accumulate 2") | _runs(["zero-one-adam"], _LOCAL)),
     "torchrun in two levels": Start("torchrun", 4, _runs(ONE_BIT, ""), levels=2),

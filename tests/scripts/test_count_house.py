@@ -7,6 +7,7 @@ from pathlib import Path
 
 import count_house
 import pytest
+import torch
 from count_house import LONG_FUNCTION, ROOT, count_class, count_files, count_step, count_touches
 
 import onebit
@@ -54,6 +55,17 @@ def test_a_step_is_traced_and_counts_the_same_again() -> None:
     assert first == second
     assert 5 < first["files"] <= first["hops"] and first["switches in its class ladder"] < first["hops"]
     assert first["levels"] >= 1 and first["methods"] > 10 and first["attributes"] > 10
+
+
+def test_a_round_of_local_steps_passes_through_more_files_than_a_step_between_two() -> None:
+    between, at_round = (
+        count_step(
+            ROOT, lambda params, lr, **options: onebit.LocalSteps(torch.optim.AdamW(params, lr), **options), every=h
+        )
+        for h in (8, 4)
+    )
+    assert 5 < between["files"] < at_round["files"] and between["hops"] < at_round["hops"]
+    assert between["levels"] == at_round["levels"] == 2
 
 
 def test_the_command_writes_what_it_prints(
