@@ -46,9 +46,11 @@ B = TypeVar("B", bound=AnyBucket)
 
 
 class BucketOwner(Protocol[B]):
-    """The optimizer, as `Buckets` sees it."""
+    """The optimizer, or its part, as `Buckets` sees it."""
 
-    param_groups: list[Group]
+    @property
+    def param_groups(self) -> list[Group]:
+        """The optimizer's."""
 
     def option_lines(self) -> list[str]:
         """The options that must be the same on all ranks, as text."""

@@ -1,5 +1,15 @@
 """Local steps: any optimizer on each rank, parameter differences in one-bit frames every so many steps.
 
-`local_steps.py` is the optimizer, `fragment.py` the recursion of one bucket; `intervals.py` says when, `round_vote.py`
-what ranks tell each other before a round, `state.py` what is saved.
+`local_steps.py` is the optimizer, put together from these:
+
+    options.py          what it was constructed with
+    wrapped.py          a torch optimizer around another one
+    replica.py          this rank's parameters, their masters, and the anchors
+    inner_step.py       a step of this rank alone
+    rounds.py           what ranks do together: votes (`round_vote.py`) and exchanges
+    fragment.py         the recursion of one bucket
+    interval_policy.py  when rounds are (`intervals.py`), and the network asked
+    buffers.py          the mean of the model's buffers
+    stats.py            what the last step did and sent
+    state.py            what is saved
 """

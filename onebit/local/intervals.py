@@ -128,6 +128,30 @@ class Auto:
         return self.least if self.chosen is None else self.chosen
 
 
+@dataclass(frozen=True)
+class Started:
+    """An interval with a start: in the first `start_steps` steps rounds are at most `start_every` apart."""
+
+    interval: Interval
+    start_steps: int = 0
+    start_every: int = 4
+
+    def __post_init__(self) -> None:
+        if self.start_steps < 0 or self.start_every < 1:
+            raise ValueError(
+                f"start_steps must be at least 0 and start_every 1, got {self.start_steps}, {self.start_every}"
+            )
+
+    @property
+    def smallest(self) -> int:
+        smallest = self.interval.smallest
+        return min(smallest, self.start_every) if self.start_steps else smallest
+
+    def steps(self, step: int, lr: float) -> int:
+        steps = self.interval.steps(step, lr)
+        return min(steps, self.start_every) if step < self.start_steps else steps
+
+
 MEASURED_STEPS = 12
 Every: TypeAlias = "int | str | Mapping[int, int] | QSR | Auto"
 

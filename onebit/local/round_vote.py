@@ -57,15 +57,54 @@ class RoundVote:
         return cls(step, interval, is_present, is_finished, owes, tokens, gradients, numbers, decays)
 
 
-def cast_votes(transport: Transport, mine: RoundVote, device: torch.device | str) -> list[RoundVote]:
-    """Every rank's, in rank order. All ranks. Raises DesyncError.
+@dataclass(frozen=True)
+class Ballot:
+    """What all ranks have said, and what follows from it. The same on all of them, but for `mine`, this one's vote.
+
+    votes: in rank order. goes_on: whether any rank has batches left. agreed: the vote of those that have; where none
+    has, of the one furthest on. is_counted: whether any rank's difference counts. owes_nothing: all count, and nothing
+    is owed of earlier ones. decays: as `RoundVote`'s, on every rank. By node, whose ranks have one difference:
+    presents, whether it counts, and weights, how much.
+    """
+
+    mine: RoundVote
+    votes: list[RoundVote]
+    goes_on: bool
+    agreed: RoundVote
+    is_counted: bool
+    owes_nothing: bool
+    decays: list[bool]
+    presents: list[bool]
+    weights: list[float]
+
+    @classmethod
+    def of(cls, mine: RoundVote, votes: list[RoundVote], local_size: int) -> Ballot:
+        """local_size: ranks of a node."""
+        nodes = [votes[k : k + local_size] for k in range(0, len(votes), local_size)]
+        goes_on = not all(vote.is_finished for vote in votes)
+        active = [vote for vote in votes if not vote.is_finished or not goes_on]
+        return cls(
+            mine,
+            votes,
+            goes_on,
+            agreed=max(active, key=lambda vote: vote.step),
+            is_counted=any(vote.is_present for vote in votes),
+            owes_nothing=all(vote.is_present and not vote.owes for vote in votes),
+            decays=[all(column) for column in zip(*(vote.decays for vote in votes), strict=True)],
+            presents=[all(vote.is_present for vote in node) for node in nodes],
+            weights=weights_of([sum(vote.tokens for vote in node) for node in nodes]),
+        )
+
+
+def cast_votes(transport: Transport, mine: RoundVote, device: torch.device | str, local_size: int) -> Ballot:
+    """Every rank's. All ranks. Raises DesyncError. local_size: ranks of a node.
 
     Sends 35 bytes, 8 for each group and a bit for each parameter to each peer.
     """
     messages = gather_bytes(transport, mine.to_bytes(), device)
     votes = [RoundVote.from_bytes(data, len(mine.keeps), len(mine.decays)) for data in messages]
     check_votes(transport.rank, votes)
-    return votes
+    return Ballot.of(mine, votes, local_size)
 
 
 def check_votes(rank: int, votes: Sequence[RoundVote]) -> None:

@@ -68,7 +68,7 @@ def save(optimizer: LocalSteps, inner: State) -> State:
         "chosen": optimizer.interval.chosen if isinstance(optimizer.interval, Auto) else None,
         "is_frozen": optimizer.is_frozen,
         "counts": [stats.rounds, stats.missed_rounds, stats.skipped_steps],
-        "sent_bytes": optimizer.sent_in_run,
+        "sent_bytes": optimizer.traffic.sent_in_run,
         "timetable": [_timetable(fragment) for fragment in optimizer.fragments],
         "buckets": [
             {
@@ -83,7 +83,7 @@ def save(optimizer: LocalSteps, inner: State) -> State:
     }
     if not optimizer.is_at_anchor():
         record["parameters"] = [w.detach() for bucket in optimizer.buckets for w in bucket.held]
-        record["module_buffers"] = {name: local(buffer).detach() for name, buffer in optimizer.named_buffers()}
+        record["module_buffers"] = {name: local(buffer).detach() for name, buffer in optimizer.buffers.named()}
     return {**inner, "state": entries, "onebit": record}
 
 
@@ -136,7 +136,7 @@ def load(optimizer: LocalSteps, state: State) -> None:
     record = state.get("onebit")
     where = f"rank {optimizer.transport.rank}: cannot load this optimizer state: "
     if record is None:
-        optimizer.load_inner(state)
+        optimizer.inner_step.load(state)
         _begin_here(optimizer)
         return
     if record.get("kind") != KIND:
@@ -152,14 +152,14 @@ def load(optimizer: LocalSteps, state: State) -> None:
             expected = OURS if bucket.velocity is not None else OURS[:2]
             if missing := [key for key in expected if key not in entry or entry[key].shape != shape]:
                 raise ValueError(f"{where}it has no {missing[0]} of shape {tuple(shape)} for {name}")
-    optimizer.load_inner(_inner_part(state))
+    optimizer.inner_step.load(_inner_part(state))
     entries = {p: state["state"][numbers[p]] for p in optimizer.buckets.params}
     for bucket, saved in zip(optimizer.buckets, record["buckets"], strict=True):
         _restore_bucket(bucket, [entries[p] for p in bucket.params], saved["server_error"])
     held = [w for bucket in optimizer.buckets for w in bucket.held]
     for w, saved in zip(held, record.get("parameters", ()), strict="parameters" in record):
         w.copy_(saved)
-    named = dict(optimizer.named_buffers())
+    named = dict(optimizer.buffers.named())
     for name, value in record.get("module_buffers", {}).items():
         if name in named:
             local(named[name]).copy_(value)
@@ -209,7 +209,7 @@ def _restore_timetable(optimizer: LocalSteps, fragment: Fragment, saved: State) 
         bucket.ef.worker_next = bucket.ef.worker.clone()
         frames = sent.to(bucket.device, copy=True)
         fragment.tasks.append(ExchangeTask(bucket.send_again(optimizer.codec, optimizer.transport, frames)))
-    if optimizer.is_past_first_phase(fragment):
+    if optimizer.rounds.is_past_first_phase(fragment, optimizer.steps):
         for task in fragment.tasks:
             task.advance()
 

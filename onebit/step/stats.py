@@ -96,6 +96,6 @@ class Traffic:
 
     def take(self) -> tuple[int, int]:
         """What this step has sent; the next one begins."""
-        sent, inter_node = (now - then for now, then in zip(self._now(), self._before, strict=True))
-        self.begin()
+        before, self._before = self._before, self._now()
+        sent, inter_node = (now - then for now, then in zip(self._before, before, strict=True))
         return sent, inter_node

@@ -1,0 +1,60 @@
+"""InnerStep: a step of this rank alone, taken or left out.
+
+It works on float32 masters (`replica.py`). Fragments count what weight decay has left of their anchors, which takes the
+decay out of the differences (`fragment.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..model_parallel import ModelParallelGroup, local
+from ..usage.contract import State
+from ..usage.frozen import gradient_of
+from .fragment import Fragment
+from .replica import Replica
+from .wrapped import are_finite, kept_by_decay
+
+
+class InnerStep:
+    """The inner optimizer's steps. parts: the ranks that hold one replica, which take or leave out a step together."""
+
+    def __init__(self, inner: torch.optim.Optimizer, replica: Replica, parts: ModelParallelGroup):
+        self._inner, self._replica, self._parts = inner, replica, parts
+
+    def take(self, fragments: Sequence[Fragment], scale: float, *, is_frozen: bool) -> bool:
+        """Step from the gradients times scale; weight decay alone where one is not finite, or the rank is frozen.
+
+        Whether all gradients are finite, on all parts of the replica.
+        """
+        params = self._replica.buckets.params
+        grads = {p: grad for p in params if (grad := gradient_of(p)) is not None}
+        is_good = self._parts.agree(are_finite(grads.values()))
+        is_taken = is_good and not is_frozen
+        if is_taken:
+            if scale != 1.0:
+                torch._foreach_mul_([local(grad) for grad in grads.values()], scale)
+            with self._replica.on_masters():
+                self._inner.step()
+        kept = [kept_by_decay(group) for group in self._inner.param_groups]
+        if not is_taken:
+            self._decay_alone(grads, kept)  # as the others' parameters, and the anchor
+        for fragment in fragments:
+            fragment.keeps = [before * keep for before, keep in zip(fragment.keeps, kept, strict=True)]
+            decays = zip(fragment.decays, fragment.params, strict=True)
+            fragment.decays = [before and p in grads for before, p in decays]
+        return is_good
+
+    def _decay_alone(self, grads: dict[Tensor, Tensor], kept: Sequence[float]) -> None:
+        for bucket in self._replica.buckets:
+            for p, w in zip(bucket.params, bucket.held, strict=True):
+                if p in grads:
+                    w.mul_(kept[bucket.group_index])
+
+    def load(self, state: State) -> None:
+        """The inner optimizer takes this state, in float32 where its parameters have masters."""
+        with self._replica.on_masters():
+            self._inner.load_state_dict(state)

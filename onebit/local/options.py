@@ -1,0 +1,62 @@
+"""What `LocalSteps` was constructed with, checked; ranks compare it before they build their buckets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..comm import Codec
+from .fragment import OuterStep
+from .intervals import Started
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """The arguments of `LocalSteps` that must be the same on all ranks. bucket_elements: see `Buckets`.
+
+    Raises ValueError.
+    """
+
+    schedule: Started
+    outer: OuterStep
+    codec: Codec
+    fragments: int
+    delay: int
+    averages_buffers: bool
+    error_dtype: torch.dtype
+    bucket_elements: int
+    check_replicas_every: int
+    max_consecutive_skips: int
+
+    def __post_init__(self) -> None:
+        if self.fragments < 1 or self.delay < 0 or self.check_replicas_every < 0:
+            raise ValueError(
+                "fragments must be at least 1, delay and check_replicas_every at least 0, got "
+                f"{self.fragments}, {self.delay}, {self.check_replicas_every}"
+            )
+        if self.delay >= self.schedule.smallest:
+            raise ValueError(
+                f"a round every {self.schedule.smallest} steps cannot land delay={self.delay} steps after it was sent; "
+                "lower delay, or raise every (its least interval, and start_every)"
+            )
+        if self.error_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"error_dtype must be torch.float32 or torch.bfloat16, got {self.error_dtype}")
+
+    def lines(self, inner: torch.optim.Optimizer) -> list[str]:
+        """As text, a line each, with the inner optimizer's kind."""
+        options = {
+            "inner": type(inner).__name__,
+            "every": self.schedule.interval,
+            "start": (self.schedule.start_steps, self.schedule.start_every),
+            "outer": self.outer,
+            "codec": self.codec,
+            "fragments": self.fragments,
+            "delay": self.delay,
+            "averages buffers": self.averages_buffers,
+            "error_dtype": self.error_dtype,
+            "bucket_elements": self.bucket_elements,
+            "check_replicas_every": self.check_replicas_every,
+            "max_consecutive_skips": self.max_consecutive_skips,
+        }
+        return [f"option {name} = {value}" for name, value in options.items()]

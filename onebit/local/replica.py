@@ -1,0 +1,136 @@
+"""Replica: this rank's parameters in buckets, their float32 masters, and the anchors, which all ranks agree on.
+
+Between rounds replicas differ and anchors do not. A bucket is in `fragment.py`, masters are in `layout/masters.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from ..agreement import replicas
+from ..comm import ErrorFeedback, Hierarchy, Transport
+from ..layout.buckets import Buckets
+from ..layout.flat import lay_out
+from ..layout.masters import Masters
+from ..model_parallel import ModelParallelGroup, local
+from ..usage.contract import Group
+from .fragment import LocalBucket
+from .options import LocalOptions
+from .wrapped import Wrapped
+
+
+class Replica:
+    """The parameters of an optimizer, as its steps and rounds see them. Owns the buckets: `Buckets` calls it."""
+
+    def __init__(self, optimizer: Wrapped, options: LocalOptions, transport: Transport, parts: ModelParallelGroup):
+        self._optimizer, self._options, self._transport = optimizer, options, transport
+        self.hierarchy = Hierarchy.of(transport)
+        self.buckets: Buckets[LocalBucket] = Buckets(self, transport, parts, options.bucket_elements, hooks=False)
+
+    # ---------------------------------------------------------------- what `Buckets` asks for
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """The optimizer's."""
+        return self._optimizer.param_groups
+
+    def option_lines(self) -> list[str]:
+        """The options that must be the same on all ranks, as text."""
+        return self._options.lines(self._optimizer.inner)
+
+    def begin_group(self, g: int) -> None:
+        """Nothing is kept of a group before its buckets."""
+
+    def new_bucket(self, g: int, members: Sequence[tuple[Tensor, str]], device: torch.device) -> LocalBucket:
+        """A bucket of these parameters of group g, whose anchor is what they are now."""
+        params = [p for p, _ in members]
+        layout = lay_out([local(p).shape for p in params], self._options.codec.block, self._transport.world_size)
+        worker, server = (
+            torch.zeros(n, dtype=self._options.error_dtype, device=device)
+            for n in (layout.numel // self.hierarchy.local_size, layout.chunk)
+        )
+        anchor = torch.zeros(layout.numel, device=device)
+        bucket = LocalBucket(
+            index=len(self.buckets),
+            first=len(self.buckets.params),
+            rank=self._transport.rank,
+            hierarchy=self.hierarchy,
+            group_index=g,
+            device=device,
+            params=params,
+            names=[name for _, name in members],
+            masters=Masters(params),
+            layout=layout,
+            counts=layout.counts(device),
+            anchor=anchor,
+            ef=ErrorFeedback(worker, server, worker.new_empty(0), torch.zeros_like(server)),
+            velocity=torch.zeros_like(anchor) if self._options.outer.momentum > 0.0 else None,
+        )
+        bucket.anchor.copy_(bucket.flatten())
+        return bucket
+
+    def publish(self, bucket: LocalBucket) -> None:
+        """optimizer.state is the inner optimizer's, and shows nothing of ours."""
+
+    def on_gradient(self, p: Tensor) -> None:
+        """Called by hooks, of which there are none."""
+
+    # ---------------------------------------------------------------- masters
+
+    def settle(self) -> None:
+        """Masters take what others have written into parameters. RuntimeError where one has another dtype now."""
+        for bucket in self.buckets:
+            bucket.masters.check(self._transport.rank, bucket.names)
+            bucket.masters.settle()
+
+    def show(self) -> None:
+        """Parameters follow their masters."""
+        for bucket in self.buckets:
+            bucket.masters.write_back()
+
+    @contextmanager
+    def on_masters(self) -> Iterator[None]:
+        """In here parameters are their masters, for an optimizer that knows of none."""
+        with ExitStack() as stack:
+            for bucket in self.buckets:
+                stack.enter_context(bucket.masters.standing_in())
+            yield
+
+    # ---------------------------------------------------------------- anchors
+
+    def adopt_parameters(self) -> None:
+        """See `LocalSteps.adopt_parameters`."""
+        self.settle()
+        for bucket in self.buckets:
+            bucket.anchor.copy_(bucket.flatten())
+            bucket.ef.worker.zero_()
+            bucket.ef.server.zero_()
+            if bucket.velocity is not None:
+                bucket.velocity.zero_()
+
+    @contextmanager
+    def at_anchors(self) -> Iterator[None]:
+        """In here the parameters are the anchors."""
+        with torch.no_grad():
+            self.settle()
+            kept = [[w.clone() for w in bucket.held] for bucket in self.buckets]
+            for bucket in self.buckets:
+                bucket.return_to_anchor()
+            self.show()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for bucket, weights in zip(self.buckets, kept, strict=True):
+                    torch._foreach_copy_(bucket.held, weights)
+                self.show()
+
+    def check_anchors(self, step: int) -> None:
+        """Vote on the anchors' bits. All ranks; ReplicaError on all where they differ."""
+        anchors = [bucket.anchor for bucket in self.buckets]
+        names = [f"the anchor of {bucket.names[0]} and its bucket" for bucket in self.buckets]
+        replicas.check_replicas(self._transport, anchors, names, step)

@@ -1,0 +1,190 @@
+"""Rounds: what ranks do together every so many steps, for one fragment at a time.
+
+    vote        what is not finite returns to the anchor; every rank says where it is, and whether its difference counts
+    send        this rank's share of each bucket; both phases begin, and without delay they land at once
+    bring_home  under delay: the second phase begins half-way, and the fragment lands when it is due
+
+What all ranks say is in `round_vote.py`, the recursion of one bucket in `fragment.py`; when rounds are due, and what
+follows from them, in `local_steps.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from .. import comm
+from ..agreement.wrappers import NOT_COMPARED, are_alike, gradient_digest, refuse_wrapper, warn_of_averaging
+from ..comm import ExchangeTask, Transport
+from ..model_parallel import ModelParallelGroup
+from ..step.stats import WaitClock
+from .fragment import Fragment, LocalBucket, Share, is_lossless
+from .options import LocalOptions
+from .replica import Replica
+from .round_vote import Ballot, RoundVote, cast_votes
+from .stats import LocalStats
+
+log = logging.getLogger(__name__)
+
+
+class Rounds:
+    """The votes and exchanges of fragments. All ranks vote, send and land alike.
+
+    inner: whose state of spoilt parameters begins anew. parts: the ranks that hold one replica. waited: runs while
+    rounds wait for others. stats: learn of the phase and of this rank's weight.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        replica: Replica,
+        options: LocalOptions,
+        transport: Transport,
+        parts: ModelParallelGroup,
+        waited: WaitClock,
+        stats: LocalStats,
+    ):
+        self._inner, self._buckets, self._hierarchy = inner, replica.buckets, replica.hierarchy
+        self._codec, self._outer, self._delay = options.codec, options.outer, options.delay
+        self._is_lossless = is_lossless(options.codec)
+        self._transport, self._parts, self._waited, self._stats = transport, parts, waited, stats
+        self._gradients, self._has_looked = NOT_COMPARED, False
+
+    # ---------------------------------------------------------------- the vote
+
+    def note_gradients(self) -> None:
+        """In the first step: where all ranks have the same gradients, somebody has averaged them."""
+        if not self._has_looked and self._transport.world_size > 1:
+            dense = [[g for g in bucket.gradients() if g is not None and not g.is_sparse] for bucket in self._buckets]
+            self._gradients = gradient_digest(dense)
+
+    def stop_looking(self) -> None:
+        """Gradients have been compared, here or in a run that goes on here."""
+        self._has_looked, self._gradients = True, NOT_COMPARED
+
+    def vote(
+        self, fragment: Fragment, step: int, interval: int, *, is_present: bool, is_finished: bool
+    ) -> tuple[Ballot, list[LocalBucket]]:
+        """All ranks' votes, and the buckets that were not finite here and are at the anchor now.
+
+        Of this rank: step, interval and is_finished, as in `RoundVote`. is_present: its difference counts if it is
+        finite.
+        """
+        spoilt = self._restore_spoilt(fragment, step)
+        is_present = self._parts.agree(is_present and not spoilt)
+        owes = self._is_lossless and any(bucket.owes() for bucket in fragment.buckets)
+        (tokens,) = self._parts.total(fragment.tokens)
+        mine = RoundVote(
+            step,
+            interval,
+            is_present,
+            is_finished,
+            owes,
+            tokens,
+            self._gradients,
+            tuple(fragment.keeps),
+            tuple(fragment.decays),
+        )
+        device = self._buckets[0].device if self._buckets else torch.device("cpu")
+        with self._waited.running():
+            ballot = cast_votes(self._transport, mine, device, self._hierarchy.local_size)
+        self._look_for_wrappers([vote.gradients for vote in ballot.votes])
+        return ballot, spoilt
+
+    def _restore_spoilt(self, fragment: Fragment, step: int) -> list[LocalBucket]:
+        """Where parameters are not finite, return to the anchor, and begin their inner state anew. Those buckets."""
+        spoilt = [bucket for bucket in fragment.buckets if not bucket.can_travel()]
+        for bucket in spoilt:
+            bucket.return_to_anchor()
+            for p in bucket.params:
+                self._inner.state.pop(p, None)
+            log.warning(
+                "rank %d: parameters were not finite after step %d (%s and its bucket): this rank goes on from the "
+                "anchor, with a new state of the inner optimizer for them; look at the data and the loss here",
+                self._transport.rank,
+                step,
+                bucket.names[0],
+            )
+        return spoilt
+
+    def _look_for_wrappers(self, digests: Sequence[bytes]) -> None:
+        if not self._has_looked:
+            self.stop_looking()
+            if are_alike(digests):
+                refuse_wrapper(self._transport, self._buckets.params)
+                warn_of_averaging(self._transport)
+
+    # ---------------------------------------------------------------- the exchange
+
+    def send(self, fragment: Fragment, ballot: Ballot, spoilt: Sequence[LocalBucket], *, is_delayed: bool) -> None:
+        """Send this fragment's differences. It lands now; is_delayed: `delay` steps later."""
+        step = ballot.agreed.step
+        fragment.shares = self._shares(fragment, ballot, spoilt)
+        fragment.begin(step)
+        self._stats.phase = "round"
+        exchanges = (
+            bucket.send(self._codec, self._transport, share, keeps_weights=is_delayed)
+            for bucket, share in zip(fragment.buckets, fragment.shares, strict=True)
+        )
+        if is_delayed:
+            fragment.lands_at, fragment.tasks = step + self._delay, [ExchangeTask(each) for each in exchanges]
+            return
+        with self._waited.running():
+            comm.interleave(exchanges, lambda k: fragment.buckets[k].land(self._codec, self._outer, fragment.shares[k]))
+        fragment.sent_at, fragment.synced_at = None, step
+
+    def _shares(self, fragment: Fragment, ballot: Ballot, spoilt: Sequence[LocalBucket]) -> list[Share]:
+        """This rank's part in the round of each bucket.
+
+        Parameters that have not decayed as all ranks agree do so here: spoilt ones, and those of a rank that had no
+        batches left.
+        """
+        keeps, decays, node = ballot.agreed.keeps, ballot.decays, self._hierarchy.inter_node.rank
+        self._stats.weight = weight = ballot.weights[node]
+        is_plain = self._outer.is_plain and self._is_lossless and set(ballot.weights) == {1.0}
+        sends_weights = is_plain and ballot.owes_nothing
+        shares, first = [], 0
+        for bucket in fragment.buckets:
+            keep, own = keeps[bucket.group_index], 1.0 if bucket in spoilt else ballot.mine.keeps[bucket.group_index]
+            its, first = decays[first : first + len(bucket.params)], first + len(bucket.params)
+            if own != keep:
+                for w, decayed in zip(bucket.held, its, strict=True):
+                    if decayed:
+                        w.mul_(keep / own)
+            keep_K = tuple(keep if decayed else 1.0 for decayed in its)
+            shares.append(Share(keep_K, weight, ballot.presents[node], sends_weights))
+        return shares
+
+    # ---------------------------------------------------------------- what is under way
+
+    def bring_home(self, fragment: Fragment, step: int) -> None:
+        """After this step: what is under way enters its second phase when it is half-way, and lands when it is due."""
+        if fragment.lands_at is None or fragment.sent_at is None:
+            return
+        if step >= fragment.lands_at:
+            self.land(fragment)
+        elif step == fragment.sent_at + self._half_way:
+            with self._waited.running():
+                for task in fragment.tasks:
+                    task.advance()
+
+    def is_past_first_phase(self, fragment: Fragment, step: int) -> bool:
+        """Whether the second phase of what is under way has been launched, after this step."""
+        return fragment.sent_at is not None and step >= fragment.sent_at + self._half_way
+
+    @property
+    def _half_way(self) -> int:
+        return (self._delay + 1) // 2
+
+    def land(self, fragment: Fragment) -> None:
+        """Bring what is under way to its end, if there is anything."""
+        if not fragment.is_under_way:
+            return
+        with self._waited.running():
+            comm.wait_all(fragment.tasks)
+        for bucket, share in zip(fragment.buckets, fragment.shares, strict=True):
+            bucket.land(self._codec, self._outer, share)
+        fragment.tasks, fragment.sent_at, fragment.lands_at = [], None, None
+        self._stats.phase = "round"
