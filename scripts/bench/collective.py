@@ -25,8 +25,9 @@ import torch
 from provenance import record_path, write_record
 
 from bench.command import words
+from bench.timing import HEADERS, measure
 from onebit import comm
-from onebit.cli.cluster import INTERFACE, Cluster, QueueCounters, available, parse_rate, read_queue, sent_on_wire
+from onebit.cli.cluster import Cluster, available, parse_rate
 from onebit.comm import (
     EncodeOutput,
     ErrorFeedback,
@@ -40,7 +41,6 @@ from onebit.comm import (
 
 ONE_BIT, FP32, BF16 = "one-bit", "dense fp32", "dense bf16"
 SIDES = (ONE_BIT, FP32, BF16)
-HEADERS = 14 + 20 + 32  # Ethernet, IPv4, TCP with timestamps: bytes per packet that are not payload
 PIECE = 1 << 20  # elements exchanged as one bucket; several are under way at once, as in the optimizer
 
 
@@ -108,59 +108,6 @@ def dense(elements: int, transport: Transport, dtype: torch.dtype) -> Callable[[
             x.copy_(travels)
 
     return act
-
-
-def measure(
-    transport: Transport,
-    act: Callable[[], None],
-    repeats: int,
-    *,
-    warm: Callable[[], None] | None = None,
-    before: Callable[[], object] = lambda: None,
-    budget_s: float = float("inf"),
-) -> dict:
-    """Seconds of the slowest rank per repetition, and bytes this rank sent in the last one. All ranks.
-
-    warm: what is done first, once, uncounted; default: act. before: the same before every repetition. budget_s: no
-    repetition starts after so many counted seconds. wire_bytes with headers, wire_payload without: None outside an
-    emulated host.
-    """
-    (warm or act)()
-    seconds: list[float] = []
-    while len(seconds) < repeats and sum(seconds) < budget_s:
-        before()
-        meet(transport)
-        sent, wire = transport.sent_bytes, _on_wire()
-        began = time.perf_counter()
-        act()
-        mine = time.perf_counter() - began
-        sent_bytes = transport.sent_bytes - sent
-        meet(transport)
-        wire_after = _on_wire()
-        seconds.append(slowest(transport, mine))
-    traffic = {"wire_bytes": None, "wire_payload": None}
-    if wire is not None and wire_after is not None:
-        wire_bytes = wire_after.sent_bytes - wire.sent_bytes
-        traffic = {"wire_bytes": wire_bytes, "wire_payload": wire_bytes - HEADERS * (wire_after.packets - wire.packets)}
-    return {"seconds": seconds, "sent_bytes": sent_bytes, **traffic}
-
-
-def meet(transport: Transport) -> None:
-    """Return when all ranks are here."""
-    transport.all_reduce(torch.zeros(1)).wait()
-
-
-def slowest(transport: Transport, mine: float) -> float:
-    """The largest of what the ranks say; the same on all of them."""
-    every = torch.zeros(transport.world_size)
-    every[transport.rank] = mine
-    transport.all_reduce(every).wait()
-    return float(every.max())
-
-
-def _on_wire() -> QueueCounters | None:
-    """What this host has sent, by the queue's own counter; None outside an emulated host."""
-    return None if sent_on_wire() is None else read_queue(INTERFACE)
 
 
 def worker(args: argparse.Namespace) -> None:

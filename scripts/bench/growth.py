@@ -22,10 +22,11 @@ import torch
 from provenance import record_path, write_record
 from rich.progress import Progress
 
-from bench.collective import FP32, ONE_BIT, Compressed, dense, measure
+from bench.collective import FP32, ONE_BIT, Compressed, dense
 from bench.command import words
 from bench.growth_report import draw, points_of, report
 from bench.record import append, describe_machine, read_lines
+from bench.timing import measure
 from onebit import comm
 from onebit.cli.cluster import Cluster, available, parse_rate
 from onebit.comm import SignCodec, Transport

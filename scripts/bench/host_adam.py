@@ -22,7 +22,7 @@ import torch
 from provenance import record_path, revision, write_record
 from torch import Tensor
 
-from bench.kernels import Timing, cpu_name, seconds
+from bench.timing import Timing, cpu_name, seconds
 from onebit.comm.kernels.library import ISAS
 from onebit.host import BLOCK, EightBitVariance, empty_variance, native
 from onebit.host.operands import AdamChunk, AdamConstants

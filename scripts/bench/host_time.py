@@ -21,8 +21,8 @@ from provenance import revision
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from bench.kernels import Timing, cpu_name, seconds
 from bench.step import Silent
+from bench.timing import Timing, cpu_name, seconds
 from onebit import OnebitAdam, ZeroOneAdam
 from onebit.zero import ShardedOnebitAdam
 

@@ -16,12 +16,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from provenance import record_path, revision, write_record
 from torch import Tensor
 
+from bench.timing import Timing, cpu_name, seconds
 from onebit.comm import (
     EncodeOutput,
     GradientSum,
@@ -51,23 +51,6 @@ class Operation:
     kernel: Callable[[], None]
     floor: Callable[[], object]
     reference: Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Quartiles of one side's repetitions, in milliseconds."""
-
-    low: float
-    median: float
-    high: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Timing:
-        quartiles = statistics.quantiles([1e3 * s for s in seconds], n=4, method="inclusive") if seconds[1:] else None
-        return cls(*quartiles) if quartiles else cls(*[1e3 * seconds[0]] * 3)
-
-    def __str__(self) -> str:
-        return f"{self.median:.3g} ({self.low:.3g}–{self.high:.3g})"
 
 
 def sign_operations(elements: int, block: int, isa: str) -> list[Operation]:
@@ -217,12 +200,6 @@ def int8_operations(elements: int, block: int, isa: str) -> list[Operation]:
     ]
 
 
-def seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def measure(operation: Operation, repeats: int, reference_repeats: int) -> tuple[Timing, Timing, Timing]:
     """Of kernel, floor and reference, in turn. The reference, slow and steady, only in the first repetitions."""
     kernel_s, floor_s, reference_s = [], [], []
@@ -275,14 +252,6 @@ def unconditional_sweep(args: argparse.Namespace) -> list[str]:
         return sweep(args)
     finally:
         library.ELEMENTS_PER_THREAD = threshold
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    fields = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line) if info.exists() else {}
-    named = {key.strip(): value.strip() for key, value in fields.items()}
-    family = f" (family {named['cpu family']}, model {named['model']})" if "cpu family" in named else ""
-    return named.get("model name", platform.processor() or platform.machine()) + family
 
 
 def record(argv: Sequence[str], args: argparse.Namespace) -> str:

@@ -23,9 +23,9 @@ from train.model import SIZES
 from train.model_layers import build_layers, count_parameters
 from train.run import Windows
 
-from bench.collective import measure, meet
 from bench.command import words
 from bench.record import describe_machine
+from bench.timing import measure, meet
 from onebit import zero
 from onebit.cli.cluster import Cluster, available, parse_rate, sent_on_wire
 from onebit.comm.messages import gather_texts

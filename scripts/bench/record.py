@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from provenance import ROOT, refuse_dirty_tree, revision
 
-from bench.kernels import cpu_name
+from bench.timing import cpu_name
 from onebit.comm import kernels
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.command import words
-from bench.kernels import Timing
+from bench.timing import Timing
 from onebit.zero.sparse_attention import SparsityConfig, build_layout, sparse_attention
 
 DENSE = "dense"

@@ -30,7 +30,7 @@ from torch.optim import AdamW, Optimizer
 from train.model import GPT, SIZES, VOCABULARY, build_model, decay_groups
 
 import onebit
-from bench.collective import measure
+from bench.timing import measure
 from onebit import comm
 from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
 from onebit.cli.doctor.contenders import bfloat16_hook

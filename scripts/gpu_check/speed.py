@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TypedDict
 
 import torch
-from bench.kernels import Timing
+from bench.timing import Timing
 from torch import Tensor
 
 from gpu_check.section import Setting
