@@ -15,6 +15,7 @@ from .host import EightBitVariance, adam_, empty_variance, from_eight_bits, to_e
 from .host.variance import seed_of
 from .model_parallel import local
 from .usage.contract import Group, State, check_options, check_parameters, load_checked, loss_of
+from .usage.frozen import refuse_sparse
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -137,12 +138,10 @@ class HostAdam(torch.optim.Optimizer):
         return loss
 
     def _step_parameter(self, p: Tensor, group: Group) -> None:
-        grad = p.grad
-        assert grad is not None
-        if grad.layout != torch.strided:
-            raise RuntimeError(f"HostAdam needs dense gradients, got {grad.layout}")
+        assert p.grad is not None
+        grad = local(refuse_sparse("HostAdam", p.grad))
         entry = self.state[p] or self._new_entry(p)
-        held, grad = local(p).detach(), local(grad)
+        held = local(p).detach()
         if grad.dtype not in _MOMENTS:
             grad = grad.float()
         is_narrow = held.dtype != torch.float32

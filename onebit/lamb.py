@@ -28,6 +28,7 @@ from .usage.contract import (
     load_checked,
     loss_of,
 )
+from .usage.frozen import with_gradient
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -137,10 +138,8 @@ class Lamb(torch.optim.Optimizer):
         return loss
 
     def _step_group(self, group: Group) -> None:
-        params = [p for p in group["params"] if p.grad is not None and p.numel() > 0]
+        params = with_gradient("Lamb", group["params"])
         for p in params:
-            if p.grad.layout != torch.strided:
-                raise RuntimeError(f"Lamb needs dense gradients, got {p.grad.layout}")
             if not self.state[p]:
                 self.state[p] = {"step": torch.tensor(0.0)} | {
                     name: torch.zeros_like(local(p), dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")

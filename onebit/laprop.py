@@ -25,6 +25,7 @@ from .usage.contract import (
     load_checked,
     loss_of,
 )
+from .usage.frozen import with_gradient
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -91,10 +92,8 @@ class LaProp(torch.optim.Optimizer):
         return loss
 
     def _step_group(self, group: Group) -> None:
-        params = [p for p in group["params"] if p.grad is not None and p.numel() > 0]
+        params = with_gradient("LaProp", group["params"])
         for p in params:
-            if p.grad.layout != torch.strided:
-                raise RuntimeError(f"LaProp needs dense gradients, got {p.grad.layout}")
             if not self.state[p]:
                 self.state[p] = {"step": torch.tensor(0.0)}
                 self.state[p] |= {name: torch.zeros_like(p, dtype=torch.float32) for name in _MOMENTS}
@@ -106,7 +105,7 @@ class LaProp(torch.optim.Optimizer):
         corrections = [(1.0 - beta1**t, (1.0 - beta2**t) ** 0.5) for t in steps] or [(1.0, 1.0)] * len(params)
         held = [own_master(self.state[p], p.detach()) if is_low(p) else p for p in params]
         ms, vs = ([self.state[p][name] for p in params] for name in _MOMENTS)
-        grads = [p.grad.float() for p in params]
+        grads = [p.grad.float() for p in params if p.grad is not None]
         torch._foreach_mul_(vs, beta2)
         torch._foreach_addcmul_(vs, grads, grads, 1.0 - beta2)
         divisors = torch._foreach_sqrt(vs)

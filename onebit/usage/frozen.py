@@ -1,4 +1,4 @@
-"""Parameters that are frozen (requires_grad=False), at construction or later, and those whose data has moved since."""
+"""Parameters that are frozen (requires_grad=False) or have moved since construction, and gradients that are sparse."""
 
 from __future__ import annotations
 
@@ -13,6 +13,22 @@ from ..model_parallel import local
 def gradient_of(p: Tensor) -> Tensor | None:
     """p's gradient; None while p is frozen, whatever has been left in p.grad."""
     return p.grad if p.requires_grad else None
+
+
+def refuse_sparse(who: str, grad: Tensor) -> Tensor:
+    """The gradient. Raises RuntimeError where it is sparse, and `who` needs a dense one."""
+    if grad.layout != torch.strided:
+        raise RuntimeError(f"{who} needs dense gradients, got {grad.layout}; use nn.Embedding(..., sparse=False)")
+    return grad
+
+
+def with_gradient(who: str, params: Sequence[Tensor]) -> list[Tensor]:
+    """Those that have elements and a gradient. Raises RuntimeError where one's is sparse."""
+    found = [p for p in params if p.grad is not None and p.numel() > 0]
+    for p in found:
+        assert p.grad is not None
+        refuse_sparse(who, p.grad)
+    return found
 
 
 def dense_gradients(

@@ -115,3 +115,12 @@ def test_bad_options_are_refused(options: dict, error: type[Exception], words: s
     with pytest.raises(ValueError, match="also"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))] * 2, "foo": 1})
     assert len(optimizer.param_groups) == 1
+
+
+def test_sparse_gradients_are_refused_before_anything_changes() -> None:
+    p, table = (torch.ones(5, requires_grad=True) for _ in range(2))
+    p.grad, table.grad = torch.ones(5), torch.zeros(5).to_sparse()
+    optimizer = onebit.LaProp([p, table])
+    with pytest.raises(RuntimeError, match=r"LaProp needs dense gradients.*sparse=False"):
+        optimizer.step()
+    assert not optimizer.state and torch.equal(p.detach(), torch.ones(5))

@@ -15,6 +15,7 @@ from ...comm import Transport
 from ...comm.messages import gather_bytes
 from ...model_parallel import local
 from ...step.clip import LARGEST_GRADIENT
+from ...usage.frozen import refuse_sparse
 from .layout import UNIT, Chunk, Layout, Piece
 from .places import Place, Stores
 from .staged import padded
@@ -107,7 +108,7 @@ class ResidentGradients:
         grad = self.params[piece.param].grad
         if grad is None:
             return torch.empty(0, device=local(self.params[piece.param]).device)
-        return _refuse_sparse(local(grad)).reshape(-1)[piece.start : piece.stop]
+        return refuse_sparse("offload", local(grad)).reshape(-1)[piece.start : piece.stop]
 
     def _scratch_of(self, place: Place) -> Tensor:
         if place.device not in self._scratch:
@@ -163,7 +164,7 @@ class StoredGradients:
         grad = p.grad
         if grad is None:
             return
-        flat = _refuse_sparse(local(grad)).reshape(-1)
+        flat = refuse_sparse("offload", local(grad)).reshape(-1)
         for chunk in reversed(self._places[param]):  # as backward goes
             (held,) = self._borrow(chunk).wait()
             into = held.view(self.dtype)
@@ -290,9 +291,3 @@ class StoredGradients:
         self._lender.settle()
         for hook in self._hooks:
             hook.remove()
-
-
-def _refuse_sparse(grad: Tensor) -> Tensor:
-    if grad.layout != torch.strided:
-        raise RuntimeError(f"offload needs dense gradients, got {grad.layout}; use nn.Embedding(..., sparse=False)")
-    return grad
