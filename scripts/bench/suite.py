@@ -30,7 +30,7 @@ from bench import step as bench_step
 from bench.collective import BF16, FP32, ONE_BIT, run_workers
 from bench.command import words
 from bench.record import append, describe_machine, read_lines
-from bench.report import Setting, draw, report
+from bench.suite_report import Setting, draw, report
 from onebit.cli.cluster import TIMED_OUT, Cluster, available
 
 DEEPSPEED = ("deepspeed-onebit-adam", "deepspeed-zero-one-adam", "deepspeed-onebit-lamb")

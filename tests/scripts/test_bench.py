@@ -22,7 +22,7 @@ from bench.command import COMMAND
 from bench.growth_fit import Costs
 from bench.growth_report import points_of
 from bench.growth_report import report as growth_report
-from bench.report import Setting, memory_bytes, report, rows_of
+from bench.suite_report import Setting, memory_bytes, report, rows_of
 from ranks import run_torchrun
 from train.model import build_model
 
