@@ -24,7 +24,7 @@ from provenance import record_path, revision, write_record
 
 import onebit
 from bench.command import COMMAND
-from bench.kernels import cpu_name
+from bench.timing import cpu_name
 from onebit import comm
 from onebit.cli.cluster import Cluster, available, sent_on_wire
 from onebit.cli.doctor.contenders import LR, EmulatedModel

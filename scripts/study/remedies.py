@@ -68,11 +68,11 @@ class CorrectedLocalSteps(onebit.LocalSteps):
             for w, c in self._pairs(self._corrections):
                 w.add_(c, alpha=lr)
 
-    def _round(self, fragment: Fragment) -> bool:
+    def _take_round(self, fragment: Fragment, *, is_delayed: bool) -> bool:
         before = [bucket.flatten() for bucket in fragment.buckets]
         if self._of_messages:
             before = [w - bucket.ef.worker for bucket, w in zip(fragment.buckets, before, strict=True)]
-        goes_on = super()._round(fragment)
+        goes_on = super()._take_round(fragment, is_delayed=is_delayed)
         gained = [bucket.anchor - w for bucket, w in zip(fragment.buckets, before, strict=True)]
         if self._of_messages:
             gained = [c - bucket.ef.worker for bucket, c in zip(fragment.buckets, gained, strict=True)]
