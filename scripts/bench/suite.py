@@ -6,7 +6,8 @@
 Contenders: our optimizers, DistributedDataParallel in four forms, DeepSpeed's three optimizers; each as a collective
 alone and as whole training steps of a GPT, on emulated Ethernet (`onebit emulate`). What --results (by default a file
 of today in runs/) already holds is not measured again, so that a run may be interrupted and extended; the report is of
-all that the file holds. A rank's part is in collective.py, step.py and peer_deepspeed.py; the report in report.py.
+all that the file holds. A rank's part is in collective.py, step.py and peer_deepspeed.py, the report in
+suite_report.py.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ import numpy
 import pytest
 import torch
 from bench.peer_deepspeed import ROOT, python, why_not_prepared
-from bench.time_to_loss import main
 from time_to_loss import losses, report
 from time_to_loss.losses import Found, Run
+from time_to_loss.main import main
 from time_to_loss.peers import DeMo, LowRank
 from time_to_loss.seconds import Timed
 from time_to_loss.ways import WAYS
@@ -217,7 +217,7 @@ def test_steps_are_timed_on_emulated_hosts(tmp_path: Path) -> None:
 def test_deepspeeds_ways_are_left_out_aloud_without_its_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("bench.time_to_loss.why_not_prepared", lambda: "no environment here")
+    monkeypatch.setattr("time_to_loss.main.why_not_prepared", lambda: "no environment here")
     main(["losses", "--results", str(tmp_path / "x.jsonl"), "--ways", "DeepSpeed OneBitAdam"])
     said = capsys.readouterr().err
     assert "left out: DeepSpeed OneBitAdam: no environment here" in said and not (tmp_path / "x.jsonl").exists()

@@ -67,8 +67,8 @@ def test_dependencies_point_one_way(layer: str) -> None:
 
 ROOMS = {
     "train": {"train"},
-    "bench": {"bench", "time_to_loss", "train"},
-    "time_to_loss": {"time_to_loss", "study", "train"},
+    "bench": {"bench", "train"},
+    "time_to_loss": {"time_to_loss", "bench", "study", "train"},
     "study": {"study", "train"},
     "faults": {"faults", "bench", "train"},
     "gpu_check": {"gpu_check", "bench", "train"},

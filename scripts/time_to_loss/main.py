@@ -16,13 +16,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from provenance import check_record, record_path, write_record
-from time_to_loss import losses, report, seconds
-from time_to_loss.ways import WAYS
-
 from bench.peer_deepspeed import why_not_prepared
+from provenance import check_record, record_path, write_record
+
 from onebit.cli.cluster import available
 from onebit.cli.numbers import number
+from time_to_loss import losses, report, seconds
+from time_to_loss.ways import WAYS
 
 RATES = ("10mbit", "100mbit", "1gbit")
 
