@@ -230,85 +230,93 @@ class RemedyPlacement(Sharded):
 
 
 @dataclass(frozen=True)
-class EF21(RemedyPlacement):
+class OwnRecursion(RemedyPlacement):
+    """A way up by `owed`, `take` and `read` of a subclass; C is eight bits in the warm-up.
+
+    debts: what is to be said and was not, [W, N], and H: what the owner has heard, [N]; by bucket.
+    """
+
+    debts: dict[int, Tensor] = field(default_factory=dict)
+    H: dict[int, Tensor] = field(default_factory=dict)
+
+    def owed(self, k: int, x_WN: Tensor, beta1: float) -> Tensor:
+        """What bucket k has to say with this gradient, of which C(it) is sent and taken off, [W, N]."""
+        raise NotImplementedError
+
+    def take(self, H: Tensor, message: Tensor, beta1: float) -> Tensor:
+        """H with the mean of all messages, in place."""
+        raise NotImplementedError
+
+    def own(self, bucket: ShardedBucket) -> Tensor:
+        """The own momentum, [N]."""
+        return self.H[bucket.index]
+
+    def read(self, bucket: ShardedBucket, arrived: Arrived) -> tuple[Tensor, Tensor, Tensor]:
+        mean = self.H[bucket.index]
+        magnitudes = arithmetic.mean_magnitudes(mean, bucket.own_divisors, self.config.codec.block)
+        return self.own(bucket), mean, magnitudes
+
+    def send_up(
+        self,
+        bucket: ShardedBucket,
+        numbers: StepNumbers,
+        seen: Sequence[bool],
+        scale: float | Tensor,
+        early_WB: Tensor | None,
+    ) -> Generator[Work, None, Arrived]:
+        k, beta1 = bucket.index, numbers.betas[0]
+        for count, is_seen in zip(bucket.steps, seen, strict=True):
+            count += is_seen
+        bucket.is_warm = self.config.warms_up(bucket)
+        codec = Int8Codec(self.config.codec.block) if bucket.is_warm else self.config.codec
+        x_WN = bucket.gather_gradients(scale).view(self.transport.world_size, -1)
+        g = x_WN[self.transport.rank].clone()
+        message = yield from self.exchange_up(bucket, codec, self.owed(k, x_WN, beta1))
+        H = self.take(self.H.setdefault(k, torch.zeros_like(g)), message, beta1)
+        heard = Heard(self.own(bucket), H.clone(), None)
+        return Arrived(g, torch.empty(0, 0), OwnBlocks(None, bucket.counts[self.transport.rank]), heard)
+
+
+@dataclass(frozen=True)
+class EF21(OwnRecursion):
     """EF21 with momentum (Fatkhullin et al., NeurIPS 2023) on the way up.
 
         rank i     v ← β1·v + (1-β1)·g;  message = C(v - h);  h ← h + message
         owner      H ← H + mean of messages
 
-    C is eight bits in the warm-up. unsaid: v - h, as v [W, N]; H: [N]; by bucket.
+    debts: v - h. v: [W, N], by bucket.
     """
 
-    unsaid: dict[int, Tensor] = field(default_factory=dict)
-    H: dict[int, Tensor] = field(default_factory=dict)
     v: dict[int, Tensor] = field(default_factory=dict)
 
-    def read(self, bucket: ShardedBucket, arrived: Arrived) -> tuple[Tensor, Tensor, Tensor]:
-        mean = self.H[bucket.index]
-        own = self.v[bucket.index][bucket.rank]
-        return own, mean, arithmetic.mean_magnitudes(mean, bucket.own_divisors, self.config.codec.block)
-
-    def send_up(
-        self,
-        bucket: ShardedBucket,
-        numbers: StepNumbers,
-        seen: Sequence[bool],
-        scale: float | Tensor,
-        early_WB: Tensor | None,
-    ) -> Generator[Work, None, Arrived]:
-        k, rank = bucket.index, self.transport.rank
-        for count, is_seen in zip(bucket.steps, seen, strict=True):
-            count += is_seen
-        bucket.is_warm = self.config.warms_up(bucket)
-        codec = Int8Codec(self.config.codec.block) if bucket.is_warm else self.config.codec
-        x_WN = bucket.gather_gradients(scale).view(self.transport.world_size, -1)
-        g = x_WN[rank].clone()
-        v_WN, unsaid_WN = (kept.setdefault(k, torch.zeros_like(x_WN)) for kept in (self.v, self.unsaid))
-        step_WN = (x_WN - v_WN) * (1.0 - numbers.betas[0])
+    def owed(self, k: int, x_WN: Tensor, beta1: float) -> Tensor:
+        v_WN, unsaid_WN = (kept.setdefault(k, torch.zeros_like(x_WN)) for kept in (self.v, self.debts))
+        step_WN = (x_WN - v_WN) * (1.0 - beta1)
         v_WN.add_(step_WN)
-        unsaid_WN.add_(step_WN)
-        message = yield from self.exchange_up(bucket, codec, unsaid_WN)
-        H = self.H.setdefault(k, torch.zeros_like(g)).add_(message)
-        heard = Heard(v_WN[rank], H.clone(), None)
-        return Arrived(g, torch.empty(0, 0), OwnBlocks(None, bucket.counts[rank]), heard)
+        return unsaid_WN.add_(step_WN)
+
+    def take(self, H: Tensor, message: Tensor, beta1: float) -> Tensor:
+        return H.add_(message)
+
+    def own(self, bucket: ShardedBucket) -> Tensor:
+        return self.v[bucket.index][bucket.rank]
 
 
 @dataclass(frozen=True)
-class OwnerMomentum(RemedyPlacement):
+class OwnerMomentum(OwnRecursion):
     """Gradients travel in signs with error feedback, and the owner keeps the mean momentum.
 
         rank i     c = e + (1-β1)·g;  message = C(c);  e ← c - message
         owner      H ← β1·H + mean of messages
 
-    C is eight bits in the warm-up. e: [W, N], and H: [N], by bucket.
+    debts: e.
     """
 
-    e: dict[int, Tensor] = field(default_factory=dict)
-    H: dict[int, Tensor] = field(default_factory=dict)
+    def owed(self, k: int, x_WN: Tensor, beta1: float) -> Tensor:
+        return self.debts.setdefault(k, torch.zeros_like(x_WN)).add_(x_WN, alpha=1.0 - beta1)
 
-    def read(self, bucket: ShardedBucket, arrived: Arrived) -> tuple[Tensor, Tensor, Tensor]:
-        mean = self.H[bucket.index]
-        return mean, mean, arithmetic.mean_magnitudes(mean, bucket.own_divisors, self.config.codec.block)
-
-    def send_up(
-        self,
-        bucket: ShardedBucket,
-        numbers: StepNumbers,
-        seen: Sequence[bool],
-        scale: float | Tensor,
-        early_WB: Tensor | None,
-    ) -> Generator[Work, None, Arrived]:
-        k, rank, beta1 = bucket.index, self.transport.rank, numbers.betas[0]
-        for count, is_seen in zip(bucket.steps, seen, strict=True):
-            count += is_seen
-        bucket.is_warm = self.config.warms_up(bucket)
-        codec = Int8Codec(self.config.codec.block) if bucket.is_warm else self.config.codec
-        x_WN = bucket.gather_gradients(scale).view(self.transport.world_size, -1)
-        g = x_WN[rank].clone()
-        e_WN = self.e.setdefault(k, torch.zeros_like(x_WN)).add_(x_WN, alpha=1.0 - beta1)
-        message = yield from self.exchange_up(bucket, codec, e_WN)
-        H = self.H.setdefault(k, torch.zeros_like(g)).mul_(beta1).add_(message)
-        return Arrived(g, torch.empty(0, 0), OwnBlocks(None, bucket.counts[rank]), Heard(H, H.clone(), None))
+    def take(self, H: Tensor, message: Tensor, beta1: float) -> Tensor:
+        return H.mul_(beta1).add_(message)
 
 
 class RemediedSharded(ShardedOnebitOptimizer):

@@ -134,7 +134,8 @@ _DEEPSPEED = (
         lambda steps: {},  # its defaults freeze the variance after 100,000 steps
         time_of="DeepSpeed ZeroOneAdam, local steps",
     ),
-    # The shares of its authors' run of 118,000 steps of BERT: https://arxiv.org/abs/2202.06009
+    # Shares of our choosing: by its defaults no short run takes a local step. https://deepspeed.ai/tutorials/zero-one-adam
+    # advises the end of the rate's warm-up for var_freeze_step, and gives no share for the other.
     _deepspeed(
         "ZeroOneAdam, local steps",
         "ZeroOneAdam",

@@ -186,7 +186,7 @@ def test_ef21_keeps_the_mean_momentum_but_for_what_is_unsaid() -> None:
     ranks = run_ranks(4, placement)
     for k in ranks[0].H:
         said = torch.stack([rank.H[k] for rank in ranks])
-        unsaid, v = (torch.stack([getattr(rank, name)[k] for rank in ranks]).mean(0) for name in ("unsaid", "v"))
+        unsaid, v = (torch.stack([getattr(rank, name)[k] for rank in ranks]).mean(0) for name in ("debts", "v"))
         assert (said + unsaid - v).abs().max() < 1e-6 < unsaid.abs().max()
 
 
