@@ -84,6 +84,17 @@ class Hierarchy:
         for share in others:
             own.add_(share)
 
+    def gather_intra_node(self, frames_HB: Tensor) -> Generator[Work, None, Tensor]:
+        """The frames of this node's ranks, uint8 [W, B], a row for each row of a bucket; in a flat world the own ones.
+
+        Yields one Work, none in a flat world. Sends (L-1)·H·B bytes inside the node.
+        """
+        if self.intra_node is None:
+            return frames_HB
+        gathered = torch.empty(self.local_size, frames_HB.numel(), dtype=torch.uint8, device=frames_HB.device)
+        yield self.intra_node.all_gather(gathered, frames_HB.view(-1))
+        return gathered.view(self.local_size * self.nodes, -1)
+
 
 class HierarchicalTransport(Transport):
     """A transport over all ranks that knows which of them share a node. See `Transport` for the contract.

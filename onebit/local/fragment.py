@@ -6,6 +6,12 @@
     a = mean q + E;  Q = C(a);  E ← a - Q           phase 2, on the owner of a chunk
     u ← μ·u + Q;  θ ← k·θ - η·(Q + μ·u);  w ← θ     μ = 0: θ ← k·θ - η·Q
 
+With a correction (SCAFFOLD's control variate, arXiv 1910.06378, option II, of what frames say and in moves per learning
+rate, which suits any inner optimizer):
+
+    w ← w + lr·v                                    behind each step of the inner optimizer
+    v ← v + κ·(q/γ - Q)/R                           at a round; κ: the share; R: the sum of lr since the last round
+
 A rank that does not take part in a round sends empty frames (scale 0), so that q = 0 and e takes all of c: the mean is
 over all ranks, always, and nothing is lost. The decay is that of w's own steps, whose share in Δ is taken out by k: the
 anchor decays exactly, and no decay travels in one bit; k = 1 for a parameter that had no gradient in some step on some
@@ -20,7 +26,7 @@ Shape legend: W ranks, N elements of a chunk; H ranks exchange compressed, see `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -61,12 +67,14 @@ class Share:
     """This rank's part in a round of a bucket. keep_K: k, by parameter; the same on all ranks. weight: γ.
 
     is_present: False: its difference is owed. sends_weights: w travels in place of Δ; the same on all ranks.
+    correction: κ/R; 0: this round teaches it nothing.
     """
 
     keep_K: tuple[float, ...]
     weight: float = 1.0
     is_present: bool = True
     sends_weights: bool = False
+    correction: float = 0.0
 
 
 @dataclass(eq=False)
@@ -74,8 +82,9 @@ class LocalBucket:
     """Some parameters of one group, and what is kept of them beside the inner optimizer's state.
 
     masters: w of parameters in bfloat16 or float16. anchor: θ, float32 [W·N], the same bits on all ranks. velocity: u,
-    likewise; None where μ = 0. ef: e and E. wire and at_send: of an exchange under way: its frames, and w as it was
-    sent, where w has gone on since. sent_HB: a copy of the frames that were sent, for a checkpoint.
+    likewise; None where μ = 0. correction: v, float32 [W·N]; None where κ = 0. ef: e and E. wire and at_send: of an
+    exchange under way: its frames, and w as it was sent, where w has gone on since. sent_HB: a copy of the frames that
+    were sent, for a checkpoint. said_WB: what this node has said in an exchange that is over, for the correction.
     """
 
     index: int
@@ -92,9 +101,11 @@ class LocalBucket:
     anchor: Tensor
     ef: ErrorFeedback
     velocity: Tensor | None = None
+    correction: Tensor | None = None
     wire: Wire | None = None
     at_send: Tensor | None = None
     sent_HB: Tensor | None = None
+    said_WB: Tensor | None = None
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients where they lie, of what this rank holds; None for what is frozen now. They may be sparse."""
@@ -102,8 +113,9 @@ class LocalBucket:
         return [None if grad is None else local(grad) for grad in grads]
 
     def state_bytes(self) -> int:
-        """Bytes of masters, anchor, errors and outer momentum."""
-        kept = (self.masters.flat, self.anchor, self.velocity, self.ef.worker, self.ef.server, self.ef.server_next)
+        """Bytes of masters, anchor, errors, outer momentum and correction."""
+        errors = (self.ef.worker, self.ef.server, self.ef.server_next)
+        kept = (self.masters.flat, self.anchor, self.velocity, self.correction, *errors)
         return sum(t.nbytes for t in kept if t is not None)
 
     @property
@@ -176,7 +188,7 @@ class LocalBucket:
         self.ef.worker_next = residual.to(self.ef.worker.dtype)
         if keeps_weights:
             self.sent_HB = self.wire.sent_HB.clone()
-        yield from comm.exchange(self.ef, codec, transport, self.wire, x_HN.shape[1], self.counts)
+        yield from self._exchange(codec, transport)
 
     def send_again(self, codec: Codec, transport: Transport, sent_HB: Tensor) -> Exchange:
         """The same from the frames of a checkpoint; at_send and ef.worker_next are there."""
@@ -185,7 +197,15 @@ class LocalBucket:
         )
         self.wire.sent_HB.copy_(sent_HB)
         self.sent_HB = sent_HB
+        yield from self._exchange(codec, transport)
+
+    def _exchange(self, codec: Codec, transport: Transport) -> Exchange:
+        """Both phases of what is on the wire, and for a correction the frames of this node."""
+        assert self.wire is not None
+        said_HB = None if self.correction is None else self.wire.sent_HB.clone()
         yield from comm.exchange(self.ef, codec, transport, self.wire, self.layout.chunk, self.counts)
+        if said_HB is not None:
+            self.said_WB = yield from self.hierarchy.gather_intra_node(said_HB)
 
     def land(self, codec: Codec, outer: OuterStep, share: Share) -> None:
         """Take over what has arrived: errors, anchor, parameters.
@@ -214,7 +234,27 @@ class LocalBucket:
             if self.velocity is not None:
                 codec.decode(wire.frames_WB, self.rows(self.velocity), keep=outer.momentum)
                 self.anchor.sub_(self.velocity, alpha=outer.lr * outer.momentum)
+        self._learn_correction(codec, wire.frames_WB, share)
         self._follow_anchor()
+
+    def _learn_correction(self, codec: Codec, frames_WB: Tensor, share: Share) -> None:
+        """v ← v + κ·(q/γ - Q)/R: a rank whose difference did not count learns nothing. w is -Δ but for the anchor."""
+        said_WB, self.said_WB = self.said_WB, None
+        if self.correction is None or said_WB is None or share.correction == 0.0:
+            return
+        per_move = -share.correction if share.sends_weights else share.correction
+        codec.decode(said_WB, self.rows(self.correction), weight=per_move / share.weight, keep=1.0)
+        codec.decode(frames_WB, self.rows(self.correction), weight=-per_move, keep=1.0)
+
+    def correct(self, moved: Collection[Tensor], lr: float) -> None:
+        """w ← w + lr·v of those parameters, which the inner optimizer has just moved."""
+        if self.correction is None:
+            return
+        views = self.layout.views(self.correction)
+        pairs = [(w, v) for p, w, v in zip(self.params, self.held, views, strict=True) if p in moved]
+        if pairs:
+            ws, vs = zip(*pairs, strict=True)
+            torch._foreach_add_(ws, vs, alpha=lr)
 
     def _follow_anchor(self) -> None:
         """w ← θ, and what w has gained since it was sent."""
@@ -237,14 +277,16 @@ class Fragment:
     """Buckets that travel together. due: the step after which they are sent next.
 
     sent_at, lands_at: of the exchange under way; None: there is none. shares, tasks: of it, by bucket. keeps: by group,
-    k since they were sent last; decays: by parameter, whether it had a gradient in every step since. tokens: those
-    since then. synced_at: the step after which its parameters were last the anchor.
+    k since they were sent last; rates: by group, the sum of learning rates since then; decays: by parameter, whether it
+    had a gradient in every step since. tokens: those since then. synced_at: the step after which its parameters were
+    last the anchor.
     """
 
     index: int
     buckets: list[LocalBucket]
     due: int
     keeps: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
     decays: list[bool] = field(default_factory=list)
     tokens: float = 0.0
     synced_at: int = 0
@@ -265,7 +307,7 @@ class Fragment:
 
     def begin(self, step: int) -> None:
         """Its parameters were sent after this step: the next round begins."""
-        self.tokens, self.keeps = 0.0, [1.0] * len(self.keeps)
+        self.tokens, self.keeps, self.rates = 0.0, [1.0] * len(self.keeps), [0.0] * len(self.rates)
         self.decays, self.sent_at = [True] * len(self.decays), step
 
 

@@ -23,6 +23,7 @@ class LocalOptions:
     codec: Codec
     fragments: int
     delay: int
+    correction: float
     averages_buffers: bool
     error_dtype: torch.dtype
     bucket_elements: int
@@ -35,6 +36,8 @@ class LocalOptions:
                 "fragments must be at least 1, delay and check_replicas_every at least 0, got "
                 f"{self.fragments}, {self.delay}, {self.check_replicas_every}"
             )
+        if not 0.0 <= self.correction <= 1.0:
+            raise ValueError(f"correction must lie in [0, 1], got {self.correction}; 0: none")
         if self.delay >= self.schedule.smallest:
             raise ValueError(
                 f"a round every {self.schedule.smallest} steps cannot land delay={self.delay} steps after it was sent; "
@@ -53,6 +56,7 @@ class LocalOptions:
             "codec": self.codec,
             "fragments": self.fragments,
             "delay": self.delay,
+            "correction": self.correction,
             "averages buffers": self.averages_buffers,
             "error_dtype": self.error_dtype,
             "bucket_elements": self.bucket_elements,

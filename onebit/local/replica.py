@@ -69,6 +69,7 @@ class Replica:
             anchor=anchor,
             ef=ErrorFeedback(worker, server, worker.new_empty(0), torch.zeros_like(server)),
             velocity=torch.zeros_like(anchor) if self._options.outer.momentum > 0.0 else None,
+            correction=torch.zeros_like(anchor) if self._options.correction > 0.0 else None,
         )
         bucket.anchor.copy_(bucket.flatten())
         return bucket
@@ -109,8 +110,9 @@ class Replica:
             bucket.anchor.copy_(bucket.flatten())
             bucket.ef.worker.zero_()
             bucket.ef.server.zero_()
-            if bucket.velocity is not None:
-                bucket.velocity.zero_()
+            for kept in (bucket.velocity, bucket.correction):
+                if kept is not None:
+                    kept.zero_()
 
     @contextmanager
     def at_anchors(self) -> Iterator[None]:

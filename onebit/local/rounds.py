@@ -48,6 +48,7 @@ class Rounds:
     ):
         self._inner, self._buckets, self._hierarchy = inner, replica.buckets, replica.hierarchy
         self._codec, self._outer, self._delay = options.codec, options.outer, options.delay
+        self._correction = options.correction
         self._is_lossless = is_lossless(options.codec)
         self._transport, self._parts, self._waited, self._stats = transport, parts, waited, stats
         self._gradients, self._has_looked = NOT_COMPARED, False
@@ -98,6 +99,8 @@ class Rounds:
         spoilt = [bucket for bucket in fragment.buckets if not bucket.can_travel()]
         for bucket in spoilt:
             bucket.return_to_anchor()
+            if bucket.correction is not None:
+                bucket.correction.zero_()
             for p in bucket.params:
                 self._inner.state.pop(p, None)
             log.warning(
@@ -154,8 +157,16 @@ class Rounds:
                     if decayed:
                         w.mul_(keep / own)
             keep_K = tuple(keep if decayed else 1.0 for decayed in its)
-            shares.append(Share(keep_K, weight, ballot.presents[node], sends_weights))
+            counts = ballot.presents[node] and weight > 0.0
+            correction = self._correction_per_move(fragment, bucket.group_index) if counts else 0.0
+            shares.append(Share(keep_K, weight, ballot.presents[node], sends_weights, correction))
         return shares
+
+    def _correction_per_move(self, fragment: Fragment, g: int) -> float:
+        """κ/R. A round that comes early (`sync`) brings errors of a whole one: R is at least that of a whole one."""
+        lr = float(self._inner.param_groups[g]["lr"])
+        R = max(fragment.rates[g], lr * self._stats.interval)
+        return self._correction / R if R > 0.0 else 0.0
 
     # ---------------------------------------------------------------- what is under way
 

@@ -1,8 +1,8 @@
 """The state of local steps as a dict: what is saved, checked and taken back, and what another world takes over.
 
-As the inner optimizer's own, with "anchor", "worker_error" and "outer_momentum" among each parameter's entries; the
-rest is under "onebit". Right behind a round parameters are the anchors, and are left out; otherwise each rank's are in.
-An exchange under way is saved as the frames that were sent, and is sent again when it is loaded.
+As the inner optimizer's own, with "anchor", "worker_error", "outer_momentum" and "correction" among each parameter's
+entries; the rest is under "onebit". Right behind a round parameters are the anchors, and are left out; otherwise each
+rank's are in. An exchange under way is saved as the frames that were sent, and is sent again when it is loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 KIND = "local steps"
 _VERSION = 1
-OURS = ("anchor", "worker_error", "outer_momentum")
+OURS = ("anchor", "worker_error", "outer_momentum", "correction")
 
 
 def identity(optimizer: LocalSteps) -> dict[str, object]:
@@ -91,10 +91,15 @@ def _entries(bucket: LocalBucket) -> list[dict[str, Tensor]]:
     """What is kept of each parameter."""
     worker = bucket.ef.worker if bucket.wire is None else bucket.ef.worker_next
     flats = {"anchor": bucket.anchor, "worker_error": _spread(bucket, worker)}
-    if bucket.velocity is not None:
-        flats["outer_momentum"] = bucket.velocity
+    flats |= _optional(bucket)
     views = {name: bucket.layout.views(flat) for name, flat in flats.items()}
     return [{name: of[k] for name, of in views.items()} for k in range(len(bucket.params))]
+
+
+def _optional(bucket: LocalBucket) -> dict[str, Tensor]:
+    """What only some options keep."""
+    flats = {"outer_momentum": bucket.velocity, "correction": bucket.correction}
+    return {name: flat for name, flat in flats.items() if flat is not None}
 
 
 def _spread(bucket: LocalBucket, own: Tensor) -> Tensor:
@@ -113,6 +118,7 @@ def _timetable(fragment: Fragment) -> State:
         "buckets": len(fragment.buckets),
         "due": fragment.due,
         "keeps": list(fragment.keeps),
+        "rates": list(fragment.rates),
         "decays": list(fragment.decays),
         "tokens": fragment.tokens,
         "synced_at": fragment.synced_at,
@@ -149,7 +155,7 @@ def load(optimizer: LocalSteps, state: State) -> None:
     for bucket in optimizer.buckets:
         for p, name, shape in zip(bucket.params, bucket.names, bucket.layout.shapes, strict=True):
             entry = state["state"].get(numbers[p], {})
-            expected = OURS if bucket.velocity is not None else OURS[:2]
+            expected = ["anchor", "worker_error", *_optional(bucket)]
             if missing := [key for key in expected if key not in entry or entry[key].shape != shape]:
                 raise ValueError(f"{where}it has no {missing[0]} of shape {tuple(shape)} for {name}")
     optimizer.inner_step.load(_inner_part(state))
@@ -186,19 +192,19 @@ def _begin_here(optimizer: LocalSteps) -> None:
 
 def _restore_bucket(bucket: LocalBucket, entries: Sequence[State], server_error: Tensor) -> None:
     worker = torch.zeros(bucket.layout.numel, dtype=bucket.ef.worker.dtype, device=bucket.device)
-    for name, flat in (("anchor", bucket.anchor), ("worker_error", worker), ("outer_momentum", bucket.velocity)):
-        if flat is not None:
-            for view, entry in zip(bucket.layout.views(flat), entries, strict=True):
-                view.copy_(entry[name])
+    for name, flat in {"anchor": bucket.anchor, "worker_error": worker, **_optional(bucket)}.items():
+        for view, entry in zip(bucket.layout.views(flat), entries, strict=True):
+            view.copy_(entry[name])
     bucket.ef.worker.copy_(bucket.hierarchy.rows(worker).reshape(-1))
     bucket.ef.server.copy_(server_error)
-    bucket.wire = bucket.at_send = bucket.sent_HB = None
+    bucket.wire = bucket.at_send = bucket.sent_HB = bucket.said_WB = None
     bucket.return_to_anchor()
 
 
 def _restore_timetable(optimizer: LocalSteps, fragment: Fragment, saved: State) -> None:
     fragment.due, fragment.tokens, fragment.synced_at = saved["due"], saved["tokens"], saved["synced_at"]
     fragment.keeps, fragment.decays = list(saved["keeps"]), list(saved["decays"])
+    fragment.rates = list(saved.get("rates", fragment.rates))  # older states have no correction, and no use for them
     fragment.lands_at, fragment.sent_at, fragment.tasks = saved["lands_at"], saved.get("sent_at"), []
     if not fragment.is_under_way:
         return

@@ -75,6 +75,7 @@ def around(
         codec=codec_named(asked.codec, ours.block),
         fragments=asked.fragments,
         delay=asked.delay,
+        correction=asked.correction,
         model=model,
         transport=_transport(grid, is_alone=asked.delay > 0),
         model_parallel_group=held,
