@@ -1,6 +1,6 @@
-"""Remedies for ranks with different data, as prototypes. The package has none of them; results.md says why.
+"""Remedies for ranks with different data, as prototypes: those that the package has not. results.md says why.
 
-Around `LocalSteps`: SCAFFOLD's correction, on the moves or on the gradients. Around `ShardedOnebitAdam`: EF21's
+Around `LocalSteps`: SCAFFOLD's correction on the gradients. Around `ShardedOnebitAdam`: EF21's
 recursion for the momentum, a momentum at the owner, other estimates of the variance, and a variance from all ranks'
 gradients every so many steps. For both: frames clipped to the median norm at the owner.
 
@@ -31,14 +31,13 @@ from onebit.zero.sharded.optimizer import ShardedOnebitOptimizer
 
 
 class CorrectedLocalSteps(onebit.LocalSteps):
-    """Local steps with SCAFFOLD's control variate (arXiv 1910.06378, option II), in units of AdamW's move per rate.
+    """Local steps with SCAFFOLD's control variate (arXiv 1910.06378, option II) in gradients, which AdamW averages too.
 
         at a round    c ← c + share·(θ_new - w)/Σlr     θ_new - w: own less mean difference; Σlr: since the last round
-        moves         w ← w + lr·c                      behind each step of AdamW
-        gradients     g ← g - c·(√v̂ + eps)              before it
+        every step    g ← g - c·(√v̂ + eps)
 
-    of_messages: the own difference is taken as the own frame says it. Nothing more travels. One fragment, no delay;
-    AdamW inside, whose groups have one learning rate.
+    The product's `correction` is in moves. of_messages: the own difference is taken as the own frame says it. Nothing
+    more travels. One fragment, no delay; AdamW inside, whose groups have one learning rate.
     """
 
     def __init__(
@@ -46,12 +45,11 @@ class CorrectedLocalSteps(onebit.LocalSteps):
         inner: torch.optim.AdamW,
         every: int,
         *,
-        corrects: str,
         share: float,
         of_messages: bool = False,
         **options: object,
     ):
-        self._corrects, self._share, self._sum_of_rates = corrects, share, 0.0
+        self._share, self._sum_of_rates = share, 0.0
         self._of_messages = of_messages
         super().__init__(inner, every, **options)  # type: ignore[arg-type]
         self._corrections = [torch.zeros_like(bucket.anchor) for bucket in self.buckets]
@@ -59,14 +57,10 @@ class CorrectedLocalSteps(onebit.LocalSteps):
     def _take_inner_step(self) -> None:
         lr = float(self.param_groups[0]["lr"])
         self._sum_of_rates += lr
-        if self._corrects == "gradients":
-            for p, c in self._pairs(self._corrections):
-                if p.grad is not None and p in self.state:
-                    p.grad.sub_(c * self._divisor(p))
+        for p, c in self._pairs(self._corrections):
+            if p.grad is not None and p in self.state:
+                p.grad.sub_(c * self._divisor(p))
         super()._take_inner_step()
-        if self._corrects == "moves":
-            for w, c in self._pairs(self._corrections):
-                w.add_(c, alpha=lr)
 
     def _take_round(self, fragment: Fragment, *, is_delayed: bool) -> bool:
         before = [bucket.flatten() for bucket in fragment.buckets]

@@ -210,13 +210,13 @@ def _sharded_lamb(name: str, **options: object) -> Method:
     )
 
 
-def _local_steps(name: str, codec: Codec, every: int) -> Method:
+def _local_steps(name: str, codec: Codec, every: int, **options: object) -> Method:
     """AdamW on each rank, and the mean of the differences every so many steps."""
     return Method(
         f"local-steps H={every}{name}",
         "adamw",
         lambda groups, transport, steps: onebit.LocalSteps(
-            torch.optim.AdamW(groups), every, codec=codec, transport=transport
+            torch.optim.AdamW(groups), every, codec=codec, transport=transport, **options
         ),
     )
 
@@ -230,15 +230,14 @@ def _sharded_remedy(name: str, make_rule: Callable[[], ShardedAdamRule], **optio
     )
 
 
-def _corrected(every: int, name: str, codec: Codec, corrects: str, share: float, of: str = "") -> Method:
-    """Local steps with SCAFFOLD's correction."""
+def _corrected(every: int, name: str, codec: Codec, share: float, of: str = "") -> Method:
+    """Local steps with SCAFFOLD's correction on gradients."""
     return Method(
-        f"local-steps H={every}{name}, {corrects} corrected by {share:g}{of}",
+        f"local-steps H={every}{name}, gradients corrected by {share:g}{of}",
         "adamw",
         lambda groups, transport, steps: CorrectedLocalSteps(
             torch.optim.AdamW(groups),
             every,
-            corrects=corrects,
             share=share,
             of_messages=bool(of),
             codec=codec,
@@ -257,8 +256,8 @@ def _remedies() -> list[Method]:
         _sharded_remedy("EF21", lambda: remedied(kind=EF21)),
         _sharded_remedy("momentum at the owner", lambda: remedied(kind=OwnerMomentum)),
         _local_steps(", median norm", MedianSigns(), 8),
-        *(_corrected(8, ", in full", IdentityCodec(), corrects, 0.3) for corrects in ("gradients", "moves")),
-        *(_corrected(8, "", SignCodec(), corrects, 0.1, " of messages") for corrects in ("gradients", "moves")),
+        _corrected(8, ", in full", IdentityCodec(), 0.3),
+        *(_corrected(every, "", SignCodec(), 0.3, " of messages") for every in (8, 32)),
     ]
 
 
@@ -363,6 +362,11 @@ METHODS = {
         *_rules(),
         *(_local_steps(", in full", IdentityCodec(), every) for every in (8, 32)),
         *(_local_steps("", SignCodec(), every) for every in (8, 32)),
+        *(
+            _local_steps(f", corrected by {share:g}", SignCodec(), every, correction=share)
+            for every in (8, 32)
+            for share in (0.1, 0.3)
+        ),
         *_remedies(),
     )
 }

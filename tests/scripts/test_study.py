@@ -196,9 +196,7 @@ def test_corrections_of_differences_in_full_sum_to_nothing() -> None:
 
     def corrections(transport: SimTransport) -> list[torch.Tensor]:
         inner = torch.optim.AdamW(load_task(job.task).build(0).parameters(), lr=1e-3)
-        optimizer = remedies.CorrectedLocalSteps(
-            inner, 4, corrects="gradients", share=1.0, codec=IdentityCodec(), transport=transport
-        )
+        optimizer = remedies.CorrectedLocalSteps(inner, 4, share=1.0, codec=IdentityCodec(), transport=transport)
         take_steps(optimizer, job, transport.rank)
         return optimizer._corrections
 
