@@ -1,7 +1,8 @@
 """The time half: whole steps of every way on emulated hosts, by phase, while computing is emulated by sleeping.
 
 The ways share nothing but the hosts: each has its own model of the doctor's shapes, and is timed when the one before it
-is gone. The slowest rank's time counts; a phase's seconds are the median of its steps.
+is gone. The slowest rank's time counts; a phase's seconds are the median of its steps. All processes keep what they
+free (ALLOCATOR): gradients that come fresh from the kernel in every step, as it happens, are no optimizer's time.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from bench.command import words
+from bench.peer_deepspeed import ALLOCATOR
 from provenance import refuse_dirty_tree, revision
 
 from onebit import comm
@@ -71,7 +73,8 @@ def time_on(
             for is_deepspeeds, together in itertools.groupby(missing, lambda way: WAYS[way].is_deepspeeds):
                 command = worker_command("worker") if is_deepspeeds else words("time_to_loss", "worker")
                 asked = json.dumps(work | {"ways": list(together)})
-                ended = cluster.run(command, launcher="none", env={"TIME_TO_LOSS": asked}, timeout_s=STUCK_S)
+                env = ALLOCATOR | {"TIME_TO_LOSS": asked}
+                ended = cluster.run(command, launcher="none", env=env, timeout_s=STUCK_S)
                 if ended.status:
                     raise SystemExit(f"the ranks on {hosts} hosts at {rate} ended with status {ended.status}")
 

@@ -282,6 +282,7 @@ WAYS = {
             for every, often in ((8, 1), (32, 4))
         ),
         _local("local steps in one bit, hidden", 32, SignCodec(), delay=16),
+        _local("local steps in one bit", 8, SignCodec(), correction=0.1),
         *(_local("local steps in one bit", 32, SignCodec(), start_every=often, correction=0.3) for often in (0, 4)),
     )
 }
