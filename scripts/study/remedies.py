@@ -24,7 +24,7 @@ from onebit.local.fragment import Fragment, LocalBucket
 from onebit.zero.sharded import arithmetic
 from onebit.zero.sharded.adam import ShardedAdamRule
 from onebit.zero.sharded.bucket import ShardedBucket
-from onebit.zero.sharded.exchange import Arrived, Heard, OwnBlocks, Sharded, StepNumbers
+from onebit.zero.sharded.exchange import Heard, OwnBlocks, Received, Sharded, StepNumbers
 from onebit.zero.sharded.optimizer import ShardedOnebitOptimizer
 
 # ---------------------------------------------------------------- local steps
@@ -151,7 +151,7 @@ class RemedyRule(ShardedAdamRule):
         super().bind(self._place(placement), buckets)
 
     def direction(
-        self, bucket: ShardedBucket, numbers: StepNumbers, arrived: Arrived, D: Tensor | None = None
+        self, bucket: ShardedBucket, numbers: StepNumbers, arrived: Received, D: Tensor | None = None
     ) -> Tensor:
         if bucket.is_warm:
             return super().direction(bucket, numbers, arrived, D)
@@ -193,7 +193,7 @@ class RemedyPlacement(Sharded):
     refresh_codec: Codec = field(default_factory=Log4Codec)
     refreshed: dict[int, Tensor] = field(default_factory=dict)
 
-    def read(self, bucket: ShardedBucket, arrived: Arrived) -> tuple[Tensor, Tensor, Tensor]:
+    def read(self, bucket: ShardedBucket, arrived: Received) -> tuple[Tensor, Tensor, Tensor]:
         """The own momentum and the mean of all, as frames say them, [N]; the mean magnitude of each block, [J]."""
         codec = self.config.codec
         q, mean = self._means(bucket, codec, arrived.frames_WB)
@@ -206,7 +206,7 @@ class RemedyPlacement(Sharded):
         seen: Sequence[bool],
         scale: float | Tensor,
         early_WB: Tensor | None,
-    ) -> Generator[Work, None, Arrived]:
+    ) -> Generator[Work, None, Received]:
         x_WN = bucket.gather_gradients(scale).view(self.transport.world_size, -1)
         arrived = yield from super().send_up(bucket, numbers, seen, scale, early_WB)
         if not bucket.is_warm and self.refresh_every and int(bucket.steps[0]) % self.refresh_every == 0:
@@ -245,7 +245,7 @@ class OwnRecursion(RemedyPlacement):
         """The own momentum, [N]."""
         return self.H[bucket.index]
 
-    def read(self, bucket: ShardedBucket, arrived: Arrived) -> tuple[Tensor, Tensor, Tensor]:
+    def read(self, bucket: ShardedBucket, arrived: Received) -> tuple[Tensor, Tensor, Tensor]:
         mean = self.H[bucket.index]
         magnitudes = arithmetic.mean_magnitudes(mean, bucket.own_divisors, self.config.codec.block)
         return self.own(bucket), mean, magnitudes
@@ -257,7 +257,7 @@ class OwnRecursion(RemedyPlacement):
         seen: Sequence[bool],
         scale: float | Tensor,
         early_WB: Tensor | None,
-    ) -> Generator[Work, None, Arrived]:
+    ) -> Generator[Work, None, Received]:
         k, beta1 = bucket.index, numbers.betas[0]
         for count, is_seen in zip(bucket.steps, seen, strict=True):
             count += is_seen
@@ -268,7 +268,7 @@ class OwnRecursion(RemedyPlacement):
         message = yield from self.exchange_up(bucket, codec, self.owed(k, x_WN, beta1))
         H = self.take(self.H.setdefault(k, torch.zeros_like(g)), message, beta1)
         heard = Heard(self.own(bucket), H.clone(), None)
-        return Arrived(g, torch.empty(0, 0), OwnBlocks(None, bucket.counts[self.transport.rank]), heard)
+        return Received(g, torch.empty(0, 0), OwnBlocks(None, bucket.counts[self.transport.rank]), heard)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ...step.bucket_step import Answer, Decision, Meeting
 from ...usage.signature import shows_all_options
 from . import arithmetic
 from .bucket import ShardedBucket
-from .exchange import Arrived, StepNumbers
+from .exchange import Received, StepNumbers
 from .optimizer import ShardedOnebitOptimizer, ShardedOptions
 from .rule import ShardedRule
 
@@ -50,14 +50,14 @@ class ShardedAdamRule(ShardedRule):
         return (yield from self.placement.send_down(bucket, seen, frame_B, lr=numbers.lr, decay=decay))  # 4
 
     def update(
-        self, bucket: ShardedBucket, numbers: StepNumbers, seen: Sequence[bool], arrived: Arrived
+        self, bucket: ShardedBucket, numbers: StepNumbers, seen: Sequence[bool], arrived: Received
     ) -> Generator[Work, None, tuple[Tensor, float]]:
         """u, float32 [N], and decay: master ← (1 - decay)·master - lr·u."""
         return self.direction(bucket, numbers, arrived), numbers.decay
         yield  # a generator, as LAMB's, whose owners tell each other norms here
 
     def direction(
-        self, bucket: ShardedBucket, numbers: StepNumbers, arrived: Arrived, D: Tensor | None = None
+        self, bucket: ShardedBucket, numbers: StepNumbers, arrived: Received, D: Tensor | None = None
     ) -> Tensor:
         """m̂/D of the own chunk, float32 [N]; D is written, where somebody asks. Advances the variance."""
         make = self._in_one_pass if arrived.heard is None else self._in_warmup
@@ -65,7 +65,7 @@ class ShardedAdamRule(ShardedRule):
         self.placement.keep_mean(bucket, arrived)
         return direction
 
-    def _in_one_pass(self, bucket: ShardedBucket, numbers: StepNumbers, arrived: Arrived, D: Tensor | None) -> Tensor:
+    def _in_one_pass(self, bucket: ShardedBucket, numbers: StepNumbers, arrived: Received, D: Tensor | None) -> Tensor:
         config, W, (beta1, beta2) = self.placement.config, self.placement.transport.world_size, numbers.betas
         direction, sums_J4 = torch.empty_like(arrived.g), arrived.g.new_empty(len(arrived.blocks.counts_J), 4)
         config.codec.owner_step(
@@ -90,7 +90,7 @@ class ShardedAdamRule(ShardedRule):
         bucket.grad_stats = sums_J4.sum(0).unbind()
         return direction
 
-    def _in_warmup(self, bucket: ShardedBucket, numbers: StepNumbers, arrived: Arrived, D: Tensor | None) -> Tensor:
+    def _in_warmup(self, bucket: ShardedBucket, numbers: StepNumbers, arrived: Received, D: Tensor | None) -> Tensor:
         """The same of frames in eight bits, or of gradients."""
         heard, config, (beta1, beta2) = arrived.heard, self.placement.config, numbers.betas
         assert heard is not None

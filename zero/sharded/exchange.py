@@ -117,7 +117,7 @@ class Heard(NamedTuple):
     mean_gradient: Tensor | None
 
 
-class Arrived(NamedTuple):
+class Received(NamedTuple):
     """What an owner has of its chunk when all frames are there. g: its own gradient, float32 [N]. frames: [W, B].
 
     heard: what they say; None behind the warm-up, where they are read in one pass with what is made of them.
@@ -157,7 +157,7 @@ class Sharded:
         seen: Sequence[bool],
         scale: float | Tensor,
         early_WB: Tensor | None,
-    ) -> Generator[Work, None, Arrived]:
+    ) -> Generator[Work, None, Received]:
         """Everybody's gradients into the momentum, and frames of that to the owners. Sends (W-1)·B per rank.
 
         seen: by parameter, whether any rank has a gradient for it; the others stay as they are. scale: what gradients
@@ -195,13 +195,13 @@ class Sharded:
 
         blocks = OwnBlocks(None if seen_WJ is None else seen_WJ[transport.rank], counts_WJ[transport.rank])
         if not bucket.is_warm:
-            return Arrived(g, received_WB, blocks, None)
+            return Received(g, received_WB, blocks, None)
         q, mean = self._means(bucket, codec, received_WB)
         heard = Heard(q, mean, None)
         if q_own is not None:
             last = torch.zeros_like(mean) if bucket.mean is None else bucket.mean
             heard = Heard(q_own, torch.lerp(last, mean, 1.0 - numbers.betas[0]), mean)
-        return Arrived(g, received_WB, blocks, heard)
+        return Received(g, received_WB, blocks, heard)
 
     def _codec_up(self, bucket: ShardedBucket) -> Codec:
         """What goes up in the step that this bucket has begun."""
@@ -221,7 +221,7 @@ class Sharded:
             x_Jn[ragged] = x_Jn[ragged].masked_fill_(padding, 0.0)
         return q, mean
 
-    def keep_mean(self, bucket: ShardedBucket, arrived: Arrived) -> None:
+    def keep_mean(self, bucket: ShardedBucket, arrived: Received) -> None:
         """What the next step asks of this one: the mean in the warm-up, later the frames where it clips.
 
         In the warm-up a block that was not seen keeps the mean that it had.

@@ -18,7 +18,7 @@ from ...usage.contract import State
 from ...usage.signature import shows_all_options
 from .adam import ShardedAdamRule
 from .bucket import ShardedBucket
-from .exchange import Arrived, StepNumbers
+from .exchange import Received, StepNumbers
 from .optimizer import ShardedOnebitOptimizer, ShardedOptions
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class ShardedLambRule(ShardedAdamRule):
         return {"max_coeff": self.max_coeff, "min_coeff": self.min_coeff, "coeff_beta": self.coeff_beta}
 
     def update(
-        self, bucket: ShardedBucket, numbers: StepNumbers, seen: Sequence[bool], arrived: Arrived
+        self, bucket: ShardedBucket, numbers: StepNumbers, seen: Sequence[bool], arrived: Received
     ) -> Generator[Work, None, tuple[Tensor, float]]:
         D = torch.empty_like(arrived.g)
         direction = self.direction(bucket, numbers, arrived, D)

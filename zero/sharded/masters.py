@@ -15,7 +15,7 @@ from .bucket import ShardedBucket
 log = logging.getLogger(__name__)
 
 
-class Masters:
+class TakenMasters:
     """Whether masters have been taken, and whether somebody has changed the parameters since. Stage 0 has none."""
 
     def __init__(self, rank: int, buckets: Buckets[ShardedBucket], *, are_kept: bool):

@@ -44,7 +44,7 @@ from .bucket import ShardedBucket
 from .early import EarlyFrames
 from .exchange import Sharded, ShardedConfig, codec_down
 from .health import GradStats, Health
-from .masters import Masters
+from .masters import TakenMasters
 from .rule import ShardedRule
 from .votes import LeftOut, Votes
 
@@ -145,7 +145,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         super().__init__(None, stage == 2 or overlap, **shared)
         self.rule, self.momentum_dtype, self.placement = rule, momentum_dtype, Sharded(self.transport, config)
         self.rule.bind(self.placement, self.buckets)
-        self.masters = Masters(self.transport.rank, self.buckets, are_kept=stage > 0)
+        self.masters = TakenMasters(self.transport.rank, self.buckets, are_kept=stage > 0)
         self.grad_stats, self.health = GradStats(), Health()
         self._next_grad_stats = GradStats()  # of the step under way
         self._votes = Votes(rule, self.clipper, self.stats, self.health, self._watch)
