@@ -60,10 +60,10 @@ class Row:
 class Compressed:
     """The tensor in pieces, each with its errors and buffers, exchanged side by side."""
 
-    def __init__(self, elements: int, transport: Transport, codec: SignCodec):
+    def __init__(self, elements: int, transport: Transport, codec: SignCodec, piece: int = PIECE):
         self.transport, self.codec = transport, codec
         row = codec.block * transport.world_size
-        sizes = [min(PIECE, elements - start) // row * row for start in range(0, elements, PIECE)]
+        sizes = [min(piece, elements - start) // row * row for start in range(0, elements, piece)]
         self.xs = [torch.randn(n) for n in sizes if n]
         self.efs = [ErrorFeedback.zeros(len(x), transport.world_size) for x in self.xs]
         self.wires = [Wire.empty(codec, len(x), transport.world_size) for x in self.xs]
@@ -115,17 +115,20 @@ def worker(args: argparse.Namespace) -> None:
     transport = comm.init(args.transport)
     torch.manual_seed(transport.rank)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // transport.world_size))
-    results = {side: _measure_side(side, transport, args) for side in args.sides}
+    results = {}
+    for side in args.sides:
+        for piece in args.pieces if side == ONE_BIT else args.pieces[:1]:
+            name = f"{side}, pieces of {piece:,}" if side == ONE_BIT and len(args.pieces) > 1 else side
+            results[name] = _measure_side(side, transport, args, piece)
     if transport.rank == 0:
         args.out.write_text(json.dumps(results))
     transport.close()
 
 
-def _measure_side(side: str, transport: Transport, args: argparse.Namespace) -> dict:
+def _measure_side(side: str, transport: Transport, args: argparse.Namespace, piece: int) -> dict:
     if side == ONE_BIT:
-        return measure(
-            transport, Compressed(args.elements, transport, SignCodec()), args.repeats, budget_s=args.budget_s
-        )
+        whole = Compressed(args.elements, transport, SignCodec(), piece)
+        return measure(transport, whole, args.repeats, budget_s=args.budget_s)
     dtype = torch.float32 if side == FP32 else torch.bfloat16
     warm = dense(-(-args.elements // 16), transport, dtype)  # the whole of it takes 13 s at 100 Mbit/s
     repeats = max(1, args.repeats // 3)
@@ -139,6 +142,7 @@ def run_workers(
     elements: int,
     repeats: int,
     sides: Sequence[str],
+    pieces: Sequence[int] = (PIECE,),
     budget_s: float = float("inf"),
     timeout_s: float = 600,
 ) -> dict[str, dict]:
@@ -146,7 +150,7 @@ def run_workers(
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         flags = ["--elements", str(elements), "--repeats", str(repeats), "--budget-s", str(budget_s)]
-        flags += ["--transport", transport, "--sides", *sides]
+        flags += ["--transport", transport, "--sides", *sides, "--pieces", *map(str, pieces)]
         command = words("collective", "--worker", "--out", str(out), *flags)
         run = cluster.run(command, launcher="mpirun" if transport == "mpi" else "none", timeout_s=timeout_s)
         if run.status:
@@ -158,7 +162,9 @@ def run_network(network: str, transport: str, args: argparse.Namespace) -> list[
     """Lay the hosts, run the workers on them, take them down."""
     sides = [side for side in args.sides if transport == "gloo" or side != BF16]  # MPI has no bfloat16
     with Cluster(hosts=args.hosts, rate=network) as cluster:
-        results = run_workers(cluster, transport, elements=args.elements, repeats=args.repeats, sides=sides)
+        results = run_workers(
+            cluster, transport, elements=args.elements, repeats=args.repeats, sides=sides, pieces=args.pieces
+        )
     rate = parse_rate(network)
     return [
         Row(
@@ -190,6 +196,7 @@ def measure_codec(args: argparse.Namespace) -> dict[str, float]:
 def report(rows: list[Row], codec: dict[str, float], args: argparse.Namespace) -> str:
     """The record, in Markdown."""
     dense = {(row.network, row.transport): statistics.median(row.seconds) for row in rows if row.side == FP32}
+    pieces = ", ".join(f"{piece:,}" for piece in args.pieces)
     text = f"""\
 # The collective on emulated Ethernet
 
@@ -199,7 +206,7 @@ def report(rows: list[Row], codec: dict[str, float], args: argparse.Namespace) -
 {platform.machine()}), one thread per rank; {kernels.describe()}. torch {torch.__version__}, Python
 {platform.python_version()}. Median of {args.repeats} repetitions (dense: {max(1, args.repeats // 3)}), the slowest rank
 of each. The limit is the side's own payload over the link's rate. On the wire: payload by the queue's counter
-(bytes minus {HEADERS} per packet) over the transport's own count.
+(bytes minus {HEADERS} per packet) over the transport's own count. One bit travels in buckets of {pieces} elements.
 
 | network | transport | side | sent MB | s | spread | limit s | s / limit | on the wire | speed-up |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -235,6 +242,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--networks", nargs="+", default=["100mbit", "1gbit", "none"], help="rates; none: unshaped")
     parser.add_argument("--transports", nargs="+", default=["gloo", "mpi"], choices=["gloo", "mpi"])
     parser.add_argument("--sides", nargs="+", default=[ONE_BIT, FP32], choices=SIDES)
+    parser.add_argument("--pieces", nargs="+", type=int, default=[PIECE], metavar="N", help="elements of a bucket")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--record", type=record_path, metavar="FILE")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
