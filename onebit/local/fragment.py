@@ -10,7 +10,7 @@ With a correction (SCAFFOLD's control variate, arXiv 1910.06378, option II, of w
 rate, which suits any inner optimizer):
 
     w ← w + lr·v                                    behind each step of the inner optimizer
-    v ← v + κ·(q/γ - Q)/R                           at a round; κ: the share; R: the sum of lr since the last round
+    v ← v + min(.3/H, 1/τ)·(q/γ - Q)/lr             at a round; lr: the largest so far
 
 A rank that does not take part in a round sends empty frames (scale 0), so that q = 0 and e takes all of c: the mean is
 over all ranks, always, and nothing is lost. The decay is that of w's own steps, whose share in Δ is taken out by k: the
@@ -67,7 +67,7 @@ class Share:
     """This rank's part in a round of a bucket. keep_K: k, by parameter; the same on all ranks. weight: γ.
 
     is_present: False: its difference is owed. sends_weights: w travels in place of Δ; the same on all ranks.
-    correction: κ/R; 0: this round teaches it nothing.
+    correction: what v takes of q/γ - Q; 0: nothing in this round.
     """
 
     keep_K: tuple[float, ...]
@@ -82,7 +82,7 @@ class LocalBucket:
     """Some parameters of one group, and what is kept of them beside the inner optimizer's state.
 
     masters: w of parameters in bfloat16 or float16. anchor: θ, float32 [W·N], the same bits on all ranks. velocity: u,
-    likewise; None where μ = 0. correction: v, float32 [W·N]; None where κ = 0. ef: e and E. wire and at_send: of an
+    likewise; None where μ = 0. correction: v, float32 [W·N]; None without one. ef: e and E. wire and at_send: of an
     exchange under way: its frames, and w as it was sent, where w has gone on since. sent_HB: a copy of the frames that
     were sent, for a checkpoint. said_WB: what this node has said in an exchange that is over, for the correction.
     """
@@ -238,7 +238,7 @@ class LocalBucket:
         self._follow_anchor()
 
     def _learn_correction(self, codec: Codec, frames_WB: Tensor, share: Share) -> None:
-        """v ← v + κ·(q/γ - Q)/R: a rank whose difference did not count learns nothing. w is -Δ but for the anchor."""
+        """v ← v + share.correction·(q/γ - Q). Weights that travel whole say -Δ, but for the anchor, which cancels."""
         said_WB, self.said_WB = self.said_WB, None
         if self.correction is None or said_WB is None or share.correction == 0.0:
             return
@@ -277,16 +277,16 @@ class Fragment:
     """Buckets that travel together. due: the step after which they are sent next.
 
     sent_at, lands_at: of the exchange under way; None: there is none. shares, tasks: of it, by bucket. keeps: by group,
-    k since they were sent last; rates: by group, the sum of learning rates since then; decays: by parameter, whether it
-    had a gradient in every step since. tokens: those since then. synced_at: the step after which its parameters were
-    last the anchor.
+    k since they were sent last; peaks: by group, the largest learning rate so far; decays: by parameter, whether it had
+    a gradient in every step since. tokens: those since then. synced_at: the step after which its parameters were last
+    the anchor.
     """
 
     index: int
     buckets: list[LocalBucket]
     due: int
     keeps: list[float] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
+    peaks: list[float] = field(default_factory=list)
     decays: list[bool] = field(default_factory=list)
     tokens: float = 0.0
     synced_at: int = 0
@@ -307,7 +307,7 @@ class Fragment:
 
     def begin(self, step: int) -> None:
         """Its parameters were sent after this step: the next round begins."""
-        self.tokens, self.keeps, self.rates = 0.0, [1.0] * len(self.keeps), [0.0] * len(self.rates)
+        self.tokens, self.keeps = 0.0, [1.0] * len(self.keeps)
         self.decays, self.sent_at = [True] * len(self.decays), step
 
 

@@ -48,7 +48,7 @@ class InnerStep:
             self._decay_alone(grads, kept)  # as the others' parameters, and the anchor
         for fragment in fragments:
             fragment.keeps = [before * keep for before, keep in zip(fragment.keeps, kept, strict=True)]
-            fragment.rates = [before + lr for before, lr in zip(fragment.rates, rates, strict=True)]
+            fragment.peaks = [max(before, lr) for before, lr in zip(fragment.peaks, rates, strict=True)]
             decays = zip(fragment.decays, fragment.params, strict=True)
             fragment.decays = [before and p in grads for before, p in decays]
         return is_good

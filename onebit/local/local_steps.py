@@ -53,12 +53,12 @@ class LocalSteps(Wrapped):
     `Auto`, from the measured network. start_steps, start_every: rounds at most so far apart in the first so many steps.
     outer_lr, outer_momentum: η and μ (Nesterov's, as DiLoCo's: .7 and .9). error_decay: ρ. codec: what differences
     travel in; `IdentityCodec()`: in full. fragments: parts of the model that travel in turn, H/fragments steps apart;
-    delay: land so many steps after they were sent, while training goes on. correction: κ, SCAFFOLD's, for ranks whose
-    data differs: in each step a rank also moves by what the mean has moved further than it, of which it learns this
-    share in a round; 0: none. model: whose persistent buffers are averaged in each round; None: each rank keeps its
-    own. transport: default `onebit.comm.init()`; of two levels: gradients are
-    averaged inside a node in every step, and differences travel between nodes. An exchange under delay needs a process
-    group of its own: give a transport that nobody else uses. model_parallel_group, bucket_cap_mb, error_dtype,
+    delay: land so many steps after they were sent, while training goes on. correction_steps: τ of SCAFFOLD's: in each
+    step a rank also moves by what the mean has moved further than it, which it learns over so many steps, 80 for one;
+    0: none. model: whose persistent buffers are averaged in each round; None: each rank keeps its own. transport:
+    default `onebit.comm.init()`; of two levels: gradients are averaged inside a node in every step, and differences
+    travel between nodes. An exchange under delay needs a process group of its own: give a transport that nobody else
+    uses. model_parallel_group, bucket_cap_mb, error_dtype,
     check_replicas_every (steps; the anchors are compared in the first round after them): see `CommonOptions`.
     max_consecutive_skips: so many rounds in a row in which no rank had a finite difference are an error.
 
@@ -82,7 +82,7 @@ class LocalSteps(Wrapped):
         codec: Codec | None = None,
         fragments: int = 1,
         delay: int = 0,
-        correction: float = 0.0,
+        correction_steps: int = 0,
         model: nn.Module | None = None,
         transport: Transport | None = None,
         model_parallel_group: ModelParallelGroup | Transport | None = None,
@@ -99,7 +99,7 @@ class LocalSteps(Wrapped):
             codec=SignCodec() if codec is None else codec,
             fragments=fragments,
             delay=delay,
-            correction=correction,
+            correction_steps=correction_steps,
             averages_buffers=model is not None,
             error_dtype=error_dtype,
             bucket_elements=elements_of(bucket_cap_mb),
@@ -153,7 +153,7 @@ class LocalSteps(Wrapped):
             self.fragments = [Fragment(k, buckets, -(-interval * (k + 1) // P)) for k, buckets in enumerate(shares)]
         for fragment in self.fragments:
             fragment.keeps += [1.0] * (len(self.param_groups) - len(fragment.keeps))
-            fragment.rates += [0.0] * (len(self.param_groups) - len(fragment.rates))
+            fragment.peaks += [0.0] * (len(self.param_groups) - len(fragment.peaks))
             fragment.decays += [True] * (len(fragment.params) - len(fragment.decays))
         if self.hierarchy.intra_node is not None:
             self._averager = DenseAverager(self.buckets.params, self.hierarchy.intra_node)

@@ -23,7 +23,7 @@ class LocalOptions:
     codec: Codec
     fragments: int
     delay: int
-    correction: float
+    correction_steps: int
     averages_buffers: bool
     error_dtype: torch.dtype
     bucket_elements: int
@@ -31,13 +31,11 @@ class LocalOptions:
     max_consecutive_skips: int
 
     def __post_init__(self) -> None:
-        if self.fragments < 1 or self.delay < 0 or self.check_replicas_every < 0:
+        if self.fragments < 1 or min(self.delay, self.correction_steps, self.check_replicas_every) < 0:
             raise ValueError(
-                "fragments must be at least 1, delay and check_replicas_every at least 0, got "
-                f"{self.fragments}, {self.delay}, {self.check_replicas_every}"
+                "fragments must be at least 1, delay, correction_steps and check_replicas_every at least 0, got "
+                f"{self.fragments}, {self.delay}, {self.correction_steps}, {self.check_replicas_every}"
             )
-        if not 0.0 <= self.correction <= 1.0:
-            raise ValueError(f"correction must lie in [0, 1], got {self.correction}; 0: none")
         if self.delay >= self.schedule.smallest:
             raise ValueError(
                 f"a round every {self.schedule.smallest} steps cannot land delay={self.delay} steps after it was sent; "
@@ -56,7 +54,7 @@ class LocalOptions:
             "codec": self.codec,
             "fragments": self.fragments,
             "delay": self.delay,
-            "correction": self.correction,
+            "correction_steps": self.correction_steps,
             "averages buffers": self.averages_buffers,
             "error_dtype": self.error_dtype,
             "bucket_elements": self.bucket_elements,

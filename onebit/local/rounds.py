@@ -26,6 +26,10 @@ from .replica import Replica
 from .round_vote import Ballot, RoundVote, cast_votes
 from .stats import LocalStats
 
+_MOST_OF_A_ROUND = (
+    0.3  # κ: at H = 128 the byte LM ends 11 % higher with 1 than without a correction (2,000 steps, 2026-11)
+)
+
 log = logging.getLogger(__name__)
 
 
@@ -48,7 +52,7 @@ class Rounds:
     ):
         self._inner, self._buckets, self._hierarchy = inner, replica.buckets, replica.hierarchy
         self._codec, self._outer, self._delay = options.codec, options.outer, options.delay
-        self._correction = options.correction
+        self._correction_steps = options.correction_steps
         self._is_lossless = is_lossless(options.codec)
         self._transport, self._parts, self._waited, self._stats = transport, parts, waited, stats
         self._gradients, self._has_looked = NOT_COMPARED, False
@@ -163,10 +167,10 @@ class Rounds:
         return shares
 
     def _correction_per_move(self, fragment: Fragment, g: int) -> float:
-        """κ/R. A round that comes early (`sync`) brings errors of a whole one: R is at least that of a whole one."""
-        lr = float(self._inner.param_groups[g]["lr"])
-        R = max(fragment.rates[g], lr * self._stats.interval)
-        return self._correction / R if R > 0.0 else 0.0
+        """min(.3/H, 1/τ)/lr at its largest: what is owed from large steps is not held against small ones."""
+        if self._correction_steps == 0 or fragment.peaks[g] == 0.0:
+            return 0.0
+        return min(_MOST_OF_A_ROUND / self._stats.interval, 1.0 / self._correction_steps) / fragment.peaks[g]
 
     # ---------------------------------------------------------------- what is under way
 

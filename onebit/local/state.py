@@ -118,7 +118,7 @@ def _timetable(fragment: Fragment) -> State:
         "buckets": len(fragment.buckets),
         "due": fragment.due,
         "keeps": list(fragment.keeps),
-        "rates": list(fragment.rates),
+        "peaks": list(fragment.peaks),
         "decays": list(fragment.decays),
         "tokens": fragment.tokens,
         "synced_at": fragment.synced_at,
@@ -204,7 +204,7 @@ def _restore_bucket(bucket: LocalBucket, entries: Sequence[State], server_error:
 def _restore_timetable(optimizer: LocalSteps, fragment: Fragment, saved: State) -> None:
     fragment.due, fragment.tokens, fragment.synced_at = saved["due"], saved["tokens"], saved["synced_at"]
     fragment.keeps, fragment.decays = list(saved["keeps"]), list(saved["decays"])
-    fragment.rates = list(saved.get("rates", fragment.rates))  # older states have no correction, and no use for them
+    fragment.peaks = list(saved.get("peaks", fragment.peaks))  # older states have no correction, and no use for them
     fragment.lands_at, fragment.sent_at, fragment.tasks = saved["lands_at"], saved.get("sent_at"), []
     if not fragment.is_under_way:
         return

@@ -5,7 +5,7 @@
 All methods see the same batches. AdamW averages gradients in every step, and "AdamW with an outer step" takes
 Nesterov's step over its own last H steps, as DiLoCo does: what such a step gives one worker alone. "DiLoCo" is the
 published outer step (.7, .9) over differences in full or in eight bits; "local" takes the mean of the weights, "one
-bit" the same from frames in one bit, "corrected" with `LocalSteps`' correction, H/80 and at most .3. "one worker alone"
+bit" the same from frames in one bit, "corrected" with `LocalSteps`' correction over 80 steps. "one worker alone"
 has one rank's batches and no network: what the others add is the distance from it. Each method has the rate that suits
 it best of those given, by the mean over seeds. Locality: local differences in full against AdamW; compression: one bit
 against differences in full, by equal schedules.
@@ -66,7 +66,7 @@ class Way:
     is_alone: bool = False
     fragments: int = 1
     delay_of: Callable[[Job], int] = lambda job: 0
-    correction_of: Callable[[Job], float] = lambda job: 0.0
+    correction_steps: int = 0
 
 
 def _fixed(job: Job) -> object:
@@ -77,11 +77,6 @@ def _started(job: Job) -> object:
     """A twentieth of the steps in rounds of two, another in rounds of a quarter of H."""
     twentieth = max(1, job.steps // 20)
     return {0: 2, twentieth: max(2, job.every // 4), 2 * twentieth: job.every}
-
-
-def _share(job: Job) -> float:
-    """Of a correction: one bit's noise in v is a round's, divided by the H steps that it stands for."""
-    return min(0.3, job.every / 80)
 
 
 def _qsr(job: Job) -> object:
@@ -98,8 +93,8 @@ WAYS = {
     "one bit": Way(_fixed, SignCodec()),
     "one bit, started": Way(_started, SignCodec()),
     "local, started": Way(_started, IdentityCodec()),
-    "one bit, corrected": Way(_fixed, SignCodec(), correction_of=_share),
-    "one bit, started, corrected": Way(_started, SignCodec(), correction_of=_share),
+    "one bit, corrected": Way(_fixed, SignCodec(), correction_steps=80),
+    "one bit, started, corrected": Way(_started, SignCodec(), correction_steps=80),
     "one bit, QSR": Way(_qsr, SignCodec()),
     "one bit, 2 fragments, delay H/4": Way(_fixed, SignCodec(), fragments=2, delay_of=lambda job: job.every // 4),
     "DiLoCo, fp32": Way(_fixed, IdentityCodec(), NESTEROV),
@@ -131,7 +126,7 @@ def _train(job: Job, way: Way, task: Task, transport: SimTransport) -> tuple[flo
             codec=way.codec,
             fragments=way.fragments,
             delay=way.delay_of(job),
-            correction=way.correction_of(job),
+            correction_steps=way.correction_steps,
             bucket_cap_mb=0.1 if way.fragments > 1 else 16.0,
             transport=transport,
         )

@@ -362,11 +362,7 @@ METHODS = {
         *_rules(),
         *(_local_steps(", in full", IdentityCodec(), every) for every in (8, 32)),
         *(_local_steps("", SignCodec(), every) for every in (8, 32)),
-        *(
-            _local_steps(f", corrected by {share:g}", SignCodec(), every, correction=share)
-            for every in (8, 32)
-            for share in (0.1, 0.3)
-        ),
+        *(_local_steps(", corrected over 80 steps", SignCodec(), every, correction_steps=80) for every in (8, 32)),
         *_remedies(),
     )
 }

@@ -165,12 +165,12 @@ def _local(
     outer: tuple[float, float] = (1.0, 0.0),
     delay: int = 0,
     start_every: int = 0,
-    correction: float = 0.0,
+    correction_steps: int = 0,
     time_of: str = "",
 ) -> Way:
     """AdamW between rounds. delay: steps that a round's traffic may take. start_every: of the first tenth of a run."""
     options: dict[str, Any] = {"every": every, "codec": codec, "outer_lr": outer[0], "outer_momentum": outer[1]}
-    options |= {"delay": delay, "correction": correction, "check_replicas_every": 0}
+    options |= {"delay": delay, "correction_steps": correction_steps, "check_replicas_every": 0}
 
     def timed(params: Any, lr: float, transport: Transport) -> onebit.LocalSteps:
         table = {"every": {0: start_every, STARTS * start_every: every}} if start_every else {}
@@ -185,7 +185,7 @@ def _local(
         ", ".join(
             [name, f"H = {every}"]
             + [f"a tenth at {start_every}"] * (start_every > 0)
-            + [f"corrected by {correction:g}"] * (correction > 0.0)
+            + ["corrected"] * (correction_steps > 0)
         ),
         None if time_of else partial(Onebit, make=timed),
         make,
@@ -282,7 +282,9 @@ WAYS = {
             for every, often in ((8, 1), (32, 4))
         ),
         _local("local steps in one bit, hidden", 32, SignCodec(), delay=16),
-        _local("local steps in one bit", 8, SignCodec(), correction=0.1),
-        *(_local("local steps in one bit", 32, SignCodec(), start_every=often, correction=0.3) for often in (0, 4)),
+        *(
+            _local("local steps in one bit", every, SignCodec(), start_every=often, correction_steps=80)
+            for every, often in ((8, 0), (32, 0), (32, 4))
+        ),
     )
 }

@@ -44,7 +44,7 @@ class Local(ByParts):
             args.local_steps,
             outer_lr=args.outer_lr,
             outer_momentum=args.outer_momentum,
-            correction=args.correction,
+            correction_steps=args.correction_steps,
             codec=comm.codec_named(args.differences, _BLOCK),
             transport=transport,
         )

@@ -46,8 +46,8 @@ _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 _WIRES = [name for name in comm.CODECS if name != "fp32"]
 _FIXED_ON_RESUME = (
     "optimizer", "size", "seed", "batch_size", "accumulate", "steps", "lr", "warmup_lr_fraction", "weight_decay",
-    "max_grad_norm", "compression", "codec", "warmup_codec", "local_steps", "outer_lr", "outer_momentum", "correction",
-    "differences", "context", "sparse_attention", "delay",
+    "max_grad_norm", "compression", "codec", "warmup_codec", "local_steps", "outer_lr", "outer_momentum",
+    "correction_steps", "differences", "context", "sparse_attention", "delay",
     "drop_tokens", "seqlen_from", "easy_until",
 )  # fmt: skip
 
@@ -288,13 +288,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--differences", choices=comm.CODECS, default="sign", help="with --local-steps: what a round travels in")
     add("--outer-lr", type=float, default=1.0, help="with --local-steps: of the mean difference; DiLoCo's is 0.7")
     add("--outer-momentum", type=float, default=0.0, help="with --local-steps: Nesterov's; DiLoCo's is 0.9")
-    add(
-        "--correction",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="with --local-steps: SCAFFOLD's; 0.3 for unlike data",
-    )
+    add("--correction-steps", type=int, default=0, metavar="N", help="with --local-steps: of SCAFFOLD's; 80 suits most")
     add("--max-grad-norm", type=float, default=0.0, help="clip the gradient's norm here; 0 does not")
     add("--drop-tokens", type=_positive, metavar="N", help="middle layers keep N tokens at first; see --easy-until")
     add("--seqlen-from", type=_positive, metavar="N", help="sequences have N tokens at first; see --easy-until")

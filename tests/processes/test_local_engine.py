@@ -18,7 +18,7 @@ CASES = [
     (config(rounds={"codec": "int8"}, gradient_clipping=1.0), 1),
     (config(stage=1, rounds={"outer_lr": 0.7, "outer_momentum": 0.5}, **BF16), 2),
     (config("LaProp", stage=2), 2),
-    (config("Lamb", stage=3, rounds={"every": 4, "delay": 2}, **BF16), 2),
+    (config("Lamb", stage=3, rounds={"every": 4, "delay": 2, "correction_steps": 80}, **BF16), 2),
     (config(rounds={"start_steps": 4, "start_every": 2}, **BF16), 1),
 ]
 

@@ -48,11 +48,11 @@ def train(
     return optimizer, p
 
 
-def distance(correction: float, codec: Any) -> float:
+def distance(correction_steps: int, codec: Any) -> float:
     """From the minimum of the mean loss, behind a round."""
 
     def ours(transport: SimTransport) -> Tensor:
-        return train(transport, 800, codec=codec, correction=correction)[1].detach()
+        return train(transport, 800, codec=codec, correction_steps=correction_steps)[1].detach()
 
     found = run_ranks(WORLD, ours)[0].double()
     return float((found - common_minimum()).norm() / common_minimum().norm())
@@ -60,12 +60,12 @@ def distance(correction: float, codec: Any) -> float:
 
 def test_it_cancels_the_drift_of_ranks_with_different_losses() -> None:
     """Local gradient descent ends where the ranks' drifts cancel, which is no minimum of anything; corrected, at it."""
-    assert distance(0.0, IdentityCodec()) > 0.1
-    assert distance(0.3, IdentityCodec()) < 1e-3
+    assert distance(0, IdentityCodec()) > 0.1
+    assert distance(24, IdentityCodec()) < 1e-3
 
 
 def test_it_gets_nearer_in_one_bit_too() -> None:
-    assert distance(0.3, SignCodec(block=64)) < 0.5 * distance(0.0, SignCodec(block=64))
+    assert distance(24, SignCodec(block=64)) < 0.5 * distance(0, SignCodec(block=64))
 
 
 @pytest.mark.parametrize("options", [{}, {"fragments": 2, "delay": 2}])
@@ -80,7 +80,7 @@ def test_the_ranks_corrections_cancel(options: dict[str, Any]) -> None:
             8,
             transport=transport,
             codec=IdentityCodec(),
-            correction=0.3,
+            correction_steps=24,
             **options,
         )
         for _ in range(50):
@@ -99,7 +99,7 @@ def test_weights_that_travel_whole_teach_the_same_as_differences() -> None:
     """Without compression w travels in place of its difference; owing nothing, both say the same of each rank."""
 
     def ours(transport: SimTransport, **options: Any) -> Tensor:
-        return train(transport, 24, correction=0.3, **options)[1].detach()
+        return train(transport, 24, correction_steps=24, **options)[1].detach()
 
     whole = run_ranks(WORLD, lambda transport: ours(transport, codec=IdentityCodec()))
     apart = run_ranks(WORLD, lambda transport: ours(transport, codec=IdentityCodec(), outer_lr=1.0 - 1e-7))
@@ -108,17 +108,17 @@ def test_weights_that_travel_whole_teach_the_same_as_differences() -> None:
 
 
 def test_it_costs_no_byte_between_nodes() -> None:
-    def ours(transport: SimTransport, correction: float) -> int:
-        optimizer, _ = train(hierarchical(transport, 2), 16, correction=correction)
+    def ours(transport: SimTransport, correction_steps: int) -> int:
+        optimizer, _ = train(hierarchical(transport, 2), 16, correction_steps=correction_steps)
         return optimizer.stats.sent_bytes_inter_node
 
-    without, with_it = (run_ranks(WORLD, lambda transport, share=share: ours(transport, share)) for share in (0.0, 0.3))
+    without, with_it = (run_ranks(WORLD, lambda transport, steps=steps: ours(transport, steps)) for steps in (0, 24))
     assert without == with_it and min(without) > 0
 
 
 def test_a_rank_that_is_away_learns_nothing_until_its_difference_counts() -> None:
     def ours(transport: SimTransport) -> list[bool]:
-        optimizer, _ = train(transport, 8, correction=0.3)
+        optimizer, _ = train(transport, 8, correction_steps=24)
         kept = [bucket.correction.clone() for bucket in optimizer.buckets]  # type: ignore[union-attr]
 
         def is_kept() -> bool:
@@ -142,7 +142,7 @@ def test_parameters_without_a_gradient_stay() -> None:
     """What a correction has learnt of them does not move them while they are frozen."""
 
     def ours(transport: SimTransport) -> bool:
-        optimizer, p = train(transport, 16, correction=0.3)
+        optimizer, p = train(transport, 16, correction_steps=24)
         before, p.grad = p.detach().clone(), None
         assert optimizer.buckets[0].correction.any()  # type: ignore[union-attr]
         optimizer.step()
@@ -157,7 +157,7 @@ def test_parameters_that_were_not_finite_begin_without_it() -> None:
             if step == 14 and transport.rank == 1:
                 optimizer.param_groups[0]["params"][0].data[3] = float("nan")
 
-        optimizer, p = train(transport, 16, correction=0.3, after=spoil)
+        optimizer, p = train(transport, 16, correction_steps=24, after=spoil)
         return bool(optimizer.buckets[0].correction.any()), bool(p.isfinite().all())  # type: ignore[union-attr]
 
     assert run_ranks(3, ours) == [(True, True), (False, True), (True, True)]
@@ -167,7 +167,7 @@ def test_a_round_that_comes_early_teaches_no_more_than_its_share() -> None:
     """`sync` behind one step brings errors of whole rounds: held against one step they would be 8 times as large."""
 
     def ours(transport: SimTransport) -> float:
-        optimizer, p = train(transport, 64, correction=0.3, codec=SignCodec(block=64))
+        optimizer, p = train(transport, 64, correction_steps=24, codec=SignCodec(block=64))
         before = optimizer.buckets[0].correction.clone()  # type: ignore[union-attr]
         p.grad = torch.zeros_like(p)
         optimizer.step()
@@ -182,7 +182,7 @@ def test_a_round_that_comes_early_teaches_no_more_than_its_share() -> None:
 def test_a_state_without_it_is_refused_by_name() -> None:
     def ours(transport: SimTransport) -> str:
         plain, _ = train(transport, 4)
-        corrected, _ = train(transport, 4, correction=0.3)
+        corrected, _ = train(transport, 4, correction_steps=24)
         with pytest.raises(ValueError, match=r"no correction of shape \(200,\)") as refused:
             corrected.load_state_dict(copy.deepcopy(plain.state_dict()))
         plain.load_state_dict(copy.deepcopy(corrected.state_dict()))
@@ -191,15 +191,50 @@ def test_a_state_without_it_is_refused_by_name() -> None:
     assert all("rank" in each for each in run_ranks(2, ours))
 
 
-@pytest.mark.parametrize("correction", [-0.1, 1.1, float("nan")])
-def test_shares_outside_0_to_1_are_refused(correction: float) -> None:
-    with pytest.raises(ValueError, match="correction must lie in"):
-        run_ranks(1, lambda transport: train(transport, 0, correction=correction))
+def test_fewer_steps_than_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="correction_steps and check_replicas_every at least 0, got 1, 0, -1"):
+        run_ranks(1, lambda transport: train(transport, 0, correction_steps=-1))
+
+
+@pytest.mark.parametrize("every", [1, 8, 64])
+def test_a_round_teaches_by_its_steps_and_never_more_than_a_third(every: int) -> None:
+    """Two ranks pull apart by 1 per rate and step, from nothing: v is κ of it behind the first round."""
+
+    def ours(transport: SimTransport) -> float:
+        p = nn.Parameter(torch.zeros(D))
+        inner = torch.optim.SGD([p], lr=0.5)
+        optimizer = onebit.LocalSteps(inner, every, transport=transport, codec=IdentityCodec(), correction_steps=80)
+        for _ in range(every):
+            p.grad = torch.full_like(p, float(2 * transport.rank - 1))
+            optimizer.step()
+        return float(optimizer.buckets[0].correction[0])  # type: ignore[index]
+
+    share = min(0.3, every / 80)
+    assert run_ranks(2, ours) == pytest.approx([-share, share])
+
+
+def test_a_rate_that_fell_to_nothing_may_rise_again() -> None:
+    """What is owed from large steps, held against tiny ones, would be moves of a thousand steps at large rates."""
+
+    def ours(transport: SimTransport) -> float:
+        p = nn.Parameter(torch.zeros(D))
+        curvature, minimum = quadratic(transport.rank)
+        inner = torch.optim.SGD([p], lr=0.1)
+        optimizer = onebit.LocalSteps(inner, 8, transport=transport, correction_steps=24)
+        most = 0.0
+        for step in range(256):
+            inner.param_groups[0]["lr"] = 0.1 if step % 64 < 32 else 1e-7
+            p.grad = curvature * (p.detach() - minimum)
+            optimizer.step()
+            most = max(most, float(p.detach().abs().max()))
+        return most
+
+    assert max(run_ranks(WORLD, ours)) < 10.0
 
 
 def test_a_rate_of_0_teaches_nothing() -> None:
     def ours(transport: SimTransport) -> bool:
-        optimizer, p = train(transport, 16, lr=0.0, correction=0.3)
+        optimizer, p = train(transport, 16, lr=0.0, correction_steps=24)
         return bool(optimizer.buckets[0].correction.isfinite().all()) and not p.any()  # type: ignore[union-attr]
 
     assert all(run_ranks(2, ours))
@@ -212,7 +247,7 @@ def test_master_weights_are_corrected() -> None:
         p = nn.Parameter(torch.zeros(D, dtype=torch.bfloat16))
         curvature, minimum = quadratic(transport.rank)
         inner = torch.optim.SGD([p], lr=0.02, momentum=0.8)
-        optimizer = onebit.LocalSteps(inner, 8, transport=transport, correction=0.1, codec=IdentityCodec())
+        optimizer = onebit.LocalSteps(inner, 8, transport=transport, correction_steps=80, codec=IdentityCodec())
         for _ in range(800):
             p.grad = (curvature * (p.detach().float() - minimum)).to(torch.bfloat16)
             optimizer.step()

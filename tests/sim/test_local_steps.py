@@ -105,7 +105,7 @@ class Run:
         (1, {}),
         (2, {"outer_lr": 0.7, "outer_momentum": 0.9}),
         (3, {"error_decay": 0.9, "inner_options": {"weight_decay": 0.3}}),
-        (3, {"correction": 0.3, "outer_lr": 0.7, "inner_options": {"weight_decay": 0.3}}),
+        (3, {"correction_steps": 24, "outer_lr": 0.7, "inner_options": {"weight_decay": 0.3}}),
     ],
 )
 def test_it_is_the_oracles_loop(world_size: int, options: dict[str, Any]) -> None:
@@ -399,12 +399,12 @@ def test_buffers_are_averaged_at_rounds_and_one_that_is_not_finite_is_left_out()
     assert run_ranks(2, ours) == [[0.0, 1.5, 2.0, 2.25], [1.0, 1.5, 3.0, 2.25]]
 
 
-@pytest.mark.parametrize("correction", [0.0, 0.3])
-def test_inside_a_node_gradients_are_averaged_in_every_step(correction: float) -> None:
+@pytest.mark.parametrize("correction_steps", [0, 20])
+def test_inside_a_node_gradients_are_averaged_in_every_step(correction_steps: int) -> None:
     """Two nodes of two ranks: each node is one worker of the oracle, with the mean of its ranks' gradients."""
 
     def ours(transport: SimTransport) -> tuple[list[np.ndarray], tuple[int, int]]:
-        options = {"correction": correction, "inner_options": {"weight_decay": 0.0}}
+        options = {"correction_steps": correction_steps, "inner_options": {"weight_decay": 0.0}}
         run, found = Run(hierarchical(transport, 2), every=3, **options), []
         for step in range(9):
             set_gradients(run.params, step, run.rank)
@@ -417,7 +417,7 @@ def test_inside_a_node_gradients_are_averaged_in_every_step(correction: float) -
         return found, (run.optimizer.stats.sent_bytes_inter_node, run.optimizer.stats.sent_bytes)
 
     apart = np.repeat(start().astype(np.float64)[None], 2, 0)
-    oracle = LocalStepsOracle(apart, lambda c: compress(c, BLOCKS), lr=0.01, correction=correction)
+    oracle = LocalStepsOracle(apart, lambda c: compress(c, BLOCKS), lr=0.01, correction_steps=correction_steps)
     results = run_ranks(4, ours)
     for step in range(9):
         each = np.stack([oracle.w[i // 2] - targets(i) + noise(step, i) for i in range(4)])
@@ -506,8 +506,8 @@ def test_fragments_take_turns_and_land_later(delay: int) -> None:
     [
         {},
         {"fragments": 2, "delay": 2, "outer_momentum": 0.5},
-        {"correction": 0.3},
-        {"fragments": 2, "delay": 2, "correction": 0.3},
+        {"correction_steps": 20},
+        {"fragments": 2, "delay": 2, "correction_steps": 20},
     ],
 )
 def test_a_kill_at_any_step_of_a_round_leaves_the_same_bits(options: dict[str, Any]) -> None:
@@ -535,7 +535,7 @@ def test_a_kill_at_any_step_of_a_round_leaves_the_same_bits(options: dict[str, A
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"fragments": 2, "delay": 2}, {"codec": IdentityCodec(), "outer_momentum": 0.5}, {"correction": 0.3}],
+    [{}, {"fragments": 2, "delay": 2}, {"codec": IdentityCodec(), "outer_momentum": 0.5}, {"correction_steps": 20}],
 )
 def test_four_ranks_then_two_then_eight_keep_anchors_and_sums(options: dict[str, Any]) -> None:
     """Anchors stay to the bit; what is owed, and the mean of what moved since, keep their means."""

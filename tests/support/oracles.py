@@ -411,8 +411,7 @@ class LocalStepsOracle:
 
     w: [n, d], one row per worker. theta: what all agree on. e: [n, d]; E: [d], all owners' chunks together. C: the
     compression of one message. Decay acts on w in every step and on theta for as many, so that it is in no difference.
-    drift: [n, d], how much further than each worker the mean has moved per learning rate; correction: what a round
-    adds to it.
+    drift: [n, d], how much further than each worker the mean has moved per learning rate, learnt over correction_steps.
     """
 
     w: np.ndarray
@@ -424,12 +423,12 @@ class LocalStepsOracle:
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     error_decay: float = 1.0
-    correction: float = 0.0
+    correction_steps: int = 0
 
     def __post_init__(self) -> None:
         self.theta = self.w[0].copy()
         self.m, self.v, self.e, self.drift = (np.zeros_like(self.w) for _ in range(4))
-        self.rates = 0.0
+        self.since = 0
         self.E, self.u = np.zeros_like(self.theta), np.zeros_like(self.theta)
         self.keep, self.steps = 1.0, 0
 
@@ -444,7 +443,7 @@ class LocalStepsOracle:
         m, v = self.m / (1.0 - b1**self.steps), self.v / (1.0 - b2**self.steps)
         self.w -= self.lr * m / (np.sqrt(v) + self.eps)
         self.w += self.lr * self.drift
-        self.rates += self.lr
+        self.since += 1
 
     def round(self, away: Sequence[int] = (), weights: Sequence[float] | None = None) -> None:
         """Differences up, their mean down. away: workers that send nothing and owe theirs."""
@@ -462,7 +461,8 @@ class LocalStepsOracle:
         for i in range(len(self.w)):
             if i not in away:
                 gamma = 1.0 if weights is None else weights[i]
-                self.drift[i] += self.correction * (q[i] / gamma - Q) / self.rates
-        self.rates = 0.0
+                share = min(0.3, self.since / self.correction_steps) if self.correction_steps else 0.0
+                self.drift[i] += share * (q[i] / gamma - Q) / (self.since * self.lr)
+        self.since = 0
         self.w[:] = self.theta
         self.keep = 1.0

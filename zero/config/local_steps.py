@@ -39,7 +39,7 @@ class LocalRounds:
     codec: str = key("sign", TEXT, choices=tuple(CODECS))
     fragments: int = key(1, INT, least=1)
     delay: int = key(0, INT, least=0)
-    correction: float = key(0.0, FLOAT, least=0, most=1)
+    correction_steps: int = key(0, INT, least=0)
 
     def __post_init__(self) -> None:
         check_block(self)

@@ -75,7 +75,7 @@ def around(
         codec=codec_named(asked.codec, ours.block),
         fragments=asked.fragments,
         delay=asked.delay,
-        correction=asked.correction,
+        correction_steps=asked.correction_steps,
         model=model,
         transport=_transport(grid, is_alone=asked.delay > 0),
         model_parallel_group=held,
