@@ -15,7 +15,7 @@ from .intervals import Started
 class LocalOptions:
     """The arguments of `LocalSteps` that must be the same on all ranks. bucket_elements: see `Buckets`.
 
-    Raises ValueError.
+    Raises TypeError and ValueError.
     """
 
     schedule: Started
@@ -31,6 +31,9 @@ class LocalOptions:
     max_consecutive_skips: int
 
     def __post_init__(self) -> None:
+        for name in ("fragments", "delay", "correction_steps", "check_replicas_every"):
+            if not isinstance(value := getattr(self, name), int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
         if self.fragments < 1 or min(self.delay, self.correction_steps, self.check_replicas_every) < 0:
             raise ValueError(
                 "fragments must be at least 1, delay, correction_steps and check_replicas_every at least 0, got "

@@ -196,6 +196,12 @@ def test_fewer_steps_than_none_are_refused() -> None:
         run_ranks(1, lambda transport: train(transport, 0, correction_steps=-1))
 
 
+@pytest.mark.parametrize("steps", ["80", 80.0, True])
+def test_what_is_no_number_of_steps_is_refused_by_name(steps: Any) -> None:
+    with pytest.raises(TypeError, match="correction_steps must be an integer, got"):
+        run_ranks(1, lambda transport: train(transport, 0, correction_steps=steps))
+
+
 @pytest.mark.parametrize("every", [1, 8, 64])
 def test_a_round_teaches_by_its_steps_and_never_more_than_a_third(every: int) -> None:
     """Two ranks pull apart by 1 per rate and step, from nothing: v is κ of it behind the first round."""
