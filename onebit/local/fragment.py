@@ -67,7 +67,7 @@ class Share:
     """This rank's part in a round of a bucket. keep_K: k, by parameter; the same on all ranks. weight: γ.
 
     is_present: False: its difference is owed. sends_weights: w travels in place of Δ; the same on all ranks.
-    correction: what v takes of q/γ - Q; 0: nothing in this round.
+    correction: what v takes of (q/γ - Q)/lr, min(.3/H, 1/τ); 0: nothing in this round.
     """
 
     keep_K: tuple[float, ...]
@@ -82,7 +82,8 @@ class LocalBucket:
     """Some parameters of one group, and what is kept of them beside the inner optimizer's state.
 
     masters: w of parameters in bfloat16 or float16. anchor: θ, float32 [W·N], the same bits on all ranks. velocity: u,
-    likewise; None where μ = 0. correction: v, float32 [W·N]; None without one. ef: e and E. wire and at_send: of an
+    likewise; None where μ = 0. correction: v, float32 [W·N]; None without one. peak_lr:
+    the largest learning rate so far, where there is one. ef: e and E. wire and at_send: of an
     exchange under way: its frames, and w as it was sent, where w has gone on since. sent_HB: a copy of the frames that
     were sent, for a checkpoint. said_WB: what this node has said in an exchange that is over, for the correction.
     """
@@ -102,6 +103,7 @@ class LocalBucket:
     ef: ErrorFeedback
     velocity: Tensor | None = None
     correction: Tensor | None = None
+    peak_lr: float = 0.0
     wire: Wire | None = None
     at_send: Tensor | None = None
     sent_HB: Tensor | None = None
@@ -157,6 +159,16 @@ class LocalBucket:
     def owes(self) -> bool:
         """Whether the worker error holds anything."""
         return bool(self.ef.worker.any())
+
+    def correct(self, moved: Collection[Tensor], lr: float) -> None:
+        """w ← w + lr·v of those parameters, which the inner optimizer has just moved at this rate."""
+        assert self.correction is not None
+        self.peak_lr = max(self.peak_lr, lr)
+        views = self.layout.views(self.correction)
+        pairs = [(w, v) for p, w, v in zip(self.params, self.held, views, strict=True) if p in moved]
+        if pairs:
+            ws, vs = zip(*pairs, strict=True)
+            torch._foreach_add_(ws, vs, alpha=lr)
 
     # ---------------------------------------------------------------- a round
 
@@ -238,23 +250,16 @@ class LocalBucket:
         self._follow_anchor()
 
     def _learn_correction(self, codec: Codec, frames_WB: Tensor, share: Share) -> None:
-        """v ← v + share.correction·(q/γ - Q). Weights that travel whole say -Δ, but for the anchor, which cancels."""
+        """v ← v + share.correction·(q/γ - Q)/lr. Weights that travel whole say -Δ, but for the anchor, which cancels.
+
+        lr: the largest so far, so that what is owed from large steps is not held against small ones.
+        """
         said_WB, self.said_WB = self.said_WB, None
-        if self.correction is None or said_WB is None or share.correction == 0.0:
+        if self.correction is None or said_WB is None or share.correction == 0.0 or self.peak_lr == 0.0:
             return
-        per_move = -share.correction if share.sends_weights else share.correction
+        per_move = (-share.correction if share.sends_weights else share.correction) / self.peak_lr
         codec.decode(said_WB, self.rows(self.correction), weight=per_move / share.weight, keep=1.0)
         codec.decode(frames_WB, self.rows(self.correction), weight=-per_move, keep=1.0)
-
-    def correct(self, moved: Collection[Tensor], lr: float) -> None:
-        """w ← w + lr·v of those parameters, which the inner optimizer has just moved."""
-        if self.correction is None:
-            return
-        views = self.layout.views(self.correction)
-        pairs = [(w, v) for p, w, v in zip(self.params, self.held, views, strict=True) if p in moved]
-        if pairs:
-            ws, vs = zip(*pairs, strict=True)
-            torch._foreach_add_(ws, vs, alpha=lr)
 
     def _follow_anchor(self) -> None:
         """w ← θ, and what w has gained since it was sent."""
@@ -277,16 +282,14 @@ class Fragment:
     """Buckets that travel together. due: the step after which they are sent next.
 
     sent_at, lands_at: of the exchange under way; None: there is none. shares, tasks: of it, by bucket. keeps: by group,
-    k since they were sent last; peaks: by group, the largest learning rate so far; decays: by parameter, whether it had
-    a gradient in every step since. tokens: those since then. synced_at: the step after which its parameters were last
-    the anchor.
+    k since they were sent last; decays: by parameter, whether it had a gradient in every step since. tokens: those
+    since then. synced_at: the step after which its parameters were last the anchor.
     """
 
     index: int
     buckets: list[LocalBucket]
     due: int
     keeps: list[float] = field(default_factory=list)
-    peaks: list[float] = field(default_factory=list)
     decays: list[bool] = field(default_factory=list)
     tokens: float = 0.0
     synced_at: int = 0

@@ -40,18 +40,20 @@ class InnerStep:
             with self._replica.on_masters():
                 self._inner.step()
         kept = [kept_by_decay(group) for group in self._inner.param_groups]
-        rates = [float(group["lr"]) if is_taken else 0.0 for group in self._inner.param_groups]
         if is_taken:
-            for bucket in self._replica.buckets:
-                bucket.correct(grads, rates[bucket.group_index])
+            self._correct(grads)
         else:
             self._decay_alone(grads, kept)  # as the others' parameters, and the anchor
         for fragment in fragments:
             fragment.keeps = [before * keep for before, keep in zip(fragment.keeps, kept, strict=True)]
-            fragment.peaks = [max(before, lr) for before, lr in zip(fragment.peaks, rates, strict=True)]
             decays = zip(fragment.decays, fragment.params, strict=True)
             fragment.decays = [before and p in grads for before, p in decays]
         return is_good
+
+    def _correct(self, grads: dict[Tensor, Tensor]) -> None:
+        for bucket in self._replica.buckets:
+            if bucket.correction is not None:
+                bucket.correct(grads, float(self._inner.param_groups[bucket.group_index]["lr"]))
 
     def _decay_alone(self, grads: dict[Tensor, Tensor], kept: Sequence[float]) -> None:
         for bucket in self._replica.buckets:

@@ -58,13 +58,13 @@ class LocalSteps(Wrapped):
     0: none. model: whose persistent buffers are averaged in each round; None: each rank keeps its own. transport:
     default `onebit.comm.init()`; of two levels: gradients are averaged inside a node in every step, and differences
     travel between nodes. An exchange under delay needs a process group of its own: give a transport that nobody else
-    uses. model_parallel_group, bucket_cap_mb, error_dtype,
-    check_replicas_every (steps; the anchors are compared in the first round after them): see `CommonOptions`.
-    max_consecutive_skips: so many rounds in a row in which no rank had a finite difference are an error.
+    uses. model_parallel_group, bucket_cap_mb, error_dtype, check_replicas_every (steps; the anchors are compared in the
+    first round after them): see `CommonOptions`. max_consecutive_skips: so many rounds in a row in which no rank had a
+    finite difference are an error.
 
     Sends 2·(n-1)/n frames of the model each round, and 44 bytes to each peer: 2.125/H·(n-1)/n bits per parameter and
-    step. Keeps 4 (anchor) + 4 (worker error) + 8/n (server error) bytes per parameter, 4 more with outer momentum, 4
-    with a correction, and 4 with a master.
+    step. A correction sends (L-1)/L frames more inside a node of L ranks. Keeps 4 (anchor) + 4 (worker error) + 8/n
+    (server error) bytes per parameter, 4 more with outer momentum, 4 with a correction, and 4 with a master.
     """
 
     _step_supports_amp_scaling = True
@@ -153,7 +153,6 @@ class LocalSteps(Wrapped):
             self.fragments = [Fragment(k, buckets, -(-interval * (k + 1) // P)) for k, buckets in enumerate(shares)]
         for fragment in self.fragments:
             fragment.keeps += [1.0] * (len(self.param_groups) - len(fragment.keeps))
-            fragment.peaks += [0.0] * (len(self.param_groups) - len(fragment.peaks))
             fragment.decays += [True] * (len(fragment.params) - len(fragment.decays))
         if self.hierarchy.intra_node is not None:
             self._averager = DenseAverager(self.buckets.params, self.hierarchy.intra_node)

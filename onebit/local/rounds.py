@@ -152,6 +152,7 @@ class Rounds:
         self._stats.weight = weight = ballot.weights[node]
         is_plain = self._outer.is_plain and self._is_lossless and set(ballot.weights) == {1.0}
         sends_weights = is_plain and ballot.owes_nothing
+        correction = self._correction() if ballot.presents[node] and weight > 0.0 else 0.0
         shares, first = [], 0
         for bucket in fragment.buckets:
             keep, own = keeps[bucket.group_index], 1.0 if bucket in spoilt else ballot.mine.keeps[bucket.group_index]
@@ -161,16 +162,14 @@ class Rounds:
                     if decayed:
                         w.mul_(keep / own)
             keep_K = tuple(keep if decayed else 1.0 for decayed in its)
-            counts = ballot.presents[node] and weight > 0.0
-            correction = self._correction_per_move(fragment, bucket.group_index) if counts else 0.0
             shares.append(Share(keep_K, weight, ballot.presents[node], sends_weights, correction))
         return shares
 
-    def _correction_per_move(self, fragment: Fragment, g: int) -> float:
-        """min(.3/H, 1/τ)/lr at its largest: what is owed from large steps is not held against small ones."""
-        if self._correction_steps == 0 or fragment.peaks[g] == 0.0:
+    def _correction(self) -> float:
+        """What a correction takes of a round, for each of its steps: min(.3/H, 1/τ)."""
+        if self._correction_steps == 0:
             return 0.0
-        return min(_MOST_OF_A_ROUND / self._stats.interval, 1.0 / self._correction_steps) / fragment.peaks[g]
+        return min(_MOST_OF_A_ROUND / self._stats.interval, 1.0 / self._correction_steps)
 
     # ---------------------------------------------------------------- what is under way
 

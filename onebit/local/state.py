@@ -77,6 +77,7 @@ def save(optimizer: LocalSteps, inner: State) -> State:
                 "params": [numbers[p] for p in bucket.params],
                 "frames": None,
                 "server_error": bucket.ef.server,
+                "peak_lr": bucket.peak_lr,
             }
             for bucket in optimizer.buckets
         ],
@@ -118,7 +119,6 @@ def _timetable(fragment: Fragment) -> State:
         "buckets": len(fragment.buckets),
         "due": fragment.due,
         "keeps": list(fragment.keeps),
-        "peaks": list(fragment.peaks),
         "decays": list(fragment.decays),
         "tokens": fragment.tokens,
         "synced_at": fragment.synced_at,
@@ -161,7 +161,7 @@ def load(optimizer: LocalSteps, state: State) -> None:
     optimizer.inner_step.load(_inner_part(state))
     entries = {p: state["state"][numbers[p]] for p in optimizer.buckets.params}
     for bucket, saved in zip(optimizer.buckets, record["buckets"], strict=True):
-        _restore_bucket(bucket, [entries[p] for p in bucket.params], saved["server_error"])
+        _restore_bucket(bucket, [entries[p] for p in bucket.params], saved)
     held = [w for bucket in optimizer.buckets for w in bucket.held]
     for w, saved in zip(held, record.get("parameters", ()), strict="parameters" in record):
         w.copy_(saved)
@@ -190,13 +190,14 @@ def _begin_here(optimizer: LocalSteps) -> None:
     optimizer.adopt_parameters()
 
 
-def _restore_bucket(bucket: LocalBucket, entries: Sequence[State], server_error: Tensor) -> None:
+def _restore_bucket(bucket: LocalBucket, entries: Sequence[State], saved: State) -> None:
     worker = torch.zeros(bucket.layout.numel, dtype=bucket.ef.worker.dtype, device=bucket.device)
     for name, flat in {"anchor": bucket.anchor, "worker_error": worker, **_optional(bucket)}.items():
         for view, entry in zip(bucket.layout.views(flat), entries, strict=True):
             view.copy_(entry[name])
     bucket.ef.worker.copy_(bucket.hierarchy.rows(worker).reshape(-1))
-    bucket.ef.server.copy_(server_error)
+    bucket.ef.server.copy_(saved["server_error"])
+    bucket.peak_lr = saved.get("peak_lr", 0.0)  # older states have no correction, and no use for it
     bucket.wire = bucket.at_send = bucket.sent_HB = bucket.said_WB = None
     bucket.return_to_anchor()
 
@@ -204,7 +205,6 @@ def _restore_bucket(bucket: LocalBucket, entries: Sequence[State], server_error:
 def _restore_timetable(optimizer: LocalSteps, fragment: Fragment, saved: State) -> None:
     fragment.due, fragment.tokens, fragment.synced_at = saved["due"], saved["tokens"], saved["synced_at"]
     fragment.keeps, fragment.decays = list(saved["keeps"]), list(saved["decays"])
-    fragment.peaks = list(saved.get("peaks", fragment.peaks))  # older states have no correction, and no use for them
     fragment.lands_at, fragment.sent_at, fragment.tasks = saved["lands_at"], saved.get("sent_at"), []
     if not fragment.is_under_way:
         return

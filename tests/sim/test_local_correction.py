@@ -179,6 +179,27 @@ def test_a_round_that_comes_early_teaches_no_more_than_its_share() -> None:
     assert all(0.0 < each < 1.5 for each in run_ranks(2, ours))
 
 
+def test_a_run_whose_rate_has_fallen_is_resumed_to_the_bit() -> None:
+    """The correction is in units of the largest rate so far, which the state holds."""
+
+    def ours(transport: SimTransport) -> bool:
+        def fall(step: int, optimizer: onebit.LocalSteps) -> None:
+            if step == 20:
+                optimizer.param_groups[0]["lr"] = 0.01
+
+        straight, p = train(transport, 28, correction_steps=24, after=fall)
+        resumed, q = train(transport, 0, lr=0.01, correction_steps=24)
+        resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+        curvature, minimum = quadratic(transport.rank)
+        for _ in range(20):
+            for each, optimizer in ((p, straight), (q, resumed)):
+                each.grad = curvature * (each.detach() - minimum)
+                optimizer.step()
+        return torch.equal(p.detach(), q.detach())
+
+    assert all(run_ranks(2, ours))
+
+
 def test_a_state_without_it_is_refused_by_name() -> None:
     def ours(transport: SimTransport) -> str:
         plain, _ = train(transport, 4)
