@@ -1,100 +1,26 @@
-"""onebit.LocalSteps on ranks that are threads: the recursion, what it keeps, who may be away, and how it goes on."""
+"""onebit.LocalSteps on ranks that are threads: the recursion, what it keeps, who may be away, and when."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from oracles import LocalStepsOracle, compress, parameter_blocks
-from torch import Tensor, nn
+from local_runs import BLOCK, BLOCKS, TOTAL, Run, flat, make_params, noise, set_gradients, start, targets
+from oracles import LocalStepsOracle, compress
+from torch import nn
 
 import onebit
 from onebit import Auto
 from onebit.agreement.replicas import ReplicaError
 from onebit.agreement.step_vote import DesyncError
-from onebit.comm import IdentityCodec, Int8Codec, SignCodec, SimTransport, Transport, hierarchical, run_ranks
+from onebit.comm import IdentityCodec, Int8Codec, SignCodec, SimTransport, hierarchical, run_ranks
 from onebit.local.intervals import Fixed, interval_of
 from onebit.local.round_vote import weights_of
 from onebit.zero.deepspeed.given import check_optimizer
-
-SIZES = [(30, 20), (300,), (7,), (16, 16)]
-TOTAL = sum(int(np.prod(size)) for size in SIZES)
-BLOCK = 64
-BLOCKS = parameter_blocks([int(np.prod(size)) for size in SIZES], BLOCK)
-SMALL_BUCKETS = 0.0015  # MiB: three buckets
-
-
-def start() -> np.ndarray:
-    return np.random.default_rng(0).standard_normal(TOTAL).astype(np.float32)
-
-
-def targets(rank: int) -> np.ndarray:
-    """What a rank's quadratic loss is least at: mostly common."""
-    common, own = (np.random.default_rng(seed).standard_normal(TOTAL) for seed in (1, 50 + rank))
-    return (common + 0.3 * own).astype(np.float32)
-
-
-def noise(step: int, rank: int) -> np.ndarray:
-    return np.random.default_rng(1000 + 10 * step + rank).standard_normal(TOTAL).astype(np.float32)
-
-
-def make_params() -> list[nn.Parameter]:
-    pieces = torch.from_numpy(start()).split([int(np.prod(size)) for size in SIZES])
-    return [nn.Parameter(piece.reshape(size).clone()) for piece, size in zip(pieces, SIZES, strict=True)]
-
-
-def flat(tensors: Sequence[Tensor]) -> np.ndarray:
-    return torch.cat([t.detach().reshape(-1) for t in tensors]).numpy().copy()
-
-
-def set_gradients(params: Sequence[Tensor], step: int, rank: int) -> None:
-    g = torch.from_numpy(flat(params) - targets(rank) + noise(step, rank))
-    for p, piece in zip(params, g.split([p.numel() for p in params]), strict=True):
-        p.grad = piece.reshape(p.shape).clone()
-
-
-class Run:
-    """One rank's training."""
-
-    def __init__(self, transport: Transport, inner: Any = torch.optim.AdamW, lr: float = 0.01, **options: Any):
-        options = {"codec": SignCodec(block=BLOCK), "bucket_cap_mb": SMALL_BUCKETS, "every": 4} | options
-        inner_options = options.pop("inner_options", {})
-        self.params = make_params()
-        self.optimizer = onebit.LocalSteps(inner(self.params, lr=lr, **inner_options), transport=transport, **options)
-        self.rank = transport.rank
-
-    def train(self, steps: Sequence[int]) -> Run:
-        for step in steps:
-            set_gradients(self.params, step, self.rank)
-            self.optimizer.step()
-        return self
-
-    @property
-    def w(self) -> np.ndarray:
-        return flat(self.params)
-
-    @property
-    def theta(self) -> np.ndarray:
-        with self.optimizer.anchors():
-            return self.w
-
-    def by_parameter(self, what: str) -> np.ndarray:
-        """The anchor, the worker error, or the server error with zeros where other ranks own it."""
-        found = {}
-        for bucket in self.optimizer.buckets:
-            if what == "server":
-                whole = torch.zeros(bucket.layout.numel)
-                whole.view(bucket.layout.world_size, -1)[bucket.hierarchy.owner] = bucket.ef.server
-            else:
-                whole = bucket.anchor if what == "anchor" else bucket.ef.worker
-            found.update(zip(bucket.params, bucket.layout.views(whole), strict=True))
-        return flat([found[p] for p in self.params])
-
 
 # ---------------------------------------------------------------- the recursion
 
@@ -498,144 +424,7 @@ def test_fragments_take_turns_and_land_later(delay: int) -> None:
             )
 
 
-# ---------------------------------------------------------------- states
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"fragments": 2, "delay": 2, "outer_momentum": 0.5},
-        {"correction_steps": 20},
-        {"fragments": 2, "delay": 2, "correction_steps": 20},
-    ],
-)
-def test_a_kill_at_any_step_of_a_round_leaves_the_same_bits(options: dict[str, Any]) -> None:
-    """A saved model is rank 0's: between rounds the others have other parameters, which the state holds."""
-
-    def ours(transport: SimTransport) -> list[bool]:
-        straight, saved = Run(transport, every=5, **options), {}
-        for step in range(17):
-            if step >= 6:
-                saved[step] = copy.deepcopy(straight.optimizer.state_dict())
-            straight.train([step])
-        same = []
-        for step in range(6, 12):
-            resumed = Run(transport, every=5, **options)
-            with torch.no_grad():
-                for p in resumed.params:
-                    p.fill_(9.0)
-            resumed.optimizer.load_state_dict(saved[step])
-            resumed.train(range(step, 17))
-            same.append(np.array_equal(resumed.w, straight.w) and np.array_equal(resumed.theta, straight.theta))
-        return same
-
-    assert run_ranks(2, ours) == [[True] * 6] * 2
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"fragments": 2, "delay": 2}, {"codec": IdentityCodec(), "outer_momentum": 0.5}, {"correction_steps": 20}],
-)
-def test_four_ranks_then_two_then_eight_keep_anchors_and_sums(options: dict[str, Any]) -> None:
-    """Anchors stay to the bit; what is owed, and the mean of what moved since, keep their means."""
-    options = {"inner_options": {"weight_decay": 0.0}} | options
-
-    def books(run: Run) -> tuple[np.ndarray, ...]:
-        return run.theta, run.w, run.by_parameter("worker"), run.by_parameter("server")
-
-    def first(transport: SimTransport) -> tuple[Any, tuple[np.ndarray, ...]]:
-        run = Run(transport, every=5, **options).train(range(13))
-        return copy.deepcopy(run.optimizer.state_dict()), books(run)
-
-    def go_on(transport: SimTransport, states: list[Any]) -> tuple[Any, tuple[np.ndarray, ...], np.ndarray]:
-        run = Run(transport, every=5, **options)
-        run.optimizer.load_state_dicts(copy.deepcopy(states))
-        found = books(run)
-        run.train(range(13, 18))
-        return copy.deepcopy(run.optimizer.state_dict()), found, run.theta
-
-    def total(all_books: list[tuple[np.ndarray, ...]]) -> np.ndarray:
-        """What is still to come off the anchor, per rank on average."""
-        difference = [theta.astype(np.float64) - w for theta, w, _, _ in all_books]
-        worker, server = ([book[k].astype(np.float64) for book in all_books] for k in (2, 3))
-        return np.mean(difference, 0) + np.mean(worker, 0) + np.sum(server, 0)
-
-    def check(world_size: int, states: list[Any], then: list[tuple[np.ndarray, ...]]) -> list[Any]:
-        after = run_ranks(world_size, lambda transport: go_on(transport, states))
-        if "delay" not in options:  # where frames are under way, what they said is owed again
-            np.testing.assert_allclose(total([book for _, book, _ in after]), total(then), atol=1e-6)
-        for _, book, theta in after:
-            np.testing.assert_array_equal(book[0], then[0][0])
-            np.testing.assert_array_equal(theta, after[0][2])
-        return [state for state, *_ in after]
-
-    def read(transport: SimTransport, states: list[Any]) -> tuple[np.ndarray, ...]:
-        run = Run(transport, every=5, **options)
-        run.optimizer.load_state_dict(copy.deepcopy(states[transport.rank]))
-        return books(run)
-
-    began = run_ranks(4, first)
-    of_two = check(2, [state for state, _ in began], [book for _, book in began])
-    check(8, of_two, run_ranks(2, lambda transport: read(transport, of_two)))
-
-
-def test_nodes_of_two_ranks_then_two_ranks_alone_keep_anchors_and_sums() -> None:
-    """A rank of a node keeps what is owed of its own rows; all ranks of a flat world of all rows."""
-
-    def books(run: Run) -> tuple[np.ndarray, ...]:
-        worker = {}
-        for bucket in run.optimizer.buckets:
-            rows = torch.zeros(bucket.layout.world_size, bucket.layout.chunk)
-            rows[bucket.hierarchy.own] = bucket.ef.worker.view(-1, bucket.layout.chunk)
-            worker.update(zip(bucket.params, bucket.layout.views(rows.view(-1)), strict=True))
-        return run.theta, run.w, flat([worker[p] for p in run.params]), run.by_parameter("server")
-
-    def in_nodes(transport: SimTransport) -> tuple[Any, tuple[np.ndarray, ...]]:
-        run = Run(hierarchical(transport, 2), every=5, inner_options={"weight_decay": 0.0})
-        for step in range(13):
-            pull = torch.from_numpy(flat(run.params) - targets(run.rank) + noise(step, run.rank))
-            pieces = pull.split([p.numel() for p in run.params])
-            sum((p.view(-1) * g).sum() for p, g in zip(run.params, pieces, strict=True)).backward()  # type: ignore[union-attr]
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-        return copy.deepcopy(run.optimizer.state_dict()), books(run)
-
-    def flat_world(transport: SimTransport) -> tuple[np.ndarray, ...]:
-        run = Run(transport, every=5, inner_options={"weight_decay": 0.0})
-        run.optimizer.load_state_dicts(copy.deepcopy([state for state, _ in saved]))
-        return books(run)
-
-    def total(all_books: Sequence[tuple[np.ndarray, ...]]) -> np.ndarray:
-        """Two workers each time."""
-        moved, worker, server = ([book[k].astype(np.float64) for book in all_books] for k in (1, 2, 3))
-        return all_books[0][0] - np.mean(moved, 0) + np.sum(worker, 0) / 2 + np.sum(server, 0)
-
-    saved = run_ranks(4, in_nodes)
-    after = run_ranks(2, flat_world)
-    np.testing.assert_array_equal(after[0][0], saved[0][1][0])
-    np.testing.assert_allclose(total(after), total([book for _, book in saved]), atol=1e-6)
-
-
-def test_a_state_of_the_inner_optimizer_begins_local_steps() -> None:
-    params = make_params()
-    plain = torch.optim.AdamW(params, lr=0.01)
-    for step in range(3):
-        set_gradients(params, step, 0)
-        plain.step()
-    state = plain.state_dict()
-
-    def ours(transport: SimTransport) -> tuple[np.ndarray, float]:
-        run = Run(transport, every=4)
-        with torch.no_grad():
-            for p, q in zip(run.params, params, strict=True):
-                p.copy_(q)
-        run.optimizer.load_state_dict(copy.deepcopy(state))
-        return run.theta, float(run.optimizer.state[run.params[0]]["step"])
-
-    for theta, steps in run_ranks(2, ours):
-        np.testing.assert_array_equal(theta, flat(params))
-        assert steps == 3
+# ---------------------------------------------------------------- as a torch optimizer
 
 
 def test_it_is_a_torch_optimizer() -> None:
