@@ -288,7 +288,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--differences", choices=comm.CODECS, default="sign", help="with --local-steps: what a round travels in")
     add("--outer-lr", type=float, default=1.0, help="with --local-steps: of the mean difference; DiLoCo's is 0.7")
     add("--outer-momentum", type=float, default=0.0, help="with --local-steps: Nesterov's; DiLoCo's is 0.9")
-    add("--correction-steps", type=int, default=0, metavar="N", help="with --local-steps: of SCAFFOLD's; 80 suits most")
+    add(
+        "--correction-steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --local-steps: of SCAFFOLD's correction, 80 for one; 0: none",
+    )
     add("--max-grad-norm", type=float, default=0.0, help="clip the gradient's norm here; 0 does not")
     add("--drop-tokens", type=_positive, metavar="N", help="middle layers keep N tokens at first; see --easy-until")
     add("--seqlen-from", type=_positive, metavar="N", help="sequences have N tokens at first; see --easy-until")
