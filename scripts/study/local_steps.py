@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -228,6 +229,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.record is not None:
         options = f"--task {args.task} --steps {args.steps} --every {' '.join(map(str, args.every))}"
         options += f" --lrs {' '.join(f'{lr:g}' for lr in args.lrs)} --seeds {' '.join(map(str, args.seeds))}"
+        if args.methods != list(WAYS):
+            options += f" --methods {shlex.join(args.methods)}"
         write_record(
             args.record, f"# Local steps\n\n```sh\npython scripts/study.py local-steps {options}\n```\n\n{text}\n"
         )
