@@ -14,6 +14,7 @@ against differences in full, by equal schedules.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import shlex
@@ -30,7 +31,7 @@ from train.model import decay_groups
 
 import onebit
 from onebit.comm import Codec, IdentityCodec, Int8Codec, SignCodec, SimTransport, run_ranks
-from study.catalog import load_task
+from study.catalog import TASKS, load_task
 from study.run import WEIGHT_DECAY
 from study.tasks import Task
 
@@ -192,14 +193,29 @@ def read_results(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def _jobs(args: argparse.Namespace) -> Iterator[Job]:
+    """What the command line asks for, one method after the other at each rate: a table has its rows early."""
+    for task, rows, seed, lr in itertools.product(args.task, args.rows, args.seeds, args.lrs):
+        for method in args.methods:
+            for every in args.every if WAYS[method].every_of else args.every[:1]:
+                yield Job(task, method, every, args.ranks, args.steps, rows, lr, seed)
+
+
+def _tables(args: argparse.Namespace, results: Sequence[dict]) -> Iterator[list[dict]]:
+    """The results of each task and number of rows."""
+    for task, rows in itertools.product(args.task, args.rows):
+        wanted = (task, args.ranks, args.steps, rows)
+        yield [r for r in results if (r["task"], r["ranks"], r["steps"], r["rows"]) == wanted]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="study.py local-steps", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--task", default="byte-lm")
+    parser.add_argument("--task", nargs="+", choices=TASKS, default=["byte-lm"], help="a table for each")
     parser.add_argument("--methods", nargs="+", choices=WAYS, default=list(WAYS), metavar="METHOD")
     parser.add_argument("--every", nargs="+", type=int, default=[8, 32], metavar="H")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--rows", type=int, default=4, help="of a worker's batch")
+    parser.add_argument("--rows", nargs="+", type=int, default=[4], help="of a worker's batch; a table for each")
     parser.add_argument("--lrs", nargs="+", type=float, default=[4e-3, 8e-3])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--results", type=Path, help="JSON lines; what is in there is not run again")
@@ -210,24 +226,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_record(parser, args.record)
     results = [] if args.results is None else read_results(args.results)
     done = {tuple(r[name] for name in Job.__annotations__) for r in results}
-    for seed in args.seeds:
-        for lr in args.lrs:
-            for method in args.methods:
-                for every in args.every if WAYS[method].every_of else args.every[:1]:
-                    job = Job(args.task, method, every, args.ranks, args.steps, args.rows, lr, seed)
-                    if tuple(asdict(job).values()) not in done:
-                        results.append(run_job(job))
-                        if args.results is not None:
-                            args.results.parent.mkdir(parents=True, exist_ok=True)
-                            with args.results.open("a") as file:
-                                file.write(json.dumps(results[-1]) + "\n")
-    wanted = [r for r in results if (r["task"], r["ranks"], r["steps"], r["rows"]) == (
-        args.task, args.ranks, args.steps, args.rows
-    )]  # fmt: skip
-    text = "\n".join(report(wanted))
+    for job in _jobs(args):
+        if tuple(asdict(job).values()) not in done:
+            results.append(run_job(job))
+            if args.results is not None:
+                args.results.parent.mkdir(parents=True, exist_ok=True)
+                with args.results.open("a") as file:
+                    file.write(json.dumps(results[-1]) + "\n")
+    text = "\n\n".join("\n".join(report(table)) for table in _tables(args, results))
     print(text)
     if args.record is not None:
-        options = f"--task {args.task} --steps {args.steps} --every {' '.join(map(str, args.every))}"
+        options = f"--task {' '.join(args.task)} --steps {args.steps} --every {' '.join(map(str, args.every))}"
+        if args.rows != [4]:
+            options += f" --rows {' '.join(map(str, args.rows))}"
         options += f" --lrs {' '.join(f'{lr:g}' for lr in args.lrs)} --seeds {' '.join(map(str, args.seeds))}"
         if args.methods != list(WAYS):
             options += f" --methods {shlex.join(args.methods)}"

@@ -31,6 +31,7 @@ class ModelSize:
 SIZES = {
     "tiny": ModelSize(layers=2, width=64, heads=2, context=64),  # 0.12 M
     "small": ModelSize(layers=5, width=128, heads=4, context=128),  # 1.03 M
+    "10m": ModelSize(layers=6, width=384, heads=6, context=128),  # 10.8 M
     "25m": ModelSize(layers=8, width=512, heads=8, context=256),  # 25.4 M
     "25m-short": ModelSize(layers=8, width=512, heads=8, context=128),  # 25.4 M; half the work per sequence
     "125m": ModelSize(layers=18, width=768, heads=12, context=512),  # 128.0 M; for a GPU

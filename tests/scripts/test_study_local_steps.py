@@ -32,3 +32,17 @@ def test_every_method_has_a_row_with_its_bits_and_its_prices(
     assert len(written.splitlines()) == 2 * len(WAYS) and json.loads(written.splitlines()[0])["loss"] > 0
     main([*TRAIN, "--results", str(results)])
     assert results.read_text() == written
+
+
+def test_each_task_and_each_number_of_rows_has_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    several = ["--task", "digits", "byte-lm", "--rows", "1", "2", "--methods", "AdamW", "local"]
+    once = ["--steps", "3", "--every", "2", "--lrs", "1e-3", "--ranks", "2"]
+    main([*several, *once, "--results", str(tmp_path / "local.jsonl")])
+    tables = capsys.readouterr().out.strip().split("\n\n| method")
+    heads = [part.splitlines()[-1] for part in tables[:-1]]
+    assert [head.split(", 3 steps")[0] for head in heads] == [
+        f"{task}, 2 workers of {rows} rows" for task in ("digits", "byte-lm") for rows in (1, 2)
+    ]
+    rows = [line for line in (tmp_path / "local.jsonl").read_text().splitlines() if '"local"' in line]
+    losses = [json.loads(line)["loss"] for line in rows]
+    assert len(set(losses)) == len(losses) == 4  # each table's own
