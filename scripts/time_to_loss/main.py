@@ -51,6 +51,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = commands.add_parser("report", help="join both").add_argument
     add("--losses", type=Path, required=True, metavar="FILE")
     add("--seconds", type=Path, required=True, metavar="FILE")
+    add("--control", type=Path, metavar="FILE", help="`seconds` on another number of hosts: a table of its own")
     add("--record", type=record_path, metavar="FILE", help="write it there, with its figure beside it as .png")
     commands.add_parser("worker", help="be one rank of `seconds`")
     commands.add_parser("trainer", help="be one rank of DeepSpeed's in `losses`")
@@ -90,7 +91,8 @@ def _that_run_here(ways: Sequence[str]) -> list[str]:
 
 def _report(args: argparse.Namespace) -> None:
     found, timed = losses.read(args.losses), seconds.read(args.seconds)
-    text = "\n".join(report.report(found, timed)) + "\n"
+    control = [] if args.control is None else seconds.read(args.control)
+    text = "\n".join(report.report(found, timed, control)) + "\n"
     print(text)
     if args.record is not None:
         figure = args.record.with_suffix(".png")

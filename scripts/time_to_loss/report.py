@@ -15,7 +15,7 @@ from provenance import revision
 from onebit.cli.numbers import rate
 from time_to_loss.losses import Found
 from time_to_loss.seconds import Timed
-from time_to_loss.ways import PLAIN, WAYS
+from time_to_loss.ways import ALONE, PLAIN, WAYS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -125,8 +125,8 @@ def _seconds(run: Found, timed: Timed) -> float:
 # ---------------------------------------------------------------- the text
 
 
-def report(found: Sequence[Found], timed: Sequence[Timed]) -> Iterator[str]:
-    """Markdown, line by line."""
+def report(found: Sequence[Found], timed: Sequence[Timed], control: Sequence[Timed] = ()) -> Iterator[str]:
+    """Markdown, line by line. control: steps on another number of hosts, with a table of their own."""
     first, by_network = timed[0], curves(found, timed)
     runs = [f.run for f in found]
     yield "# Time to loss\n"
@@ -143,6 +143,8 @@ def report(found: Sequence[Found], timed: Sequence[Timed]) -> Iterator[str]:
     for steps in WHOLE_STEPS:
         yield from _whole_runs(found, everyones(timed), list(by_network), steps)
     yield from _losses(found)
+    if control:
+        yield from _on_other_hosts(control)
 
 
 def _table(network: str, lines: Sequence[Curve], timed: Mapping[str, Timed]) -> Iterator[str]:
@@ -152,15 +154,17 @@ def _table(network: str, lines: Sequence[Curve], timed: Mapping[str, Timed]) -> 
     bought = {line.way: [line.at(budget) for budget in BUDGETS_S] for line in lines}
     best = [min((row[k] for row in bought.values() if row[k] is not None), default=None) for k in range(len(BUDGETS_S))]
     for line in lines:
-        phases = ", ".join(
-            f"{seconds:.2f}" + (f" {phase}" if phase != PLAIN else "")
-            for phase, seconds in timed[line.way].seconds.items()
-        )
         cells = []
         for budget, loss, least in zip(BUDGETS_S, bought[line.way], best, strict=True):
             text = "" if loss is None else f"{loss:.3f}" + "*" * (budget > line.seconds[-1])
             cells.append(f"**{text}**" if loss is not None and loss == least else text)
-        yield f"| {line.way} | {phases} | " + " | ".join(cells) + " |"
+        yield f"| {line.way} | {_phases(timed[line.way])} | " + " | ".join(cells) + " |"
+
+
+def _phases(timed: Timed) -> str:
+    return ", ".join(
+        f"{seconds:.2f}" + (f" {phase}" if phase != PLAIN else "") for phase, seconds in timed.seconds.items()
+    )
 
 
 def _whole_runs(found: Sequence[Found], timed: Sequence[Timed], networks: Sequence[str], steps: int) -> Iterator[str]:
@@ -198,6 +202,27 @@ def _losses(found: Sequence[Found]) -> Iterator[str]:
             runs = best_runs(found, way, steps)
             cells.append(f"{statistics.mean(f.loss for f in runs):.3f} ({runs[0].run.lr:g})")
         yield f"| {way} | " + " | ".join(cells) + " |"
+
+
+def _on_other_hosts(control: Sequence[Timed]) -> Iterator[str]:
+    """Seconds by phase; of the phase that most steps are in also times those of one worker alone."""
+    first, rates = control[0], sorted({one.rate for one in control}, key=rate)
+    yield f"\n## The same steps on {first.hosts} hosts\n"
+    yield (
+        f"{first.params / 1e6:g} M parameters, {first.compute_s:g} s of computing by sleeping. Emulated hosts share "
+        "the cores of one machine: fewer wait less for these. In brackets: the phase that most steps are in, times "
+        "one worker alone.\n"
+    )
+    yield "| | " + " | ".join(rates) + " |\n| --- |" + " --- |" * len(rates)
+    of_steps = {(one.way, one.rate): one for one in everyones(control)}
+    for way in (way for way in WAYS.values() if any((way.name, each) in of_steps for each in rates)):
+        cells = []
+        for each in rates:
+            one, alone = of_steps.get((way.name, each)), of_steps.get((ALONE, each))
+            cells.append("" if one is None else _phases(one))
+            if one is not None and alone is not None:
+                cells[-1] += f" ({one.seconds[way.phases[-1]] / alone.seconds[PLAIN]:.2f})"
+        yield f"| {way.name} | " + " | ".join(cells) + " |"
 
 
 # ---------------------------------------------------------------- the picture

@@ -22,6 +22,7 @@ from onebit.zero import ShardedOnebitAdam
 from time_to_loss.deepspeed import Stepped
 from time_to_loss.peers import PLAIN, DeMo, Groups, LowRank, Plain
 
+ALONE = "one worker alone"
 STARTS = 3
 NESTEROV = (0.7, 0.9)  # DiLoCo's outer rate and momentum (arXiv 2311.08105)
 
@@ -155,7 +156,7 @@ def _alone() -> Way:
     Timed by itself it takes longer, .44 to .51 s in place of .37 to .42, though it does less.
     """
     same = "local steps in one bit, H = 128"
-    return Way("one worker alone", None, _dense, is_one_worker=True, is_alone=True, time_of=same)
+    return Way(ALONE, None, _dense, is_one_worker=True, is_alone=True, time_of=same)
 
 
 def _local(

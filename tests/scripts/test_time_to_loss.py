@@ -82,6 +82,16 @@ def test_another_form_has_the_loss_of_the_one_it_names() -> None:
     assert [(line.way, line.seconds, line.losses) for line in lines] == [("DDP bfloat16", (2.0,), (4.0,))]
 
 
+def test_a_control_has_the_seconds_of_its_hosts_and_times_one_worker_alone() -> None:
+    alone = timed("local steps in one bit, H = 128", plain=0.4)
+    control = [timed("OnebitAdam", warmup=2.0, compressed=0.5, refresh=3.0), alone]
+    lines = list(report.report([found("DeMo", 10, 2.0)], [timed("DeMo", plain=1.0)], control))
+    assert lines.count("| OnebitAdam | 2.00 warmup, 0.50 compressed, 3.00 refresh (1.25) |") == 1
+    assert lines.count("| one worker alone | 0.40 (1.00) |") == 1
+    without = report.report([found("DeMo", 10, 2.0)], [timed("DeMo", plain=1.0)], control[:1])
+    assert "| OnebitAdam | 2.00 warmup, 0.50 compressed, 3.00 refresh |" in list(without)
+
+
 def test_low_rank_gradients_are_those_of_the_paper() -> None:
     """Two ranks against a loop in float64: approximate the mean of what was owed, keep one's own remainder."""
     ranks, rows, columns, steps = 2, 12, 9, 4
