@@ -240,17 +240,21 @@ def _zero_one_local(most: int) -> Way:
     )  # fmt: skip
 
 
-def _sharded(differences: str) -> Way:
-    def timed(params: Any, lr: float, transport: Transport) -> ShardedOnebitAdam:
-        return ShardedOnebitAdam(
-            params, lr=lr, transport=transport, differences=differences, warmup_steps=WARM, check_replicas_every=0
-        )
+def _sharded(differences: str, stage: int = 1) -> Way:
+    """At stage 2 buckets vote alone and come down during backward, and the loss is that of stage 1."""
 
+    def timed(params: Any, lr: float, transport: Transport) -> ShardedOnebitAdam:
+        options: dict[str, Any] = {"stage": stage, "warmup_steps": WARM, "check_replicas_every": 0}
+        return ShardedOnebitAdam(params, lr=lr, transport=transport, differences=differences, **options)
+
+    name, phases = f"sharded, {differences} down", ("warmup", "compressed")
+    if stage == 2:
+        return Way(f"{name}, stage 2", partial(Onebit, make=timed), phases=phases, loss_of=name)
     return Way(
-        f"sharded, {differences} down",
+        name,
         partial(Onebit, make=timed),
         lambda groups, transport, steps: ShardedOnebitAdam(groups, transport=transport, differences=differences),
-        phases=("warmup", "compressed"),
+        phases=phases,
     )
 
 
@@ -277,6 +281,8 @@ WAYS = {
         _zero_one_local(8),
         _sharded("int4"),
         _sharded("sign"),
+        _sharded("int4", stage=2),
+        _sharded("sign", stage=2),
         *(_local("local steps in one bit", every, SignCodec()) for every in (8, 32, 128)),
         *(
             _local("local steps in one bit", every, SignCodec(), start_every=often)
