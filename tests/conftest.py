@@ -62,3 +62,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         GUARD.test = ""
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_process_group() -> Iterator[None]:
+    """A group of torch that a test leaves behind is found by the tests after it, as if a launcher had made it."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("this test has left a process group of torch behind: destroy it, or use a process of its own")

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,13 @@ WIDTH, SUMS = 16, 2
 def net(width: int = WIDTH) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, width))
+
+
+@pytest.fixture
+def _refused() -> Iterator[None]:
+    """Of an engine that is refused its process group stays, as nobody has it to close."""
+    yield
+    torch.distributed.destroy_process_group()
 
 
 def started(
@@ -286,6 +294,7 @@ class TestOneBit:
         assert (self.mapped_bytes(nvme) > 0) == (saves_away or loads_away)
         second.close()
 
+    @pytest.mark.usefixtures("_refused")
     def test_a_full_disk_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(fd: int, *_: object) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -302,6 +311,7 @@ class TestOneBit:
         assert "a bus error means that its disk has failed" in done.stderr
         assert "Fatal Python error: Bus error" in done.stderr and "in compressed_step" in done.stderr
 
+    @pytest.mark.usefixtures("_refused")
     def test_local_steps_are_refused_by_name(self, tmp_path: Path) -> None:
         block = {"device": "nvme", "nvme_path": str(tmp_path)}
         with pytest.raises(ValueError, match="local steps keep anchors and differences in memory"):
@@ -362,6 +372,7 @@ class TestKeys:
             ({}, {"fp16": {"enabled": True}}, 'enable "bf16" in place of "fp16"'),
         ],
     )
+    @pytest.mark.usefixtures("_refused")
     def test_are_refused_by_name(self, zero_block: dict, more: dict, text: str, tmp_path: Path) -> None:
         given = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
         with pytest.raises(ValueError, match=text):
