@@ -24,7 +24,7 @@ from sharded_ranks import (
 )
 from torch import Tensor
 
-from onebit.comm import Log4Codec, SimTransport, run_ranks
+from onebit.comm import Log4Codec, SimTransport, Work, run_ranks
 from onebit.zero import ShardedOnebitAdam
 from onebit.zero.sharded.optimizer import WARMUP_STEPS
 
@@ -140,7 +140,7 @@ def test_stage_2_is_stage_1_to_the_bit_and_frees_gradients_in_backward() -> None
             left = [p.grad is not None for p in model.parameters()]
             if stage == 2:  # the last bucket's vote is still under way
                 assert left[:2] == [True, True] and not any(left[2:])
-                for too_late in (optimizer.zero_grad, optimizer.state_dict):
+                for too_late in (optimizer.zero_grad, optimizer.state_dict, optimizer.adopt_parameters):
                     with pytest.raises(RuntimeError, match="call step"):
                         too_late()
             optimizer.step()
@@ -152,6 +152,47 @@ def test_stage_2_is_stage_1_to_the_bit_and_frees_gradients_in_backward() -> None
     freed = run_ranks(3, lambda transport: work(transport, 2))
     for (x, state), (y, other) in zip(whole, freed, strict=True):
         assert torch.equal(x, y) and all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
+
+
+def test_at_stage_2_owners_send_down_during_backward() -> None:
+    """Of four buckets two have come down when backward ends: the last two have gone up, and voted."""
+
+    def work(transport: SimTransport) -> None:
+        params = initial(sizes=(256, 256, 256, 256))
+        optimizer = ShardedOnebitAdam(params, transport=transport, stage=2, bucket_cap_mb=256 * 4 / 2**20, **OPTIONS)
+        sent_down, all_gather = [], transport.all_gather
+        down_bytes = optimizer.placement.config.codec_down.frame_bytes(optimizer.buckets[0].layout.chunk)
+
+        def counted(out: Tensor, mine: Tensor) -> Work:
+            if mine.nbytes == down_bytes:
+                sent_down.append(len(optimizer._driver._tasks))
+            return all_gather(out, mine)
+
+        transport.all_gather = counted  # type: ignore[method-assign]
+        torch.cat(params).square().sum().backward()
+        assert len(sent_down) == 2
+        optimizer.step()
+        assert len(sent_down) == 4
+
+    run_ranks(2, work)
+
+
+def test_parameters_that_change_between_backward_and_step_at_stage_2_are_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The masters have taken a part of the step by then."""
+
+    def work(transport: SimTransport) -> None:
+        params, optimizer = new(transport, **FORMS["stage 2"])
+        for step in range(2):
+            torch.cat(params).square().sum().backward()
+            if step == 1:
+                with torch.no_grad():
+                    params[0].add_(1.0)
+            optimizer.step()
+
+    run_ranks(2, work)
+    assert sum("changed outside of step()" in record.message for record in caplog.records) == 2
 
 
 def test_a_second_backward_pass_at_stage_2_is_refused() -> None:

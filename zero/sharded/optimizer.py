@@ -5,7 +5,8 @@ A rule (`adam.py`, `lamb.py`, `zero_one_adam.py`) is the step of one bucket: a v
 
     stages 0, 1   step(): one vote on all gradients, then all buckets' steps, a few on the wire at a time
                   with overlap, behind the warm-up: frames go up during backward, and the vote comes behind them
-    stage 2       backward: a bucket whose gradients are complete begins its step, with a vote of its own
+    stage 2       backward: a bucket whose gradients are complete begins its step, with a vote of its own; the bucket
+                  before it goes up, the one before that comes down
                   step(): the other buckets begin theirs; all are brought home
 
 A vote is read before its buckets' steps go on; on a GPU late, with what owners have sent down: `votes.py` casts and
@@ -149,7 +150,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self.grad_stats, self.health = GradStats(), Health()
         self._next_grad_stats = GradStats()  # of the step under way
         self._votes = Votes(rule, self.clipper, self.stats, self.health, self._watch)
-        self._driver: Driver[ShardedBucket] = Driver(2, on_comm_stream=False)
+        self._driver: Driver[ShardedBucket] = Driver(3 if stage == 2 else 2, on_comm_stream=False)
         self.overlap = EarlyFrames(self.transport.rank, overlap, self.rule, self.buckets)
         self._launched_scale = 1.0  # of the step under way
         self._has_begun = False  # the step under way
@@ -210,7 +211,11 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:
-        """Masters ← the parameters as they are now. All ranks, after changing them outside step(), alike on all."""
+        """Masters ← the parameters as they are now. All ranks, after changing them outside step(), alike on all.
+
+        Raises RuntimeError between a backward pass at stage 2 and its step: masters have taken a part of it.
+        """
+        self._check_gradients("adopt_parameters()")
         self.masters.take()
 
     # ---------------------------------------------------------------- during backward
@@ -271,8 +276,12 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         return self._driver.launched
 
     def _launch(self, bucket: ShardedBucket, scale: float) -> None:
-        """Stage 2: begin the next bucket's step, in bucket order on every rank; the one before it sends."""
+        """Stage 2: begin the next bucket's step, in bucket order on every rank.
+
+        The one before it sends up, and of the one before that owners send down.
+        """
         if self._launched == 0:
+            self.masters.check()  # owners step on them during backward
             self._begin()
             self._launched_scale = scale
         self._driver.launch(bucket, self._waited.timed(self._vote_alone(bucket, scale)))
