@@ -220,8 +220,12 @@ def test_steps_are_timed_on_emulated_hosts(tmp_path: Path) -> None:
     assert [line["way"] for line in lines] == ways
     for line in lines:
         phases = set(WAYS[line["way"]].phases)
-        assert set(line["seconds"]) == phases
-        assert all(s > 0.01 for s in line["seconds"].values())
+        seconds = line["seconds"]
+        assert set(seconds) == phases
+        if "round" in phases:  # the two are a difference of cycles, which noise may turn round: their sums are not
+            assert all(seconds["round"] + (n - 1) * seconds["local"] > 0.01 * n for n in (4, 32))
+        else:
+            assert all(s > 0.01 for s in seconds.values())
 
 
 def test_deepspeeds_ways_are_left_out_aloud_without_its_environment(
