@@ -83,7 +83,7 @@ def test_another_form_has_the_loss_of_the_one_it_names() -> None:
 
 
 def test_a_control_has_the_seconds_of_its_hosts_and_times_one_worker_alone() -> None:
-    alone = timed("local steps in one bit, H = 128", plain=0.4)
+    alone = timed("one worker alone", plain=0.4)
     control = [timed("OnebitAdam", warmup=2.0, compressed=0.5, refresh=3.0), alone]
     lines = list(report.report([found("DeMo", 10, 2.0)], [timed("DeMo", plain=1.0)], control))
     assert lines.count("| OnebitAdam | 2.00 warmup, 0.50 compressed, 3.00 refresh (1.25) |") == 1
