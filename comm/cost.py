@@ -1,7 +1,7 @@
 """What an exchange costs, from a handful of measured numbers: seconds and bytes, without tensors or a network.
 
 For deciding whether compression pays on a link, and for estimating worlds that nobody has at hand. The numbers come
-from `scripts/bench/growth.py`, which fits them and says how well they predict points that were left out of the fit.
+from `scripts/growth/main.py`, which fits them and says how well they predict points that were left out of the fit.
 
 The formula, for n elements on W ranks, in pieces that are under way side by side:
 

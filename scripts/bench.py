@@ -30,11 +30,11 @@ NAMES = (
     "time_to_loss",
     "peer_deepspeed",
 )
-ROOMS = {"time_to_loss": "time_to_loss.main"}  # of benchmarks that have a room of their own
+ROOMS = ("suite", "growth", "time_to_loss")  # benchmarks that have a room of their own
 
 
 def module_of(name: str) -> str:
-    return ROOMS.get(name, f"bench.{name}")
+    return f"{name}.main" if name in ROOMS else f"bench.{name}"
 
 
 def list_names() -> None:

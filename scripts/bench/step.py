@@ -2,7 +2,7 @@
 
     python scripts/bench.py step --worker --method onebit-adam --size 25m-short --steps 5 --out step.json
 
-Started on every host, by `suite.py` or any launcher that sets RANK, WORLD_SIZE and MASTER_ADDR. Three things are
+Started on every host, by `suite/main.py` or any launcher that sets RANK, WORLD_SIZE and MASTER_ADDR. Three things are
 timed, the slowest rank of each, all ranks starting together: forward and backward of the bare model (compute_seconds),
 the optimizer's own work without traffic (local_seconds), and whole steps (seconds). What a whole step takes beyond the
 other two is traffic that was not hidden.

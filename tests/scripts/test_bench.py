@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench import growth as bench_growth
 from bench import host_adam as bench_host_adam
 from bench import host_time as bench_host_time
 from bench import local_rounds as bench_local_rounds
 from bench import offload as bench_offload
 from bench import offload_gpu as bench_offload_gpu
 from bench import step as bench_step
-from bench import suite as bench_suite
 from bench.collective import FP32, ONE_BIT
 from bench.command import COMMAND
-from bench.growth_fit import Costs
-from bench.growth_report import points_of
-from bench.growth_report import report as growth_report
-from bench.suite_report import Setting, memory_bytes, report, rows_of
+from growth import main as bench_growth
+from growth.fit import Costs
+from growth.report import points_of
+from growth.report import report as growth_report
 from ranks import run_torchrun
+from suite import main as bench_suite
+from suite.report import Setting, memory_bytes, report, rows_of
 from train.model import build_model
 
 from onebit.cli.cluster import available
@@ -45,7 +45,7 @@ def emulated_hosts() -> None:
 
 
 def line(what: str, contender: str, seconds: list[float], **more: object) -> dict:
-    """As bench/suite.py writes it."""
+    """As suite/main.py writes it."""
     where = {"network": "100mbit", "hosts": 4, "sent_bytes": 5e6, "wire_bytes": None, "setting": asdict(SETTING)}
     return {"what": what, "contender": contender, "seconds": seconds} | where | more
 

@@ -71,7 +71,7 @@ def test_outside_a_checkout_there_are_no_records(tmp_path: Path) -> None:
 
 COMMANDS: dict[str, tuple[str, Sequence[str]]] = {
     "bench.py collective": ("bench.collective", ["--record", str(RECORD)]),
-    "bench.py growth": ("bench.growth", ["--results", str(RECORD)]),
+    "bench.py growth": ("growth.main", ["--results", str(RECORD)]),
     "bench.py host_adam": ("bench.host_adam", ["--record", str(RECORD)]),
     "bench.py kernels": ("bench.kernels", ["--record", str(RECORD)]),
     "bench.py memory": ("bench.memory", ["--record", str(RECORD)]),
@@ -79,7 +79,7 @@ COMMANDS: dict[str, tuple[str, Sequence[str]]] = {
     "bench.py offload_gpu": ("bench.offload_gpu", ["--record", str(RECORD)]),
     "bench.py local_rounds": ("bench.local_rounds", ["--record", str(RECORD)]),
     "bench.py pipeline": ("bench.pipeline", ["--record", str(RECORD)]),
-    "bench.py suite": ("bench.suite", ["--results", str(RECORD)]),
+    "bench.py suite": ("suite.main", ["--results", str(RECORD)]),
     "bench.py traffic": ("bench.traffic", ["--record", str(RECORD)]),
     "bench.py zero_memory": ("bench.zero_memory", ["--record", str(RECORD)]),
     "count_house.py": ("count_house", ["--json", str(RECORD)]),

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 from bench.collective import FP32, ONE_BIT
-from bench.growth_fit import Costs, Point, bytes_per_s, error, fit, leave_one_out
+from growth.fit import Costs, Point, bytes_per_s, error, fit, leave_one_out
 
 from onebit.comm import SignCodec
 from onebit.comm.cost import PIECE, CodecCost, LinkCost, exchange_s, messages, payload_bytes, wire_s
@@ -85,7 +85,7 @@ def test_impossible_numbers_are_refused(make) -> None:
 
 
 def points_of(costs: Costs, noise: float = 0.0) -> list[Point]:
-    """The grid of bench/growth.py on two cores, as the costs would have it; noise alternates in sign."""
+    """The grid of growth/main.py on two cores, as the costs would have it; noise alternates in sign."""
     grid = [(W, r, n) for W in (2, 4, 8) for r in ("100mbit", "1gbit", "none") for n in (10**6, 5 * 10**6, 10**8)]
     return [
         Point(costs.side, W, r, n, 2, costs.predict(W, r, n, W / 2) * (1 + noise * (-1) ** k))

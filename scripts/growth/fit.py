@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
 from bench.collective import FP32, ONE_BIT
+
 from onebit.cli.cluster import parse_rate
 from onebit.comm import SignCodec
 from onebit.comm.cost import PIECE, CodecCost, LinkCost, exchange_s

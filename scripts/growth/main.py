@@ -3,8 +3,8 @@
     python scripts/bench.py growth --results scripts/records/growth_2026-11.jsonl
 
 What --results already holds is not measured again, so that a run may be interrupted and extended; the report is of all
-that the file holds. The model is `onebit/comm/cost.py`, its fit `growth_fit.py`, the report `growth_report.py`. Needs
-root and iproute2; see `onebit emulate`. With --worker it is one rank's part.
+that the file holds. The model is `onebit/comm/cost.py`, its fit `fit.py`, the report `report.py`. Needs root and
+iproute2; see `onebit emulate`. With --worker it is one rank's part.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from datetime import date
 from pathlib import Path
 
 import torch
+from bench.collective import FP32, ONE_BIT, Compressed, dense
+from bench.command import words
+from bench.record import append, describe_machine, read_lines
+from bench.timing import measure
 from provenance import record_path, write_record
 from rich.progress import Progress
 
-from bench.collective import FP32, ONE_BIT, Compressed, dense
-from bench.command import words
-from bench.growth_report import draw, points_of, report
-from bench.record import append, describe_machine, read_lines
-from bench.timing import measure
+from growth.report import draw, points_of, report
 from onebit import comm
 from onebit.cli.cluster import Cluster, available, parse_rate
 from onebit.comm import SignCodec, Transport

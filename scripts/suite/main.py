@@ -6,8 +6,7 @@
 Contenders: our optimizers, DistributedDataParallel in four forms, DeepSpeed's three optimizers; each as a collective
 alone and as whole training steps of a GPT, on emulated Ethernet (`onebit emulate`). What --results (by default a file
 of today in runs/) already holds is not measured again, so that a run may be interrupted and extended; the report is of
-all that the file holds. A rank's part is in collective.py, step.py and peer_deepspeed.py, the report in
-suite_report.py.
+all that the file holds. A rank's part is in `bench`: collective.py, step.py and peer_deepspeed.py.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 
-from provenance import record_path, write_record
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from bench import step as bench_step
 from bench.collective import BF16, FP32, ONE_BIT, run_workers
 from bench.command import words
 from bench.record import append, describe_machine, read_lines
-from bench.suite_report import Setting, draw, report
+from provenance import record_path, write_record
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 from onebit.cli.cluster import TIMED_OUT, Cluster, available
+from suite.report import Setting, draw, report
 
 DEEPSPEED = ("deepspeed-onebit-adam", "deepspeed-zero-one-adam", "deepspeed-onebit-lamb")
 STUCK_S = 600.0  # what no start needs on an idle machine; one that is stuck must not stop the suite

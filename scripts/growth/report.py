@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench.collective import FP32, ONE_BIT
-from bench.growth_fit import Costs, Point, bytes_per_s, error, fit, leave_one_out
 from bench.record import machines
+
+from growth.fit import Costs, Point, bytes_per_s, error, fit, leave_one_out
 from onebit.comm.cost import PIECE, payload_bytes
 
 GOAL = 0.15

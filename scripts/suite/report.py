@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.record import machines
 from train.model import SIZES, build_model
 
-from bench.record import machines
 from onebit.cli.cluster import parse_rate
 
 NAMES = {"none": "Unshaped link", "100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}
