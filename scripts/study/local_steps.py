@@ -151,22 +151,45 @@ def _train(job: Job, way: Way, task: Task, transport: SimTransport) -> tuple[flo
 
 
 def report(results: Sequence[dict]) -> Iterator[str]:
+    """Methods are compared at the rates that all of them had, where there are any; below, all rates of all."""
     first = results[0]
+    results = [r if WAYS[r["method"]].every_of else r | {"every": 0} for r in results]
+    rates_of: dict[tuple[str, int], set[float]] = {}
+    for r in results:
+        rates_of.setdefault((r["method"], r["every"]), set()).add(r["lr"])
+    shared = set.intersection(*rates_of.values())
+    compared = [r for r in results if not shared or r["lr"] in shared]
     yield (
         f"{first['task']}, {first['ranks']} workers of {first['rows']} rows, {first['steps']} steps, seeds "
         f"{', '.join(map(str, sorted({r['seed'] for r in results})))}; each method at its best rate of "
-        f"{', '.join(f'{lr:g}' for lr in sorted({r['lr'] for r in results}))}. Bits per parameter and step, without "
-        f"(n-1)/n. Revision {revision()}.\n"
+        f"{', '.join(f'{lr:g}' for lr in sorted({r['lr'] for r in compared}))}{'' if shared else ', where it had it'}. "
+        f"Bits per parameter and step, without (n-1)/n. Revision {revision()}.\n"
     )
     yield "| method | H | bits | best rate | loss | to AdamW | to the same in full |\n" + "| --- " * 7 + "|"
-    best = {key: _best(results, *key) for key in dict.fromkeys((r["method"], r["every"]) for r in results)}
+    best = {key: _best(compared, *key) for key in rates_of}
     plain = next((value for (method, _), value in best.items() if method == "AdamW"), None)
     in_full = {"one bit": "local", "one bit, started": "local, started", "DiLoCo, one bit": "DiLoCo, fp32"}
     in_full |= {"DiLoCo, int8": "DiLoCo, fp32", "DiLoCo, .7 and .6, one bit": "DiLoCo, .7 and .6, fp32"}
     for (method, every), (lr, losses, bits) in best.items():
         twin = best.get((in_full.get(method, ""), every))
-        cells = [method, str(every) if WAYS[method].every_of else "", f"{bits:.3f}", f"{lr:g}"]
+        cells = [method, str(every or ""), f"{bits:.3f}", f"{lr:g}"]
         cells += [f"{statistics.mean(losses):.4f}", *(_gap(losses, other) for other in (plain, twin))]
+        yield "| " + " | ".join(cells) + " |"
+    yield from _sweep(results, list(rates_of))
+
+
+def _sweep(results: Sequence[dict], keys: Sequence[tuple[str, int]]) -> Iterator[str]:
+    """Every method at every rate, mean over seeds; in brackets how many, where the most have more."""
+    rates = sorted({r["lr"] for r in results})
+    yield "\nAll rates, mean over seeds:\n"
+    yield "| method | H | " + " | ".join(f"{lr:g}" for lr in rates) + " |\n" + "| --- " * (2 + len(rates)) + "|"
+    seeds = len({r["seed"] for r in results})
+    for method, every in keys:
+        cells = [method, str(every or "")]
+        for lr in rates:
+            losses = [r["loss"] for r in results if (r["method"], r["every"], r["lr"]) == (method, every, lr)]
+            text = f"{statistics.mean(losses):.4f}" if losses else ""
+            cells.append(text + (f" ({len(losses)})" if 0 < len(losses) < seeds else ""))
         yield "| " + " | ".join(cells) + " |"
 
 
