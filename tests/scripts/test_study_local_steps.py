@@ -37,7 +37,7 @@ def test_every_method_has_a_row_with_its_bits_and_its_prices(
 
 
 def test_methods_are_compared_at_the_rates_that_all_of_them_had() -> None:
-    """By hand: of three rates two are shared; at the third AdamW would be better. In brackets seeds, where some lack."""
+    """By hand: of three rates two are shared; at the third AdamW would be better. In brackets seeds, where few."""
     job = {"task": "digits", "ranks": 2, "steps": 9, "rows": 4, "bits": 1.0}
     runs = [
         job | {"method": method, "every": every, "lr": lr, "seed": seed, "loss": loss}
