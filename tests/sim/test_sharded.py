@@ -25,8 +25,8 @@ from sharded_ranks import (
 from torch import Tensor
 
 from onebit.comm import Log4Codec, SimTransport, Work, run_ranks
-from onebit.zero import ShardedOnebitAdam
-from onebit.zero.sharded.optimizer import WARMUP_STEPS
+from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb
+from onebit.zero.sharded.optimizer import WARMUP_STEPS, ShardedOnebitOptimizer
 
 STEPS = 12
 FORMS = {
@@ -154,12 +154,13 @@ def test_stage_2_is_stage_1_to_the_bit_and_frees_gradients_in_backward() -> None
         assert torch.equal(x, y) and all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
 
 
-def test_at_stage_2_owners_send_down_during_backward() -> None:
-    """Of four buckets two have come down when backward ends: the last two have gone up, and voted."""
+@pytest.mark.parametrize(("kind", "came_down"), [(ShardedOnebitAdam, 2), (ShardedOnebitLamb, 1)])
+def test_at_stage_2_owners_send_down_during_backward(kind: type[ShardedOnebitOptimizer], came_down: int) -> None:
+    """Of four buckets, when backward ends: the last has voted, one has gone up, of LAMB one has told its norms."""
 
     def work(transport: SimTransport) -> None:
         params = initial(sizes=(256, 256, 256, 256))
-        optimizer = ShardedOnebitAdam(params, transport=transport, stage=2, bucket_cap_mb=256 * 4 / 2**20, **OPTIONS)
+        optimizer = kind(params, transport=transport, stage=2, bucket_cap_mb=256 * 4 / 2**20, **OPTIONS)
         sent_down, all_gather = [], transport.all_gather
         down_bytes = optimizer.placement.config.codec_down.frame_bytes(optimizer.buckets[0].layout.chunk)
 
@@ -170,7 +171,7 @@ def test_at_stage_2_owners_send_down_during_backward() -> None:
 
         transport.all_gather = counted  # type: ignore[method-assign]
         torch.cat(params).square().sum().backward()
-        assert len(sent_down) == 2
+        assert len(sent_down) == came_down
         optimizer.step()
         assert len(sent_down) == 4
 

@@ -6,7 +6,7 @@ Sharded one-bit Adam (`adam.py`) with another step 3; the trust ratio is `onebit
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class ShardedLambRule(ShardedAdamRule):
     """Step 3 of `ShardedOnebitLamb`."""
 
     kind = "sharded lamb"
+    works: ClassVar[int] = 3  # owners tell each other norms
 
     def __init__(self, *, max_coeff: float, min_coeff: float, coeff_beta: float):
         check_trust_options(min_coeff, max_coeff)

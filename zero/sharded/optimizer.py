@@ -150,7 +150,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self.grad_stats, self.health = GradStats(), Health()
         self._next_grad_stats = GradStats()  # of the step under way
         self._votes = Votes(rule, self.clipper, self.stats, self.health, self._watch)
-        self._driver: Driver[ShardedBucket] = Driver(3 if stage == 2 else 2, on_comm_stream=False)
+        self._driver: Driver[ShardedBucket] = Driver(1 + rule.works if stage == 2 else 2, on_comm_stream=False)
         self.overlap = EarlyFrames(self.transport.rank, overlap, self.rule, self.buckets)
         self._launched_scale = 1.0  # of the step under way
         self._has_begun = False  # the step under way
@@ -278,7 +278,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
     def _launch(self, bucket: ShardedBucket, scale: float) -> None:
         """Stage 2: begin the next bucket's step, in bucket order on every rank.
 
-        The one before it sends up, and of the one before that owners send down.
+        The one before it sends up, and so on: each enters its next phase, until owners have sent down.
         """
         if self._launched == 0:
             self.masters.check()  # owners step on them during backward

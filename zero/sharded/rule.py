@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Generator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 
 
 class ShardedRule(BucketRule[ShardedBucket]):
-    """An algorithm whose state is sharded. Its step yields a `Ready`, and exchanges behind the decision."""
+    """An algorithm whose state is sharded. Its step yields a `Ready`, and exchanges behind the decision.
 
+    works: how many operations its exchange takes, one after the other.
+    """
+
+    works: ClassVar[int] = 2  # up and down
     placement: Sharded
     buckets: Buckets[ShardedBucket]
 
