@@ -231,6 +231,25 @@ def _tables(args: argparse.Namespace, results: Sequence[dict]) -> Iterator[list[
         yield [r for r in results if (r["task"], r["ranks"], r["steps"], r["rows"]) == wanted]
 
 
+def _run_options(args: argparse.Namespace) -> str:
+    """What runs the same again."""
+    options = f"--task {' '.join(args.task)} --steps {args.steps} --every {' '.join(map(str, args.every))}"
+    if args.rows != [4]:
+        options += f" --rows {' '.join(map(str, args.rows))}"
+    options += f" --lrs {' '.join(f'{lr:g}' for lr in args.lrs)} --seeds {' '.join(map(str, args.seeds))}"
+    if args.methods != list(WAYS):
+        options += f" --methods {shlex.join(args.methods)}"
+    return options
+
+
+def _report_options(args: argparse.Namespace) -> str:
+    """What makes the same report."""
+    options = f"--report-only --task {' '.join(args.task)} --steps {args.steps}"
+    if args.rows != [4]:
+        options += f" --rows {' '.join(map(str, args.rows))}"
+    return f"{options} --results {args.results}"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="study.py local-steps", description=__doc__.split("\n\n")[0])
     parser.add_argument("--task", nargs="+", choices=TASKS, default=["byte-lm"], help="a table for each")
@@ -243,28 +262,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--results", type=Path, help="JSON lines; what is in there is not run again")
     parser.add_argument("--record", type=Path, help="write the table here; on a clean tree only")
+    parser.add_argument("--report-only", action="store_true", help="what --results holds of these tasks; runs nothing")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     if args.record is not None:
         check_record(parser, args.record)
     results = [] if args.results is None else read_results(args.results)
     done = {tuple(r[name] for name in Job.__annotations__) for r in results}
-    for job in _jobs(args):
+    for job in () if args.report_only else _jobs(args):
         if tuple(asdict(job).values()) not in done:
             results.append(run_job(job))
             if args.results is not None:
                 args.results.parent.mkdir(parents=True, exist_ok=True)
                 with args.results.open("a") as file:
                     file.write(json.dumps(results[-1]) + "\n")
-    text = "\n\n".join("\n".join(report(table)) for table in _tables(args, results))
+    tables = list(_tables(args, results))
+    if not all(tables):
+        parser.error(f"{args.results} holds no run of some task and rows that are asked for; leave out --report-only")
+    text = "\n\n".join("\n".join(report(table)) for table in tables)
     print(text)
     if args.record is not None:
-        options = f"--task {' '.join(args.task)} --steps {args.steps} --every {' '.join(map(str, args.every))}"
-        if args.rows != [4]:
-            options += f" --rows {' '.join(map(str, args.rows))}"
-        options += f" --lrs {' '.join(f'{lr:g}' for lr in args.lrs)} --seeds {' '.join(map(str, args.seeds))}"
-        if args.methods != list(WAYS):
-            options += f" --methods {shlex.join(args.methods)}"
+        options = _report_options(args) if args.report_only else _run_options(args)
         write_record(
             args.record, f"# Local steps\n\n```sh\npython scripts/study.py local-steps {options}\n```\n\n{text}\n"
         )
