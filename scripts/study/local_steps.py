@@ -225,10 +225,11 @@ def _jobs(args: argparse.Namespace) -> Iterator[Job]:
 
 
 def _tables(args: argparse.Namespace, results: Sequence[dict]) -> Iterator[list[dict]]:
-    """The results of each task and number of rows."""
+    """The results of each task and number of rows, by the seeds that are asked for."""
     for task, rows in itertools.product(args.task, args.rows):
         wanted = (task, args.ranks, args.steps, rows)
-        yield [r for r in results if (r["task"], r["ranks"], r["steps"], r["rows"]) == wanted]
+        asked = [r for r in results if r["seed"] in args.seeds]
+        yield [r for r in asked if (r["task"], r["ranks"], r["steps"], r["rows"]) == wanted]
 
 
 def _run_options(args: argparse.Namespace) -> str:
@@ -245,6 +246,8 @@ def _run_options(args: argparse.Namespace) -> str:
 def _report_options(args: argparse.Namespace) -> str:
     """What makes the same report."""
     options = f"--report-only --task {' '.join(args.task)} --steps {args.steps}"
+    if args.seeds != [0]:
+        options += f" --seeds {' '.join(map(str, args.seeds))}"
     if args.rows != [4]:
         options += f" --rows {' '.join(map(str, args.rows))}"
     return f"{options} --results {args.results}"

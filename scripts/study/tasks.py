@@ -73,7 +73,7 @@ class DemoLM(ByteLM):
 
 
 class MiddleLM(DemoLM):
-    """The same by a GPT of 10.8 M parameters: hours of a CPU for a few hundred steps of every method."""
+    """The same by a GPT of 10.8 M parameters: a quarter of an hour of a CPU for 400 steps of a method."""
 
     name, size = "middle-lm", "10m"
 
