@@ -225,10 +225,11 @@ def _jobs(args: argparse.Namespace) -> Iterator[Job]:
 
 
 def _tables(args: argparse.Namespace, results: Sequence[dict]) -> Iterator[list[dict]]:
-    """The results of each task and number of rows, by the seeds that are asked for."""
+    """The results of each task and number of rows, by the seeds, methods and H that are asked for."""
+    asked = [r for r in results if r["seed"] in args.seeds and r["method"] in args.methods]
+    asked = [r for r in asked if r["every"] in args.every or not WAYS[r["method"]].every_of]
     for task, rows in itertools.product(args.task, args.rows):
         wanted = (task, args.ranks, args.steps, rows)
-        asked = [r for r in results if r["seed"] in args.seeds]
         yield [r for r in asked if (r["task"], r["ranks"], r["steps"], r["rows"]) == wanted]
 
 
@@ -246,10 +247,14 @@ def _run_options(args: argparse.Namespace) -> str:
 def _report_options(args: argparse.Namespace) -> str:
     """What makes the same report."""
     options = f"--report-only --task {' '.join(args.task)} --steps {args.steps}"
+    if args.every != [8, 32]:
+        options += f" --every {' '.join(map(str, args.every))}"
     if args.seeds != [0]:
         options += f" --seeds {' '.join(map(str, args.seeds))}"
     if args.rows != [4]:
         options += f" --rows {' '.join(map(str, args.rows))}"
+    if args.methods != list(WAYS):
+        options += f" --methods {shlex.join(args.methods)}"
     return f"{options} --results {args.results}"
 
 

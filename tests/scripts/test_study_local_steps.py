@@ -65,10 +65,15 @@ def test_each_task_and_each_number_of_rows_has_a_table(tmp_path: Path, capsys: p
     rows = [line for line in (tmp_path / "local.jsonl").read_text().splitlines() if '"local"' in line]
     losses = [json.loads(line)["loss"] for line in rows]
     assert len(set(losses)) == len(losses) == 4  # each table's own
-    held = ["--steps", "3", "--ranks", "2", "--results", str(tmp_path / "local.jsonl")]
+    held = ["--steps", "3", "--every", "2", "--ranks", "2", "--results", str(tmp_path / "local.jsonl")]
     report_only = ["--report-only", *several, *held]
     main(report_only)
     assert capsys.readouterr().out.strip().split("\n\n| method | H | bits") == tables
+    main([*report_only, "--methods", "AdamW"])  # with any H
+    table = capsys.readouterr().out
+    assert "| AdamW |" in table and "| local |" not in table
+    main([*report_only, "--every", "4"])
+    assert capsys.readouterr().out == table
     with pytest.raises(SystemExit):
         main([*report_only, "--rows", "4"])
     assert "holds no run of some task" in capsys.readouterr().err
