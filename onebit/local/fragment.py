@@ -177,6 +177,11 @@ class LocalBucket:
 
         keeps_weights: w goes on while this travels; see `land`.
         """
+        self._encode(codec, share, keeps_weights=keeps_weights)
+        yield from self._exchange(codec, transport)
+
+    def _encode(self, codec: Codec, share: Share, *, keeps_weights: bool) -> None:
+        """Apart from `send`, which would hold what is large here until the exchange lands."""
         for p, name, shape in zip(self.params, self.names, self.layout.shapes, strict=True):
             check_place(self.rank, p, name, shape, self.device)
         x = self.flatten() if share.sends_weights else self.difference(share.keep_K)
@@ -197,13 +202,13 @@ class LocalBucket:
             x_HN.add_(e_HN)
         # In a flat world x is the next error; of a node's ranks each keeps its own rows.
         residual = x if len(x_HN) == self.layout.world_size else x_HN.reshape(-1).clone()
-        self.ef.worker_next = residual.to(self.ef.worker.dtype)
+        # A round that has left is not taken back: the error before it is not needed again, and makes room.
+        self.ef.worker = self.ef.worker_next = residual.to(self.ef.worker.dtype)
         if keeps_weights:
             self.sent_HB = self.wire.sent_HB.clone()
-        yield from self._exchange(codec, transport)
 
     def send_again(self, codec: Codec, transport: Transport, sent_HB: Tensor) -> Exchange:
-        """The same from the frames of a checkpoint; at_send and ef.worker_next are there."""
+        """The same from the frames of a checkpoint; at_send is there, and ef.worker what this leaves."""
         self.wire = Wire.empty(
             codec, self.layout.numel, self.layout.world_size, hierarchy=self.hierarchy, device=self.device
         )

@@ -90,8 +90,7 @@ def save(optimizer: LocalSteps, inner: State) -> State:
 
 def _entries(bucket: LocalBucket) -> list[dict[str, Tensor]]:
     """What is kept of each parameter."""
-    worker = bucket.ef.worker if bucket.wire is None else bucket.ef.worker_next
-    flats = {"anchor": bucket.anchor, "worker_error": _spread(bucket, worker)}
+    flats = {"anchor": bucket.anchor, "worker_error": _spread(bucket, bucket.ef.worker)}
     flats |= _optional(bucket)
     views = {name: bucket.layout.views(flat) for name, flat in flats.items()}
     return [{name: of[k] for name, of in views.items()} for k in range(len(bucket.params))]
@@ -212,7 +211,7 @@ def _restore_timetable(optimizer: LocalSteps, fragment: Fragment, saved: State) 
     for bucket, weights, sent in zip(fragment.buckets, saved["at_send"], saved["sent"], strict=True):
         bucket.at_send = torch.zeros(bucket.layout.numel, device=bucket.device)
         torch._foreach_copy_(bucket.layout.views(bucket.at_send), list(weights))
-        bucket.ef.worker_next = bucket.ef.worker.clone()
+        bucket.ef.worker_next = bucket.ef.worker
         frames = sent.to(bucket.device, copy=True)
         fragment.tasks.append(ExchangeTask(bucket.send_again(optimizer.codec, optimizer.transport, frames)))
     if optimizer.rounds.is_past_first_phase(fragment, optimizer.steps):

@@ -8,6 +8,7 @@ The threshold keeps malloc from holding on to freed tensors, which would hide a 
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import threading
@@ -18,37 +19,58 @@ import torch
 
 import onebit
 from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
-from onebit.comm import SimTransport, run_ranks
-from onebit.optimizer import CompressedOptimizer
+from onebit.comm import Log4Codec, SimTransport, run_ranks
+from onebit.zero import ShardedOnebitAdam
 
 RANKS, ROWS, COLUMNS, TENSORS, STEPS = 2, 256, 256, 40, 14
 WARMUP = 4
 
 
-def adam(params: list, transport: SimTransport, **options: object) -> CompressedOptimizer:
+def adam(params: list, transport: SimTransport, **options: object) -> torch.optim.Optimizer:
     optimizer = onebit.OnebitAdam(params, transport=transport, **options)  # type: ignore[arg-type]
     optimizer.rule.schedule = DenseSteps("auto", WARMUP, VarianceUpdates(2))  # with refreshes among the steps behind
     return optimizer
 
 
-def muon(params: list, transport: SimTransport, **options: object) -> CompressedOptimizer:
+def muon(params: list, transport: SimTransport, **options: object) -> torch.optim.Optimizer:
     groups = [{"params": params, "use_muon": True}]
     return onebit.OnebitMuon(groups, transport=transport, freeze_step=WARMUP, ns_steps=1, **options)  # type: ignore[arg-type]
 
 
-def zero_one(**rule: object) -> Callable[..., CompressedOptimizer]:
-    def make(params: list, transport: SimTransport, **options: object) -> CompressedOptimizer:
+def zero_one(**rule: object) -> Callable[..., torch.optim.Optimizer]:
+    def make(params: list, transport: SimTransport, **options: object) -> torch.optim.Optimizer:
         return onebit.ZeroOneAdam(params, transport=transport, var_update_scaler=2, **rule, **options)  # type: ignore[arg-type]
 
     return make
 
 
-KINDS: dict[str, Callable[..., CompressedOptimizer]] = {
+def sharded(params: list, transport: SimTransport, **options: object) -> torch.optim.Optimizer:
+    return ShardedOnebitAdam(params, transport=transport, warmup_steps=WARMUP, **options)  # type: ignore[arg-type]
+
+
+def local(every: int, **options: int) -> Callable[..., torch.optim.Optimizer]:
+    def make(params: list, transport: SimTransport, *, lr: float, bucket_cap_mb: float) -> torch.optim.Optimizer:
+        inner = torch.optim.AdamW(params, lr=lr, fused=True)
+        return onebit.LocalSteps(inner, every, bucket_cap_mb=bucket_cap_mb, transport=transport, **options)
+
+    return make
+
+
+KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "OnebitAdam": adam,
+    "OnebitAdam, four-bit warm-up": functools.partial(adam, warmup_codec=Log4Codec()),
+    "OnebitAdam, delay 1": functools.partial(adam, delay=1),
     "OnebitLamb": lambda p, t, **options: onebit.OnebitLamb(p, transport=t, freeze_step=WARMUP, **options),
     "OnebitMuon": muon,
     "ZeroOneAdam": zero_one(),
     "ZeroOneAdam, local steps": zero_one(local_step_clipper=4, local_step_scaler=1, var_freeze_step=4),
+    "LocalSteps": local(4),
+    "LocalSteps, 4 fragments, delay 1": local(8, fragments=4, delay=1),
+}
+# The most that these keep between two steps they keep in the first of all.
+EARLY: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "ShardedOnebitAdam": sharded,
+    "LocalSteps, delay 1": local(4, delay=1),
 }
 
 
@@ -69,7 +91,7 @@ def train(kind: str, tensors: int) -> list[tuple[str, float, float]]:
 
     def work(transport: SimTransport) -> list[tuple[str, float, float]]:
         params = [torch.nn.Parameter(torch.ones(ROWS, COLUMNS)) for _ in range(tensors)]
-        optimizer = KINDS[kind](params, transport, bucket_cap_mb=ROWS * COLUMNS * 4 / 2**20, lr=1e-3)
+        optimizer = (KINDS | EARLY)[kind](params, transport, bucket_cap_mb=ROWS * COLUMNS * 4 / 2**20, lr=1e-3)
         steps = []
         for p in params:
             p.grad = torch.empty_like(p)
@@ -92,8 +114,8 @@ def train(kind: str, tensors: int) -> list[tuple[str, float, float]]:
 def main() -> None:
     torch.set_num_threads(1)
     steps = {}
-    for kind in KINDS:
-        train(kind, 2)
+    for kind in KINDS | EARLY:
+        train(kind, 4)
         gc.collect()
         steps[kind] = train(kind, TENSORS)
         gc.collect()
