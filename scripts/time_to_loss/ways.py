@@ -271,8 +271,9 @@ WAYS = {
         _local("DiLoCo fp32", 32, IdentityCodec(), NESTEROV),
         *(_local("DiLoCo int8", every, Int8Codec(), NESTEROV) for every in (8, 32, 128)),
         *(
-            _local("DiLoCo int8, outer .7 and .6", every, Int8Codec(), (0.7, 0.6), time_of=f"DiLoCo int8, H = {every}")
-            for every in (32, 128)
+            _local(f"DiLoCo int8, outer {text}", every, Int8Codec(), outer, time_of=f"DiLoCo int8, H = {every}")
+            for text, outer in (("1 and 0", (1.0, 0.0)), (".7 and .6", (0.7, 0.6)))
+            for every in (8, 32, 128)
         ),
         _ours("OnebitAdam", onebit.OnebitAdam, _ADAM),
         _ours("OnebitAdam, four-bit warm-up", onebit.OnebitAdam, _ADAM, warmup_codec=Log4Codec()),
