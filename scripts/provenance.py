@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+from datetime import date
 from functools import cache
 from pathlib import Path
 
@@ -48,6 +49,17 @@ def record_path(text: str) -> Path:
     except DirtyTreeError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return path
+
+
+def add_results(parser: argparse.ArgumentParser, stem: str) -> None:
+    """Add --results, the lines of a bench whose record and figure lie beside them; by default of today, under runs/."""
+    parser.add_argument(
+        "--results",
+        type=record_path,
+        default=Path(f"runs/{stem}_{date.today():%Y-%m-%d}.jsonl"),
+        metavar="FILE",
+        help="JSON lines; the record beside it: .md, .png",
+    )
 
 
 def check_record(parser: argparse.ArgumentParser, path: Path) -> None:

@@ -15,7 +15,6 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from bench.collective import FP32, ONE_BIT, Compressed, dense
 from bench.command import words
 from bench.record import append, describe_machine, read_lines
 from bench.timing import measure
-from provenance import record_path, write_record
+from provenance import add_results, write_record
 from rich.progress import Progress
 
 from growth.report import draw, points_of, report
@@ -126,14 +125,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--repeats", type=int, default=25, help="at most")
     add("--budget-s", type=float, default=4.0, help="no repetition starts after so many seconds of a point")
     add("--longest-s", type=float, default=6.0, help="no fp32 all-reduce that must take longer")
-    results = Path(f"runs/growth_{date.today():%Y-%m-%d}.jsonl")
-    add(
-        "--results",
-        type=record_path,
-        default=results,
-        metavar="FILE",
-        help="JSON lines; the record beside it: .md, .png",
-    )
+    add_results(parser, "growth")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     add("--dense-up-to", type=int, default=10**12, help=argparse.SUPPRESS)
     add("--out", type=Path, help=argparse.SUPPRESS)

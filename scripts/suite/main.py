@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from bench import step as bench_step
 from bench.collective import BF16, FP32, ONE_BIT, run_workers
 from bench.command import words
 from bench.record import append, describe_machine, read_lines
-from provenance import record_path, write_record
+from provenance import add_results, write_record
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from onebit.cli.cluster import TIMED_OUT, Cluster, available
@@ -191,14 +190,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--repeats", type=int, default=9, help="of a collective, at most; dense: a third")
     add("--peer-steps", type=int, default=2, help="measured ones of DeepSpeed's")
     add("--budget-s", type=float, default=14.0, help="no step or repetition starts after so many measured seconds")
-    results = Path(f"runs/bench_{date.today():%Y-%m-%d}.jsonl")
-    add(
-        "--results",
-        type=record_path,
-        default=results,
-        metavar="FILE",
-        help="JSON lines; the record beside it: .md, .png",
-    )
+    add_results(parser, "bench")
     add("--report-only", action="store_true", help="run nothing")
     return parser.parse_args(argv)
 
