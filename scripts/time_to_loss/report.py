@@ -190,7 +190,7 @@ def _whole_runs(found: Sequence[Found], timed: Sequence[Timed], networks: Sequen
 
 def _losses(found: Sequence[Found]) -> Iterator[str]:
     lengths = sorted({f.run.steps for f in found})
-    yield "\n## Losses by steps\n\nAt the best rate, which stands behind.\n"
+    yield "\n## Losses by steps\n\nThe mean at the best rate; in brackets the seeds' least and most, and the rate.\n"
     yield "| | " + " | ".join(map(str, lengths)) + " |"
     yield "| --- |" + " ---: |" * len(lengths)
     for way in (way for way in WAYS if any(f.run.way == way for f in found)):
@@ -200,7 +200,9 @@ def _losses(found: Sequence[Found]) -> Iterator[str]:
                 cells.append("")
                 continue
             runs = best_runs(found, way, steps)
-            cells.append(f"{statistics.mean(f.loss for f in runs):.3f} ({runs[0].run.lr:g})")
+            losses = [f.loss for f in runs]
+            seeds = f"{min(losses):.3f} to {max(losses):.3f}; " if len(losses) > 1 else ""
+            cells.append(f"{statistics.mean(losses):.3f} ({seeds}{runs[0].run.lr:g})")
         yield f"| {way} | " + " | ".join(cells) + " |"
 
 

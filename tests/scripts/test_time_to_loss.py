@@ -77,6 +77,14 @@ def test_whole_runs_count_every_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| DeMo |" not in text.split("## Runs of 20 steps")[1].split("##")[0]
 
 
+def test_losses_are_means_of_the_rate_that_most_seeds_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "revision", lambda: "x")
+    runs = [found("DDP float32", 10, 4.0), found("DDP float32", 10, 3.0, lr=1.0), found("DDP float32", 20, 2.5)]
+    runs += [replace(one, run=replace(one.run, seed=1), loss=one.loss - 2.0) for one in runs[:1]]
+    text = "\n".join(report.report(runs, [timed("DDP float32", plain=0.2)]))
+    assert "| DDP float32 | 3.000 (2.000 to 4.000; 0.01) | 2.500 (0.01) |" in text and "seeds 0, 1," in text
+
+
 def test_another_form_has_the_loss_of_the_one_it_names() -> None:
     lines = report.curves([found("DDP float32", 10, 4.0)], [timed("DDP bfloat16", plain=0.2)])["1gbit"]
     assert [(line.way, line.seconds, line.losses) for line in lines] == [("DDP bfloat16", (2.0,), (4.0,))]
