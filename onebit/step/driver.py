@@ -1,7 +1,8 @@
 """The driver: the steps of all buckets side by side, from the first Work to the last meeting.
 
 A bucket's next phase is launched with phase 1 of the bucket behind it; what is left is brought home in rounds. So every
-rank launches the same sequence of operations, whether during backward or in step().
+rank launches the same sequence of operations, whether during backward or in step(). A launch waits for the phase before
+it, in a hook too: to pass over what has not arrived yet would give each rank a sequence of its own.
 """
 
 from __future__ import annotations
