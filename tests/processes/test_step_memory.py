@@ -12,6 +12,12 @@ from pathlib import Path
 import pytest
 from peak_memory import EARLY, KINDS, WARMUP
 
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux: peaks are read from /proc"),
+    pytest.mark.thorough,
+    pytest.mark.timeout(300),
+]
+
 SCRIPT = Path(__file__).parents[1] / "support" / "peak_memory.py"
 
 
@@ -24,32 +30,25 @@ def measured() -> dict[str, list[tuple[str, float, float]]]:
     return steps
 
 
-reads_peaks = pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="needs Linux: peaks are read from /proc"
-)
-
-
-@reads_peaks
-@pytest.mark.thorough
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_step_needs_5_percent_more_than_what_is_kept_between_steps(kind: str) -> None:
-    """A bucket is 1/40 of the model here: what one needs for a moment is within the bound, what all need is not."""
+def steps_of(kind: str) -> tuple[list[tuple[str, float, float]], str]:
+    """They, and what they are to be said as; of more than one phase."""
     steps = measured()[kind]
     lines = "\n".join(f"{phase}: {peak:.2f} bytes per parameter, {after:.2f} after" for phase, peak, after in steps)
     assert len({phase for phase, _, _ in steps}) > 1, lines
+    return steps, lines
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_step_needs_5_percent_more_than_what_is_kept_between_steps(kind: str) -> None:
+    """A bucket is 1/40 of the model here: what one needs for a moment is within the bound, what all need is not."""
+    steps, lines = steps_of(kind)
     *_, steady = steps[-1]
     assert 16.0 < steady < 50.0, lines  # the parameters and gradients alone are 8
     assert max(peak for _, peak, _ in steps) <= 1.05 * steady, lines
 
 
-@reads_peaks
-@pytest.mark.thorough
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", EARLY)
 def test_what_fits_in_the_first_steps_fits_in_all(kind: str) -> None:
     """A warm-up in wider frames, or a round under way, holds more than what follows; no later step does."""
-    steps = measured()[kind]
-    lines = "\n".join(f"{phase}: {peak:.2f} bytes per parameter, {after:.2f} after" for phase, peak, after in steps)
-    assert len({phase for phase, _, _ in steps}) > 1, lines
+    steps, lines = steps_of(kind)
     assert max(peak for _, peak, _ in steps) <= 1.05 * max(after for _, _, after in steps[: WARMUP + 1]), lines

@@ -67,7 +67,7 @@ KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "LocalSteps": local(4),
     "LocalSteps, 4 fragments, delay 1": local(8, fragments=4, delay=1),
 }
-# The most that these keep between two steps they keep in the first of all.
+# These keep more in their first steps, or while a round is under way, than in the others.
 EARLY: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "ShardedOnebitAdam": sharded,
     "LocalSteps, delay 1": local(4, delay=1),
