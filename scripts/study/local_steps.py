@@ -233,29 +233,17 @@ def _tables(args: argparse.Namespace, results: Sequence[dict]) -> Iterator[list[
         yield [r for r in asked if (r["task"], r["ranks"], r["steps"], r["rows"]) == wanted]
 
 
-def _run_options(args: argparse.Namespace) -> str:
-    """What runs the same again."""
+def _options(args: argparse.Namespace) -> str:
+    """What runs the same again, or makes the same report."""
     options = f"--task {' '.join(args.task)} --steps {args.steps} --every {' '.join(map(str, args.every))}"
     if args.rows != [4]:
         options += f" --rows {' '.join(map(str, args.rows))}"
-    options += f" --lrs {' '.join(f'{lr:g}' for lr in args.lrs)} --seeds {' '.join(map(str, args.seeds))}"
+    if not args.report_only:
+        options += f" --lrs {' '.join(f'{lr:g}' for lr in args.lrs)}"
+    options += f" --seeds {' '.join(map(str, args.seeds))}"
     if args.methods != list(WAYS):
         options += f" --methods {shlex.join(args.methods)}"
-    return options
-
-
-def _report_options(args: argparse.Namespace) -> str:
-    """What makes the same report."""
-    options = f"--report-only --task {' '.join(args.task)} --steps {args.steps}"
-    if args.every != [8, 32]:
-        options += f" --every {' '.join(map(str, args.every))}"
-    if args.seeds != [0]:
-        options += f" --seeds {' '.join(map(str, args.seeds))}"
-    if args.rows != [4]:
-        options += f" --rows {' '.join(map(str, args.rows))}"
-    if args.methods != list(WAYS):
-        options += f" --methods {shlex.join(args.methods)}"
-    return f"{options} --results {args.results}"
+    return f"--report-only {options} --results {args.results}" if args.report_only else options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -270,9 +258,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--results", type=Path, help="JSON lines; what is in there is not run again")
     parser.add_argument("--record", type=Path, help="write the table here; on a clean tree only")
-    parser.add_argument("--report-only", action="store_true", help="what --results holds of these tasks; runs nothing")
+    parser.add_argument("--report-only", action="store_true", help="what --results holds of this; runs nothing")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
+    if args.report_only and args.results is None:
+        parser.error("--report-only reads what --results holds: give it a file")
     if args.record is not None:
         check_record(parser, args.record)
     results = [] if args.results is None else read_results(args.results)
@@ -286,11 +276,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                     file.write(json.dumps(results[-1]) + "\n")
     tables = list(_tables(args, results))
     if not all(tables):
-        parser.error(f"{args.results} holds no run of some task and rows that are asked for; leave out --report-only")
+        parser.error(
+            f"{args.results} holds no run of some task and rows that are asked for, with these steps, seeds, methods "
+            "and H; leave out --report-only"
+        )
     text = "\n\n".join("\n".join(report(table)) for table in tables)
     print(text)
     if args.record is not None:
-        options = _report_options(args) if args.report_only else _run_options(args)
-        write_record(
-            args.record, f"# Local steps\n\n```sh\npython scripts/study.py local-steps {options}\n```\n\n{text}\n"
-        )
+        command = f"python scripts/study.py local-steps {_options(args)}"
+        write_record(args.record, f"# Local steps\n\n```sh\n{command}\n```\n\n{text}\n")

@@ -77,3 +77,6 @@ def test_each_task_and_each_number_of_rows_has_a_table(tmp_path: Path, capsys: p
     with pytest.raises(SystemExit):
         main([*report_only, "--rows", "4"])
     assert "holds no run of some task" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(report_only[:-2])
+    assert "--report-only reads what --results holds" in capsys.readouterr().err
