@@ -181,7 +181,10 @@ class LocalBucket:
         yield from self._exchange(codec, transport)
 
     def _encode(self, codec: Codec, share: Share, *, keeps_weights: bool) -> None:
-        """Apart from `send`, which would hold what is large here until the exchange lands."""
+        """This rank's share onto the wire; what that leaves becomes the worker error.
+
+        Apart from `send`, which would hold what is large here until the exchange lands.
+        """
         for p, name, shape in zip(self.params, self.names, self.layout.shapes, strict=True):
             check_place(self.rank, p, name, shape, self.device)
         x = self.flatten() if share.sends_weights else self.difference(share.keep_K)
