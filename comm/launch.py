@@ -344,7 +344,7 @@ def _on_new_group(launch: Launch, backend: str, timeout_s: float) -> TorchTransp
     try:
         if backend == "gloo":
             # A peer that dies amid it can hold Gloo for ever.
-            call_within(timeout_s + NOTES_S, connect, getattr(store, "port", None))
+            call_within(timeout_s + NOTES_S, connect, getattr(store, "port", launch.master_port))
             # Others may use the group, too: Gloo closes all connections after their timeout, which must come second.
             _set_timeout(timeout_s + DIAGNOSIS_S)
         else:

@@ -1,17 +1,20 @@
 """Where the ranks of a new process group find each other, and who has come: a store, and a list of arrivals in it.
 
-Every rank adds itself to the list and waits until it is complete. Where it is not in time, or contradicts itself, every
-rank that has come ends with the same error: who is there and from where, who is missing. Rests on
+Every rank adds itself to the list, waits until it is complete, says so, and waits until all have said so. Where it is
+not complete in time, or contradicts itself, somebody ends the list, and every rank on it raises the same error: who is
+there and from where, who is missing. A launcher's agent keeps its store when it starts all processes anew: of an
+earlier start there are lines on the list then, but nobody who still says what he sees. Rests on
 `torch.distributed.TCPStore`; `launch.py` says where the store is.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -27,6 +30,8 @@ T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.2
 _SECOND_HOST_S = 5.0
 """How long a second rank 0 waits for the name of the first, which listens in its place."""
+_OVER = "over\n"
+"""The line that ends a list of arrivals."""
 _LINGER_S = 1.0
 """How long the rank that hosts the store outlives an error, so that the others can read it."""
 
@@ -46,7 +51,7 @@ class Arrival:
         return cls(rank, world_size, socket.gethostname(), os.getpid())
 
 
-def contradiction(arrivals: Sequence[Arrival]) -> str:
+def contradiction(arrivals: Collection[Arrival]) -> str:
     """What is wrong with these processes as a whole, and what to do; "" where nothing is."""
     sizes = sorted({arrival.world_size for arrival in arrivals})
     if len(sizes) > 1:
@@ -87,13 +92,17 @@ class Rendezvous:
         self._address = address
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
+        self._is_hosted = is_hosted
         self._host = "the launcher's agent" if is_hosted else "rank 0"
         self._host_ranks = () if is_hosted else (0,)
+        self._line = json.dumps(astuple(me)) + "\n"
+        self._list = ""
+        self._said: set[str] = set()
         self.arrivals: list[Arrival] = []
         self.store = self._found_store() if me.rank or is_hosted else self._own_store()
 
     def meet(self) -> dist.Store:
-        """Wait until all ranks have come. All ranks, once for each process group.
+        """Wait until all ranks have come; the store, under a prefix that no other group has. All ranks, once for each.
 
         Raises PeerError, which names the missing ranks, timeout_s after the construction on this rank or any other;
         ValueError where two processes are the same rank or disagree on the world size. All that have come raise alike.
@@ -101,40 +110,72 @@ class Rendezvous:
         me = self._me
         # A store may serve several groups of the same processes, one after the other.
         number = self.store.add(f"onebit/groups/{me.rank}/{me.host}/{me.pid}", 1)
-        list_key, over_key = f"onebit/arrivals/{number}", f"onebit/over/{number}"
-        self._join(list_key)
-        pause_s = _FIRST_PAUSE_S
+        self._list = f"onebit/arrivals/{number}"
+        self._write(self._list, self._line)
+        pause_s, came = _FIRST_PAUSE_S, 0
         while True:
-            is_over = time.monotonic() > self._deadline or self._ask(lambda: self.store.check([over_key]))
-            self._read(list_key)
-            if problem := contradiction(self.arrivals):
-                self._linger()
-                raise ValueError(f"{self._who()}: {problem}")
-            if len(self.arrivals) >= me.world_size:
+            is_late = time.monotonic() > self._deadline
+            is_over = self._read(self._list)
+            problem = contradiction(self.arrivals) or contradiction({me, *self.arrivals})
+            agreed = set() if problem else self._agreed(say=not is_over)
+            if len(agreed) == me.world_size:
+                self.store = dist.PrefixStore(self._sight(), self.store)
                 return self.store
             if is_over:
-                self._ask(lambda: self.store.set(over_key, ""))
                 self._linger()
-                raise self._missing(f"{len(self.arrivals)} of {me.world_size} ranks came in {self._timeout_s:g} s")
-            time.sleep(pause_s)
+                if problem:
+                    raise ValueError(f"{self._who()}: {problem}")
+                in_time = f"{len(self.arrivals)} of {me.world_size} ranks came in {self._timeout_s:g} s"
+                raise self._missing(in_time, agreed)
+            if problem or is_late:
+                self._write(self._list, _OVER)
+                continue  # and raise what the list says up to there, as everybody does
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S + 1e-3 * me.world_size)
+            if len(self.arrivals) != came:
+                pause_s, came = _FIRST_PAUSE_S, len(self.arrivals)
+            time.sleep(pause_s)
 
     def explain(self, why: str) -> PeerError:
         """The error for ranks that all came, but did not all connect to each other. Every rank that failed, at once."""
         came, self.arrivals = self.arrivals, []
-        self._join("onebit/failed")
+        self._write("onebit/failed", self._line)
         time.sleep(NOTES_S)
         self._read("onebit/failed")
         self._linger()
         return self._missing(f"not all ranks connect to each other ({why}); all came, {from_where(came)}; still here")
 
-    def _join(self, list_key: str) -> None:
-        line = json.dumps(astuple(self._me)) + "\n"
-        self._ask(lambda: self.store.append(list_key, line))  # type: ignore[attr-defined]
+    def _write(self, key: str, line: str) -> None:
+        self._ask(lambda: self.store.append(key, line))  # type: ignore[attr-defined]
 
-    def _read(self, list_key: str) -> None:
-        lines = self._ask(lambda: self.store.get(list_key)).decode().splitlines()
-        self.arrivals = [Arrival(*json.loads(line)) for line in lines]
+    def _read(self, key: str) -> bool:
+        """Take the arrivals that concern this process from the list there. Whether it is over."""
+        text = self._ask(lambda: self.store.get(key)).decode()
+        if self._is_hosted:  # a list that was over before this process came is of an earlier start
+            before, line, after = text.partition(self._line)
+            text = before.rpartition(_OVER)[2] + line + after
+        text, over, _ = text.partition(_OVER)
+        self.arrivals = [Arrival(*json.loads(line)) for line in text.splitlines()]
+        if self._is_hosted:  # so is who has come as a rank before the last that has
+            alike = (arrival for arrival in self.arrivals if arrival.world_size == self._me.world_size)
+            self.arrivals = list({arrival.rank: arrival for arrival in alike}.values())
+        return bool(over)
+
+    def _agreed(self, *, say: bool) -> set[int]:
+        """The ranks that live and see all ranks on the list, the same processes as this one. say: so does this one."""
+        if len(self.arrivals) < self._me.world_size:
+            return set()
+        if not self._is_hosted:  # the list is as old as rank 0
+            return set(range(self._me.world_size))
+        key = f"onebit/seen/{self._sight()}"
+        if say and key not in self._said:
+            self._write(key, f"{self._me.rank}\n")
+            self._said.add(key)
+        is_there = self._ask(lambda: self.store.check([key]))
+        return set(map(int, self._ask(lambda: self.store.get(key)).split())) if is_there else set()
+
+    def _sight(self) -> str:
+        """A name for what is on the list, which no other list has."""
+        return hashlib.sha256(repr((self._list, sorted(self.arrivals))).encode()).hexdigest()[:16]
 
     def _ask(self, question: Callable[[], T]) -> T:
         """What the store answers. Raises PeerError where it has ended."""
@@ -150,10 +191,13 @@ class Rendezvous:
             self._host_ranks,
         )
 
-    def _missing(self, what: str) -> PeerError:
-        absent = sorted(set(range(self._me.world_size)) - {arrival.rank for arrival in self.arrivals})
+    def _missing(self, what: str, present: Iterable[int] = ()) -> PeerError:
+        """present: where all are on the list, the ranks that are still there."""
+        came = {arrival.rank for arrival in self.arrivals}
+        everybody = set(range(self._me.world_size))
+        absent = sorted(everybody - came or everybody - set(present))
         return PeerError(
-            f"{self._who()}: {what}: {from_where(self.arrivals)}. Missing: rank {', '.join(map(str, absent))}; look at "
+            f"{self._who()}: {what}: {from_where(self.arrivals)}. Missing: rank {_listed(absent)}; look at "
             "the logs of missing ranks first, then check WORLD_SIZE and RANK",
             absent,
         )

@@ -60,11 +60,13 @@ def run_torchrun(
     timeout_s: float = 60.0,
     env: Mapping[str, str] | None = None,
     agent: bool = False,
+    restarts: int = 0,
     at_once: bool = False,
 ) -> Ended:
     """n ranks with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun gives them.
 
-    They are forks of a process that has imported all they need, see `_Fork`. agent: the real torchrun, without forks.
+    They are forks of a process that has imported all they need, see `_Fork`. agent: the real torchrun, without forks,
+    which starts all ranks anew where one fails, `restarts` times.
     at_once: ranks whose target returns end by `_end`, where it is not the end that is tested.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -72,6 +74,7 @@ def run_torchrun(
             call = ["at once" if at_once else "fork", str(n), folder, *_spell(target, args)]
             return _run(_Fork, call, n, Path(folder), timeout_s, env)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
+        torchrun += [f"--max-restarts={restarts}"]
         call = [__file__, "rank", folder, *_spell(target, args)]
         return _run(_popen, [*torchrun, *call], n, Path(folder), timeout_s, env)
 

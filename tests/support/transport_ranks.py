@@ -122,8 +122,9 @@ def levels_of_inits(hosts: list[str], local_size: int) -> dict[str, str]:
 
 def miss_a_peer_in_two_levels() -> None:
     """Rank 3 of two nodes of two ranks is silent: what its node and its peers across see. Then all end."""
-    transport = onebit.comm.init(timeout_s=TIMEOUT_S, levels=2)
+    transport = onebit.comm.init(timeout_s=30.0, levels=2)  # all come, on a busy machine too
     assert isinstance(transport, HierarchicalTransport)
+    transport.intra_node.timeout_s = transport.inter_node.timeout_s = TIMEOUT_S
     if transport.rank == 3:
         time.sleep(8 * TIMEOUT_S)
     else:
@@ -194,6 +195,19 @@ def exit_without_close() -> str:
     x = torch.full((3,), float(transport.rank))
     transport.all_reduce(x).wait()
     return launch.describe(transport)
+
+
+def die_in_the_first_start() -> dict[str, object]:
+    """Rank 1 does; the sum that all ranks find in the second."""
+    start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    transport = onebit.comm.init(timeout_s=30.0)
+    x = torch.full((3,), float(transport.rank + start))
+    transport.all_reduce(x).wait()
+    if start == 0 and transport.rank == 1:
+        os._exit(3)
+    if start == 0:
+        _all_to_all(transport).wait()
+    return {"start": start, "sum": x.tolist()}
 
 
 def _all_to_all(transport: Transport, size: int = 1_000_000) -> Work:

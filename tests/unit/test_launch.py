@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import re
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed
 import transport_ranks
 from ranks import Ended, run_mpi, run_torchrun
 
@@ -24,7 +20,6 @@ import onebit.comm
 from onebit.comm.launch import Launch, describe, detect, first_host
 from onebit.comm.transports.edge import DIAGNOSIS_S
 from onebit.comm.transports.mpi import import_mpi
-from onebit.comm.transports.rendezvous import Arrival, Rendezvous
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -203,6 +198,13 @@ def test_real_torchrun_and_exit_without_close() -> None:
     assert ended.results == ("2 ranks by torchrun, transport torch.distributed (gloo)",) * 2
 
 
+@pytest.mark.processes
+def test_ranks_that_torchrun_starts_anew_form_a_group_anew() -> None:
+    """Its agent keeps the store, and what the ranks of the first start had left in it."""
+    ended = run_torchrun(2, transport_ranks.die_in_the_first_start, agent=True, restarts=1, timeout_s=60).check()
+    assert ended.results == ({"start": 1, "sum": [3.0, 3.0, 3.0]},) * 2
+
+
 @pytest.mark.parametrize("levels", [0, -2, "two", 2.0])
 def test_levels_that_are_no_number_are_refused(levels: object) -> None:
     with pytest.raises(ValueError, match='levels must be "auto" or a number of ranks per node'):
@@ -251,24 +253,6 @@ def test_levels_that_are_not_there_are_logged() -> None:
         assert ("one level between 4 ranks: the launcher says 2" in result["log"]) == (rank == 0)
 
 
-@pytest.mark.slow
-def test_a_second_rank_0_waits_for_the_name_of_the_first() -> None:
-    """The first listens before it puts itself on the list."""
-    store = torch.distributed.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
-    first = Arrival(0, 2, "elsewhere", 1)
-    late = threading.Timer(
-        0.3,
-        lambda: (
-            store.add("onebit/groups/0/elsewhere/1", 1),
-            store.append("onebit/arrivals/1", json.dumps(astuple(first)) + "\n"),
-        ),
-    )
-    late.start()
-    with pytest.raises(ValueError, match=r"process 1 on elsewhere and process .* are both rank 0"):
-        Rendezvous(Arrival.here(0, 2), ("127.0.0.1", store.port), 5.0)
-    late.join()
-
-
 @functools.cache
 def gathered_in_vain() -> tuple[dict[str, Any], ...]:
     with contextlib.ExitStack() as stack:
@@ -288,7 +272,7 @@ def gathered_in_vain() -> tuple[dict[str, Any], ...]:
          [0]),
         ("twice", "ValueError", r"rank .* of 3: process \d+ on \S+ and process \d+ on \S+ are both rank 1; start", []),
         ("host twice", "ValueError", r"rank .* of 3: process \d+ on \S+ and process \d+ on \S+ are both rank 0; ", []),
-        ("size", "ValueError", r"rank {} of .: WORLD_SIZE differs: 3 for rank 0.* 4 for rank 1 on .*; start all ", []),
+        ("size", "ValueError", r"rank {} of .: WORLD_SIZE differs: 3 for rank [02].* 4 for rank 1 on .*; start", []),
         ("dies", "PeerError", r"rank {} of 3: not all ranks connect to each other .* Missing: rank 2;", [2]),
     ],
 )  # fmt: skip

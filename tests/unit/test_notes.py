@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from onebit.comm.transports.notes import Note, Operation, conclude
-from onebit.comm.transports.rendezvous import Arrival, contradiction, from_where
 
 OURS = Operation("all_to_all", 7, 4096)
 OTHER = Operation("all_gather", 7, 4096)
@@ -79,30 +78,3 @@ def test_operations_differ_in_their_tags() -> None:
     ]
     assert len({operation.tag(1 << 30) for operation in operations}) == len(operations)
     assert all(operation.tag(32765) < 32765 for operation in operations)
-
-
-def arrivals(*ranks: int, size: int = 3, host: str = "a") -> list[Arrival]:
-    return [Arrival(rank, size, host, 100 + 10 * len(host) + k) for k, rank in enumerate(ranks)]
-
-
-@pytest.mark.parametrize(
-    ("came", "said"),
-    [
-        (arrivals(), ""),
-        (arrivals(0, 2, 1), ""),
-        (arrivals(0, 1) * 2, ""),
-        (arrivals(0, 1, 1), "process 111 on a and process 112 on a are both rank 1; start each process with a RANK"),
-        (arrivals(0) + arrivals(0, host="bb"), "process 110 on a and process 120 on bb are both rank 0"),
-        (
-            arrivals(0) + arrivals(1, 2, size=4, host="bb"),
-            "WORLD_SIZE differs: 3 for rank 0 on a (process 110), 4 for rank 1 2 on bb (process 120 121); start all",
-        ),
-    ],
-)
-def test_contradictions_name_processes_and_hosts(came: list[Arrival], said: str) -> None:
-    assert contradiction(came)[: len(said)] == said and bool(contradiction(came)) == bool(said)
-
-
-def test_where_ranks_come_from_is_told_host_by_host() -> None:
-    came = arrivals(0, 2) + arrivals(1, host="bb")
-    assert from_where(came) == "0 2 on a (process 110 111), 1 on bb (process 120)"
