@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..host import direction_
 from ..layout.flat import Layout
 
 # Of which temporaries are made: 256 KiB each with blocks of 256, which stay in a cache.
@@ -23,7 +24,17 @@ def adam_direction_(
     """Advance m and v by the mean gradient g, and leave the direction in it: g ← m̂/(√v̂ + eps). float32 [n], in place.
 
     m ← β1·m + (1-β1)·g,  v ← β2·v + (1-β2)·g²,  m̂ = m/(1-β1^step),  v̂ = v/(1-β2^step)   (arXiv 1412.6980, Alg. 1)
+
+    In host memory one pass, in C++ where it is built; elsewhere seven operations of torch.
     """
+    direction = direction_ if g.device.type == "cpu" else direction_in_torch_
+    direction(g, m, v, betas=betas, eps=eps, step=step, bias_correction=bias_correction)
+
+
+def direction_in_torch_(
+    g: Tensor, m: Tensor, v: Tensor, *, betas: tuple[float, float], eps: float, step: int, bias_correction: bool
+) -> None:
+    """`adam_direction_` wherever torch can; other roundings than in host memory."""
     beta1, beta2 = betas
     m.lerp_(g, 1.0 - beta1)
     v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)

@@ -7,7 +7,7 @@
 `variance.py` a variance in 8 bits. `onebit.HostAdam` is the optimizer on top.
 """
 
-from .adam import adam_
+from .adam import adam_, direction_
 from .variance import BLOCK, EightBitVariance, empty_variance, from_eight_bits, to_eight_bits
 
-__all__ = ["BLOCK", "EightBitVariance", "adam_", "empty_variance", "from_eight_bits", "to_eight_bits"]
+__all__ = ["BLOCK", "EightBitVariance", "adam_", "direction_", "empty_variance", "from_eight_bits", "to_eight_bits"]

@@ -1,8 +1,9 @@
-"""`adam_`: one step of Adam or AdamW on a flat chunk of parameters in host memory."""
+"""One step of Adam or AdamW on a flat chunk of parameters in host memory, and the direction of such a step alone."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -56,4 +57,26 @@ def adam_(
         is_decoupled=is_decoupled,
         bias_correction=bias_correction,
     )
+    _run(chunk, constants, offset)
+
+
+def direction_(
+    g: Tensor, m: Tensor, v: Tensor, *, betas: tuple[float, float], eps: float, step: int, bias_correction: bool
+) -> None:
+    """Advance m and v by the gradient g, and leave the direction in it: g ← m̂/(√v̂ + eps). float32 [n], as in `adam_`.
+
+    What `adam_` with lr = 1 takes from a parameter of 0. One pass over memory, in which nothing else is read or made.
+    """
+    chunk = AdamChunk(g, g, m, v, None)
+    chunk.check(0, in_place=True)
+    _run(chunk, _constants_of_direction(tuple(betas), eps, step, bias_correction), 0)
+
+
+@functools.lru_cache(maxsize=64)
+def _constants_of_direction(betas: tuple[float, float], eps: float, step: int, bias_correction: bool) -> AdamConstants:
+    of_a_move = AdamConstants.of(1.0, betas, eps, 0.0, step, 1.0, is_decoupled=True, bias_correction=bias_correction)
+    return replace(of_a_move, keep=0.0, move=-of_a_move.move)
+
+
+def _run(chunk: AdamChunk, constants: AdamConstants, offset: int) -> None:
     (native if native.is_built() else reference).adam_(chunk, constants, offset)

@@ -62,7 +62,7 @@ _library = SharedLibrary(
     abi_version=1,
     declare=_declare,
     log=logging.getLogger(__name__),
-    without="Adam on the host runs on the pure-torch reference, ten times slower",
+    without="Adam on the host, and 1-bit Adam's warm-up there, run on the pure-torch reference, ten times slower",
 )
 is_built, why_not, describe, available_isas = (
     _library.is_built,

@@ -92,10 +92,10 @@ class AdamChunk:
     v: Tensor | EightBitVariance
     out: Tensor | None
 
-    def check(self, offset: int) -> None:
-        """Raise TypeError or ValueError, naming the tensor, where one does not do."""
+    def check(self, offset: int, *, in_place: bool = False) -> None:
+        """Raise TypeError or ValueError, naming the tensor, where one does not do. in_place: master is grad itself."""
         n = self.master.numel()
-        named = list(self._named())
+        named = list(self._named())[1 if in_place else 0 :]
         for name, x in named:
             if x.dtype not in DTYPES[name]:
                 allowed = " or ".join(str(dtype) for dtype in DTYPES[name])

@@ -10,6 +10,7 @@ same in place, out=x, is faster: nothing is read but to be used.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
 import platform
@@ -23,8 +24,9 @@ from provenance import record_path, revision, write_record
 from torch import Tensor
 
 from bench.timing import Timing, cpu_name, seconds
+from onebit.arithmetic.adam import direction_in_torch_
 from onebit.comm.kernels.library import ISAS
-from onebit.host import BLOCK, EightBitVariance, empty_variance, native
+from onebit.host import BLOCK, EightBitVariance, direction_, empty_variance, native
 from onebit.host.operands import AdamChunk, AdamConstants
 
 FLOOR = "torch.add(x, y, out=z)"
@@ -76,6 +78,17 @@ def variant(
     return Side(f"onebit: {name}", moved, lambda: native.adam_(chunk, constants, 0, isa))
 
 
+def directions(n: int) -> list[Side]:
+    """Of 1-bit Adam's warm-up, which moves parameters in a pass of its own: the gradient becomes the direction."""
+    options = {"betas": (0.9, 0.999), "eps": 1e-8, "step": 10, "bias_correction": True}
+
+    def side(name: str, call: Callable[..., None]) -> Side:
+        # A direction is no gradient, but no worse to add: it stays near 1.
+        return Side(name, 24, functools.partial(call, torch.randn(n), torch.zeros(n), torch.zeros(n), **options))
+
+    return [side("onebit: a direction", direction_), side("the same, seven operations of torch", direction_in_torch_)]
+
+
 def peers(elements: int) -> tuple[list[Side], list[str]]:
     """The steps of others, and a line for each that is not here."""
 
@@ -101,7 +114,7 @@ def table(args: argparse.Namespace) -> list[str]:
     x, y, z = torch.randn(n), torch.randn(n), torch.zeros(n)
     others, left_out = peers(n)
     floors = [Side(FLOOR, 12, lambda: torch.add(x, y, out=z)), Side(IN_PLACE, 12, lambda: torch.add(x, y, out=x))]
-    sides = [*floors, *ours(n, args.isa), *others]
+    sides = [*floors, *ours(n, args.isa), *directions(n), *others]
     lines = ["| threads | step | bytes per parameter | ms | ns per parameter | GB/s | times its roof |"]
     lines.append("|---:|---|---:|---:|---:|---:|---:|")
     for threads in args.threads:

@@ -8,6 +8,7 @@ import itertools
 import math
 import shutil
 import subprocess
+import unittest.mock
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,13 @@ from kernel_inputs import load
 from torch import Tensor, nn
 
 import onebit
+from onebit.arithmetic.adam import adam_direction_, direction_in_torch_
 from onebit.comm.kernels import library
 from onebit.host import (
     BLOCK,
     EightBitVariance,
     adam_,
+    direction_,
     empty_variance,
     from_eight_bits,
     native,
@@ -88,6 +91,34 @@ def test_float32_steps_follow_the_textbook() -> None:
         adam_(p, g, m, v, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1, step=t)
     # Twenty steps round p, and what they add, by a few units in the last place of 1.
     assert (p.double() - torch.tensor(expected, dtype=torch.float64)).abs().max() < 20 * 2.0**-23
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize(("betas", "bias_correction"), [((0.9, 0.99), True), ((0.0, 0.5), False)])
+def test_a_direction_is_the_step_from_zero(n: int, betas: tuple[float, float], bias_correction: bool) -> None:
+    """To the bit; and where the library is not built, the reference gives the same."""
+    given = {"betas": betas, "eps": 1e-8, "bias_correction": bias_correction}
+    (p, *theirs), *both = ([torch.zeros(n) for _ in range(3)] for _ in range(3))
+    for t in range(1, 6):
+        g = random(n, t)
+        adam_(p.zero_(), g, *theirs, lr=1.0, step=t, **given)
+        for is_built, (ours, *moments) in zip((native.is_built(), False), both, strict=True):
+            with unittest.mock.patch.object(native, "is_built", return_value=is_built):
+                direction_(ours.copy_(g), *moments, step=t, **given)
+            for x, expected in zip((ours, *moments), (-p, *theirs), strict=True):
+                assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_a_direction_elsewhere_differs_in_last_bits(n: int) -> None:
+    """What a GPU runs, here."""
+    ours, theirs = ([torch.zeros(n) for _ in range(3)] for _ in range(2))
+    for t in range(1, 6):
+        for (g, *moments), call in ((ours, adam_direction_), (theirs, direction_in_torch_)):
+            call(g.copy_(random(n, t)), *moments, betas=(0.9, 0.99), eps=1e-8, step=t, bias_correction=True)
+        # Where m and g all but cancel, what is left of them has the errors of both.
+        for one, other, least in zip(ours, theirs, (1e-6, 1e-6, 0.0), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=least)
 
 
 @BUILT
@@ -202,6 +233,9 @@ def test_arguments_are_checked_before_anything_is_written() -> None:
     refused(ValueError, "eps must not be", eps=math.nan)
     refused(ValueError, "betas in", betas=(0.9, 1.0))
     refused(ValueError, "grad_scale is nan", grad_scale=math.nan)
+    for x, said in ((m.view(2, -1), r"grad must be contiguous, of shape \(512,\)"), (m, "overlap")):
+        with pytest.raises(ValueError, match=said):
+            direction_(x, m, v, betas=(0.9, 0.999), eps=1e-8, step=1, bias_correction=True)
     assert all(bool((x == 1).all()) for x in (p, g, m, v))
 
 
