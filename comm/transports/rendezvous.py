@@ -112,7 +112,7 @@ class Rendezvous:
         number = self.store.add(f"onebit/groups/{me.rank}/{me.host}/{me.pid}", 1)
         self._list = f"onebit/arrivals/{number}"
         self._write(self._list, self._line)
-        pause_s, came = _FIRST_PAUSE_S, 0
+        pause_s, have_come = _FIRST_PAUSE_S, False
         while True:
             is_late = time.monotonic() > self._deadline
             is_over = self._read(self._list)
@@ -130,10 +130,10 @@ class Rendezvous:
             if problem or is_late:
                 self._write(self._list, _OVER)
                 continue  # and raise what the list says up to there, as everybody does
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S + 1e-3 * me.world_size)
-            if len(self.arrivals) != came:
-                pause_s, came = _FIRST_PAUSE_S, len(self.arrivals)
+            if bool(agreed) != have_come:
+                pause_s, have_come = _FIRST_PAUSE_S, bool(agreed)
             time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S + 1e-3 * me.world_size)
 
     def explain(self, why: str) -> PeerError:
         """The error for ranks that all came, but did not all connect to each other. Every rank that failed, at once."""
