@@ -205,8 +205,10 @@ def test_host_adam_has_a_row_for_every_side_and_thread_count(capsys: pytest.Capt
     by_name = {(row[0], row[1]): row for row in rows}
     for count in ("| 1", "| 2"):
         assert by_name[count, bench_host_adam.FLOOR][-1] == "1.00 |"
-        assert sum(name.startswith("onebit: ") for at, name in [row[:2] for row in rows] if at == count) == 6
+        assert sum(name.startswith("onebit: ") for at, name in [row[:2] for row in rows] if at == count) == 7
         assert by_name[count, "onebit: m bfloat16, v 8 bits"][2] == "18.03"
+        assert by_name[count, "onebit: a direction"][2] == "24.00"
+        assert (count, "the same, seven operations of torch") in by_name
         assert by_name[count, "torch.optim.AdamW(fused=True)"][2] == "28.00"
 
 
