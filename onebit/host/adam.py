@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from . import native, reference
-from .operands import AdamChunk, AdamConstants
+from .operands import AdamChunk, AdamConstants, check_tensors
 from .variance import EightBitVariance
 
 _constants_of = functools.lru_cache(maxsize=64)(AdamConstants.of)  # the same for many tensors of a step
@@ -67,9 +67,8 @@ def direction_(
 
     What `adam_` with lr = 1 takes from a parameter of 0. One pass over memory, in which nothing else is read or made.
     """
-    chunk = AdamChunk(g, g, m, v, None)
-    chunk.check(0, in_place=True)
-    _run(chunk, _constants_of_direction(tuple(betas), eps, step, bias_correction), 0)
+    check_tensors([("g", g), ("m", m), ("v", v)], g.numel())
+    _run(AdamChunk(g, g, m, v, None), _constants_of_direction(tuple(betas), eps, step, bias_correction), 0)
 
 
 @functools.lru_cache(maxsize=64)

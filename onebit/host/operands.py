@@ -21,6 +21,7 @@ DTYPES = {
     "v.codes": (torch.uint8,),
     "v.scales": (torch.float32,),
     "out": (torch.float32, torch.bfloat16, torch.float16),
+    "g": (torch.float32,),
 }
 
 
@@ -92,27 +93,13 @@ class AdamChunk:
     v: Tensor | EightBitVariance
     out: Tensor | None
 
-    def check(self, offset: int, *, in_place: bool = False) -> None:
-        """Raise TypeError or ValueError, naming the tensor, where one does not do. in_place: master is grad itself."""
-        n = self.master.numel()
-        named = list(self._named())[1 if in_place else 0 :]
-        for name, x in named:
-            if x.dtype not in DTYPES[name]:
-                allowed = " or ".join(str(dtype) for dtype in DTYPES[name])
-                raise TypeError(f"{name} must be {allowed}, got {x.dtype}")
-            if x.device.type != "cpu":
-                raise ValueError(f"{name} must lie in host memory, it lies on {x.device}")
-            expected = -(-n // BLOCK) if name == "v.scales" else n
-            if x.shape != (expected,) or not x.is_contiguous():
-                is_flat = "contiguous" if x.is_contiguous() else "not contiguous"
-                raise ValueError(
-                    f"{name} must be contiguous, of shape ({expected},); it is {tuple(x.shape)}, {is_flat}"
-                )
+    def check(self, offset: int) -> None:
+        """Raise TypeError or ValueError, naming the tensor, where one does not do."""
+        check_tensors(list(self._named()), self.master.numel())
         if offset < 0 or (isinstance(self.v, EightBitVariance) and offset % BLOCK):
             raise ValueError(
                 f"offset must be a multiple of {BLOCK} with a variance in 8 bits, and never < 0; got {offset}"
             )
-        _check_apart(named)
 
     def piece(self, begin: int, end: int) -> AdamChunk:
         """Elements [begin, end), as far as there are so many. begin: a multiple of a block."""
@@ -137,6 +124,21 @@ class AdamChunk:
             yield "v", self.v
         if self.out is not None:
             yield "out", self.out
+
+
+def check_tensors(named: list[tuple[str, Tensor]], n: int) -> None:
+    """Raise TypeError or ValueError, naming the tensor, where one does not do. n: elements of each but scales."""
+    for name, x in named:
+        if x.dtype not in DTYPES[name]:
+            allowed = " or ".join(str(dtype) for dtype in DTYPES[name])
+            raise TypeError(f"{name} must be {allowed}, got {x.dtype}")
+        if x.device.type != "cpu":
+            raise ValueError(f"{name} must lie in host memory, it lies on {x.device}")
+        expected = -(-n // BLOCK) if name == "v.scales" else n
+        if x.shape != (expected,) or not x.is_contiguous():
+            is_flat = "contiguous" if x.is_contiguous() else "not contiguous"
+            raise ValueError(f"{name} must be contiguous, of shape ({expected},); it is {tuple(x.shape)}, {is_flat}")
+    _check_apart(named)
 
 
 def _check_apart(named: list[tuple[str, Tensor]]) -> None:

@@ -233,8 +233,12 @@ def test_arguments_are_checked_before_anything_is_written() -> None:
     refused(ValueError, "eps must not be", eps=math.nan)
     refused(ValueError, "betas in", betas=(0.9, 1.0))
     refused(ValueError, "grad_scale is nan", grad_scale=math.nan)
-    for x, said in ((m.view(2, -1), r"grad must be contiguous, of shape \(512,\)"), (m, "overlap")):
-        with pytest.raises(ValueError, match=said):
+    for x, kind, said in (
+        (m.view(2, -1), ValueError, r"g must be contiguous, of shape \(512,\)"),
+        (m, ValueError, "overlap"),
+        (g.bfloat16(), TypeError, "g must be torch.float32, got torch.bfloat16"),  # twice as long as it says
+    ):
+        with pytest.raises(kind, match=said):
             direction_(x, m, v, betas=(0.9, 0.999), eps=1e-8, step=1, bias_correction=True)
     assert all(bool((x == 1).all()) for x in (p, g, m, v))
 
