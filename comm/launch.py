@@ -25,10 +25,11 @@ import torch
 
 from .hierarchy import HierarchicalTransport, Seen, decide, hierarchical
 from .messages import gather_bytes
+from .transports.arrivals import Arrival
 from .transports.base import PeerError, Transport
 from .transports.edge import DIAGNOSIS_S, NOTES_S, reason
 from .transports.hanging import call_within
-from .transports.rendezvous import Arrival, Rendezvous
+from .transports.rendezvous import Rendezvous
 from .transports.simulated import SimTransport
 
 if TYPE_CHECKING:

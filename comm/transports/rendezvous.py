@@ -1,83 +1,38 @@
-"""Where the ranks of a new process group find each other, and who has come: a store, and a list of arrivals in it.
+"""Where the ranks of a new process group find each other: a store, and the list in it of who has come.
 
-Every rank adds itself to the list, waits until it is complete, says so, and waits until all have said so. Where it is
-not complete in time, or contradicts itself, somebody ends the list, and every rank on it raises the same error: who is
-there and from where, who is missing. A launcher's agent keeps its store when it starts all processes anew: of an
-earlier start there are lines on the list then, but nobody who still says what he sees. Rests on
-`torch.distributed.TCPStore`; `launch.py` says where the store is.
+Every rank adds itself to the list and waits until all have met. Where the list is not complete in time, or contradicts
+itself, somebody ends it, and every rank on it raises the same error: who is there and from where, who is missing.
+`arrivals.py` says what a list comes to. Rests on `torch.distributed.TCPStore`; `launch.py` says where the store is.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import astuple, dataclass
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
+from . import arrivals
+from .arrivals import Arrival, End, Start, from_where, listed
 from .base import PeerError
-from .edge import NOTES_S, reason
+from .edge import NOTES_S, STORE_S, reason
 from .hanging import call_within
 
 T = TypeVar("T")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.2
+_LAST_LOOKS_S = 1.0
+"""How long after its time, and a pause, a rank lets those who have all come say that they see each other."""
 _SECOND_HOST_S = 5.0
 """How long a second rank 0 waits for the name of the first, which listens in its place."""
-_OVER = "over\n"
-"""The line that ends a list of arrivals."""
+_LIST, _FAILED = "onebit/arrivals", "onebit/failed"
 _LINGER_S = 1.0
 """How long the rank that hosts the store outlives an error, so that the others can read it."""
-
-
-@dataclass(frozen=True, order=True)
-class Arrival:
-    """A process that has come to the rendezvous."""
-
-    rank: int
-    world_size: int
-    host: str
-    pid: int
-
-    @classmethod
-    def here(cls, rank: int, world_size: int) -> Arrival:
-        """This process."""
-        return cls(rank, world_size, socket.gethostname(), os.getpid())
-
-
-def contradiction(arrivals: Collection[Arrival]) -> str:
-    """What is wrong with these processes as a whole, and what to do; "" where nothing is."""
-    sizes = sorted({arrival.world_size for arrival in arrivals})
-    if len(sizes) > 1:
-        said = (f"{size} for rank {from_where([a for a in arrivals if a.world_size == size])}" for size in sizes)
-        return f"WORLD_SIZE differs: {', '.join(said)}; start all processes with the same"
-    for rank in sorted({arrival.rank for arrival in arrivals}):
-        same = sorted({arrival for arrival in arrivals if arrival.rank == rank})
-        if len(same) > 1:
-            where = " and ".join(f"process {each.pid} on {each.host}" for each in same)
-            return f"{where} are both rank {rank}; start each process with a RANK of its own"
-    return ""
-
-
-def from_where(arrivals: Sequence[Arrival]) -> str:
-    """The numbers of ranks and processes, host by host: "0 2 on a (process 110 111), 1 on b (process 120)"."""
-    by_host: dict[str, list[Arrival]] = {}
-    for arrival in sorted(arrivals):
-        by_host.setdefault(arrival.host, []).append(arrival)
-    return ", ".join(
-        f"{_listed(each.rank for each in here)} on {host} (process {_listed(each.pid for each in here)})"
-        for host, here in by_host.items()
-    )
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return " ".join(map(str, numbers))
 
 
 class Rendezvous:
@@ -95,112 +50,103 @@ class Rendezvous:
         self._is_hosted = is_hosted
         self._host = "the launcher's agent" if is_hosted else "rank 0"
         self._host_ranks = () if is_hosted else (0,)
-        self._line = json.dumps(astuple(me)) + "\n"
-        self._list = ""
-        self._said: set[str] = set()
-        self.arrivals: list[Arrival] = []
+        self._came: Collection[Arrival] = ()
+        self._lifeline: socket.socket | None = None  # none to a store of its own
         self.store = self._found_store() if me.rank or is_hosted else self._own_store()
 
     def meet(self) -> dist.Store:
         """Wait until all ranks have come; the store, under a prefix that no other group has. All ranks, once for each.
 
-        Raises PeerError, which names the missing ranks, timeout_s after the construction on this rank or any other;
-        ValueError where two processes are the same rank or disagree on the world size. All that have come raise alike.
+        Raises PeerError, which names the missing ranks, timeout_s after the construction on this rank or any other,
+        about a second later where all have come, but not all say so; ValueError where two processes are the same rank
+        or disagree on the world size. All that have come raise alike.
         """
-        me = self._me
-        # A store may serve several groups of the same processes, one after the other.
-        number = self.store.add(f"onebit/groups/{me.rank}/{me.host}/{me.pid}", 1)
-        self._list = f"onebit/arrivals/{number}"
-        self._write(self._list, self._line)
-        pause_s, have_come = _FIRST_PAUSE_S, False
+        me, token = self._me, os.urandom(8).hex()
+        self._write(_LIST, arrivals.comes(token, me))
+        pause_s, has_said = _FIRST_PAUSE_S, 0
+        longest_s = _LONGEST_PAUSE_S + 1e-3 * me.world_size
         while True:
-            is_late = time.monotonic() > self._deadline
-            is_over = self._read(self._list)
-            problem = contradiction(self.arrivals) or contradiction({me, *self.arrivals})
-            agreed = set() if problem else self._agreed(say=not is_over)
-            if len(agreed) == me.world_size:
-                self.store = dist.PrefixStore(self._sight(), self.store)
-                return self.store
-            if is_over:
+            seconds_left = self._deadline - time.monotonic()  # as it was before this look
+            start = arrivals.read(self._read(_LIST), token, keeps_old_lines=self._is_hosted)
+            if start.end is not None:
                 self._linger()
-                if problem:
-                    raise ValueError(f"{self._who()}: {problem}")
-                in_time = f"{len(self.arrivals)} of {me.world_size} ranks came in {self._timeout_s:g} s"
-                raise self._missing(in_time, agreed)
-            if problem or is_late:
-                self._write(self._list, _OVER)
-                continue  # and raise what the list says up to there, as everybody does
-            if bool(agreed) != have_come:
-                pause_s, have_come = _FIRST_PAUSE_S, bool(agreed)
+                raise self._error(start, start.end)
+            if start.has_met and start.here.get(me.rank) != me:
+                raise self._error(start, End(start.objection))
+            if start.has_met:
+                self._came = start.here.values()
+                self.store = dist.PrefixStore(f"onebit/groups/{start.lines}", self.store)
+                return self.store
+            if start.objection or seconds_left < (-longest_s - _LAST_LOOKS_S if start.is_complete else 0):
+                # Who has come meanwhile is on the list when this rank reads what it comes to, as everybody does.
+                self._write(_LIST, arrivals.ends(End(start.objection, self._timeout_s), start))
+                continue
+            if start.is_complete and has_said != start.lines:
+                self._write(_LIST, arrivals.sees(me, start))
+                pause_s, has_said = _FIRST_PAUSE_S, start.lines
+                continue
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S + 1e-3 * me.world_size)
+            pause_s = min(2 * pause_s, longest_s)
 
     def explain(self, why: str) -> PeerError:
         """The error for ranks that all came, but did not all connect to each other. Every rank that failed, at once."""
-        came, self.arrivals = self.arrivals, []
-        self._write("onebit/failed", self._line)
+        self._write(_FAILED, f"{self._me.rank}\n")
         time.sleep(NOTES_S)
-        self._read("onebit/failed")
+        here = set(map(int, self._read(_FAILED).split()))
         self._linger()
-        return self._missing(f"not all ranks connect to each other ({why}); all came, {from_where(came)}; still here")
+        return self._missing(
+            f"not all ranks connect to each other ({why}); all came, {from_where(self._came)}; still here: "
+            f"{listed(sorted(here))}",
+            sorted(set(range(self._me.world_size)) - here),
+        )
+
+    def _error(self, start: Start, end: End) -> PeerError | ValueError:
+        if end.problem:
+            return ValueError(f"{self._who()}: {end.problem}")
+        who = f"{len(start.here)} of {start.world_size} ranks came in {end.timeout_s:g} s"
+        if start.is_complete:
+            who = f"all {start.world_size} ranks came in {end.timeout_s:g} s, but not all answer any more"
+        return self._missing(f"{who}: {from_where(start.here.values())}", start.absent())
+
+    def _missing(self, what: str, absent: Sequence[int]) -> PeerError:
+        hint = (
+            f"Missing: rank {listed(absent)}; look at the logs of missing ranks first, then check WORLD_SIZE and RANK"
+            if absent
+            else "None is missing; check what lies between their hosts: a firewall, or interfaces (GLOO_SOCKET_IFNAME)"
+        )
+        return PeerError(f"{self._who()}: {what}. {hint}", absent)
 
     def _write(self, key: str, line: str) -> None:
         self._ask(lambda: self.store.append(key, line))  # type: ignore[attr-defined]
 
-    def _read(self, key: str) -> bool:
-        """Take the arrivals that concern this process from the list there. Whether it is over."""
-        text = self._ask(lambda: self.store.get(key)).decode()
-        if self._is_hosted:  # a list that was over before this process came is of an earlier start
-            before, line, after = text.partition(self._line)
-            text = before.rpartition(_OVER)[2] + line + after
-        text, over, _ = text.partition(_OVER)
-        self.arrivals = [Arrival(*json.loads(line)) for line in text.splitlines()]
-        if self._is_hosted:  # so is who has come as a rank before the last that has
-            alike = (arrival for arrival in self.arrivals if arrival.world_size == self._me.world_size)
-            self.arrivals = list({arrival.rank: arrival for arrival in alike}.values())
-        return bool(over)
-
-    def _agreed(self, *, say: bool) -> set[int]:
-        """The ranks that live and see all ranks on the list, the same processes as this one. say: so does this one."""
-        if len(self.arrivals) < self._me.world_size:
-            return set()
-        if not self._is_hosted:  # the list is as old as rank 0
-            return set(range(self._me.world_size))
-        key = f"onebit/seen/{self._sight()}"
-        if say and key not in self._said:
-            self._write(key, f"{self._me.rank}\n")
-            self._said.add(key)
-        is_there = self._ask(lambda: self.store.check([key]))
-        return set(map(int, self._ask(lambda: self.store.get(key)).split())) if is_there else set()
-
-    def _sight(self) -> str:
-        """A name for what is on the list, which no other list has."""
-        return hashlib.sha256(repr((self._list, sorted(self.arrivals))).encode()).hexdigest()[:16]
+    def _read(self, key: str) -> str:
+        return self._ask(lambda: self.store.get(key)).decode()
 
     def _ask(self, question: Callable[[], T]) -> T:
-        """What the store answers. Raises PeerError where it has ended."""
-        why = _why_no_answer(self._address)  # torch would print a C++ stack
+        """What the store answers. Raises PeerError where it has ended, or hangs."""
+        why = self._why_ended()  # torch would print a C++ stack
         try:
             if not why:
-                return question()
-        except RuntimeError as error:
+                seconds = max(self._deadline - time.monotonic(), 0.0) + STORE_S
+                return call_within(seconds, question, self._address[1])
+        except (RuntimeError, TimeoutError) as error:
             why = reason(error)
         raise PeerError(
-            f"{self._who()}: the rendezvous at {self._place()} has ended ({why}). Missing: {self._host}, which hosted "
-            "it; look at its log first",
+            f"{self._who()}: the rendezvous at {self._place()} has ended or hangs ({why}). Missing: {self._host}, "
+            "which hosts it; look at its log first",
             self._host_ranks,
         )
 
-    def _missing(self, what: str, present: Iterable[int] = ()) -> PeerError:
-        """present: where all are on the list, the ranks that are still there."""
-        came = {arrival.rank for arrival in self.arrivals}
-        everybody = set(range(self._me.world_size))
-        absent = sorted(everybody - came or everybody - set(present))
-        return PeerError(
-            f"{self._who()}: {what}: {from_where(self.arrivals)}. Missing: rank {_listed(absent)}; look at "
-            "the logs of missing ranks first, then check WORLD_SIZE and RANK",
-            absent,
-        )
+    def _why_ended(self) -> str:
+        """ "" while the store's process lives: a connection that says nothing ends with it."""
+        try:
+            if self._lifeline is None or self._lifeline.recv(1, socket.MSG_PEEK):
+                return ""
+        except BlockingIOError:
+            return ""
+        except OSError as error:
+            return str(error)
+        return "its process has ended"
 
     def _own_store(self) -> dist.Store:
         try:
@@ -211,7 +157,7 @@ class Rendezvous:
             seconds = max(min(self._deadline - time.monotonic(), _SECOND_HOST_S), 0.1)
             self.store = self._store(is_host=False, timeout_s=seconds)
             # Whoever listens there may not have put its own name on the list yet.
-            self.store.wait(["onebit/arrivals/1"], timedelta(seconds=seconds))
+            self.store.wait([_LIST], timedelta(seconds=seconds))
             self.meet()  # as a second rank 0
         except RuntimeError:
             pass  # it is no store, or none of ours
@@ -222,7 +168,14 @@ class Rendezvous:
 
     def _found_store(self) -> dist.Store:
         pause_s = _FIRST_PAUSE_S
-        while why := _why_no_answer(self._address):
+        while self._lifeline is None:
+            try:
+                self._lifeline = socket.create_connection(self._address, 2.0)
+                self._lifeline.setblocking(False)
+                weakref.finalize(self, self._lifeline.close)
+                break
+            except OSError as error:
+                why = str(error)
             if time.monotonic() > self._deadline:
                 raise PeerError(
                     f"{self._who()}: nobody answers at {self._place()} within {self._timeout_s:g} s ({why}). Missing: "
@@ -263,11 +216,3 @@ class Rendezvous:
     def _linger(self) -> None:
         if self._me.rank == 0:
             time.sleep(_LINGER_S)
-
-
-def _why_no_answer(address: tuple[str, int]) -> str:
-    try:
-        socket.create_connection(address, 2.0).close()
-    except OSError as error:
-        return str(error)
-    return ""

@@ -80,8 +80,6 @@ class TorchTransport(NetworkedTransport):
         self._board = _Board(group, self.rank)
         # What a failed operation may still write to must outlive it. A group fails for all its transports.
         self._failed: list[object] = _failures.setdefault(self.group, [])
-        if not self.has_failed:
-            self._board.clear()
 
     @property
     def has_failed(self) -> bool:
@@ -261,11 +259,6 @@ class _Board:
         self._group = group
         self._rank = rank
         self._is_alive = False
-
-    def clear(self) -> None:
-        """Take away the note of an earlier process of this rank: an agent that starts all anew keeps its store."""
-        if isinstance(_innermost(self._group), dist.TCPStore):
-            self._group.get_group_store().delete_key(_key_of(self._rank))
 
     def compare(self, mine: Note) -> dict[int, Note] | None:
         """Leave my note; return those of the ranks that I miss, and that these miss, as far as they come in `NOTES_S`.

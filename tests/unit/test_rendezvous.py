@@ -1,49 +1,27 @@
-"""Where the ranks of a new group find each other: what is on the list, who is told what, and processes started anew."""
+"""Where the ranks of a new group find each other: who is told what, and processes that are started anew."""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
+import os
+import random
+import re
+import signal
 import socket
 import threading
 import time
 import unittest.mock
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import astuple
+from multiprocessing.connection import Connection
 
 import pytest
 import torch.distributed
 
 from onebit.comm import PeerError
-from onebit.comm.transports.rendezvous import Arrival, Rendezvous, contradiction, from_where
-from onebit.comm.transports.torch_distributed import TorchTransport
-
-
-def arrivals(*ranks: int, size: int = 3, host: str = "a") -> list[Arrival]:
-    return [Arrival(rank, size, host, 100 + 10 * len(host) + k) for k, rank in enumerate(ranks)]
-
-
-@pytest.mark.parametrize(
-    ("came", "said"),
-    [
-        (arrivals(), ""),
-        (arrivals(0, 2, 1), ""),
-        (arrivals(0, 1) * 2, ""),
-        (arrivals(0, 1, 1), "process 111 on a and process 112 on a are both rank 1; start each process with a RANK"),
-        (arrivals(0) + arrivals(0, host="bb"), "process 110 on a and process 120 on bb are both rank 0"),
-        (
-            arrivals(0) + arrivals(1, 2, size=4, host="bb"),
-            "WORLD_SIZE differs: 3 for rank 0 on a (process 110), 4 for rank 1 2 on bb (process 120 121); start all",
-        ),
-    ],
-)
-def test_contradictions_name_processes_and_hosts(came: list[Arrival], said: str) -> None:
-    assert contradiction(came)[: len(said)] == said and bool(contradiction(came)) == bool(said)
-
-
-def test_where_ranks_come_from_is_told_host_by_host() -> None:
-    came = arrivals(0, 2) + arrivals(1, host="bb")
-    assert from_where(came) == "0 2 on a (process 110 111), 1 on bb (process 120)"
+from onebit.comm.transports import rendezvous
+from onebit.comm.transports.arrivals import Arrival, comes
+from onebit.comm.transports.rendezvous import Rendezvous
 
 
 @pytest.mark.slow
@@ -51,33 +29,43 @@ def test_a_second_rank_0_waits_for_the_name_of_the_first() -> None:
     """The first listens before it puts itself on the list."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
     first = Arrival(0, 2, "elsewhere", 1)
-    late = threading.Timer(
-        0.3,
-        lambda: (
-            store.add("onebit/groups/0/elsewhere/1", 1),
-            store.append("onebit/arrivals/1", json.dumps(astuple(first)) + "\n"),
-        ),
-    )
+    late = threading.Timer(0.3, lambda: store.append("onebit/arrivals", comes("first", first)))
     late.start()
     with pytest.raises(ValueError, match=r"process 1 on elsewhere and process .* are both rank 0"):
         Rendezvous(Arrival.here(0, 2), ("127.0.0.1", store.port), 5.0)
     late.join()
 
 
-Come = Callable[..., Future[torch.distributed.Store]]
+class Agent:
+    """A launcher's, whose store outlives the processes that come to it."""
+
+    def __init__(self, pool: ThreadPoolExecutor):
+        self.store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self._pool = pool
+
+    def come(
+        self, rank: int, size: int, pid: int, timeout_s: float = 30.0, delay_s: float = 0.0
+    ) -> Future[torch.distributed.Store]:
+        """A rank comes as process `pid`."""
+
+        def meet() -> torch.distributed.Store:
+            time.sleep(delay_s)
+            me = Arrival(rank, size, "a", pid)
+            return Rendezvous(me, ("127.0.0.1", self.store.port), timeout_s, is_hosted=True).meet()
+
+        return self._pool.submit(meet)
 
 
 @pytest.fixture
-def come() -> Iterator[Come]:
-    """A rank comes to the store of a launcher's agent as process `pid`."""
-    agent = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+def agent() -> Iterator[Agent]:
     with ThreadPoolExecutor(8) as pool:
+        yield Agent(pool)
 
-        def one(rank: int, size: int, pid: int, timeout_s: float = 30.0) -> Future[torch.distributed.Store]:
-            place, me = ("127.0.0.1", agent.port), Arrival(rank, size, "a", pid)
-            return pool.submit(lambda: Rendezvous(me, place, timeout_s, is_hosted=True).meet())
 
-        yield one
+def end_of(future: Future[torch.distributed.Store]) -> str:
+    """What a rank has raised, without its number; "met"."""
+    error = future.exception(30)
+    return "met" if error is None else f"{type(error).__name__}: {str(error).partition(': ')[2]}"
 
 
 def names(met: list[Future[torch.distributed.Store]]) -> list[str]:
@@ -111,54 +99,142 @@ def test_who_reads_the_list_last_raises_what_all_raise(sizes: tuple[int | None, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_processes_that_an_agent_starts_anew_meet_each_other_alone(come: Come, size: int) -> None:
+def test_processes_that_an_agent_starts_anew_meet_each_other_alone(agent: Agent, size: int) -> None:
     """Once all had met; once one had not come, and the others waited in vain; once some were killed as they waited."""
     for start in range(2):
-        met = [come(rank, size, 100 * start + rank) for rank in range(size)]
+        met = [agent.come(rank, size, 100 * start + rank) for rank in range(size)]
         met[0].result(30).set("name", f"start {start}")
         assert names(met) == [f"start {start}"] * size
     if size == 1:
         return
-    vain = [come(rank, size, 200 + rank, 0.2) for rank in range(1, size)]
+    vain = [agent.come(rank, size, 200 + rank, 2.0) for rank in range(1, size)]
     for future in vain:
         with pytest.raises(PeerError) as missing:
             future.result(30)
         assert missing.value.ranks == (0,)
-    met = [come(rank, size, 300 + rank) for rank in reversed(range(size))]
+    met = [agent.come(rank, size, 300 + rank) for rank in reversed(range(size))]
     met[0].result(30).set("name", "start 3")
     assert names(met) == ["start 3"] * size
 
 
 @pytest.mark.slow
-def test_a_process_waits_for_those_that_live(come: Come) -> None:
+def test_a_process_waits_for_those_that_live(agent: Agent) -> None:
     """Rank 0 of the start before came, and was killed as it waited: rank 1 waits for the one that comes now."""
-    killed = unittest.mock.patch.object(Rendezvous, "_agreed", side_effect=SystemExit)  # it gets as far as the list
-    with killed, pytest.raises(SystemExit):
-        come(0, 2, 10).result(30)
-    here = come(1, 2, 21)
+    agent.store.append("onebit/arrivals", comes("killed", Arrival(0, 2, "a", 10)))
+    here = agent.come(1, 2, 21)
     time.sleep(0.3)
     assert not here.done()
-    anew = come(0, 2, 20)
+    anew = agent.come(0, 2, 20)
     anew.result(30).set("name", "both")
     assert names([here]) == ["both"]
 
 
 @pytest.mark.slow
-def test_other_numbers_of_ranks_than_in_the_start_before(come: Come) -> None:
+def test_a_process_waits_in_vain_for_one_that_was_killed(agent: Agent) -> None:
+    agent.store.append("onebit/arrivals", comes("killed", Arrival(0, 2, "a", 10)))
+    error = agent.come(1, 2, 21, 1.0).exception(30)
+    assert isinstance(error, PeerError) and error.ranks == (0,)
+    assert "all 2 ranks came in 1 s, but not all answer any more: 0 1 on a (process 10 21). Missing: rank 0" in str(
+        error
+    )
+
+
+@pytest.mark.slow
+def test_a_process_may_have_the_number_of_one_before_it(agent: Agent) -> None:
+    """A container that is started anew has the same name, and its processes have the same numbers."""
+    for start in range(3):
+        met = [agent.come(rank, 2, 7 + rank) for rank in range(2)]
+        assert not met[0].result(30).check(["name"])
+        met[0].result(30).set("name", f"start {start}")
+        assert names(met) == [f"start {start}"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("come", "said"),
+    [
+        (((0, 3), (1, 3), (1, 3)), "ValueError: process 101 on a and process 102 on a are both rank 1; start each"),
+        (((0, 3), (1, 3), (2, 4)), "ValueError: WORLD_SIZE differs: 3 for rank"),
+    ],
+)
+def test_processes_of_an_agent_that_contradict_each_other_are_told_alike(
+    agent: Agent, come: tuple[tuple[int, int], ...], said: str
+) -> None:
+    ends = [agent.come(rank, size, 100 + k, 5.0, 0.1 * k) for k, (rank, size) in enumerate(come)]
+    told = [end_of(end) for end in ends]
+    assert told[0].startswith(said) and len(set(told[:2])) == 1, told
+    assert told[2].startswith(said[:24]), told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_all_meet_or_all_are_told_alike(agent: Agent, seed: int) -> None:
+    """However they come, and however soon their time is up: in five starts, one after the other."""
+    draw = random.Random(seed)
+    for start in range(5):
+        size = draw.randint(2, 4)
+        come = [
+            agent.come(
+                rank, size, 10 * (start + 1) + rank, draw.choice((0.5, 2.0)), draw.choice((0.0, draw.random() / 2))
+            )
+            for rank in range(size)
+        ]
+        told = [end_of(end) for end in come]
+        assert told.count("met") in (0, size), told
+        for said in told:  # who comes when they have given up is told of itself alone
+            came = re.search(r"\(process ([\d ]+)\)", said)
+            for pid in came[1].split() if came else ():
+                assert told[int(pid) % 10] == said, told
+
+
+@pytest.mark.slow
+def test_other_numbers_of_ranks_than_in_the_start_before(agent: Agent) -> None:
     for start, size in enumerate((4, 2, 3)):
-        met = [come(rank, size, 10 * start + rank) for rank in range(size)]
+        met = [agent.come(rank, size, 10 * start + rank) for rank in range(size)]
         met[0].result(30).set("name", str(size))
         assert names(met) == [str(size)] * size
 
 
 @pytest.mark.slow
-def test_a_note_of_the_start_before_is_nobodys(come: Come) -> None:
-    """A rank that fails would read it, and blame the wrong one."""
-    torch.distributed.init_process_group("gloo", store=come(0, 1, 10).result(30), rank=0, world_size=1)
+def test_ranks_that_all_fail_to_connect_miss_nobody(agent: Agent) -> None:
+    """Something lies between their hosts."""
+
+    def fail(rank: int) -> PeerError:
+        me = Arrival(rank, 2, "a", 10 + rank)
+        here = Rendezvous(me, ("127.0.0.1", agent.store.port), 5.0, is_hosted=True)
+        here.meet()
+        return here.explain("no route")
+
+    with ThreadPoolExecutor(2) as pool:
+        for rank, error in enumerate(pool.map(fail, range(2))):
+            assert error.ranks == ()
+            assert f"rank {rank} of 2: not all ranks connect to each other (no route)" in str(error)
+            assert "still here: 0 1. None is missing" in str(error)
+
+
+def _host(link: Connection) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    link.send(store.port)
+    link.recv()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fate", "why"), [(signal.SIGKILL, "process has ended"), (signal.SIGSTOP, "no answer for")])
+def test_a_store_that_ends_or_hangs_is_told(fate: signal.Signals, why: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    host = context.Process(target=_host, args=(there,))
+    host.start()
+    assert host.pid is not None
     try:
-        store = torch.distributed.group.WORLD.get_group_store()  # type: ignore[union-attr]
-        store.set("onebit/notes/0", "of the start before")
-        TorchTransport()
-        assert not store.check(["onebit/notes/0"])
+        waits = Rendezvous(Arrival(1, 2, "a", 10), ("127.0.0.1", here.recv()), 2.0)
+        os.kill(host.pid, fate)
+        if fate == signal.SIGKILL:
+            host.join()
+        began = time.monotonic()
+        with unittest.mock.patch.object(rendezvous, "STORE_S", 0.5), pytest.raises(PeerError, match=why) as raised:
+            waits.meet()
+        assert raised.value.ranks == (0,) and time.monotonic() - began < 5
     finally:
-        torch.distributed.destroy_process_group()
+        host.kill()
+        host.join()
