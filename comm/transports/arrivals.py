@@ -73,9 +73,11 @@ class End:
 class Start:
     """What a list says of one start of all processes, up to the line that decides it.
 
-    lines: of arrivals, on the whole list; here: who counts as each rank; seeing: the ranks that see all others.
+    number: of starts on the list before it; lines: of arrivals, on the whole list; here: who counts as each rank;
+    seeing: the ranks that see all others.
     """
 
+    number: int
     lines: int
     here: dict[int, Arrival] = field(default_factory=dict)
     seeing: set[int] = field(default_factory=set)
@@ -126,7 +128,7 @@ def read(text: str, token: str, *, keeps_old_lines: bool) -> Start:
     """
     mine: Arrival | None = None
     everybody: set[Arrival] = set()
-    start = Start(0)
+    start = Start(0, 0)
     for line in text.splitlines():
         what, *said = json.loads(line)
         if what == _COMES:
@@ -151,11 +153,11 @@ def read(text: str, token: str, *, keeps_old_lines: bool) -> Start:
         if start.end is not None or start.has_met:
             if mine is not None:
                 return start
-            start = Start(start.lines)
+            start = Start(start.number + 1, start.lines)
     return start
 
 
 def _with(start: Start, arrival: Arrival) -> Start:
     """One more has come: who stood in its place, or came with another number of ranks, is of an earlier start."""
     alike = {rank: each for rank, each in start.here.items() if each.world_size == arrival.world_size}
-    return Start(start.lines + 1, alike | {arrival.rank: arrival}, objection=start.objection)
+    return Start(start.number, start.lines + 1, alike | {arrival.rank: arrival}, objection=start.objection)

@@ -34,6 +34,13 @@ _LIST, _FAILED = "onebit/arrivals", "onebit/failed"
 _LINGER_S = 1.0
 """How long the rank that hosts the store outlives an error, so that the others can read it."""
 
+_met_at: set[tuple[str, int]] = set()
+"""Where this process has met others."""
+
+
+class _EarlierStore(Exception):
+    """The store is that of a group before."""
+
 
 class Rendezvous:
     """The store at address (host, port). Rank 0 hosts it there, unless a launcher's agent does (is_hosted).
@@ -51,6 +58,7 @@ class Rendezvous:
         self._host = "the launcher's agent" if is_hosted else "rank 0"
         self._host_ranks = () if is_hosted else (0,)
         self._came: Collection[Arrival] = ()
+        self._may_be_earlier = bool(me.rank) and not is_hosted
         self._lifeline: socket.socket | None = None  # none to a store of its own
         self.store = self._found_store() if me.rank or is_hosted else self._own_store()
 
@@ -61,6 +69,18 @@ class Rendezvous:
         about a second later where all have come, but not all say so; ValueError where two processes are the same rank
         or disagree on the world size. All that have come raise alike.
         """
+        while True:
+            try:
+                self.store = dist.PrefixStore(f"onebit/groups/{self._met().lines}", self.store)
+                _met_at.add(self._address)
+                self._may_be_earlier = False
+                return self.store
+            except _EarlierStore:  # which rank 0 is about to close: it hosts a new one for each group
+                time.sleep(_LONGEST_PAUSE_S)
+                self._lifeline, self.store = None, self._found_store()
+
+    def _met(self) -> Start:
+        """What the list came to when all had met."""
         me, token = self._me, os.urandom(8).hex()
         self._write(_LIST, arrivals.comes(token, me))
         pause_s, has_said = _FIRST_PAUSE_S, 0
@@ -71,12 +91,15 @@ class Rendezvous:
             if start.end is not None:
                 self._linger()
                 raise self._error(start, start.end)
+            if start.number and self._may_be_earlier:
+                if seconds_left < 0:
+                    raise self._no_answer("it is that of an earlier group, which is not closed there")
+                raise _EarlierStore
             if start.has_met and start.here.get(me.rank) != me:
                 raise self._error(start, End(start.objection))
             if start.has_met:
                 self._came = start.here.values()
-                self.store = dist.PrefixStore(f"onebit/groups/{start.lines}", self.store)
-                return self.store
+                return start
             if start.objection or seconds_left < (-longest_s - _LAST_LOOKS_S if start.is_complete else 0):
                 # Who has come meanwhile is on the list when this rank reads what it comes to, as everybody does.
                 self._write(_LIST, arrivals.ends(End(start.objection, self._timeout_s), start))
@@ -131,7 +154,12 @@ class Rendezvous:
                 return call_within(seconds, question, self._address[1])
         except (RuntimeError, TimeoutError) as error:
             why = reason(error)
-        raise PeerError(
+        if self._may_be_earlier and self._address in _met_at and time.monotonic() < self._deadline:
+            raise _EarlierStore
+        raise self._no_answer(why)
+
+    def _no_answer(self, why: str) -> PeerError:
+        return PeerError(
             f"{self._who()}: the rendezvous at {self._place()} has ended or hangs ({why}). Missing: {self._host}, "
             "which hosts it; look at its log first",
             self._host_ranks,

@@ -75,6 +75,7 @@ class TorchTransport(NetworkedTransport):
         self.group: dist.ProcessGroup = group
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout_s)
         self._owns_group = owns_group
+        self._is_part = False
         self._store_host = None if store_host == self.rank else store_host
         self._backends = _backends_by_device(self.group)
         self._board = _Board(group, self.rank)
@@ -155,7 +156,7 @@ class TorchTransport(NetworkedTransport):
         except RuntimeError as error:
             raise self._collective_error(operation, (), error) from error
         part = TorchTransport(group, self.timeout_s)
-        part._names, part._board = names, self._board
+        part._names, part._board, part._is_part = names, self._board, True
         part._store_host = self._store_host
         part._failed = self._failed  # where one has failed, no other waits for a barrier
         return part
@@ -171,8 +172,11 @@ class TorchTransport(NetworkedTransport):
         # A broken NCCL communicator may block in destroy; the process ends without it.
         if self._owns_group and dist.is_initialized() and (not self._failed or "gloo" in self._backends.values()):
             dist.destroy_process_group(self.group)
-            # A Gloo group that only this object still holds lives on with its threads, which abort the exit of Python.
-            del self.group, self._board
+        elif not self._is_part:
+            return
+        # A Gloo group that only this object still holds lives on with its threads, which abort the exit of Python, and
+        # with its store, at whose port the next group's cannot listen.
+        del self.group, self._board
 
     def _barrier(self, operation: Operation) -> None:
         if self._backends.get("cpu") == "gloo":

@@ -120,6 +120,25 @@ def levels_of_inits(hosts: list[str], local_size: int) -> dict[str, str]:
     return outcome | {"log": log.getvalue()}
 
 
+def form_groups_in_turn() -> list[float]:
+    """Four, the last two in two levels. Rank 0 is slow to end a group: the others have begun with the next by then."""
+    end = torch.distributed.destroy_process_group
+
+    def end_slowly(group: torch.distributed.ProcessGroup) -> None:
+        time.sleep(0.1 if int(os.environ["RANK"]) == 0 else 0.0)
+        end(group)
+
+    sums = []
+    with unittest.mock.patch("torch.distributed.destroy_process_group", end_slowly):
+        for number, levels in enumerate((1, 1, 2, 2)):
+            transport = onebit.comm.init(timeout_s=20.0, levels=levels)
+            x = torch.tensor([float(number)])
+            transport.all_reduce(x).wait()
+            sums.append(x.item())
+            transport.close()
+    return sums
+
+
 def miss_a_peer_in_two_levels() -> None:
     """Rank 3 of two nodes of two ranks is silent: what its node and its peers across see. Then all end."""
     transport = onebit.comm.init(timeout_s=30.0, levels=2)  # all come, on a busy machine too

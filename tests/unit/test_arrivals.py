@@ -48,7 +48,7 @@ def lists(seed: int) -> Iterator[list[tuple[str, str]]]:
         size, came = draw.randint(1, 3), 0
         for pid in range(24):
             me = Arrival(draw.randrange(size), size if draw.random() < 0.97 else size + 1, "a", pid)
-            seen = Start(max(0, came - (draw.random() < 0.2)))
+            seen = Start(0, max(0, came - (draw.random() < 0.2)))
             kind = draw.random()
             if kind < 0.45:
                 said.append((str(pid), comes(str(pid), me)))

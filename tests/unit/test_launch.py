@@ -205,6 +205,14 @@ def test_ranks_that_torchrun_starts_anew_form_a_group_anew() -> None:
     assert ended.results == ({"start": 1, "sum": [3.0, 3.0, 3.0]},) * 2
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("agent", [False, True])
+def test_groups_of_the_same_ranks_one_after_the_other(agent: bool) -> None:
+    """Without an agent rank 0 hosts a store for each, at the same port."""
+    ended = run_torchrun(4, transport_ranks.form_groups_in_turn, agent=agent, timeout_s=90).check()
+    assert ended.results == ([0.0, 4.0, 8.0, 12.0],) * 4
+
+
 @pytest.mark.parametrize("levels", [0, -2, "two", 2.0])
 def test_levels_that_are_no_number_are_refused(levels: object) -> None:
     with pytest.raises(ValueError, match='levels must be "auto" or a number of ranks per node'):
