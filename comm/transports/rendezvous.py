@@ -166,7 +166,7 @@ class Rendezvous:
         )
 
     def _why_ended(self) -> str:
-        """ "" while the store's process lives: a connection that says nothing ends with it."""
+        """Nothing while the store's process lives, with which a connection ends that says nothing."""
         try:
             if self._lifeline is None or self._lifeline.recv(1, socket.MSG_PEEK):
                 return ""
