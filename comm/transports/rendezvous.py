@@ -196,7 +196,7 @@ class Rendezvous:
 
     def _found_store(self) -> dist.Store:
         pause_s = _FIRST_PAUSE_S
-        while self._lifeline is None:
+        while True:
             try:
                 self._lifeline = socket.create_connection(self._address, 2.0)
                 self._lifeline.setblocking(False)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import os
 import socket
 import time
 import weakref
@@ -66,6 +67,7 @@ class TorchTransport(NetworkedTransport):
         timeout_s: float = 300.0,
         *,
         owns_group: bool = False,
+        is_part: bool = False,
         store_host: int | None = None,
     ):
         if group is None and dist.is_initialized():
@@ -75,12 +77,15 @@ class TorchTransport(NetworkedTransport):
         self.group: dist.ProcessGroup = group
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout_s)
         self._owns_group = owns_group
-        self._is_part = False
+        self._is_part = is_part
         self._store_host = None if store_host == self.rank else store_host
         self._backends = _backends_by_device(self.group)
         self._board = _Board(group, self.rank)
         # What a failed operation may still write to must outlive it. A group fails for all its transports.
         self._failed: list[object] = _failures.setdefault(self.group, [])
+        # A group of our own has a prefix in the store that none had before it, a part the board of the whole.
+        if not (owns_group or is_part or self.has_failed):
+            self._board.clear()
 
     @property
     def has_failed(self) -> bool:
@@ -155,8 +160,8 @@ class TorchTransport(NetworkedTransport):
             )
         except RuntimeError as error:
             raise self._collective_error(operation, (), error) from error
-        part = TorchTransport(group, self.timeout_s)
-        part._names, part._board, part._is_part = names, self._board, True
+        part = TorchTransport(group, self.timeout_s, is_part=True)
+        part._names, part._board = names, self._board
         part._store_host = self._store_host
         part._failed = self._failed  # where one has failed, no other waits for a barrier
         return part
@@ -264,6 +269,15 @@ class _Board:
         self._rank = rank
         self._is_alive = False
 
+    def clear(self) -> None:
+        """Take away the note of an earlier process of this rank: torchrun, which starts all anew, keeps its store."""
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            return
+        try:
+            call_within(STORE_S, lambda: _connect_to_store(self._group).delete_key(_key_of(self._rank)), self._port())
+        except (RuntimeError, OSError, TimeoutError) as error:  # who fails later finds that out, too
+            _log.info("rank %d: cannot look for notes of an earlier start: %s", self._rank, reason(error))
+
     def compare(self, mine: Note) -> dict[int, Note] | None:
         """Leave my note; return those of the ranks that I miss, and that these miss, as far as they come in `NOTES_S`.
 
@@ -272,13 +286,15 @@ class _Board:
         """
         notes: dict[int, Note] = {}
         self._is_alive = False
-        store = _innermost(self._group)
-        port = store.port if isinstance(store, dist.TCPStore) else None
         try:  # the store may live in the very process that hangs
-            call_within(NOTES_S + STORE_S, lambda: self._compare(mine, notes), port)
+            call_within(NOTES_S + STORE_S, lambda: self._compare(mine, notes), self._port())
         except TimeoutError as error:
             _log.info("rank %d: cannot ask the others what they know: %s", self._rank, error)
         return dict(notes) if self._is_alive or notes else None
+
+    def _port(self) -> int | None:
+        store = _innermost(self._group)
+        return store.port if isinstance(store, dist.TCPStore) else None
 
     def _compare(self, mine: Note, notes: dict[int, Note]) -> None:
         try:
