@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 import subprocess
 import sys
+import zlib
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from tiers import PROCESS_FOLDERS, TIERS
 
 TESTS = Path(__file__).parents[1]
@@ -145,3 +148,9 @@ def test_every_tier_has_a_command() -> None:
     targets = re.findall(command, makefile, re.MULTILINE)
     assert targets == [("test", "usual"), ("test-fast", "fast"), ("test-all", "all")]
     assert re.findall(r"^make (test\S*)$", (TESTS.parent / ".ci" / "run").read_text(), re.MULTILINE) == ["test-all"]
+
+
+@pytest.mark.parametrize("case", [1, 2])
+def test_a_test_that_names_no_seed_has_one_of_its_name(request: pytest.FixtureRequest, case: int) -> None:
+    seed = zlib.crc32(request.node.nodeid.encode())
+    assert torch.initial_seed() == seed and random.random() == random.Random(seed).random()
