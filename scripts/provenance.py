@@ -8,6 +8,7 @@ alone.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import subprocess
 from datetime import date
 from functools import cache
@@ -70,9 +71,15 @@ def check_record(parser: argparse.ArgumentParser, path: Path) -> None:
         parser.error(str(error))
 
 
-def write_record(path: Path, text: str) -> None:
-    """Write a text that may be a record. Raises DirtyTreeError as `refuse_dirty_tree`."""
+def write_record(path: Path, text: str, *raw: Path) -> None:
+    """Write a text that may be a record. Raises DirtyTreeError as `refuse_dirty_tree`.
+
+    raw: files of JSON lines that the text was made from. They stay out of git's history; the text names their digests.
+    """
     refuse_dirty_tree(path)
+    for file in raw:
+        lines = file.read_bytes()
+        text += f"\nRaw lines: {file.name}, {len(lines):,} bytes, sha256 {hashlib.sha256(lines).hexdigest()}.\n"
     path.write_text(text)
 
 

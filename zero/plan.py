@@ -9,7 +9,7 @@ to blocks is left out, below 1 % for parameters of thousands of elements. "shard
 same for all three optimizers, but that ZeroOneAdam's skipped rounds send nothing. Seconds: `comm/cost.py` with the
 costs that were fitted on one machine (scripts/records/growth_2026-11.md), an estimate for others: from all traffic that
 can hide behind two thirds of the computing does, to none does, as where ranks have no processor to spare. Recorded
-steps of ours and of DDP (scripts/records/bench_2026-11.jsonl) lie in between, within 15 %, which is a test. The
+steps of ours and of DDP (scripts/records/bench_2026-11.md) lie in between, within 15 %, which is a test. The
 formulas are in `docs/memory.md`. "local steps": AdamW inside a replica, and between replicas a round in one bit every
 `--local-steps` steps: its seconds go from a round that lands later, under `delay`, to one that is waited for.
 """

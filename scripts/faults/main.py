@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_missing(chosen, args.results, **flags)
     lines = latest_lines(read_lines(args.results))
     if args.record is not None:
-        write_record(args.record, report(lines, every, TITLES))
+        write_record(args.record, report(lines, every, TITLES), args.results)
     faults = [line for line in lines if line["what"] == "fault"]
     wrong = [line for line in faults if line["verdict"] != AS_PROMISED]
     for line in wrong[:_MOST_TOLD]:

@@ -459,5 +459,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(text)
     if args.record is not None:
         figure = args.record.with_suffix(".png")
-        write_record(args.record, f"{text}\n![Loss against bytes]({figure.name})\n")
+        write_record(args.record, f"{text}\n![Loss against bytes]({figure.name})\n", args.results)
         draw(results, figure)

@@ -284,4 +284,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(text)
     if args.record is not None:
         command = f"python scripts/study.py local-steps {_options(args)}"
-        write_record(args.record, f"# Local steps\n\n```sh\n{command}\n```\n\n{text}\n")
+        write_record(args.record, f"# Local steps\n\n```sh\n{command}\n```\n\n{text}\n", args.results)

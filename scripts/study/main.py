@@ -142,7 +142,9 @@ def main(argv: list[str] | None = None) -> None:
     print(text)
     if args.record is not None:
         figure = args.record.with_suffix(".png")
-        write_record(args.record, f"{text}\n![Gap to the dense twins, and loss against traffic]({figure.name})\n")
+        write_record(
+            args.record, f"{text}\n![Gap to the dense twins, and loss against traffic]({figure.name})\n", args.results
+        )
         draw(results, figure)
     if args.figure is not None:
         draw(results, args.figure)

@@ -196,4 +196,4 @@ def main(argv: Sequence[str]) -> None:
     print(text)
     if args.record is not None:
         title = "Retrieval over 4,096 tokens" if args.task == "retrieval" else "The byte LM at equal time"
-        write_record(args.record, f"# {title}\n\n{text}\n\nRevision {revision()}.\n")
+        write_record(args.record, f"# {title}\n\n{text}\n\nRevision {revision()}.\n", args.results)

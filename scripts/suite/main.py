@@ -205,5 +205,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(text)
     figure = args.results.with_suffix(".png")
     draw(lines, setting, figure)
-    record = f"{text}\nRaw: {args.results.name}\n\n![Seconds per step, by what they go into]({figure.name})\n"
-    write_record(args.results.with_suffix(".md"), record)
+    record = f"{text}\n![Seconds per step, by what they go into]({figure.name})\n"
+    write_record(args.results.with_suffix(".md"), record, args.results)

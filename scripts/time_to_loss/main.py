@@ -96,5 +96,6 @@ def _report(args: argparse.Namespace) -> None:
     print(text)
     if args.record is not None:
         figure = args.record.with_suffix(".png")
-        write_record(args.record, f"{text}\n![Loss against seconds]({figure.name})\n")
+        raw = [file for file in (args.losses, args.seconds, args.control) if file is not None]
+        write_record(args.record, f"{text}\n![Loss against seconds]({figure.name})\n", *raw)
         report.draw(found, timed, figure)

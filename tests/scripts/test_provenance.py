@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 from collections.abc import Callable, Sequence
@@ -67,6 +68,14 @@ def test_outside_a_checkout_there_are_no_records(tmp_path: Path) -> None:
     (tmp_path / "scripts/records").mkdir(parents=True)
     with pytest.raises(DirtyTreeError, match="no git checkout"):
         refuse_dirty_tree(tmp_path / "scripts/records/new.md", tmp_path)
+
+
+def test_a_record_names_the_digest_of_its_raw_lines(tmp_path: Path) -> None:
+    raw = tmp_path / "runs.jsonl"
+    raw.write_bytes(b'{"loss": 1.0}\n')
+    write_record(tmp_path / "new.md", "text\n", raw)
+    digest = hashlib.sha256(raw.read_bytes()).hexdigest()
+    assert (tmp_path / "new.md").read_text() == f"text\n\nRaw lines: runs.jsonl, 14 bytes, sha256 {digest}.\n"
 
 
 COMMANDS: dict[str, tuple[str, Sequence[str]]] = {

@@ -359,10 +359,10 @@ def test_labels_keep_apart_and_inside() -> None:
     assert _spread([0.5, -0.5], 0.2, 1.0) == [0.5, -0.5]
 
 
-def test_a_figure_of_what_was_recorded_is_drawn(tmp_path: Path) -> None:
-    recorded = Path(study.__file__).parents[1] / "records" / "sharded_2026-11.jsonl"
-    words = ["--report-only", "--results", str(recorded), "--figure", str(tmp_path / "figure.png")]
-    study.main(words)
+def test_a_figure_of_recorded_runs_is_drawn(tmp_path: Path) -> None:
+    runs = [curve_of(method, seed, 2.0, 1.0) for method in ("adamw", "onebit-adam") for seed in (0, 1)]
+    (tmp_path / "runs.jsonl").write_text("".join(study.to_json(run) + "\n" for run in runs))
+    study.main(["--report-only", "--results", str(tmp_path / "runs.jsonl"), "--figure", str(tmp_path / "figure.png")])
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG") and not (tmp_path / "figure.md").exists()
 
 
