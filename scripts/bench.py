@@ -14,7 +14,6 @@ NAMES = (
     "collective",
     "step",
     "pipeline",
-    "growth",
     "kernels",
     "cubins",
     "host_adam",
@@ -30,7 +29,7 @@ NAMES = (
     "time_to_loss",
     "peer_deepspeed",
 )
-ROOMS = ("suite", "growth", "time_to_loss")  # benchmarks that have a room of their own
+ROOMS = ("suite", "time_to_loss")  # benchmarks that have a room of their own
 
 
 def module_of(name: str) -> str:

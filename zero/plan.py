@@ -7,7 +7,7 @@ of the warm-up, and on average over a run of `--steps`, by the optimizers' own s
 Activations, the buckets of the exchange (a few times `bucket_cap_mb`) and what the allocator keeps come on top; padding
 to blocks is left out, below 1 % for parameters of thousands of elements. "sharded" is across nodes of one rank: the
 same for all three optimizers, but that ZeroOneAdam's skipped rounds send nothing. Seconds: `comm/cost.py` with the
-costs that were fitted on one machine (scripts/records/growth_2026-11.md), an estimate for others: from all traffic that
+costs that were fitted on one machine (`comm/cost.py` names the record), an estimate for others: from all traffic that
 can hide behind two thirds of the computing does, to none does, as where ranks have no processor to spare. Recorded
 steps of ours and of DDP (scripts/records/bench_2026-11.md) lie in between, within 15 %, which is a test. The
 formulas are in `docs/memory.md`. "local steps": AdamW inside a replica, and between replicas a round in one bit every
@@ -30,7 +30,7 @@ SHARDED, LOCAL = ("sharded int4", "sharded sign"), "local steps"
 _FLOAT32, _MOMENTS = 4.0, 8.0
 _ELEMENTS, _BLOCK = 1 << 20, 256
 
-# Of one rank's own processor: scripts/records/growth_2026-11.md.
+# Of one rank's own processor, 2 cores, November 2026: the record that `comm/cost.py` names.
 _ONE_BIT_S, _DENSE_S = 3.48e-9, 5.67e-9
 _LATENCY_S, _START_S = 1.9e-4, 1.3e-3
 _UNHIDDEN = 0.1

@@ -4,7 +4,7 @@
 
 Each row is measured in one run of four hosts (network namespaces), both sides in turn. The limit of a side is its own
 payload over the link's rate. Needs root and iproute2; see `onebit emulate`. With --worker it is one rank's part of
-that, which `suite/main.py` and `growth/main.py` start too, by `run_workers`.
+that, which `suite/main.py` starts too, by `run_workers`.
 """
 
 from __future__ import annotations

@@ -23,19 +23,7 @@ from onebit.layout.bucket import Bucket
 from onebit.onebit_muon import Matrices, MuonRule
 from onebit.step.bucket_step import BucketStep
 from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam
-from onebit.zero.sharded.adam import ShardedAdamRule
 from study.catalog import load_task
-from study.remedies import (
-    EF21,
-    CorrectedLocalSteps,
-    MedianRule,
-    MedianSigns,
-    OwnerMomentum,
-    RemediedSharded,
-    mean_momentum,
-    own_noise,
-    remedied,
-)
 from study.tasks import Batch, Task
 
 WEIGHT_DECAY = 0.01
@@ -221,46 +209,6 @@ def _local_steps(name: str, codec: Codec, every: int, **options: object) -> Meth
     )
 
 
-def _sharded_remedy(name: str, make_rule: Callable[[], ShardedAdamRule], **options: object) -> Method:
-    """Sharded one-bit Adam with a rule of `remedies.py`; differences in four bits unless options say otherwise."""
-    return Method(
-        f"sharded-onebit-adam, {name}",
-        "adamw",
-        lambda groups, transport, steps: RemediedSharded(groups, make_rule(), transport=transport, **options),
-    )
-
-
-def _corrected(every: int, name: str, codec: Codec, share: float, of: str = "") -> Method:
-    """Local steps with SCAFFOLD's correction on gradients."""
-    return Method(
-        f"local-steps H={every}{name}, gradients corrected by {share:g}{of}",
-        "adamw",
-        lambda groups, transport, steps: CorrectedLocalSteps(
-            torch.optim.AdamW(groups),
-            every,
-            share=share,
-            of_messages=bool(of),
-            codec=codec,
-            transport=transport,
-        ),
-    )
-
-
-def _remedies() -> list[Method]:
-    """For ranks with different data."""
-    return [
-        _sharded_remedy("own noise", lambda: remedied(own_noise)),
-        _sharded_remedy("mean momentum", lambda: remedied(mean_momentum)),
-        _sharded_remedy("gradients every 8 steps", lambda: remedied(refresh_every=8)),
-        _sharded_remedy("median norm", MedianRule),
-        _sharded_remedy("EF21", lambda: remedied(kind=EF21)),
-        _sharded_remedy("momentum at the owner", lambda: remedied(kind=OwnerMomentum)),
-        _local_steps(", median norm", MedianSigns(), 8),
-        _corrected(8, ", in full", IdentityCodec(), 0.3),
-        *(_corrected(every, "", SignCodec(), 0.3, " of messages") for every in (8, 32)),
-    ]
-
-
 def _muon_groups(model: nn.Module) -> list[dict]:
     """As `decay_groups`, and hidden matrices apart from embeddings. The heads of the tasks here are embeddings."""
     kinds = [(group["use_muon"], [p for _, p in group["params"]]) for group in onebit.muon_groups(model, head=None)]
@@ -363,7 +311,6 @@ METHODS = {
         *(_local_steps(", in full", IdentityCodec(), every) for every in (8, 32)),
         *(_local_steps("", SignCodec(), every) for every in (8, 32)),
         *(_local_steps(", corrected over 80 steps", SignCodec(), every, correction_steps=80) for every in (8, 32)),
-        *_remedies(),
     )
 }
 

@@ -15,19 +15,13 @@ from bench import local_rounds as bench_local_rounds
 from bench import offload as bench_offload
 from bench import offload_gpu as bench_offload_gpu
 from bench import step as bench_step
-from bench.collective import FP32, ONE_BIT
 from bench.command import COMMAND
-from growth import main as bench_growth
-from growth.fit import Costs
-from growth.report import points_of
-from growth.report import report as growth_report
 from ranks import run_torchrun
 from suite import main as bench_suite
 from suite.report import Setting, memory_bytes, report, rows_of
 from train.model import build_model
 
 from onebit.cli.cluster import available
-from onebit.comm import SignCodec
 from onebit.host import native
 
 SETTING = Setting(elements=1_000_000, size="tiny", batch=1)
@@ -154,44 +148,6 @@ def test_unshaped_link_is_limited_by_memory_alone() -> None:
     (row,) = rows_of([MACHINE, line("collective", "all-reduce fp32", [1.0], network="none")], SETTING)
     assert row.payload_s is None
     assert row.limit_s == 4 * memory_bytes("all-reduce fp32", SETTING.elements, 4) / 1e10
-
-
-# ---------------------------------------------------------------- growth
-
-
-def test_growth_worker_measures_every_size(tmp_path: Path) -> None:
-    out = tmp_path / "growth.jsonl"
-    flags = ["--worker", "--elements", "4096", "65536", "--dense-up-to", "5000", "--repeats", "2", "--out", str(out)]
-    run_torchrun(2, COMMAND, "growth", *flags, timeout_s=60).check()
-    lines = [json.loads(text) for text in out.read_text().splitlines()]
-    assert [(entry["elements"], entry["side"]) for entry in lines] == [
-        (4096, ONE_BIT), (4096, FP32), (65536, ONE_BIT),
-    ]  # fmt: skip
-    assert lines[2]["sent_bytes"] == 2 * SignCodec().frame_bytes(65536 // 2)
-
-
-def test_growth_report_predicts_measures_and_marks_estimates() -> None:
-    truth = {side: Costs(side, 5e-5, 3e-9, 2e-3, 0.3) for side in (ONE_BIT, FP32)}
-    lines = [MACHINE] + [
-        {
-            "what": "growth", "side": side, "hosts": W, "network": rate, "elements": n, "cores": 2, "sent_bytes": n,
-            "seconds": [costs.predict(W, rate, n, W / 2)],
-        }
-        for side, costs in truth.items() for W in (2, 4, 8) for rate in ("100mbit", "none") for n in (10**6, 10**7)
-    ]  # fmt: skip
-    text = growth_report(lines)
-    assert text.count("Left-out points: 12 of 12 within 15%") == 2
-    assert "## Estimates: nobody measured these" in text
-    assert sum(row.startswith(("| 64 |", "| 1024 |")) and "~" in row for row in text.splitlines()) == 18
-    assert len(points_of(lines)) == 24
-
-
-def test_sizes_that_do_not_fit_are_left_out() -> None:
-    sizes = [10**6, 10**8]
-    assert bench_growth.sizes_that_fit(sizes, 8, 22e9) == sizes
-    assert bench_growth.sizes_that_fit(sizes, 8, 8e9) == [10**6]
-    assert bench_growth.dense_up_to("none", 6.0) > 10**9
-    assert bench_growth.dense_up_to("100mbit", 6.0) == 9_375_000
 
 
 @pytest.mark.skipif(not native.is_built(), reason=f"needs the C++ library: {native.why_not()}")

@@ -80,7 +80,6 @@ def test_a_record_names_the_digest_of_its_raw_lines(tmp_path: Path) -> None:
 
 COMMANDS: dict[str, tuple[str, Sequence[str]]] = {
     "bench.py collective": ("bench.collective", ["--record", str(RECORD)]),
-    "bench.py growth": ("growth.main", ["--results", str(RECORD)]),
     "bench.py host_adam": ("bench.host_adam", ["--record", str(RECORD)]),
     "bench.py kernels": ("bench.kernels", ["--record", str(RECORD)]),
     "bench.py memory": ("bench.memory", ["--record", str(RECORD)]),

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from study import main as study
-from study import remedies
 from study import run as study_run
 from study.catalog import TASKS, load_task
 from study.divided import largest_directories
@@ -25,8 +24,6 @@ from study.run import Job, Point, Result, run_job
 from study.tasks import MASK, Task
 from train.corpus import Corpus
 from train.model import SIZES, ModelSize
-
-from onebit.comm import IdentityCodec, SimTransport, run_ranks
 
 JOB = Job(task="digits", method="onebit-adam", lr=4e-3, seed=1, steps=6, ranks=2, batch_size=4)
 
@@ -167,68 +164,6 @@ def test_local_steps_send_a_round_every_h_steps() -> None:
     one_bit = run_job(replace(JOB, method="local-steps H=8", steps=20, ranks=4))
     assert 3 * 64 < in_full.curve[-1].bits * 4 / 3 < 3 * 64 * 1.03
     assert 3 * 2.125 < one_bit.curve[-1].bits * 4 / 3 < 3 * 2.125 * 1.2
-
-
-def test_ef21_keeps_the_mean_momentum_but_for_what_is_unsaid() -> None:
-    """H + mean(v - h) = mean v on every chunk, behind the warm-up too. float32 sums of some twenty messages: 1e-6."""
-    job = replace(JOB, task="digits-unlike", steps=20, ranks=4)
-
-    def placement(transport: SimTransport) -> remedies.EF21:
-        optimizer = remedies.RemediedSharded(
-            [{"params": list(load_task(job.task).build(0).parameters())}],
-            remedies.remedied(kind=remedies.EF21),
-            warmup_steps=4,
-            transport=transport,
-        )
-        take_steps(optimizer, job, transport.rank)
-        return optimizer.rule.placement
-
-    ranks = run_ranks(4, placement)
-    for k in ranks[0].H:
-        said = torch.stack([rank.H[k] for rank in ranks])
-        unsaid, v = (torch.stack([getattr(rank, name)[k] for rank in ranks]).mean(0) for name in ("debts", "v"))
-        assert (said + unsaid - v).abs().max() < 1e-6 < unsaid.abs().max()
-
-
-def test_corrections_of_differences_in_full_sum_to_nothing() -> None:
-    """Each is the own less the mean move, per learning rate: of order 1, in float32."""
-    job = replace(JOB, task="digits-unlike", steps=20, ranks=4)
-
-    def corrections(transport: SimTransport) -> list[torch.Tensor]:
-        inner = torch.optim.AdamW(load_task(job.task).build(0).parameters(), lr=1e-3)
-        optimizer = remedies.CorrectedLocalSteps(inner, 4, share=1.0, codec=IdentityCodec(), transport=transport)
-        take_steps(optimizer, job, transport.rank)
-        return optimizer._corrections
-
-    for of_ranks in zip(*run_ranks(4, corrections), strict=True):
-        assert torch.stack(of_ranks).sum(0).abs().max() < 1e-3 < 0.1 < of_ranks[0].abs().max()
-
-
-def take_steps(optimizer: torch.optim.Optimizer, job: Job, rank: int) -> None:
-    """On the batches of a rank, with any parameters that have the task's shapes."""
-    task = load_task(job.task)
-    model = task.build(0)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for step in range(job.steps):
-        batch = task.batch(job.seed, step, rank, job.batch_size)
-        values = dict(zip([name for name, _ in model.named_parameters()], params, strict=True))
-        outputs = torch.func.functional_call(model, values, batch[0])
-        torch.nn.functional.cross_entropy(outputs, batch[1]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_owners_clip_frames_to_the_median_norm() -> None:
-    codec = remedies.MedianSigns(64)
-    x_WN = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1.0], [2], [3], [4], [50]])
-    frames_WB = torch.empty(5, codec.frame_bytes(256), dtype=torch.uint8)
-    codec.encode(x_WN, None, frames_WB, None)
-    before, after = torch.empty(5, 256), torch.empty(5, 256)
-    codec.decode(frames_WB, before)
-    codec.decode(codec.clipped(frames_WB, 256), after)
-    norms, median = before.norm(dim=1), before.norm(dim=1).median()
-    assert torch.equal(after[norms <= median], before[norms <= median])
-    assert ((after.norm(dim=1)[norms > median] / median - 1).abs() < 2**-8).all()  # scales are bfloat16
 
 
 def test_study_reports_its_runs_and_does_not_run_them_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

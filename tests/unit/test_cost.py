@@ -1,12 +1,10 @@
-"""The cost model: what it says of worlds where the answer is known, and that its fit finds the numbers it came from."""
+"""The cost model: what it says of worlds where the answer is known."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
 import pytest
-from bench.collective import FP32, ONE_BIT
-from growth.fit import Costs, Point, bytes_per_s, error, fit, leave_one_out
 
 from onebit.comm import SignCodec
 from onebit.comm.cost import PIECE, CodecCost, LinkCost, exchange_s, messages, payload_bytes, wire_s
@@ -82,31 +80,3 @@ def test_should_compress_on_a_slow_link_only() -> None:
 def test_impossible_numbers_are_refused(make) -> None:
     with pytest.raises(ValueError, match="got"):
         make()
-
-
-def points_of(costs: Costs, noise: float = 0.0) -> list[Point]:
-    """The grid of growth/main.py on two cores, as the costs would have it; noise alternates in sign."""
-    grid = [(W, r, n) for W in (2, 4, 8) for r in ("100mbit", "1gbit", "none") for n in (10**6, 5 * 10**6, 10**8)]
-    return [
-        Point(costs.side, W, r, n, 2, costs.predict(W, r, n, W / 2) * (1 + noise * (-1) ** k))
-        for k, (W, r, n) in enumerate(grid)
-    ]
-
-
-@pytest.mark.parametrize("side", [ONE_BIT, FP32])
-def test_fit_recovers_the_numbers_behind_exact_points(side: str) -> None:
-    truth = Costs(side, 8e-5, 2.5e-9, 2e-3, 0.4)
-    found = fit(points_of(truth))
-    assert (found.s_per_element, found.unhidden) == pytest.approx((truth.s_per_element, truth.unhidden), rel=1e-3)
-    assert (found.latency_s, found.start_s) == pytest.approx((truth.latency_s, truth.start_s), rel=1e-2)
-
-
-def test_fit_predicts_points_it_has_not_seen_as_well_as_they_are_measured() -> None:
-    points = points_of(Costs(ONE_BIT, 8e-5, 2.5e-9, 2e-3, 0.4), noise=0.05)
-    assert max(map(abs, leave_one_out(points))) < 0.12  # twice the noise, and what is relative to the noisy side
-    assert max(abs(error(fit(points), point)) for point in points) < 0.1
-
-
-def test_bandwidth_is_the_rate_less_headers() -> None:
-    assert bytes_per_s("100mbit") == pytest.approx(11.955e6, rel=1e-3)
-    assert bytes_per_s("none") == float("inf")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.01}
 LATENCY_S = 1.9e-4
-"""Of one message over TCP, its processor time included: scripts/records/growth_2026-11.md."""
+"""Of one message over TCP, its processor time included: the record that `comm/cost.py` names."""
 GATHERED_BYTES = 65536
 """What sending all parts of a sum to all may send beyond an all-reduce: half the messages, one behind the other, are
 worth that much at 1 Gbit/s."""
