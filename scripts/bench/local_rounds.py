@@ -1,6 +1,6 @@
 """Local steps whose H comes from the measured network: which H, and the bits of a whole run by the kernel's counter.
 
-    python scripts/bench.py local_rounds --rates 10mbit 100mbit --record scripts/records/local_rounds_2026-11.md
+    python scripts/bench.py local_rounds --rates 10mbit 100mbit --record runs/local_rounds.md
 
 Hosts are emulated, with one rank each; computing is emulated by sleeping. The counter is that of the host's network
 card: headers, votes, the measurement of the network and the first rounds are in it. Needs root and iproute2.

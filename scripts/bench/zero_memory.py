@@ -1,6 +1,6 @@
 """What a rank holds at every stage of ZeRO, counted while it trains: 4 ranks, as 4 nodes of one and as 2 nodes of two.
 
-    python scripts/bench.py zero_memory --record scripts/records/zero_memory_2026-11.md
+    python scripts/bench.py zero_memory --record runs/zero_memory.md
 
 Each configuration takes a few steps of a GPT, one after another. Then, after a backward pass and again after the
 step, all storages of all live tensors are counted, once each, in bytes per parameter of the model: what is there beside
