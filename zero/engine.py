@@ -28,7 +28,7 @@ from ..agreement.skips import SkipLimit
 from ..comm import Transport
 from ..comm.messages import gather_bytes
 from ..local.local_steps import LocalSteps
-from ..usage.buffers import persistent_buffers, sync_tensors
+from ..usage.buffers import averaged_buffers, persistent_buffers, sync_tensors
 from .checkpoint import engine_state, tags
 from .checkpoint.files import Checkpoints
 from .checkpoint.weights import export_weights
@@ -390,15 +390,15 @@ class Engine:
         """Give every rank the same parameters, where local steps made them differ, and let go of gathered ones.
 
         In the form "local" a round of all that replicas have moved: the parameters become the anchors.
-        Buffers as well: what each rank that reads data of its own has seen, on average; see `onebit.sync_buffers`.
+        Buffers as well: statistics of what each rank has seen on average, others rank 0's; see `onebit.sync_buffers`.
         """
         self.let_go()
         if hasattr(self.optimizer, "sync"):
             self.optimizer.sync()
-        buffers = list(persistent_buffers(self.module))
+        buffers, averaged = list(persistent_buffers(self.module)), averaged_buffers(self.module)
         whole = [(name, buffer) for name, buffer in buffers if not hasattr(buffer, "placements")]
-        sync_tensors(whole, self.grid.transports["shard"])
-        sync_tensors(buffers, self.grid.transports["replica"])
+        sync_tensors(whole, averaged, self.grid.transports["shard"])
+        sync_tensors(buffers, averaged, self.grid.transports["replica"])
 
     def let_go(self) -> None:
         """Of parameters that are gathered now."""

@@ -28,6 +28,7 @@ from ..dense import DenseAverager, broadcast_parameters
 from ..layout.masters import is_low
 from ..model_parallel import ModelParallelGroup, model_parallel_group_of
 from ..optimizer import CompressedOptimizer
+from ..usage.buffers import begin_equal
 from .config.entries.base import ShardedForm
 from .config.optimizers import OptimizerChoice, build_optimizer
 from .config.sections import Onebit
@@ -123,8 +124,8 @@ def build(
         for warning in without_effect(config, form, grid.shape):
             log.warning("%s", warning)
     for axis in ("tensor", "shard", "replica"):  # not pipe: other stages have other layers
-        tensors = [*model.parameters(), *model.buffers()]
-        broadcast_parameters([x for x in tensors if not x.is_meta], grid.transports[axis])
+        broadcast_parameters([p for p in model.parameters() if not p.is_meta], grid.transports[axis])
+        begin_equal(model, grid.transports[axis])
     ties = Ties(model, grid) if grid.shape.size("pipe") > 1 else None
     if ties is not None and fill is None:
         ties.equalise()

@@ -32,7 +32,7 @@ from accelerate.utils import OPTIMIZER_NAME, DistributedType
 
 from ..optimizer import CompressedOptimizer
 from ..step.stats import Stats
-from ..usage.buffers import persistent_buffers, sync_buffers
+from ..usage.buffers import begin_equal, persistent_buffers, sync_buffers
 from ..usage.contract import State
 from . import rank_files
 
@@ -133,7 +133,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                     f"rank {self.process_index}: the optimizer trains no parameter of the model it is prepared with; "
                     "construct it from this model's parameters, after whatever replaces them"
                 )
-        return super().prepare(*args, device_placement=device_placement)
+        prepared = super().prepare(*args, device_placement=device_placement)
+        if any(isinstance(arg, CompressedOptimizer) for arg in args):
+            for model in self._models:
+                begin_equal(model, self._prepared()[0].optimizer.transport)
+        return prepared
 
     def check_distribution(self, asked: str = "") -> None:
         """Raise ValueError where the launcher's configuration shards models, or averages gradients in another way.

@@ -55,12 +55,12 @@ class LocalSteps(Wrapped):
     travel in; `IdentityCodec()`: in full. fragments: parts of the model that travel in turn, H/fragments steps apart;
     delay: land so many steps after they were sent, while training goes on. correction_steps: τ of SCAFFOLD's: in each
     step a rank also moves by what the mean has moved further than it, which it learns over so many steps, 80 for one;
-    0: none. model: whose persistent buffers are averaged in each round; None: each rank keeps its own. transport:
-    default `onebit.comm.init()`; of two levels: gradients are averaged inside a node in every step, and differences
-    travel between nodes. An exchange under delay needs a process group of its own: give a transport that nobody else
-    uses. model_parallel_group, bucket_cap_mb, error_dtype, check_replicas_every (steps; the anchors are compared in the
-    first round after them): see `CommonOptions`. max_consecutive_skips: so many rounds in a row in which no rank had a
-    finite difference are an error.
+    0: none. model: whose buffers begin as rank 0's, and become equal in each round as by `sync_buffers`; None: each
+    rank keeps its own. transport: default `onebit.comm.init()`; of two levels: gradients are averaged inside a node in
+    every step, and differences travel between nodes. An exchange under delay needs a process group of its own: give a
+    transport that nobody else uses. model_parallel_group, bucket_cap_mb, error_dtype, check_replicas_every (steps; the
+    anchors are compared in the first round after them): see `CommonOptions`. max_consecutive_skips: so many rounds in a
+    row in which no rank had a finite difference are an error.
 
     Sends 2·(n-1)/n frames of the model each round, and 44 bytes to each peer: 2.125/H·(n-1)/n bits per parameter and
     step. A correction sends (L-1)/L frames more inside a node of L ranks. Keeps 4 (anchor) + 4 (worker error) + 8/n
@@ -159,7 +159,7 @@ class LocalSteps(Wrapped):
         if self.inner.state and any(bucket.masters for bucket in self.buckets[known:]):
             self.inner_step.load(self.inner.state_dict())  # what it has of these parameters becomes float32
         if not known:
-            self.buffers.average()
+            self.buffers.begin()
         self.traffic.elements = max(sum(bucket.layout.parameter_numel for bucket in self.buckets), 1)
         self.traffic.begin(in_backward=False)
 

@@ -1,38 +1,44 @@
-"""Module buffers, such as BatchNorm's running statistics: each rank moves its own; `sync_buffers` makes them equal.
+"""Module buffers: each rank moves its own BatchNorm statistics; `sync_buffers` makes what ranks hold the same.
 
     onebit.sync_buffers(model, optimizer.transport)      # before an evaluation, and before a checkpoint
 
 DistributedDataParallel sends rank 0's buffers to all ranks in every forward pass. Training does not read statistics,
 evaluation and checkpoints do: it is enough to make them equal there, and their mean over the ranks knows the batches of
-all of them.
+all of them. The mean of other buffers may make no sense: that of two unit vectors of spectral norm is shorter than
+either, or zero. Those become rank 0's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
-from ..agreement.replicas import check_same_lines, differing
+from ..agreement.replicas import check_same_lines, differing, make_equal
 from ..comm import Transport, check_transport
-from ..comm.messages import gather_tensors, sum_in_order
+from ..comm.messages import gather_tensors, gather_texts, sum_in_order
 from ..model_parallel import local
+
+_OF_NORMS = ("running_mean", "running_var")
 
 
 @torch.no_grad()
 def sync_buffers(model: nn.Module, transport: Transport) -> None:
-    """Make the buffers of a model equal on all ranks: floating-point ones their mean, others those of rank 0.
+    """Make the buffers of a model equal on all ranks: running statistics their mean, all others those of rank 0.
 
     All ranks, between two steps; `Engine` does it by itself in eval(), eval_batch() and before it writes a checkpoint
-    or exports weights. Only buffers that a state_dict holds: the others are caches, which each rank computes for
-    itself. What is equal stays as it is, to the bit. The mean is taken in float64, in rank order: the same bits on all
-    ranks. A DTensor's local elements are compared with those that other ranks of the transport hold in their place.
+    or exports weights. Statistics are those of torch's BatchNorm, SyncBatchNorm and InstanceNorm and of their
+    subclasses, and what any other module's class names: `averaged_buffers = ("mean",)`. Only buffers that a state_dict
+    holds: the others are caches, which each rank computes for itself. What is equal stays as it is, to the bit. The
+    mean is taken in float64, in rank order: the same bits on all ranks. A DTensor's local elements are compared with
+    those that other ranks of the transport hold in their place.
 
     Sends 48 bytes to each peer where all are equal; else also 8 bytes for each buffer, and those that differ, whole.
     Raises ValueError, on all ranks, where names, shapes or dtypes of buffers differ.
     """
-    sync_tensors(list(persistent_buffers(model)), transport)
+    sync_tensors(list(persistent_buffers(model)), averaged_buffers(model), transport)
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -43,8 +49,20 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-def sync_tensors(named: Sequence[tuple[str, Tensor]], transport: Transport) -> None:
-    """`sync_buffers`, of these."""
+def averaged_buffers(model: nn.Module) -> set[str]:
+    """Names of the running statistics in a model, whose mean over ranks is one as well."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in (
+            *(_OF_NORMS if isinstance(module, _NormBase) else ()),
+            *getattr(type(module), "averaged_buffers", ()),
+        )
+    }
+
+
+def sync_tensors(named: Sequence[tuple[str, Tensor]], averaged: Collection[str], transport: Transport) -> None:
+    """`sync_buffers`, of these. averaged: names of those that become their mean, if they are floats."""
     check_transport(transport)
     device = transport.device  # what lies in other memory (a cached mask under NCCL) travels in a copy
     held = [local(buffer).detach() for _, buffer in named]
@@ -54,7 +72,26 @@ def sync_tensors(named: Sequence[tuple[str, Tensor]], transport: Transport) -> N
     unlike = differing(transport, there)
     for k in sorted({k for indices in unlike.values() for k in indices}):
         rows = gather_tensors(transport, there[k])
-        if rows.is_floating_point():
+        if named[k][0] in averaged and rows.is_floating_point():
             held[k].copy_(sum_in_order(rows.double()).div_(transport.world_size))
         else:
             held[k].copy_(rows[0])
+
+
+@torch.no_grad()
+def begin_equal(model: nn.Module, transport: Transport) -> None:
+    """Give every rank rank 0's buffers, as training begins with rank 0's parameters. All ranks.
+
+    Those as well that no state_dict holds: drawn at random, they would make ranks compute different functions. Caches
+    whose shapes differ between ranks are left alone.
+    """
+    check_transport(transport)
+    held = {name: local(x).detach() for name, x in model.named_buffers() if not x.is_meta and local(x).numel() > 0}
+    lines = {name: f"{name}: {x.dtype} {tuple(x.shape)}" for name, x in held.items()}
+    every = [set(text.split("\n")) for text in gather_texts(transport, "\n".join(lines.values()), transport.device)]
+    common = [x for name, x in held.items() if all(lines[name] in theirs for theirs in every)]
+    there = [x.to(transport.device) for x in common]
+    make_equal(transport, there)
+    for mine, given in zip(common, there, strict=True):
+        if mine is not given:
+            mine.copy_(given)

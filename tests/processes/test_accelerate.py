@@ -49,6 +49,10 @@ def test_the_prepared_loop_is_the_plain_loop_to_the_bit(said: list[dict]) -> Non
             assert was_nan and norm == pytest.approx(true, rel=1e-6)
 
 
+def test_models_begin_with_rank_0s_buffers(said: list[dict]) -> None:
+    assert [rank["drawn buffers"] for rank in said] == [[3.0, 3.0]] * RANKS
+
+
 def test_without_clipping_buckets_leave_in_the_last_pass_of_a_step(said: list[dict]) -> None:
     for found in (rank["overlap"] for rank in said):
         assert found["launched"] == [0] + [found["buckets"]] * 5 and found["resent"] == 0

@@ -108,6 +108,14 @@ class Loop:
 # ---------------------------------------------------------------- cases
 
 
+def drawn_buffers(folder: Path) -> list[float]:
+    """What ranks have of a buffer that each has drawn for itself, one that no state_dict holds."""
+    model = net()
+    model.register_buffer("features", torch.full((2,), float(comm.init().rank + 3)), persistent=False)
+    Accelerator(cpu=True).prepare(model, optimizer_of(model))
+    return model.features.tolist()
+
+
 def plain_loop(folder: Path) -> dict:
     """The prepared loop, and the same by hand: no accelerate, the model and the optimizer alone."""
     loop = Loop()
@@ -347,7 +355,8 @@ def unprepared_optimizer(folder: Path) -> dict:
     return {"same": sha(prepared) == sha(twin)}
 
 
-RIGHT: dict[str, Callable[[Path], dict]] = {
+RIGHT: dict[str, Callable[[Path], object]] = {
+    "drawn buffers": drawn_buffers,
     "plain loop": plain_loop,
     "overlap": overlap,
     **{f"resumed {name}": resumed(name) for name in KINDS},

@@ -225,9 +225,11 @@ class ActivationQuantization(nn.Module):
     """What goes into a module, in few bits; the gradient passes through. offset: None: from the start, for good.
 
     dynamic: a range for each token, the last dimension. static: the running range of what training has shown since the
-    module was armed, one for the module; in the buffers low and high, which `Engine` averages over ranks. Inputs
+    module was armed, one for the module; in the buffers low and high, which `sync_buffers` averages over ranks. Inputs
     that pruning has dropped, here or in the module before, have no part in a range: cleaning takes them away.
     """
+
+    averaged_buffers = ("low", "high")
 
     low: Tensor
     high: Tensor
