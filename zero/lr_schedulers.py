@@ -31,7 +31,7 @@ class ScheduleLR(LRScheduler):
 
     kind: ClassVar[type]
 
-    def __init__(self, optimizer: torch.optim.Optimizer, last_epoch: int = -1, **params: object):
+    def __init__(self, optimizer: torch.optim.Optimizer, *, last_epoch: int = -1, **params: object):
         self.schedule: Schedule = self.kind(**params)
         if self.schedule.momenta(0, len(optimizer.param_groups)) is not None:
             for g, group in enumerate(optimizer.param_groups):

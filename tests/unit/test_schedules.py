@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
+import logging
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +17,7 @@ from hypothesis import strategies as st
 
 import onebit
 from onebit.comm import IdentityCodec, SimTransport
+from onebit.zero import read_config
 from onebit.zero.config.lr_schedules import Cycle
 from onebit.zero.lr_schedulers import (
     LRRangeTest,
@@ -209,6 +214,61 @@ def test_a_tensor_rate_is_written_in_place() -> None:
     scheduler = WarmupLR(optimizer, warmup_max_lr=1.0, warmup_num_steps=4, warmup_type="linear")
     np.testing.assert_allclose(rates(scheduler, 8)[:, 0], rise(batches(8), 4, "linear"), rtol=1e-6)
     assert optimizer.param_groups[0]["lr"] is lr
+
+
+# ---------------------------------------------------------------- the golden: DeepSpeed 0.19.6's own module
+
+GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "schedules_deepspeed_0.19.6.json").read_text())
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: f"{case['type']}-{'-'.join(case['params'])}")
+@pytest.mark.stranger("wrong without a word", "6: a schedule with a key left out gives other rates than DeepSpeed")
+def test_with_each_key_and_without_it_the_rates_are_deepspeeds(case: dict[str, Any]) -> None:
+    optimizer, steps = adam(tuple(GOLDEN["lrs"])), GOLDEN["steps"]
+    file = {"train_micro_batch_size_per_gpu": 1, "scheduler": {"type": case["type"], "params": case["params"]}}
+    choice = read_config(file, world_size=1).scheduler
+    assert choice is not None
+    scheduler, taken, momenta = build_scheduler(choice, optimizer), [], []
+    for step in range(max(steps) + 1):
+        if step in steps:
+            taken.append([group["lr"] for group in optimizer.param_groups])
+            momenta.append([group["betas"][0] for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    late = int("warmup_min_ratio" in case["params"])  # DeepSpeed takes the first step at 0: docs/differences.md
+    np.testing.assert_allclose(taken[late:], case["rates"][late:], rtol=1e-12, atol=1e-18)
+    if case["params"].get("cycle_momentum", case["type"] == "OneCycle"):  # its first step has cycle_min_mom
+        np.testing.assert_allclose(momenta[1:], case["momenta"][1:], rtol=1e-12)
+    elif case["type"] == "OneCycle":
+        assert {b1 for row in momenta for b1 in row} == {0.9}
+
+
+@pytest.mark.stranger("wrong without a word", "6: WarmupLR without warmup_max_lr trains every group at 1e-3")
+@pytest.mark.parametrize("params", [{}, {"warmup_max_lr": None}])
+def test_a_warmup_without_a_top_rises_to_each_groups_own_rate_and_resumes(params: dict[str, Any]) -> None:
+    scheduler = WarmupLR(adam((1e-5, 0.5)), warmup_num_steps=4, **params)
+    assert rates(scheduler, 7)[-1].tolist() == [1e-5, 0.5]
+    resumed = WarmupLR(adam((1.0, 1.0)), warmup_num_steps=4, **params)
+    resumed.load_state_dict(scheduler.state_dict())
+    assert resumed.get_last_lr() == [1e-5, 0.5]
+
+
+def test_a_decay_without_a_top_says_that_it_rises_to_deepspeeds_rate(caplog: pytest.LogCaptureFixture) -> None:
+    def read(lr: float, **params: object) -> list[str]:
+        caplog.clear()
+        scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, **params}}
+        adamw = {"type": "AdamW", "params": {"lr": lr}}
+        read_config({"train_batch_size": 1, "optimizer": adamw, "scheduler": scheduler}, world_size=1)
+        return [record.message for record in caplog.records if "WarmupDecayLR then rises" in record.message]
+
+    caplog.set_level(logging.WARNING)
+    assert len(read(1e-5)) == 1
+    assert not read(1e-3) and not read(1e-5, warmup_max_lr=None) and not read(1e-5, warmup_max_lr=1e-3)
+
+
+def test_a_parameter_without_its_name_is_refused() -> None:
+    with pytest.raises(TypeError, match="positional argument"):
+        WarmupLR(adam(), 0.0)  # type: ignore[misc]
 
 
 SCHEDULES = {

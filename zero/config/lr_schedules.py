@@ -63,15 +63,19 @@ class _Warmup:
 
 @dataclass(frozen=True, kw_only=True)
 class Warmup(_Warmup):
-    """lr = warmup_min_lr + (warmup_max_lr - warmup_min_lr)·rise(n), and warmup_max_lr from there on."""
+    """lr = warmup_min_lr + (warmup_max_lr - warmup_min_lr)·rise(n), and warmup_max_lr from there on.
+
+    warmup_max_lr is each group's own rate if it is null or absent.
+    """
 
     warmup_min_lr: Rates = key(0.0, RATES, fill="warmup_min_lr", least=0)
-    warmup_max_lr: Rates = key(1e-3, RATES, fill="warmup_max_lr", asks=True, least=0)
+    warmup_max_lr: Rates | None = key(None, RATES, fill="warmup_max_lr", asks=True, null=True, least=0)
 
     def rates(self, step: int, base_lrs: Sequence[float]) -> list[float]:
         """See `Schedule`."""
         gamma = self._gamma(max(0, step - 1))
-        least, most = _spread(self, "warmup_min_lr", base_lrs), _spread(self, "warmup_max_lr", base_lrs)
+        least = _spread(self, "warmup_min_lr", base_lrs)
+        most = base_lrs if self.warmup_max_lr is None else _spread(self, "warmup_max_lr", base_lrs)
         return [low + (high - low) * gamma for low, high in zip(least, most, strict=True)]
 
     def _gamma(self, n: int) -> float:
@@ -80,8 +84,12 @@ class Warmup(_Warmup):
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupDecay(Warmup):
-    """The warm-up, then in a line back to warmup_min_lr: (T - n)/(T - N) of the way at batch n, T = total_num_steps."""
+    """The warm-up, then in a line back to warmup_min_lr: (T - n)/(T - N) of the way at batch n, T = total_num_steps.
 
+    An absent warmup_max_lr is 1e-3 here, as in DeepSpeed 0.19.6; null takes each group's own rate.
+    """
+
+    warmup_max_lr: Rates | None = key(1e-3, RATES, fill="warmup_max_lr", asks=True, null=True, least=0)
     total_num_steps: int = required_key(INT, fill="total_num_steps", least=1)
 
     def _gamma(self, n: int) -> float:

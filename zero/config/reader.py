@@ -178,7 +178,7 @@ def _read_key(data: Mapping[str, object], name: str, rule: Key, where: str, read
         filled = rule.read(filled, f"argument {rule.fill}")
     stands = data.get(name, MISSING)
     if stands is None and rule.null:
-        stands = MISSING  # null: as if it were not there
+        return None if filled is MISSING else filled
     if stands is not MISSING and (stands != AUTO or (rule.takes_auto and filled is MISSING)):
         value = rule.read(stands, place)
         if filled is not MISSING and filled != value:

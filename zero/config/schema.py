@@ -114,7 +114,8 @@ class Key:
     """What a key may hold. least, most: bounds; above, below: the same, excluded. None: unbounded.
 
     fill: the argument of `read_config` that stands in for "auto" or an absent key. asks: "auto" without that argument
-    is an error instead of the default. required: so is an absent key. null: null is the default, None.
+    is an error instead of the default. required: so is an absent key. null: it may be null,
+    which is kept as None, the default of nearly all such keys.
     """
 
     kind: Kind

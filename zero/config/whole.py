@@ -30,6 +30,7 @@ from ..sparse_attention.config import SparsityConfig
 from .compat import load, modernised
 from .data_efficiency import DataEfficiency, LegacyCurriculum
 from .ignored_keys import TOP_LEVEL
+from .lr_schedules import WarmupDecay
 from .optimizers import OptimizerChoice, build_optimizer, read_optimizer
 from .reader import Reading, nearest, read_block, read_choice, read_object, write_block, write_choice
 from .schema import AUTO, BOOL, FLOAT, INT, OBJECT, PERIOD, TEXT, Inert, block, blocks_of, check_block, key, keys_of
@@ -294,10 +295,17 @@ def _make(config: object, world_size: int, ranks_per_batch: int | None, reading:
 def _read_scheduler(given: object, optimizer: OptimizerChoice | None, reading: Reading) -> SchedulerChoice:
     """The block "scheduler"; a warmup_max_lr left to "auto" is the optimizer's lr."""
     data = read_object(given, "scheduler", reading)
-    params = data.get("params")
-    if isinstance(params, Mapping) and params.get("warmup_max_lr") == AUTO:
+    params = read_object(data.get("params") or {}, "scheduler.params", reading)
+    if params.get("warmup_max_lr") == AUTO:
         rate = reading.fills.get("lr") if optimizer is None else optimizer.params.lr
         if rate is not None and "warmup_max_lr" not in reading.fills:
             reading = replace(reading, fills={**reading.fills, "warmup_max_lr": rate})
     kinds = {name: cls.kind for name, cls in SCHEDULERS.items()}
-    return SchedulerChoice(*read_choice(data, "scheduler", kinds, reading))
+    choice = SchedulerChoice(*read_choice(data, "scheduler", kinds, reading))
+    is_left_out = "warmup_max_lr" not in {*params, *reading.fills}
+    if isinstance(choice.params, WarmupDecay) and is_left_out and (optimizer is None or optimizer.params.lr != 1e-3):
+        reading.warnings.append(
+            f"{reading.at('scheduler.params', 'warmup_max_lr')} is left out: WarmupDecayLR then rises to 0.001, as in "
+            "DeepSpeed, whatever the optimizer's lr is; write a rate, or null for each group's own"
+        )
+    return choice
