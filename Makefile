@@ -46,12 +46,13 @@ docs: $(INSTALLED)
 	@$(PIP) --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-$(INSTALLED): pyproject.toml setup.py .ci/constraints.txt $(wildcard csrc/*)
+$(INSTALLED): pyproject.toml setup.py $(wildcard .ci/*.txt) $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$(PYTHON) is too old: needs 3.10"; exit 1; }
 	@test -x $(BIN)/python || { echo "Making .venv ..."; $(PYTHON) -m venv .venv; }
 	@echo "Installing into .venv: torch, then the rest (minutes on the first run) ..."
 	@$(PIP) torch==2.13.0
 	@$(PIP) --editable '.[dev]'
+	@$(PIP) --no-deps --requirement .ci/torchtitan.txt
 	@touch $@
 
 clean:

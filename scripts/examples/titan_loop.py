@@ -1,17 +1,17 @@
 """torchtitan-style loop: builders, schedulers over containers, torch.distributed.checkpoint.
 
 ```diff
--from torchtitan.components.optimizer import build_optimizers
 +from onebit.integrations.torchtitan import build_optimizers
 -    fully_shard(part, mesh=world_mesh["dp_replicate", "dp_shard"])
 +    fully_shard(part, mesh=world_mesh["dp_shard"])
--optimizers = build_optimizers(model_parts, config.optimizer, parallel_dims, ft_manager)
+-optimizers = config.optimizer.build(model_parts=model_parts)
 +mesh = world_mesh["dp_replicate", "dp_shard"]
 +optimizers = build_optimizers(model_parts, config.optimizer, mesh=mesh, max_grad_norm=1.0)
 -clip_grad_norm_([p for part in model_parts for p in part.parameters()], 1.0)
 ```
 
-torchtitan itself is not needed: AdamW's run has torch's own optimizer.
+That is torchtitan 0.3; 0.2 and before have `build_optimizers` themselves, and another import is enough. torchtitan
+itself is not needed: AdamW's run has torch's own optimizer.
 
     torchrun --nproc-per-node 4 scripts/examples/titan_loop.py --steps 300
 """
