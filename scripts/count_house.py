@@ -1,41 +1,157 @@
-"""Count what makes a tree easy or hard to live in: hops of one step, class ladders, rooms, long files and functions.
+"""Count the reader's way: what a step, a configuration passes through; how the code is cut; circles; volume.
 
-    python scripts/count_house.py              (--json FILE: also into a file)
+    python scripts/count_house.py                                        (--record FILE: a row more in its tables)
 
-Counts of structure are read from the source, those of a step from a traced run: one rank, one compressed step of a
-small model in two buckets, every call from one file of the package to another.
+A walk is traced: every call of a function of the package, made by whoever. *Files* and *functions* are those entered
+(lambdas and comprehensions included); a *hop* is a call from one file of the package straight into another. The counts
+are a thermometer. What they are for: a reader can say what a step does, in order, and where to change it.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import inspect
-import itertools
+import io
 import json
 import re
+import statistics
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import tokenize
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
-from provenance import record_path, write_record
+from provenance import record_path, revision, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("onebit", "comm", "zero", "scripts", "tests")
-PACKAGES = ROOMS[:3]
-LONG_FUNCTION = 60
-EXAMPLES = {
-    "codec int4": r"\bint4\b|Int4",
-    "backend cupy": r"\bcupy\b|Cupy",
-    "optimizer 1-bit LAMB": r"[Oo]ne_?[Bb]it_?[Ll]amb|onebit-lamb",
-}
-"""Of each kind of part one, by a pattern that its files name it with: how many files an addition touches."""
+PACKAGES = ("onebit", "comm", "zero")
+ROOMS = (*PACKAGES, "scripts", "tests")
+DIALECT = (
+    r"\b(?:behind|owes?|owed|owing|alike|somebody|everybody|is to be had|of its own|whose|lies|so many)\b|, where\b"
+)
+"""Words of CONTRIBUTING's list that have a plainer one, in docstrings and Markdown. A hint: some uses are right."""
+NO_COMMENT = r"# (?:type: ignore|noqa|fmt:|-{8})"
+
+Counts = dict[str, int | float]
+
+
+# ---------------------------------------------------------------- walks
+
+
+class Walk:
+    """The calls of what runs between `with` and its end, on this thread."""
+
+    def __init__(self, tree: Path):
+        self._tree, self._names = tree.resolve(), dict[str, str | None]()
+        self.files, self.functions, self.hops = set[str](), set[CodeType](), 0
+
+    def __enter__(self) -> Walk:
+        sys.setprofile(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _file_of(self, code: CodeType) -> str | None:
+        """The file inside the package, None for others."""
+        name = code.co_filename
+        if name not in self._names:
+            path = Path(name).resolve()
+            inside = path.relative_to(self._tree) if path.is_relative_to(self._tree) else None
+            self._names[name] = str(inside) if inside is not None and inside.parts[0] in PACKAGES else None
+        return self._names[name]
+
+    def _call(self, frame: FrameType, event: str, _: object) -> None:
+        if event != "call" or (file := self._file_of(frame.f_code)) is None:
+            return
+        caller = None if frame.f_back is None else self._file_of(frame.f_back.f_code)
+        self.files.add(file)
+        self.functions.add(frame.f_code)
+        self.hops += caller is not None and caller != file
+
+    def counts(self) -> Counts:
+        return {"files": len(self.files), "functions": len(self.functions), "hops": self.hops}
+
+
+def walk_step(tree: Path, make: Callable[..., Any], **options: object) -> Counts:
+    """The twelfth step, backward included, of a model in two buckets, on the first of two simulated ranks.
+
+    make: gives the optimizer, of parameters, `lr`, `bucket_cap_mb`, `transport` and these options.
+    """
+    import torch
+
+    from onebit.comm import SimTransport, run_ranks
+
+    def rank(transport: SimTransport) -> Counts:
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+        cap = 64 * 66 * 4 / 2**20
+        optimizer = make(model.parameters(), lr=1e-3, bucket_cap_mb=cap, transport=transport, **options)
+        for _ in range(11):
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        loss = model(torch.randn(8, 64)).square().mean()
+        with Walk(tree) as walk:
+            loss.backward()
+            optimizer.step()
+        return walk.counts()
+
+    return run_ranks(2, rank)[0]
+
+
+def walk_engine(tree: Path) -> dict[str, Counts]:
+    """`initialize` of the plainest JSON on one rank, and a step of that engine at stages 0 and 2."""
+    import torch
+
+    from onebit import zero
+
+    found = {}
+    for stage in (0, 0, 2):  # the first one imports, which is no part of the walk
+        config = {
+            "train_batch_size": 8,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}},
+        }
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+        with Walk(tree) as walk:
+            engine, *_ = zero.initialize(model=model, config=config)
+        if stage == 0:
+            found["initialize, stage 0"] = walk.counts()
+        for _ in range(3):
+            with Walk(tree) as walk:
+                engine.backward(engine(torch.randn(8, 64)).square().mean())
+                engine.step()
+        found[f"a step of the engine, stage {stage}"] = walk.counts()
+        engine.close()
+    return found
+
+
+def walks(tree: Path) -> dict[str, Counts]:
+    import torch
+
+    import onebit
+    from onebit.zero import ShardedOnebitAdam
+
+    def local_steps(params: Iterable[torch.nn.Parameter], *, lr: float, **options: Any) -> onebit.LocalSteps:
+        return onebit.LocalSteps(torch.optim.AdamW(params, lr=lr), **options)
+
+    return {
+        "a step of OnebitAdam": walk_step(tree, onebit.OnebitAdam, compression="always", freeze_step=4),
+        "of OnebitLamb": walk_step(tree, onebit.OnebitLamb, compression="always", freeze_step=4),
+        "of ZeroOneAdam": walk_step(tree, onebit.ZeroOneAdam, compression="always"),
+        "of ShardedOnebitAdam": walk_step(tree, ShardedOnebitAdam, warmup_steps=4),
+        "of LocalSteps, at a round": walk_step(tree, local_steps, every=4),
+        **walk_engine(tree),
+    }
+
+
+# ---------------------------------------------------------------- the text
 
 
 def python_files(tree: Path, *rooms: str) -> Iterator[Path]:
+    """Without what links lead to: `onebit/comm` is `comm`."""
     for room in rooms:
         for path in sorted((tree / room).rglob("*.py")):
             inside = path.relative_to(tree / room)
@@ -43,143 +159,106 @@ def python_files(tree: Path, *rooms: str) -> Iterator[Path]:
                 yield path
 
 
-def count_files(tree: Path) -> dict[str, object]:
-    """Files by room, the fullest folders, the longest files, the functions over LONG_FUNCTION lines."""
-    paths = list(python_files(tree, *ROOMS))
-    folders = Counter(str(path.parent.relative_to(tree)) for path in paths)
-    lengths = {str(path.relative_to(tree)): len(path.read_text().splitlines()) for path in paths}
-    rooms = {room: sum(name.split("/")[0] == room for name in lengths) for room in ROOMS}
-    long = {f"{name}: {function}": lines for name, function, lines in _long_functions(tree, paths)}
+def count_shape(tree: Path) -> Counts:
+    """How the package is cut: lines, functions, their median length, those of one statement, comments, dialect."""
+    lengths, single, lines, comments, dialect = [], 0, 0, 0, 0
+    for path in python_files(tree, *PACKAGES):
+        text = path.read_text()
+        lines += len(text.splitlines())
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        comments += sum(t.type == tokenize.COMMENT and not re.match(NO_COMMENT, t.string) for t in tokens)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lengths.append((node.end_lineno or node.lineno) - node.lineno + 1)
+                single += sum(not is_docstring(statement) for statement in node.body) == 1
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                dialect += len(re.findall(DIALECT, ast.get_docstring(node) or ""))
+    pages = [tree / "README.md", *sorted((tree / "docs").glob("*.md"))]
     return {
-        "files": rooms,
-        "lines": {room: sum(n for name, n in lengths.items() if name.split("/")[0] == room) for room in ROOMS},
-        "most files in one folder": dict(folders.most_common(5)),
-        "longest files": dict(sorted(lengths.items(), key=lambda item: -item[1])[:5]),
-        f"functions over {LONG_FUNCTION} lines": long,
+        "lines": lines,
+        "functions per 1,000 lines": round(1000 * len(lengths) / max(1, lines), 1),
+        "median lines of a function": statistics.median(lengths or [0]),
+        "% of one statement": round(100 * single / max(1, len(lengths)), 1),
+        "comments, % of lines": round(100 * comments / max(1, lines), 2),
+        "circles": len(circles(tree)),
+        "dialect in docstrings": dialect,
+        "in docs": sum(len(re.findall(DIALECT, page.read_text())) for page in pages if page.exists()),
+        "lines of scripts": sum(len(p.read_text().splitlines()) for p in python_files(tree, "scripts")),
+        "of tests": sum(len(p.read_text().splitlines()) for p in python_files(tree, "tests")),
     }
 
 
-def _long_functions(tree: Path, paths: Sequence[Path]) -> Iterator[tuple[str, str, int]]:
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(node, ast.FunctionDef)
-                and (lines := (node.end_lineno or 0) - node.lineno + 1) > LONG_FUNCTION
-            ):
-                yield str(path.relative_to(tree)), node.name, lines
+def is_docstring(statement: ast.stmt) -> bool:
+    is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return is_text and isinstance(statement.value.value, str)
 
 
-def count_touches(tree: Path) -> dict[str, int]:
-    """How many source files outside the tests name each of EXAMPLES."""
-    paths = list(python_files(tree, *PACKAGES, "scripts"))
-    return {name: sum(bool(re.search(pattern, p.read_text())) for p in paths) for name, pattern in EXAMPLES.items()}
+def circles(tree: Path) -> list[list[str]]:
+    """Groups of modules that import each other, those for type checkers and those inside functions included."""
+    modules = {}
+    for path in python_files(tree, *PACKAGES):
+        parts = path.relative_to(tree).with_suffix("").parts
+        name = ".".join(parts if parts[0] == "onebit" else ("onebit", *parts))
+        modules[name.removesuffix(".__init__")] = path
+    return components({name: imports(name, path, modules) for name, path in modules.items()})
 
 
-class Trace:
-    """The calls of a step between files of the package."""
-
-    def __init__(self, tree: Path):
-        self._tree = str(tree.resolve())
-        self.files: list[str] = []
-
-    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        if event not in ("call", "return"):
-            return
-        of = frame if event == "call" else frame.f_back
-        if of is None:
-            return
-        path = str(Path(of.f_code.co_filename).resolve())
-        if path.startswith(self._tree) and path[len(self._tree) + 1 :].split("/")[0] in PACKAGES:
-            name = path[len(self._tree) + 1 :]
-            if not self.files or self.files[-1] != name:
-                self.files.append(name)
+def imports(name: str, path: Path, modules: Mapping[str, Path]) -> set[str]:
+    """The modules that a file names in an import anywhere. An `__init__` that names its own modules counts as none."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            for alias in node.names:
+                found.add(f"{source}.{alias.name}" if f"{source}.{alias.name}" in modules else source)
+    return {other for other in found if other in modules and other != name and path.name != "__init__.py"}
 
 
-def count_step(tree: Path, make: Callable[..., Any], **options: object) -> dict[str, int]:
-    """Files and hops between them of one compressed step, and the switches within the files of its own classes.
+def components(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components of more than one node: whoever reaches each other."""
 
-    make: the optimizer, or a function that makes one, of parameters, `lr`, `bucket_cap_mb` and these options. The
-    step that is counted is the twelfth.
-    """
-    import torch
+    def reached(start: str) -> set[str]:
+        seen, todo = set[str](), [start]
+        while todo:
+            for other in graph[todo.pop()] - seen:
+                seen.add(other)
+                todo.append(other)
+        return seen
 
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
-    optimizer = make(model.parameters(), lr=1e-3, bucket_cap_mb=64 * 66 * 4 / 2**20, **options)
-    batch, trace = torch.randn(8, 64), Trace(tree)
-    for step in range(12):
-        if step == 11:
-            sys.setprofile(trace)
-        model(batch).square().mean().backward()
-        optimizer.step()
-        if step == 11:
-            sys.setprofile(None)
-        optimizer.zero_grad()
-    ladder = _ladder_files(tree, type(optimizer))
-    own = [name for name in trace.files if name in ladder]
-    return {
-        "files": len(set(trace.files)),
-        "hops": len(trace.files) - 1,
-        "switches in its class ladder": sum(a != b for a, b in itertools.pairwise(own)),
-        **count_class(tree, type(optimizer)),
-        "attributes": len(vars(optimizer)),
-    }
+    of = {name: reached(name) for name in graph}
+    groups = {tuple(sorted(other for other in of[name] if name in of[other])) for name in graph if name in of[name]}
+    return [list(group) for group in sorted(groups)]
 
 
-def count_class(tree: Path, kind: type) -> dict[str, int]:
-    ladder = [c for c in kind.__mro__ if _file_of(tree, c) is not None]
-    methods = [
-        {name for name, value in vars(c).items() if callable(value) or isinstance(value, property)} for c in ladder
-    ]
-    methods = [{name for name in each if not (name.startswith("__") and name != "__init__")} for each in methods]
-    overrides = sum(
-        name in later for k, each in enumerate(methods) for name in each for later in methods[k + 1 : k + 2]
-    )
-    return {"levels": len(ladder), "methods": sum(map(len, methods)), "overrides": overrides}
+# ---------------------------------------------------------------- the command
 
 
-def _ladder_files(tree: Path, kind: type) -> set[str]:
-    return {name for c in kind.__mro__ if (name := _file_of(tree, c)) is not None}
-
-
-def _file_of(tree: Path, kind: type) -> str | None:
-    try:
-        path = Path(inspect.getfile(kind)).resolve()
-    except (TypeError, OSError):
-        return None
-    rooms = [tree.resolve() / package for package in PACKAGES]  # an environment may lie in the tree, too
-    return str(path.relative_to(tree.resolve())) if any(path.is_relative_to(room) for room in rooms) else None
-
-
-def count_steps(tree: Path) -> dict[str, dict[str, int]]:
-    import torch
-
-    import onebit
-
-    def local_steps(params: Iterable[torch.nn.Parameter], *, lr: float, **options: Any) -> onebit.LocalSteps:
-        return onebit.LocalSteps(torch.optim.AdamW(params, lr=lr), **options)
-
-    return {
-        "OnebitAdam": count_step(tree, onebit.OnebitAdam, compression="always", freeze_step=4),
-        "OnebitLamb": count_step(tree, onebit.OnebitLamb, compression="always", freeze_step=4),
-        "ZeroOneAdam": count_step(tree, onebit.ZeroOneAdam, compression="always"),
-        "LocalSteps, between rounds": count_step(tree, local_steps, every=8),
-        "LocalSteps, a round": count_step(tree, local_steps, every=4),
-    }
-
-
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json", type=record_path, metavar="FILE")
-    return parser.parse_args(argv)
+def with_row(record: str, found: Mapping[str, Counts], when: str) -> str:
+    """The record with a row more in the table under each of its headings; a new table where there is none."""
+    for title, counts in found.items():
+        head, row = f"## {title}\n", f"| {' | '.join([when, *map(str, counts.values())])} |\n"
+        if head in record:
+            before, after = record.split(head, 1)
+            table, rest = re.match(r"(\n*(?:\|.*\n)+)(.*)", after, re.DOTALL).groups()  # type: ignore[union-attr]
+            record = f"{before}{head}{table}{row}{rest}"
+        else:
+            columns = ["revision", *counts]
+            rule = "| --- |" + " ---: |" * len(counts)
+            record += f"\n{head}\n| {' | '.join(columns)} |\n{rule}\n{row}"
+    return record
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    found = {**count_files(ROOT), "files that name": count_touches(ROOT), "one step": count_steps(ROOT)}
-    print(json.dumps(found, indent=2))
-    if args.json is not None:
-        write_record(args.json, json.dumps(found, indent=1) + "\n")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--record", type=record_path, metavar="FILE", help="add a row to the tables of this file")
+    args = parser.parse_args(argv)
+    found = {"The text": count_shape(ROOT), **{name: counts for name, counts in walks(ROOT).items()}}
+    print(json.dumps({**found, "circles": circles(ROOT)}, indent=2))
+    if args.record is not None:
+        before = args.record.read_text() if args.record.exists() else "# The house: its counts, revision by revision\n"
+        write_record(args.record, with_row(before, found, f"{date.today():%Y-%m-%d} {revision()}"))
     return 0
 
 

@@ -90,7 +90,7 @@ COMMANDS: dict[str, tuple[str, Sequence[str]]] = {
     "bench.py suite": ("suite.main", ["--results", str(RECORD)]),
     "bench.py traffic": ("bench.traffic", ["--record", str(RECORD)]),
     "bench.py zero_memory": ("bench.zero_memory", ["--record", str(RECORD)]),
-    "count_house.py": ("count_house", ["--json", str(RECORD)]),
+    "count_house.py": ("count_house", ["--record", str(RECORD)]),
     "demo.py": ("demo", ["--quick", "--write"]),
     "examples.py": ("examples", ["--write"]),
     "faults.py": ("faults.main", ["--report-only", "--record", str(RECORD)]),
