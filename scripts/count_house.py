@@ -28,9 +28,7 @@ from provenance import record_path, revision, write_record
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("onebit", "comm", "zero")
 ROOMS = (*PACKAGES, "scripts", "tests")
-DIALECT = (
-    r"\b(?:behind|owes?|owed|owing|alike|somebody|everybody|is to be had|of its own|whose|lies|so many)\b|, where\b"
-)
+DIALECT = r"(?i)\b(?:behind|owes?|owed|owing|alike|somebody|everybody|is to be had|of its own|lies|so many)\b"
 """Words of CONTRIBUTING's list that have a plainer one, in docstrings and Markdown. A hint: some uses are right."""
 NO_COMMENT = r"# (?:type: ignore|noqa|fmt:|-{8})"
 
