@@ -3,7 +3,7 @@
 # make test    install, then run the usual tests (eight minutes on two cores)
 #      test-fast   those without processes, network and patience (one minute)
 #      test-all    all of them (twenty minutes)
-# make lint    install, then ruff and mypy
+# make lint    install, then ruff, mypy, and the length of commit subjects
 # make docs    install mkdocs, then build the site into site/; a link that leads nowhere is an error
 #
 # Needs Python 3.10 or later with venv, make and a C++ compiler. ARGS goes to the command: make demo ARGS=--quick
@@ -41,6 +41,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy -p onebit
+	@git log --format=%s d6719c2.. | awk 'length > 72 { print "subject over 72 characters: " $$0; bad = 1 } END { exit bad }'
 
 docs: $(INSTALLED)
 	@$(PIP) --editable '.[docs]'
