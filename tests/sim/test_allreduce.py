@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from oracles import compress
 from torch import Tensor
 
 from onebit.comm import (
@@ -26,6 +25,7 @@ from onebit.comm import (
     run_ranks,
     wait_all,
 )
+from onebit.reference.codecs import compress
 
 BLOCK = 64
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from oracles import compress, parameter_blocks
 from torch import Tensor, nn
 
 import onebit
 from onebit.comm import IdentityCodec, SimTransport, run_ranks
+from onebit.reference.codecs import compress, parameter_blocks
 
 SIZES = [(30, 20), (300,), (7,), (16, 16)]
 BLOCK = 64

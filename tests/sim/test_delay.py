@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from family import FREEZE, flat, fresh, loss_of, make, model, same, snapshot, train
-from oracles import OnebitAdamOracle, compress
 from torch import Tensor, nn
 
 import onebit
@@ -20,6 +19,8 @@ from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
 from onebit.comm import IdentityCodec, PeerError, SimTransport, hierarchical, run_ranks
 from onebit.onebit_adam import AdamRule
 from onebit.optimizer import CompressedOptimizer
+from onebit.reference.codecs import compress
+from onebit.reference.onebit_adam import OnebitAdam as OnebitAdamOracle
 
 SIZES = (300, 1, 513, 256, 7)
 STEPS = 24

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from local_runs import BLOCK, BLOCKS, TOTAL, Run, flat, make_params, noise, set_gradients, start, targets
-from oracles import LocalStepsOracle, compress
 from torch import nn
 
 import onebit
@@ -20,6 +19,8 @@ from onebit.agreement.step_vote import DesyncError
 from onebit.comm import IdentityCodec, Int8Codec, SignCodec, SimTransport, hierarchical, run_ranks
 from onebit.local.intervals import Fixed, interval_of
 from onebit.local.round_vote import weights_of
+from onebit.reference.codecs import compress
+from onebit.reference.local_steps import LocalSteps as LocalStepsOracle
 from onebit.zero.deepspeed.given import check_optimizer
 
 # ---------------------------------------------------------------- the recursion

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from oracles import OnebitAdamOracle, eight_bits, four_log_bits, run
 from torch import nn
 
 import onebit
 from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates, variance_weight
 from onebit.comm import IdentityCodec, Int8Codec, Log4Codec, SignCodec, SimTransport, run_ranks
+from onebit.reference.codecs import eight_bits, four_log_bits
+from onebit.reference.onebit_adam import OnebitAdam as OnebitAdamOracle
+from onebit.reference.onebit_adam import run
 
 SIZES = (300, 1, 513, 256, 7)
 SLOW_MOVES = pytest.param("moves", marks=pytest.mark.slow)

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from family import averaged_gradients, flat, make, model, train
-from oracles import OnebitLambOracle, run
 from test_onebit_adam import LRS, SIZES, gradient, split, start
 from torch import nn
 
 import onebit
 from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
 from onebit.comm import IdentityCodec, SimTransport, run_ranks
+from onebit.reference.onebit_adam import run
+from onebit.reference.onebit_lamb import OnebitLamb as OnebitLambOracle
 
 
 def train_flat(transport: SimTransport | None, optimizer: torch.optim.Optimizer, workers: int = 1) -> np.ndarray:

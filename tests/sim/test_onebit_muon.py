@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from family import same
-from oracles import OnebitMuonOracle, orthogonalised
 from torch import Tensor, nn
 
 import onebit
 from onebit import onebit_muon
 from onebit.arithmetic.muon import adjustment, newton_schulz
 from onebit.comm import IdentityCodec, SignCodec, SimTransport, hierarchical, run_ranks
+from onebit.reference.onebit_muon import OnebitMuon as OnebitMuonOracle
+from onebit.reference.onebit_muon import orthogonalised
 from onebit.step.link_probe import CompressionPolicy
 
 SHAPES = ((12, 40), (33, 8), (1, 5), (6, 1))

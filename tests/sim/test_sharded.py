@@ -7,8 +7,6 @@ import logging
 import numpy as np
 import pytest
 import torch
-from oracles import four_log_bits
-from sharded_oracle import ShardedOracle
 from sharded_ranks import (
     OPTIONS,
     SIZES,
@@ -25,6 +23,8 @@ from sharded_ranks import (
 from torch import Tensor
 
 from onebit.comm import Log4Codec, SimTransport, Work, run_ranks
+from onebit.reference.codecs import four_log_bits
+from onebit.reference.sharded import ShardedAdam as ShardedOracle
 from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb
 from onebit.zero.sharded.optimizer import WARMUP_STEPS, ShardedOnebitOptimizer
 

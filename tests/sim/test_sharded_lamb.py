@@ -7,11 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from sharded_oracle import ShardedLambOracle
 from sharded_ranks import OPTIONS, SIZES, WARMUP, gradient, initial, new, owners, pieces_in_order, take_steps, values
 from torch import Tensor
 
 from onebit.comm import SimTransport, run_ranks
+from onebit.reference.sharded import ShardedLamb as ShardedLambOracle
 from onebit.zero import ShardedOnebitLamb
 
 STEPS = 12

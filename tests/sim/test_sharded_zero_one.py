@@ -7,7 +7,6 @@ import logging
 import numpy as np
 import pytest
 import torch
-from sharded_oracle import ShardedZeroOneOracle
 from sharded_ranks import (
     OPTIONS,
     SIZES,
@@ -23,6 +22,7 @@ from sharded_ranks import (
 from torch import Tensor
 
 from onebit.comm import SimTransport, run_ranks
+from onebit.reference.sharded import ShardedZeroOneAdam as ShardedZeroOneOracle
 from onebit.zero import ShardedOnebitAdam, ShardedZeroOneAdam
 
 CAP = 600 * 4 / 2**20

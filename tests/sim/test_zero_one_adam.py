@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from family import flat, loss_of, model, same
-from oracles import ZeroOneAdamOracle
 from test_onebit_adam import SIZES, gradient, split, start
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import onebit
 from onebit.arithmetic.schedule import Synchronisations, VarianceUpdates
 from onebit.comm import IdentityCodec, Int8Codec, SimTransport, run_ranks
+from onebit.reference.zero_one_adam import ZeroOneAdam as ZeroOneAdamOracle
 
 LRS = [0.02 * min(1.0, (k + 1) / 8) * 0.5 ** (k // 15) for k in range(60)]
 POLICIES = {

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from oracles import parameter_blocks
 from torch import Tensor, nn
 
 import onebit
 from onebit.comm import SignCodec, Transport
+from onebit.reference.codecs import parameter_blocks
 
 SIZES = [(30, 20), (300,), (7,), (16, 16)]
 TOTAL = sum(int(np.prod(size)) for size in SIZES)

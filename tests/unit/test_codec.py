@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import compress
 from torch import Tensor
 
 from onebit.comm import CODECS as REGISTRY
@@ -34,6 +33,7 @@ from onebit.comm import (
 )  # fmt: skip
 from onebit.comm.codecs import all_finite
 from onebit.comm.kernels import reference
+from onebit.reference.codecs import compress
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
 import write_golden

@@ -7,10 +7,10 @@ import copy
 import numpy as np
 import pytest
 import torch
-from oracles import laprop
 from torch import nn
 
 import onebit
+from onebit.reference.laprop import laprop
 
 SIZES = (7, 30)
 LRS = [0.05 * (1 - k / 60) for k in range(30)]

@@ -65,6 +65,16 @@ def test_dependencies_point_one_way(layer: str) -> None:
         assert imported_layers(path) <= MAY_IMPORT[layer] | FACES.get(path, set()), path
 
 
+def test_the_reference_imports_nothing_of_ours() -> None:
+    """It is the tests' oracle: what it shared with the optimizers, both could have wrong."""
+    for path in (PACKAGE / "reference").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert [alias.name for alias in node.names] in (["numpy"], ["math"]), path
+            elif isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1 and (path.parent / f"{node.module}.py").exists(), path
+
+
 ROOMS = {
     "train": {"train"},
     "bench": {"bench", "train"},

@@ -1,7 +1,7 @@
-"""The sharded one-bit optimizers as float64 textbook loops over n workers, from their equations; none of our code.
+"""1-bit Adam, LAMB and 0/1 Adam sharded across nodes: momentum goes up to the owners, parameter differences come down.
 
-The chunk of an element is owned by whoever the caller says: `owner` gives it for each element. Everything else is one
-vector per quantity.
+Each element has an owner, which keeps its variance and its float32 master. Read `ShardedAdam.step`: what goes up enters
+the momentum at once, the owner's variance is made of its own gradient and of what all others sent.
 """
 
 from __future__ import annotations
@@ -11,30 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from oracles import eight_bits, parameter_blocks, to_bfloat16
 
-
-def signs(c: np.ndarray, blocks: Sequence[slice]) -> tuple[np.ndarray, np.ndarray]:
-    """q = s·sgn(c) with s = bf16(mean|c|) of the block; and s at each element."""
-    s = np.zeros_like(c)
-    for block in blocks:
-        s[block] = to_bfloat16(np.mean(np.abs(c[block])))
-    return s * np.where(np.signbit(c), -1.0, 1.0), s
-
-
-def four_bits(c: np.ndarray, blocks: Sequence[slice]) -> np.ndarray:
-    """Whole steps, at most 7, of each block's max/7, that scale rounded up to a bfloat16."""
-    q = np.zeros_like(c)
-    for block in blocks:
-        bits = np.array(np.abs(c[block]).max(), dtype=np.float32) / np.float32(7)
-        s = ((bits.view(np.uint32).astype(np.uint64) + 0xFFFF) & 0xFFFF0000).astype(np.uint32).view(np.float32)
-        if s > 0:
-            q[block] = np.clip(np.round(c[block] / float(s)), -7, 7) * float(s)
-    return q
+from .codecs import Blocks, eight_bits, four_bits, parameter_blocks, signs, to_bfloat16
 
 
 @dataclass
-class ShardedOracle:
+class ShardedAdam:
     """x: what every rank holds. owner: which worker's gradient the variance of an element is made of.
 
     warmup: steps whose momentum goes up in eight bits, or whose gradients go up in `warmup_bits`. down: "int4" or
@@ -58,7 +40,7 @@ class ShardedOracle:
     bf16_replica: bool = False
     bf16_momentum: bool = False
     share: float = 1.0  # of this step's gradient in the one that is sent
-    warmup_bits: Callable[[np.ndarray, Sequence[slice]], np.ndarray] | None = None
+    warmup_bits: Callable[[np.ndarray, Blocks], np.ndarray] | None = None
 
     def __post_init__(self) -> None:
         self.blocks = parameter_blocks(self.sizes, self.block)
@@ -143,7 +125,7 @@ class ShardedOracle:
 
 
 @dataclass
-class ShardedLambOracle(ShardedOracle):
+class ShardedLamb(ShardedAdam):
     """Each parameter moves by a share of its norm."""
 
     weight_decay: float = 0.0
@@ -173,7 +155,7 @@ class ShardedLambOracle(ShardedOracle):
 
 
 @dataclass
-class ShardedZeroOneOracle(ShardedOracle):
+class ShardedZeroOneAdam(ShardedAdam):
     """Of H steps only the last is `step`; the gradients of the others wait."""
 
     waited: int = 0

@@ -1,0 +1,93 @@
+"""What a frame says of a row: one bit, four or eight, in blocks with a scale each. Float64 in, the decoded values out.
+
+A block has 256 elements and never straddles two parameters. `docs/wire-format.md` has the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+Blocks = Sequence[slice]
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Round float64 to the nearest bfloat16, ties to even (through float32, as the wire's scales are)."""
+    bits = np.asarray(x, dtype=np.float32).view(np.uint32).astype(np.uint64)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return bits.astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def compress(c: np.ndarray, blocks: Blocks, scale: str = "rms") -> np.ndarray:
+    """One bit, C(c): per block the scale, rounded to bfloat16, with the sign of each element."""
+    q = np.zeros_like(c)
+    for block in blocks:
+        part = c[block]
+        s = np.sqrt(np.mean(part**2)) if scale == "rms" else np.mean(np.abs(part))
+        q[block] = to_bfloat16(s) * np.where(np.signbit(part), -1.0, 1.0)
+    return q
+
+
+def parameter_blocks(sizes: Sequence[int], block: int) -> list[slice]:
+    """Blocks over the concatenated parameters; none straddles two of them."""
+    blocks, start = [], 0
+    for size in sizes:
+        blocks += [slice(start + k, start + min(k + block, size)) for k in range(0, size, block)]
+        start += size
+    return blocks
+
+
+def scale_above(largest: float) -> float:
+    """The least bfloat16 that is not below: no element of a block is clipped by rounding its scale."""
+    bits = np.asarray(largest, dtype=np.float32).view(np.uint32).astype(np.uint64)
+    return float(((bits + 0xFFFF) & 0xFFFF0000).astype(np.uint32).view(np.float32))
+
+
+def whole_steps(c: np.ndarray, blocks: Blocks, most: int) -> np.ndarray:
+    """Whole steps, at most so many, of each block's max/most."""
+    q = np.zeros_like(c)
+    for block in blocks:
+        s = scale_above(np.float32(np.abs(c[block]).max()) / np.float32(most))
+        if s > 0:
+            q[block] = np.clip(np.round(c[block] / s), -most, most) * s
+    return q
+
+
+def eight_bits(c: np.ndarray, blocks: Blocks) -> np.ndarray:
+    """Gradients of the warm-up and of refreshes, by default."""
+    return whole_steps(c, blocks, 127)
+
+
+def four_bits(c: np.ndarray, blocks: Blocks) -> np.ndarray:
+    """Parameter differences that come down from their owners."""
+    return whole_steps(c, blocks, 7)
+
+
+def four_log_bits(c: np.ndarray, blocks: Blocks) -> np.ndarray:
+    """A sign and the nearest of s, s/2, ..., s/128, s the block's max, rounded up.
+
+    Half way between two, the larger. In a block with a zero, or with padding, zeros stay and s/64 is the least.
+    """
+    q, full = np.zeros_like(c), max(block.stop - block.start for block in blocks)
+    for block in blocks:
+        has_zero = (c[block] == 0).any() or block.stop - block.start < full
+        s = scale_above(np.abs(c[block]).max())
+        if s > 0:
+            levels = s * 2.0 ** -np.arange(7 if has_zero else 8)
+            nearest = np.argmin(np.abs(np.abs(c[block])[:, None] - levels), axis=1)
+            q[block] = np.sign(c[block]) * levels[nearest]
+    return q
+
+
+def signs(c: np.ndarray, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
+    """s·sgn(c) with s = mean|c| of the block, as sharded momentum travels; and s at each element."""
+    s = np.zeros_like(c)
+    for block in blocks:
+        s[block] = to_bfloat16(np.mean(np.abs(c[block])))
+    return s * np.where(np.signbit(c), -1.0, 1.0), s
+
+
+def mean_in(bits: Callable[[np.ndarray, Blocks], np.ndarray], grads: np.ndarray, blocks: Blocks) -> np.ndarray:
+    """The mean over workers after two phases of a compressed all-reduce, without error feedback."""
+    return bits(np.mean([bits(g, blocks) for g in grads], axis=0), blocks)

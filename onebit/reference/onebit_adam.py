@@ -1,0 +1,142 @@
+"""1-bit Adam (Tang et al., ICML 2021, arXiv 2102.02888), with error feedback on both phases and m/D in the frames.
+
+Read `OnebitAdam.step`, then `compress`. Worker i's gradient is row i of `grads`; all vectors are flat float64. Dense
+steps are AdamW's; later dense steps refresh the variance. `docs/differences.md` says what differs from the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .codecs import Blocks, compress, mean_in, parameter_blocks
+
+
+@dataclass
+class CompressedMomentum:
+    """Adam's moments of n workers: dense steps, then steps that send momentum in one bit. `advance` gives m̂/D.
+
+    x: the parameters, flat; sizes: how many elements each has. dense: whether gradients travel in a step (from 0).
+    bits: what they travel in; None: in full. of_moves: m averages g/D, each over the D of its own step (LaProp).
+    """
+
+    x: np.ndarray
+    workers: int
+    sizes: Sequence[int]
+    dense: Callable[[int], bool]
+    block: int = 256
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    floor: float = 0.01
+    scale: str = "rms"
+    bits: Callable[[np.ndarray, Blocks], np.ndarray] | None = None
+    is_refreshed: bool = False
+    of_moves: bool = False
+
+    def __post_init__(self) -> None:
+        self.blocks = parameter_blocks(self.sizes, self.block)
+        self.m, self.v = np.zeros_like(self.x), np.zeros_like(self.x)
+        self.total = 0.0  # the weights in v: v / total has no bias towards its zero start
+        self.d: np.ndarray | None = None  # D, from the freeze on
+        self.worker_error = np.zeros((self.workers, len(self.x)))
+        self.server_error = np.zeros_like(self.x)  # of all chunks: an owner holds its part of this
+        self.t = self.t_dense = 0  # steps taken; the last dense one
+
+    def advance(self, grads: np.ndarray) -> np.ndarray:
+        """One step of the moments; what the parameters then move by, before the learning rate."""
+        self.t += 1
+        if self.dense(self.t - 1):
+            self.take_in(grads.mean(0) if self.bits is None else mean_in(self.bits, grads, self.blocks))
+        else:
+            self.freeze()
+            self.compress(grads)
+        update = self.m_over_d() if self.d is None else self.update
+        return update / (1 - self.betas[0] ** self.t)
+
+    # ---- dense steps: the warm-up, and refreshes of the frozen variance
+
+    def take_in(self, g: np.ndarray) -> None:
+        """The mean gradient enters both moments."""
+        b1, b2 = self.betas
+        weight = late_weight(b2, self.t - self.t_dense)
+        self.total = (1 - weight) * self.total + weight
+        self.v = (1 - weight) * self.v + weight * g**2
+        self.t_dense = self.t
+        if self.d is None:
+            move = g / (np.sqrt(self.v / self.total) + self.eps) if self.of_moves else g
+            self.m = b1 * self.m + (1 - b1) * move
+        else:
+            self.set_denominator()
+            self.update = b1 * self.update + (1 - b1) * g / self.d
+
+    def m_over_d(self) -> np.ndarray:
+        return self.m if self.of_moves else self.m / (np.sqrt(self.v / self.total) + self.eps)
+
+    # ---- compressed steps
+
+    def freeze(self) -> None:
+        """From here on the momentum is kept as m/D, the coordinates in which elements of a block have one size."""
+        if self.d is None:
+            self.set_denominator()
+            self.update = self.m if self.of_moves else self.m / self.d
+
+    def set_denominator(self) -> None:
+        """D is all that is kept of the variance."""
+        self.d = floored_denominator(self.v / self.total, self.blocks, self.floor, self.eps)
+        self.v = (self.d - self.eps) ** 2 * self.total
+
+    def compress(self, grads: np.ndarray) -> None:
+        """The paper's Algorithm 1: workers compress momentum, owners compress the mean; both keep the residual."""
+        b1 = self.betas[0]
+        q = np.zeros_like(grads)
+        for i in range(self.workers):
+            c = b1 * self.update + (1 - b1) * self.normalised(grads[i], self.t) + self.worker_error[i]
+            q[i] = compress(c, self.blocks, self.scale)
+            self.worker_error[i] = c - q[i]
+        a = q.mean(0) + self.server_error
+        self.update = compress(a, self.blocks, self.scale)
+        self.server_error = a - self.update
+
+    def normalised(self, g: np.ndarray, t: int) -> np.ndarray:
+        """g/D, but a gradient far beyond the frozen D counts in it: by what g² would weigh in a refresh in step t.
+
+        If no refresh ever comes, by 1 - b2; divided among the workers.
+        """
+        weight = late_weight(self.betas[1], t - self.t_dense)
+        share = weight / ((1 - weight) * self.total + weight) if self.is_refreshed else 1 - self.betas[1]
+        return g / np.sqrt(self.d**2 + share / self.workers * g**2)
+
+
+@dataclass
+class OnebitAdam(CompressedMomentum):
+    """1-bit Adam: x ← x - lr·(m̂/D + wd·x)."""
+
+    def step(self, grads: np.ndarray, lr: float) -> None:
+        self.x = self.x - lr * (self.advance(grads) + self.weight_decay * self.x)
+
+
+def floored_denominator(v: np.ndarray, blocks: Blocks, floor: float, eps: float) -> np.ndarray:
+    """√max(v, floor·blockmean(v)) + eps."""
+    floored = v.copy()
+    for block in blocks:
+        floored[block] = np.maximum(v[block], floor * v[block].mean())
+    return np.sqrt(floored) + eps
+
+
+def late_weight(b2: float, gap: int) -> float:
+    """The weight of a squared gradient in the variance, `gap` steps after the one before it."""
+    return max(1 - b2, min(1 - b2**gap, 1 / 16))
+
+
+def run(
+    reference: CompressedMomentum, grad: Callable[[np.ndarray, int, int], np.ndarray], lrs: Sequence[float]
+) -> np.ndarray:
+    """Step with grad(x, step, worker) along a learning-rate sequence; the parameters after each step."""
+    trajectory = []
+    for step, lr in enumerate(lrs):
+        reference.step(np.stack([grad(reference.x, step, i) for i in range(reference.workers)]), lr)
+        trajectory.append(reference.x.copy())
+    return np.stack(trajectory)
