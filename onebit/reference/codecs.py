@@ -6,20 +6,22 @@ A block has 256 elements and never straddles two parameters. `docs/wire-format.m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+Array = Any  # np.ndarray of float64: NumPy's stubs give most arithmetic no dtype
 Blocks = Sequence[slice]
 
 
-def to_bfloat16(x: np.ndarray) -> np.ndarray:
+def to_bfloat16(x: Array) -> Array:
     """Round float64 to the nearest bfloat16, ties to even (through float32, as the wire's scales are)."""
     bits = np.asarray(x, dtype=np.float32).view(np.uint32).astype(np.uint64)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-    return bits.astype(np.uint32).view(np.float32).astype(np.float64)
+    rounded: Array = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return rounded.astype(np.uint32).view(np.float32).astype(np.float64)
 
 
-def compress(c: np.ndarray, blocks: Blocks, scale: str = "rms") -> np.ndarray:
+def compress(c: Array, blocks: Blocks, scale: str = "rms") -> Array:
     """One bit, C(c): per block the scale, rounded to bfloat16, with the sign of each element."""
     q = np.zeros_like(c)
     for block in blocks:
@@ -44,7 +46,7 @@ def scale_above(largest: float) -> float:
     return float(((bits + 0xFFFF) & 0xFFFF0000).astype(np.uint32).view(np.float32))
 
 
-def whole_steps(c: np.ndarray, blocks: Blocks, most: int) -> np.ndarray:
+def whole_steps(c: Array, blocks: Blocks, most: int) -> Array:
     """Whole steps, at most so many, of each block's max/most."""
     q = np.zeros_like(c)
     for block in blocks:
@@ -54,17 +56,17 @@ def whole_steps(c: np.ndarray, blocks: Blocks, most: int) -> np.ndarray:
     return q
 
 
-def eight_bits(c: np.ndarray, blocks: Blocks) -> np.ndarray:
+def eight_bits(c: Array, blocks: Blocks) -> Array:
     """Gradients of the warm-up and of refreshes, by default."""
     return whole_steps(c, blocks, 127)
 
 
-def four_bits(c: np.ndarray, blocks: Blocks) -> np.ndarray:
+def four_bits(c: Array, blocks: Blocks) -> Array:
     """Parameter differences that come down from their owners."""
     return whole_steps(c, blocks, 7)
 
 
-def four_log_bits(c: np.ndarray, blocks: Blocks) -> np.ndarray:
+def four_log_bits(c: Array, blocks: Blocks) -> Array:
     """A sign and the nearest of s, s/2, ..., s/128, s the block's max, rounded up.
 
     Half way between two, the larger. In a block with a zero, or with padding, zeros stay and s/64 is the least.
@@ -80,7 +82,7 @@ def four_log_bits(c: np.ndarray, blocks: Blocks) -> np.ndarray:
     return q
 
 
-def signs(c: np.ndarray, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
+def signs(c: Array, blocks: Blocks) -> tuple[Array, Array]:
     """s·sgn(c) with s = mean|c| of the block, as sharded momentum travels; and s at each element."""
     s = np.zeros_like(c)
     for block in blocks:
@@ -88,6 +90,6 @@ def signs(c: np.ndarray, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
     return s * np.where(np.signbit(c), -1.0, 1.0), s
 
 
-def mean_in(bits: Callable[[np.ndarray, Blocks], np.ndarray], grads: np.ndarray, blocks: Blocks) -> np.ndarray:
+def mean_in(bits: Callable[[Array, Blocks], Array], grads: Array, blocks: Blocks) -> Array:
     """The mean over workers after two phases of a compressed all-reduce, without error feedback."""
     return bits(np.mean([bits(g, blocks) for g in grads], axis=0), blocks)

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .codecs import Array
+
 
 def laprop(
-    x: np.ndarray,
-    grads: Sequence[np.ndarray],
+    x: Array,
+    grads: Sequence[Array],
     lrs: Sequence[float],
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.01,
-) -> np.ndarray:
+) -> Array:
     """x after each step; decoupled decay, and the learning rate outside of the momentum."""
     (b1, b2), m, v, trajectory = betas, np.zeros_like(x), np.zeros_like(x), []
     for t, (g, lr) in enumerate(zip(grads, lrs, strict=True), 1):

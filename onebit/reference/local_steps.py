@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .codecs import Array
+
 
 @dataclass
 class LocalSteps:
@@ -21,8 +23,8 @@ class LocalSteps:
     drift: [n, d], how much further than each worker the mean has moved per learning rate, learnt over correction_steps.
     """
 
-    w: np.ndarray
-    C: Callable[[np.ndarray], np.ndarray]
+    w: Array
+    C: Callable[[Array], Array]
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -39,7 +41,7 @@ class LocalSteps:
         self.E, self.u = np.zeros_like(self.theta), np.zeros_like(self.theta)
         self.keep, self.steps = 1.0, 0
 
-    def step(self, grads: np.ndarray) -> None:
+    def step(self, grads: Array) -> None:
         """One AdamW step on every worker, by its own gradient."""
         self.steps += 1
         b1, b2 = self.betas

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .codecs import Blocks, compress, mean_in, parameter_blocks
+from .codecs import Array, Blocks, compress, mean_in, parameter_blocks
 
 
 @dataclass
@@ -22,7 +22,7 @@ class CompressedMomentum:
     bits: what they travel in; None: in full. of_moves: m averages g/D, each over the D of its own step (LaProp).
     """
 
-    x: np.ndarray
+    x: Array
     workers: int
     sizes: Sequence[int]
     dense: Callable[[int], bool]
@@ -32,7 +32,7 @@ class CompressedMomentum:
     weight_decay: float = 0.01
     floor: float = 0.01
     scale: str = "rms"
-    bits: Callable[[np.ndarray, Blocks], np.ndarray] | None = None
+    bits: Callable[[Array, Blocks], Array] | None = None
     is_refreshed: bool = False
     of_moves: bool = False
 
@@ -40,12 +40,17 @@ class CompressedMomentum:
         self.blocks = parameter_blocks(self.sizes, self.block)
         self.m, self.v = np.zeros_like(self.x), np.zeros_like(self.x)
         self.total = 0.0  # the weights in v: v / total has no bias towards its zero start
-        self.d: np.ndarray | None = None  # D, from the freeze on
+        self.d: Array = None  # D, from the freeze on
+        self.update: Array = None  # m/D, likewise
         self.worker_error = np.zeros((self.workers, len(self.x)))
         self.server_error = np.zeros_like(self.x)  # of all chunks: an owner holds its part of this
         self.t = self.t_dense = 0  # steps taken; the last dense one
 
-    def advance(self, grads: np.ndarray) -> np.ndarray:
+    def step(self, grads: Array, lr: float) -> None:
+        """Move x by what `advance` gives. grads: [workers, d]."""
+        raise NotImplementedError
+
+    def advance(self, grads: Array) -> Array:
         """One step of the moments; what the parameters then move by, before the learning rate."""
         self.t += 1
         if self.dense(self.t - 1):
@@ -58,7 +63,7 @@ class CompressedMomentum:
 
     # ---- dense steps: the warm-up, and refreshes of the frozen variance
 
-    def take_in(self, g: np.ndarray) -> None:
+    def take_in(self, g: Array) -> None:
         """The mean gradient enters both moments."""
         b1, b2 = self.betas
         weight = late_weight(b2, self.t - self.t_dense)
@@ -72,7 +77,7 @@ class CompressedMomentum:
             self.set_denominator()
             self.update = b1 * self.update + (1 - b1) * g / self.d
 
-    def m_over_d(self) -> np.ndarray:
+    def m_over_d(self) -> Array:
         return self.m if self.of_moves else self.m / (np.sqrt(self.v / self.total) + self.eps)
 
     # ---- compressed steps
@@ -88,7 +93,7 @@ class CompressedMomentum:
         self.d = floored_denominator(self.v / self.total, self.blocks, self.floor, self.eps)
         self.v = (self.d - self.eps) ** 2 * self.total
 
-    def compress(self, grads: np.ndarray) -> None:
+    def compress(self, grads: Array) -> None:
         """The paper's Algorithm 1: workers compress momentum, owners compress the mean; both keep the residual."""
         b1 = self.betas[0]
         q = np.zeros_like(grads)
@@ -100,7 +105,7 @@ class CompressedMomentum:
         self.update = compress(a, self.blocks, self.scale)
         self.server_error = a - self.update
 
-    def normalised(self, g: np.ndarray, t: int) -> np.ndarray:
+    def normalised(self, g: Array, t: int) -> Array:
         """g/D, but a gradient far beyond the frozen D counts in it: by what g² would weigh in a refresh in step t.
 
         If no refresh ever comes, by 1 - b2; divided among the workers.
@@ -114,11 +119,11 @@ class CompressedMomentum:
 class OnebitAdam(CompressedMomentum):
     """1-bit Adam: x ← x - lr·(m̂/D + wd·x)."""
 
-    def step(self, grads: np.ndarray, lr: float) -> None:
+    def step(self, grads: Array, lr: float) -> None:
         self.x = self.x - lr * (self.advance(grads) + self.weight_decay * self.x)
 
 
-def floored_denominator(v: np.ndarray, blocks: Blocks, floor: float, eps: float) -> np.ndarray:
+def floored_denominator(v: Array, blocks: Blocks, floor: float, eps: float) -> Array:
     """√max(v, floor·blockmean(v)) + eps."""
     floored = v.copy()
     for block in blocks:
@@ -131,9 +136,7 @@ def late_weight(b2: float, gap: int) -> float:
     return max(1 - b2, min(1 - b2**gap, 1 / 16))
 
 
-def run(
-    reference: CompressedMomentum, grad: Callable[[np.ndarray, int, int], np.ndarray], lrs: Sequence[float]
-) -> np.ndarray:
+def run(reference: CompressedMomentum, grad: Callable[[Array, int, int], Array], lrs: Sequence[float]) -> Array:
     """Step with grad(x, step, worker) along a learning-rate sequence; the parameters after each step."""
     trajectory = []
     for step, lr in enumerate(lrs):

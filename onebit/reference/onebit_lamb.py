@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .codecs import Array
 from .onebit_adam import CompressedMomentum
 
 
-def trust_ratio(x: np.ndarray, u: np.ndarray, least: float, most: float) -> float:
+def trust_ratio(x: Array, u: Array, least: float, most: float) -> float:
     """‖x‖/‖u‖ within bounds; 1 where one of them is zero."""
     a, b = np.linalg.norm(x), np.linalg.norm(u)
     return float(np.clip(a / b, least, most)) if a > 0 and b > 0 else 1.0
@@ -44,7 +45,7 @@ class OnebitLamb(CompressedMomentum):
         self.warm_norm, self.c = np.zeros(L), np.ones(L)
         self.fresh, self.r = np.ones(L), np.ones(L)
 
-    def step(self, grads: np.ndarray, lr: float) -> None:
+    def step(self, grads: Array, lr: float) -> None:
         is_dense = self.dense(self.t)
         if not is_dense:
             self.freeze()
@@ -71,7 +72,7 @@ class OnebitLamb(CompressedMomentum):
         weights = [(1 - self.coeff_beta) * self.coeff_beta**age for age in range(len(self.ratios[k]))]
         return float(np.average(self.ratios[k][::-1], weights=weights))
 
-    def follow(self, grads: np.ndarray) -> None:
+    def follow(self, grads: Array) -> None:
         n = self.workers
         m_hat = self.update / (1 - self.betas[0] ** self.t)
         for k, layer in enumerate(self.layers):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .codecs import compress, parameter_blocks
+from .codecs import Array, compress, parameter_blocks
 
 
-def orthogonalised(x: np.ndarray, steps: int = 5) -> np.ndarray:
+def orthogonalised(x: Array, steps: int = 5) -> Array:
     """Jordan's quintic: five times x ← 3.4445·x - 4.7750·(x·xᵀ)·x + 2.0315·(x·xᵀ)²·x, from x/‖x‖, by its SVD."""
     u, s, vt = np.linalg.svd(x, full_matrices=False)
     s = s / max(np.linalg.norm(s), 1e-7)
@@ -26,7 +26,7 @@ class OnebitMuon:
     shapes: of the matrices, which lie one behind the other in x. dense: how many steps take the mean gradient first.
     """
 
-    x: np.ndarray
+    x: Array
     workers: int
     shapes: Sequence[tuple[int, int]]
     block: int = 256
@@ -42,7 +42,7 @@ class OnebitMuon:
         self.m, self.server_error = np.zeros_like(self.x), np.zeros_like(self.x)
         self.worker_error = np.zeros((self.workers, len(self.x)))
 
-    def step(self, grads: np.ndarray, lr: float) -> None:
+    def step(self, grads: Array, lr: float) -> None:
         d = (1 - self.momentum) * grads.mean(0) if self.t < self.dense else self.compressed(grads)
         self.t += 1
         self.m = self.momentum * self.m + d
@@ -54,7 +54,7 @@ class OnebitMuon:
             move = factor * orthogonalised(u[place].reshape(r, c)).reshape(-1)
             self.x[place] -= lr * (move + self.weight_decay * self.x[place])
 
-    def compressed(self, grads: np.ndarray) -> np.ndarray:
+    def compressed(self, grads: Array) -> Array:
         q = np.zeros_like(grads)
         for i in range(self.workers):
             c = (1 - self.momentum) * grads[i] + self.worker_error[i]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .codecs import Blocks, eight_bits, four_bits, parameter_blocks, signs, to_bfloat16
+from .codecs import Array, Blocks, eight_bits, four_bits, parameter_blocks, signs, to_bfloat16
 
 
 @dataclass
@@ -23,10 +23,10 @@ class ShardedAdam:
     "sign". has_masters: False is stage 0, where updates come down. bf16_*: what is kept in bfloat16.
     """
 
-    x: np.ndarray
+    x: Array
     workers: int
     sizes: Sequence[int]
-    owner: np.ndarray
+    owner: Array
     block: int = 256
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -40,7 +40,7 @@ class ShardedAdam:
     bf16_replica: bool = False
     bf16_momentum: bool = False
     share: float = 1.0  # of this step's gradient in the one that is sent
-    warmup_bits: Callable[[np.ndarray, Blocks], np.ndarray] | None = None
+    warmup_bits: Callable[[Array, Blocks], Array] | None = None
 
     def __post_init__(self) -> None:
         self.blocks = parameter_blocks(self.sizes, self.block)
@@ -53,11 +53,11 @@ class ShardedAdam:
         self.mean_factor, self.factor_weight = 0.0, 0.0
         self.squares = np.zeros(size)  # of the owners' gradients that went before, each by its share
 
-    def own(self, rows: np.ndarray) -> np.ndarray:
+    def own(self, rows: Array) -> Array:
         """Of each element, its owner's row."""
         return rows[self.owner, np.arange(len(self.x))]
 
-    def clip_factor(self, grads: np.ndarray) -> float:
+    def clip_factor(self, grads: Array) -> float:
         n = self.workers
         past = self.mean_factor / self.factor_weight if self.factor_weight else 1.0
         squares = np.mean(np.sum(grads**2, axis=1))
@@ -65,7 +65,7 @@ class ShardedAdam:
         norm = math.sqrt(squares / n + (1 - 1 / n) * max(0.0, product))
         return min(1.0, self.clip / (norm + 1e-6))
 
-    def step(self, grads: np.ndarray, lr: float) -> None:
+    def step(self, grads: Array, lr: float) -> None:
         (b1, b2), n = self.betas, self.workers
         if self.clip:
             self.factor = self.clip_factor(grads)
@@ -120,7 +120,7 @@ class ShardedAdam:
         if self.bf16_replica:
             self.x = to_bfloat16(self.x)
 
-    def compress(self, x: np.ndarray) -> np.ndarray:
+    def compress(self, x: Array) -> Array:
         return four_bits(x, self.blocks) if self.down == "int4" else signs(x, self.blocks)[0]
 
 
@@ -161,7 +161,7 @@ class ShardedZeroOneAdam(ShardedAdam):
     waited: int = 0
     moved_lr: float = 0.0
 
-    def take(self, grads: np.ndarray, lr: float, interval: int) -> None:
+    def take(self, grads: Array, lr: float, interval: int) -> None:
         """One step of a cycle of so many."""
         (b1, _), n = self.betas, self.workers
         self.share, self.waited = 1 / interval, self.waited + 1
@@ -176,7 +176,7 @@ class ShardedZeroOneAdam(ShardedAdam):
             mine = self.owner == i
             self.squares[mine] += self.share * g[mine] ** 2
 
-    def own_clip_factor(self, i: int, g: np.ndarray) -> float:
+    def own_clip_factor(self, i: int, g: Array) -> float:
         """As `clip_factor`, from what worker i knows: its own norm, and n times the product on its chunk."""
         n = self.workers
         past = self.mean_factor / self.factor_weight if self.factor_weight else 1.0

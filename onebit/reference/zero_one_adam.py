@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .codecs import compress, parameter_blocks
+from .codecs import Array, compress, parameter_blocks
 from .onebit_adam import floored_denominator, late_weight
 
 
@@ -19,7 +19,7 @@ class ZeroOneAdam:
     what a synchronisation leaves are shared. The dense mean gradient of a variance step is exact here.
     """
 
-    x0: np.ndarray
+    x0: Array
     workers: int
     sizes: Sequence[int]
     block: int = 256
@@ -37,7 +37,7 @@ class ZeroOneAdam:
         self.gamma_sum, self.kept, self.total = 0.0, 1.0, 0.0
         self.t = self.t_variance = 0
 
-    def step(self, grads: np.ndarray, lr: float, what: str) -> None:
+    def step(self, grads: Array, lr: float, what: str) -> None:
         b1, b2 = self.betas
         self.t += 1
         gamma = lr / (1 - b1**self.t)
@@ -75,5 +75,5 @@ class ZeroOneAdam:
         self.u = np.zeros_like(self.u)
         self.gamma_sum, self.kept = 0.0, 1.0
 
-    def denominator(self) -> np.ndarray:
+    def denominator(self) -> Array:
         return floored_denominator(self.v / self.total, self.blocks, self.floor, self.eps)
