@@ -18,19 +18,27 @@ Join = Callable[[Tensor], Tensor]
 
 
 class Rows(nn.Module):
-    """A matrix in int8 with a float32 scale for each row: w ≈ rows · scale. dtype: of what comes out."""
+    """A matrix in int8 with a float32 scale for each row: w ≈ rows · scale. dtype: of what comes out.
+
+    Rows end in zeros up to a multiple of 16: torch's product reads what lies behind shorter ones, which is another
+    number or no memory of this process; that of int8 with int8 is wrong for rows of 1.
+    """
 
     def __init__(self, weight_NK: Tensor):
         super().__init__()
-        self.dtype = weight_NK.dtype
+        self.dtype, self.K = weight_NK.dtype, weight_NK.shape[1]
         rows_NK, scale_N = quantize_rows(weight_NK)
-        self.rows_NK, self.scale_N = nn.Buffer(rows_NK.contiguous()), nn.Buffer(scale_N)
+        self.rows_NK, self.scale_N = nn.Buffer(_lengthened(rows_NK, self.K + -self.K % 16)), nn.Buffer(scale_N)
         self.ones_N = _ones(len(scale_N), scale_N.device)
 
     @property
     def weight(self) -> Tensor:
         """In floats [N, K]."""
-        return (self.rows_NK * self.scale_N[:, None]).to(self.dtype)
+        return (self.rows_NK[:, : self.K] * self.scale_N[:, None]).to(self.dtype)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Rows in floats [..., K]."""
+        return (self.rows_NK[ids, : self.K] * self.scale_N[ids][..., None]).to(self.dtype)
 
     def product(self, x: Tensor, has_int8_inputs: bool) -> Tensor:
         """x·Wᵀ. has_int8_inputs: of x in int8 with a scale for each row of it.
@@ -38,17 +46,26 @@ class Rows(nn.Module):
         Else of x in bfloat16 where it has few rows: torch's product of bfloat16 and int8 reads each weight once. That
         of float32 and int8 is 50 times slower (one core with AVX-512, torch 2.13).
         """
-        x_BK = x.reshape(-1, x.shape[-1])
+        x_BK, width = x.reshape(-1, x.shape[-1]), self.rows_NK.shape[1]
         if has_int8_inputs:
             x_BK, scale_B = quantize_rows(x_BK)
-            y_BN = torch._int_mm(x_BK, self.rows_NK.t()) * scale_B[:, None] * self.scale_N
+            # A copy in any case: torch's product is wrong for inputs that lie transposed.
+            y_BN = torch._int_mm(_lengthened(x_BK, width), self.rows_NK.t()) * scale_B[:, None] * self.scale_N
         elif x_BK.shape[0] <= FEW_ROWS:
             x_BK = x_BK.to(torch.bfloat16).contiguous()
+            x_BK = x_BK if width == self.K else _lengthened(x_BK, width)
             # Scales of 1: those of the rows are too coarse in bfloat16.
             y_BN = torch._weight_int8pack_mm(x_BK, self.rows_NK, self.ones_N) * self.scale_N
         else:
             y_BN = linear(x_BK, self.weight)
-        return y_BN.to(self.dtype).view(*x.shape[:-1], -1)
+        return y_BN.to(self.dtype).view(*x.shape[:-1], len(self.scale_N))
+
+
+def _lengthened(x_BK: Tensor, width: int) -> Tensor:
+    """A copy, row by row, with zeros at the end of each."""
+    longer = x_BK.new_zeros(len(x_BK), width)
+    longer[:, : x_BK.shape[1]] = x_BK
+    return longer
 
 
 @functools.cache
@@ -129,14 +146,14 @@ class ServedEmbedding(nn.Module):
     def __init__(self, table: Rows):
         super().__init__()
         self.table = table
-        self.num_embeddings, self.embedding_dim = table.rows_NK.shape
+        self.num_embeddings, self.embedding_dim = len(table.rows_NK), table.K
 
     @property
     def weight(self) -> Tensor:
         return self.table.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        return (self.table.rows_NK[ids] * self.table.scale_N[ids][..., None]).to(self.table.dtype)
+        return self.table.lookup(ids)
 
 
 # -------------------------------------------------------------------------------- a model's layers
@@ -180,7 +197,10 @@ def serve_linears(model: nn.Module) -> None:
 
 
 def quantize(model: nn.Module, *, has_int8_inputs: bool) -> None:
-    """Make int8 of the linear layers and embeddings of a model, in place. Tied matrices stay one."""
+    """Make int8 of the linear layers and embeddings of a model, in place. Tied matrices stay one.
+
+    Not of empty ones, nor of an embedding that changes its rows (max_norm).
+    """
     made: dict[int, Rows] = {}
 
     def rows_of(weight: Tensor, matrix_NK: Tensor) -> Rows:
@@ -189,11 +209,13 @@ def quantize(model: nn.Module, *, has_int8_inputs: bool) -> None:
         return made[id(weight)]
 
     for name, module in list(model.named_modules(remove_duplicate=False)):
+        if any(not p.numel() for p in module.parameters(recurse=False)):
+            continue
         if isinstance(module, ServedLinear):
             rows = rows_of(cast(Tensor, module.matrix), cast(Tensor, module.matrix).detach())
             replace(model, name, ServedLinear(rows, module.bias, module.join, has_int8_inputs))
         elif is_linear(module):
             rows = rows_of(module.weight, matrix_of(module))
             replace(model, name, ServedLinear(rows, module.bias, None, has_int8_inputs))
-        elif type(module) is nn.Embedding:
+        elif type(module) is nn.Embedding and module.max_norm is None:
             replace(model, name, ServedEmbedding(rows_of(module.weight, module.weight.detach())))
