@@ -3,6 +3,7 @@ but where perplexity is measured."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import inspect
@@ -23,7 +24,7 @@ from onebit.comm import PeerError, SimTransport
 from onebit.comm.transports.simulated import run_ranks
 from onebit.zero import InferenceEngine, init_inference
 from onebit.zero.inference.config import read_inference_config
-from onebit.zero.inference.engine import Sampling, outputs_of
+from onebit.zero.inference.engine import outputs_of
 from onebit.zero.inference.layers import linear, quantize_rows
 from onebit.zero.inference.plan import ServeRun, is_gathered, token_plan
 
@@ -47,6 +48,15 @@ def of_transformers(kind: str) -> nn.Module:
         config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=64, **ids)
         return transformers.GPT2LMHeadModel(config).eval()
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "max_position_embeddings": 64}
+    if kind == "mixtral":
+        config = transformers.MixtralConfig(num_local_experts=4, sliding_window=None, **heads, **shape, **ids)
+        return transformers.MixtralForCausalLM(config).eval()
+    if kind == "gpt-oss":
+        config = transformers.GptOssConfig(
+            num_local_experts=4, head_dim=16, layer_types=["full_attention"] * 2, **heads, **shape, **ids
+        )
+        return transformers.GptOssForCausalLM(config).eval()
     if kind == "llama":
         config = transformers.LlamaConfig(num_key_value_heads=2, max_position_embeddings=64, **shape, **ids)
         return transformers.LlamaForCausalLM(config).eval()
@@ -265,15 +275,156 @@ def test_a_row_is_served_while_it_is_made() -> None:
     assert [next(stream)[0]] == engine.generate(prompts(5), max_new_tokens=1)[0][5:].tolist()
 
 
+@pytest.mark.stranger("wrong without a word", "16: two streams that take turns share one cache")
+def test_streams_that_take_turns_are_each_alone() -> None:
+    model, (first, second) = gpt(), prompts(9, 8)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4)  # so that a wrong cache shows in the tokens
+    engine = init_inference(model)
+    alone = [list(engine.stream([row], max_new_tokens=8)) for row in (first, second)]
+    streams = [engine.stream([row], max_new_tokens=8) for row in (first, second)]
+    taken = list(zip(*streams, strict=True))
+    logits = engine.step(first[None], 0)
+    engine.generate([second], max_new_tokens=2)
+    again = torch.stack([logits, engine.step(second[None, :1], 9)])
+    assert [list(steps) for steps in zip(*taken, strict=True)] == alone
+    whole = logits_of(engine, torch.cat([first, second[:1]])[None])[0, 8:, None]
+    torch.testing.assert_close(again, whole, rtol=1e-4, atol=1e-3)
+
+
+# ---------------------------------------------------------------- what transformers' own generate does
+
+
+OPTIONS: list[dict[str, object]] = [
+    {"repetition_penalty": 1.8},
+    {"bad_words_ids": [[5], [7, 9]], "no_repeat_ngram_size": 2},
+    {"eos_token_id": 77, "min_new_tokens": 8, "exponential_decay_length_penalty": (3, 1.9)},
+    {"eos_token_id": [3, 4], "forced_eos_token_id": 7, "suppress_tokens": [1, 2], "begin_suppress_tokens": [8]},
+    {"do_sample": True},
+    {"do_sample": True, "temperature": 1.7, "top_k": 20, "top_p": 0.6, "min_p": 0.01},
+    {"do_sample": True, "typical_p": 0.5, "renormalize_logits": True, "repetition_penalty": 1.3},
+]
+
+
+@pytest.fixture
+def llama() -> nn.Module:
+    """Of sure opinions, and with a generation_config that a test may change."""
+    model = copy.deepcopy(of_transformers("llama"))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)
+    return model
+
+
+@pytest.mark.slow
+@needs_transformers
+def test_generation_is_transformers_own(llama: nn.Module) -> None:
+    """Greedy and drawn from the same seed, by options and by the model's generation_config, over ranks as well."""
+    text = torch.stack(prompts(9, 9, 9))
+
+    def theirs(**options: object) -> Tensor:
+        torch.manual_seed(7)
+        return llama.generate(text, max_new_tokens=14, **options)  # type: ignore[operator]
+
+    for options in OPTIONS:
+        engine = init_inference(llama)
+        assert torch.equal(engine.generate(text, max_new_tokens=14, seed=7, **options), theirs(**options)), options
+    llama.generation_config.update(**OPTIONS[-1])  # type: ignore[union-attr,operator]
+    serve = functools.partial(init_inference, llama, mp_size=2)
+    answers = run_ranks(2, lambda t: serve(transport=t).generate(text, max_new_tokens=14, seed=7))
+    assert torch.equal(answers[0], theirs()) and torch.equal(answers[1], theirs())
+
+
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.stranger("wrong without a word", "16: a repetition_penalty of the model's generation_config is ignored")
+def test_the_generation_config_is_followed(llama: nn.Module) -> None:
+    llama.generation_config.update(repetition_penalty=1.8, bad_words_ids=[[5]])  # type: ignore[union-attr,operator]
+    rows = prompts(9, 4)
+    expected = [llama.generate(row[None], max_new_tokens=14)[0] for row in rows]  # type: ignore[operator]
+    assert same(init_inference(llama).generate(rows, max_new_tokens=14), expected)
+
+
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.stranger("wrong without a word", "16: pads without a mask are read as tokens")
+def test_pads_without_a_mask_are_no_tokens(llama: nn.Module) -> None:
+    text = torch.stack(prompts(9, 9, 9)).clamp(min=10)
+    text[0, :4] = text[1, :1] = text[2, 3] = 0
+    llama.generation_config.update(pad_token_id=0, eos_token_id=9)  # type: ignore[union-attr,operator]
+    engine = init_inference(llama)
+    for options in ({}, {"repetition_penalty": 1.6}, {"pad_token_id": 9}):  # the last: one that ends rows is a token
+        expected = llama.generate(text, max_new_tokens=9, **options)  # type: ignore[operator]
+        assert torch.equal(engine.generate(text, max_new_tokens=9, **options), expected)
+    own = init_inference(gpt())
+    assert torch.equal(own.generate(text[:1], max_new_tokens=4, pad_token_id=0)[:, 9:],
+                       own.generate(text[:1, 4:], max_new_tokens=4)[:, 5:])  # fmt: skip
+    text[0, -1] = 0
+    refused(engine, "padded on the right", text, max_new_tokens=3)
+
+
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_beams": 3}, "this asks for beam_search"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2"),
+        ({"guidance_scale": 2.0}, "guidance_scale=2.0"),
+        ({"stop_strings": ["a"]}, "stop_strings=.* it takes a tokenizer"),
+        ({"return_dict_in_generate": True}, "the answer is tokens"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
+        ({"temperature": 0.5}, "temperature has no effect without do_sample"),
+        ({"max_length": 20}, "takes no max_length"),
+        ({"repetition_penalti": 2.0}, "takes no repetition_penalti"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(llama: nn.Module, options: dict, said: str) -> None:
+    refused(init_inference(llama), said, prompts(5), max_new_tokens=3, **options)
+    if {"num_beams", "guidance_scale"} & options.keys():
+        llama.generation_config.update(**options)  # type: ignore[union-attr,operator]
+        refused(init_inference(llama), said, prompts(5), max_new_tokens=3)
+        init_inference(llama).generate(prompts(5), max_new_tokens=3, **dict.fromkeys(options, 1))  # type: ignore[arg-type]
+
+
 # ---------------------------------------------------------------- sampling
 
 
+@pytest.mark.stranger("wrong without a word", "16: top_k with top_p keeps too few tokens")
+def test_top_p_is_of_what_top_k_has_left() -> None:
+    """Of three tokens the third is needed for so much of what the three hold, of which all 256 hold far more."""
+    engine, (text,) = init_inference(gpt()), prompts(6)
+    logits, three = logits_of(engine, text[None])[0, -1].topk(3)
+    share = float(logits.softmax(0)[:2].sum() + 1) / 2
+    rows = text[None].expand(400, 6)
+    drawn = engine.generate(rows, max_new_tokens=1, do_sample=True, top_k=3, top_p=share, seed=1)[:, -1]
+    assert set(drawn.tolist()) == set(three.tolist())
+
+
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.parametrize("how", [{"top_k": 3}, {"top_p": 0.6}, {"temperature": 0.3, "top_k": 50, "top_p": 0.9}])
+def test_the_rules_are_transformers_processors(how: dict[str, float]) -> None:
+    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    from onebit.zero.inference.requests import Sampling
+
+    logits = torch.randn(20, 60).round(decimals=1) * 2  # with ties
+    made = {"temperature": TemperatureLogitsWarper, "top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper}
+    expected = LogitsProcessorList([made[name](value) for name, value in how.items()])(None, logits)
+    assert torch.equal(Sampling(do_sample=True, **how)(torch.empty(0), logits), expected)  # type: ignore[arg-type]
+
+
 def test_sampling_follows_the_probabilities_that_are_left() -> None:
+    from onebit.zero.inference.requests import Choice, Group, Sampling
+
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).repeat(4000, 1)
     generator = torch.Generator().manual_seed(1)
 
     def shares(**how: float) -> Tensor:
-        drawn = Sampling(do_sample=True, **how).choose(logits, generator)  # type: ignore[arg-type]
+        group = Group(list(range(4000)), logits.long(), Sampling(do_sample=True, **how))  # type: ignore[arg-type]
+        drawn = Choice(True, [group], generator).choose(logits)
         return drawn.bincount(minlength=4) / 4000
 
     whole = logits[0].softmax(0)

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,77 +23,40 @@ from ...comm import Transport
 from ...comm.messages import gather_texts
 from .cache import StaticCache
 from .config import InferenceConfig
+from .requests import Choice, Options, Prompts, choice_of, ends_of, mask_of, pad_of, rows_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-Prompts = Tensor | Sequence[Tensor] | Sequence[Sequence[int]]
-
-
-class Options(TypedDict, total=False):
-    """Of `generate`. eos_token_id: ends a row; absent: the model's generation_config says it; []: nothing does.
-    seed: of what is drawn; the others: see `Sampling`."""
-
-    eos_token_id: int | Sequence[int] | None
-    do_sample: bool
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int | None
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is chosen of its logits: the greatest, or drawn from the top_k greatest (0: all) that hold the first
-    top_p of the probability at this temperature."""
-
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not (self.temperature > 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
-            raise ValueError(f"expected temperature > 0, top_k >= 0 and 0 < top_p <= 1, got {self}")
-        if not self.do_sample and (self.temperature, self.top_k, self.top_p) != (1, 0, 1):
-            raise ValueError(f"{self} has no effect without do_sample=True: pass it, or leave the rest out")
-
-    def choose(self, logits_BV: Tensor, generator: torch.Generator) -> Tensor:
-        """int64 [B]."""
-        if not self.do_sample:
-            return logits_BV.argmax(1)
-        logits_BV, order_BV = (logits_BV.float() / self.temperature).sort(1, descending=True)
-        probability_BV = logits_BV.softmax(1)
-        if self.top_k:
-            probability_BV[:, self.top_k :] = 0
-        before_BV = probability_BV.cumsum(1) / probability_BV.sum(1, keepdim=True) - probability_BV
-        probability_BV[:, 1:][before_BV[:, 1:] >= self.top_p] = 0
-        drawn_B1 = torch.multinomial(probability_BV.cpu(), 1, generator=generator).to(order_BV.device)
-        return order_BV.gather(1, drawn_B1)[:, 0]
 
 
 class InferenceEngine:
     """A model that serves. `init_inference` makes it. Calling it is calling the model, without gradients.
 
     module: what runs, on this rank its part; it shares what memory it can with the model that was given. transport:
-    between the ranks that compute each layer together, which all make the same calls.
+    between the ranks that compute each layer together, which all make the same calls. before_first_call: looks at what
+    the first call is given; raises ValueError, on all ranks, where the split model gives something else than the whole.
     """
 
     def __init__(self, module: nn.Module, config: InferenceConfig, transport: Transport):
         self.module, self.config, self.transport = module, config, transport
         self.slots = min(config.max_out_tokens, longest(module) or config.max_out_tokens)
-        self._cache = StaticCache(self.slots)
+        self._stepped, self._free = StaticCache(self.slots), [StaticCache(self.slots)]
         named = {"use_cache": True, "logits_to_keep": 1}
         taken = inspect.signature(module.forward).parameters
         self._named = {name: value for name, value in named.items() if name in taken}
         self._dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
         self._decode: Callable[..., Tensor] = self._forward
+        self._replays = config.enable_cuda_graph
+        self.before_first_call: Callable[[Sequence[Any], Mapping[str, Any]], None] | None = None
         if config.kernel_inject or config.enable_cuda_graph:
             mode = "reduce-overhead" if config.enable_cuda_graph else None
             self._decode = torch.compile(self._forward, fullgraph=True, mode=mode)
 
     @torch.no_grad()
     def __call__(self, *inputs: object, **named: object) -> object:
+        if self.before_first_call is not None:
+            self.before_first_call(inputs, named)
+            self.before_first_call = None
         return self.module(*inputs, **named)
 
     @property
@@ -109,8 +71,9 @@ class InferenceEngine:
 
     @property
     def cache_bytes(self) -> int:
-        """Of keys and values on this rank; the pages that no token has reached yet are not in memory."""
-        return self._cache.nbytes
+        """Of keys and values on this rank, of `step` and of streams that have ended; the pages that no token has
+        reached yet are not in memory."""
+        return sum(cache.nbytes for cache in (self._stepped, *self._free))
 
     def generate(
         self,
@@ -118,23 +81,23 @@ class InferenceEngine:
         *,
         max_new_tokens: int,
         attention_mask: Tensor | None = None,
-        pad_token_id: int | None = None,
         **options: Unpack[Options],
     ) -> Tensor | list[Tensor]:
         """Prompts and what follows, until an end token or max_new_tokens. All ranks, with the same arguments.
 
         prompts: sequences of tokens of any lengths; the answer is a list with a tensor for each, end token included. Or
-        a tensor [B, T], with attention_mask where rows are padded on the left; the answer is a tensor [B, T + n], with
-        pad_token_id (else the end token) behind an end. Raises ValueError, on all ranks, where a prompt with its answer
-        does not fit into the cache.
+        a tensor [B, T], padded on the left; the answer is a tensor [B, T + n], with the pad token (else the first end
+        token) after an end. Without attention_mask what equals the pad token is no text, unless it ends rows as well.
+        Of a model of transformers the tokens are those of its own generate. Raises ValueError, on all ranks, where a
+        prompt with its answer does not fit into the cache, or an option cannot be followed.
         """
-        rows = self._rows(prompts, attention_mask)
-        steps = list(self.stream(rows, max_new_tokens=max_new_tokens, **options))
-        answers = [[token for step in steps if (token := step[b]) is not None] for b in range(len(rows))]
+        steps = list(self.stream(prompts, max_new_tokens=max_new_tokens, attention_mask=attention_mask, **options))
+        answers = [[token for step in steps if (token := step[b]) is not None] for b in range(len(prompts))]
         if not isinstance(prompts, Tensor):
+            rows = rows_of(prompts, None)
             return [torch.cat([row, torch.tensor(new)]) for row, new in zip(rows, answers, strict=True)]
-        ends = self._ends(options.get("eos_token_id"))
-        pad = pad_token_id if pad_token_id is not None else min(ends, default=0)
+        pad, ends = pad_of(self.module, options), ends_of(self.module, options)
+        pad = (ends or [0])[0] if pad is None else pad
         padded = [new + [pad] * (len(steps) - len(new)) for new in answers]
         return torch.cat([prompts, torch.tensor(padded, dtype=prompts.dtype, device=prompts.device)], 1)
 
@@ -146,29 +109,25 @@ class InferenceEngine:
         attention_mask: Tensor | None = None,
         **options: Unpack[Options],
     ) -> Iterator[list[int | None]]:
-        """As `generate`, step by step: each row's token, None behind its end. All ranks go on together, or end."""
-        rows = self._rows(prompts, attention_mask)
-        given: dict[str, Any] = dict(options)
-        ends, seed = self._ends(given.pop("eos_token_id", None)), given.pop("seed", None)
-        how, generator = Sampling(**given), torch.Generator()
-        self._check(rows, max_new_tokens, f"{sorted(ends)} {how} {seed}")
-        _ = generator.seed() if seed is None else generator.manual_seed(seed)
-        return self._steps(rows, max_new_tokens, ends, how, generator)
+        """As `generate`, step by step: each row's token, None after its end. All ranks go on together, or end.
 
-    def _ends(self, given: int | Sequence[int] | None) -> set[int]:
-        ends = (
-            getattr(getattr(self.module, "generation_config", None), "eos_token_id", None) if given is None else given
-        )
-        return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+        Several may be under way, on all ranks in the same order: each has a cache.
+        """
+        ends, pad = ends_of(self.module, options), pad_of(self.module, options)
+        mask = mask_of(prompts, attention_mask, pad, ends)
+        rows = rows_of(prompts, mask)
+        self._check(rows, max_new_tokens, f"{ends} {pad} {sorted(options.items())}")
+        choice = choice_of(self.module, prompts, mask, max_new_tokens, options, self.device)
+        return self._steps(rows, max_new_tokens, set(ends), choice)
 
     def step(self, tokens_BT: Tensor, slot: int) -> Tensor:
-        """Logits [B, V] behind tokens that follow those which the first `slot` slots hold; slot 0: new rows.
+        """Logits [B, V] after tokens that follow those which the first `slot` slots hold; slot 0: new rows.
 
         Not compiled. For who chooses tokens by other rules than `generate`, on all ranks the same.
         """
         B, T = tokens_BT.shape
         if slot == 0:
-            self._cache.fit(B)
+            self._stepped.fit(B)
         if slot + T > self.slots:
             raise ValueError(
                 f"slot {slot} and {T} tokens do not fit into a cache of {self.slots}; raise max_out_tokens"
@@ -176,31 +135,42 @@ class InferenceEngine:
         device = self.device
         slots_T = torch.arange(slot, slot + T, device=device)
         starts_B = torch.zeros(B, dtype=torch.int64, device=device)
-        return self._run(self._forward, tokens_BT.to(device), starts_B, slots_T, slot + T)
+        return self._run(self._forward, self._stepped, tokens_BT.to(device), starts_B, slots_T, slot + T)
 
-    def _steps(
-        self, rows: Sequence[Tensor], most: int, ends: set[int], how: Sampling, generator: torch.Generator
-    ) -> Iterator[list[int | None]]:
+    def _steps(self, rows: Sequence[Tensor], most: int, ends: set[int], choice: Choice) -> Iterator[list[int | None]]:
         T, device = max(map(len, rows)), self.device
         starts_B = torch.tensor([T - len(row) for row in rows], device=device)
         tokens_BT = torch.stack([torch.cat([row.new_zeros(T - len(row)), row]) for row in rows]).to(device)
-        self._cache.fit(len(rows))
-        logits_BV = self._run(self._forward, tokens_BT, starts_B, torch.arange(T, device=device), T)
-        has_ended = [False] * len(rows)
-        for slot in range(T, T + most):
-            chosen_B = self._choose(logits_BV, how, generator)
-            step = chosen_B.tolist()
-            yield [None if over else token for token, over in zip(step, has_ended, strict=True)]
-            has_ended = [over or token in ends for token, over in zip(step, has_ended, strict=True)]
-            if all(has_ended) or slot == T + most - 1:
-                return
-            width = self.slots if self.config.enable_cuda_graph else slot + 1
-            logits_BV = self._run(self._decode, chosen_B[:, None], starts_B, torch.tensor([slot], device=device), width)
+        cache = self._free.pop() if self._free else StaticCache(self.slots)
+        try:
+            cache.fit(len(rows))
+            logits_BV = self._run(self._forward, cache, tokens_BT, starts_B, torch.arange(T, device=device), T)
+            has_ended = [False] * len(rows)
+            for slot in range(T, T + most):
+                chosen_B = choice.choose(logits_BV)  # on all ranks, so that all know what is wrong with a rule
+                if self.transport.world_size > 1:
+                    self.transport.broadcast(chosen_B, 0).wait()
+                choice.follow(chosen_B)
+                step = chosen_B.tolist()
+                yield [None if over else token for token, over in zip(step, has_ended, strict=True)]
+                has_ended = [over or token in ends for token, over in zip(step, has_ended, strict=True)]
+                if all(has_ended) or slot == T + most - 1:
+                    return
+                at, width = torch.tensor([slot], device=device), self.slots if self._replays else slot + 1
+                logits_BV = self._run(self._decode, cache, chosen_B[:, None], starts_B, at, width)
+        finally:
+            self._free.append(cache)
 
     def _run(
-        self, forward: Callable[..., Tensor], tokens_BT: Tensor, starts_B: Tensor, slots_T: Tensor, S: int
+        self,
+        forward: Callable[..., Tensor],
+        cache: StaticCache,
+        tokens_BT: Tensor,
+        starts_B: Tensor,
+        slots_T: Tensor,
+        S: int,
     ) -> Tensor:
-        """Logits [B, V] behind the last tokens. S: slots that are read."""
+        """Logits [B, V] after the last tokens. S: slots that are read."""
         positions_BT = (slots_T - starts_B[:, None]).clamp(min=0)
         at_S = torch.arange(S, device=slots_T.device)
         # A place before a row's beginning sees itself: a softmax over nothing is not a number.
@@ -208,46 +178,21 @@ class InferenceEngine:
         is_seen_BTS = is_own_BTS & (at_S <= slots_T[:, None])
         mask_BTS = torch.zeros(is_seen_BTS.shape, dtype=self._dtype, device=at_S.device)
         mask_B1TS = mask_BTS.masked_fill_(~is_seen_BTS, torch.finfo(self._dtype).min)[:, None]
-        if forward is not self._forward and not self.config.enable_cuda_graph:
+        if forward is not self._forward and not self._replays:
             torch._dynamo.maybe_mark_dynamic(mask_B1TS, 3)
         with torch.no_grad():
-            return forward(tokens_BT, positions_BT, mask_B1TS, slots_T)
+            return forward(cache, tokens_BT, positions_BT, mask_B1TS, slots_T)
 
-    def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, mask_B1TS: Tensor, slots_T: Tensor) -> Tensor:
-        cache = self._cache.at(slots_T, mask_B1TS.shape[3])
+    def _forward(
+        self, cache: StaticCache, tokens_BT: Tensor, positions_BT: Tensor, mask_B1TS: Tensor, slots_T: Tensor
+    ) -> Tensor:
+        view = cache.at(slots_T, mask_B1TS.shape[3])
         out = self.module(
-            tokens_BT, attention_mask=mask_B1TS, position_ids=positions_BT, past_key_values=cache, **self._named
+            tokens_BT, attention_mask=mask_B1TS, position_ids=positions_BT, past_key_values=view, **self._named
         )
         return outputs_of(out)[:, -1]
 
-    def _choose(self, logits_BV: Tensor, how: Sampling, generator: torch.Generator) -> Tensor:
-        chosen_B = (
-            how.choose(logits_BV, generator)
-            if self.transport.rank == 0
-            else logits_BV.new_zeros(len(logits_BV), dtype=torch.int64)
-        )
-        if self.transport.world_size > 1:
-            self.transport.broadcast(chosen_B, 0).wait()
-        return chosen_B
-
     # ---------------------------------------------------------------- what is asked
-
-    def _rows(self, prompts: Prompts, attention_mask: Tensor | None) -> list[Tensor]:
-        """int64 on the CPU, one of each prompt. Raises TypeError and ValueError."""
-        rows = [torch.as_tensor(row).cpu() for row in prompts]
-        if attention_mask is not None:
-            if not isinstance(prompts, Tensor) or attention_mask.shape != prompts.shape:
-                raise ValueError("attention_mask goes with a tensor of prompts of the same shape; a list needs none")
-            if (attention_mask.diff(dim=1) < 0).any():
-                raise ValueError(
-                    "prompts are padded on the right; pad them on the left, or pass a list without padding"
-                )
-            rows = [row[keep.bool().cpu()] for row, keep in zip(rows, attention_mask, strict=True)]
-        if any(row.dim() != 1 or (row.is_floating_point() and len(row)) for row in rows):
-            raise TypeError(
-                "expected prompts as a tensor [B, T] of tokens, or a list with a sequence of tokens a prompt"
-            )
-        return [row.long() for row in rows]
 
     def _check(self, rows: Sequence[Tensor], most: int, options: str) -> None:
         if (why := why_no_decoding(self.module)) is not None:

@@ -1,0 +1,244 @@
+"""What is asked of `generate`: prompts, what ends them, and by which rules a token is chosen.
+
+A model of transformers goes by transformers' own: its generation_config, the options over it, and the processors that
+`generate` makes of both, in its order. Any other model has `Sampling`, whose rules are three of these.
+
+Shape legend: B rows, T tokens of the longest prompt, V logits; G rows of a group.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+Prompts = Tensor | Sequence[Tensor] | Sequence[Sequence[int]]
+Rules = Callable[[Tensor, Tensor], Tensor]
+"""From tokens so far [G, T] and logits [G, V] to logits: transformers' LogitsProcessor."""
+
+
+class Options(TypedDict, total=False):
+    """Of `generate`. eos_token_id: ends a row; absent: the model's generation_config says it; []: nothing does.
+    pad_token_id: stands before prompts and after ends. seed: of what is drawn. do_sample to top_p: see `Sampling`; the
+    others, as all that a GenerationConfig has, for models of transformers."""
+
+    eos_token_id: int | Sequence[int] | None
+    pad_token_id: int | None
+    seed: int | None
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    epsilon_cutoff: float
+    eta_cutoff: float
+    repetition_penalty: float
+    no_repeat_ngram_size: int
+    bad_words_ids: list[list[int]]
+    sequence_bias: object
+    min_length: int
+    min_new_tokens: int
+    suppress_tokens: list[int]
+    begin_suppress_tokens: list[int]
+    forced_eos_token_id: int | list[int]
+    exponential_decay_length_penalty: tuple[int, float]
+    num_beams: int
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def rows_of(prompts: Prompts, mask: Tensor | None) -> list[Tensor]:
+    """int64 on the CPU, one of each prompt, without what the mask [B, T] hides. Raises TypeError and ValueError."""
+    rows = [torch.as_tensor(row).cpu() for row in prompts]
+    if any(row.dim() != 1 or (row.is_floating_point() and len(row)) for row in rows):
+        raise TypeError("expected prompts as a tensor [B, T] of tokens, or a list with a sequence of tokens a prompt")
+    if mask is not None:
+        rows = [row[keep.bool().cpu()] for row, keep in zip(rows, mask, strict=True)]
+    return [row.long() for row in rows]
+
+
+def mask_of(prompts: Prompts, given: Tensor | None, pad: int | None, ends: Collection[int]) -> Tensor | None:
+    """What of a tensor of prompts is text; None: all. Without a mask the pads are not, but where they are ends as well:
+    transformers' rule. Raises ValueError where a prompt is padded on the right."""
+    is_tensor = isinstance(prompts, Tensor) and prompts.dim() == 2
+    if given is not None and not (is_tensor and given.shape == prompts.shape):  # type: ignore[union-attr]
+        raise ValueError("attention_mask goes with a tensor of prompts of the same shape; a list needs none")
+    mask = given
+    if given is None and isinstance(prompts, Tensor) and is_tensor and pad is not None and pad not in ends:
+        mask = prompts != pad
+    if mask is None or bool(mask.all()):
+        return None
+    if not bool(mask[:, -1].all()):
+        raise ValueError("prompts are padded on the right; pad them on the left, or pass a list without padding")
+    return mask.long()
+
+
+def ends_of(model: nn.Module, options: Options) -> list[int]:
+    """Tokens that end a row."""
+    given = options.get("eos_token_id")
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None) if given is None else given
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def pad_of(model: nn.Module, options: Options) -> int | None:
+    """The token that stands for none, if there is one."""
+    given = options.get("pad_token_id")
+    return getattr(getattr(model, "generation_config", None), "pad_token_id", None) if given is None else given
+
+
+# ---------------------------------------------------------------- what is chosen
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen of its logits: the greatest, or drawn at this temperature from the top_k greatest (0: all),
+    and of these from the first that hold top_p of their probability."""
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.temperature > 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
+            raise ValueError(f"expected temperature > 0, top_k >= 0 and 0 < top_p <= 1, got {self}")
+        if not self.do_sample and (self.temperature, self.top_k, self.top_p) != (1, 0, 1):
+            raise ValueError(f"{self} has no effect without do_sample=True: pass it, or leave the rest out")
+
+    def __call__(self, tokens_GT: Tensor, logits_GV: Tensor) -> Tensor:
+        """Logits, those of tokens that are left out -inf: what transformers' processors give, to the bit."""
+        logits_GV = logits_GV / self.temperature
+        if self.top_k:
+            least_G1 = logits_GV.topk(min(self.top_k, logits_GV.shape[1])).values[:, -1:]
+            logits_GV = logits_GV.masked_fill(logits_GV < least_G1, -torch.inf)
+        if self.top_p < 1:
+            rising_GV, order_GV = logits_GV.sort(1)
+            is_out_GV = rising_GV.softmax(1).cumsum(1) <= 1 - self.top_p
+            is_out_GV[:, -1] = False
+            logits_GV = logits_GV.masked_fill(is_out_GV.scatter(1, order_GV, is_out_GV), -torch.inf)
+        return logits_GV
+
+
+@dataclass
+class Group:
+    """Rows of one length, which share rules. tokens_GT: so far, with the pads of a tensor, as transformers has them."""
+
+    rows: list[int]
+    tokens_GT: Tensor
+    rules: Rules
+
+
+@dataclass
+class Choice:
+    """Chooses every row's next token, and follows what was chosen."""
+
+    do_sample: bool
+    groups: list[Group]
+    generator: torch.Generator
+
+    def choose(self, logits_BV: Tensor) -> Tensor:
+        """int64 [B]."""
+        logits_BV = logits_BV.to(torch.float32, copy=True)
+        for group in self.groups:
+            logits_BV[group.rows] = group.rules(group.tokens_GT, logits_BV[group.rows])
+        if not self.do_sample:
+            return logits_BV.argmax(1)
+        drawn_B1 = torch.multinomial(logits_BV.softmax(1).cpu(), 1, generator=self.generator)
+        return drawn_B1[:, 0].to(logits_BV.device)
+
+    def follow(self, chosen_B: Tensor) -> None:
+        for group in self.groups:
+            group.tokens_GT = torch.cat([group.tokens_GT, chosen_B[group.rows, None]], 1)
+
+
+def choice_of(
+    model: nn.Module, prompts: Prompts, mask: Tensor | None, most: int, options: Options, device: torch.device
+) -> Choice:
+    """Raises TypeError and ValueError, which name the option that is unknown or cannot be followed."""
+    generator, seed = torch.Generator(), options.get("seed")
+    _ = generator.seed() if seed is None else generator.manual_seed(seed)
+    given = {name: value for name, value in options.items() if name not in ("eos_token_id", "pad_token_id", "seed")}
+    by_length: dict[int, list[int]] = {}
+    whole = rows_of(prompts, None)
+    for b, row in enumerate(whole):
+        by_length.setdefault(len(row), []).append(b)
+    groups = [
+        Group(rows, torch.stack([whole[b] for b in rows]).to(device), _as_they_are) for rows in by_length.values()
+    ]
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.GenerationMixin):
+        how = Sampling(**given)  # type: ignore[arg-type]
+        for group in groups:
+            group.rules = how
+        return Choice(how.do_sample, groups if how.do_sample else [], generator)
+    if unknown := given.keys() - vars(transformers.GenerationConfig()).keys() | given.keys() & {"max_length"}:
+        raise TypeError(
+            f"generate() takes no {', '.join(sorted(unknown))}: expected options of a GenerationConfig; max_new_tokens "
+            "says how long answers are"
+        )
+    given |= {"eos_token_id": ends_of(model, options) or None, "pad_token_id": pad_of(model, options)}
+    do_sample = False
+    for group in groups:
+        tokens = group.tokens_GT
+        seen = torch.ones_like(tokens) if mask is None else mask[group.rows].to(device)
+        config, group.rules = _transformers_rules(model, tokens, seen, most, given)
+        do_sample = bool(config.do_sample)
+    if not do_sample and (idle := given.keys() & _OF_DRAWS):
+        raise ValueError(
+            f"{', '.join(sorted(idle))} has no effect without do_sample=True: pass it, or leave the rest out"
+        )
+    return Choice(do_sample, [group for group in groups if group.rules is not _as_they_are], generator)
+
+
+_OF_DRAWS = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+_ELSEWHERE = {
+    "num_return_sequences": "pass a prompt as often as you want answers",
+    "guidance_scale": "it takes a second pass over other prompts",
+    "stop_strings": "it takes a tokenizer: look at the text of stream(), and stop",
+    "max_time": "stop reading stream()",
+    "token_healing": "it takes a tokenizer",
+    "return_dict_in_generate": "the answer is tokens; step() gives logits",
+    "output_scores": "the answer is tokens; step() gives logits",
+    "output_logits": "the answer is tokens; step() gives logits",
+    "output_attentions": "the answer is tokens",
+    "output_hidden_states": "the answer is tokens",
+}
+"""What transformers' generate does and this one does not, and what to do."""
+
+
+def _as_they_are(tokens_GT: Tensor, logits_GV: Tensor) -> Tensor:
+    return logits_GV
+
+
+def _transformers_rules(
+    model: nn.Module, tokens_GT: Tensor, mask_GT: Tensor, most: int, given: Mapping[str, object]
+) -> tuple[Any, Rules]:
+    """The GenerationConfig and the processors with which transformers' own generate would decode these prompts."""
+    for name, remedy in _ELSEWHERE.items():
+        asked = given.get(name, getattr(model.generation_config, name, None))
+        if asked and (asked is True or asked != 1):  # 1: of a number, what changes nothing
+            raise ValueError(
+                f"{name}={asked!r}, of the options or the model's generation_config, cannot be followed here: {remedy}"
+            )
+    found: list[tuple[Any, Any]] = []
+
+    def take(_: object, tokens: Tensor, *, generation_config: Any, logits_processor: Any, **others: object) -> Tensor:
+        found.append((generation_config, logits_processor))
+        return tokens
+
+    generate = sys.modules["transformers"].GenerationMixin.generate
+    fixed = {"attention_mask": mask_GT, "max_new_tokens": most, "use_cache": False}
+    generate(model, tokens_GT, custom_generate=take, **fixed, **given)
+    config, rules = found[0]
+    if (mode := config.get_generation_mode().value) not in ("greedy_search", "sample"):
+        raise ValueError(
+            f"this asks for {mode}, which is not here: of num_beams, penalty_alpha, prompt_lookup_num_tokens and their "
+            "like, in the options and in the model's generation_config, none can be followed"
+        )
+    return config, rules if len(rules) else _as_they_are
