@@ -220,6 +220,71 @@ def test_a_plan_by_name_and_deepspeeds_form_of_it() -> None:
             run_ranks(2, lambda t, p=policy: init_inference(model, mp_size=2, injection_policy=p, transport=t))
 
 
+@pytest.mark.stranger("wrong without a word", "16: tensor parallelism of torch's encoder is off by .94")
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_torchs_encoder_over_ranks_is_the_whole_one(dtype: str) -> None:
+    """Its fast path in evaluation reads the weights of layers and calls none; with a mask it takes nested tensors."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2).eval()
+    policy = {"layers.*.linear1": "colwise", "layers.*.linear2": "rowwise"}
+    x, is_pad = torch.randn(3, 5, 32), torch.arange(5) >= torch.tensor([[3], [5], [5]])
+    whole, masked = encoder(x).detach(), encoder(x, src_key_padding_mask=is_pad).detach()
+
+    def serve(transport: SimTransport) -> tuple[Tensor, Tensor]:
+        engine = init_inference(encoder, mp_size=2, injection_policy=policy, transport=transport, dtype=dtype)
+        return engine(x), engine(x, src_key_padding_mask=is_pad)  # type: ignore[return-value]
+
+    for plain, with_mask in run_ranks(2, serve):
+        torch.testing.assert_close(plain, whole, rtol=0, atol=1e-5 if dtype == "fp32" else 0.05)
+        torch.testing.assert_close(with_mask[~is_pad], masked[~is_pad], rtol=0, atol=1e-5 if dtype == "fp32" else 0.05)
+
+
+@pytest.mark.stranger("wrong without a word", '16: a plan of "colwise" alone gives half of the outputs')
+@pytest.mark.parametrize("policy", [{"2": "colwise"}, {"0": "colwise"}, {"0": "packed_colwise:2"}])
+def test_a_plan_of_a_model_without_tokens_is_looked_at_in_its_first_call(policy: dict[str, str]) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 6))
+    x = torch.randn(4, 8)
+    with pytest.raises(ValueError, match="cuts what belongs together"):
+        run_ranks(2, lambda t: init_inference(model, mp_size=2, injection_policy=policy, transport=t)(x))
+    right = {"0": "colwise", "2": "rowwise"}
+    for out in run_ranks(2, lambda t: init_inference(model, mp_size=2, injection_policy=right, transport=t)(x)):
+        torch.testing.assert_close(out, model(x).detach(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.stranger("wrong without a word", "16: experts stay in float32 under int8, and whole on each rank")
+def test_experts_are_in_int8_and_divided_over_ranks() -> None:
+    model, (text,) = model_of("mixtral"), prompts(12)
+    whole, expected = init_inference(model).held_bytes, logits_of(model, text[None])
+
+    def serve(transport: SimTransport, dtype: str) -> tuple[Tensor, Tensor, int]:
+        engine = init_inference(model, mp_size=transport.world_size, transport=transport, dtype=dtype)
+        return logits_of(engine, text[None]), engine.generate(text[None], max_new_tokens=6), engine.held_bytes
+
+    answer = model.generate(text[None], max_new_tokens=6)  # type: ignore[operator]
+    for ranks, dtype, share in [(1, "int8", 0.28), (2, "fp32", 0.6), (2, "int8", 0.18)]:
+        for logits, tokens, held in run_ranks(ranks, functools.partial(serve, dtype=dtype)):
+            assert held < share * whole
+            off = float((logits - expected).abs().max() / expected.abs().max())
+            assert off < (1e-5 if dtype == "fp32" else 0.05)
+            assert torch.equal(tokens, answer) or dtype == "int8"
+
+
+@pytest.mark.slow
+@needs_transformers
+def test_experts_with_biases_and_interleaved_gates_are_divided() -> None:
+    model, (text,) = model_of("gpt-oss"), prompts(12)
+    expected = logits_of(model, text[None])
+    policy = {"mlp.experts": "moe_tp_experts"}
+    for dtype, tolerance in (("fp32", 1e-5), ("int8", 0.05)):
+        serve = functools.partial(init_inference, model, mp_size=2, injection_policy=policy, dtype=dtype)
+        for logits in run_ranks(2, lambda t, serve=serve: logits_of(serve(transport=t), text[None])):
+            assert float((logits - expected).abs().max() / expected.abs().max()) < tolerance
+    with pytest.raises(ValueError, match="cannot be 'colwise': 'moe_tp_experts' is for experts"):
+        run_ranks(2, lambda t: init_inference(model, mp_size=2, injection_policy={"experts": "colwise"}, transport=t))
+
+
 @pytest.mark.slow
 @needs_transformers
 def test_a_plan_that_cuts_fused_matrices_apart_is_found_out() -> None:

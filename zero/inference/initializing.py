@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from ... import comm
 from ...agreement.replicas import differing
@@ -21,8 +24,11 @@ from ..checkpoint.whole import read_checkpoint_weights
 from ..engine import Engine
 from .config import read_inference_config
 from .engine import InferenceEngine, longest, outputs_of, why_no_decoding
+from .experts import is_experts, quantize_experts
 from .layers import quantize, serve_linears
-from .split import plan_of, split
+from .split import patterns, plan_of, split
+
+log = logging.getLogger(__name__)
 
 
 def init_inference(
@@ -46,6 +52,11 @@ def init_inference(
     W = read.tensor_parallel.tp_size
     group = _group(transport, W)
     served = _skeleton(_module(model))
+    if read.enable_cuda_graph and read.is_int8 and any(is_experts(module) for module in served.modules()):
+        raise ValueError(
+            "enable_cuda_graph with experts in int8: each step looks up which of them run, and cannot be replayed; "
+            "leave one of them out"
+        )
     if read.checkpoint is not None:
         problem = None
         try:
@@ -54,20 +65,33 @@ def init_inference(
             problem = f"rank {group.rank}: {error}"
         raise_on_all_ranks(group, problem, CheckpointError)
     _check_weights(served, group)
-    expected = _probe(served)
+    if W > 1 or read.is_int8:
+        _leave_fast_path(served)
+    expected, whole = _probe(served), None
     if W > 1:
-        split(served, plan_of(served, read.injection_policy, W), group)
+        plan = plan_of(served, read.injection_policy, W)
+        if expected is None:
+            whole = _skeleton(served)
+            _recast(whole, read.compute_dtype)
+        split(served, plan, group)
         _check_split(expected, served, group)
+        _say_what_stays(served, group, 3, "whole on every rank: no tensor plan names them", plan)
     elif read.injection_policy is not None:
         plan_of(served, read.injection_policy, W)
     _recast(served, read.compute_dtype)
     if not read.is_int8:
         serve_linears(served)
     engine = InferenceEngine(served, read, group)
+    if whole is not None:
+        engine.before_first_call = partial(_check_first_call, whole, engine)
     if expected is not None and why_no_decoding(served) is None:
-        _check_cache(engine)
+        _check_cache(InferenceEngine(served, read, group))
     if read.is_int8:
+        for module in list(served.modules()):
+            if is_experts(module):
+                quantize_experts(module)
         quantize(served, has_int8_inputs=read.quant.activation.enabled)
+        _say_what_stays(served, group, 2, "in floats: they are neither linear layers, embeddings nor known experts")
     return engine
 
 
@@ -166,6 +190,15 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
         module._buffers[last] = tensor
 
 
+def _leave_fast_path(model: nn.Module) -> None:
+    """Let torch's encoder call its linear layers: its fast path reads their weights, here parts or in int8."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+
+
 # -------------------------------------------------------------------------------- what would be wrong without a word
 
 
@@ -185,10 +218,17 @@ def _check_weights(model: nn.Module, transport: Transport) -> None:
 
 @torch.no_grad()
 def _probe(model: nn.Module) -> Tensor | None:
-    """What a model makes of a few tokens, [1, T, ...]; None of a model that has no tokens."""
-    if not any(isinstance(module, nn.Embedding) for module in model.modules()):
+    """What a model makes of a few tokens, [1, T, ...]; None of a model that takes something else."""
+    has_tokens = any(isinstance(module, nn.Embedding) for module in model.modules())
+    if not has_tokens and why_no_decoding(model) is not None:
         return None
-    return outputs_of(model(_tokens(model)))
+    try:
+        return outputs_of(model(_tokens(model)))
+    except PeerError:
+        raise
+    except Exception as error:
+        log.info("%s takes more than a few tokens, which would have been looked at: %s", type(model).__name__, error)
+        return None
 
 
 def _tokens(model: nn.Module) -> Tensor:
@@ -199,9 +239,41 @@ def _tokens(model: nn.Module) -> Tensor:
 
 def _check_split(whole: Tensor | None, model: nn.Module, transport: Transport) -> None:
     """Raise ValueError, on all ranks, where a plan has cut what belongs together."""
+    if whole is not None:
+        _compare([whole], lambda: [outputs_of(model(_tokens(model)))], _tolerance(whole), transport)
+
+
+def _check_first_call(
+    whole: nn.Module, engine: InferenceEngine, inputs: Sequence[Any], named: Mapping[str, Any]
+) -> None:
+    """The same by what the first call is given, of a model of which nothing else is known."""
+    with torch.random.fork_rng():
+        state = torch.get_rng_state()
+        expected = _tensors(whole(*copy.deepcopy(inputs), **copy.deepcopy(named)))
+
+        def split_ones() -> list[Tensor]:
+            torch.set_rng_state(state)
+            return _tensors(engine.module(*copy.deepcopy(inputs), **copy.deepcopy(named)))
+
+        tolerance = 0.25 if engine.config.is_int8 else max(map(_tolerance, expected), default=0.0)
+        _compare(expected, split_ones, tolerance, engine.transport)
+
+
+def _tensors(out: object) -> list[Tensor]:
+    return [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _compare(
+    whole: Sequence[Tensor], run: Callable[[], Sequence[Tensor]], tolerance: float, transport: Transport
+) -> None:
+    """Raise ValueError, on all ranks, where what the split model makes, `run`, is not what the whole one has made."""
     problem = None
     try:
-        if whole is not None and not (off := _distance(whole, cast(Tensor, _probe(model)))) <= _tolerance(whole):
+        with torch.no_grad():
+            got = run()
+        if (shapes := [tuple(x.shape) for x in got]) != (right := [tuple(x.shape) for x in whole]):
+            problem = f"outputs of shape {shapes} in place of {right}"
+        elif not (off := max(map(_distance, whole, got), default=0.0)) <= tolerance:
             problem = f"something else than whole (off by {off:.2g} of its largest output)"
     except PeerError:
         raise
@@ -211,9 +283,22 @@ def _check_split(whole: Tensor | None, model: nn.Module, transport: Transport) -
         problem = (
             f"split over {transport.world_size} ranks the model gives {problem}: the tensor plan cuts what belongs "
             'together; name each fused layer "packed_colwise:PARTS", each layer whose outputs are cut "colwise", each '
-            'that reads them "rowwise"'
+            'that reads them "rowwise" (and give all ranks the same inputs)'
         )
     raise_on_all_ranks(transport, problem, ValueError)
+
+
+def _say_what_stays(model: nn.Module, transport: Transport, dims: int, how: str, done: Iterable[str] = ()) -> None:
+    """Warn where parameters that are left as they were hold a tenth of the model."""
+    treated = tuple(f"{name}." for name in done)
+    left = {
+        name: p.nbytes
+        for name, p in model.named_parameters()
+        if p.dim() >= dims and p.is_floating_point() and not name.startswith(treated)
+    }
+    total = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    if transport.rank == 0 and sum(left.values()) > total / 10:
+        log.warning("%s stay %s", patterns(left), how)
 
 
 def _check_cache(engine: InferenceEngine) -> None:

@@ -3,7 +3,8 @@
 1. A plan gives each layer a style by name: injection_policy, else the model's own `_tp_plan`, else `KNOWN` here.
 2. "colwise": a rank keeps its part of the outputs; "packed_colwise:P": of each of P matrices that lie one behind the
    other; "colwise_gather_output": and all ranks get all outputs. "rowwise": a rank keeps its part of the inputs, and
-   the ranks add up their products. Embeddings, norms and whatever has no style stay whole on every rank.
+   the ranks add up their products; so of "moe_tp_experts", the experts of a mixture in one module. Embeddings, norms
+   and whatever has no style stay whole on every rank.
 3. A forward pass sends float32, in one message each: of T tokens (W-1)·4·T·D bytes for each "rowwise" layer where these
    are few, every rank then adding up all of them, else 2·(W-1)/W·4·T·D in an all-reduce; and (W-1)/W·4·T·N for each
    gathered output. `plan.py` counts them.
@@ -22,12 +23,13 @@ from torch import Tensor, nn
 
 from ...comm import Transport
 from ...comm.messages import gather_tensors
+from .experts import STYLE, cut, inner_width, is_experts
 from .layers import Join, ServedLinear, is_linear, matrix_of, replace
 from .plan import is_gathered
 
 Plan = Mapping[str, str]
 
-WHOLE = ("embedding_rowwise", "replicated_with_grad_allreduce", "replicated")
+WHOLE = ("embedding_rowwise", "replicated_with_grad_allreduce", "replicated", "mla_kv_a_proj")
 """Styles of transformers' plans whose layers stay whole here."""
 _GATHER = ("colwise_gather_output", "colwise_rep")
 
@@ -54,35 +56,31 @@ _WIDTHS = {"GPT2Attention": ("split_size",)}
 
 def plan_of(model: nn.Module, policy: object, ranks: int) -> dict[str, str]:
     """The style of each layer by its whole name. Raises ValueError and TypeError before anything is changed."""
-    layers = [name for name, module in model.named_modules() if is_linear(module)]
+    layers = [name for name, module in model.named_modules() if is_linear(module) or is_experts(module)]
     if isinstance(policy, Mapping) and policy and not all(isinstance(key, str) for key in policy):
-        return _by_blocks(model, layers, policy)
-    if policy is not None and not (isinstance(policy, Mapping) and policy):
+        found = _by_blocks(model, layers, policy)
+    elif policy is None or (isinstance(policy, Mapping) and policy):
+        found = _by_names(model, layers, policy)
+    else:
         raise TypeError(f'expected injection_policy as {{"pattern": "colwise" or "rowwise"}}, got {policy!r}')
-    kind = getattr(getattr(model, "config", None), "model_type", "")
-    plan: Plan = policy or getattr(model, "_tp_plan", None) or KNOWN.get(kind) or {}
-    found: dict[str, str] = {}
-    for pattern, style in plan.items():
-        matched = [name for name in layers if _matches(name, pattern)]
-        if not matched and policy is not None:
-            raise ValueError(f"injection_policy: {pattern!r} matches no linear layer; there are {_patterns(layers)}")
-        if matched and style not in WHOLE:
-            if not re.fullmatch(r"colwise|rowwise|packed_colwise(:\d+)?|" + "|".join(_GATHER), style):
-                raise ValueError(
-                    f"the tensor plan of {type(model).__name__} gives {pattern} the style {style!r}, unknown here; "
-                    f"write injection_policy= with colwise and rowwise for {_patterns(layers)}"
-                )
-            found |= dict.fromkeys(matched, style)
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no tensor plan to divide it among {ranks} ranks: give it a _tp_plan, or pass "
             'injection_policy={pattern: "colwise" where ranks keep a part of the outputs, "rowwise" where they keep a '
-            f"part of the inputs}}; its linear layers are {_patterns(layers)}"
+            f"part of the inputs}}; its linear layers are {patterns(layers)}"
         )
     _check_heads(model, ranks)
     for name, style in found.items():
-        N, K = matrix_of(model.get_submodule(name)).shape
-        size, what = (K, "inputs") if style == "rowwise" else (N // _parts(style), "outputs")
+        module = model.get_submodule(name)
+        if is_experts(module) != (style == STYLE):
+            raise ValueError(
+                f"{name} cannot be {style!r}: {STYLE!r} is for experts in one module, and for nothing else"
+            )
+        if style == STYLE:
+            size, what = inner_width(module), "numbers between the products of an expert"
+        else:
+            N, K = matrix_of(module).shape
+            size, what = (K, "inputs") if style == "rowwise" else (N // _parts(style), "outputs")
         if size % ranks:
             raise ValueError(f"{name} has {size} {what}, which {ranks} ranks do not divide; take another tp_size")
     return found
@@ -94,6 +92,9 @@ def split(model: nn.Module, plan: Plan, transport: Transport) -> None:
     number = _number_of(transport)
     for name, style in plan.items():
         module = model.get_submodule(name)
+        if style == STYLE:
+            cut(module, rank, W, partial(torch.ops.onebit.sum_over_ranks, transport=number))
+            continue
         matrix_NK, bias = matrix_of(module), getattr(module, "bias", None)
         bias = None if bias is None else bias.detach()
         join: Join | None = None
@@ -122,6 +123,25 @@ def _parts(style: str) -> int:
     return int(count or 2) if kind == "packed_colwise" else 1
 
 
+def _by_names(model: nn.Module, layers: Iterable[str], policy: Plan | None) -> dict[str, str]:
+    """policy: patterns and styles; None: the model's own, else what is known here."""
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    plan: Plan = policy or getattr(model, "_tp_plan", None) or KNOWN.get(kind) or {}
+    found: dict[str, str] = {}
+    for pattern, style in plan.items():
+        matched = [name for name in layers if _matches(name, pattern)]
+        if not matched and policy is not None:
+            raise ValueError(f"injection_policy: {pattern!r} matches no linear layer; there are {patterns(layers)}")
+        if matched and style not in WHOLE:
+            if not re.fullmatch("|".join((r"colwise|rowwise|packed_colwise(:\d+)?", STYLE, *_GATHER)), style):
+                raise ValueError(
+                    f"the tensor plan of {type(model).__name__} gives {pattern} the style {style!r}, unknown here; "
+                    f"write injection_policy= with colwise and rowwise for {patterns(layers)}"
+                )
+            found |= dict.fromkeys(matched, style)
+    return found
+
+
 def _by_blocks(model: nn.Module, layers: Iterable[str], policy: Mapping[object, object]) -> dict[str, str]:
     """DeepSpeed's form: of each block the layers behind which ranks add up; all others of it keep a part of the
     outputs."""
@@ -134,11 +154,12 @@ def _by_blocks(model: nn.Module, layers: Iterable[str], policy: Mapping[object, 
             ends = {name for name in inner if any(name.endswith(f".{end}") for end in names)}
             if len(ends) < len(names):
                 raise ValueError(
-                    f"injection_policy: not all of {names} are linear layers of {block}: {_patterns(inner)}"
+                    f"injection_policy: not all of {names} are linear layers of {block}: {patterns(inner)}"
                 )
             found |= {name: "rowwise" if name in ends else "colwise" for name in inner}
+            found |= {name: STYLE for name in inner if is_experts(model.get_submodule(name))}
         if not blocks:
-            raise ValueError(f"injection_policy: the model has no {cls}; its linear layers are {_patterns(layers)}")
+            raise ValueError(f"injection_policy: the model has no {cls}; its linear layers are {patterns(layers)}")
     return found
 
 
@@ -156,7 +177,7 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) >= len(wanted) and all(map(fnmatch.fnmatchcase, parts[-len(wanted) :], wanted))
 
 
-def _patterns(names: Iterable[str]) -> str:
+def patterns(names: Iterable[str]) -> str:
     """Names with * for numbers, each once."""
     return ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name) for name in names)) or "none"
 

@@ -1,0 +1,102 @@
+"""What the experts of a mixture become: of each expert this rank's part, in floats or in int8 by rows.
+
+transformers keeps the experts of a layer in one module, as matrices of three dimensions, and its own forward is what
+runs over them here. Others keep a linear layer for each: those are linear layers.
+
+Shape legend: E experts, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from .layers import Join, quantize_rows
+
+STYLE = "moe_tp_experts"
+"""transformers' name for experts each of which is cut; ranks add up what they give."""
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether transformers runs it over matrices [E, N, K], or [E, K, N], one expert at a time."""
+    return hasattr(module, "_is_expert_parallel") and isinstance(getattr(module, "down_proj", None), nn.Parameter)
+
+
+def inner_width(experts: nn.Module) -> int:
+    """Numbers between the two products of an expert: what ranks divide."""
+    return cast(nn.Parameter, experts.down_proj).shape[_inputs(experts)]
+
+
+def cut(experts: nn.Module, rank: int, ranks: int, join: Join) -> None:
+    """Leave this rank's part of every expert, in place; what comes out is joined."""
+    up = _up(experts)
+    parts = 2 if experts.has_gate and experts.is_concatenated else 1  # gate and up, one behind the other
+
+    def rows(x: Tensor, dim: int) -> Tensor:
+        return torch.cat([part.chunk(ranks, dim)[rank] for part in x.chunk(parts, dim)], dim)
+
+    made = {up: rows(getattr(experts, up), 3 - _inputs(experts))}
+    made["down_proj"] = cast(Tensor, experts.down_proj).chunk(ranks, _inputs(experts))[rank]
+    if experts.has_bias:
+        made[f"{up}_bias"] = rows(getattr(experts, f"{up}_bias"), 1)
+        bias = cast(Tensor, experts.down_proj_bias)
+        made["down_proj_bias"] = bias if rank == 0 else torch.zeros_like(bias)  # it counts once in the sum
+    for name, x in made.items():
+        setattr(experts, name, nn.Parameter(x.detach().contiguous(), requires_grad=False))
+    experts.register_forward_hook(lambda module, inputs, out: join(out))
+
+
+def quantize_experts(experts: nn.Module) -> None:
+    """Keep its matrices in int8, in place. Each forward pass makes floats of the experts that tokens go to, one at a
+    time: in transformers' "eager" form, which a compiled step holds as one piece."""
+    for name in (_up(experts), "down_proj"):
+        matrices = ExpertRows(cast(Tensor, getattr(experts, name)), is_transposed=bool(experts.is_transposed))
+        delattr(experts, name)
+        setattr(experts, name, matrices)
+    experts.config._experts_implementation = "eager"  # type: ignore[union-attr]
+    number = id(experts)
+    _EAGER[number] = experts
+    experts.forward = lambda *inputs: torch.ops.onebit.experts(*inputs, number)
+
+
+class ExpertRows(nn.Module):
+    """Matrices in int8 with a float32 scale for each output of each: `self[expert]` is one in floats."""
+
+    def __init__(self, weight: Tensor, *, is_transposed: bool):
+        super().__init__()
+        self.dtype, self.is_transposed = weight.dtype, is_transposed
+        each = [quantize_rows(matrix.detach().t() if is_transposed else matrix.detach()) for matrix in weight]
+        self.rows_ENK = nn.Buffer(torch.stack([rows for rows, _ in each]))
+        self.scale_EN = nn.Buffer(torch.stack([scale for _, scale in each]))
+
+    def __getitem__(self, expert: Tensor) -> Tensor:
+        matrix = (self.rows_ENK[expert] * self.scale_EN[expert][..., None]).to(self.dtype)
+        return matrix.mT if self.is_transposed else matrix
+
+
+def _up(experts: nn.Module) -> str:
+    return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
+def _inputs(experts: nn.Module) -> int:
+    """Which dimension of its matrices are inputs."""
+    return 1 if experts.is_transposed else 2
+
+
+# An operation of torch: which experts run depends on the tokens, which no graph can hold. It holds a number.
+_EAGER: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op("onebit::experts", mutates_args=())
+def _run(x: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
+    module = _EAGER[experts]
+    y: Tensor = type(module).forward(module, x, ids, weights)
+    return y
+
+
+@_run.register_fake
+def _(x: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
