@@ -6,9 +6,12 @@ Every function is called by all ranks, in the same order, and ends the same way 
 
 from __future__ import annotations
 
+import logging
 import struct
+import threading
 from array import array
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,8 +19,15 @@ import torch
 from torch import Tensor
 
 from .transports.base import Transport, Work
+from .transports.notes import calling
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+QUIET_S = 10.0
+"""How long a rank waits for the others to make the same call before it says so."""
+
 _TYPE_CODES = {torch.float32: "f", torch.float64: "d", torch.bool: "B", torch.uint8: "B"}
 
 
@@ -151,3 +161,24 @@ def raise_on_all_ranks(
     problems = [text for text in gather_texts(transport, problem or "", device) if text]
     if problems:
         raise error(problems[0] + hint())
+
+
+@contextmanager
+def call_of_all(transport: Transport, name: str) -> Iterator[None]:
+    """Around the body of a function that every rank must call: one that calls it alone learns so, by its name.
+
+    The ranks meet first. A rank that has waited for `QUIET_S` logs a warning; the `PeerError` at the end of the wait
+    says who made the call and who did not. Inside of another such call nothing is sent, and that one's name stands.
+    Sends a byte to each peer.
+    """
+    with calling(name) as is_outermost:
+        if is_outermost and transport.world_size > 1:
+            said = "rank %d has waited %g s in %s for the other ranks: every rank must call it, and not all have"
+            warning = threading.Timer(QUIET_S, log.warning, (said, transport.rank, QUIET_S, name))
+            warning.daemon = True
+            warning.start()
+            try:
+                gather_bytes(transport, b"\0")
+            finally:
+                warning.cancel()
+        yield

@@ -34,6 +34,7 @@ from .agreement.wrappers import refuse_wrapper
 from .bucket_optimizer import BucketOptimizer
 from .checkpoint import optimizer_state
 from .comm import FusedCodec, SignCodec, Transport, check_fused
+from .comm.transports.notes import calling
 from .layout.bucket import Bucket
 from .layout.flat import lay_out
 from .layout.masks import Masks
@@ -375,6 +376,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         """Sent, and not landed: see `delay`."""
         return self._delayed.step
 
+    @calling("optimizer.sync()")
     def sync(self) -> None:
         """Land the step that is under way (`delay=1`): parameters hold every step that was taken. All ranks, alike.
 

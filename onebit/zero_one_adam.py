@@ -16,6 +16,7 @@ from .arithmetic.adam import BLOCKS_AT_A_TIME, floor_of_blocks, normalised, sums
 from .arithmetic.schedule import Synchronisations, VarianceUpdates, variance_weight
 from .checkpoint.parameter_state import ParameterState
 from .comm import Bf16Codec, Codec, LocalStep, MomentumInputs, MomentumWeights, Variance
+from .comm.transports.notes import calling
 from .layout.bucket import Bucket
 from .layout.flat import Layout
 from .model_parallel import local
@@ -467,6 +468,7 @@ class ZeroOneAdam(CompressedOptimizer):
         self.rule: ZeroOneRule = rule
 
     @torch.no_grad()
+    @calling("optimizer.sync()")
     def sync(self) -> None:
         """Make the replicas bit-identical now, if they are not: before evaluation, or before saving the model alone.
 

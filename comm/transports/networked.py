@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .base import Transport, Work
 from .edge import HostStaged, check_all_gather, check_all_to_all, check_contiguous, check_split
-from .notes import HISTORY, Operation
+from .notes import HISTORY, Operation, call_under_way
 
 
 class NetworkedTransport(Transport):
@@ -90,7 +90,8 @@ class NetworkedTransport(Transport):
     def _count(self, name: str, nbytes: int, sent_bytes: int = 0) -> Operation:
         """The next operation, which all ranks number alike."""
         self.sent_bytes += sent_bytes
-        operation = Operation(name, self._launched[-1].number + 1 if self._launched else 1, nbytes)
+        number = self._launched[-1].number + 1 if self._launched else 1
+        operation = Operation(name, number, nbytes, call_under_way())
         self._launched.append(operation)
         return operation
 

@@ -9,27 +9,52 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
 HISTORY = 32
 """Operations that a rank remembers, to compare them with those of others."""
 
+_call: ContextVar[str] = ContextVar("call", default="")
+
+
+@contextmanager
+def calling(name: str) -> Iterator[bool]:
+    """Operations launched in here, by this thread, belong to a call that every rank makes: errors name it.
+
+    Gives whether this is the outermost such call, whose name it is.
+    """
+    is_outermost = not _call.get()
+    token = _call.set(_call.get() or name)
+    try:
+        yield is_outermost
+    finally:
+        _call.reset(token)
+
+
+def call_under_way() -> str:
+    """What `calling` says of the operation that this thread launches now; "" outside of it."""
+    return _call.get()
+
 
 class Operation(NamedTuple):
     """One operation of a transport. number: the n-th launched, the same n on every rank; 0: not in that sequence.
 
-    nbytes: what each peer gets, or the whole tensor of an all_reduce or a broadcast.
+    nbytes: what each peer gets, or the whole tensor of an all_reduce or a broadcast. call: see `calling`.
     """
 
     name: str
     number: int
     nbytes: int = 0
+    call: str = ""
 
     def __str__(self) -> str:
+        name = f"{self.name} in {self.call}" if self.call else self.name
         details = [f"operation {self.number}"] * (self.number > 0) + [f"{self.nbytes} bytes"] * (self.nbytes > 0)
-        return f"{self.name} ({', '.join(details)})" if details else self.name
+        return f"{name} ({', '.join(details)})" if details else name
 
     def tag(self, tags: int) -> int:
         """A message tag below `tags`, another one for another operation: ranks out of step must not match.
@@ -37,7 +62,7 @@ class Operation(NamedTuple):
         Where two operations in flight share a tag by chance, they match in the order of their launch, the same
         everywhere.
         """
-        return zlib.crc32(f"{self.name}/{self.number}/{self.nbytes}".encode()) % tags
+        return zlib.crc32(f"{self.name}/{self.number}/{self.nbytes}{self.call}".encode()) % tags
 
 
 @dataclass(frozen=True)
@@ -111,7 +136,8 @@ def conclude(me: int, mine: Note, notes: Mapping[int, Note]) -> Conclusion:
     sentences = []
     if missing:
         whose = "their logs and processes" if len(missing) > 1 else "its log and process"
-        sentences.append(f"Missing: {_names(missing)}; look at {whose} first")
+        why = f" (not in {mine.operation.call}, or ended)" if mine.operation.call else ""
+        sentences.append(f"Missing: {_names(missing)}{why}; look at {whose} first")
     if out_of_step:
         said = f"The ranks launched different operations: {_places(out_of_step)}"
         sentences.append(f"{said}; all must launch the same ones in the same order")
@@ -122,7 +148,14 @@ def conclude(me: int, mine: Note, notes: Mapping[int, Note]) -> Conclusion:
         sentences.append(f"This rank came too late: {_names(impatient)} had given up waiting for it")
     if not sentences and blamed:
         sentences.append(f"Missing: {_names(blamed)}, in the same operation by now: late, or cut off from this rank")
-    return Conclusion(tuple(sorted(blamed)), ". ".join(sentences), is_silence=not out_of_step or bool(missing))
+    here = {me: mine.operation} | {peer: note.operation for peer, note in notes.items()}
+    calls = sorted({operation.call for operation in here.values()} - {""})
+    others = {call: {rank for rank, operation in here.items() if operation.call != call} for call in calls}
+    for call in calls if missing or any(others.values()) else ():
+        did_not = f", {_names(others[call])} did not" if others[call] else ""
+        sentences.insert(0, f"Every rank must call {call}: {_names(here.keys() - others[call])} did{did_not}")
+    is_silence = not calls and (bool(missing) or not out_of_step)
+    return Conclusion(tuple(sorted(blamed)), ". ".join(sentences), is_silence)
 
 
 def _places(operations: Mapping[int, Operation]) -> str:

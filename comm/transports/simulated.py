@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .base import PeerError, Transport, Work
 from .edge import check_split
-from .notes import Operation
+from .notes import Operation, call_under_way
 
 T = TypeVar("T")
 
@@ -158,7 +158,7 @@ class SimTransport(Transport):
         self, name: str, nbytes: int, data: Tensor, finish: Callable[[list[Tensor]], None], sent_bytes: int
     ) -> Work:
         self._operations += 1
-        operation = Operation(name, self._operations, nbytes)
+        operation = Operation(name, self._operations, nbytes, call_under_way())
         self.sent_bytes += sent_bytes
         self.network.post(operation, self.rank, data)
         return _SimWork(lambda: finish(self.network.collect(operation, self.rank)))

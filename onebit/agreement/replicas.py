@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..comm import Transport
 from ..comm.messages import gather_bytes, gather_texts
+from ..comm.transports.notes import calling
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ def differing(transport: Transport, tensors: Sequence[Tensor]) -> dict[int, list
     }
 
 
+@calling("check_replicas()")
 def check_replicas(transport: Transport, tensors: Sequence[Tensor], names: Sequence[str], step: int) -> None:
     """Raise ReplicaError on all ranks, naming ranks and parameter, unless every replica has the same bits."""
     ranks = differing(transport, tensors)

@@ -26,6 +26,7 @@ from .. import comm
 from ..agreement.replicas import ReplicaCheck
 from ..agreement.skips import MOST_SKIPS, SkipLimit
 from ..comm import Codec, SignCodec, Transport
+from ..comm.transports.notes import calling
 from ..dense import DenseAverager
 from ..layout.buckets import elements_of
 from ..model_parallel import ModelParallelGroup, model_parallel_group_of
@@ -247,6 +248,7 @@ class LocalSteps(Wrapped):
 
     # ---------------------------------------------------------------- what the ranks agree on
 
+    @calling("optimizer.sync()")
     def sync(self) -> None:
         """A round of all fragments now, whatever was due: all ranks hold the same parameters. All ranks, alike.
 

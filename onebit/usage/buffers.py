@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..agreement.replicas import check_same_lines, differing, make_equal
 from ..comm import Transport, check_transport
 from ..comm.messages import gather_tensors, gather_texts, sum_in_order
+from ..comm.transports.notes import calling
 from ..model_parallel import local
 
 _OF_NORMS = ("running_mean", "running_var")
@@ -38,7 +39,8 @@ def sync_buffers(model: nn.Module, transport: Transport) -> None:
     Sends 48 bytes to each peer where all are equal; else also 8 bytes for each buffer, and those that differ, whole.
     Raises ValueError, on all ranks, where names, shapes or dtypes of buffers differ.
     """
-    sync_tensors(list(persistent_buffers(model)), averaged_buffers(model), transport)
+    with calling("sync_buffers()"):
+        sync_tensors(list(persistent_buffers(model)), averaged_buffers(model), transport)
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

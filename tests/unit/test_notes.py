@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
+from onebit.comm import PeerError, SimTransport, messages, run_ranks
 from onebit.comm.transports.notes import Note, Operation, conclude
 
 OURS = Operation("all_to_all", 7, 4096)
@@ -63,6 +66,42 @@ def test_conclusions_lead_to_the_root(notes: dict[int, Note], ranks: tuple[int, 
     """Rank 0 misses 1 and 2."""
     concluded = conclude(0, waiting(1, 2), notes)
     assert concluded.ranks == ranks and said in concluded.text
+
+
+def test_a_call_of_all_that_some_make_is_named_to_all() -> None:
+    """Rank 0 saves, 1 trains, and 2 has ended; or rank 0 trains while 1 saves."""
+    saving = OURS._replace(call="engine.save_checkpoint()")
+    concluded = conclude(0, waiting(1, 2, operation=saving), {1: waiting(0, operation=OTHER)})
+    assert "Every rank must call engine.save_checkpoint(): rank 0 did, rank 1 did not" in concluded.text
+    assert "Missing: rank 2 (not in engine.save_checkpoint(), or ended)" in concluded.text and not concluded.is_silence
+    concluded = conclude(0, waiting(1), {1: waiting(0, operation=saving)})
+    assert "Every rank must call engine.save_checkpoint(): rank 1 did, rank 0 did not" in concluded.text
+
+
+def test_who_waits_for_a_call_of_all_says_so_and_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "QUIET_S", 0.1)
+
+    def call(transport: SimTransport, late_s: float) -> int:
+        time.sleep(late_s * transport.rank)
+        with messages.call_of_all(transport, "engine.eval()"):
+            messages.gather_bytes(transport, b"1")
+            return transport.sent_bytes
+
+    assert run_ranks(2, lambda transport: call(transport, 0.0)) == [2, 2] and not caplog.records
+    assert run_ranks(2, lambda transport: call(transport, 0.5)) == [2, 2]
+    (record,) = caplog.records
+    assert "rank 0 has waited 0.1 s in engine.eval()" in record.getMessage()
+
+
+def test_two_calls_of_all_never_get_each_others_bytes() -> None:
+    def call(transport: SimTransport) -> None:
+        with messages.call_of_all(transport, ("engine.eval()", "engine.save_checkpoint()")[transport.rank]):
+            raise AssertionError
+
+    with pytest.raises(PeerError, match=r"engine\.save_checkpoint\(\)"):
+        run_ranks(2, call)
 
 
 def test_who_launched_my_operation_is_not_out_of_step_for_waiting_in_a_later_one() -> None:
