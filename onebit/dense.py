@@ -62,7 +62,9 @@ class _Bucket:
 
     def is_edited_unseen(self) -> bool:
         """Whether gradients have other bits than were sent, though torch has counted no edit."""
-        return self.sent_bits is not None and not torch.equal(self.sent_bits, gradient_bits(self._gradients()))
+        if self.sent_bits is None or self.is_stale():
+            return False
+        return not torch.equal(self.sent_bits, gradient_bits(self._gradients()))
 
     def wait_all(self, world_size: int) -> None:
         """Write the means into the gradients, but of what is frozen now."""
@@ -157,9 +159,10 @@ class DenseAverager:
         if any(edited):
             self._sends_late = True
             log.warning(
-                "rank %d: gradients were edited through .data after backward had sent them, which torch does not count "
-                "and only some steps look for: from here on they are sent behind the backward pass. Edit the gradients "
-                "themselves (p.grad.clamp_())",
+                "rank %d: gradients were edited after backward had sent them, in a way that torch does not count and "
+                "only some steps look for (through .data; or sharded ones by clip_grad_norm_): from here on they are "
+                "sent after the backward pass. Edit the gradients themselves (p.grad.clamp_()), and have an "
+                'engine clip by "gradient_clipping"',
                 self._transport.rank,
             )
         for bucket in self._buckets[self._launched :]:
@@ -208,7 +211,7 @@ class DenseAverager:
         for bucket in self._buckets[self._launched :]:
             if bucket.complete < len(bucket.params) or self._sends_late:
                 return
-            bucket.launch(self._transport, with_bits=is_inspected(self._steps))
+            bucket.launch(self._transport, with_bits=self._transport.world_size > 1 and is_inspected(self._steps))
             self._launched += 1
 
 

@@ -115,9 +115,10 @@ class Overlap:
         if is_edited_unseen:
             self._resent_in_a_row = RESENT_STEPS
             log.warning(
-                "rank %d: gradients were edited through .data after backward had sent them, which torch does not count "
-                "and only some steps look for: all buckets are sent once more, and from here on in step(), as with "
-                "overlap=False. Edit the gradients themselves (p.grad.clamp_()), or construct with overlap=False",
+                "rank %d: gradients were edited after backward had sent them, in a way that torch does not count and "
+                "only some steps look for (through .data; or sharded ones by clip_grad_norm_): all buckets are sent "
+                "once more, and from here on in step(), as with overlap=False. Edit the gradients themselves "
+                "(p.grad.clamp_()), clip by max_grad_norm=, or construct with overlap=False",
                 self._rank,
             )
         is_scaled = bool(self._sent) and scale != 1.0  # the scale is known too late
