@@ -41,7 +41,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from ..grid import Grid
 from ..offload.layout import kept
-from .turns import forget_uses, groups_of, take_turns
+from .turns import count_passes, forget_uses, groups_of, take_turns
 
 STAGES = (1, 2, 3)
 
@@ -89,6 +89,7 @@ def shard(
         fully_shard(block, reshard_after_forward=stage == 3, offload_policy=offloaded, **options)
     # The root is never resharded after its forward pass: backward begins with it. At stage 3 that is FSDP2's default.
     fully_shard(model, reshard_after_forward=None if stage == 3 else False, offload_policy=policies[0], **options)
+    count_passes(model, modules)
     if grid.shape.size("shard") > 1:
         take_turns(model, modules, grid.transports["shard"], stage)
     model.zero_grad = partial(zero_grad, model)  # type: ignore[method-assign]

@@ -12,14 +12,16 @@ without a word if their sizes agree. `take_turns` makes a parameter without a gr
    misses one waits for the answer, and makes zeros of what others have. What nobody has stays without a gradient.
 4. Stage 3 gathers module by module and keeps none: there all ranks must run the same modules in the same order (their
    experts, inside, may differ). They compare before each collective; DesyncError, on all ranks, says who runs what.
+5. A rank whose loss does not depend on the model (an empty batch) has no backward pass that would do all this.
+   `stand_in` walks through the modules in its place, forwards as well if the model did not run.
 
-Rests on `unshard`, `pre_forward`, `post_backward`, `_backward_prefetch` and the final callback of FSDP2, which are not
-public: as torch 2.13 has them.
+Rests on `unshard`, `pre_forward`, `post_forward`, `pre_backward`, `post_backward`, `_backward_prefetch` and the final
+callback of FSDP2, which are not public: as torch 2.13 has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,6 +56,38 @@ def take_turns(model: nn.Module, modules: Sequence[nn.Module], transport: Transp
     model._onebit_turns = _Turns(model, modules, transport, stage)  # type: ignore[assignment]
 
 
+def stand_in(model: nn.Module) -> None:
+    """A backward pass of a loss that does not depend on the model: all gradients are zero, or what had added up before.
+
+    All collectives that the other ranks' forward and backward passes have, in their order; at stage 3 as if the modules
+    ran in the order in which `take_turns` was given them.
+    """
+    state: Any = model._get_fsdp_state()  # type: ignore[operator]
+    state._lazy_init()
+    turns: _Turns | None = getattr(model, "_onebit_turns", None)
+    if turns is not None:
+        turns.walk()
+    state._root_post_backward_final_callback()
+
+
+def passes_of(model: nn.Module) -> int:
+    """Backward passes that went through this model, `stand_in`'s among them; 0 of one whose parts were sharded."""
+    return getattr(model, "_onebit_passes", 0)
+
+
+def count_passes(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Let `passes_of` know. modules: those that went through fully_shard. Once, before `take_turns`."""
+    model._onebit_passes = 0  # type: ignore[assignment]
+
+    def end_backward(own: Callable[[], None]) -> None:
+        model._onebit_passes = passes_of(model) + 1  # type: ignore[assignment]
+        own()
+
+    for module in modules:  # any of them may be the first that a backward pass reaches, which ends it
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        state._root_post_backward_final_callback = partial(end_backward, state._root_post_backward_final_callback)
+
+
 def forget_uses(model: nn.Module) -> None:
     """Forward passes that no backward pass has followed will have none."""
     turns = getattr(model, "_onebit_turns", None)
@@ -66,6 +100,7 @@ class _Turns:
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module], transport: Transport, stage: int):
         self.groups = [group for module in modules for group in groups_of(module)]
+        self._roots = len(groups_of(modules[0]))
         self.uses = [0] * len(self.groups)
         self._transport, self._stage = transport, stage
         self._device = transport.device
@@ -156,6 +191,28 @@ class _Turns:
                     if _has_gradient(p) and p.unsharded_accumulated_grad is None:
                         p.to_accumulated_grad_if_needed()
         self._own[k][2]()
+
+    # ---------------------------------------------------------------- without a graph
+
+    def walk(self) -> None:
+        """Forward, unless the model ran, and backward through its groups, up to what the final callback does."""
+        if self._stage < 3:
+            self._gather_all()
+            return
+        order: list[Any] = self.groups[0].comm_ctx.post_forward_order
+        roots, blocks = self.groups[: self._roots], self.groups[self._roots :]
+        if not any(self.uses):
+            for group in roots:
+                group.pre_forward(None, (), {})
+            for group in blocks:
+                group.pre_forward(None, (), {})
+                group.post_forward(None, (), None)
+            for group in roots:
+                group.post_forward(None, (), None)
+        for group in reversed(order[len(order) - sum(self.uses) :]):
+            group.pre_backward(True)
+            if group not in roots:  # whose turn is in the final callback
+                group.post_backward()
 
     # ---------------------------------------------------------------- what ranks tell each other
 
