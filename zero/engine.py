@@ -14,11 +14,12 @@ from __future__ import annotations
 import logging
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..agreement.skips import SkipLimit
 from ..comm import Transport
-from ..comm.messages import gather_bytes
+from ..comm.messages import call_of_all, gather_bytes
 from ..local.local_steps import LocalSteps
 from ..usage.buffers import averaged_buffers, persistent_buffers, sync_tensors
 from .checkpoint import engine_state, tags
@@ -39,14 +40,30 @@ from .data_efficiency import efficiency
 from .data_efficiency.efficiency import Efficiency
 from .forms import Built
 from .grid import Grid
+from .guards import Guard
 from .monitor import WallClock, Writer
 from .offload.optimizer import Offload
-from .parallel import dense, fsdp, local
+from .parallel import dense, fsdp, local, turns
 from .pipeline import run as pipeline
 from .pipeline.layers import Loss
 from .precision import LossScale, ScaleState, cast_floats, loss_scale
 
 log = logging.getLogger(__name__)
+
+E = TypeVar("E", bound="Engine")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def every_rank(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
+    """Of a method that every rank must call: one that calls it alone is told so, by the method's name."""
+
+    @wraps(method)
+    def call(engine: E, *args: P.args, **named: P.kwargs) -> R:
+        with call_of_all(engine.grid.world, f"engine.{method.__name__}()"), engine.guard.open():
+            return method(engine, *args, **named)
+
+    return call  # type: ignore[return-value]
 
 
 class _Sender(Protocol):
@@ -58,6 +75,7 @@ class Engine:
 
     global_samples: what all ranks have seen in these. micro_steps_of_step: how many of them the step under way has.
     has_gradients: whether a backward pass waits for its `step`. fp16_scale: the loss scale, 1 but in float16.
+    guard: notices what a script does past the engine.
     comm_ms: how long the last step waited for a dense optimizer's gradients; the others have it in their stats.
     compression_scheduler: of a model that `init_compression` has armed; it counts every step, skipped ones included.
 
@@ -98,6 +116,8 @@ class Engine:
         self.comm_ms = 0.0
         self._checkpoints: dict[Path, Checkpoints] = {}
         self.compression_scheduler = scheduler_of(module, built.optimizer, self.synchronise, says=grid.world.rank == 0)
+        self._has_warned_of_no_graph = False
+        self.guard = Guard(self)
 
     # ---------------------------------------------------------------- a step
 
@@ -105,6 +125,7 @@ class Engine:
         """The model's output. Floating-point inputs, also in lists and dicts, are cast to the dtype computed in."""
         self._refuse_in_pipeline("a forward pass")
         if self.module.training:
+            self.guard.has_run = True
             named = self._prepared(inputs, named)
         if self.stage is not None:
             is_last = self.is_gradient_accumulation_boundary() or not self.module.training
@@ -127,17 +148,37 @@ class Engine:
     def backward(self, loss: Tensor, *, retain_graph: bool = False, weight: float | None = None) -> Tensor:
         """Add the loss's gradients, over the micro-batches of a step and times the loss scale; the loss as it came.
 
+        One that does not depend on the model (an empty batch's) counts as a zero gradient, with a warning.
         weight: of this micro-batch in the step; None: all of a step weigh as much.
         """
         self._refuse_in_pipeline("a backward pass")
+        self.guard.before_backward()
         divisor = self.config.gradient_accumulation_steps if weight is None else 1 / weight
         if self._monitors:
             self._loss = self._loss.to(loss.device) + loss.detach().float() / divisor
         self._set_grad_scale()
+        passes = None if self.stage is None else turns.passes_of(self.module)
         with self._clock.measure("backward"), self._without_traffic(), self._naming_peers():
-            torch.autograd.backward(loss.float() * (self.fp16_scale.value / divisor), retain_graph=retain_graph)
+            if loss.requires_grad or self.grid.data[1] == 1:  # torch refuses the latter: nobody else has a gradient
+                torch.autograd.backward(loss.float() * (self.fp16_scale.value / divisor), retain_graph=retain_graph)
+            elif not self._has_warned_of_no_graph:
+                self._has_warned_of_no_graph = True
+                log.warning(
+                    "rank %d: this loss does not depend on any parameter (an empty batch, or detach()): it counts as a "
+                    "zero gradient among those of the other ranks",
+                    self.grid.world.rank,
+                )
+            if passes is not None and passes == turns.passes_of(self.module):
+                self._stand_in()
         self.has_gradients = True
+        self.guard.after_backward()
         return loss
+
+    def _stand_in(self) -> None:
+        """A backward pass, in which no gradient comes: the ranks that share shards with this one have theirs."""
+        self._scale_rates()
+        fsdp.begin_micro_batch(self.module, self.stage or 0, is_last=self.is_gradient_accumulation_boundary())
+        turns.stand_in(self.module)
 
     def _naming_peers(self) -> AbstractContextManager[None]:
         """What FSDP2 sends inside a node fails with the error that an optimizer's exchange fails with."""
@@ -156,9 +197,11 @@ class Engine:
 
         Also those that FSDP2 has not reduced yet. The step's next micro-batches go on alone: it has fewer.
         """
-        self.module.zero_grad()
-        self.optimizer.zero_grad()
+        with self.guard.open():
+            self.module.zero_grad()
+            self.optimizer.zero_grad()
         self._loss, self.has_gradients = torch.zeros(()), False
+        self.guard.forget()
 
     def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
         """Behind every backward. With the step's last micro-batch: average over ranks, update, drop the gradients.
@@ -169,29 +212,25 @@ class Engine:
         scale cannot fall any further; PeerError, ReplicaError and SkippedStepsError as the optimizer.
         """
         self._refuse_in_pipeline("step()")
-        self._refuse_strange_gradients()
+        self.guard.before_step()
         is_boundary = self.is_gradient_accumulation_boundary()
+        if not self.has_gradients and self.stage is not None:
+            with self._without_traffic(), self._naming_peers():
+                self._stand_in()
+            self.guard.after_backward()
         self.has_gradients = False
         self.micro_steps += 1
         self.micro_steps_of_step += 1
         if is_boundary:
             self._update(lr_kwargs)
-
-    def _refuse_strange_gradients(self) -> None:
-        """Raise RuntimeError where gradients came by `loss.backward()`: without loss scale and weight."""
-        if self.has_gradients or self.micro_steps_of_step > 0:
-            return
-        if any(p.grad is not None for p in dense.parameters(self.optimizer)):
-            raise RuntimeError(
-                f"rank {self.grid.world.rank}: step() finds gradients that did not come by engine.backward(loss), "
-                "which scales the loss and counts its micro-batch; call it in place of loss.backward(), or "
-                "engine.zero_grad() to drop what others have left"
-            )
+        else:
+            self.guard.after_micro_batch()
 
     def _update(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
+        self.guard.before_update()
         rates = self.get_lr()
         self.micro_steps_of_step = 0
-        with self._clock.measure("step"):
+        with self._clock.measure("step"), self.guard.open():
             dense_step = self._step_offloaded if dense.stores_parameters(self.optimizer) else self._step_dense
             take = {"dense": dense_step, "local": self._step_local}.get(self.form, self._step_onebit)
             is_skipped = take()
@@ -206,6 +245,7 @@ class Engine:
         stays = is_skipped and self.form != "local"  # whose replicas have one schedule, and skip by themselves
         if self.scheduler is not None and not stays and not efficiency.advance(self.scheduler, tokens):
             self.scheduler.step(**dict(lr_kwargs or {}))  # type: ignore[arg-type]
+        self.guard.after_update()
         if self.compression_scheduler is not None:
             self.compression_scheduler.step()
         self.efficiency.go_to(self.global_steps)
@@ -241,6 +281,7 @@ class Engine:
                 self.backward(loss)
                 self.step()
             return self._mean_loss(torch.stack(losses).mean(), self._peers)
+        self.guard.before_backward()
         self._set_grad_scale()
         self._scale_rates()
         with self._clock.measure("pipeline"), self._sender.no_sync():
@@ -253,6 +294,7 @@ class Engine:
         self._update()
         return loss
 
+    @every_rank
     def eval_batch(self, data_iter: Iterator[pipeline.Batch] | None = None) -> Tensor:
         """As `train_batch`, but nothing is trained: the mean loss over as many micro-batches as a step has."""
         batches, was_training = self._take_batches(data_iter), self.module.training
@@ -317,6 +359,16 @@ class Engine:
             write(values, self.global_samples)
         self._loss = torch.zeros(())
 
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the engine averages them between replicas, and not the optimizer."""
+        return self._averager is not None
+
+    @property
+    def counts_micro_batches(self) -> bool:
+        """Whether step() finds the boundary itself, and nobody else has said where it is."""
+        return self._said_boundary is None
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last of its step."""
         if self._said_boundary is not None:
@@ -372,7 +424,7 @@ class Engine:
     @property
     def _sender(self) -> _Sender:
         """Who sends gradients between replicas."""
-        return cast(_Sender, self.optimizer) if self._averager is None else self._averager
+        return cast(_Sender, self._averager if self.averages_gradients else self.optimizer)
 
     # ---------------------------------------------------------------- modes and sizes
 
@@ -381,11 +433,13 @@ class Engine:
         self.module.train(mode)
         return self
 
+    @every_rank
     def eval(self) -> Engine:
         """As the model's. Replicas that differ (local steps, buffers) are made the same first."""
         self.synchronise()
         return self.train(False)
 
+    @every_rank
     def synchronise(self) -> None:
         """Give every rank the same parameters, where local steps made them differ, and let go of gathered ones.
 
@@ -441,6 +495,7 @@ class Engine:
 
     # ---------------------------------------------------------------- checkpoints
 
+    @every_rank
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
@@ -482,6 +537,7 @@ class Engine:
                 self._export(Path(save_dir) / "model.safetensors")
         return tag or f"step_{self.global_steps:08d}"
 
+    @every_rank
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
@@ -524,6 +580,7 @@ class Engine:
         for checkpoints in self._checkpoints.values():
             checkpoints.wait()
 
+    @every_rank
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike[str],

@@ -96,9 +96,7 @@ def trains(files: str, folder: str, saves: str, victim: int = -1, phase: str = "
         if (step + 1) % SAVES_EVERY == 0:
             with killer.phase(f"save {step + 1}"):
                 engine.save_checkpoint(saves)
-    state = {
-        name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in engine.module.state_dict().items()
-    }
+    state = engine.module_state_dict()
     weights = b"".join(x.detach().float().numpy().tobytes() for x in state.values())
     found = {"bits": hashlib.sha256(weights).hexdigest(), "began": began, "calls": dict(killer.calls)}
     engine.close()

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from grid_cases import Case
 from tensor_cases import OPTIMIZERS, SIZE, STEPS, config_of, flat, gpt, next_byte_loss, note, record, windows
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.utils.data import TensorDataset
@@ -203,14 +204,14 @@ def weights_leave_and_return(here: Grid) -> dict[str, bool]:
     zero.import_weights(again.module, place / "model.safetensors", here.world)
     out["file to plain"] = torch.equal(flat(plain), whole)
     out["file to parts"] = torch.equal(flat(again.module), whole)
-    dcp.save(engine.module.state_dict(), checkpoint_id=place / "dcp")
+    dcp.save(get_model_state_dict(engine.module), checkpoint_id=place / "dcp")
     plain, again = gpt(), start(here, config_of("AdamW", stage))
     for name, net in (("plain", plain), ("parts", again.module)):
-        state = net.state_dict()
+        state = get_model_state_dict(net)
         dcp.load(state, checkpoint_id=place / "dcp")
         net.load_state_dict(state)
         out[f"dcp to {name}"] = torch.equal(flat(net), whole)
-    names = {name: tuple(x.shape) for name, x in engine.module.state_dict().items()}
+    names = {name: tuple(x.shape) for name, x in get_model_state_dict(engine.module).items()}
     out["names"] = names == {name: tuple(x.shape) for name, x in gpt().state_dict().items()}
     torch.distributed.barrier()
     if here.world.rank == 0:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ...checkpoint.files import make_folder, reason, remove, sync_folder
 from ...comm import Transport
-from ...comm.messages import gather_texts, raise_on_all_ranks
+from ...comm.messages import call_of_all, gather_texts, raise_on_all_ranks
 from ..grid import Grid
 
 _SUMS = "onebit.crc32"  # in the metadata of a file: the CRC-32 of each tensor, as JSON
@@ -49,17 +49,24 @@ def export_weights(
     older one is as it was then.
     """
     check_can_export()
-    if max_file_bytes is not None:
-        from .weight_folder import export_folder
+    with call_of_all(transport, "export_weights()"):
+        if max_file_bytes is not None:
+            from .weight_folder import export_folder
 
-        export_folder(model, Path(file), transport, dtype, grid=grid, max_file_bytes=max_file_bytes)
-        return
+            export_folder(model, Path(file), transport, dtype, grid=grid, max_file_bytes=max_file_bytes)
+        else:
+            _export_file(model, Path(file), transport, dtype, grid)
+
+
+def _export_file(
+    model: nn.Module, path: Path, transport: Transport, dtype: torch.dtype | None, grid: Grid | None
+) -> None:
     if grid is not None and grid.shape.size("pipe") > 1:
         whole = _of_all_stages(model, grid)
     else:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole = cast(dict[str, Tensor], get_model_state_dict(model, options=options))
-    path, problem = Path(file), None
+    problem = None
     if transport.rank == 0:
         try:
             write_weights(path, {name: _in(dtype, x) for name, x in whole.items()})

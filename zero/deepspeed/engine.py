@@ -31,7 +31,7 @@ from ..data_efficiency.loader import CurriculumLoader
 from ..data_efficiency.pacing import Pacing
 from ..data_efficiency.sampler import CurriculumSampler
 from ..data_efficiency.token_dropping import TokenDropping
-from ..engine import Engine
+from ..engine import Engine, every_rank
 from ..parallel import fsdp
 from ..pipeline.run import Batch
 from ..sharded.optimizer import ShardedOnebitOptimizer
@@ -526,6 +526,7 @@ class DeepSpeedEngine(Engine):
 
     # ---------------------------------------------------------------- weights
 
+    @every_rank
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """The module's weights and buffers, whole, on the CPU, on every rank. All ranks."""
         self.synchronise()
@@ -537,6 +538,7 @@ class DeepSpeedEngine(Engine):
                 whole[name] = full.detach().to("cpu", copy=True)
         return whole
 
+    @every_rank
     def load_module_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: object = None
     ) -> None:

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ...comm.messages import gather_bytes
+from ...comm import SimTransport
+from ...comm.messages import call_of_all, gather_bytes
 from ...layout.masters import master_of
 from ...model_parallel import local
 from ..checkpoint.reshard import slice_of
@@ -129,7 +130,7 @@ def GatheredParameters(
         for engine in engines:
             _check_can_modify(engine, modifier_rank)
             engine.synchronise()
-    whole: list[Tensor] = [given[k] if held is None else _whole(held.p) for k, held in enumerate(found)]
+    whole = _gathered(given, found)
     shown = [(held, full) for held, full in zip(found, whole, strict=True) if held is not None and full is not held.p]
     places = [(*place, held.p, cast(nn.Parameter, full)) for held, full in shown for place in _places(held)]
     for owner, name, _, full in places:
@@ -156,6 +157,14 @@ def _check_can_modify(engine: DeepSpeedEngine, rank: int) -> None:
         )
     if not 0 <= rank < engine.world_size:
         raise ValueError(f"modifier_rank {rank} is no rank of {engine.world_size}")
+
+
+def _gathered(given: list[Tensor], found: list[_Held | None]) -> list[Tensor]:
+    """The parameters whole. The ranks that hold parts of any meet first."""
+    engine = next((held.engine for held in found if held is not None and hasattr(held.p, "full_tensor")), None)
+    transport = SimTransport() if engine is None else engine.grid.model_parallel_group.transport
+    with call_of_all(transport, "GatheredParameters()"):
+        return [given[k] if held is None else _whole(held.p) for k, held in enumerate(found)]
 
 
 def _whole(p: nn.Parameter) -> nn.Parameter:
@@ -195,7 +204,7 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor:
     """The float32 master of a parameter, whole. Raises RuntimeError where masters are divided over nodes."""
     held = _held(param)
     _refuse_divided(held, "the float32 masters lie in parts at their owners")
-    return _full(like(held.p, master_of(held.engine.optimizer, held.p))).detach().float().clone()
+    return _full(held, like(held.p, master_of(held.engine.optimizer, held.p)), "param").detach().float().clone()
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -224,7 +233,7 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     part = (torch.zeros_like(local(held.p)) if grad is None else local(grad).detach()).float().contiguous().clone()
     if part.numel():
         transport.all_reduce(part).wait()
-    return _full(like(held.p, part)).div_(transport.world_size * held.engine.fp16_scale.value)
+    return _full(held, like(held.p, part), "grad").div_(transport.world_size * held.engine.fp16_scale.value)
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
@@ -250,7 +259,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     """
     held = _held(param)
     _refuse_divided(held, "moments lie in parts at their owners")
-    return _full(like(held.p, _state(held, optim_state_key))).float().clone()
+    return _full(held, like(held.p, _state(held, optim_state_key)), "optimizer_state").float().clone()
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
@@ -312,5 +321,8 @@ def _check_shape(held: _Held, value: Tensor) -> None:
         raise ValueError(f"{held.name} has shape {tuple(held.p.shape)}, got a value of {tuple(value.shape)}")
 
 
-def _full(x: Tensor) -> Tensor:
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+def _full(held: _Held, x: Tensor, what: str) -> Tensor:
+    if not hasattr(x, "full_tensor"):
+        return x
+    with call_of_all(held.engine.grid.model_parallel_group.transport, f"safe_get_full_{what}()"):
+        return cast(Tensor, x.full_tensor())

@@ -1,0 +1,74 @@
+"""Scripts that use an engine as it is not meant to be, on several ranks: no silence, and no file of half a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from misuse_ranks import alone, config_of, empty_batches, half_saved
+from ranks import run_torchrun
+
+BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
+LOCAL = {"onebit": {"local_steps": {"every": 2, "start_steps": 1}}}
+ON_HOST = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+HOW = ("constant", "leaf", "unused", "none")
+
+FOUND_EMPTY = [  # configuration, shards, whether the root has parameters, how
+    *((config_of("AdamW", 3), 2, True, how) for how in HOW),
+    *((config_of("AdamW", stage), 2, True, HOW[stage]) for stage in (1, 2)),
+    *((config_of("AdamW", stage, gas=2, gradient_clipping=0.5), 2, stage != 3, HOW[stage]) for stage in (1, 2, 3)),
+    *((config_of("OneBitAdam", stage, gas=2, **BF16), 2, stage != 3, HOW[stage]) for stage in (1, 2, 3)),
+    (config_of("AdamW", 0, gas=2), 1, True, "constant"),
+    (config_of("AdamW", 3, **FP16), 2, True, "constant"),
+    (config_of("OneBitAdam", 0, **BF16), 1, True, "unused"),
+    (config_of("AdamW", 3, gas=2, **LOCAL), 2, True, "constant"),
+    (config_of("AdamW", 2, **ON_HOST), 2, True, "none"),
+    (config_of("OneBitAdam", 1), 1, True, "constant"),
+    (config_of("OneBitAdam", 2, **BF16), 1, True, "none"),
+]
+
+
+@pytest.mark.stranger("hangs", "3: a rank's loss has no graph (an empty batch) at stages 1 to 3, and the others wait")
+@pytest.mark.timeout(120)
+def test_a_loss_without_a_graph_counts_as_a_zero_gradient() -> None:
+    ended = run_torchrun(2, empty_batches, FOUND_EMPTY, timeout_s=90, at_once=True)
+    found = ended.check().results[0]
+    assert found == [""] * len(FOUND_EMPTY), list(zip(FOUND_EMPTY, found, strict=True))
+
+
+CALLS = [
+    ("engine.save_checkpoint()", "AdamW", 1),
+    ("engine.module_state_dict()", "AdamW", 2),
+    ("engine.eval()", "OneBitAdam", 0),
+]
+RARER = [
+    ("engine.save_checkpoint()", "OneBitAdam", 0),
+    ("engine.load_checkpoint()", "AdamW", 0),
+    ("engine.save_16bit_model()", "AdamW", 3),
+    ("engine.synchronise()", "OneBitAdam", 1),
+    ("check_replicas()", "OneBitAdam", 0),
+    ("sync_buffers()", "AdamW", 0),
+    ("export_weights()", "AdamW", 2),
+]
+
+
+@pytest.mark.stranger("hangs", "4: rank 0 alone saves a checkpoint, and nothing says who is missing in what")
+@pytest.mark.parametrize(
+    ("call", "name", "stage"), CALLS + [pytest.param(*case, marks=pytest.mark.thorough) for case in RARER]
+)
+def test_a_call_that_one_rank_makes_alone_is_named(call: str, name: str, stage: int, tmp_path: Path) -> None:
+    shards = 2 if stage else 1
+    ended = run_torchrun(2, alone, call, str(tmp_path), config_of(name, stage), shards, timeout_s=50, at_once=True)
+    (text, seconds), (other, _) = ended.results
+    assert f"Every rank must call {call}: rank 0 did" in text and "rank 1" in text, ended.output
+    assert "rank 0" in other.removeprefix("rank 1"), ended.output
+    assert "network interface" not in text and float(seconds) < 20
+
+
+@pytest.mark.stranger("wrong without a word", "7: torch.save(engine.module.state_dict()) on rank 0 writes its shard")
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.thorough)])
+def test_one_ranks_state_dict_is_whole_or_refused(stage: int, tmp_path: Path) -> None:
+    ended = run_torchrun(2, half_saved, str(tmp_path), config_of("AdamW", stage), 2, timeout_s=50, at_once=True)
+    *ways, last = ended.check().results[0]
+    assert len(ways) == 6 and all("engine.module_state_dict()" in text for text in ways[:-1]) and ways[-1], ways
+    assert last == ""

@@ -1,0 +1,155 @@
+"""What the ranks of test_engine_misuse.py do: scripts that use an engine as it is not meant to be used."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import onebit
+from onebit import zero
+from onebit.zero import grid as grids
+
+BATCH, STEPS = 4, 6
+
+
+class Net(nn.Module):
+    """All parameters are in blocks, or some are the root's."""
+
+    def __init__(self, *, has_root: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(8, 16) if has_root else nn.Identity()
+        self.layers = nn.ModuleList([nn.Linear(16 if has_root or k else 8, 16) for k in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def config_of(name: str, stage: int, gas: int = 1, **blocks: object) -> dict:
+    params = {"lr": 0.01} | ({"freeze_step": 4} if name == "OneBitAdam" else {})
+    onebit_block = {"compression": "always", "block": 64} if name == "OneBitAdam" else {}
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": gas,
+        "optimizer": {"type": name, "params": params},
+        "zero_optimization": {"stage": stage},
+        "onebit": onebit_block,
+        **blocks,
+    }
+
+
+def empty_batches(cases: Sequence[tuple[dict, int, bool, str]]) -> list[str]:
+    """Of each case (configuration, shards, whether the root has parameters, how): "" if it is a zero gradient's run.
+
+    Rank 1 has no batch now and then. how: the loss that it has then, or that it calls no backward at all.
+    """
+    torch.set_num_threads(1)
+    by_shards, found = {}, []
+    for config, shards, has_root, how in cases:
+        if shards not in by_shards:
+            by_shards[shards] = grids.start(shard=shards, timeout_s=15)
+        grid, weights = by_shards[shards], []
+        for kind in ("zero", how):
+            engine = zero.initialize(model=Net(has_root=has_root), config=config, grid=grid)[0]
+            _train(engine, kind)
+            weights.append(engine.module_state_dict())
+        unlike = [name for name, x in weights[0].items() if not torch.equal(x, weights[1][name])]
+        found.append(", ".join(unlike) if engine.global_steps == STEPS else f"{engine.global_steps} steps")
+    for grid in by_shards.values():
+        grid.close()
+    return found
+
+
+def _train(engine: zero.Engine, kind: str) -> None:
+    rank = engine.grid.world.rank
+    generator = torch.Generator().manual_seed(rank)
+    for k in range(STEPS * engine.gradient_accumulation_steps()):
+        x = torch.randn(BATCH, 8, generator=generator)
+        is_empty = rank == 1 and k in (0, 3, 7, 8)
+        if not is_empty or kind == "zero":
+            engine.backward(engine(x).float().square().mean() * (0.0 if is_empty else 1.0))
+        elif kind == "constant":
+            engine.backward(torch.zeros(()))
+        elif kind == "leaf":
+            engine.backward(torch.zeros((), requires_grad=True))
+        elif kind == "unused":
+            engine(x)
+            engine.backward(torch.zeros(()))
+        engine.step()
+
+
+def alone(call: str, folder: str, config: dict, shards: int) -> list[str]:
+    """Rank 0 makes a call that is every rank's, while the others go on training: what each of them is told."""
+    torch.set_num_threads(1)
+    grid = grids.start(shard=shards, timeout_s=5)
+    engine = zero.initialize(model=Net(), config=config, grid=grid)[0]
+    calls = {
+        "engine.save_checkpoint()": lambda: engine.save_checkpoint(folder),
+        "engine.load_checkpoint()": lambda: engine.load_checkpoint(folder),
+        "engine.save_16bit_model()": lambda: engine.save_16bit_model(folder),
+        "engine.module_state_dict()": engine.module_state_dict,
+        "engine.synchronise()": engine.synchronise,
+        "engine.eval()": engine.eval,
+        "check_replicas()": lambda: engine.optimizer.check_replicas(),
+        "sync_buffers()": lambda: onebit.sync_buffers(engine.module, grid.world),
+        "export_weights()": lambda: zero.export_weights(engine.module, Path(folder) / "a.safetensors", grid.world),
+    }
+    began = time.monotonic()
+    try:
+        for k in range(3):
+            engine.backward(engine(torch.randn(BATCH, 8)).square().mean())
+            engine.step()
+            if k == 0 and grid.world.rank == 0:
+                calls[call]()
+    except onebit.comm.PeerError as error:
+        return [str(error), f"{time.monotonic() - began:.1f}"]
+    return ["", ""]
+
+
+def half_saved(folder: str, config: dict, shards: int, tensor: int = 1) -> list[str]:
+    """Ways in which rank 0 writes weights: "" if the file is whole, or why it is refused."""
+    torch.set_num_threads(1)
+    grid = grids.start(shard=shards, tensor=tensor, timeout_s=15)
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    plan = {"layers.*": ColwiseParallel()} if tensor > 1 else None
+    if plan:
+        from torch.distributed.tensor import Replicate
+
+        plan = {"layers.*": ColwiseParallel(output_layouts=Replicate())}
+    net = Net()
+    engine = zero.initialize(model=net, config=config, grid=grid, tensor_plan=plan)[0]
+    engine.backward(engine(torch.randn(BATCH, 8)).square().mean())
+    engine.step()
+    expected, found, path = engine.module_state_dict(), [], f"{folder}/{grid.world.rank}.pt"
+    ways = {
+        "engine.module": lambda: torch.save(engine.module.state_dict(), path),
+        "the model": lambda: torch.save(net.state_dict(), path),
+        "on the CPU": lambda: torch.save({name: x.cpu() for name, x in net.state_dict().items()}, path),
+        "a layer": lambda: torch.save({f"layers.0.{n}": x for n, x in net.layers[0].state_dict().items()}, path),
+        "a prefix": lambda: torch.save({n[2:]: x for n, x in net.state_dict(prefix="a.").items()}, path),
+        "the module": lambda: torch.save({"first.weight": None, "module": net.layers[0]}, path),
+    }
+    for way in ways.values():
+        if grid.world.rank != 0:
+            break
+        try:
+            way()
+        except Exception as error:
+            found.append(str(error))
+            continue
+        state = torch.load(path, weights_only=False)
+        is_whole = all(type(x) is Tensor and torch.equal(x, expected[name]) for name, x in state.items())
+        found.append("" if is_whole else "half")
+    sharded = torch.distributed.checkpoint.state_dict.get_model_state_dict(net)  # torch's own, of shards
+    engine.save_checkpoint(folder)
+    found.append("" if len(sharded) == len(expected) else "torch's own is refused")
+    grid.close()
+    return found
