@@ -11,7 +11,7 @@ from ranks import run_torchrun
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
 LOCAL = {"onebit": {"local_steps": {"every": 2, "start_steps": 1}}}
 ON_HOST = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-HOW = ("constant", "leaf", "unused", "none")
+HOW = ("leaf", "constant", "unused", "none")
 
 FOUND_EMPTY = [  # configuration, shards, whether the root has parameters, how
     *((config_of("AdamW", 3), 2, True, how) for how in HOW),
