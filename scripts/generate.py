@@ -18,6 +18,7 @@ from train.model import SIZES, build_model
 from train.model_layers import as_gpt
 
 from onebit import comm
+from onebit.checkpoint.archive import load_archive
 from onebit.checkpoint.files import CheckpointError
 from onebit.zero import init_inference, read_checkpoint_weights
 
@@ -28,7 +29,7 @@ def read_model(folder: Path, size: str) -> nn.Module:
     latest = folder / "latest"
     if shared:
         name = latest.read_text().strip() if latest.is_file() else shared[-1].parent.name
-        weights = torch.load(folder / name / "shared.pt", map_location="cpu", weights_only=True)["model"]
+        weights = load_archive(folder / name / "shared.pt")["model"]
     else:
         weights = as_gpt(read_checkpoint_weights(folder))
     model = build_model(size, seed=0)

@@ -357,6 +357,9 @@ def read_stamp(target: Path) -> State:
         found = stamp.pop("stamp_crc32", None)
         if ("crc32" in stamp or found is not None) and found != _crc32(stamp):
             raise ValueError("its CRC-32 is another")
+        sums = stamp.get("crc32", {}).values()
+        if not all(type(number) is int for number in (*stamp["files"].values(), *sums)):
+            raise ValueError("its sizes and sums are no whole numbers")
         if any(Path(name).name != name for name in (*stamp["files"], stamp.get("run", "none"))):
             raise ValueError("it names other folders")
         if not (int(stamp["step"]) >= 0 and int(stamp["world_size"]) > 0):

@@ -1,7 +1,8 @@
 """`onebit convert`: weights of an engine's, DeepSpeed's or torch's files as one file, and our state as plain AdamW's.
 
 Nothing that a file says is run: DeepSpeed's files are pickles that name classes of its own, which are read as records
-that can do nothing. What each source has is read by a function here that gives {name: tensor}.
+that can do nothing, and no other form of file is read at all (`checkpoint/archive.py`). What each source has is read by
+a function here that gives {name: tensor}.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.archive import load_archive
 from ..checkpoint.change_world_size import gather_states
 from ..checkpoint.files import STAMP, CheckpointError, create, reason
 from ..checkpoint.portable import take_apart
@@ -60,11 +62,15 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--adamw writes a state_dict: name a file that ends in .pt")
     if not args.adamw and len(args.sources) > 1:
         parser.error("weights come from one folder or file; --adamw takes a file of every rank")
-    if args.target.exists():
-        raise UserError(f"{args.target} is there already; name a new file, or remove it")
     try:
+        if args.target.exists():
+            raise ValueError(f"{args.target} is there already; name a new file, or remove it")
         if args.adamw:
-            state = adamw_state([_optimizer_state(source) for source in args.sources])
+            states = [_optimizer_state(source) for source in args.sources]
+            try:
+                state = adamw_state(states)
+            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+                raise ValueError(f"{args.sources[0]}: no whole state of OnebitAdam: {reason(error)}") from error
             _save(state, args.target)
             Screen().line(f"{args.target}: the state of {len(state['state'])} parameters for torch.optim.AdamW")
             return 0
@@ -78,48 +84,43 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_weights(source: Path, tag: str | None = None) -> Weights:
-    """By name. Raises ValueError or CheckpointError where there are none that this knows."""
+    """By name. Raises ValueError or CheckpointError if there are none that this knows, or they are damaged."""
+    from ..zero.checkpoint.whole import checkpoint_in, read_checkpoint_weights
+
     if source.is_file():
         if tag is not None:
             raise ValueError(f"--tag {tag} chooses among a folder's checkpoints, {source} is a file")
-        return _of_safetensors(source) if source.suffix == ".safetensors" else _of_torch(source)
+        return _plain(source, read_checkpoint_weights(source) if source.suffix == ".safetensors" else _of_torch(source))
     if not source.is_dir():
         raise ValueError(f"{source} is not there")
-    folder = _checkpoint_in(source, tag)
-    for has, read in _FOLDERS:
-        if has(folder):
-            return read(folder)
+    folder = checkpoint_in(source, tag)
+    for path in (folder, *folder.iterdir()):
+        if not path.resolve().is_relative_to(source.resolve()):
+            raise ValueError(f"{path} is a link to {path.resolve()}, outside of {source}; copy what it names to here")
+    if (folder / STAMP).is_file():
+        return _plain(folder, read_checkpoint_weights(folder))
+    if any(folder.glob("*_model_states.pt")):
+        try:
+            return _plain(folder, _of_deepspeed(folder))
+        except (ValueError, CheckpointError):
+            raise
+        except Exception as error:  # whatever other content makes this reader raise
+            raise ValueError(f"{folder} is damaged, or not as DeepSpeed 0.19 writes it: {reason(error)}") from error
     raise ValueError(
         f"{folder} holds no checkpoint that this knows: expected {STAMP} (onebit.zero) or *_model_states.pt (DeepSpeed)"
     )
 
 
-def _checkpoint_in(source: Path, tag: str | None) -> Path:
-    """The folder that holds files: itself, or the one that a tag or `latest` names."""
-    latest = source / "latest"
-    if tag is None and latest.is_file():
-        tag = latest.read_text().strip()
-    if tag is None:
-        return source
-    if not re.fullmatch(r"[\w.-]+", tag) or not (source / tag).is_dir():
-        names = sorted(path.name for path in source.iterdir() if path.is_dir() and not path.name.startswith("."))
-        raise ValueError(f"{source} has no checkpoint {tag!r}; it holds {', '.join(names) or 'none'}")
-    return source / tag
-
-
-# ---------------------------------------------------------------- onebit.zero
-
-
-def _of_safetensors(file: Path) -> Weights:
-    from ..zero.checkpoint.weights import read_weights as read
-
-    return read(file)
-
-
-def _of_engine(folder: Path) -> Weights:
-    from ..zero.checkpoint.whole import read_checkpoint_weights
-
-    return read_checkpoint_weights(folder)
+def _plain(source: Path, weights: Weights) -> Weights:
+    """The same. Raises ValueError unless all have names, and values in memory as those of a layer: one each."""
+    for name, x in weights.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{source}: a tensor's name is {name!r}, expected text: this is no state dict of a model")
+        if x.layout != torch.strided or x.is_nested or x.is_quantized or x.is_meta:
+            raise ValueError(f"{source}: {name} is sparse, nested, quantized or without values; save it as it computes")
+        if x.numel() * x.element_size() > x.untyped_storage().nbytes():
+            raise ValueError(f"{source}: {name} has {x.numel()} elements, of which the file holds fewer; save it whole")
+    return weights
 
 
 # ---------------------------------------------------------------- DeepSpeed
@@ -130,29 +131,44 @@ def _of_deepspeed(folder: Path) -> Weights:
     models = _by_rank(folder.glob("*_model_states.pt"))
     if len(parts := {path.name.partition("mp_rank_")[2] for path in models}) > 1:
         raise ValueError(f"{folder} is of a model in {len(parts)} tensor slices; merge them with DeepSpeed's own tools")
-    model = _load_records(models[0])
+    model = load_archive(models[0], _RECORDS)
     optimizers = _by_rank(folder.glob("*_optim_states.pt"))
+    module = {name: x for name, x in model["module"].items() if isinstance(x, Tensor)}
     if not optimizers:
-        return {name: x for name, x in model["module"].items() if isinstance(x, Tensor)}
-    states = [_load_records(path)["optimizer_state_dict"] for path in optimizers]
+        return module
+    states = [load_archive(path, _RECORDS)["optimizer_state_dict"] for path in optimizers]
     stage, partitions = states[0]["zero_stage"], states[0]["partition_count"]
     if stage not in (1, 2, 3):
         raise ValueError(f"{optimizers[0]} is of ZeRO stage {stage!r}; expected 1, 2 or 3, as DeepSpeed 0.19 writes it")
+    for path, state in zip(optimizers, states, strict=True):
+        if (state["zero_stage"], state["partition_count"]) != (stage, partitions):
+            raise ValueError(f"{path} is of another run than {optimizers[0]}: its stage or number of ranks is another")
     expected = max(partitions) if isinstance(partitions, list) else partitions
-    if len(states) != expected:
-        raise ValueError(f"{folder} holds the optimizer states of {len(states)} ranks, it was written by {expected}")
+    if [_rank_of(path) for path in optimizers] != list(range(expected)):
+        raise ValueError(
+            f"{folder} holds the optimizer states of {len(states)} ranks, it was written by {expected}: expected one "
+            f"file of each rank from 0 to {expected - 1}"
+        )
     groups: list[Mapping[str, torch.Size]] = model["param_shapes"]
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     flats = [list(state[key]) for state in states]
+    for path, rank in zip(optimizers, flats, strict=True):
+        if any(x.dtype != torch.float32 or x.dim() != 1 for x in rank):
+            raise ValueError(f"{path} is damaged: expected the masters as flat float32 tensors")
     buffers = set(model["buffer_names"])
-    found = _in(torch.float32, {name: x for name, x in model["module"].items() if name in buffers})
+    found = _in(torch.float32, {name: x for name, x in module.items() if name in buffers})
     if model.get("frozen_param_shapes"):
-        found |= _frozen(model, [_load_records(path) for path in models], stage)
+        if stage == 3 and [_rank_of(path) for path in models] != list(range(expected)):
+            raise ValueError(f"{folder} holds the models of {len(models)} ranks, it was written by {expected}")
+        found |= _frozen(model, [load_archive(path, _RECORDS) for path in models], stage)
     found |= _of_stage_3(groups, flats) if stage == 3 else _of_stage_2(groups, flats)
     for name, first in dict(model["shared_params"]).items():
         if first in found:
             found[name] = found[first].clone()
-    return found
+    missing = {name: x for name, x in module.items() if name not in found}
+    if stage == 3 and missing:
+        raise ValueError(f"{models[0]} is damaged: {next(iter(missing))} is in the model, and in no rank's shards")
+    return found | missing  # stage 1 lists no frozen weights: they are whole in the module
 
 
 def _of_stage_2(groups: Sequence[Mapping[str, torch.Size]], flats: Sequence[Sequence[Tensor]]) -> Weights:
@@ -195,16 +211,14 @@ def _frozen(model: Mapping[str, Any], models: Sequence[Mapping[str, Any]], stage
     return found
 
 
-def _by_rank(paths: object) -> list[Path]:
-    """In the order of the numbers in their names."""
-    return sorted(paths, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])  # type: ignore[call-overload,no-any-return]
+def _rank_of(path: Path) -> int:
+    """Of a file of one data-parallel rank; those of all ranks together count as rank 0's."""
+    found = re.search(r"zero_pp_rank_(\d+)", path.name)
+    return int(found[1]) if found else 0
 
 
-_FOLDERS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Weights]], ...] = (
-    (lambda folder: (folder / STAMP).is_file() or (folder / "latest").is_file(), _of_engine),
-    (lambda folder: any(folder.glob("*_model_states.pt")), _of_deepspeed),
-)
-"""Kinds of checkpoints: whether a folder is one, and what reads it."""
+def _by_rank(paths: Iterable[Path]) -> list[Path]:
+    return sorted(paths, key=_rank_of)
 
 
 # ---------------------------------------------------------------- torch's files
@@ -212,7 +226,7 @@ _FOLDERS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Weights]], ...] =
 
 def _of_torch(path: Path) -> Weights:
     """A state dict, or the one in a dict of more."""
-    content = _load(path)
+    content = load_archive(path)
     for key in ("model", "module", "state_dict", "model_state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
@@ -221,13 +235,6 @@ def _of_torch(path: Path) -> Weights:
     if not weights:
         raise ValueError(f'{path} holds no state dict of a model: expected tensors by name, or them under "model"')
     return weights
-
-
-def _load(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a spoilt file makes torch raise
-        raise ValueError(f"{path} cannot be read: {reason(error)}") from error
 
 
 class Record:
@@ -266,16 +273,8 @@ class _Unpickler(pickle.Unpickler):
         return _KNOWN.get((module, name), Record)
 
 
-def _load_records(path: Path) -> Any:
-    """A file of torch.save whose unknown objects become `Record`."""
-    # torch asks `load` for parts of its first format, and `Unpickler` for the rest.
-    module = SimpleNamespace(
-        Unpickler=_Unpickler, load=lambda file, **options: _Unpickler(file, **options).load(), __name__="records"
-    )
-    try:
-        return torch.load(path, map_location="cpu", weights_only=False, pickle_module=module)
-    except Exception as error:  # whatever a spoilt file makes torch raise
-        raise ValueError(f"{path} cannot be read: {reason(error)}") from error
+_RECORDS = SimpleNamespace(Unpickler=_Unpickler, __name__="records")
+"""For `load_archive`: unknown objects become `Record`."""
 
 
 # ---------------------------------------------------------------- the optimizer's state
@@ -283,7 +282,7 @@ def _load_records(path: Path) -> Any:
 
 def _optimizer_state(path: Path) -> dict[str, Any]:
     """That of one rank: the file's content, or what it has under "optimizer"."""
-    content = _load(path)
+    content = load_archive(path)
     for state in (content, content.get("optimizer") if isinstance(content, dict) else None):
         if isinstance(state, dict) and "onebit" in state:
             return state
@@ -341,7 +340,12 @@ def _write(weights: Weights, target: Path) -> None:
         return
     from ..zero.checkpoint.weights import write_weights
 
-    write_weights(target, {name: x.contiguous() for name, x in weights.items()})
+    try:
+        write_weights(target, {name: x.contiguous() for name, x in weights.items()})
+    except (OSError, ImportError):
+        raise
+    except Exception as error:  # safetensors' own; a dtype that it does not know
+        raise ValueError(f"{target} cannot be written: {reason(error)}") from error
 
 
 def _save(content: object, target: Path) -> None:

@@ -17,6 +17,7 @@ from typing import TypeVar, cast, overload
 
 import torch
 
+from ..checkpoint.archive import load_archive
 from ..checkpoint.files import CheckpointError, create, reason, remove
 from ..comm import PeerError, Transport
 from ..comm.messages import gather_texts, raise_on_all_ranks
@@ -126,14 +127,16 @@ def _read(file: Path, first: State, rank: int) -> State:
         return first
     path = path_of(file, rank)
     try:
-        state: State = torch.load(path, map_location="cpu", weights_only=True)
+        state: State = load_archive(path)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is missing: all {first['onebit']['world_size']} ranks that trained must save, and every rank must "
             "see the files; save on all ranks, or copy the files to one folder"
         ) from error
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {reason(error)}; take another checkpoint") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; take another checkpoint") from error
+    if not isinstance(state, dict) or "onebit" not in state:
+        raise CheckpointError(f"{path} holds no state of such an optimizer; take another checkpoint")
     if state.get(MARK) != first.get(MARK):
         raise CheckpointError(
             f"{path} is of another save than {file.name}: {_said(state)} there, {_said(first)} here; a save was cut "

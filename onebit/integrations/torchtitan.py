@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..checkpoint.archive import read_archive
 from ..model_parallel import transports_of
 from ..onebit_adam import OnebitAdam
 from ..onebit_lamb import OnebitLamb
@@ -209,7 +210,7 @@ class OptimizersContainer:
                 f"this checkpoint holds the optimizer of {', '.join(state_dict) or 'no rank'}, not of {self._key}; "
                 "load it on as many ranks as have written it"
             )
-        self.optimizer.load_state_dict(torch.load(io.BytesIO(state_dict[self._key]), weights_only=True))
+        self.optimizer.load_state_dict(read_archive(io.BytesIO(state_dict[self._key])))
 
     @property
     def _key(self) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from onebit.checkpoint.archive import load_archive
 from onebit.checkpoint.files import (
     STAMP,
     CheckpointError,
@@ -25,7 +26,6 @@ from onebit.checkpoint.files import (
     check_files,
     create,
     name_of,
-    open_regular,
     reason,
     remove,
     sync_folder,
@@ -143,10 +143,9 @@ def _write(path: Path, content: dict) -> Sum:
 
 def _load(path: Path) -> dict:
     try:
-        with open_regular(path) as file:
-            content = torch.load(file, map_location="cpu", weights_only=True)
-        if not isinstance(content, dict):
-            raise ValueError(f"it holds a {type(content).__name__}")
-        return content
-    except Exception as error:
+        content = load_archive(path)
+    except FileNotFoundError as error:
         raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} cannot be read: it holds a {type(content).__name__}")
+    return content

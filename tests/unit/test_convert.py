@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
+import re
 import sys
+import tarfile
 import types
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from onebit import OnebitAdam, ZeroOneAdam, zero
+from onebit.checkpoint.files import CheckpointError
 from onebit.cli import main
 from onebit.cli.convert import adamw_state, read_weights
 from onebit.comm import SimTransport, run_ranks
@@ -137,13 +143,16 @@ def test_deepspeeds_masters_become_weights(tmp_path: Path, stage: int, ranks: in
 @pytest.mark.parametrize("case", ["0-fp32", "1-fp32", "2-bf16", "3-fp32", "3-bf16"])
 @pytest.mark.parametrize("tag", [[], ["--tag", "t3"]], ids=["newest", "by tag"])
 def test_what_deepspeed_itself_wrote_is_what_its_own_tool_reads(tmp_path: Path, case: str, tag: list[str]) -> None:
-    """golden/write_deepspeed.py wrote them. Its tool turns buffers of integers into float32, which ours are not."""
+    """golden/write_deepspeed.py wrote them. Its tool turns buffers of integers into float32, and at stage 1 it loses
+    the frozen weights; ours does neither."""
     with zipfile.ZipFile(GOLDEN / "deepspeed_0.19.6.zip") as archive:
         archive.extractall(tmp_path)
     assert main(["convert", *tag, str(tmp_path / case), str(tmp_path / "ours.pt")]) == 0
     ours, expected = (torch.load(tmp_path / name) for name in ("ours.pt", f"{case}/expected.pt"))
     counts = {name for name, x in ours.items() if not x.is_floating_point()}
     assert counts == {"table", "norm.num_batches_tracked"} & set(expected)
+    if case == "1-fp32":
+        assert "frozen" not in expected and ours.pop("frozen").shape == (5,)
     assert same(ours, {name: x.to(torch.int64) if name in counts else x for name, x in expected.items()})
 
 
@@ -183,17 +192,226 @@ def test_a_bare_pickle_runs_nothing(tmp_path: Path, protocol: int) -> None:
     folder = tmp_path / "global_step1"
     folder.mkdir()
     (folder / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps(Evil(tmp_path / "made"), protocol=protocol))
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         read_weights(folder)
     assert not (tmp_path / "made").exists()
 
 
-def test_files_of_torchs_first_format_are_read(tmp_path: Path) -> None:
-    folder = tmp_path / "global_step1"
+class Pretender(nn.Module):
+    """A module whose TorchScript archive writes a file where it is loaded. written: keeps that from being dropped."""
+
+    def __init__(self, path: str):
+        super().__init__()
+        self.path = path
+        self.written = torch.zeros(())
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[str, bool]:
+        return self.path, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[str, bool]) -> None:
+        self.path, self.training = state[0], state[1]
+        self.written = torch.from_file(state[0], True, 16, dtype=torch.float32).fill_(
+            1.0
+        )  # kept: it must not be dropped
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def write_torchscript(path: Path, victim: Path) -> None:
+    torch.jit.save(torch.jit.script(Pretender(str(victim))), str(path))
+
+
+def write_torchscript_without_constants(path: Path, victim: Path) -> None:
+    """As a reader that looks for constants.pkl alone would miss it."""
+    whole = io.BytesIO()
+    torch.jit.save(torch.jit.script(Pretender(str(victim))), whole)
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(path, "w") as target:
+        for record in source.infolist():
+            if not record.filename.endswith("constants.pkl"):
+                target.writestr(record.filename, source.read(record))
+
+
+def write_tar(path: Path, victim: Path) -> None:
+    """torch's form before 0.1.10, whose loader extracts a member and unpickles it."""
+    with tarfile.open(path, "w") as archive:
+        for name in ("storages", "tensors", "pickle"):
+            data = pickle.dumps(Evil(victim), protocol=2)
+            (member := tarfile.TarInfo(name)).size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+
+
+def write_legacy(path: Path, victim: Path) -> None:
+    torch.save({"module": weights()}, path, _use_new_zipfile_serialization=False)
+
+
+def write_bomb(path: Path, victim: Path) -> None:
+    """A few kilobytes that become as many megabytes."""
+    whole = io.BytesIO()
+    torch.save({"module": {"w": torch.zeros(2_000_000)}}, whole)
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
+        for record in source.infolist():
+            target.writestr(record.filename, source.read(record))
+
+
+def write_other_zip(path: Path, victim: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/version", "3")
+        archive.writestr("a/b/data.pkl", pickle.dumps(Evil(victim), protocol=2))
+
+
+FORMS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
+    "TorchScript": (write_torchscript, "TorchScript archive"),
+    "TorchScript without constants": (write_torchscript_without_constants, "TorchScript archive"),
+    "tar": (write_tar, "tar file"),
+    "legacy": (write_legacy, "bare pickle"),
+    "bomb": (write_bomb, "compressed or overlap"),
+    "another zip": (write_other_zip, "zip file without data.pkl"),
+}
+"""What writes a file that is to harm another one, and what the refusal calls it."""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.stranger("runs a file", "1: onebit convert loads a TorchScript archive, which overwrites a file")
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "weights.pt", "optimizer.pt"])
+@pytest.mark.parametrize("form", FORMS)
+def test_other_forms_than_torch_saves_zip_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, name: str
+) -> None:
+    folder, victim = tmp_path / "given", tmp_path / "victim"
     folder.mkdir()
-    content = {"module": weights(), "other": types.SimpleNamespace(x=1)}
-    torch.save(content, folder / "mp_rank_00_model_states.pt", _use_new_zipfile_serialization=False)
-    assert same(read_weights(folder), weights())
+    write, called = FORMS[form]
+    write(folder / name, victim)
+    victim.write_bytes(bytes(64))
+    words = {"weights.pt": [], "optimizer.pt": ["--adamw"]}.get(name)
+    source = folder if words is None else folder / name
+    assert main(["convert", *(words or []), str(source), str(tmp_path / "out.pt")]) == 1
+    said = capsys.readouterr().err
+    assert victim.read_bytes() == bytes(64) and re.search(f"{name} cannot be read: .*{called}", said), said
+    assert os.listdir(folder) == [name] and len(os.listdir(tmp_path)) == 2
+
+
+# ---------------------------------------------------------------- folders that are odd
+
+
+def altered(folder: Path, pattern: str, change: Callable[[Any], object]) -> Path:
+    """The folder, with what `change` makes of the content of its first file of that pattern."""
+    path = sorted(folder.glob(pattern))[0]
+    content = torch.load(path, weights_only=True)
+    made = change(content)
+    torch.save(content if made is None else made, path)
+    return folder
+
+
+MODEL, OPTIMIZER, STAMP_OF = "*_model_states.pt", "*_optim_states.pt", "step_00000001/stamp.json"
+IN_MODEL: dict[str, Callable[[Any], object]] = {
+    "a list": lambda content: [1, 2],
+    "a tensor": lambda content: torch.ones(2),
+    "no module": lambda content: content.pop("module") and None,
+    "a module that is a list": lambda content: content.update(module=[1]),
+    "no shapes": lambda content: content.pop("param_shapes") and None,
+    "shapes that are a number": lambda content: content.update(param_shapes=3),
+    "a shape below zero": lambda content: content["param_shapes"][0].update({"first.bias": (-5,)}),
+    "a shape of text": lambda content: content["param_shapes"][0].update({"first.bias": "abc"}),
+    "a shape of 2^80": lambda content: content["param_shapes"][0].update({"first.bias": (2**40, 2**40)}),
+    "ties that are a number": lambda content: content.update(shared_params=3),
+    "fragments of other names": lambda content: content.update(frozen_param_fragments={}),
+}
+IN_OPTIMIZER: dict[str, Callable[[Any], object]] = {
+    "no state": lambda state: state.clear(),
+    "stage x": lambda state: state.update(zero_stage="x"),
+    "another stage than its peer": lambda state: state.update(zero_stage=1),
+    "a list of no ranks": lambda state: state.update(partition_count=[]),
+    "no masters": lambda state: state.pop("single_partition_of_fp32_groups") and None,
+    "masters that are numbers": lambda state: state.update(single_partition_of_fp32_groups=[1, 2]),
+    "masters of one group": lambda state: state["single_partition_of_fp32_groups"].pop() is None or None,
+    "masters of two dimensions": lambda state: state.update(single_partition_of_fp32_groups=[torch.ones(3, 3)] * 2),
+    "masters of integers": lambda state: state.update(
+        single_partition_of_fp32_groups=[x.int() for x in state["single_partition_of_fp32_groups"]]
+    ),
+}
+IN_FOLDER: dict[str, Callable[[Path], object]] = {
+    "a stray rank for a lost one": lambda folder: next(folder.glob("zero_pp_rank_1*")).rename(
+        folder / "zero_pp_rank_7_mp_rank_00_optim_states.pt"
+    ),
+    "a cut file": lambda folder: os.truncate(next(folder.glob(OPTIMIZER)), 1000),
+    "an empty file": lambda folder: os.truncate(next(folder.glob(OPTIMIZER)), 0),
+    "a pipe": lambda folder: (next(folder.glob(MODEL)).unlink(), os.mkfifo(folder / "mp_rank_00_model_states.pt")),
+    "a folder for a file": lambda folder: (
+        next(folder.glob(MODEL)).unlink(),
+        (folder / "mp_rank_00_model_states.pt").mkdir(),
+    ),
+    "a link out of it": lambda folder: (
+        next(folder.glob(MODEL)).rename(folder.parent / "secret.pt"),
+        (folder / "mp_rank_00_model_states.pt").symlink_to(folder.parent / "secret.pt"),
+    ),
+    "a latest that is no text": lambda folder: (folder / "latest").write_bytes(b"\xff\xfe\0"),
+    "an empty latest": lambda folder: (folder / "latest").write_text(""),
+    "a latest that leads out": lambda folder: (folder / "latest").write_text("../.."),
+    "a latest that names nothing": lambda folder: (folder / "latest").write_text("global_step9"),
+    "a latest that is a folder": lambda folder: (folder / "latest").mkdir(),
+    "a latest that is a pipe": lambda folder: os.mkfifo(folder / "latest"),
+    "a latest with a zero byte": lambda folder: (folder / "latest").write_bytes(b"a\0b"),
+    "a latest of 5000 letters": lambda folder: (folder / "latest").write_text("a" * 5000),
+    "a latest that links to itself": lambda folder: (folder / "latest").symlink_to(folder / "latest"),
+}
+STAMPS = {
+    "a list": "[]",
+    "brackets": "[" * 200_000,
+    "no UTF-8": "\udcff\udcfe",
+    "files that are a list": '{"files": [".metadata"], "step": 1, "world_size": 1}',
+    "sizes that are text": '{"files": {".metadata": "x"}, "step": 1, "world_size": 1}',
+    "sums that are a number": '{"files": {}, "step": 1, "world_size": 1, "crc32": 3}',
+    "no files": '{"files": {}, "step": 1, "world_size": 1}',
+}
+CONTENTS: dict[str, Callable[[], object]] = {
+    "a number": lambda: 3,
+    "no names": lambda: {1: torch.ones(2)},
+    "a sparse tensor": lambda: {"w": torch.eye(3).to_sparse()},
+    "a tensor without values": lambda: {"w": torch.ones(3, device="meta")},
+    "a tensor of 10^11 elements in 4 bytes": lambda: {"w": torch.ones(1).expand(10**11)},
+}
+
+
+def odd_sources(case: str, tmp_path: Path) -> Path:
+    kind, _, name = case.partition(": ")
+    if kind == "stamp":
+        Checkpoints(tmp_path / "run", SimTransport()).save(1, weights(), {"a": 1})
+        (tmp_path / "run" / STAMP_OF).write_text(STAMPS[name], errors="surrogateescape")
+        return tmp_path / "run"
+    if kind == "file":
+        torch.save(CONTENTS[name](), tmp_path / "given.pt")
+        return tmp_path / "given.pt"
+    folder = tmp_path / "given"
+    save_as_deepspeed(folder, 2, 2)
+    if kind == "folder":
+        IN_FOLDER[name](folder)
+        return folder
+    if kind == "model":
+        return altered(folder, MODEL, IN_MODEL[name])
+    return altered(folder, OPTIMIZER, lambda content: IN_OPTIMIZER[name](content["optimizer_state_dict"]))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.stranger("breaks", "1: onebit convert ends in a traceback at an odd folder")
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(f"model: {name}" for name in IN_MODEL),
+        *(f"optimizer: {name}" for name in IN_OPTIMIZER),
+        *(f"folder: {name}" for name in IN_FOLDER),
+        *(f"stamp: {name}" for name in STAMPS),
+        *(f"file: {name}" for name in CONTENTS),
+    ],
+)
+def test_an_odd_folder_is_an_error_that_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    source = odd_sources(case, tmp_path)
+    assert main(["convert", str(source), str(tmp_path / "out.safetensors")]) == 1
+    said = capsys.readouterr().err
+    assert str(source) in said and said.startswith("onebit convert: ") and not (tmp_path / "out.safetensors").exists()
 
 
 # ---------------------------------------------------------------- torch's files
@@ -215,7 +433,7 @@ def test_torchs_files_there_and_back(tmp_path: Path) -> None:
         (["a.pt", "a.pt"], 1, "is there already"),
         (["none", "b.pt"], 1, "is not there"),
         (["empty", "b.pt"], 1, "holds no checkpoint that this knows"),
-        (["empty", "b.pt", "--tag", "x"], 1, "has no checkpoint 'x'; it holds none"),
+        (["empty", "b.pt", "--tag", "x"], 1, "has no checkpoint 'x', which is no folder there"),
         (["evil.pt", "b.pt"], 1, "cannot be read"),
         (["a.pt", "b.pt", "--adamw"], 1, "holds no state of OnebitAdam"),
     ],

@@ -178,7 +178,7 @@ class Checkpoints(Checkpointing):
 
     def _read_table(self, target: Path, stamp: Mapping[str, object]) -> Metadata:
         try:
-            table = read_table(target)
+            table = read_table(target, cast(Mapping[str, int], stamp["files"]))
         except Exception as error:  # whatever a spoilt pickle makes pickle raise
             raise CheckpointError(f"{target / TABLE}: no table of contents: {reason(error)}") from error
         ranks = sum(1 for key in table.state_dict_metadata if re.fullmatch(r"own/\d+/text", key))

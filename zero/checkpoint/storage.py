@@ -9,10 +9,10 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from ...checkpoint.archive import check_archive
 from ...checkpoint.files import Sum, create, open_regular, reason
 
 TABLE = ".metadata"
@@ -77,6 +78,12 @@ class Reader(FileSystemReader):
     def read_metadata(self, *args: object, **named: object) -> Metadata:
         return self._table
 
+    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
+        """What `read_data` passes to torch.load: one tensor, as torch.save wrote it."""
+        part: IO[bytes] = super()._slice_file(file, sinfo)
+        check_archive(part)
+        return part
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
             return super().read_data(plan, planner)
@@ -85,16 +92,18 @@ class Reader(FileSystemReader):
             raise ValueError(f"{self.path}: {', '.join(files)} cannot be read: {reason(error)}") from error
 
 
-def read_table(folder: Path) -> Metadata:
-    """The table of contents of a checkpoint: tensors alone, in files of this folder. Runs nothing that it finds.
+def read_table(folder: Path, files: Collection[str]) -> Metadata:
+    """The table of contents of a checkpoint: tensors alone, in these files. Runs nothing that it finds.
 
-    Raises ValueError where it says anything else, and what a damaged pickle makes pickle raise.
+    files: those of the stamp. Raises ValueError where it says anything else, and what a damaged pickle makes pickle
+    raise.
     """
+    if TABLE not in files:
+        raise ValueError(f"the stamp does not list {TABLE}")
     with open_regular(folder / TABLE) as file:
         said = _Unpickler(io.BytesIO(file.readall())).load()
     if not isinstance(said, _Record):
         raise ValueError(f"{folder / TABLE} holds a {type(said).__name__}, not a table of contents")
-    files = {path.name for path in folder.iterdir()}
     return Metadata(
         {_str(name): _tensor(entry) for name, entry in said["state_dict_metadata"].items()},
         storage_data={
@@ -112,7 +121,7 @@ def _tensor(said: _Record) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype), _ints(said["size"]), chunks)
 
 
-def _place(said: _Record, files: set[str]) -> _StorageInfo:
+def _place(said: _Record, files: Collection[str]) -> _StorageInfo:
     name, (start, length) = _str(said["relative_path"]), _ints((said["offset"], said["length"]))
     if name not in files or "transform_descriptors" in said.state:
         raise ValueError(f"expected a plain file of this checkpoint, got {name[:99]!r}")

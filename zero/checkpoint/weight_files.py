@@ -142,7 +142,7 @@ class EngineFiles:
     def __init__(self, folder: Path):
         stamp = read_stamp(folder)
         check_files(folder, stamp, stamp["files"])
-        self._folder, self._table = folder, read_table(folder)
+        self._folder, self._table = folder, read_table(folder, stamp["files"])
         self._prefix = "model/model." if "form" in stamp else "model/"  # an engine's, or of `Checkpoints`
         entries = {
             name.removeprefix(self._prefix): cast(TensorStorageMetadata, entry)

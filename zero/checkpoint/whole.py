@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import cast
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ...checkpoint.files import STAMP, CheckpointError, check_files, read_stamp, reason
+from ...checkpoint.files import STAMP, CheckpointError, check_files, open_regular, read_stamp, reason
 from .files import knowing_that_it_is_alone
 from .storage import Reader, read_table
 from .weights import read_weights
@@ -39,26 +40,42 @@ def read_checkpoint_weights(source: Path, tag: str | None = None) -> dict[str, T
 
 
 def checkpoint_in(source: Path, tag: str | None) -> Path:
-    """The folder that holds a checkpoint's files: itself, or what a tag or `latest` names, two folders deep."""
-    if tag is not None and (Path(tag).name != tag or not (source / tag).is_dir()):
-        there = [path.name for path in sorted(source.glob("[!.]*")) if path.is_dir()] if source.is_dir() else []
-        raise CheckpointError(f"{source} has no checkpoint {tag!r}; it holds {', '.join(there) or 'none'}")
-    folder = source if tag is None else source / tag
+    """The folder that holds a checkpoint's files: itself, or what a tag or `latest` names, two folders deep.
+
+    Raises CheckpointError if that is not there: which other one is whole is not looked for, as ranks might differ.
+    """
+    folder = source if tag is None else _inside(source, tag, f"{source} has no checkpoint")
     for _ in range(2):
-        if (folder / STAMP).is_file() or not (folder / "latest").is_file():
+        latest = folder / "latest"
+        if (folder / STAMP).is_file() or not os.path.lexists(latest):
             break
-        name = (folder / "latest").read_text().strip()
-        if not name or Path(name).name != name:
-            raise CheckpointError(f"{folder / 'latest'} holds {name[:99]!r}, not the name of a folder beside it")
-        folder = folder / name
+        try:
+            with open_regular(latest) as file:
+                name = file.readall().decode().strip()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{latest} cannot be read: {reason(error)}") from error
+        folder = _inside(folder, name, f"{latest} names")
     return folder
+
+
+def _inside(folder: Path, name: str, said: str) -> Path:
+    try:
+        if name and Path(name).name == name and (folder / name).is_dir():
+            return folder / name
+        there = [path.name for path in sorted(folder.glob("[!.]*")) if path.is_dir()]
+    except (OSError, ValueError) as error:  # a name that no system takes
+        raise CheckpointError(f"{said} {name[:99]!r}: {reason(error)}") from error
+    raise CheckpointError(
+        f"{said} {name[:99]!r}, which is no folder there; {folder} holds {', '.join(there) or 'none'}: name one of "
+        "these by its tag"
+    )
 
 
 def _read_engine(folder: Path) -> dict[str, Tensor]:
     stamp = read_stamp(folder)
     check_files(folder, stamp, stamp["files"])
     try:
-        table = read_table(folder)
+        table = read_table(folder, stamp["files"])
         names = [name for name in table.state_dict_metadata if name.startswith("model/")]
         if "form" in stamp:  # an engine's: shared state of the optimizer lies beside the model
             names = [name for name in names if name.startswith("model/model.")]

@@ -191,12 +191,15 @@ def import_compressed(model: nn.Module, file: str | os.PathLike[str]) -> nn.Modu
         raise ValueError(f"{path} cannot be read: {error}") from error
     if header is None:
         raise ValueError(f"{path} is no file of export_compressed; read it with onebit.zero.import_weights")
-    about = json.loads(header)
-    if about["version"] != _VERSION:
-        raise ValueError(f"{path} has version {about['version']}, this package reads {_VERSION}")
-    whole, scales = _unpack(tensors, about, path)
-    _check_fits(model, whole, about, path)
-    cleaned = Cleaned(scales, about["sizes"], set(about["pruned"]))
+    try:
+        about = json.loads(header)
+        if about["version"] != _VERSION:
+            raise ValueError(f"{path} has version {about['version']}, this package reads {_VERSION}")
+        whole, scales = _unpack(tensors, about, path)
+        _check_fits(model, whole, about, path)
+        cleaned = Cleaned(scales, about["sizes"], set(about["pruned"]))
+    except (AttributeError, KeyError, RuntimeError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: what it says of its tensors: {reason(error)}") from error
     for name, numbers in cleaned.sizes.items():
         for attribute, number in numbers.items():
             setattr(model.get_submodule(name), attribute, number)
@@ -247,9 +250,12 @@ def _check_fits(model: nn.Module, whole: Mapping[str, Tensor], about: Mapping[st
     own, tied = model.state_dict(), files.tied(model)
     for name in about["sizes"].keys() | about["activations"].keys():
         try:
-            model.get_submodule(name)
+            module = model.get_submodule(name)
         except AttributeError as error:
             raise ValueError(f"{path} is of another model: there is no module {name}") from error
+        for attribute, number in about["sizes"].get(name, {}).items():
+            if type(number) is not int or type(getattr(module, attribute, None)) is not int:
+                raise ValueError(f"{path} is of another model: {name} has no size {attribute} that could be {number!r}")
     added = {f"{name}.activation_quantization.{end}" for name in about["activations"] for end in ("low", "high")}
     for name in sorted((whole.keys() - added) ^ own.keys()):
         if name in whole or tied.get(name) not in whole:

@@ -1,0 +1,76 @@
+"""Files of torch.save, read without trust: in its zip form alone, and never by what a file says is to be run.
+
+`torch.load` passes a zip with `constants.pkl` to `torch.jit.load`, whatever unpickler it was given, and a TorchScript
+archive is a program. Its older forms, tar files and bare pickles, let a file choose more than tensors as well. So a
+file is looked at by torch's own zip reader first, and all but the form that torch.save writes is refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from .files import CheckpointError, open_regular, reason
+
+_REMEDY = "save it again with torch.save as it is by default"
+
+
+def load_archive(path: Path, pickle_module: Any = None) -> Any:
+    """The content of a file of torch.save, on the CPU. pickle_module: reads its table; None: torch's, tensors alone.
+
+    Raises FileNotFoundError, and for all else that is wrong with the file a CheckpointError that names it.
+    """
+    try:
+        with open_regular(path) as file:
+            return read_archive(file, pickle_module)
+    except FileNotFoundError:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except Exception as error:  # whatever a spoilt file makes torch raise
+        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
+
+
+def read_archive(file: IO[bytes], pickle_module: Any = None) -> Any:
+    """As `load_archive`, of an open file. Raises as `check_archive`, and what a damaged file makes torch raise."""
+    check_archive(file)
+    return torch.load(file, map_location="cpu", weights_only=pickle_module is None, pickle_module=pickle_module)
+
+
+def check_archive(file: IO[bytes]) -> None:
+    """Raise CheckpointError unless a file is what torch.save writes: a zip, nothing in it compressed. Rewinds it."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    magic = file.read(4)
+    file.seek(0)
+    if magic != b"PK\x03\x04":
+        raise CheckpointError(f"it is {_form(file, magic)}, expected the zip form of torch.save; {_REMEDY}")
+    archive = torch._C.PyTorchFileReader(file)  # what torch.load reads it by: none sees another archive in it
+    records = archive.get_all_records()
+    if any(name == "constants.pkl" or name.startswith("code/") for name in records):
+        raise CheckpointError(
+            "it is a TorchScript archive (torch.jit.save), which is a program and is not run here; save the module's "
+            "state_dict() with torch.save"
+        )
+    if "data.pkl" not in records:
+        raise CheckpointError(f"it is a zip file without data.pkl, which torch.save did not write; {_REMEDY}")
+    if (declared := sum(archive.get_record_size(name) for name in records)) > size:
+        raise CheckpointError(
+            f"its records would take {declared} bytes, the file has {size}: they are compressed or overlap, as "
+            f"torch.save writes none; {_REMEDY}"
+        )
+    file.seek(0)
+
+
+def _form(file: IO[bytes], magic: bytes) -> str:
+    if not magic:
+        return "empty"
+    if magic[:1] == b"\x80":
+        return "a bare pickle (torch.save with _use_new_zipfile_serialization=False, or pickle.dump)"
+    is_tar = tarfile.is_tarfile(file)
+    file.seek(0)
+    return "a tar file (torch.save before version 0.1.10)" if is_tar else "no zip file"
