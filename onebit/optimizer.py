@@ -562,9 +562,10 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def load_state_dict(self, state_dict: State) -> None:
         """Continue exactly where `state_dict` was taken, on the same rank of a world of the same size. All ranks.
 
-        The state of a torch.optim.AdamW is taken as the state of a warm-up. An "exp_avg_mask" stays as it was given
-        here. Raises ValueError, before anything is changed, where world size, rank, shapes, dtypes or options do not
-        fit.
+        Of another rank's state, as where rank 0 alone has saved, momentum and variance are taken, in a world of any
+        size, and this rank owes nothing: with a warning. The state of a torch.optim.AdamW is taken as the state of a
+        warm-up. An "exp_avg_mask" stays as it was given here. Raises ValueError, before anything is changed, where
+        shards of the model, levels, shapes, dtypes or options do not fit.
         """
         saved = optimizer_state.check_and_load_groups(self, state_dict)
         self._give_up_step()

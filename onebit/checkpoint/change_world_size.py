@@ -8,17 +8,22 @@ that of its node, on one L-th of the elements: it weighs L times as much.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..comm import Codec
+from ..comm import Codec, Transport
+from ..comm.messages import raise_on_all_ranks
 from ..layout.flat import Layout
 from ..step.under_way import owing
 from ..usage.contract import State
+
+PLACE = ("rank", "world_size", "local_size")
+"""Of a record: which rank of which world it is of."""
 
 Tensors: TypeAlias = dict[tuple[Any, ...], Tensor]  # by where they are in a state
 
@@ -72,6 +77,47 @@ def gather_states(states: Iterable[State]) -> World:
     world.server_errors = [None if chunks[0] is None else torch.cat(chunks) for chunks in zip(*by_row, strict=True)]
     _put_means(world, sums)
     return world
+
+
+def check_own(transport: Transport, state: State) -> None:
+    """Raise ValueError, on all ranks, unless each was given the state of its own rank, or a dense optimizer's."""
+    record, problem = state.get("onebit"), None
+    if record is not None and (record["rank"], record["world_size"]) != (transport.rank, transport.world_size):
+        problem = (
+            f"rank {transport.rank}: expected the states of ranks 0, 1, 2, ... of one world, each saved by its rank; "
+            f"number {transport.rank} is {_whose(record)}; one rank's state alone is taken by load_state_dict"
+        )
+    raise_on_all_ranks(transport, problem, ValueError)
+
+
+def is_of_other_rank(record: State, own: Mapping[str, object]) -> bool:
+    """Whether a record is of another replica of what this rank holds. own: what its record would say.
+
+    Not on other levels of as many ranks: each of them has a state of its own, to be given to `load_state_dicts`.
+    """
+    rank, world_size, local_size = (record[key] == own[key] for key in PLACE)
+    is_elsewhere = not world_size or (local_size and not rank)
+    return is_elsewhere and all(record[key] == own[key] for key in own if key not in PLACE)
+
+
+def owing_nothing(state: State) -> dict[Any, State]:
+    """The entries of a state by parameter, with worker errors of zero."""
+    return {
+        key: {name: torch.zeros_like(x) if name == "worker_error" else x for name, x in entry.items()}
+        for key, entry in state["state"].items()
+    }
+
+
+def warn_of_other_rank(log: logging.Logger, record: State, rank: int) -> None:
+    """Say what a rank lacks that goes on from the state of another."""
+    apart = "; between synchronisations it takes that rank's parameters, too" if record.get("parameters") else ""
+    log.warning(
+        "rank %d: this optimizer state is %s: momentum and variance are taken over, what this rank owes begins at "
+        "zero%s; save on every rank to keep it",
+        rank,
+        _whose(record),
+        apart,
+    )
 
 
 def _copy(state: State) -> State:

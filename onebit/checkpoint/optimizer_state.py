@@ -20,7 +20,16 @@ from ..layout.masters import check_master
 from ..model_parallel import local
 from ..step import under_way
 from ..usage.contract import Group, State, check_adam_entry, check_identity, check_saved_groups, load_checked
-from .change_world_size import gather_states, reframe, resize
+from .change_world_size import (
+    PLACE,
+    check_own,
+    gather_states,
+    is_of_other_rank,
+    owing_nothing,
+    reframe,
+    resize,
+    warn_of_other_rank,
+)
 
 if TYPE_CHECKING:
     from ..optimizer import CompressedOptimizer
@@ -28,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _VERSION = 1
+_FORMER: State = {"local_size": 1, "shard": 0, "shards": 1, "codec": "sign"}  # of the first files, which do not say so
 
 
 def identity(optimizer: CompressedOptimizer) -> dict[str, object]:
@@ -93,7 +103,9 @@ def check_and_load_groups(optimizer: CompressedOptimizer, state_dict: State) -> 
     Raises ValueError, before anything is changed, where the state is not this rank's.
     """
     masks = [group.get("exp_avg_mask") for group in optimizer.param_groups]
-    saved = load_checked(optimizer, state_dict, lambda state: _check(optimizer, state))
+    given = load_checked(optimizer, state_dict, lambda state: _check(optimizer, _as_own(optimizer, state)))
+    if (saved := _as_own(optimizer, given)) is not given:
+        warn_of_other_rank(log, given["onebit"], optimizer.transport.rank)
     for g, (group, mask) in enumerate(zip(optimizer.param_groups, masks, strict=True)):
         if group.pop("exp_avg_mask", None) is not None and mask is None and optimizer.transport.rank == 0:
             log.warning(
@@ -141,9 +153,7 @@ def _check(optimizer: CompressedOptimizer, state: State) -> None:
 
 
 def _check_record(optimizer: CompressedOptimizer, record: State, where: str) -> None:
-    # Not in the first files.
-    former: State = {"local_size": 1, "shard": 0, "shards": 1, "kind": optimizer.rule.kind, "codec": "sign"}
-    record = former | record
+    record = _FORMER | {"kind": optimizer.rule.kind} | record
     check_identity(where, record, identity(optimizer), [bucket.layout.numel for bucket in optimizer.buckets])
     if under_way.NAME in record:
         under_way.check_record(where, record[under_way.NAME], optimizer.buckets[:], optimizer.codec)
@@ -207,6 +217,47 @@ def _restore_bucket(
         bucket.steps.fill_(float(step))
 
 
+# ---------------------------------------------------------------- of another rank
+
+
+def _as_own(optimizer: CompressedOptimizer, state: State) -> State:
+    """Another replica's state as this rank's: what is the same on all ranks stays, and nothing is owed.
+
+    Else the state itself. A step that is under way is sent again, with that replica's frames, by as many ranks as sent
+    it; by others it is dropped.
+    """
+    if (record := state.get("onebit")) is None:
+        return state
+    own, found = identity(optimizer), _FORMER | {"kind": optimizer.rule.kind} | record
+    if not is_of_other_rank(found, own):
+        return state
+    record = dict(record)
+    if (step := record.pop(under_way.NAME, None)) is not None and found["world_size"] == own["world_size"]:
+        if own["local_size"] != 1:
+            raise ValueError(
+                f"rank {optimizer.transport.rank}: this state is of rank {found['rank']} within a step with delay=1 on "
+                "several levels, whose frames no other rank has; save on every rank, or before such a step"
+            )
+        nothing = [{**one, "residual": torch.zeros_like(one["residual"])} for one in step["buckets"]]
+        record[under_way.NAME] = {**step, "buckets": nothing}
+    errors = [
+        None if (owed := saved["server_error"]) is None else owed.new_zeros(saved["numel"])
+        for saved in record["buckets"]
+    ]
+    return _placed(optimizer, {**state, "state": owing_nothing(state), "onebit": record}, errors)
+
+
+def _placed(optimizer: CompressedOptimizer, state: State, server_errors: Sequence[Tensor | None]) -> State:
+    """The state of a whole world as that of this rank of this one. server_errors: those of all ranks, by bucket."""
+    own, codec = identity(optimizer), optimizer.codec
+    record = state["onebit"] | {key: own[key] for key in PLACE}
+    is_of_this_codec = (record["block"], record.get("codec", "sign")) == (codec.block, codec.name)
+    if is_of_this_codec and len(record["buckets"]) == len(optimizer.buckets):
+        triples = zip(optimizer.buckets, record["buckets"], server_errors, strict=True)
+        record["buckets"] = [_adapt(optimizer, *each) for each in triples]
+    return {**state, "onebit": record}
+
+
 # ---------------------------------------------------------------- of all ranks of another world
 
 
@@ -215,23 +266,14 @@ def load_of_all_ranks(optimizer: CompressedOptimizer, states: Sequence[State]) -
     transport, local_size = optimizer.transport, optimizer.placement.hierarchy.local_size
     if len(states) == transport.world_size:
         mine = states[transport.rank]
+        check_own(transport, mine)
         if mine.get("onebit", {}).get("local_size", 1) == local_size:
             optimizer.load_state_dict(mine)
             return
     if states and (first := states[0].get("onebit")) is not None:
         check_kind(optimizer, first)
     world = gather_states(states)
-    record = world.state["onebit"] | {
-        "rank": transport.rank,
-        "world_size": transport.world_size,
-        "local_size": local_size,
-    }
-    codec = optimizer.codec
-    is_of_this_codec = (record["block"], record.get("codec", "sign")) == (codec.block, codec.name)
-    if is_of_this_codec and len(record["buckets"]) == len(optimizer.buckets):
-        triples = zip(optimizer.buckets, record["buckets"], world.server_errors, strict=True)
-        record["buckets"] = [_adapt(optimizer, *each) for each in triples]
-    optimizer.load_state_dict({**world.state, "onebit": record})
+    optimizer.load_state_dict(_placed(optimizer, world.state, world.server_errors))
     if transport.rank == 0:
         log.info(
             "optimizer state of %d ranks taken over by %d: each owes the mean of what was owed, its sum is kept",

@@ -14,6 +14,7 @@ What it loses against the optimizers: a gradient has far more noise for its sign
 
 # Without postponed annotations: DDP reads those of the hook, and wants types.
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ from ..comm.hierarchy import Hierarchy
 from ..layout.flat import Layout, lay_out
 from ..step.stats import Traffic
 from ..usage.contract import State
+
+log = logging.getLogger(__name__)
 
 Errors = tuple[Tensor, Tensor]
 """What is owed of a parameter: the worker error, and the server error with zeros where another rank owns it."""
@@ -224,12 +227,17 @@ class DDPHookState:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go on where `state` was taken. All ranks, before a step. Raises ValueError, before anything is changed."""
+        """Go on where `state` was taken. All ranks, before a step. Raises ValueError, before anything is changed.
+
+        Of another rank's state, in a world of any size, the step is taken, and nothing is owed: with a warning.
+        """
+        place = ("rank", "world_size")
+        is_own = all(state.get(key) == getattr(self.transport, key) for key in place)
         for key, here in self._identity().items():
-            if state.get(key) != here:
+            if key not in place and state.get(key) != here:
                 raise ValueError(
                     f"rank {self.rank}: this state of the hook has {key}={state.get(key)}, here it is {here}; "
-                    "each rank loads its own, of as many ranks; or begin with none, which drops what is owed"
+                    "construct it as it was, or begin with none, which drops what is owed"
                 )
         shapes = {name: p.shape for p, name in self._names.items()}
         owed: dict[str, Errors] = {}
@@ -237,12 +245,24 @@ class DDPHookState:
             if unknown := [name for name in saved["names"] if name not in shapes]:
                 raise ValueError(f"rank {self.rank}: this state of the hook has {unknown[0]}, the model not")
             layout = lay_out([shapes[name] for name in saved["names"]], self.codec.block, self.transport.world_size)
+            if not is_own:
+                nothing = torch.zeros(layout.numel)
+                owed.update(by_parameter(saved["names"], layout, nothing, nothing[: layout.chunk], self.rank))
+                continue
             if layout.numel != saved["worker_error"].numel():
                 raise ValueError(
                     f"rank {self.rank}: this state of the hook has other shapes than the model in the bucket "
                     f"of {saved['names'][0]}"
                 )
             owed.update(by_parameter(saved["names"], layout, saved["worker_error"], saved["server_error"], self.rank))
+        if not is_own:
+            log.warning(
+                "rank %d: this state of the hook is that of rank %s of %s: what this rank owes begins at zero; save on "
+                "every rank to keep it",
+                self.rank,
+                state.get("rank"),
+                state.get("world_size"),
+            )
         self._give_up()
         self.step, self._owed = state["step"], owed
         self._buckets.clear()

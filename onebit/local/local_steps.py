@@ -348,8 +348,10 @@ class LocalSteps(Wrapped):
     def load_state_dict(self, state_dict: State) -> None:
         """Continue exactly where `state_dict` was taken, on the same rank of a world of the same size. All ranks.
 
-        Sets the parameters, to this rank's own: load the model before. The inner optimizer's own state is taken too:
-        then local steps begin here. Raises ValueError, before anything is changed, where it does not fit.
+        Sets the parameters, to this rank's own: load the model before. Of another rank's state, as where rank 0 alone
+        has saved, its parameters and inner state are taken, and this rank owes nothing: with a warning. The inner
+        optimizer's own state is taken too: then local steps begin here. Raises ValueError, before anything is changed,
+        where it does not fit.
         """
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from ..agreement.replicas import make_equal
-from ..checkpoint.change_world_size import gather_states, resize
+from ..checkpoint.change_world_size import (
+    PLACE,
+    check_own,
+    gather_states,
+    is_of_other_rank,
+    owing_nothing,
+    resize,
+    warn_of_other_rank,
+)
 from ..comm import Codec, ExchangeTask
 from ..layout.flat import lay_out
 from ..model_parallel import local
@@ -149,6 +157,9 @@ def load(optimizer: LocalSteps, state: State) -> None:
             f"{where}it is that of {record.get('kind', 'a one-bit optimizer')}, this is of local steps around "
             f"{type(optimizer.inner).__name__}; to go on from the model's weights alone load no optimizer state"
         )
+    if (mine := _as_own(optimizer, state)) is not state:
+        warn_of_other_rank(log, record, optimizer.transport.rank)
+        state, record = mine, mine["onebit"]
     check_identity(where, record, identity(optimizer), [bucket.layout.numel for bucket in optimizer.buckets])
     numbers = optimizer.buckets.numbers()
     for bucket in optimizer.buckets:
@@ -225,20 +236,13 @@ def _restore_timetable(optimizer: LocalSteps, fragment: Fragment, saved: State) 
 def load_of_all_ranks(optimizer: LocalSteps, states: Sequence[State]) -> None:
     """See `LocalSteps.load_state_dicts`."""
     rank, W, local_size = optimizer.transport.rank, optimizer.transport.world_size, optimizer.hierarchy.local_size
-    if len(states) == W and states[rank].get("onebit", {}).get("local_size", 1) == local_size:
-        optimizer.load_state_dict(states[rank])
-        return
+    if len(states) == W:
+        check_own(optimizer.transport, states[rank])
+        if states[rank].get("onebit", {}).get("local_size", 1) == local_size:
+            optimizer.load_state_dict(states[rank])
+            return
     world = gather_states(_landed(state, optimizer.codec) for state in states)
-    record = world.state["onebit"]
-    if len(record["buckets"]) == len(optimizer.buckets):
-        record["buckets"] = [
-            {**saved, "numel": bucket.layout.numel, "server_error": _own_chunk(bucket, server_error)}
-            for bucket, saved, server_error in zip(
-                optimizer.buckets, record["buckets"], world.server_errors, strict=True
-            )
-        ]
-    record |= {"rank": rank, "world_size": W, "local_size": local_size}
-    optimizer.load_state_dict(world.state)
+    optimizer.load_state_dict(_placed(optimizer, world.state, world.server_errors))
     if rank == 0:
         log.info(
             "local steps of %d ranks taken over by %d: anchors stay, each owes the mean of what was owed, its sum is "
@@ -246,6 +250,37 @@ def load_of_all_ranks(optimizer: LocalSteps, states: Sequence[State]) -> None:
             world.size,
             W,
         )
+
+
+def _as_own(optimizer: LocalSteps, state: State) -> State:
+    """Another replica's state as this rank's: that replica's parameters and inner state, and nothing owed.
+
+    Else the state itself. What is under way is sent again, with that replica's frames, by as many ranks as sent it; by
+    others it is dropped.
+    """
+    record, own = state["onebit"], identity(optimizer)
+    if not is_of_other_rank(record, own):
+        return state
+    if record["world_size"] != own["world_size"]:
+        state = _landed(state, optimizer.codec)
+    elif any(saved["lands_at"] is not None for saved in record["timetable"]) and own["local_size"] != 1:
+        raise ValueError(
+            f"rank {own['rank']}: this state is of rank {record['rank']} within a round on several levels, whose "
+            "frames no other rank has; save on every rank, or between rounds"
+        )
+    errors = [saved["server_error"].new_zeros(saved["numel"]) for saved in record["buckets"]]
+    return _placed(optimizer, {**state, "state": owing_nothing(state)}, errors)
+
+
+def _placed(optimizer: LocalSteps, state: State, server_errors: Sequence[Tensor | None]) -> State:
+    """The state of a whole world as that of this rank of this one. server_errors: those of all ranks, by bucket."""
+    own, record = identity(optimizer), dict(state["onebit"])
+    if len(record["buckets"]) == len(optimizer.buckets):
+        record["buckets"] = [
+            {**saved, "numel": bucket.layout.numel, "server_error": _own_chunk(bucket, server_error)}
+            for bucket, saved, server_error in zip(optimizer.buckets, record["buckets"], server_errors, strict=True)
+        ]
+    return {**state, "onebit": record | {key: own[key] for key in PLACE}}
 
 
 def _own_chunk(bucket: LocalBucket, server_error: Tensor | None) -> Tensor:

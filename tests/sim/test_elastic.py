@@ -123,3 +123,56 @@ def test_states_that_are_no_world_are_refused(damage: str) -> None:
     with pytest.raises(ValueError, match="expected the states of"):
         optimizer.load_state_dicts(states)
     assert same(before, optimizer.state_dict())
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.stranger("blames the wrong thing", "21: the state that rank 0 alone has saved is refused on other ranks")
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in FAMILY), ("OnebitAdam", {"delay": 1})])
+@pytest.mark.parametrize(("steps", "new"), [(3, 3), (23, 3), (38, 2)])
+def test_what_rank_0_alone_has_saved_is_enough(
+    name: str, options: dict, steps: int, new: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """nanoGPT's habit: `if master_process: torch.save(...)`, and every rank loads that file."""
+    state, weights, _ = trained(3, name, steps, **options)[0]
+
+    def work(transport: SimTransport) -> tuple[dict, Tensor, Tensor]:
+        net = model(seed=3)
+        optimizer = make(name, net, transport, check_replicas_every=1, **options)
+        net.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(state))
+        taken, at_start = copy.deepcopy(optimizer.state_dict()), flat(net).clone()
+        train(transport, range(steps, steps + 12), net, optimizer)
+        if hasattr(optimizer, "sync"):
+            optimizer.sync()
+        return taken, at_start, flat(net).clone()
+
+    with caplog.at_level(logging.WARNING):
+        after = run_ranks(new, work)
+    of_rank_0 = torch.cat([p.reshape(-1) for p in weights.values()])
+    for rank, (taken, at_start, at_end) in enumerate(after):
+        assert torch.equal(at_start, of_rank_0) and torch.equal(at_end, after[0][2]) and at_end.isfinite().all()
+        is_own = (rank, new) == (0, 3)
+        for key, entry in taken["state"].items():
+            for part, x in entry.items():
+                expected = state["state"][key][part]
+                assert torch.equal(x, expected if is_own or part != "worker_error" else torch.zeros_like(x)), part
+        told = f"rank {rank}: this optimizer state is that of rank 0 of 3: momentum and variance are taken over"
+        assert (told in caplog.text) != is_own
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.stranger(
+    "wrong without a word", "21: load_state_dicts takes one rank's copies on that rank, and not on others"
+)
+@pytest.mark.parametrize("name", FAMILY)
+def test_copies_of_one_ranks_state_are_refused_on_all_ranks(name: str) -> None:
+    state = trained(3, name, 9)[0][0]
+
+    def work(transport: SimTransport) -> bool:
+        optimizer = make(name, model(), transport)
+        before = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(ValueError, match=r"rank 1: .* number 1 is that of rank 0 of 3; .* load_state_dict"):
+            optimizer.load_state_dicts([copy.deepcopy(state) for _ in range(3)])
+        return same(before, optimizer.state_dict())
+
+    assert run_ranks(3, work) == [True] * 3

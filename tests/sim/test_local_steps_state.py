@@ -149,3 +149,45 @@ def test_a_state_of_the_inner_optimizer_begins_local_steps() -> None:
     for theta, steps in run_ranks(2, ours):
         np.testing.assert_array_equal(theta, flat(params))
         assert steps == 3
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.stranger("blames the wrong thing", "21: LocalSteps refuses the state that rank 0 alone has saved")
+@pytest.mark.parametrize("new", [2, 3])
+@pytest.mark.parametrize("step", [10, 13, 16])
+@pytest.mark.parametrize("options", [{}, {"fragments": 2, "delay": 2, "outer_momentum": 0.5}, {"correction_steps": 20}])
+def test_what_rank_0_alone_has_saved_is_enough(
+    options: dict[str, Any], step: int, new: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def first(transport: SimTransport) -> Any:
+        return copy.deepcopy(Run(transport, every=5, **options).train(range(step)).optimizer.state_dict())
+
+    def go_on(transport: SimTransport, state: Any) -> tuple[np.ndarray, ...]:
+        run = Run(transport, every=5, **options)
+        run.optimizer.load_state_dict(copy.deepcopy(state))
+        taken, owed = run.w.copy(), run.by_parameter("worker")
+        run.train(range(step, step + 12))
+        return taken, owed, run.theta
+
+    state = run_ranks(2, first)[0]
+    after = run_ranks(new, lambda transport: go_on(transport, state))
+    for rank, (taken, owed, anchors) in enumerate(after):
+        assert (
+            np.array_equal(taken, after[0][0]) and np.array_equal(anchors, after[0][2]) and np.isfinite(anchors).all()
+        )
+        is_own = (rank, new) == (0, 2)
+        assert is_own or not owed.any()
+        assert (f"rank {rank}: this optimizer state is that of rank 0 of 2" in caplog.text) != is_own
+
+
+@pytest.mark.timeout(60)
+def test_copies_of_one_ranks_state_are_refused_on_all_ranks() -> None:
+    def first(transport: SimTransport) -> Any:
+        return copy.deepcopy(Run(transport, every=5).train(range(7)).optimizer.state_dict())
+
+    def work(transport: SimTransport) -> None:
+        with pytest.raises(ValueError, match=r"rank 1: .* number 1 is that of rank 0 of 2"):
+            Run(transport, every=5).optimizer.load_state_dicts([copy.deepcopy(state) for _ in range(2)])
+
+    state = run_ranks(2, first)[0]
+    run_ranks(2, work)

@@ -241,3 +241,25 @@ def test_a_mask_is_refused_rather_than_ignored() -> None:
     groups = [{"params": [torch.nn.Parameter(torch.ones(3))], "exp_avg_mask": torch.zeros(3)}]
     with pytest.raises(ValueError, match="rank 0: group 0 has an exp_avg_mask, which ShardedOnebitAdam does not have"):
         ShardedOnebitAdam(groups, transport=SimTransport(), **OPTIONS)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.stranger(
+    "blames the wrong thing", "21: a shard's state on another rank is refused, its error names no shard"
+)
+def test_rank_0s_state_alone_is_refused_as_the_shard_that_it_is() -> None:
+    held: dict[int, dict] = {}
+
+    def first(transport: SimTransport) -> dict:
+        return copy.deepcopy(run_until(transport, 3)[1].state_dict())
+
+    def work(transport: SimTransport) -> None:
+        _, optimizer = run_until(transport, 1)
+        with pytest.raises(ValueError, match=r"rank 1: .* number 1 is that of rank 0 of 2"):
+            optimizer.load_state_dicts([held[0], held[0]])
+        if transport.rank == 1:
+            with pytest.raises(ValueError, match=r"a rank's state is a shard.* save on every rank"):
+                optimizer.load_state_dict(held[0])
+
+    held.update(enumerate(run_ranks(2, first)))
+    run_ranks(2, work)

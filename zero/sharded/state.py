@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...checkpoint.change_world_size import resize
+from ...checkpoint.change_world_size import check_own, resize
 from ...comm import SignCodec
 from ...layout.masters import NAME as MASTER
 from ...layout.masters import check_master
@@ -103,6 +103,12 @@ def _check(optimizer: ShardedOnebitOptimizer, state: State) -> None:
     if record is None or record.get("kind") != optimizer.rule.kind:
         name = type(optimizer).__name__
         raise ValueError(f"{where}it is not that of a {name}; to start from a model's weights load none")
+    if record["world_size"] > 1 and record["rank"] != rank:
+        raise ValueError(
+            f"{where}it is of rank {record['rank']} of {record['world_size']}, and a rank's state is a shard: it holds "
+            "the variance and masters that this rank owns, and no other's; save on every rank, and load each rank's "
+            "own, or those of all ranks with load_state_dicts"
+        )
     check_identity(where, record, identity(optimizer), [bucket.layout.numel for bucket in optimizer.buckets])
     for name, p, entry in optimizer.buckets.saved_entries(state):
         check_entry(entry, p, name, optimizer.momentum_dtype, rank)
@@ -141,6 +147,7 @@ def load_of_all_ranks(optimizer: ShardedOnebitOptimizer, states: Sequence[State]
     """See `ShardedOnebitOptimizer.load_state_dicts`."""
     rank, world_size = optimizer.transport.rank, optimizer.transport.world_size
     if len(states) == world_size:
+        check_own(optimizer.transport, states[rank])
         optimizer.load_state_dict(states[rank])
         return
     optimizer.load_state_dict(regather(states, optimizer.rule.kind, optimizer.buckets, world_size))
