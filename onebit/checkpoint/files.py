@@ -364,6 +364,8 @@ def read_stamp(target: Path) -> State:
             raise ValueError("it names other folders")
         if not (int(stamp["step"]) >= 0 and int(stamp["world_size"]) > 0):
             raise ValueError("it is of no step or no rank")
+        if is_name(target.name) and step_of(target.name) != stamp["step"]:
+            raise ValueError(f"it is of step {stamp['step']}, not of this folder's; the files beside it may be whole")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: {target.name} is damaged, or no checkpoint at all") from error
     except Exception as error:
@@ -387,9 +389,14 @@ def check_files(target: Path, stamp: Mapping[str, Any], names: Iterable[str]) ->
         except (OSError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is missing or cannot be read: {reason(error)}") from error
         if found.size != size:
-            raise CheckpointError(f"{path} is damaged: it has {found.size} bytes, {size} were written")
+            raise CheckpointError(
+                f"{path} is damaged, or {STAMP} beside it is of another save: it has {found.size} bytes, {size} there"
+            )
         if found.crc32 != crc32:
-            raise CheckpointError(f"{path} is damaged: its CRC-32 is {found.crc32:08x}, {crc32:08x} was written")
+            raise CheckpointError(
+                f"{path} is damaged, or {STAMP} beside it is of another save: its CRC-32 is {found.crc32:08x}, "
+                f"{crc32:08x} there"
+            )
 
 
 def reason(error: BaseException) -> str:

@@ -93,12 +93,12 @@ class Checkpointing(ABC):
     def _find(self, tag: str | None = None) -> str | None:
         """The name of the checkpoint to load: the tag, else the latest; None where no rank has any.
 
-        Where `latest` is lost or damaged it is the newest that is whole, and rank 0 says so. Raises CheckpointError
-        where none is, and where some ranks have checkpoints and others do not.
+        If `latest` is lost, damaged or names nothing it is the newest that is whole, and rank 0 says so. Raises
+        CheckpointError where none is, and where some ranks have checkpoints and others do not.
         """
         if tag:
             return tag
-        latest, problem = self._attempt(self._files.latest)
+        latest, problem = self._attempt(self._latest)
         rows = [json.loads(said) for said in self._gather(json.dumps([latest, problem, self._files.names()]))]
         names = {name for latest, _, names in rows for name in (*names, latest) if name}
         if not names and not any(problem for _, problem, _ in rows):
@@ -123,6 +123,15 @@ class Checkpointing(ABC):
             )
         if self.transport.rank == 0:
             log.warning("%s; taking %s, the newest checkpoint that is whole", lost, name)
+        return name
+
+    def _latest(self) -> str | None:
+        """As `CheckpointFiles.latest`. Raises CheckpointError where what it names is not there, either."""
+        name = self._files.latest()
+        if name is not None:
+            self._files.recover(name)
+            if not (self.folder / name).exists():
+                raise CheckpointError(f"{self.folder / 'latest'} names {name}, which is not there")
         return name
 
     def _whole(self, name: str) -> State:

@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import stat
@@ -290,6 +291,39 @@ def test_without_latest_the_newest_whole_one_is_loaded(
     for name in ("step_00000001", "step_00000002"):
         (tmp_path / name / files.STAMP).unlink()
     assert f"no checkpoint in {tmp_path} is whole" in str(load(kind, tmp_path))
+
+
+@both_kinds
+@pytest.mark.timeout(60)
+@pytest.mark.stranger("breaks", "22: a `latest` that names nothing raises; promised is the newest whole checkpoint")
+@pytest.mark.parametrize("is_gone", [False, True], ids=["never was", "was removed"])
+def test_a_latest_that_names_nothing_is_the_newest_whole_one(
+    kind: Kind, is_gone: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(kind, tmp_path, 1, 2, 3)
+    if is_gone:
+        shutil.rmtree(tmp_path / "step_00000003")
+    else:
+        (tmp_path / "latest").write_text("step_00000009\n")
+        (tmp_path / "step_00000003" / files.STAMP).unlink()
+    assert load(kind, tmp_path) == (2, 2.0)
+    named = "step_00000003" if is_gone else "step_00000009"
+    assert f"{tmp_path / 'latest'} names {named}, which is not there; taking step_00000002" in caplog.text
+
+
+@both_kinds
+@pytest.mark.timeout(60)
+@pytest.mark.stranger("blames the wrong thing", "22: with a stale stamp.json, the error calls a healthy file damaged")
+@pytest.mark.parametrize("is_same_step", [False, True], ids=["of another step", "of another save"])
+def test_a_stale_stamp_is_what_is_blamed(kind: Kind, is_same_step: bool, tmp_path: Path) -> None:
+    save(kind, tmp_path, 1, 2)
+    stamp = tmp_path / "step_00000002" / files.STAMP
+    if is_same_step:
+        save(kind, tmp_path / "other", 2, fill=7.0)
+    shutil.copyfile(tmp_path / ("other/step_00000002" if is_same_step else "step_00000001") / files.STAMP, stamp)
+    said = str(load(kind, tmp_path))
+    told = "or stamp.json beside it is of another save" if is_same_step else f"{stamp} is damaged: .* it is of step 1"
+    assert re.search(told, said) and "; step_00000001 is whole: " in said, said
 
 
 @both_kinds

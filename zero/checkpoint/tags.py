@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -49,10 +50,17 @@ def find(folder: Path, tag: str | int | None, transport: Transport) -> tuple[Pat
         return folder, str(tag)
     name = checked(tag, transport)
     if name is None:
-        rows = [json.loads(text) for text in gather_texts(transport, json.dumps(_latest(folder)))]
+        said = json.dumps([_latest(folder), os.path.lexists(folder / "latest")])
+        every = [json.loads(text) for text in gather_texts(transport, said)]
+        rows = [latest for latest, _ in every]
         name = rows[0]
         if name is None or is_name(name) or any(row != name for row in rows):
             if name is None and (tags := _tags(folder)) and not CheckpointFiles(folder, "").names():
+                if every[0][1]:  # which of them is the latest, nobody knows
+                    raise CheckpointError(
+                        f"{folder / 'latest'} names no checkpoint that is there; {folder} holds {', '.join(tags)}: "
+                        "name one of them by tag="
+                    )
                 if transport.rank == 0:
                     log.warning(
                         "%s has no `latest`, and nothing is loaded; it holds %s, to be named by tag=",
