@@ -305,5 +305,10 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         self.replica_check.restart(self.steps_taken())
         self.skip_limit.in_a_row = 0
 
+    def __setstate__(self, state: State) -> None:
+        """Called by torch's load_state_dict, with new groups."""
+        super().__setstate__(state)
+        self.buckets.link(self.param_groups)
+
     def __getstate__(self) -> State:
         raise refuse_copy(self)

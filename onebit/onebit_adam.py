@@ -93,7 +93,7 @@ class AdamRule(Rule):
         return self.compressed_step(bucket, scale)
 
     def dense_step(self, bucket: Bucket, scale: float) -> BucketStep:
-        group = self.buckets.group(bucket)
+        group = bucket.group
         g, decision = yield from self.placement.mean_gradient(bucket, self._codec_of_gradients(), scale)
         if bucket.phase == "warmup":
             m, v = bucket.flat[self._moment], bucket.flat["exp_avg_sq"]
@@ -112,7 +112,7 @@ class AdamRule(Rule):
         self._move(bucket, decision, weight_K, decay_K)
 
     def compressed_step(self, bucket: Bucket, scale: float) -> BucketStep:
-        (beta1, _), share = self.buckets.group(bucket)["betas"], self._share_of_a_gradient(bucket)
+        (beta1, _), share = bucket.group["betas"], self._share_of_a_gradient(bucket)
         D, old = bucket.rows(bucket.flat["denominator"]), bucket.frames
         assert old is not None and bucket.ef is not None
         self.observe(bucket, scale, share / self.placement.world_size)
@@ -126,7 +126,7 @@ class AdamRule(Rule):
         yield from self.take_over(bucket, decision)
 
     def ahead(self, bucket: Bucket) -> float:
-        group = self.buckets.group(bucket)
+        group = bucket.group
         weight: float = float(group["lr"]) * group["betas"][0] * self._correction(bucket)  # as Nesterov's gradients
         return weight
 
@@ -164,7 +164,7 @@ class AdamRule(Rule):
 
     def weights(self, bucket: Bucket, *, was_dense: bool) -> Generator[Work | Meeting, Answer, tuple[Tensor, Tensor]]:
         """weight, decay: p ← (1 - decay)·p - weight·m̂/D for each parameter of the bucket. float32 [K]."""
-        group, K = self.buckets.group(bucket), len(bucket.params)
+        group, K = bucket.group, len(bucket.params)
         lr = float(group["lr"])
         weight, decay = (torch.full((K,), number, device=bucket.device) for number in (lr, lr * group["weight_decay"]))
         return weight, decay
@@ -176,7 +176,7 @@ class AdamRule(Rule):
         yield  # a generator, as LAMB's
 
     def _moves(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        group = self.buckets.group(bucket)
+        group = bucket.group
         lr, correction = as_float32(float(group["lr"])), as_float32(self._correction(bucket))
         decay = as_float32(float(group["lr"]) * group["weight_decay"])
         # A product of two float32 is exact in float64, and so is 1 - decay: both are rounded once.
@@ -214,14 +214,14 @@ class AdamRule(Rule):
         Where there are no refreshes, 1 - β2: a weight that grew with the age of a variance that is frozen for good cost
         2 % of the byte LM's loss (scripts/records/study_2026-11.md).
         """
-        beta2: float = self.buckets.group(bucket)["betas"][1]
+        beta2: float = bucket.group["betas"][1]
         if isinstance(self.schedule.freeze_step, int):
             return 1.0 - beta2
         return self.variance.share(bucket.group_index, beta2, bucket.step + 1)
 
     def _correction(self, bucket: Bucket) -> float:
         """1/(1 - β1^t)."""
-        beta1, step = self.buckets.group(bucket)["betas"][0], bucket.step
+        beta1, step = bucket.group["betas"][0], bucket.step
         return 1.0 / (1.0 - beta1**step) if self.bias_correction and step > 0 else 1.0
 
     # ---------------------------------------------------------------- the freeze
@@ -256,12 +256,12 @@ class AdamRule(Rule):
 
     def _total(self, bucket: Bucket) -> float:
         """The sum of the weights in Adam's v."""
-        beta2 = self.buckets.group(bucket)["betas"][1]
+        beta2 = bucket.group["betas"][1]
         return 1.0 - beta2**bucket.step if self.bias_correction else 1.0
 
     def freeze(self, bucket: Bucket) -> None:
         """The bucket's warm-up is over."""
-        group, m, v_hat = self.buckets.group(bucket), bucket.flat[self._moment], bucket.flat["exp_avg_sq"]
+        group, m, v_hat = bucket.group, bucket.flat[self._moment], bucket.flat["exp_avg_sq"]
         self._enter(bucket, "compressed")
         self._allocate_compressed(bucket)
         m_over_D = self.variance.freeze(bucket, m, v_hat, group["eps"], is_divided=self._averages_moves)
@@ -282,7 +282,7 @@ class AdamRule(Rule):
 
     def _denominator(self, bucket: Bucket) -> Tensor:
         """√v̂ + eps of the warm-up."""
-        group = self.buckets.group(bucket)
+        group = bucket.group
         v, beta2, eps = bucket.flat["exp_avg_sq"], group["betas"][1], group["eps"]
         return adam_denominator(v, beta2, eps, step=bucket.step, bias_correction=self.bias_correction)
 
@@ -336,7 +336,7 @@ class AdamRule(Rule):
         if may_move is not None and bucket.frames is not None and bucket.ef is not None:
             # A frame of signs holds no zeros. Every rank owes what it says too much, so that β1·m + owed is 0 there.
             too_much = self.placement.unpacked(bucket, bucket.frames).mul_(1.0 - may_move)
-            beta1 = self.buckets.group(bucket)["betas"][0]
+            beta1 = bucket.group["betas"][0]
             bucket.ef.worker.sub_(bucket.own_rows(too_much).reshape(-1), alpha=beta1)
 
     def record(self) -> State:

@@ -129,7 +129,7 @@ class LambRule(AdamRule):
         return isinstance(self.schedule.freeze_step, int)
 
     def weights(self, bucket: Bucket, *, was_dense: bool) -> Generator[Work | Meeting, Answer, tuple[Tensor, Tensor]]:
-        group, layers = self.buckets.group(bucket), bucket.layers
+        group, layers = bucket.group, bucket.layers
         decay = group["weight_decay"]
         if was_dense:
             if decay != 0.0:
@@ -166,7 +166,7 @@ class LambRule(AdamRule):
         square_L, product_L = (sum_in_order(gather_tensors(transport, replica)) / W).unbind(1)
         estimate_L = square_L / W + (1.0 - 1.0 / W) * product_L.clamp(min=0.0)
         for bucket, estimate_K in zip(buckets, _split(estimate_L, buckets), strict=True):
-            layers, beta2 = bucket.layers, self.buckets.group(bucket)["betas"][1]
+            layers, beta2 = bucket.layers, bucket.group["betas"][1]
             layers["fresh"].lerp_(estimate_K.to(bucket.device) / layers["numel"], 1.0 - beta2)
             layers["factor"] = self.factors.follow(layers["factor"], layers["fresh"])
 
@@ -255,7 +255,7 @@ class LambRule(AdamRule):
     def adopt_dense_state(self) -> None:
         """The moments of a dense LAMB give the trust ratios of its last step."""
         for bucket in self.buckets:
-            group = self.buckets.group(bucket)
+            group = bucket.group
             total = self._total(bucket) if bucket.step > 0 else 1.0
             D = (bucket.flat["exp_avg_sq"] / total).sqrt_().add_(group["eps"])
             torch.div(self.momentum(bucket), D, out=bucket.buffer)

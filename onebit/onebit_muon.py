@@ -93,7 +93,7 @@ class MuonRule(AdamRule):
 
     def descend(self, bucket: Bucket, decision: Decision) -> None:
         """p ← p - lr·(a·O + wd·p), with O in the buffer."""
-        group = self.buckets.group(bucket)
+        group = bucket.group
         lr, decay = float(group["lr"]), float(group["lr"]) * group["weight_decay"]
         for update, p, held in zip(bucket.views, bucket.params, bucket.held, strict=True):
             update.mul_(lr * adjustment(p.shape, self.adjust_lr)).add_(held.float(), alpha=decay)
@@ -108,7 +108,7 @@ class MuonRule(AdamRule):
     # ---------------------------------------------------------------- which kind of step
 
     def _is_muon(self, bucket: Bucket) -> bool:
-        return bool(self.buckets.group(bucket)["use_muon"])
+        return bool(bucket.group["use_muon"])
 
     def keeps_variance(self, bucket: Bucket) -> bool:
         return not self._is_muon(bucket)

@@ -195,6 +195,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             rank=self.transport.rank,
             hierarchy=self.placement.hierarchy,
             group_index=g,
+            group=self.param_groups[g],
             device=device,
             params=params,
             names=names,
@@ -221,10 +222,11 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def on_gradient(self, p: Tensor) -> None:
         """p's gradient has just been accumulated. Called by its hook."""
-        count_edits_apart_(p.grad)
+        if type(p.grad) is not Tensor:
+            count_edits_apart_(p.grad)
         if self._delayed.step is not None:
             self._delayed.advance()
-        if self._is_paused or not self.overlap.count_pass(p, self.buckets.of(p)):
+        if self._is_paused or not self.overlap.count_pass(p, self.buckets.of[p]):
             return
         if not self.overlap.is_possible or self._join.is_on or self._delayed.step is not None:
             return
@@ -238,7 +240,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     @property
     def _launched(self) -> int:
-        return self._driver.launched
+        return len(self._driver.tasks)
 
     def _begin(self) -> None:
         """Unless the step has begun: what kind it is. Once, as learning rates may be edited before step()."""

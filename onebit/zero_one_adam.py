@@ -133,7 +133,7 @@ class ZeroOneRule(Rule):
         return steps.get(self._round, self.idle_step)(bucket, scale)
 
     def variance_step(self, bucket: Bucket, scale: float) -> BucketStep:
-        group, m, v = self.buckets.group(bucket), bucket.flat["exp_avg_update"], bucket.flat["exp_avg_sq"]
+        group, m, v = bucket.group, bucket.flat["exp_avg_update"], bucket.flat["exp_avg_sq"]
         dense = Bf16Codec(self.codec.block) if self.policy.compresses is False else self.variance_codec
         g, decision = yield from self.placement.mean_gradient(bucket, dense, scale)
         weight = self._weight_of_variance_step(bucket.group_index)
@@ -149,7 +149,7 @@ class ZeroOneRule(Rule):
 
     def sync_step(self, bucket: Bucket, scale: float) -> BucketStep:
         """A synchronisation in every step: γ·(β1·m + (1-β1)·g/D) travels, made and encoded in one pass."""
-        group, weight = self.buckets.group(bucket), self._weights[bucket.group_index]
+        group, weight = bucket.group, self._weights[bucket.group_index]
         beta1, own = group["betas"][0], self._share_of_a_gradient(bucket) / self.placement.hierarchy.nodes
         weights = MomentumWeights(keep=weight * beta1, add=weight * (1.0 - beta1), own=own, unscale=scale)
         m = bucket.flat["exp_avg_update"]
@@ -159,7 +159,7 @@ class ZeroOneRule(Rule):
 
     def end_local_steps(self, bucket: Bucket, scale: float) -> BucketStep:
         """u + γ·(β1·m + (1-β1)·g/D) travels, or u where it is forced; the replicas meet at the anchor less the mean."""
-        group, u, m = self.buckets.group(bucket), bucket.flat["accumulated"], bucket.flat["exp_avg_update"]
+        group, u, m = bucket.group, bucket.flat["accumulated"], bucket.flat["exp_avg_update"]
         g, beta1 = bucket.group_index, group["betas"][0]
         weight = self._weights[g]
         own = 0.0 if self._is_forced else self._share_of_a_gradient(bucket) / self.placement.world_size
@@ -179,7 +179,7 @@ class ZeroOneRule(Rule):
 
     def local_step(self, bucket: Bucket, scale: float) -> BucketStep:
         """This rank's own parameters move by γ·m_i; nothing is sent."""
-        group, weight, m = self.buckets.group(bucket), self._weights[bucket.group_index], bucket.flat["exp_avg_update"]
+        group, weight, m = bucket.group, self._weights[bucket.group_index], bucket.flat["exp_avg_update"]
         grads = self.masks.gradients(bucket)
         decision: Decision = yield Arrived(grads=grads, scale=scale)
         if decision.is_spoilt:
@@ -249,7 +249,7 @@ class ZeroOneRule(Rule):
 
     def _variance(self, bucket: Bucket, total: float | None = None) -> Variance:
         """What D is made of. total: the sum of the weights in v, where it has just changed."""
-        v, eps = bucket.flat["exp_avg_sq"], self.buckets.group(bucket)["eps"]
+        v, eps = bucket.flat["exp_avg_sq"], bucket.group["eps"]
         total = self._variance_total[bucket.group_index] if total is None else total
         correction = 1.0 / total if self.bias_correction and total > 0.0 else 1.0
         if bucket.floor_J is None:
@@ -274,7 +274,7 @@ class ZeroOneRule(Rule):
 
     def _share_of_a_gradient(self, bucket: Bucket) -> float:
         """What a gradient would weigh in a variance step now. Divided among those who send one: see `normalised`."""
-        beta2 = self.buckets.group(bucket)["betas"][1]
+        beta2 = bucket.group["betas"][1]
         weight = variance_weight(beta2, self._step_under_way - self._variance_steps)
         return weight / self._total_after(bucket.group_index, weight)
 
@@ -288,7 +288,7 @@ class ZeroOneRule(Rule):
         return 1.0 if self._is_forced else 1.0 - float(group["lr"]) * group["weight_decay"]
 
     def _decay(self, bucket: Bucket) -> None:
-        lost = 1.0 - self._kept_this_step(self.buckets.group(bucket))
+        lost = 1.0 - self._kept_this_step(bucket.group)
         if lost != 0.0:
             torch._foreach_add_(bucket.views, bucket.held, alpha=lost)
 
@@ -349,7 +349,7 @@ class ZeroOneRule(Rule):
         return D.mul_(bucket.flat["exp_avg_update"]).div_(self._correction(bucket.group_index, bucket.step))
 
     def last_average(self, bucket: Bucket) -> Tensor:
-        lr = float(self.buckets.group(bucket)["lr"])
+        lr = float(bucket.group["lr"])
         return bucket.flat["exp_avg_update"] * (lr / self._correction(bucket.group_index, bucket.step))
 
     def record(self) -> State:

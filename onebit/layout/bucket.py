@@ -12,6 +12,7 @@ from torch import Tensor
 from ..comm import Codec, ErrorFeedback, Hierarchy, Wire
 from ..model_parallel import local
 from ..step.clip import dot, has_squares
+from ..usage.contract import State
 from ..usage.frozen import dense_gradients, gradient_of
 from .flat import Layout
 from .masters import NAME as MASTER
@@ -22,9 +23,10 @@ from .masters import Masters
 class Bucket:
     """Some parameters of one group, and their flat state.
 
-    first: how many parameters the buckets before it hold. rank: this one, for messages. hierarchy: says which rows this
-    rank exchanges between nodes (all of them in a flat world), and which it averages. share_K: of each parameter's
-    squares, what this rank counts in sums over the model (see `ModelParallelGroup.copies`). steps: of the group, 0-dim.
+    group: its options, one of the optimizer's param groups. first: how many parameters the buckets before it hold.
+    rank: this one, for messages. hierarchy: which rows this rank exchanges between nodes (all of them in a flat world),
+    and which it averages. share_K: of each parameter's squares, what this rank counts in sums over the model (see
+    `ModelParallelGroup.copies`). steps: of the group, 0-dim.
     phase: "warmup", and what the rule calls those after it. flat: the state that has one element per element, by name.
     layers: what a rule knows of each parameter, by name. live_J: which blocks have ever seen a gradient. floor_J: the
     least variance in each block. frames: the packed m/D, uint8 [W, B], once compression has begun. wires: buffers of
@@ -36,6 +38,7 @@ class Bucket:
     rank: int
     hierarchy: Hierarchy
     group_index: int
+    group: State
     device: torch.device
     params: list[Tensor]
     names: list[str]

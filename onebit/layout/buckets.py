@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeVar, overload
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class AnyBucket(Protocol):
     index: int
     first: int
     group_index: int
+    group: State
     device: torch.device
     params: list[Tensor]
     names: list[str]
@@ -75,12 +76,12 @@ def elements_of(bucket_cap_mb: float) -> int:
     return max(1, int(bucket_cap_mb * 2**20 / 4))
 
 
-class Buckets(Sequence[B]):
-    """The buckets of all groups, in the order in which backward produces gradients. All ranks build them together.
+class Buckets(list[B]):
+    """A list of all groups' buckets, in the order in which backward produces gradients. All ranks build them together.
 
-    elements: of a bucket at most, see `elements_of`; a larger parameter has one of its own. hooks: whether
-    `on_gradient` is asked for. params: those that are trained, in the order of buckets. frozen: the others, by name;
-    they have no state.
+    elements: of a bucket at most, see `elements_of`; a larger parameter has its own. hooks: whether `on_gradient` is
+    asked for. params: those that are trained, in the order of buckets; of: the bucket of each. frozen: the others, by
+    name; they have no state. groups: the optimizer's param groups; each bucket's `group` is one of them.
     """
 
     def __init__(
@@ -92,51 +93,30 @@ class Buckets(Sequence[B]):
         *,
         hooks: bool = True,
     ):
+        super().__init__()
         self._owner, self._transport, self._parts, self._hooks = owner, transport, parts, hooks
         self.elements = elements
         self.params: list[Tensor] = []
         self.frozen: dict[Tensor, str] = {}
         self.built_groups = 0
-        self._list: list[B] = []
-        self._of: dict[Tensor, B] = {}
-        self._options: list[State] | None = None
+        self.of: dict[Tensor, B] = {}
+        self.groups: list[State] = []
 
-    def __iter__(self) -> Iterator[B]:
-        return iter(self._list)
-
-    def __len__(self) -> int:
-        return len(self._list)
-
-    @overload
-    def __getitem__(self, index: int) -> B: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[B]: ...
-
-    def __getitem__(self, index: int | slice) -> B | list[B]:
-        return self._list[index]
-
-    def of(self, p: Tensor) -> B:
-        """The bucket of a trained parameter."""
-        return self._of[p]
-
-    def group(self, bucket: B) -> Group:
-        """The param group of a bucket, as it is now."""
-        return self.groups[bucket.group_index]
-
-    @property
-    def groups(self) -> list[State]:
-        """The optimizer's, as they are now; in `with_options` these."""
-        return self._owner.param_groups if self._options is None else self._options
+    def link(self, groups: list[State]) -> None:
+        """Give each bucket its group anew. For whoever loads a state, which replaces the optimizer's groups."""
+        self.groups = groups
+        for bucket in self:
+            bucket.group = groups[bucket.group_index]
 
     @contextmanager
     def with_options(self, options: list[State]) -> Iterator[None]:
         """In here groups have these options, of an earlier step. Only options: no parameters."""
-        self._options, before = options, self._options
+        before = self.groups
+        self.link(options)
         try:
             yield
         finally:
-            self._options = before
+            self.link(before)
 
     def publish(self, bucket: B) -> None:
         """The bucket's state has new tensors: show these in optimizer.state."""
@@ -145,7 +125,7 @@ class Buckets(Sequence[B]):
     @property
     def names(self) -> list[str]:
         """Of `params`."""
-        return [name for bucket in self._list for name in bucket.names]
+        return [name for bucket in self for name in bucket.names]
 
     def named(self, g: int) -> Iterator[tuple[Tensor, str]]:
         """(parameter, name) of a group."""
@@ -161,7 +141,7 @@ class Buckets(Sequence[B]):
         """(name, parameter, its saved state) for every trained parameter."""
         for g, group in enumerate(state["param_groups"]):
             for (p, name), key in zip(self.named(g), group["params"], strict=True):
-                if p in self._of:
+                if p in self.of:
                     yield name, p, state["state"].get(key, {})
 
     # ---------------------------------------------------------------- construction
@@ -172,6 +152,7 @@ class Buckets(Sequence[B]):
         Raises ValueError and TypeError, before there is a bucket: bad parameters, or others than other ranks have.
         """
         groups = self._owner.param_groups
+        self.link(groups)
         new = range(self.built_groups, len(groups))
         params = [(g, p, name) for g in new for p, name in self.named(g)]
         check_parameters(self._transport.rank, [(p, name) for _, p, name in params])
@@ -204,10 +185,10 @@ class Buckets(Sequence[B]):
             sizes = [-(-p.numel() // self._parts.pieces(p)) for p, _ in here]
             for indices in partition(sizes, self.elements):
                 bucket = self._owner.new_bucket(g, [here[i] for i in indices], device)
-                self._list.append(bucket)
+                self.append(bucket)
                 for p in bucket.params:
                     self.params.append(p)
-                    self._of[p] = bucket
+                    self.of[p] = bucket
                     if self._hooks:
                         self._hook(p)
 

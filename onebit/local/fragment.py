@@ -38,6 +38,7 @@ from ..layout.flat import Layout
 from ..layout.masters import Masters
 from ..model_parallel import local
 from ..step.clip import LARGEST_GRADIENT
+from ..usage.contract import State
 from ..usage.frozen import check_place, gradient_of
 
 
@@ -93,6 +94,7 @@ class LocalBucket:
     rank: int
     hierarchy: Hierarchy
     group_index: int
+    group: State
     device: torch.device
     params: list[Tensor]
     names: list[str]

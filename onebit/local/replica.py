@@ -60,6 +60,7 @@ class Replica:
             rank=self._transport.rank,
             hierarchy=self.hierarchy,
             group_index=g,
+            group=self.param_groups[g],
             device=device,
             params=params,
             names=[name for _, name in members],

@@ -60,40 +60,35 @@ class BucketTask(Generic[B]):
 class Driver(Generic[B]):
     """Runs one step of all buckets.
 
-    phases: of an exchange, see `Hierarchy.phases`; each begins with the first of the bucket so many behind.
-    on_comm_stream: on CUDA buckets are launched on a stream of their own. Not where they free gradients, whose memory
-    the backward pass would take for its own at once.
+    tasks: of the buckets that have begun their step. phases: of an exchange, see `Hierarchy.phases`; each begins with
+    the first of the bucket that comes as many buckets later. on_comm_stream: on CUDA buckets are launched on a stream
+    apart, unless they free gradients, whose memory the backward pass would take for its own at once.
     """
 
     def __init__(self, phases: int, *, on_comm_stream: bool = True):
         self._phases, self._has_stream = phases, on_comm_stream
-        self._tasks: list[BucketTask[B]] = []
+        self.tasks: list[BucketTask[B]] = []
         self._under_way: list[BucketTask[B]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    @property
-    def launched(self) -> int:
-        """How many buckets have begun their step."""
-        return len(self._tasks)
 
     def launch(self, bucket: B, step: BucketStep, *, is_alone: bool = False) -> None:
         """Begin the next bucket's step, up to its first Work; and earlier buckets' next phases.
 
         is_alone: none of these, and behind what was computed so far: what it reads may go once this returns.
         """
-        assert bucket.index == len(self._tasks)
+        assert bucket.index == len(self.tasks)
         if is_alone:
-            self._tasks.append(BucketTask(bucket, step))
+            self.tasks.append(BucketTask(bucket, step))
             return
         with self._on_comm_stream(bucket.device):
-            self._tasks.append(BucketTask(bucket, step))
-            for before in reversed(self._tasks[-self._phases : -1]):
+            self.tasks.append(BucketTask(bucket, step))
+            for before in reversed(self.tasks[-self._phases : -1]):
                 before.exchange.advance()
 
     def leave_under_way(self) -> None:
         """Set aside the step that was launched, with what it exchanges: the next one may be launched."""
         assert not self._under_way
-        self._tasks, self._under_way = [], self._tasks
+        self.tasks, self._under_way = [], self.tasks
 
     def advance(self, indices: Iterable[int], *, is_awaited: bool = False) -> None:
         """The next phase of these buckets of the step that was set aside.
@@ -109,13 +104,13 @@ class Driver(Generic[B]):
 
     def take_up(self) -> None:
         """The step that was set aside goes on as if it had just been launched."""
-        assert not self._tasks
-        self._tasks, self._under_way = self._under_way, []
+        assert not self.tasks
+        self.tasks, self._under_way = self._under_way, []
 
     def wait(self) -> Sequence[Arrived]:
         """Bring every bucket that has been launched to its meeting; what they say."""
         self._wait()
-        said = [task.said for task in self._tasks]
+        said = [task.said for task in self.tasks]
         assert all(isinstance(each, Arrived) for each in said)
         return said  # type: ignore[return-value]
 
@@ -123,16 +118,16 @@ class Driver(Generic[B]):
         """Bring every bucket that has been launched to its end. Where some meet the others, `meet` has the answers."""
         try:
             self._wait()
-            self._answer_meetings(self._tasks, meet)
+            self._answer_meetings(self.tasks, meet)
         finally:
-            self._tasks = []
+            self.tasks = []
 
     def _wait(self) -> None:
-        devices = {task.bucket.device for task in self._tasks}
+        devices = {task.bucket.device for task in self.tasks}
         with ExitStack() as streams:
             for device in devices:
                 streams.enter_context(self._on_comm_stream(device))
-            comm.wait_all([task.exchange for task in self._tasks])
+            comm.wait_all([task.exchange for task in self.tasks])
         self._join_streams(devices)
 
     def _join_streams(self, devices: set[torch.device]) -> None:
@@ -141,7 +136,7 @@ class Driver(Generic[B]):
 
     def commit(self, decision: Decision, meet: Meet[B] | None = None) -> None:
         """The step is good: all buckets go on, side by side. Where some meet again, `meet` has the answers."""
-        tasks, self._tasks = self._tasks, []
+        tasks, self.tasks = self.tasks, []
         comm.interleave(works for task in tasks if (works := task.answer(decision)) is not None)
         self._answer_meetings(tasks, meet)
 
@@ -157,9 +152,9 @@ class Driver(Generic[B]):
 
     def give_up(self) -> None:
         """Forget what was launched and has come to its meeting. Nothing was written."""
-        for task in self._tasks:
+        for task in self.tasks:
             task.close()
-        self._tasks = []
+        self.tasks = []
 
     @contextmanager
     def _on_comm_stream(self, device: torch.device) -> Iterator[None]:

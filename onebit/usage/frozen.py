@@ -52,7 +52,7 @@ def dense_gradients(
                 f"{getattr(p, 'placements', 'a plain tensor')}; redistribute it in a hook"
             )
     grads = map(gradient_of, params)
-    return [None if grad is None else local(grad) for grad in grads]
+    return [grad if grad is None or type(grad) is Tensor else local(grad) for grad in grads]
 
 
 def refuse_unfrozen(rank: int, names: Sequence[str], present_by_rank: Sequence[Sequence[bool]]) -> None:
@@ -73,7 +73,7 @@ def refuse_unfrozen(rank: int, names: Sequence[str], present_by_rank: Sequence[S
 
 def check_place(rank: int, p: Tensor, name: str, shape: torch.Size, device: torch.device) -> None:
     """Raise RuntimeError where p is not where and what it was when the optimizer was constructed."""
-    held = local(p)
+    held = p if type(p) is torch.nn.Parameter else local(p)
     if held.shape != shape or held.device != device:
         raise RuntimeError(
             f"rank {rank}: {name} is now {tuple(held.shape)} on {held.device}, at construction it was {tuple(shape)} "

@@ -39,14 +39,14 @@ class GradientMark(NamedTuple):
         """The gradient as it is now."""
         if p.grad is None:
             return cls(None)
-        grad = local(p.grad)
+        grad = p.grad if type(p.grad) is Tensor else local(p.grad)
         return cls(weakref.ref(grad), grad._version)
 
     def is_still(self, p: Tensor) -> bool:
         """Whether p's gradient is what it was."""
         if p.grad is None or self.grad is None:
             return p.grad is None and self.grad is None
-        now = local(p.grad)
+        now = p.grad if type(p.grad) is Tensor else local(p.grad)
         return self.grad() is now and now._version == self.version
 
 

@@ -166,7 +166,7 @@ def test_at_stage_2_owners_send_down_during_backward(kind: type[ShardedOnebitOpt
 
         def counted(out: Tensor, mine: Tensor) -> Work:
             if mine.nbytes == down_bytes:
-                sent_down.append(len(optimizer._driver._tasks))
+                sent_down.append(len(optimizer._driver.tasks))
             return all_gather(out, mine)
 
         transport.all_gather = counted  # type: ignore[method-assign]

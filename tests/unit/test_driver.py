@@ -44,9 +44,9 @@ def test_buckets_exchange_behind_the_decision_a_few_at_a_time() -> None:
     driver: Driver = Driver(2)
     for index in range(5):
         driver.launch(FakeBucket(index), exchanging(said, index, 2))
-    assert said == [] and driver.launched == 5
+    assert said == [] and len(driver.tasks) == 5
     driver.commit(Decision([], 0.5))
-    assert driver.launched == 0
+    assert len(driver.tasks) == 0
     heard = [said.index(f"{index} hears 0.5") for index in range(5)]
     assert heard == sorted(heard) and said.index("wait 0.0") < heard[4]
     for index in range(5):
@@ -66,7 +66,7 @@ def test_steps_that_meet_nobody_are_brought_to_their_end() -> None:
         driver.launch(FakeBucket(index), alone(index))
     assert said == ["launch 1.0", "launch 2.0", "wait 1.0"]  # the bucket before goes on when the next begins
     driver.finish()
-    assert driver.launched == 0 and said[3:] == ["wait 2.0", "launch 2.1", "wait 2.1"]
+    assert len(driver.tasks) == 0 and said[3:] == ["wait 2.0", "launch 2.1", "wait 2.1"]
 
 
 @pytest.mark.parametrize("phases", [1, 2, 3])
@@ -93,4 +93,4 @@ def test_a_step_that_fails_leaves_nothing_launched(works: int) -> None:
         driver.launch(FakeBucket(index), exchanging([], index, works, fails=index == 1))
     with pytest.raises(RuntimeError, match="spoilt"):
         driver.commit(Decision([]))
-    assert driver.launched == 0
+    assert len(driver.tasks) == 0

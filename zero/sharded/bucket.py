@@ -22,6 +22,7 @@ from ...comm.messages import numbers_on
 from ...layout.flat import Layout
 from ...layout.masters import NAME as MASTER
 from ...layout.masters import Masters
+from ...usage.contract import State
 from ...usage.frozen import dense_gradients
 
 
@@ -64,6 +65,7 @@ class ShardedBucket:
     index: int
     first: int
     group_index: int
+    group: State
     rank: int
     device: torch.device
     params: list[Tensor]
@@ -88,6 +90,7 @@ class ShardedBucket:
         index: int,
         first: int,
         group_index: int,
+        group: State,
         members: Sequence[tuple[Tensor, str]],
         layout: Layout,
         rank: int,
@@ -102,6 +105,7 @@ class ShardedBucket:
             index=index,
             first=first,
             group_index=group_index,
+            group=group,
             rank=rank,
             device=device,
             params=[p for p, _ in members],

@@ -50,13 +50,13 @@ class ShardedLambRule(ShardedAdamRule):
         total_K4 = yield from self.placement.total(sums_K4)
         ratio_K = self._trust_ratios(bucket, total_K4, seen)
         ratio_J = ratio_K[bucket.parameter_of_block[bucket.rank]]
-        u = direction.add_(bucket.owned, alpha=self.buckets.group(bucket)["weight_decay"])
+        u = direction.add_(bucket.owned, alpha=bucket.group["weight_decay"])
         u.view(ratio_J.numel(), -1).mul_(ratio_J.unsqueeze(1))
         return u, 0.0  # the decay is in u
 
     def _own_sums(self, bucket: ShardedBucket, direction: Tensor, D: Tensor, g: Tensor) -> Tensor:
         """‖master‖², <m̂/D, master>, Σ v̂/D² and Σ g·m̂/D² of this rank's part of each layer, float64 [K, 4]."""
-        owned, beta2 = bucket.owned, self.buckets.group(bucket)["betas"][1]
+        owned, beta2 = bucket.owned, bucket.group["betas"][1]
         v_hat = bucket.variance.clamp(min=0.0)
         v_hat.view(-1, bucket.layout.block).mul_(bucket.correction(beta2))
         pairs = ((owned, owned), (direction, owned), (v_hat / D, D.reciprocal()), (g / D, direction))
@@ -68,7 +68,7 @@ class ShardedLambRule(ShardedAdamRule):
 
     def _trust_ratios(self, bucket: ShardedBucket, total_K4: Tensor, seen: Sequence[bool]) -> Tensor:
         """r_l of the bucket's layers, float32 [K], the same on every rank. Advances the averages of those seen."""
-        group, beta = self.buckets.group(bucket), self.coeff_beta
+        group, beta = bucket.group, self.coeff_beta
         decay, beta1 = group["weight_decay"], group["betas"][0]
         steps = numbers_on(bucket.device, [max(float(step), 1.0) for step in bucket.steps], torch.float64)
         weight, product, noise, common = total_K4.unbind(1)

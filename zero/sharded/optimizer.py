@@ -193,6 +193,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
             len(self.buckets),
             len(self.buckets.params),
             g,
+            self.param_groups[g],
             members,
             lay_out([p.shape for p, _ in members], config.codec.block, transport.world_size),
             transport.rank,
@@ -228,7 +229,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         count_edits_apart_(p.grad)
         if self.placement.config.stage == 2:
             self._leave_freed(p)
-        elif self.overlap.count_pass(p, self.buckets.of(p)) and self.overlap.is_possible and self._goes_up_early():
+        elif self.overlap.count_pass(p, self.buckets.of[p]) and self.overlap.is_possible and self._goes_up_early():
             while (rest := self.buckets[self._launched :]) and self.overlap.is_complete(rest[0]):
                 self._launch_early(rest[0], in_backward=True)
 
@@ -258,7 +259,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
 
     def _leave_freed(self, p: Tensor) -> None:
         """Stage 2: a bucket whose gradients have all come takes its step, and frees them."""
-        bucket = self.buckets.of(p)
+        bucket = self.buckets.of[p]
         if p in bucket.ready:
             raise RuntimeError(
                 f"rank {self.transport.rank}: a second backward pass before step(); at stage 2 gradients leave in the "
@@ -273,7 +274,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
 
     @property
     def _launched(self) -> int:
-        return self._driver.launched
+        return len(self._driver.tasks)
 
     def _launch(self, bucket: ShardedBucket, scale: float) -> None:
         """Stage 2: begin the next bucket's step, in bucket order on every rank.

@@ -60,7 +60,7 @@ class ShardedRule(BucketRule[ShardedBucket]):
 
     def numbers(self, bucket: ShardedBucket) -> StepNumbers:
         """The bucket's, for the step under way."""
-        return StepNumbers.of(self.buckets.group(bucket))
+        return StepNumbers.of(bucket.group)
 
     def after_step(self) -> str:
         return "warmup" if any(bucket.is_warm for bucket in self.buckets) else "compressed"

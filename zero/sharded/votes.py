@@ -189,7 +189,7 @@ class Votes:
 
     def _own(self, buckets: Sequence[ShardedBucket], scale: float) -> OwnGradients:
         clips = self._clipper.max_norm > 0
-        beta1s = [self._buckets.group(bucket)["betas"][0] for bucket in buckets] if clips else None
+        beta1s = [bucket.group["betas"][0] for bucket in buckets] if clips else None
         return OwnGradients.of(self._placement, buckets, scale, beta1s)
 
     @staticmethod
