@@ -173,7 +173,7 @@ class HierarchicalTransport(Transport):
         return self._counted(lambda: self.world.all_gather(out_WB, in_B))
 
     def all_reduce(self, x: Tensor) -> Work:
-        return self._counted(lambda: self.world.all_reduce(x))
+        return self._counted(lambda: self.world.all_reduce(x), in_ring=self.world.reduces_in_ring)
 
     def broadcast(self, x: Tensor, src: int) -> Work:
         return self._counted(lambda: self.world.broadcast(x, src))
@@ -192,11 +192,14 @@ class HierarchicalTransport(Transport):
         for transport in (self.intra_node, self.inter_node, self.world):
             transport.abandon()
 
-    def _counted(self, launch: Callable[[], Work]) -> Work:
-        """Of what an operation sends, every peer is taken to get the same share."""
+    def _counted(self, launch: Callable[[], Work], *, in_ring: bool = False) -> Work:
+        """Every peer is taken to get the same share of what an operation sends; in a ring the next rank gets all."""
         before = self.world.sent_bytes
         work = launch()
-        others, peers = self.world_size - self.intra_node.world_size, max(self.world_size - 1, 1)
+        peers, others = max(self.world_size - 1, 1), self.world_size - self.intra_node.world_size
+        if in_ring:
+            is_last = self.intra_node.rank == self.intra_node.world_size - 1
+            peers, others = 1, int(is_last and self.inter_node.world_size > 1)
         self._sent_inter_node += (self.world.sent_bytes - before) * others // peers
         return work
 

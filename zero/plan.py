@@ -6,7 +6,12 @@ Counted from the layouts, not measured: parameters, gradients, optimizer state a
 of the warm-up, and on average over a run of `--steps`, by the optimizers' own schedules.
 Activations, the buckets of the exchange (a few times `bucket_cap_mb`) and what the allocator keeps come on top; padding
 to blocks is left out, below 1 % for parameters of thousands of elements. "sharded" is across nodes of one rank: the
-same for all three optimizers, but that ZeroOneAdam's skipped rounds send nothing. Seconds: `comm/cost.py` with the
+same for all three optimizers, but that ZeroOneAdam's skipped rounds send nothing.
+
+Several ranks on each host: at stage 0 a one-bit optimizer and local steps exchange in two levels, each rank its share
+of the elements, as over the transport of `onebit.comm.init()`. The engine's stage 0 has one level, and sends as many
+times more as a host has ranks; its other stages have two. Dense traffic goes round a ring of all ranks, node by node,
+as Gloo's and NCCL's does: a host sends what one rank sends. Seconds: `comm/cost.py` with the
 costs that were fitted on one machine (`comm/cost.py` names the record), an estimate for others: from all traffic that
 can hide behind two thirds of the computing does, to none does, as where ranks have no processor to spare. Recorded
 steps of ours and of DDP (scripts/records/bench_2026-11.md) lie in between, within 15 %, which is a test. The
@@ -16,6 +21,7 @@ formulas are in `docs/memory.md`. "local steps": AdamW inside a replica, and bet
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -76,8 +82,9 @@ class Run:
 class Plan:
     """What one rank holds, in bytes per parameter of the model, and sends, in bits per parameter and step.
 
-    state: optimizer state, master weights and errors. bits: of one rank to other hosts, in a steady step. warmup_bits:
-    in one that sends gradients. run_bits: the mean over the run. seconds: of a steady step, least and most: see above.
+    state: optimizer state, master weights and errors. bits: to other hosts, in a steady step, the mean over the ranks
+    of a host. warmup_bits: in one that sends gradients. run_bits: the mean over the run. seconds: of a steady step,
+    least and most: see above.
     """
 
     optimizer: str
@@ -125,13 +132,13 @@ def plan(run: Run, optimizer: str, stage: int) -> Plan | None:
         return _dense(run, optimizer, entry.footprint, stage)
     if stage > 0 and run.ranks_per_host == 1:
         return None
-    S, R = (run.ranks_per_host, run.hosts) if stage else (1, run.world_size)
+    S, (share, ranks) = run.ranks_per_host if stage else 1, _two_levels(run, stage)
     frame, in_warmup = _frame_bytes(run.codec), _frame_bytes(run.warmup_codec)
     sent = entry.footprint.sent(frame)
-    state = (entry.footprint.moments(frame) + run.error_bytes * (1 + 1 / R)) / S
+    state = entry.footprint.moments(frame) / S + run.error_bytes * (1 + 1 / ranks) / share
     parameters, gradients = _parameters_and_gradients(run, stage, S)
-    exchange = _exchange_s(run, run.params / S, R, sent, S if stage else run.ranks_per_host, _ONE_BIT_S)
-    bits, warmup_bits = (8 * 2 * (R - 1) / R * each / S for each in (sent, in_warmup))
+    exchange = _exchange_s(run, share, ranks, sent, _ONE_BIT_S)
+    bits, warmup_bits = (_bits(run, run.hosts, each) for each in (sent, in_warmup))
     run_bits = _mean(run, warmup_bits, bits, entry.footprint.dense_steps(run.steps))
     return Plan(optimizer, stage, parameters, gradients, state, bits, warmup_bits, run_bits, _step_s(run, exchange))
 
@@ -155,7 +162,7 @@ def _across(run: Run, optimizer: str, stage: int) -> Plan:
     gradients = float(b) if stage == 1 else 0.0
     # Phase 2 carries what phase 1 has made, and nothing leaves before the vote at stage 1: only phase 1 of stage 2 can
     # hide.
-    phase_up, phase_down = (_exchange_s(run, run.params, W, frame, 1, _ONE_BIT_S) / 2 for frame in (up, down))
+    phase_up, phase_down = (_exchange_s(run, 1, W, frame, _ONE_BIT_S) / 2 for frame in (up, down))
     seconds = _step_s(run, phase_up if stage == 2 else 0.0, phase_down if stage == 2 else phase_up + phase_down)
     bits, warmup_bits = (8 * (W - 1) / W * (each + down) for each in (up, _frame_bytes(run.warmup_codec)))
     run_bits = _mean(run, warmup_bits, bits, min(WARMUP_STEPS, run.steps))
@@ -163,14 +170,14 @@ def _across(run: Run, optimizer: str, stage: int) -> Plan:
 
 
 def _local(run: Run, stage: int) -> Plan:
-    """AdamW in a replica: a rank at stage 0, else the ranks of a host. Anchor, worker error, both server errors."""
-    S, R, H = (run.ranks_per_host, run.hosts, run.local_steps) if stage else (1, run.world_size, run.local_steps)
-    frame = _frame_bytes("sign")
-    state = (_MOMENTS + _FLOAT32 + run.error_bytes * (1 + 2 / R)) / S
+    """AdamW in a replica, which is the ranks of a host. Anchor, worker error, both server errors."""
+    S, (share, ranks) = run.ranks_per_host if stage else 1, _two_levels(run, stage)
+    frame, every = _frame_bytes("sign"), run.local_steps
+    state = (_MOMENTS + _FLOAT32) / S + run.error_bytes * (1 + 2 / ranks) / share
     parameters, gradients = _parameters_and_gradients(run, stage, S)
-    exchange = _exchange_s(run, run.params / S, R, frame, S if stage else run.ranks_per_host, _ONE_BIT_S)
-    bits = 8 * 2 * (R - 1) / R * frame / S / H
-    hidden, waited = max(0.0, exchange / H - run.compute_s), exchange / H
+    exchange = _exchange_s(run, share, ranks, frame, _ONE_BIT_S)
+    bits = _bits(run, run.hosts, frame) / every
+    hidden, waited = max(0.0, exchange / every - run.compute_s), exchange / every
     seconds = run.compute_s + hidden, run.compute_s + waited
     return Plan(LOCAL, stage, parameters, gradients, state, bits, bits, bits, seconds)
 
@@ -178,15 +185,15 @@ def _local(run: Run, stage: int) -> Plan:
 def _dense(run: Run, optimizer: str, footprint: Footprint, stage: int) -> Plan:
     """The engine's: an all-reduce in float32 at stage 0, else FSDP2 over all ranks, as DeepSpeed shards.
 
-    Parameters are gathered in dtype, twice at stage 3; gradients are reduced in float32.
+    Parameters are gathered in dtype, twice at stage 3; gradients are reduced in float32. A ring of all ranks leaves
+    each host once. Gloo's reduce-scatter is an all-reduce: there the gradients of stages 1 to 3 travel twice.
     """
     W = run.world_size
     S, gathers = (1, 0) if stage == 0 else (W, 2 if stage == 3 else 1)
     parameters, gradients = _parameters_and_gradients(run, stage, S)
     gradient, moments = footprint.sent(_FLOAT32), footprint.moments(_FLOAT32)
     each_way = gradient if stage == 0 else (gathers * DTYPE_BYTES[run.dtype] + gradient) / 2
-    exchange = _exchange_s(run, run.params, W, each_way, run.ranks_per_host, _DENSE_S)
-    bits = 8 * 2 * (W - 1) / W * each_way
+    exchange, bits = _exchange_s(run, 1, W, each_way, _DENSE_S), _bits(run, W, each_way)
     return Plan(optimizer, stage, parameters, gradients, moments / S, bits, bits, bits, _step_s(run, exchange))
 
 
@@ -200,11 +207,22 @@ def _parameters_and_gradients(run: Run, stage: int, shards: int) -> tuple[float,
     return masters + gathered, gradients
 
 
-def _exchange_s(run: Run, elements: float, ranks: int, bytes_per_element: float, sharing: int, work_s: float) -> float:
-    """Seconds of one exchange, with `sharing` ranks on a host's link."""
-    link = LinkCost(_LATENCY_S, run.link_bits_per_s / 8 * _PAYLOAD_OF_FRAME / sharing, _START_S)
+def _two_levels(run: Run, stage: int) -> tuple[int, int]:
+    """(over how many ranks of a host the elements are shared out, how many ranks exchange each share)."""
+    return (1, run.world_size) if stage == 0 and run.hosts == 1 else (run.ranks_per_host, run.hosts)
+
+
+def _bits(run: Run, ranks: int, bytes_per_element: float) -> float:
+    """To other hosts in an exchange of all elements between so many ranks, over the ranks of a host."""
+    return 8 * 2 * (ranks - 1) / ranks * bytes_per_element / run.ranks_per_host if run.hosts > 1 else 0.0
+
+
+def _exchange_s(run: Run, share: int, ranks: int, bytes_per_element: float, work_s: float) -> float:
+    """Seconds of one exchange between so many ranks, of which `share` on a host exchange a part each, side by side."""
+    rate = run.link_bits_per_s / 8 * _PAYLOAD_OF_FRAME / share if run.hosts > 1 else math.inf
+    link = LinkCost(_LATENCY_S, rate, _START_S)
     codec = CodecCost(bytes_per_element, work_s, _UNHIDDEN)
-    return exchange_s(round(elements), ranks, codec, link) if ranks > 1 else 0.0
+    return exchange_s(round(run.params / share), ranks, codec, link) if ranks > 1 else 0.0
 
 
 def _step_s(run: Run, during: float, behind: float = 0.0) -> tuple[float, float]:

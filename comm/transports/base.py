@@ -120,6 +120,11 @@ class Transport(ABC):
         return True
 
     @property
+    def reduces_in_ring(self) -> bool:
+        """Whether a rank sends all of an all_reduce to the next one: only a node's last rank sends to another node."""
+        return False
+
+    @property
     def has_failed(self) -> bool:
         """Whether a PeerError was raised."""
         return False

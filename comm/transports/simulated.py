@@ -151,6 +151,10 @@ class SimTransport(Transport):
     def has_network(self) -> bool:
         return False
 
+    @property
+    def reduces_in_ring(self) -> bool:
+        return True
+
     def describe(self) -> str:
         return "none (in this process)"
 

@@ -100,6 +100,10 @@ class TorchTransport(NetworkedTransport):
         bound = getattr(self.group, "bound_device_id", None)
         return bound or torch.device("cuda", torch.cuda.current_device())
 
+    @property
+    def reduces_in_ring(self) -> bool:
+        return True
+
     def describe(self) -> str:
         """What serves which memory, for a log line."""
         if len(set(self._backends.values())) == 1:

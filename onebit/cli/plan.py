@@ -25,6 +25,9 @@ _ABOUT = """\
 What a run will need, before it is started: memory and traffic of every stage and optimizer, and seconds per step.
 Counted from the layouts and estimated with costs of one machine, not measured: `onebit doctor` measures.
 """
+_STAGE_0 = """\
+One-bit optimizers and local steps at stage 0: by themselves, over onebit.comm.init(). The engine's stage 0 sends as
+many times more as a host has ranks: take stage 1 there."""
 
 
 def table(run: Run) -> Table:
@@ -218,5 +221,7 @@ def main(argv: Sequence[str]) -> int:
         write_json(file, {"run": asdict(served), "plans": made})
         return 0
     Screen().table(table(run))
+    if min(run.hosts, run.ranks_per_host) > 1:
+        Screen().line(_STAGE_0)
     write_json(file, {"run": asdict(run), "plans": [asdict(made) for made in plans(run)]})
     return 0
