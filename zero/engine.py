@@ -121,7 +121,7 @@ class Engine:
 
     # ---------------------------------------------------------------- a step
 
-    def __call__(self, *inputs: object, **named: object) -> object:
+    def __call__(self, *inputs: object, **named: object) -> Any:
         """The model's output. Floating-point inputs, also in lists and dicts, are cast to the dtype computed in."""
         self._refuse_in_pipeline("a forward pass")
         if self.module.training:

@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ConfigLike = Mapping[str, object] | str | os.PathLike[str]
-Initialized = tuple[DeepSpeedEngine, torch.optim.Optimizer, Loader | None, LRScheduler | None]
+# Any: None without training_data, or without a schedule, which the caller knows and need not check.
+Initialized = tuple[DeepSpeedEngine, torch.optim.Optimizer, Loader | Any, LRScheduler | Any]
 
 
 def initialize(

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -116,11 +117,17 @@ def test_without_a_compiler_the_install_succeeds_and_the_reference_runs(source: 
     assert "residual 0.0" in said
 
 
-def test_without_a_compiler_an_editable_install_succeeds(source: Path, tmp_path: Path) -> None:
+@pytest.mark.stranger("breaks", "27: type checkers do not find the package after pip install -e")
+def test_an_editable_install_is_a_path_and_needs_no_compiler(source: Path, tmp_path: Path) -> None:
+    """A line of a .pth, which mypy and pyright follow; they know nothing of an import hook."""
     code = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
     output = run(sys.executable, "-c", code, cwd=source, env=WITHOUT_COMPILER)
     assert output.count(NOT_BUILT) == 2, output
-    assert list(tmp_path.glob("onebit-*.whl"))
+    (wheel,) = tmp_path.glob("onebit-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+        assert [name.rpartition(".")[2] for name in names] == ["pth"]
+        assert archive.read(names[0]).decode().split() == [str(source)]
 
 
 @pytest.mark.thorough

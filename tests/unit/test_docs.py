@@ -29,6 +29,7 @@ import pytest
 
 import onebit
 from onebit.cli import main
+from onebit.cli.cluster import available
 from onebit.comm import Transport
 from onebit.step.stats import Stats
 from onebit.zero.config.local_steps import LocalRounds
@@ -152,6 +153,46 @@ def test_the_readmes_samples_run_as_written(command: str, tmp_path: Path) -> Non
         capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
+    if "sharded.py" in command:  # what it prints stands below it, but for the last digits
+        shown = [block.code for block in BLOCKS["README.md"] if block.language == "text"][-1]
+        printed, expected = (
+            re.findall(r"^step (\d+): loss (\S+)$", text, re.MULTILINE) for text in (run.stdout, shown)
+        )
+        assert [step for step, _ in printed] == [step for step, _ in expected]
+        assert [float(loss) for _, loss in printed] == pytest.approx([float(loss) for _, loss in expected], rel=0.1)
+
+
+@pytest.mark.net
+@pytest.mark.thorough
+@pytest.mark.stranger("breaks", "26: the README's loop says on a slow network that one bit does not pay")
+def test_the_readmes_loop_shows_on_a_slow_network_what_it_says(tmp_path: Path) -> None:
+    if reason := available():
+        pytest.skip(f"emulated hosts: {reason}")
+    for name, code in SAMPLES.items():
+        (tmp_path / name).write_text(code)
+    run = subprocess.run(
+        [sys.executable, "-m", "onebit", "emulate", "--hosts", "4", "--rate", "100mbit", "--", "python", "loop.py"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    (shown, *_) = [block.code for block in BLOCKS["README.md"] if block.language == "text"]
+    pattern = r"step (\d+): .* (\S+) bits per parameter"
+    assert re.findall(pattern, run.stdout) == re.findall(pattern, shown), run.stdout + run.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.thorough
+@pytest.mark.stranger("breaks", "27: the README's own lines do not pass a type checker")
+def test_the_readmes_samples_pass_a_type_checker(tmp_path: Path) -> None:
+    for name, code in SAMPLES.items():
+        (tmp_path / name).write_text(code)
+    # torch's own Tensor.backward has no types, which --strict minds.
+    options = ["--strict", "--untyped-calls-exclude=torch", "--follow-imports=silent", f"--config-file={os.devnull}"]
+    run = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, f"--cache-dir={tmp_path / 'cache'}", *SAMPLES],
+        cwd=tmp_path, env=os.environ | {"MYPYPATH": str(ROOT)}, capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout
 
 
 # ---------------------------------------------------------------- commands

@@ -53,7 +53,7 @@ class InferenceEngine:
             self._decode = torch.compile(self._forward, fullgraph=True, mode=mode)
 
     @torch.no_grad()
-    def __call__(self, *inputs: object, **named: object) -> object:
+    def __call__(self, *inputs: object, **named: object) -> Any:
         if self.before_first_call is not None:
             self.before_first_call(inputs, named)
             self.before_first_call = None
