@@ -187,10 +187,10 @@ class HierarchicalTransport(Transport):
             for transport in (self.world, self.inter_node, self.intra_node):
                 closing.callback(transport.close)
 
-    def abandon(self) -> None:
-        """Release without the others: for a rank that ends on an error of its own. Idempotent."""
+    def abandon(self, why: str = "") -> None:
+        """See `Transport`."""
         for transport in (self.intra_node, self.inter_node, self.world):
-            transport.abandon()
+            transport.abandon(why)
 
     def _counted(self, launch: Callable[[], Work], *, in_ring: bool = False) -> Work:
         """Every peer is taken to get the same share of what an operation sends; in a ring the next rank gets all."""

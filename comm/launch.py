@@ -14,6 +14,7 @@ import re
 import socket
 import struct
 import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +28,7 @@ from .hierarchy import HierarchicalTransport, Seen, decide, hierarchical
 from .messages import gather_bytes
 from .transports.arrivals import Arrival
 from .transports.base import PeerError, Transport
-from .transports.edge import DIAGNOSIS_S, NOTES_S, reason
+from .transports.edge import ANSWER_S, DIAGNOSIS_S, reason
 from .transports.hanging import call_within
 from .transports.rendezvous import Rendezvous
 from .transports.simulated import SimTransport
@@ -41,6 +42,9 @@ _log = logging.getLogger(__name__)
 BACKENDS = ("gloo", "nccl", "mpi")
 
 _SINGLE = "a single process"
+
+_REASON = 300
+"""Letters of its error that a rank tells the others."""
 
 _AT_EXIT_S = 10.0
 """How long a rank that ends without close() waits for the others to do the same."""
@@ -345,7 +349,7 @@ def _on_new_group(launch: Launch, backend: str, timeout_s: float) -> TorchTransp
     try:
         if backend == "gloo":
             # A peer that dies amid it can hold Gloo for ever.
-            call_within(timeout_s + NOTES_S, connect, getattr(store, "port", launch.master_port))
+            call_within(timeout_s + ANSWER_S, connect, getattr(store, "port", launch.master_port))
             # Others may use the group, too: Gloo closes all connections after their timeout, which must come second.
             _set_timeout(timeout_s + DIAGNOSIS_S)
         else:
@@ -402,15 +406,19 @@ def _store_found_by_mpi(launch: Launch, timeout_s: float) -> torch.distributed.S
 
 def _tie_to_process(transport: MpiTransport | TorchTransport | HierarchicalTransport, launch: Launch) -> None:
     """Close at exit; abandon on an uncaught exception, whose traceback is printed first, as ever."""
-    report = sys.excepthook
+    report, process = sys.excepthook, os.getpid()
 
     def end(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         report(kind, error, where)
+        if os.getpid() != process:
+            return  # a forked child's end is not this rank's
         _explain(transport, error)
         sys.stderr.flush()
-        _abandon(transport, launch)
+        _abandon(transport, launch, traceback.format_exception_only(kind, error)[0].split("\n")[0][:_REASON])
 
     def close() -> None:
+        if os.getpid() != process:
+            return
         transport.timeout_s = min(transport.timeout_s, _AT_EXIT_S)
         try:
             transport.close()
@@ -435,9 +443,9 @@ def _explain(transport: Transport, error: BaseException) -> None:
         pass  # not of the network
 
 
-def _abandon(transport: Transport, launch: Launch) -> None:
+def _abandon(transport: Transport, launch: Launch, why: str = "") -> None:
     """Release what this rank holds; under mpirun end the job, because MPI_Finalize would wait for the missing rank."""
-    transport.abandon()
+    transport.abandon(why)
     if launch.is_mpi:
         from .transports.mpi import abort
 

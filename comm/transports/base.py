@@ -148,8 +148,11 @@ class Transport(ABC):
         """What moves the bytes, for a log line."""
         return type(self).__name__
 
-    def abandon(self) -> None:
-        """Release without the others: for a rank that ends on an error of its own. Idempotent."""
+    def abandon(self, why: str = "") -> None:
+        """Release without the others: for a rank that ends on an error of its own. Idempotent.
+
+        why: the error, which the others are told if the transport can.
+        """
         return
 
     def naming_peers(self, what: str, *, is_counted: bool = True) -> AbstractContextManager[None]:

@@ -23,13 +23,16 @@ ROLL_CALL_S = 2.0
 NOTES_S = 2.0
 """How long a rank that failed waits for the notes of those whom it misses."""
 
-STORE_S = 6.0
-"""How long the store may take to answer a rank that failed before it counts as gone.
+ANSWER_S = 1.0
+"""How much longer than that the group's store may take to answer before it counts as hanging."""
 
-torch's store asks for the name of whoever connects, and serves nobody meanwhile: 5 s where a resolver is silent.
+STORE_S = 6.0
+"""How long the store may take to answer a rank at the rendezvous before it counts as gone.
+
+torch's store asks for the name of whoever connects, and serves nobody meanwhile: 5 s if a resolver is silent.
 """
 
-DIAGNOSIS_S = 9.0
+DIAGNOSIS_S = ROLL_CALL_S + NOTES_S + ANSWER_S
 """How long after its timeout an operation that cannot complete may still take to find out who is missing."""
 
 

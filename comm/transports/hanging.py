@@ -1,4 +1,4 @@
-"""Calls into torch that may never return: a deadline of ours around them."""
+"""Calls into torch's store that may never return: a deadline of ours around them, and a look at its connections."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import queue
 import socket
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import TypeVar, cast
 
 T = TypeVar("T")
@@ -15,11 +15,11 @@ T = TypeVar("T")
 _LINGER_S = 0.5
 
 
-def call_within(timeout_s: float, call: Callable[[], T], port: int | None) -> T:
-    """What call() returns or raises. Raises TimeoutError where it does neither in time, and leaves it in its thread.
+def call_within(timeout_s: float, call: Callable[[], T], port: int | None, connected: Set[int] = frozenset()) -> T:
+    """What call() returns or raises. Raises TimeoutError if it does neither in time, and leaves it in its thread.
 
-    port: of the store that it talks to. What it has connected there is shut then: Python ends with SIGABRT where a
-    thread comes back from C++ meanwhile.
+    port: of the store that it talks to. What it has connected there, and `connected`, over which it talks, is shut
+    then: Python ends with SIGABRT if a thread comes back from C++ while it ends.
     """
     ends: queue.SimpleQueue[tuple[bool, object]] = queue.SimpleQueue()
 
@@ -29,13 +29,15 @@ def call_within(timeout_s: float, call: Callable[[], T], port: int | None) -> T:
         except BaseException as error:
             ends.put((False, error))
 
-    before = _sockets()
+    before = sockets() - connected
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
         has_returned, end = ends.get(timeout=timeout_s)
     except queue.Empty:
-        _hang_up(port, before)
+        for descriptor in connections(port, before):
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
         thread.join(_LINGER_S)
         raise TimeoutError(f"no answer for {timeout_s:g} s") from None
     if has_returned:
@@ -43,8 +45,8 @@ def call_within(timeout_s: float, call: Callable[[], T], port: int | None) -> T:
     raise cast(BaseException, end)
 
 
-def _sockets() -> set[int]:
-    """The sockets that this process has open; none where the system does not tell."""
+def sockets() -> set[int]:
+    """The sockets that this process has open; none if the system does not tell."""
     found = set()
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         try:
@@ -55,11 +57,28 @@ def _sockets() -> set[int]:
     return found
 
 
-def _hang_up(port: int | None, before: set[int]) -> None:
-    for descriptor in _sockets() - before:
+def connections(port: int | None, before: Set[int]) -> set[int]:
+    """This process's connections to that port, without those of `before`."""
+    found = set()
+    for descriptor in sockets() - before:
         try:
             with socket.socket(fileno=os.dup(descriptor)) as connection:
                 if connection.getpeername()[1] == port:
-                    connection.shutdown(socket.SHUT_RDWR)
+                    found.add(descriptor)
         except (OSError, IndexError):
             continue  # no connection, or ended by now
+    return found
+
+
+def have_ended(connected: Set[int]) -> bool:
+    """Whether the process at the other end of any of these connections has ended; one that hangs has not."""
+    for descriptor in connected:
+        try:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    return True
+        except BlockingIOError:
+            continue
+        except OSError:
+            return True
+    return False

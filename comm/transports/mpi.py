@@ -160,7 +160,7 @@ class MpiTransport(NetworkedTransport):
         if not self._failed and not self._mpi.Is_finalized():
             self._comm.Free()
 
-    def abandon(self) -> None:
+    def abandon(self, why: str = "") -> None:
         """End the whole MPI job with exit status 1, this process included: for a rank that ends on an error."""
         _log.error("rank %d of %d ends on an error and aborts the MPI job", self.rank, self.world_size)
         if self._failed:

@@ -69,7 +69,7 @@ class Operation(NamedTuple):
 class Note:
     """Where a rank stands. transport: among which ranks. launched: its last operations. misses: whom it waits for.
 
-    gave_up: its own timeout has passed; else a peer broke off.
+    gave_up: its own timeout has passed; else a peer broke off. ended: the error of its own that ended it, if one did.
     """
 
     transport: str
@@ -77,18 +77,19 @@ class Note:
     launched: tuple[Operation, ...]
     misses: tuple[int, ...] = ()
     gave_up: bool = False
+    ended: str = ""
 
     def encode(self) -> bytes:
         """JSON."""
-        return json.dumps([self.transport, self.operation, self.launched, self.misses, self.gave_up]).encode()
+        return json.dumps(
+            [self.transport, self.operation, self.launched, self.misses, self.gave_up, self.ended]
+        ).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Note:
         """What `encode` gave."""
-        transport, operation, launched, misses, gave_up = json.loads(data)
-        return cls(
-            transport, Operation(*operation), tuple(Operation(*each) for each in launched), tuple(misses), gave_up
-        )
+        transport, operation, launched, misses, *how = json.loads(data)
+        return cls(transport, Operation(*operation), tuple(Operation(*each) for each in launched), tuple(misses), *how)
 
     def in_place_of(self, operation: Operation, transport: str) -> Operation | None:
         """What this rank has launched as that number; None where it has launched nothing there, or too long ago."""
@@ -110,10 +111,12 @@ class Conclusion(NamedTuple):
 def conclude(me: int, mine: Note, notes: Mapping[int, Note]) -> Conclusion:
     """What the notes of others say about those whom I miss.
 
-    Who has left no note is missing. Who launched another operation than mine is out of step. Whoever else waits, in the
-    same operation or elsewhere, waits for others in turn, and these count in its place.
+    Who has left no note is missing. Who has ended on an error of its own says on which. Who launched another operation
+    than mine is out of step. Whoever else waits, in the same operation or elsewhere, waits for others in turn, and
+    these count in its place.
     """
     missing: set[int] = set()
+    ended: dict[int, str] = {}
     out_of_step: dict[int, Operation] = {}
     elsewhere: dict[int, Operation] = {}
     seen, to_visit = {me}, set(mine.misses) - {me}
@@ -124,6 +127,9 @@ def conclude(me: int, mine: Note, notes: Mapping[int, Note]) -> Conclusion:
         if note is None:
             missing.add(peer)
             continue
+        if note.ended:
+            ended[peer] = note.ended
+            continue
         theirs = note.in_place_of(mine.operation, mine.transport)
         if theirs is not None and theirs != mine.operation:
             out_of_step[peer] = theirs
@@ -132,8 +138,10 @@ def conclude(me: int, mine: Note, notes: Mapping[int, Note]) -> Conclusion:
             elsewhere[peer] = note.operation
         to_visit |= set(note.misses) - seen
 
-    blamed = missing | out_of_step.keys() or elsewhere.keys() or set(mine.misses)
+    blamed = missing | ended.keys() | out_of_step.keys() or elsewhere.keys() or set(mine.misses)
     sentences = []
+    if ended:
+        sentences.append(f"Ended: {'; '.join(f'rank {peer} by {error}' for peer, error in sorted(ended.items()))}")
     if missing:
         whose = "their logs and processes" if len(missing) > 1 else "its log and process"
         why = f" (not in {mine.operation.call}, or ended)" if mine.operation.call else ""
@@ -148,13 +156,13 @@ def conclude(me: int, mine: Note, notes: Mapping[int, Note]) -> Conclusion:
         sentences.append(f"This rank came too late: {_names(impatient)} had given up waiting for it")
     if not sentences and blamed:
         sentences.append(f"Missing: {_names(blamed)}, in the same operation by now: late, or cut off from this rank")
-    here = {me: mine.operation} | {peer: note.operation for peer, note in notes.items()}
+    here = {me: mine.operation} | {peer: note.operation for peer, note in notes.items() if not note.ended}
     calls = sorted({operation.call for operation in here.values()} - {""})
     others = {call: {rank for rank, operation in here.items() if operation.call != call} for call in calls}
     for call in calls if missing or any(others.values()) else ():
         did_not = f", {_names(others[call])} did not" if others[call] else ""
         sentences.insert(0, f"Every rank must call {call}: {_names(here.keys() - others[call])} did{did_not}")
-    is_silence = not calls and (bool(missing) or not out_of_step)
+    is_silence = not calls and (bool(missing) or not (ended or out_of_step or elsewhere))
     return Conclusion(tuple(sorted(blamed)), ". ".join(sentences), is_silence)
 
 

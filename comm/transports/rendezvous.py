@@ -20,8 +20,8 @@ import torch.distributed as dist
 from . import arrivals
 from .arrivals import Arrival, End, Start, from_where, listed
 from .base import PeerError
-from .edge import NOTES_S, STORE_S, reason
-from .hanging import call_within
+from .edge import ANSWER_S, STORE_S, reason
+from .hanging import call_within, connections
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ class Rendezvous:
     def explain(self, why: str) -> PeerError:
         """The error for ranks that all came, but did not all connect to each other. Every rank that failed, at once."""
         self._write(_FAILED, f"{self._me.rank}\n")
-        time.sleep(NOTES_S)
+        time.sleep(_LINGER_S)
         here = set(map(int, self._read(_FAILED).split()))
         self._linger()
         return self._missing(
@@ -150,8 +150,10 @@ class Rendezvous:
         why = self._why_ended()  # torch would print a C++ stack
         try:
             if not why:
-                seconds = max(self._deadline - time.monotonic(), 0.0) + STORE_S
-                return call_within(seconds, question, self._address[1])
+                answer_s = ANSWER_S if self._came else STORE_S  # nobody connects any more
+                seconds = max(self._deadline - time.monotonic(), 0.0) + answer_s
+                connected = connections(self._address[1], frozenset())
+                return call_within(seconds, question, self._address[1], connected)
         except (RuntimeError, TimeoutError) as error:
             why = reason(error)
         if self._may_be_earlier and self._address in _met_at and time.monotonic() < self._deadline:
@@ -207,8 +209,8 @@ class Rendezvous:
             if time.monotonic() > self._deadline:
                 raise PeerError(
                     f"{self._who()}: nobody answers at {self._place()} within {self._timeout_s:g} s ({why}). Missing: "
-                    f"{self._host}, which should listen there; look at its log first, then check MASTER_ADDR and "
-                    "MASTER_PORT",
+                    f"{self._host}, which should listen there, or has given up waiting for this rank; look at its log "
+                    "first, then check MASTER_ADDR and MASTER_PORT",
                     self._host_ranks,
                 )
             time.sleep(pause_s)

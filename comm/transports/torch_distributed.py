@@ -12,12 +12,11 @@ from __future__ import annotations
 import collections
 import logging
 import os
-import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -25,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .base import PeerError, Work
-from .edge import DIAGNOSIS_S, NOTES_S, ROLL_CALL_S, STORE_S, as_bytes, peer_error, reason
-from .hanging import call_within
+from .edge import ANSWER_S, DIAGNOSIS_S, NOTES_S, ROLL_CALL_S, as_bytes, peer_error, reason
+from .forks import release_in_children
+from .hanging import call_within, connections, have_ended, sockets
 from .networked import NetworkedTransport
 from .notes import Conclusion, Note, Operation, conclude
 
@@ -38,9 +38,36 @@ _ROLL_CALL_TAG, _BREAK_OFF_TAG = _TAG - 1, _TAG - 2
 
 _POLL_S, _LINGER_S = 0.02, 0.5
 
+_STORE_ENDED = "the process of the store has ended"
+
 _HINT = "check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
 
-_failures: weakref.WeakKeyDictionary[dist.ProcessGroup, list[object]] = weakref.WeakKeyDictionary()
+
+@dataclass
+class _Past:
+    """What the transports of a group, and their parts, have in common of what they went through.
+
+    held: what failed operations may still write to. failure: the first operation that failed. late_s: how long this
+    process had launched nothing before the operations in flight, if for longer than the others wait for it.
+    """
+
+    held: list[object] = field(default_factory=list)
+    failure: Operation | None = None
+    missing: tuple[int, ...] = ()
+    late_s: float = 0.0
+    _last: float = field(default_factory=time.monotonic)
+
+    def launches(self, timeout_s: float) -> None:
+        now = time.monotonic()
+        if now - self._last > timeout_s:
+            self.late_s = now - self._last
+        self._last = now
+
+    def completes(self) -> None:
+        self._last, self.late_s = time.monotonic(), 0.0
+
+
+_pasts: weakref.WeakKeyDictionary[dist.ProcessGroup, _Past] = weakref.WeakKeyDictionary()
 
 
 class TorchTransport(NetworkedTransport):
@@ -67,7 +94,7 @@ class TorchTransport(NetworkedTransport):
         timeout_s: float = 300.0,
         *,
         owns_group: bool = False,
-        is_part: bool = False,
+        whole: TorchTransport | None = None,
         store_host: int | None = None,
     ):
         if group is None and dist.is_initialized():
@@ -77,20 +104,26 @@ class TorchTransport(NetworkedTransport):
         self.group: dist.ProcessGroup = group
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout_s)
         self._owns_group = owns_group
-        self._is_part = is_part
+        self._is_part = whole is not None
         self._store_host = None if store_host == self.rank else store_host
         self._backends = _backends_by_device(self.group)
-        self._board = _Board(group, self.rank)
-        # What a failed operation may still write to must outlive it. A group fails for all its transports.
-        self._failed: list[object] = _failures.setdefault(self.group, [])
-        # A group of our own has a prefix in the store that none had before it, a part the board of the whole.
-        if not (owns_group or is_part or self.has_failed):
-            self._board.clear()
+        # A group fails for all its transports, and with a part the whole: then none waits for a barrier.
+        self._past: _Past = _pasts.setdefault(self.group, _Past()) if whole is None else whole._past
+        self._board: _Board | None = None
+        if whole is not None:
+            self._board, self._store_host = whole._board, whole._store_host
+        elif self._backends.get("cpu") == "gloo":
+            self._board = _Board(self.group, self.rank, timeout_s)
+        if self._board is not None:
+            release_in_children(self._board.port)
+            # A group of our own has a prefix in the store that none had before it, a part the board of the whole.
+            if not (owns_group or whole or self.has_failed):
+                self._board.clear()
 
     @property
     def has_failed(self) -> bool:
         """Whether a PeerError was raised."""
-        return bool(self._failed)
+        return self._past.failure is not None
 
     @property
     def device(self) -> torch.device:
@@ -164,22 +197,26 @@ class TorchTransport(NetworkedTransport):
             )
         except RuntimeError as error:
             raise self._collective_error(operation, (), error) from error
-        part = TorchTransport(group, self.timeout_s, is_part=True)
-        part._names, part._board = names, self._board
-        part._store_host = self._store_host
-        part._failed = self._failed  # where one has failed, no other waits for a barrier
+        part = TorchTransport(group, self.timeout_s, whole=self)
+        part._names = names
         return part
 
-    def abandon(self) -> None:
-        """Release without the others: for a rank that ends on an error of its own. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._release()
+    def abandon(self, why: str = "") -> None:
+        """See `Transport`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if why and self._board is not None and not (self._is_part or self.has_failed):
+            last = self._launched[-1] if self._launched else Operation("start", 0)
+            self._board.leave(Note(self.group.group_name, last, tuple(self._launched), ended=why))
+            self._break_off()
+            self._board.linger()
+        self._release()
 
     def _release(self) -> None:
         # Destroying without a barrier, or not at all, ended in SIGABRT in 3 of 14 and 2 of 5 runs (Gloo, torch 2.13).
         # A broken NCCL communicator may block in destroy; the process ends without it.
-        if self._owns_group and dist.is_initialized() and (not self._failed or "gloo" in self._backends.values()):
+        if self._owns_group and dist.is_initialized() and (not self.has_failed or "gloo" in self._backends.values()):
             dist.destroy_process_group(self.group)
         elif not self._is_part:
             return
@@ -222,21 +259,44 @@ class TorchTransport(NetworkedTransport):
     def _collective_error(self, operation: Operation, held: object, error: RuntimeError) -> PeerError:
         what = f"{reason(error)} (timeout_s={self.timeout_s:g})"
         if self._backends.get("cpu") != "gloo":
-            self._failed.append(held)
+            self._past.held.append(held)
+            self._past.failure = operation
             return peer_error(self._names[self.rank], operation, what, Conclusion(), _HINT)
-        return self._fail(operation, held, what, self._roll_call(operation), gave_up=_is_timeout(error))
+        suspects = set() if self.has_failed else self._roll_call(operation)
+        return self._fail(operation, held, what, suspects, gave_up=_is_timeout(error))
 
     def _fail(self, operation: Operation, held: object, what: str, suspects: set[int], *, gave_up: bool) -> PeerError:
         """Break off, compare notes with the others, say who is to blame. suspects: as numbered here."""
-        self._failed.append(held)
+        past = self._past
+        past.held.append(held)
+        if past.failure is not None:
+            return self._failed_before(operation)
+        past.failure = operation
         self._break_off()
         misses = tuple(sorted(self._names[rank] for rank in suspects))
         mine = Note(self.group.group_name, operation, tuple(self._launched), misses, gave_up)
         me = self._names[self.rank]
+        assert self._board is not None  # Gloo's alone come here
         notes = self._board.compare(mine)
-        if notes is None and self._store_host is not None:  # it is gone or hangs, and nobody else could leave a note
-            mine = replace(mine, misses=(self._store_host,))
-        return peer_error(me, operation, what, conclude(me, mine, notes or {}), _HINT)
+        if not notes and past.late_s and not gave_up:
+            said = (
+                f"This rank may have come too late: it launched nothing for {past.late_s:.1f} s, longer than "
+                f"timeout_s={self.timeout_s:g}. Ended meanwhile: rank {', '.join(map(str, misses))}; look there for why"
+            )
+            conclusion = Conclusion(misses, said, is_silence=False)
+        else:
+            if notes is None and self._store_host is not None:  # it is gone or hangs: nobody else could leave a note
+                mine = replace(mine, misses=(self._store_host,))
+            conclusion = conclude(me, mine, notes or {})
+        past.missing = conclusion.ranks
+        return peer_error(me, operation, what, conclusion, _HINT)
+
+    def _failed_before(self, operation: Operation) -> PeerError:
+        return PeerError(
+            f"rank {self._names[self.rank]}: {operation}: the transport has failed before, in {self._past.failure}; "
+            "end this process, and start all ranks again",
+            self._past.missing,
+        )
 
     def _roll_call(self, failed: Operation) -> set[int]:
         """Who does not answer; all, where that tells nothing. A rank that failed calls it: one byte to every peer.
@@ -246,7 +306,7 @@ class TorchTransport(NetworkedTransport):
         presence_W1 = torch.zeros(self.world_size, 1, dtype=torch.uint8)
         mine = [torch.zeros(1, dtype=torch.uint8)] * self.world_size
         call = _PairsWork(self, failed, presence_W1, mine, _ROLL_CALL_TAG, ROLL_CALL_S)
-        self._failed.append(call)
+        self._past.held.append(call)
         return call.suspects() or set(range(self.world_size)) - {self.rank}
 
     def _break_off(self) -> None:
@@ -266,78 +326,82 @@ class TorchTransport(NetworkedTransport):
 
 
 class _Board:
-    """Where ranks that fail leave notes and read those of others: the group's store, a key for each rank."""
+    """Where ranks that fail leave notes and read those of others: the group's store, a key for each rank.
 
-    def __init__(self, group: dist.ProcessGroup, rank: int):
-        self._group = group
+    Over a connection of its own. The group's own is locked while another thread waits. It is made at once: torch's
+    store asks for the name of whoever connects, and serves nobody meanwhile, 5 s if a resolver is silent.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, timeout_s: float):
         self._rank = rank
-        self._is_alive = False
+        store = _innermost(group)
+        self.port = store.port if isinstance(store, dist.TCPStore) else None
+        before = sockets()
+        try:
+            self._store: dist.Store = call_within(
+                timeout_s,
+                lambda: group.get_group_store().clone(),  # type: ignore[attr-defined]
+                self.port,
+            )
+        except (RuntimeError, TimeoutError) as error:
+            raise PeerError(f"rank {rank}: the group's store has ended or hangs: {reason(error)}") from error
+        self._connected = connections(self.port, before)
 
     def clear(self) -> None:
         """Take away the note of an earlier process of this rank: torchrun, which starts all anew, keeps its store."""
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            return
-        try:
-            call_within(STORE_S, lambda: _connect_to_store(self._group).delete_key(_key_of(self._rank)), self._port())
-        except (RuntimeError, OSError, TimeoutError) as error:  # who fails later finds that out, too
-            _log.info("rank %d: cannot look for notes of an earlier start: %s", self._rank, reason(error))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            self._ask(
+                "look for notes of an earlier start", ANSWER_S, lambda: self._store.delete_key(_key_of(self._rank))
+            )
+
+    def leave(self, mine: Note) -> None:
+        self._ask("tell the others", ANSWER_S, lambda: self._store.set(_key_of(self._rank), mine.encode().decode()))
+
+    def linger(self) -> None:
+        """The store may end with this rank, and others have just begun to read."""
+        if self._rank == 0:
+            time.sleep(_LINGER_S)
 
     def compare(self, mine: Note) -> dict[int, Note] | None:
         """Leave my note; return those of the ranks that I miss, and that these miss, as far as they come in `NOTES_S`.
 
         Whoever waits for a rank that has failed fails at once, as its connections are closed, and leaves a note.
-        None where the store has died with the rank that hosted it, or hangs in it.
+        None if the store has died with the rank that hosted it, or hangs in it.
         """
         notes: dict[int, Note] = {}
-        self._is_alive = False
-        try:  # the store may live in the very process that hangs
-            call_within(NOTES_S + STORE_S, lambda: self._compare(mine, notes), self._port())
-        except TimeoutError as error:
-            _log.info("rank %d: cannot ask the others what they know: %s", self._rank, error)
-        return dict(notes) if self._is_alive or notes else None
-
-    def _port(self) -> int | None:
-        store = _innermost(self._group)
-        return store.port if isinstance(store, dist.TCPStore) else None
+        has_all = self._ask("ask the others what they know", NOTES_S + ANSWER_S, lambda: self._compare(mine, notes))
+        if has_all:
+            self.linger()
+        return dict(notes) if has_all or notes else None
 
     def _compare(self, mine: Note, notes: dict[int, Note]) -> None:
+        self._store.set(_key_of(self._rank), mine.encode().decode())
+        deadline = time.monotonic() + NOTES_S
+        wanted = set(mine.misses)
+        while (missing := wanted - notes.keys() - {self._rank}) and time.monotonic() < deadline:
+            if have_ended(self._connected):
+                raise RuntimeError(_STORE_ENDED)
+            for peer in missing:
+                if self._store.check([_key_of(peer)]):
+                    notes[peer] = Note.decode(self._store.get(_key_of(peer)))
+                    wanted |= set(notes[peer].misses)
+            time.sleep(_POLL_S)
+
+    def _ask(self, what: str, seconds: float, question: Callable[[], object]) -> bool:
+        """Whether the store has answered in time. Its host may have ended, or hang."""
+        why = _STORE_ENDED if have_ended(self._connected) else ""  # torch would print a C++ stack
         try:
-            store = _connect_to_store(self._group)
-            store.set(_key_of(self._rank), mine.encode().decode())
-            deadline = time.monotonic() + NOTES_S
-            wanted = set(mine.misses)
-            while (missing := wanted - notes.keys() - {self._rank}) and time.monotonic() < deadline:
-                for peer in missing:
-                    if store.check([_key_of(peer)]):
-                        notes[peer] = Note.decode(store.get(_key_of(peer)))
-                        wanted |= set(notes[peer].misses)
-                time.sleep(_POLL_S)
-            self._is_alive = True
-            if self._rank == 0:
-                time.sleep(_LINGER_S)  # the store may end with this rank, and others have just begun to read
-        except (RuntimeError, OSError) as error:
-            _log.info("rank %d: cannot ask the others what they know: %s", self._rank, reason(error))
+            if not why:
+                call_within(seconds, question, self.port, self._connected)
+                return True
+        except (RuntimeError, TimeoutError) as error:  # who fails later finds that out, too
+            why = reason(error)
+        _log.info("rank %d: cannot %s: %s", self._rank, what, why)
+        return False
 
 
 def _key_of(rank: int) -> str:
     return f"onebit/notes/{rank}"
-
-
-def _connect_to_store(group: dist.ProcessGroup) -> dist.Store:
-    """The group's store over a connection of one's own. Raises OSError where its host is gone.
-
-    The group's own connection would print a C++ stack where it is broken, and is locked while another thread waits.
-    """
-    innermost = _innermost(group)
-    if isinstance(innermost, dist.TCPStore):
-        try:
-            socket.create_connection((innermost.host, innermost.port), STORE_S).close()
-        except OSError as error:
-            raise OSError(
-                f"nobody answers at {innermost.host}:{innermost.port}, where the store was: {error}"
-            ) from error
-    connection: dist.Store = group.get_group_store().clone()  # type: ignore[attr-defined]
-    return connection
 
 
 def _innermost(group: dist.ProcessGroup) -> dist.Store:
@@ -371,6 +435,9 @@ class _PairsWork:
         self._posted: collections.deque[tuple[int, dist.Work]] = collections.deque()
         self._broken: dict[int, str] = {}
         self._silent: set[int] = set()
+        if transport.has_failed:
+            raise transport._failed_before(operation)
+        transport._past.launches(timeout_s)
         rank, W, group = transport.rank, transport.world_size, transport.group
         for k in range(1, W):
             src, dst = (rank - k) % W, (rank + k) % W
@@ -392,6 +459,7 @@ class _PairsWork:
         if suspects:
             what = next(iter(self._broken.values()), f"not complete within {self._timeout_s:g} s")
             raise self._transport._fail(self._operation, self, what, suspects, gave_up=not self._broken)
+        self._transport._past.completes()
 
     def suspects(self) -> set[int]:
         """Wait; then the peers whose connection is broken, or else those from whom something is missing in time.
@@ -432,6 +500,7 @@ class _CollectiveWork:
                 self._work.wait()  # with a timeout, NCCL's wait blocks the host until the operation is complete
         except RuntimeError as error:
             raise self._transport._collective_error(self._operation, self, error) from error
+        self._transport._past.completes()
         self._work, self._tensors = None, ()
 
 

@@ -184,6 +184,60 @@ def test_who_comes_too_late_is_told_so() -> None:
     assert "This rank came too late: rank" in results[odd]["late"]["message"]
 
 
+PROMISED_S = 5.0
+"""docs/reliability.md: the error comes within timeout_s and so much more."""
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.stranger("hangs", "22: the rank that hosts the store is stopped: told 8 s after the timeout, not 5")
+def test_a_stopped_host_of_the_store_is_named_in_time() -> None:
+    ended = run_torchrun(3, transport_ranks.lose_a_peer, "stopped", timeout_s=60)
+    for result in ended.results[1:]:
+        assert result, ended.output
+        first = result["first"]
+        assert tuple(first["ranks"]) == (0,) and "Missing: rank 0" in first["message"], first
+        assert first["seconds"] < transport_ranks.TIMEOUT_S + PROMISED_S, first
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.stranger("hangs", "22: a rank is killed, and its data workers hold its connections: told 5 s later")
+def test_a_killed_rank_is_missed_at_once_whatever_its_children_hold() -> None:
+    """Workers that read for seconds, a fork, and a program in the background all outlive it."""
+    ended = run_torchrun(3, transport_ranks.lose_a_peer, "killed with workers", timeout_s=60)
+    for result in ended.results[1:]:
+        assert result, ended.output
+        first = result["first"]
+        assert tuple(first["ranks"]) == (0,) and first["seconds"] < PROMISED_S, first
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.stranger("blames the wrong thing", "22: a rank that comes late is told that rank 0 is missing")
+def test_who_comes_when_the_others_have_exited_is_told_so() -> None:
+    late = run_torchrun(3, transport_ranks.lose_a_peer, "late", timeout_s=60).results[1]["first"]
+    assert "too late" in late["message"] and "launched nothing for " in late["message"], late
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.stranger("blames the wrong thing", "22: others do not learn the error that ended a rank")
+def test_the_others_learn_the_error_that_ended_a_rank() -> None:
+    ended = run_torchrun(3, transport_ranks.lose_a_peer, "raises", timeout_s=60)
+    assert ended.returncodes == (0, 1, 0), ended.output
+    for rank in (0, 2):
+        first, second = ended.results[rank]["first"], ended.results[rank]["second"]
+        assert "Ended: rank 1 by FileNotFoundError: no shard_7.bin" in first["message"], first
+        assert "network interface" not in first["message"]
+        assert tuple(first["ranks"]) == (1,) and first["seconds"] < PROMISED_S
+        assert tuple(second["ranks"]) == (1,) and "has failed before, in all_to_all" in second["message"]
+        assert second["seconds"] < 0.5
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.stranger("hangs", "22: a forked child that exits waits in the barrier of its parent's ranks")
+def test_the_end_of_a_forked_child_is_not_its_ranks_end() -> None:
+    ended = run_torchrun(2, transport_ranks.fork_a_child_that_exits, timeout_s=60).check()
+    assert ended.results == ([2.0, 2.0, 2.0],) * 2, ended.output
+
+
 @pytest.mark.parametrize("fate", ["killed", "stopped"])
 def test_mpi_job_ends_when_a_rank_is(fate: str) -> None:
     """Killed: mpirun ends the others. Stopped: the survivors' uncaught PeerError does, by MPI_Abort."""

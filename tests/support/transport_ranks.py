@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import io
 import logging
 import os
 import signal
+import sys
 import time
 import unittest.mock
 from collections.abc import Callable, Iterable, Mapping
@@ -166,6 +168,81 @@ def end_unlike_the_others(ends: str) -> None:
     if transport.rank == 0:
         torch.distributed.barrier()
     _all_to_all(transport).wait()
+
+
+def lose_a_peer(how: str) -> dict[str, object]:
+    """Rank 0 hosts the store. The victim's fate, and what the others see in the exchange that it misses."""
+    patience_s = 20.0 if how == "killed with workers" else TIMEOUT_S
+    transport = onebit.comm.init(timeout_s=60.0, levels=1)  # all come, on a busy machine too
+    transport.timeout_s = patience_s
+    pids = torch.empty(transport.world_size, 8, dtype=torch.uint8)
+    transport.all_gather(pids, torch.tensor([os.getpid()]).view(torch.uint8)).wait()
+    victim = 1 if how in ("late", "raises") else 0
+    if transport.rank == victim and how == "killed with workers":
+        held = iter(torch.utils.data.DataLoader(_Slow(), num_workers=2))
+        next(held)
+        if os.fork() == 0:
+            time.sleep(12)
+            os._exit(0)
+        os.system("sleep 12 &")
+    if transport.rank == victim and how != "late":
+        if how == "raises":
+            raise FileNotFoundError("no shard_7.bin")
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+    time.sleep(6 * TIMEOUT_S if transport.rank == victim else 0.0)
+    seen = {"first": _what_happens(_all_to_all, transport), "second": _what_happens(_all_to_all, transport)}
+    report(seen)
+    if transport.rank == 2 and how == "stopped":
+        os.kill(int(pids[0].view(torch.int64)), signal.SIGKILL)  # who started the ranks waits for all of them
+    transport.close()
+    return seen
+
+
+class _Slow(torch.utils.data.Dataset[torch.Tensor]):
+    """A worker that reads it looks seldom after its parent."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.05 if index < 2 else 8.0)
+        return torch.zeros(3)
+
+
+def fork_a_child_that_exits() -> list[float]:
+    """A child of rank 0 ends as a script does, on an exit and on an error; the sums before and after."""
+    transport = onebit.comm.init(timeout_s=30.0)
+    sums = []
+    for end in (lambda: None, _fork_and_exit, _fork_and_fail):
+        if transport.rank == 0:
+            end()
+        x = torch.ones(3)
+        transport.all_reduce(x).wait()
+        sums.append(x[0].item())
+    transport.close()
+    return sums
+
+
+def _fork_and_exit() -> None:
+    _in_child(atexit._run_exitfuncs)
+
+
+def _fork_and_fail() -> None:
+    error = ValueError("of the child")
+    _in_child(lambda: sys.excepthook(ValueError, error, None))
+
+
+def _in_child(act: Callable[[], object]) -> None:
+    pid = os.fork()
+    if pid == 0:
+        act()
+        os._exit(0)
+    deadline = time.monotonic() + 5.0
+    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            raise AssertionError("the child waits for the ranks of its parent")
+        time.sleep(0.02)
 
 
 def gather_in_vain(ports: list[int]) -> dict[str, dict[str, object]]:

@@ -19,8 +19,8 @@ def waiting(*misses: int, operation: Operation = OURS, transport: str = "world",
 
 
 def test_a_note_travels() -> None:
-    note = waiting(1, 2, gave_up=True)
-    assert Note.decode(note.encode()) == note
+    for note in (waiting(1, 2, gave_up=True), Note("world", OURS, (OURS,), ended="ValueError: ←")):
+        assert Note.decode(note.encode()) == note
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,12 @@ def test_a_note_travels() -> None:
             (1, 2),
             "This rank came too late: rank 1 had given up waiting for it",
             id="I am late",
+        ),
+        pytest.param(
+            {1: waiting(2), 2: Note("world", OURS, (OURS,), ended="ValueError: no data")},
+            (2,),
+            "Ended: rank 2 by ValueError: no data",
+            id="2 ended on an error",
         ),
     ],
 )
