@@ -19,9 +19,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from torch.utils.data import DataLoader, Dataset
+
 from faults.case import (
     AS_PROMISED,
     HUNG,
+    MISNAMED,
     NAMELESS,
     REFUSED,
     SILENT,
@@ -52,7 +55,8 @@ class Mishap:
 
     act: what it does; the rest of its training follows where it returns. steps: how often it takes that step. ends: it
     has no batches from there on; waits: and asks for a barrier. amid: it acts in the middle of an exchange of that step
-    instead. may_hang: it is stopped for good. names_all: errors may tell what each rank does.
+    instead. may_hang: it is stopped for good. names_all: errors may tell what each rank does. within_s: from the fault
+    to the errors of the others. told: a pattern of the error that it gets itself, if it comes back.
     """
 
     act: Callable[[], None] = lambda: None
@@ -63,6 +67,8 @@ class Mishap:
     is_harmless: bool = False
     may_hang: bool = False
     names_all: bool = False
+    within_s: float = TIMEOUT_S + MARGIN_S
+    told: str = ""
 
 
 def _signal_self(number: int) -> Callable[[], None]:
@@ -81,19 +87,40 @@ def _raise() -> None:
     raise RuntimeError("an error of its own")
 
 
+class _Slow(Dataset[int]):
+    """Its second sample takes a worker longer than the timeout."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(2 * TIMEOUT_S if index > 1 else 0.0)
+        return index
+
+
+def _die_before_ones_workers() -> None:
+    samples = iter(DataLoader(_Slow(), num_workers=2))
+    next(samples)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+_AT_ONCE_S = 5.0
+_LATE_ERROR = r"(?s)too late|given up waiting for this rank"
+
 MISHAPS: dict[str, Mishap] = {
     "killed": Mishap(_signal_self(signal.SIGKILL)),
     "killed amid an exchange": Mishap(_signal_self(signal.SIGKILL), amid=True),
+    "killed, and its data workers live on": Mishap(_die_before_ones_workers, within_s=_AT_ONCE_S),
     "ended by SIGTERM": Mishap(_signal_self(signal.SIGTERM)),
     "stopped": Mishap(_signal_self(signal.SIGSTOP), may_hang=True),
     "stopped amid an exchange": Mishap(_signal_self(signal.SIGSTOP), amid=True, may_hang=True),
     "stopped for half the timeout": Mishap(_stop_for(TIMEOUT_S / 2), is_harmless=True),
-    "stopped for longer than the timeout": Mishap(_stop_for(TIMEOUT_S + MARGIN_S)),
+    "stopped for longer than the timeout": Mishap(_stop_for(TIMEOUT_S + MARGIN_S), told=_LATE_ERROR),
     "raises an error of its own": Mishap(_raise),
     "exits with status 0": Mishap(lambda: sys.exit(0)),
     "exits at once with status 1": Mishap(lambda: os._exit(1)),
     "lags half the timeout": Mishap(lambda: time.sleep(TIMEOUT_S / 2), is_harmless=True),
-    "lags longer than the timeout": Mishap(lambda: time.sleep(TIMEOUT_S + MARGIN_S)),
+    "lags longer than the timeout": Mishap(lambda: time.sleep(TIMEOUT_S + MARGIN_S), told=_LATE_ERROR),
     "leaves a step out": Mishap(steps=0, names_all=True),
     "takes a step twice": Mishap(steps=2, names_all=True),
     "has fewer batches, and closes": Mishap(ends=True, names_all=True),
@@ -171,14 +198,16 @@ def _forked(setup: Setup, mishap: Mishap | None, victim: int, at: int) -> dict[i
     )
 
 
-def _over_gloo(setup: Setup, names: Sequence[str], draws: int, tools: Tools) -> Iterator[Outcome]:
-    """Each mishap so many times, each with another victim and step, drawn by lot."""
+def _over_gloo(
+    setup: Setup, names: Sequence[str], draws: int, tools: Tools, victims: Sequence[int] = ()
+) -> Iterator[Outcome]:
+    """Each mishap so many times, each with another victim and step, drawn by lot. victims: among these alone."""
     plain = _forked(setup, None, -1, -1)
     expected = plain[0].value
     if any(end.what != "returned" or end.value != expected for end in plain.values()):
         yield Outcome("no fault at all", REFUSED, f"{plain}")
         return
-    places = [(victim, at) for victim in (0, setup.ranks - 1) for at in (_EARLY, _LATE)]
+    places = [(victim, at) for victim in victims or (0, setup.ranks - 1) for at in (_EARLY, _LATE)]
     faults = [(name, *place) for name in names for place in tools.random.sample(places, draws)]
     later_s = DIAGNOSIS_S if setup.is_by_fsdp else 0.0  # torch's own error comes first, by so much later
     for name, victim, at in tools.some(faults, 1):
@@ -196,8 +225,10 @@ def _judge(
         return Outcome(fault, HUNG, f"the victim, rank {victim}, does not end")
     if mishap.steps > 1:
         return _judge_repeated(fault, ends, victim)
+    if mishap.told and own.what == "raised" and not re.search(mishap.told, own.text):
+        return Outcome(fault, MISNAMED, f"the victim, rank {victim}, is not told that it is late: {own.text[:300]}")
     also = frozenset(ends) if mishap.names_all else frozenset()
-    promise = Promise(r"(Peer|Desync)Error: ", frozenset({victim}), also, TIMEOUT_S + MARGIN_S + later_s)
+    promise = Promise(r"(Peer|Desync)Error: ", frozenset({victim}), also, mishap.within_s + later_s)
     return judge(fault, ends, promise, victims={victim})
 
 
@@ -281,7 +312,11 @@ def main(argv: list[str] | None = None) -> None:
 
 _DIE = [
     "killed", "killed amid an exchange", "ended by SIGTERM", "raises an error of its own", "exits with status 0",
-    "exits at once with status 1",
+    "exits at once with status 1", "killed, and its data workers live on",
+]  # fmt: skip
+_OF_THE_HOST = [
+    "stopped", "stopped amid an exchange", "killed", "killed, and its data workers live on",
+    "raises an error of its own", "lags longer than the timeout",
 ]  # fmt: skip
 _STOP = [
     "stopped", "stopped amid an exchange", "stopped for half the timeout", "stopped for longer than the timeout",
@@ -307,6 +342,10 @@ def cases() -> Iterator[Case]:
                 partial(_over_gloo, setup, names, draws), is_quick=name == "OnebitAdam" and group != "stops or lags",
                 cost_s=30.0 * draws,
             )  # fmt: skip
+    yield Case(
+        "the host of the store", promised, f"{', '.join(_OF_THE_HOST)}; rank 0, Gloo, 3 ranks", observed,
+        partial(_over_gloo, PLAIN["OnebitAdam"], _OF_THE_HOST, 1, victims=(0,)), cost_s=60.0,
+    )  # fmt: skip
     for name, setup in {"OnebitAdam, two levels": TWO_LEVELS, **ENGINES}.items():
         yield Case(
             name, promised, f"{', '.join(_SOME)}; Gloo, {setup.ranks} ranks", observed,

@@ -6,6 +6,7 @@ Promised is an error on every rank that came, within the timeout, that names the
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -15,7 +16,7 @@ from functools import partial
 
 import torch
 
-from faults.case import Case, Outcome, Promise, Tools, judge
+from faults.case import MISNAMED, Case, Outcome, Promise, Tools, judge
 from faults.peers import MARGIN_S, TIMEOUT_S
 from faults.ranks import Rank, fork_ranks
 from onebit import comm
@@ -28,8 +29,8 @@ class Start:
     """How three ranks start. comes: which of them at all. env: what some of them find in their environment instead.
 
     before: what some do before `comm.init`. levels: what they give it. names: the ranks that every error must name;
-    says: a pattern of what it says. exempt: ranks that are not asked. is_harmless: all is well. is_killed: rank 1 is,
-    at a random moment.
+    says: a pattern of what it says. exempt: ranks that are not asked. is_harmless: all is well. gets: the signal that
+    its one exempt rank gets at a random moment. told: a pattern of the error that exempt ranks get, if they come.
     """
 
     names: frozenset[int] = frozenset()
@@ -39,8 +40,9 @@ class Start:
     levels: Mapping[int, int] = field(default_factory=dict)
     exempt: frozenset[int] = frozenset()
     is_harmless: bool = False
-    is_killed: bool = False
+    gets: signal.Signals | None = None
     says: str = "Error: "
+    told: str = ""
 
 
 def _raise() -> None:
@@ -81,13 +83,17 @@ STARTS: dict[str, Start] = {
     "rank 1 gives other levels": Start(levels={1: 3}, says=r"\(1, 3, 1\)"),
     "rank 2 late by half the timeout": Start(before={2: lambda: time.sleep(TIMEOUT_S / 2)}, is_harmless=True),
     "rank 1 late by more than the timeout": Start(
-        _of(1), before={1: lambda: time.sleep(TIMEOUT_S + MARGIN_S)}, exempt=_of(1)
+        _of(1),
+        before={1: lambda: time.sleep(TIMEOUT_S + MARGIN_S)},
+        exempt=_of(1),
+        told="given up waiting for this rank",
     ),
     "somebody else holds the port of rank 0": Start(before={0: lambda: _occupy("")}, says=r"MASTER_PORT|\brank \[?0\b"),
     "somebody who never answers is reached at the port of rank 0": Start(
         before={0: lambda: _occupy("127.0.0.1")}, says=r"MASTER_PORT|\brank \[?0\b"
     ),
-    "rank 1 is killed as it comes": Start(_of(1), is_killed=True, exempt=_of(1)),
+    "rank 1 is killed as it comes": Start(_of(1), gets=signal.SIGKILL, exempt=_of(1)),
+    "rank 0, which hosts the store, is stopped as it comes": Start(_of(0), gets=signal.SIGSTOP, exempt=_of(0)),
 }
 
 
@@ -107,16 +113,16 @@ def work(start: Start, number: int, rank: Rank) -> float:
 def _run(names: list[str], tools: Tools) -> Iterator[Outcome]:
     for name in tools.some(names, 1):
         start = STARTS[name]
-        for kill_s in [tools.random.uniform(0.0, 0.3) for _ in range(6)] if start.is_killed else [None]:
+        for kill_s in [tools.random.uniform(0.0, 0.3) for _ in range(6)] if start.gets else [None]:
             fault = name if kill_s is None else f"{name}, {kill_s:.2f} s after its start"
             yield from _try(fault, start, kill_s)
 
 
 def _try(fault: str, start: Start, kill_s: float | None) -> Iterator[Outcome]:
     def kill(pids: Mapping[int, int]) -> None:
-        if kill_s is not None:
+        if kill_s is not None and start.gets is not None:
             time.sleep(kill_s)
-            os.kill(pids[1], signal.SIGKILL)
+            os.kill(pids[min(start.exempt)], start.gets)
 
     victims = {start.comes.index(rank) for rank in start.exempt}
     ends = fork_ranks(
@@ -128,11 +134,16 @@ def _try(fault: str, start: Start, kill_s: float | None) -> Iterator[Outcome]:
         meanwhile=kill,
     )
     by_rank = {number: ends[place] for place, number in enumerate(start.comes)}
-    if start.is_killed and any(end.value == RANKS for end in by_rank.values()):
+    if start.gets and any(end.value == RANKS for end in by_rank.values()):
         return  # all had met by then
     everybody = frozenset(range(RANKS))
-    promise = Promise(start.says, start.names, everybody, TIMEOUT_S + MARGIN_S)
+    within_s = TIMEOUT_S + MARGIN_S + (1.0 if start.gets == signal.SIGSTOP else 0.0)  # the store may look up names
+    promise = Promise(start.says, start.names, everybody, within_s)
     promise = Promise() if start.is_harmless else promise
+    for rank in start.exempt if start.told else ():
+        if not re.search(start.told, by_rank[rank].text):
+            yield Outcome(fault, MISNAMED, f"rank {rank} is not told that it is late: {by_rank[rank].text[:300]}")
+            return
     yield judge(fault, by_rank, promise, victims=start.exempt, is_right=lambda rank, value: value == RANKS)
 
 
@@ -140,7 +151,9 @@ def cases() -> Iterator[Case]:
     groups = {
         "ranks that never come": [name for name in STARTS if "never" in name or "before" in name],
         "ranks in the wrong place": [name for name, start in STARTS.items() if start.env or start.levels],
-        "ranks that are late or die": [name for name in STARTS if "late" in name or "killed" in name or "port" in name],
+        "ranks that are late or die": [
+            name for name in STARTS if "late" in name or "as it comes" in name or "port" in name
+        ],
     }
     for group, names in groups.items():
         names = [name for name in names if all(name not in groups[other] for other in groups if other < group)]
