@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from large_ranks import Net, net, on_meta, write_folder
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import onebit
 from onebit import zero
 from onebit.checkpoint.files import CheckpointError
 from onebit.comm import SimTransport, run_ranks
+from onebit.zero.checkpoint.reshard import slice_of
+from onebit.zero.checkpoint.weight_files import open_weights
+from onebit.zero.checkpoint.weights import write_weights
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -238,6 +247,104 @@ def test_deepspeeds_init_builds_without_values_where_asked() -> None:
 
 
 # -------------------------------------------------------------------------------- memory
+
+
+def damaged_copies(export: Path, copy: Path, count: int) -> Iterator[str]:
+    """The export in `copy`, so often with one thing wrong: a bit, a byte of noise, 64 zeros, a cut; what it is."""
+    chance = random.Random(14)
+    for k in range(count):
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(export, copy)
+        path = chance.choice(sorted(copy.glob("*.safetensors")))
+        content = bytearray(path.read_bytes())
+        place = chance.randrange(len(content) - 64)
+        if k % 4 == 0:
+            content[place] ^= 1 << chance.randrange(8)
+        elif k % 4 == 1:
+            content[place] = (content[place] + chance.randrange(1, 256)) % 256
+        elif k % 4 == 2:
+            content[place : place + 64] = bytes(64)
+        else:
+            del content[-chance.randrange(1, 64) :]
+        if content != path.read_bytes():
+            path.write_bytes(content)
+            yield f"{path.name}, {k % 4} at {place}"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.stranger(
+    "wrong without a word", "14: materialize loads damaged exports: their checksums are not looked at"
+)
+@pytest.mark.parametrize("most", [None, 1500], ids=["one file", "a folder"])
+def test_no_damage_to_an_export_changes_a_weight(most: int | None, tmp_path: Path) -> None:
+    export = tmp_path / "export"
+    export.mkdir()
+    zero.export_weights(
+        net(), export / "model.safetensors" if most is None else export, SimTransport(), max_file_bytes=most
+    )
+    refused = 0
+    for what in damaged_copies(export, tmp_path / "copy", 120):
+        try:
+            found = zero.materialize(on_meta(), tmp_path / "copy")
+        except (CheckpointError, ValueError) as error:
+            assert str(tmp_path / "copy") in str(error), what
+            refused += 1
+        else:
+            assert alike(found, net()), what
+        try:
+            whole = zero.read_checkpoint_weights(tmp_path / "copy")
+        except CheckpointError as error:
+            assert str(tmp_path / "copy") in str(error), what
+        else:
+            assert all(torch.equal(x, whole[name]) for name, x in net().state_dict().items() if name in whole), what
+    assert refused > 80
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.stranger("wrong without a word", "14: initialize(weights=) loads a damaged export")
+def test_an_engine_refuses_a_damaged_export(tmp_path: Path) -> None:
+    zero.export_weights(net(), tmp_path / "model.safetensors", SimTransport())
+    content = bytearray((tmp_path / "model.safetensors").read_bytes())
+    content[-5] ^= 16
+    (tmp_path / "model.safetensors").write_bytes(content)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}
+    try:
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: .* is damaged"):
+            zero.initialize(model=on_meta(), config=config, weights=tmp_path / "model.safetensors")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("shape", [(7, 100_003), (1_000_003,), (300_001, 3), (3, 5, 40_009), (2, 2)])
+def test_a_rank_checks_the_pieces_that_its_slice_touches(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Slices of any dimension are what was written; damage is found by every rank in whose slice it is."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    write_weights(tmp_path / "x.safetensors", {"x": x})
+    content = bytearray((tmp_path / "x.safetensors").read_bytes())
+    at = x.numel() // 2
+    content[len(content) - x.nbytes + 4 * at + 2] ^= 64
+    (tmp_path / "damaged.safetensors").write_bytes(content)
+    for dim in range(len(shape)):
+        for rank in range(3):
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
+            try:
+                mesh = init_device_mesh("cpu", (3,))
+                out = distribute_tensor(torch.zeros(shape), mesh, [Shard(dim)], src_data_rank=None)
+                place = slice_of(out)
+                open_weights(tmp_path / "x.safetensors").copy_to("x", out)
+                assert torch.equal(out.to_local(), x[place])
+                holds = bool((torch.arange(x.numel()).view(shape)[place] == at).any())
+                try:
+                    open_weights(tmp_path / "damaged.safetensors").copy_to("x", out)
+                except CheckpointError as error:
+                    assert "its tensor x is damaged" in str(error)
+                else:
+                    assert not holds and torch.equal(out.to_local(), x[place])
+            finally:
+                dist.destroy_process_group()
+
 
 _PEAK = """
 import resource, sys, torch

@@ -6,7 +6,6 @@ One process, no communication; `whole.py` reads all of the same files at once.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -25,10 +24,9 @@ from ...checkpoint.files import STAMP, CheckpointError, check_files, read_stamp,
 from .files import knowing_that_it_is_alone
 from .reshard import slice_of
 from .storage import Reader, read_table
-from .weights import safetensors_form
-from .whole import checkpoint_in
+from .weights import check_piece, read_sums, safetensors_form
+from .whole import INDEX, checkpoint_in, files_of
 
-INDEX = "model.safetensors.index.json"
 _REOPENED_BYTES = 16 * 2**20  # mapped pages of a file count as this process's memory until it is closed
 
 _DTYPES = {
@@ -68,7 +66,7 @@ def open_weights(source: str | os.PathLike[str], tag: str | None = None) -> Weig
         folder = checkpoint_in(path, tag)
         if (folder / STAMP).is_file():
             return EngineFiles(folder)
-        if tag is None and (files := _files_of(path)):
+        if tag is None and (files := files_of(path)):
             return SafetensorsFiles(path, files)
     except (CheckpointError, ImportError):
         raise
@@ -80,27 +78,17 @@ def open_weights(source: str | os.PathLike[str], tag: str | None = None) -> Weig
     )
 
 
-def _files_of(folder: Path) -> list[Path]:
-    """Those that an index names, or all there are. Raises CheckpointError where one is missing."""
-    if not (index := folder / INDEX).is_file():
-        return sorted(folder.glob("*.safetensors"))
-    said = json.loads(index.read_text())
-    names = sorted(set(said["weight_map"].values())) if isinstance(said, dict) and "weight_map" in said else []
-    for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise CheckpointError(f"{index} names {name[:99]!r}, which is no file beside it; fetch the folder whole")
-    if not names:
-        raise CheckpointError(f"{index} names no files: expected a weight_map of names to files")
-    return [folder / name for name in names]
-
-
 class SafetensorsFiles:
-    """One or several safetensors files. A checksum of a whole tensor cannot be checked on a slice, and is not."""
+    """One or several safetensors files. Where they have checksums, every piece that a slice touches is checked.
+
+    A rank reads such a piece whole: of a shard of rows up to one piece more at either end, of one of columns all rows.
+    """
 
     def __init__(self, path: Path, files: list[Path]):
         self._torch_form: ModuleType = safetensors_form()
         self.outlines: dict[str, Outline] = {}
         self._file_of: dict[str, Path] = {}
+        self._sums: dict[str, list[int]] = {}
         self._open: tuple[Path, Any] | None = None
         self._read_bytes = 0
         for file in files:
@@ -113,21 +101,47 @@ class SafetensorsFiles:
                         raise CheckpointError(f"{file}: {name} is {about.get_dtype()}, which is not known here")
                     self.outlines[name] = Outline(tuple(about.get_shape()), dtype)
                     self._file_of[name] = file
+                try:
+                    self._sums |= read_sums(opened)
+                except ValueError as error:
+                    raise CheckpointError(f"{file} cannot be read: {error}") from error
 
     def copy_to(self, name: str, out: Tensor) -> None:
-        """As `WeightFiles.copy_to`; the bytes of the slice in memory at a time."""
+        """As `WeightFiles.copy_to`; the bytes of the slice in memory at a time, or those of a piece."""
         held = out.to_local() if isinstance(out, DTensor) else out
         if held.numel() == 0:
             return
         try:
-            file = self._opened(self._file_of[name])
-            found = file.get_slice(name)[slice_of(out)] if out.dim() else file.get_tensor(name)
-            held.copy_(found)
+            if name in self._sums:
+                self._copy_checked(name, slice_of(out), held)
+            else:
+                held.copy_(self._read(name, slice_of(out)))
         except Exception as error:  # safetensors' own among them
             raise CheckpointError(f"{self._file_of[name]}: {name} cannot be read: {reason(error)}") from error
-        there = self.outlines[name]
-        rows = len(held) if held.dim() else 1
+
+    def _copy_checked(self, name: str, place: tuple[slice, ...], held: Tensor) -> None:
+        there, sums = self.outlines[name], self._sums[name]
+        if not there.shape:
+            check_piece(name, whole := self._read(name, ()), there.shape, sums[0])
+            held.copy_(whole)
+            return
+        length = -(-there.shape[0] // len(sums))
+        first, last, _ = place[0].indices(there.shape[0])
+        columns = (slice(None), *place[1:])
+        for k in range(first // length, -(-last // length)):
+            begin, end = k * length, min((k + 1) * length, there.shape[0])
+            piece = self._read(name, (slice(begin, end),))
+            check_piece(name, piece, there.shape, sums[k])
+            rows = slice(max(first, begin), min(last, end))
+            part = piece[rows.start - begin : rows.stop - begin]
+            held[rows.start - first : rows.stop - first].copy_(part[columns])
+
+    def _read(self, name: str, place: tuple[slice, ...]) -> Tensor:
+        file, there = self._opened(self._file_of[name]), self.outlines[name]
+        found: Tensor = file.get_slice(name)[place] if there.shape else file.get_tensor(name)
+        rows = len(found) if found.dim() else 1
         self._read_bytes += rows * math.prod(there.shape[1:]) * there.dtype.itemsize  # a column touches every page
+        return found
 
     def _opened(self, path: Path) -> Any:
         if self._open is None or self._open[0] != path or self._read_bytes > _REOPENED_BYTES:

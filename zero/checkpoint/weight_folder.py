@@ -19,8 +19,8 @@ from ...checkpoint.files import create, make_folder, reason, remove, sync_folder
 from ...comm import Transport
 from ...comm.messages import gather_texts, raise_on_all_ranks
 from ..grid import Grid
-from .weight_files import INDEX
 from .weights import error_of_safetensors, tied, write_weights
+from .whole import INDEX
 
 
 class Entry(NamedTuple):

@@ -7,10 +7,10 @@ import json
 import os
 import secrets
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,8 @@ from ...comm import Transport
 from ...comm.messages import call_of_all, gather_texts, raise_on_all_ranks
 from ..grid import Grid
 
-_SUMS = "onebit.crc32"  # in the metadata of a file: the CRC-32 of each tensor, as JSON
+_SUMS = "onebit.crc32"  # in the metadata of a file: {name: `sums_of` the tensor}, as JSON
+_PIECE_BYTES = 1 << 20
 
 
 def export_weights(
@@ -44,9 +45,9 @@ def export_weights(
     their names. grid: where the model is one of several pipeline stages; rank 0 then takes the others' weights too.
     max_file_bytes: `file` is a folder, for several files of at most so many bytes of tensors (one that is larger has a
     file of its own) and an index, as Hugging Face's: no rank ever holds more than a file, see `export_folder`. Written
-    in a hidden folder, flushed and renamed, with a CRC-32 of each tensor among its metadata and mode 0600 (chmod it to
-    share it). Raises ImportError without safetensors, and OSError, on all ranks, where the file cannot be written: an
-    older one is as it was then.
+    in a hidden folder, flushed and renamed, with a CRC-32 of each MiB of a tensor among its metadata and mode 0600
+    (chmod it to share it). Raises ImportError without safetensors, and OSError, on all ranks, where the file cannot be
+    written: an older one is as it was then.
     """
     check_can_export()
     with call_of_all(transport, "export_weights()"):
@@ -179,7 +180,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """
     torch_form = safetensors_form()
     whole: dict[str, Tensor] = torch_form.load_file(path)
-    _check_sums(torch_form, path, whole)
+    with torch_form.safe_open(path, framework="pt") as file:
+        sums = read_sums(file)
+    for name, crc32s in sums.items():
+        for piece, crc32 in zip(pieces_of(whole[name], len(crc32s)), crc32s, strict=True):
+            check_piece(name, piece, whole[name].shape, crc32)
     return whole
 
 
@@ -199,7 +204,7 @@ def write_weights(path: Path, tensors: dict[str, Tensor], about: Mapping[str, st
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     os.mkdir(hidden, 0o700)  # safetensors makes the file itself
     try:
-        sums = json.dumps({name: _crc32(x) for name, x in tensors.items()})
+        sums = json.dumps({name: sums_of(x) for name, x in tensors.items()})
         metadata = {"format": "pt", _SUMS: sums, **(about or {})}
         torch_form.save_file(tensors, hidden / "new", metadata=metadata)
         os.chmod(hidden / "new", 0o600)
@@ -211,19 +216,48 @@ def write_weights(path: Path, tensors: dict[str, Tensor], about: Mapping[str, st
         remove(hidden)
 
 
-def _check_sums(torch_form: ModuleType, path: Path, tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError where a tensor is not what `export_weights` wrote. Files of others have no sums."""
-    with torch_form.safe_open(path, framework="pt") as file:
-        sums = json.loads((file.metadata() or {}).get(_SUMS, "{}"))
-    for name, crc32 in sums.items():
-        if name not in tensors or _crc32(tensors[name]) != crc32:
-            raise ValueError(f"its tensor {name} is damaged; write the file again, or take it from a copy")
+def pieces_of(x: Tensor, count: int) -> Sequence[Tensor]:
+    """So many runs of rows of equal length, the last one shorter: what a sum is of. Each can be read alone."""
+    return x.chunk(count) if count > 1 else [x]
 
 
-def _crc32(x: Tensor) -> int:
-    """Of a tensor's dtype, shape and values."""
-    values = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return zlib.crc32(values.numpy().data, zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode()))
+def sums_of(x: Tensor) -> list[int]:
+    """The CRC-32 of each of its pieces, of about `_PIECE_BYTES`; none is less than a row."""
+    rows = max(1, _PIECE_BYTES * len(x) // x.nbytes) if x.dim() and x.nbytes else 1
+    count = -(-len(x) // rows) if x.dim() and x.nbytes else 1
+    return [_crc32(piece, x.shape) for piece in pieces_of(x, count)]
+
+
+def read_sums(file: Any) -> dict[str, list[int]]:
+    """By name, of an open safetensors file; {} of others' files. Raises ValueError where they are not of its tensors.
+
+    Files of earlier versions have one number for each tensor: it is one piece.
+    """
+    given = (file.metadata() or {}).get(_SUMS)
+    if given is None:
+        return {}
+    said = json.loads(given)
+    if not isinstance(said, dict) or said.keys() != set(file.keys()):
+        raise ValueError("its header is damaged: its checksums are not of its tensors")
+    sums = {name: crc32s if isinstance(crc32s, list) else [crc32s] for name, crc32s in said.items()}
+    for name, crc32s in sums.items():
+        shape, count = file.get_slice(name).get_shape(), len(crc32s)
+        rows = shape[0] if shape else 0
+        if count != 1 and not (0 < count <= rows and -(-rows // -(-rows // count)) == count):
+            raise ValueError(f"its header is damaged: {name} of shape {tuple(shape)} has {count} checksums")
+    return sums
+
+
+def check_piece(name: str, piece: Tensor, shape: Sequence[int], crc32: int) -> None:
+    """Raise ValueError where a piece of a tensor of that shape is not what `write_weights` wrote."""
+    if _crc32(piece, shape) != crc32:
+        raise ValueError(f"its tensor {name} is damaged; write the file again, or take it from a copy")
+
+
+def _crc32(piece: Tensor, shape: Sequence[int]) -> int:
+    """Of a piece's values, and of dtype and shape of its tensor."""
+    values = piece.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return zlib.crc32(values.numpy().data, zlib.crc32(f"{piece.dtype} {tuple(shape)}".encode()))
 
 
 def error_of_safetensors() -> type[Exception]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import cast
@@ -19,6 +20,8 @@ from .files import knowing_that_it_is_alone
 from .storage import Reader, read_table
 from .weights import read_weights
 
+INDEX = "model.safetensors.index.json"
+
 
 def read_checkpoint_weights(source: Path, tag: str | None = None) -> dict[str, Tensor]:
     """The weights in files, whole, by their names in the model. Each rank that calls it reads them all; no traffic.
@@ -31,8 +34,14 @@ def read_checkpoint_weights(source: Path, tag: str | None = None) -> dict[str, T
     folder = checkpoint_in(source, tag)
     if (folder / STAMP).is_file():
         return _read_engine(folder)
-    if tag is None and (files := sorted(source.glob("*.safetensors"))):
-        return {name: x for file in files for name, x in _read_safetensors(file).items()}
+    if tag is None and (files := files_of(source)):
+        whole: dict[str, Tensor] = {}
+        for file in files:
+            found = _read_safetensors(file)
+            if twice := sorted(found.keys() & whole.keys()):
+                raise CheckpointError(f"{source}: {twice[0]} is in {file.name} and in another file")
+            whole |= found
+        return whole
     raise CheckpointError(
         f"{source} holds no weights: expected a folder of onebit.zero's checkpoints, a .safetensors file or a folder "
         "of them; `onebit convert` makes such a file of DeepSpeed's and torch's checkpoints"
@@ -58,6 +67,24 @@ def checkpoint_in(source: Path, tag: str | None) -> Path:
     return folder
 
 
+def files_of(folder: Path) -> list[Path]:
+    """Those that an index names, or all there are. Raises CheckpointError where one is missing."""
+    if not (index := folder / INDEX).is_file():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        strays = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+    except Exception as error:  # whatever other content makes of it
+        raise CheckpointError(
+            f"{index} names no files: expected a weight_map of names to files: {reason(error)}"
+        ) from error
+    if strays:
+        raise CheckpointError(f"{index} names {strays[0][:99]!r}, which is no file beside it; fetch the folder whole")
+    if not names:
+        raise CheckpointError(f"{index} names no files: expected a weight_map of names to files")
+    return [folder / name for name in names]
+
+
 def _inside(folder: Path, name: str, said: str) -> Path:
     try:
         if name and Path(name).name == name and (folder / name).is_dir():
@@ -65,10 +92,8 @@ def _inside(folder: Path, name: str, said: str) -> Path:
         there = [path.name for path in sorted(folder.glob("[!.]*")) if path.is_dir()]
     except (OSError, ValueError) as error:  # a name that no system takes
         raise CheckpointError(f"{said} {name[:99]!r}: {reason(error)}") from error
-    raise CheckpointError(
-        f"{said} {name[:99]!r}, which is no folder there; {folder} holds {', '.join(there) or 'none'}: name one of "
-        "these by its tag"
-    )
+    there_is = f"it holds {', '.join(there)}: name one by its tag" if there else "it holds none"
+    raise CheckpointError(f"{said} {name[:99]!r}, which is no folder there; {there_is}")
 
 
 def _read_engine(folder: Path) -> dict[str, Tensor]:
