@@ -132,6 +132,8 @@ def _of_deepspeed(folder: Path) -> Weights:
     if len(parts := {path.name.partition("mp_rank_")[2] for path in models}) > 1:
         raise ValueError(f"{folder} is of a model in {len(parts)} tensor slices; merge them with DeepSpeed's own tools")
     model = load_archive(models[0], _RECORDS)
+    if not isinstance(model, dict) or not isinstance(model.get("module"), dict):
+        raise ValueError(f"{models[0]} is damaged, or not as DeepSpeed 0.19 writes it: it holds no state of a module")
     optimizers = _by_rank(folder.glob("*_optim_states.pt"))
     module = {name: x for name, x in model["module"].items() if isinstance(x, Tensor)}
     if not optimizers:

@@ -12,6 +12,9 @@ import os
 import pickle
 import re
 import shutil
+import tarfile
+import warnings
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,9 +23,12 @@ from random import Random
 
 import torch
 
-from faults.case import AS_PROMISED, CRASH, HUNG, NAMELESS, OTHER, SILENT, Case, Outcome, Tools, first_line
+from faults.case import AS_PROMISED, CRASH, HUNG, NAMELESS, OTHER, SILENT, Case, End, Outcome, Tools, first_line
 from faults.kinds import ENGINE, REPLICAS, Kind, named
 from faults.ranks import call_in_fork
+from onebit.cli.convert import read_weights
+from onebit.comm import SimTransport
+from onebit.zero import export_weights, materialize, read_checkpoint_weights
 
 _OLD, _NEW = 1.0, 2.0
 _OLD_NAME, _NEW_NAME = "step_00000001", "step_00000002"
@@ -136,12 +142,67 @@ def _hostile_zip(path: Path, random: Random) -> str:
     return "a torch.save that runs code"
 
 
-_HOSTILE = (_huge, _hostile, _hostile_zip)
+class _Script(torch.nn.Module):
+    """A module whose TorchScript archive writes a file where it is loaded. written: keeps that from being dropped."""
+
+    def __init__(self, mark: str):
+        super().__init__()
+        self.mark = mark
+        self.written = torch.zeros(())
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[str, bool]:
+        return self.mark, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[str, bool]) -> None:
+        self.mark, self.training = state[0], state[1]
+        self.written = torch.from_file(state[0], True, 16, dtype=torch.float32).fill_(1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def _hostile_script(path: Path, random: Random) -> str:
+    mark = path.parent.parent / _MARK
+    file = io.BytesIO()  # as a path torch takes no hidden name
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.save(torch.jit.script(_Script(str(mark))), file)
+    path.write_bytes(file.getvalue())
+    return "a TorchScript archive that runs code"
+
+
+def _hostile_tar(path: Path, random: Random) -> str:
+    with tarfile.open(path, "w") as archive:
+        for name in ("storages", "tensors", "pickle"):
+            data = pickle.dumps(_Hostile(path.parent.parent / _MARK), protocol=2)
+            (member := tarfile.TarInfo(name)).size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return "a tar file of torch's first form that runs code"
+
+
+def _hostile_legacy(path: Path, random: Random) -> str:
+    content = {"model": _Hostile(path.parent.parent / _MARK)}
+    torch.save(content, path, _use_new_zipfile_serialization=False)
+    return "a bare pickle of torch's second form that runs code"
+
+
+def _bomb(path: Path, random: Random) -> str:
+    whole = io.BytesIO()
+    torch.save({"x": torch.zeros(1 << 22)}, whole)
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
+        for record in source.infolist():
+            target.writestr(record.filename, source.read(record))
+    return "a zip file of a few kilobytes that becomes 16 MiB"
+
+
+_HOSTILE = (_huge, _hostile, _hostile_zip, _hostile_script, _hostile_tar, _hostile_legacy, _bomb)
 """These come with a stamp that fits."""
 
 _FILES: dict[Damage, int] = {
     _flip: 24, _cut: 5, _empty: 1, _missing: 1, _folder: 1, _longer: 1, _zeros: 4, _noise: 1, _other_content: 2,
-    _stale: 1, _huge: 1, _hostile: 1, _hostile_zip: 1,
+    _stale: 1, **dict.fromkeys(_HOSTILE, 1),
 }  # fmt: skip
 _LATEST: dict[Damage, int] = {_flip: 6, _cut: 3, _empty: 1, _missing: 1, _folder: 1, _noise: 1}
 
@@ -189,10 +250,8 @@ def _judge(fault: str, kind: Kind, folder: Path, file: Path) -> Outcome:
     error = first_line(end.text)
     if not error.startswith("CheckpointError: "):
         return Outcome(fault, OTHER, f"not a CheckpointError: {error}")
-    # A stamp that fits other files blames one of these; a `latest` that names another step, that step's.
-    blamed = (
-        _NEW_NAME if "the older" in fault else r"latest|step_\d+/" if file.name == "latest" else re.escape(file.name)
-    )
+    # A `latest` that names another step blames that step's files.
+    blamed = r"latest|step_\d+/" if file.name == "latest" else re.escape(file.name)
     if not re.search(blamed, end.text):
         return Outcome(fault, NAMELESS, f"does not name {file.name}: {error}")
     offered = _NEW_NAME if file.name == "latest" else _OLD_NAME
@@ -201,7 +260,90 @@ def _judge(fault: str, kind: Kind, folder: Path, file: Path) -> Outcome:
     return Outcome(fault)
 
 
+_EXPORT, _GIVEN = "model.safetensors", "mp_rank_00_model_states.pt"
+
+
+def _export(tools: Tools) -> Iterator[Outcome]:
+    """An export that is damaged, in a file or in a folder of them, and each of its readers."""
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 7))
+    damages = (_flip, _cut, _empty, _longer, _zeros, _noise, _hostile_script, _hostile_tar)
+    for name, most in (("file", None), ("folder", 3000)):
+        whole, folder = tools.folder / name, tools.folder / "x" / "damaged"
+        whole.mkdir()
+        export_weights(model, whole if most else whole / _EXPORT, SimTransport(), max_file_bytes=most)
+        faults = [(damage, reader) for reader in _READERS for damage in damages for _ in range(_FILES.get(damage, 1))]
+        for damage, reader in tools.some(faults, 6):
+            shutil.copytree(whole, folder)
+            path = tools.random.choice(sorted(folder.glob("*.safetensors")))
+            fault = f"{name}, {reader}: {damage(path, tools.random)}"
+            end = call_in_fork(partial(_READERS[reader], folder))
+            if end.what == "returned":
+                same = all(torch.equal(x, torch.tensor(end.value[key])) for key, x in model.state_dict().items())  # type: ignore[index]
+                yield Outcome(fault, AS_PROMISED if same else SILENT, "" if same else "loads other weights")
+            else:
+                yield _refusal(fault, end, folder.parent / _MARK, str(folder))
+            shutil.rmtree(folder.parent)
+
+
+def _materialized(folder: Path) -> dict:
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 7))
+    return {name: x.tolist() for name, x in materialize(model, folder).state_dict().items()}
+
+
+def _read_whole(folder: Path) -> dict:
+    return {name: x.tolist() for name, x in read_checkpoint_weights(folder).items()}
+
+
+_READERS = {"materialize": _materialized, "read_checkpoint_weights": _read_whole}
+
+
+def _convert(tools: Tools) -> Iterator[Outcome]:
+    """A folder as DeepSpeed's, with one file in it that is no such file."""
+    for damage in (*_HOSTILE, _noise, _empty, _cut):
+        folder = tools.folder / "run" / "given"
+        folder.mkdir(parents=True)
+        torch.save({"module": {"weight": torch.ones(3)}}, folder / _GIVEN)
+        fault = damage(folder / _GIVEN, tools.random)
+        end = call_in_fork(lambda folder=folder: {n: x.tolist() for n, x in read_weights(folder).items()})
+        yield _refusal(fault, end, folder.parent / _MARK, _GIVEN)
+        shutil.rmtree(folder.parent)
+
+
+def _refusal(fault: str, end: End, mark: Path, names: str) -> Outcome:
+    """Of a read that must be an error that names the file."""
+    if mark.exists():
+        return Outcome(fault, SILENT, "code in the file ran")
+    if end.what == "running":
+        return Outcome(fault, HUNG, "the read did not end")
+    if end.what == "died":
+        return Outcome(fault, CRASH, f"the read died of {end.number}: {first_line(end.text)}")
+    if end.what == "returned":
+        return Outcome(fault, SILENT, "is read")
+    error = first_line(end.text)
+    if not error.startswith(("CheckpointError: ", "ValueError: ")):
+        return Outcome(fault, OTHER, f"neither a CheckpointError nor a ValueError: {error}")
+    return Outcome(fault) if names in end.text else Outcome(fault, NAMELESS, f"does not name {names}: {error}")
+
+
 def cases() -> Iterator[Case]:
+    yield Case(
+        "exports: a file and a folder",
+        "an error that names the file, or what was exported, to the bit",
+        "bits flipped, cut, empty, longer, zeros, noise; a TorchScript archive, a tar file",
+        "what `materialize` and `read_checkpoint_weights` give or raise; whether code ran",
+        _export,
+        is_quick=True,
+        cost_s=8.0,
+    )
+    yield Case(
+        "onebit convert: DeepSpeed's folder",
+        "an error that names the file",
+        "pickles, zip files, TorchScript archives and tar files that run code or ask for much; noise, empty, cut",
+        "what `onebit convert` reads or raises; whether code ran",
+        _convert,
+        is_quick=True,
+        cost_s=3.0,
+    )
     tables = {
         REPLICAS: {
             "the stamp": f"{_NEW_NAME}/stamp.json",
