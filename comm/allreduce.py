@@ -166,7 +166,7 @@ def exchange(
         server_1N, residual_1N = ef.server.view(1, -1), ef.server_next.view(1, -1)
     else:
         if wire.mean is None:
-            wire.mean = torch.empty(n, device=frames_HB.device)
+            wire.mean = torch.empty(n, device=frames_HB.device, dtype=torch.float32)
         server_1N, residual_1N = None, wire.mean.view(1, -1)
     codec.encode_mean(wire.received_HB, EncodeOutput(server_1N, frames_HB[mine], counts_1J, residual_1N))
     yield across.all_gather(frames_HB, frames_HB[across.rank])

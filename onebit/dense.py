@@ -177,7 +177,7 @@ class DenseAverager:
             return 0.0
         flags = [float(bucket.is_stale() or is_edited) for bucket, is_edited in zip(self._buckets, edited, strict=True)]
         flags += [float(gradient_of(p) is not None) for p in self._frozen]
-        stale = torch.tensor(flags, device=everything[0].device)
+        stale = torch.tensor(flags, device=everything[0].device, dtype=torch.float32)
         waited_ms = _wait(self._transport.all_reduce(stale))
         ranks_by_flag = stale.tolist()
         known = len(self._buckets)
@@ -248,6 +248,6 @@ def _make_buckets(parameters: Iterable[Tensor], bucket_cap_mb: float) -> list[_B
 
 def _new_bucket(params: list[Tensor]) -> _Bucket:
     held = [local(p) for p in params]
-    flat = torch.empty(sum(p.numel() for p in held), device=params[0].device)
+    flat = torch.empty(sum(p.numel() for p in held), device=params[0].device, dtype=torch.float32)
     pieces = flat.split([p.numel() for p in held])
     return _Bucket(params, flat, [piece.view(p.shape) for piece, p in zip(pieces, held, strict=True)])

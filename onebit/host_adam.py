@@ -173,7 +173,10 @@ class HostAdam(torch.optim.Optimizer):
 
     def _new_entry(self, p: Tensor) -> State:
         self._check_place(p, "a parameter")
-        entry: State = {"step": torch.tensor(0.0), "exp_avg": _zeros(p, self.moment_dtype)}
+        entry: State = {
+            "step": torch.tensor(0.0, dtype=torch.float32, device="cpu"),
+            "exp_avg": _zeros(p, self.moment_dtype),
+        }
         if self.variance_dtype == torch.uint8:  # not as exp_avg_sq, which torch's AdamW would take for a variance
             entry["exp_avg_sq_codes"] = _zeros(p, torch.uint8)
             entry["exp_avg_sq_scales"] = empty_variance(p.numel()).scales

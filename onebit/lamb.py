@@ -141,7 +141,7 @@ class Lamb(torch.optim.Optimizer):
         params = with_gradient("Lamb", group["params"])
         for p in params:
             if not self.state[p]:
-                self.state[p] = {"step": torch.tensor(0.0)} | {
+                self.state[p] = {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu")} | {
                     name: torch.zeros_like(local(p), dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")
                 }
         if not params:

@@ -166,7 +166,10 @@ class AdamRule(Rule):
         """weight, decay: p ← (1 - decay)·p - weight·m̂/D for each parameter of the bucket. float32 [K]."""
         group, K = bucket.group, len(bucket.params)
         lr = float(group["lr"])
-        weight, decay = (torch.full((K,), number, device=bucket.device) for number in (lr, lr * group["weight_decay"]))
+        weight, decay = (
+            torch.full((K,), number, device=bucket.device, dtype=torch.float32)
+            for number in (lr, lr * group["weight_decay"])
+        )
         return weight, decay
         yield  # a generator, as LAMB's, which asks for norms here
 
@@ -300,9 +303,11 @@ class AdamRule(Rule):
         n, device = bucket.layout.numel, bucket.device
         self._enter(bucket, phase)
         if phase == "warmup":
-            bucket.flat = {name: torch.zeros(n, device=device) for name in (self._moment, "exp_avg_sq")}
+            bucket.flat = {
+                name: torch.zeros(n, device=device, dtype=torch.float32) for name in (self._moment, "exp_avg_sq")
+            }
         else:
-            bucket.flat = {"denominator": torch.ones(n, device=device)}
+            bucket.flat = {"denominator": torch.ones(n, device=device, dtype=torch.float32)}
             self._allocate_compressed(bucket)
 
     def _enter(self, bucket: Bucket, phase: str) -> None:
@@ -348,7 +353,7 @@ class AdamRule(Rule):
     def take_apart(self, record: State, index: int, layout: Layout, states: Sequence[ParameterState]) -> None:
         frames, live_J = record["buckets"][index]["frames"], record["live_blocks"][index]
         if frames is not None:
-            m = torch.empty(layout.numel)
+            m = torch.empty(layout.numel, dtype=torch.float32, device="cpu")
             codec = codec_named(record.get("codec", "sign"), layout.block)
             codec.decode(frames.cpu(), m.view(layout.world_size, -1))
             spread_over(layout, states, "momentum", m)
@@ -364,7 +369,7 @@ class AdamRule(Rule):
         m = flat_of(layout, states, "momentum")
         if m is None:
             return None
-        frames = torch.empty(layout.world_size, codec.frame_bytes(layout.chunk), dtype=torch.uint8)
+        frames = torch.empty(layout.world_size, codec.frame_bytes(layout.chunk), dtype=torch.uint8, device="cpu")
         codec.encode(m.view(layout.world_size, -1), None, frames, layout.counts())
         for one, residual in zip(states, layout.views(m), strict=True):
             del one.elements["momentum"]

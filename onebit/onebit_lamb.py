@@ -117,7 +117,7 @@ class LambRule(AdamRule):
             return
         update = self.last_average(bucket).mul_(self._correction(bucket))
         views = (bucket.layout.views(flat) for flat in (bucket.flat["denominator"], update))
-        table = torch.zeros(len(bucket.params), 2, device=bucket.device)
+        table = torch.zeros(len(bucket.params), 2, device=bucket.device, dtype=torch.float32)
         for row, g, D, u in zip(table, self.masks.gradients(bucket), *views, strict=True):
             if g is not None:
                 y = normalised(g.float() * scale, D, own).flatten()
@@ -179,7 +179,7 @@ class LambRule(AdamRule):
             if bucket.phase == "warmup":
                 layers["coeff"] = self.coefficients.trust_ratio(weight_norm, update_norm)
                 layers["warmup_norm"] = weight_norm
-                self._remember(bucket, (momentum_norm > 0) & (update_norm > 0))
+                self._remember(bucket, ((momentum_norm > 0) & (update_norm > 0)).float())
             else:
                 growth = weight_norm / layers["warmup_norm"]
                 growth = torch.where(layers["warmup_norm"] > 0, growth, torch.ones_like(growth))
@@ -195,7 +195,7 @@ class LambRule(AdamRule):
         """
         W, rank = self.placement.world_size, self.placement.transport.rank
         pairs = [pair for bucket in buckets for pair in zip(bucket.held, bucket.views, strict=True)]
-        mine = torch.zeros(-(-len(pairs) // W), 2, device=buckets[0].device)
+        mine = torch.zeros(-(-len(pairs) // W), 2, device=buckets[0].device, dtype=torch.float32)
         for k, (p, u) in enumerate(pairs[rank::W]):
             mine[k] = norms([p, u])
         held_L2 = gather_tensors(self.placement.transport, mine).transpose(0, 1).reshape(-1, 2)[: len(pairs)]
@@ -227,8 +227,8 @@ class LambRule(AdamRule):
         if phase == "warmup" or not bucket.layers:
             K, device = len(bucket.params), bucket.device
             names = ("mean_ratio", "ratio_total", "warmup_norm", "coeff")
-            bucket.layers = {name: torch.zeros(K, device=device) for name in names}
-            bucket.layers |= {name: torch.ones(K, device=device) for name in ("fresh", "factor")}
+            bucket.layers = {name: torch.zeros(K, device=device, dtype=torch.float32) for name in names}
+            bucket.layers |= {name: torch.ones(K, device=device, dtype=torch.float32) for name in ("fresh", "factor")}
             bucket.layers["numel"] = _numels(bucket)
 
     def record(self) -> State:
@@ -322,13 +322,13 @@ class OnebitLamb(CompressedOptimizer):
 
 def _numels(bucket: Bucket) -> Tensor:
     """Elements of each layer, all its shards together, float32 [K]."""
-    return torch.tensor([float(p.numel()) for p in bucket.params], device=bucket.device)
+    return torch.tensor([float(p.numel()) for p in bucket.params], device=bucket.device, dtype=torch.float32)
 
 
 def _momentum_norms(bucket: Bucket) -> Tensor:
     """‖m‖ of what this rank holds of each layer, float32 [K]; zeros once it is not kept as it is."""
     if bucket.phase != "warmup":
-        return torch.zeros(len(bucket.params), device=bucket.device)
+        return torch.zeros(len(bucket.params), device=bucket.device, dtype=torch.float32)
     return norms(bucket.layout.views(bucket.flat["exp_avg"]))
 
 

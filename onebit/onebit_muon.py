@@ -143,7 +143,7 @@ class MuonRule(AdamRule):
             super().allocate(bucket, phase)
             return
         bucket.phase, bucket.ef = phase, None if phase == "warmup" else self.placement.new_errors(bucket)
-        bucket.flat = {"momentum_buffer": torch.zeros(bucket.layout.numel, device=bucket.device)}
+        bucket.flat = {"momentum_buffer": torch.zeros(bucket.layout.numel, device=bucket.device, dtype=torch.float32)}
         bucket.wires.clear()
         bucket.release_buffer()
 

@@ -179,7 +179,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def begin_group(self, g: int) -> None:
         """Called by `Buckets`: the group's masks and its count of steps."""
         self.read_masks(g)
-        self.steps.append(torch.tensor(0.0))
+        self.steps.append(torch.tensor(0.0, dtype=torch.float32, device="cpu"))
 
     def read_masks(self, g: int) -> None:
         """Take over the group's "exp_avg_mask". Raises ValueError where it does not fit."""

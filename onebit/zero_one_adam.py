@@ -335,7 +335,9 @@ class ZeroOneRule(Rule):
         names = ["exp_avg_update", "exp_avg_sq"]
         if self.synchronisations.longest > 1:
             names += ["accumulated", "anchor"]
-        bucket.flat = {name: torch.zeros(bucket.layout.numel, device=bucket.device) for name in names}
+        bucket.flat = {
+            name: torch.zeros(bucket.layout.numel, device=bucket.device, dtype=torch.float32) for name in names
+        }
         bucket.floor_J = None
         bucket.wires.clear()
         bucket.release_buffer()
@@ -389,7 +391,7 @@ class ZeroOneRule(Rule):
         for k, one in enumerate(states, first):
             one.elements["value"] = record["parameters"][k]
             if record.get("waiting"):
-                one.numbers["waits"] = torch.tensor(record["waiting"][k])
+                one.numbers["waits"] = torch.tensor(record["waiting"][k], dtype=torch.bool, device="cpu")
 
     def put_together(self, of_buckets: Sequence[tuple[Bucket, Sequence[ParameterState]]]) -> State:
         states = [one for _, of_bucket in of_buckets for one in of_bucket]

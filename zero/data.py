@@ -83,7 +83,7 @@ class ShardedLoader:
         order = list(range(n))
         if self._shuffle:
             generator = torch.Generator().manual_seed((self.seed << 32) ^ self.epoch)
-            order = torch.randperm(n, generator=generator).tolist()
+            order = torch.randperm(n, generator=generator, device="cpu").tolist()
         rest = order[self._first :]
         return rest[: len(rest) - len(rest) % self._world_size][self._rank :: self._world_size]
 

@@ -111,7 +111,7 @@ class Engine:
         self._said_boundary: bool | None = None
         self._grad_norm: float | None = None
         self._skips = SkipLimit(config.onebit.max_consecutive_skips)  # of a dense optimizer; others count their own
-        self._monitors, self._loss = monitors, torch.zeros(())
+        self._monitors, self._loss = monitors, torch.zeros((), dtype=torch.float32, device="cpu")
         self._clock = WallClock(config.wall_clock_breakdown)
         self.comm_ms = 0.0
         self._checkpoints: dict[Path, Checkpoints] = {}
@@ -190,7 +190,7 @@ class Engine:
         Local steps without a loss scale rest until the next round behind a gradient that is not finite.
         """
         if self.form != "dense" and (self.form != "local" or self.config.fp16.enabled):
-            self.optimizer.grad_scale = torch.tensor(self.fp16_scale.value)  # type: ignore[attr-defined]
+            self.optimizer.grad_scale = torch.tensor(self.fp16_scale.value, dtype=torch.float32, device="cpu")  # type: ignore[attr-defined]
 
     def zero_grad(self) -> None:
         """Drop the gradients that have added up, for example to `continue` behind a loss that makes no sense.
@@ -200,7 +200,7 @@ class Engine:
         with self.guard.open():
             self.module.zero_grad()
             self.optimizer.zero_grad()
-        self._loss, self.has_gradients = torch.zeros(()), False
+        self._loss, self.has_gradients = torch.zeros((), dtype=torch.float32, device="cpu"), False
         self.guard.forget()
 
     def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
@@ -340,7 +340,7 @@ class Engine:
         """Over the ranks that have one, in rank order: the same bits on all."""
         said = gather_bytes(transport, struct.pack("<?d", mine is not None, 0.0 if mine is None else float(mine)))
         losses = [loss for has_one, loss in (struct.unpack("<?d", row) for row in said) if has_one]
-        return torch.tensor(sum(losses) / len(losses))
+        return torch.tensor(sum(losses) / len(losses), dtype=torch.float32, device="cpu")
 
     def _refuse_in_pipeline(self, what: str) -> None:
         if self.pipeline is not None:
@@ -357,7 +357,7 @@ class Engine:
             values["loss_scale"] = self.fp16_scale.value
         for write in self._monitors:
             write(values, self.global_samples)
-        self._loss = torch.zeros(())
+        self._loss = torch.zeros((), dtype=torch.float32, device="cpu")
 
     @property
     def averages_gradients(self) -> bool:

@@ -187,7 +187,7 @@ def start(*, backend: str | None = None, timeout_s: float = 300.0, **sizes: int 
     device_type = "cuda" if "nccl" in torch.distributed.get_backend_config() else "cpu"
     transports = {axis: world.split(shape.along(axis, world.rank)) for axis in AXES}
     # Of these groups, not of new ones: they have this deadline, and NCCL allots buffers to each.
-    ranks = torch.arange(world_size).view(shape.sizes)
+    ranks = torch.arange(world_size, device="cpu").view(shape.sizes)
     groups = [transport.group for transport in transports.values()]
     mesh = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=AXES)
     parts = _model_parallel_group(shape, world, transports)

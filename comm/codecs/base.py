@@ -116,13 +116,13 @@ class FusedCodec(Codec):
         """frames ← frames of c = add·g/√(D² + own·g²) + keep·m + error; residual ← c - decode(frames)."""
         old_KN = momentum.old
         if momentum.is_packed:
-            old_KN = torch.empty(out.residual_KN.shape, device=momentum.old.device)
+            old_KN = torch.empty(out.residual_KN.shape, device=momentum.old.device, dtype=torch.float32)
             self.decode(momentum.old, old_KN)
         self._send(reference.momentum_of(momentum, old_KN), out)
 
     def apply(self, frames_KB: Tensor, n: int, update: ParamUpdate) -> None:
         """p ← keep·p + weight·value, the values those of frames of rows of n elements."""
-        values_KN = torch.empty(len(frames_KB), n, device=frames_KB.device)
+        values_KN = torch.empty(len(frames_KB), n, device=frames_KB.device, dtype=torch.float32)
         self.decode(frames_KB, values_KN)
         reference.update_with(values_KN, update)
 

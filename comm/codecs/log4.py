@@ -111,7 +111,7 @@ def _codes_of(c_KJn: Tensor, s_KJ1: Tensor, has_zero_KJ1: Tensor) -> Tensor:
     0.75·s in whole octaves, rounded up. Blocks of tiny numbers are multiplied by 2⁶⁴, which is exact, so that no
     threshold is subnormal.
     """
-    up_KJ1 = torch.where(s_KJ1 < 2.0**-60, 2.0**64, 1.0)
+    up_KJ1 = torch.where(s_KJ1 < 2.0**-60, 2.0**64, 1.0).to(torch.float32)
     bits_KJn = (c_KJn * up_KJ1).add_(0.0).view(torch.int32)  # -0.0 is no negative number
     negative_KJn = (bits_KJn >> 28).bitwise_and_(_LEVELS)
     magnitude_KJn = bits_KJn.bitwise_and_(_MAGNITUDE)
@@ -134,7 +134,7 @@ def _values_of(codes_KB: Tensor, s_KJ1: Tensor, block: int) -> Tensor:
 @functools.lru_cache(maxsize=16)
 def _pairs(device: torch.device) -> Tensor:
     """What a byte's two codes are times s: two float32 in the memory of an int64, [512]; behind 256 with a zero."""
-    codes = torch.arange(256, device=device).unsqueeze(-1) >> torch.tensor([0, 4], device=device)
+    codes = torch.arange(256, device=device).unsqueeze(-1) >> torch.tensor([0, 4], device=device, dtype=torch.int64)
     powers = torch.exp2(-(codes & 7).to(torch.float32))
     signed = torch.where((codes & 8) > 0, -powers, powers)
     with_zero = signed.masked_fill((codes & 7) == 7, 0.0)

@@ -29,7 +29,7 @@ class Table:
 
     def __init__(self, tensors: Sequence[Tensor | None], segments: Segments, blocks: int, device: torch.device) -> None:
         rows = [[address(x) for x in tensors], [kind(x) for x in tensors]]
-        pointers = torch.tensor(rows, dtype=torch.int64).view(2, len(tensors))
+        pointers = torch.tensor(rows, dtype=torch.int64, device="cpu").view(2, len(tensors))
         if device.type == "cuda" and tensors:
             pointers = pointers.pin_memory().to(device, non_blocking=True)
         self.tensors = tuple(tensors)

@@ -46,7 +46,7 @@ class Segments:
     @functools.cached_property
     def table(self) -> Tensor:
         """int64 [2, S] on the host: first, numels. For kernels."""
-        return torch.tensor([self.first, self.numels], dtype=torch.int64)
+        return torch.tensor([self.first, self.numels], dtype=torch.int64, device="cpu")
 
     def of_blocks(self, blocks: int, device: torch.device) -> Tensor:
         """Which segment each of `blocks` blocks belongs to, int32; -1: none. Made once per device."""
@@ -55,7 +55,7 @@ class Segments:
 
 @functools.lru_cache(maxsize=1024)
 def _of_blocks(segments: Segments, blocks: int, device: torch.device) -> Tensor:
-    owners = torch.full((blocks,), -1, dtype=torch.int32)
+    owners = torch.full((blocks,), -1, dtype=torch.int32, device="cpu")
     for s, (first, numel) in enumerate(zip(segments.first, segments.numels, strict=True)):
         owners[first : first + -(-numel // segments.block)] = s
     return owners.to(device)

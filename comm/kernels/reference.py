@@ -138,7 +138,7 @@ def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
 
 def encode_mean(received_WB: Tensor, out: EncodeOutput, *, block: int, scale: str) -> None:
     """frame ← frame of c = mean of the W frames + error; residual ← c - decode(frame). One row goes out."""
-    c = torch.empty(out.residual_KN.shape, device=out.residual_KN.device)
+    c = torch.empty(out.residual_KN.shape, device=out.residual_KN.device, dtype=torch.float32)
     decode_mean(received_WB, c[0], block=block)
     _send(c, out, block=block, scale=scale)
 
@@ -153,7 +153,7 @@ def momentum_of(momentum: MomentumInputs, old_KN: Tensor) -> Tensor:
     """c before what is owed: add·y + keep·m with y = g/√(D² + own·g²), float32 [K, N]. old: m, float32 [K, N]."""
     weights, D = momentum.weights, momentum.D_KN
     K, N = old_KN.shape
-    g = torch.zeros(K * N, device=old_KN.device)
+    g = torch.zeros(K * N, device=old_KN.device, dtype=torch.float32)
     for view, grad in zip(momentum.segments.views(g), momentum.grads, strict=True):
         if grad is not None:
             view.copy_(grad.reshape(-1))
@@ -198,7 +198,7 @@ def local_step(step: LocalStep, *, block: int) -> None:
 def encode_gradients(step: GradientSum, *, block: int, scale: str) -> None:
     """frames ← frames of what gradients add to what is owed; owed ← what is left of it, or stays (rule 10)."""
     K, N = step.owed_KN.shape
-    g = torch.zeros(K * N, device=step.owed_KN.device)
+    g = torch.zeros(K * N, device=step.owed_KN.device, dtype=torch.float32)
     for view, grad in zip(step.segments.views(g), step.grads, strict=True):
         if grad is not None:
             view.copy_(grad.reshape(-1))
@@ -223,7 +223,7 @@ def owner_step(step: OwnerStep, *, block: int) -> None:
     each, correction1, correction2 = step.correcting
     c1, c2 = (each[0].view(J, 1), each[1].view(J, 1)) if each is not None else (correction1, correction2)
     real = torch.arange(block, device=device) < step.counts_J.unsqueeze(1)
-    mean = torch.empty(N, device=device)
+    mean = torch.empty(N, device=device, dtype=torch.float32)
     decode_mean(received, mean, block=block)
     q = torch.where(real, _values(received[step.row : step.row + 1], N, block).view(J, block), 0.0)
     g, v = torch.where(real, step.grad_N.view(J, block), 0.0), step.variance_N.view(J, block)

@@ -104,7 +104,7 @@ class MpiTransport(NetworkedTransport):
 
     def _all_reduce(self, operation: Operation, x: Tensor) -> Work:
         chunks = self._chunks(x.detach().view(-1))
-        received_WN = torch.empty(self.world_size, len(chunks[self.rank]), device=x.device)
+        received_WN = torch.empty(self.world_size, len(chunks[self.rank]), device=x.device, dtype=torch.float32)
 
         def reduce_scatter(tag: int) -> Posted:
             return self._post_pairs(list(received_WN), chunks, tag)
@@ -178,7 +178,7 @@ class MpiTransport(NetworkedTransport):
 
     def _meet(self, operation: Operation, ranks: Sequence[int]) -> None:
         """Wait until these ranks have launched the operation: no bytes, to and from each."""
-        nothing = list(torch.empty(self.world_size, 0, dtype=torch.uint8))
+        nothing = list(torch.empty(self.world_size, 0, dtype=torch.uint8, device="cpu"))
         self._launch(operation, [lambda tag: self._post_pairs(nothing, nothing, tag, ranks)], tuple(nothing)).wait()
 
     def _launch(
@@ -230,8 +230,8 @@ class MpiTransport(NetworkedTransport):
 
     def call_roll(self) -> dict[int, Note]:
         """Ask every peer where it stands; the notes of those that wait and have answered within `NOTES_S`."""
-        notes_WB = torch.zeros(self.world_size, _NOTE_BYTES, dtype=torch.uint8)
-        nothing = torch.empty(0, dtype=torch.uint8)
+        notes_WB = torch.zeros(self.world_size, _NOTE_BYTES, dtype=torch.uint8, device="cpu")
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         peers = [rank for rank in range(self.world_size) if rank != self.rank]
 
         def ask() -> Posted:

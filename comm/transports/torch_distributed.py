@@ -244,7 +244,7 @@ class TorchTransport(NetworkedTransport):
 
     def _meet(self, operation: Operation, ranks: Sequence[int] | None = None) -> None:
         """Wait until all ranks, or these, have launched the operation: no bytes, to and from each."""
-        nothing = torch.empty(self.world_size, 0, dtype=torch.uint8)
+        nothing = torch.empty(self.world_size, 0, dtype=torch.uint8, device="cpu")
         tag = _TAG + operation.tag(_TAGS)
         _PairsWork(self, operation, nothing, list(nothing), tag, self.timeout_s, ranks).wait()
 
@@ -303,8 +303,8 @@ class TorchTransport(NetworkedTransport):
 
         A rank that is merely late by more than `ROLL_CALL_S` is suspected, too.
         """
-        presence_W1 = torch.zeros(self.world_size, 1, dtype=torch.uint8)
-        mine = [torch.zeros(1, dtype=torch.uint8)] * self.world_size
+        presence_W1 = torch.zeros(self.world_size, 1, dtype=torch.uint8, device="cpu")
+        mine = [torch.zeros(1, dtype=torch.uint8, device="cpu")] * self.world_size
         call = _PairsWork(self, failed, presence_W1, mine, _ROLL_CALL_TAG, ROLL_CALL_S)
         self._past.held.append(call)
         return call.suspects() or set(range(self.world_size)) - {self.rank}
@@ -317,7 +317,12 @@ class TorchTransport(NetworkedTransport):
         for peer in range(self.world_size):
             if peer != self.rank:
                 try:
-                    work = dist.irecv(torch.empty(1), group=self.group, group_src=peer, tag=_BREAK_OFF_TAG)
+                    work = dist.irecv(
+                        torch.empty(1, dtype=torch.float32, device="cpu"),
+                        group=self.group,
+                        group_src=peer,
+                        tag=_BREAK_OFF_TAG,
+                    )
                     assert work is not None
                     work.wait(timedelta(milliseconds=1))
                 except RuntimeError as error:

@@ -71,7 +71,9 @@ def check_same_lines(
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     """int64 [len(tensors)]: a hash of the bits of each, sensitive to position; in integers: the same anywhere."""
-    return torch.stack([_fingerprint(t) for t in tensors]) if tensors else torch.zeros(0, dtype=torch.int64)
+    return (
+        torch.stack([_fingerprint(t) for t in tensors]) if tensors else torch.zeros(0, dtype=torch.int64, device="cpu")
+    )
 
 
 def differing(transport: Transport, tensors: Sequence[Tensor]) -> dict[int, list[int]]:
@@ -80,7 +82,7 @@ def differing(transport: Transport, tensors: Sequence[Tensor]) -> dict[int, list
     Sends 16 bytes per peer, and 8 more per tensor if they differ. One pass over the tensors.
     """
     mine = fingerprints(tensors).cpu()
-    weights = torch.arange(1, len(mine) + 1)
+    weights = torch.arange(1, len(mine) + 1, device="cpu")
     total = int((mine * (2 * weights + 1)).sum()) & (2**64 - 1)
     device = tensors[0].device if tensors else "cpu"
     if len(set(gather_bytes(transport, total.to_bytes(16, "little"), device))) == 1:

@@ -170,7 +170,7 @@ def resize(flat: Tensor, numel: int) -> Tensor:
 def reframe(frames_WB: Tensor, codec: Codec, old_numel: int, layout: Layout) -> Tensor:
     """The same blocks in frames for another number of ranks. Lossless: a block of ±s compresses to itself."""
     old_W = len(frames_WB)
-    values = torch.empty(old_W, old_numel // old_W, device=frames_WB.device)
+    values = torch.empty(old_W, old_numel // old_W, device=frames_WB.device, dtype=torch.float32)
     codec.decode(frames_WB, values)
     rows = resize(values.view(-1), layout.numel).view(layout.world_size, -1)
     out = torch.empty(layout.world_size, codec.frame_bytes(layout.chunk), dtype=torch.uint8, device=frames_WB.device)

@@ -30,7 +30,7 @@ def flat_of(layout: Layout, states: Sequence[ParameterState], name: str) -> Tens
     """The elements of that name, laid out as a bucket, zeros in its padding; None where there are none."""
     if name not in states[0].elements:
         return None
-    flat = torch.zeros(layout.numel, dtype=states[0].elements[name].dtype)
+    flat = torch.zeros(layout.numel, dtype=states[0].elements[name].dtype, device="cpu")
     for one, view in zip(states, layout.views(flat), strict=True):
         view.copy_(one.elements[name])
     return flat

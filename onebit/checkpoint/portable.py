@@ -59,7 +59,7 @@ def take_apart(
             group_of[key],
             "",
             {name: value for name, value in entry.items() if name != "step"},
-            {"step": torch.as_tensor(entry["step"])} if "step" in entry else {},
+            {"step": torch.as_tensor(entry["step"], device="cpu")} if "step" in entry else {},
         )
         for key, entry in state["state"].items()
     }

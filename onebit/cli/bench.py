@@ -64,7 +64,12 @@ Row = dict[str, float | None]
 def measure(transport: Transport, elements: int, piece: int, repeats: int) -> dict[str, Row]:
     """By codec: bytes per element, and seconds of encode, decode and exchange (None on one rank). All ranks."""
     device, rows = transport.device, {}
-    x = torch.randn(elements // BLOCK * BLOCK or BLOCK, device=device, generator=torch.Generator(device).manual_seed(0))
+    x = torch.randn(
+        elements // BLOCK * BLOCK or BLOCK,
+        device=device,
+        generator=torch.Generator(device).manual_seed(0),
+        dtype=torch.float32,
+    )
     for name in CODECS:
         codec = codec_named(name, BLOCK)
         frames = torch.empty(1, codec.frame_bytes(x.numel()), dtype=torch.uint8, device=device)

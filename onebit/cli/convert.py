@@ -298,7 +298,11 @@ def adamw_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     AdamW takes out again: v where it is above `variance_floor` of its block's mean, the floor elsewhere. Raises
     ValueError where they are another optimizer's, or not of all ranks.
     """
-    optimizer = OnebitAdam([torch.nn.Parameter(torch.zeros(1))], transport=SimTransport(), compression="always")
+    optimizer = OnebitAdam(
+        [torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))],
+        transport=SimTransport(),
+        compression="always",
+    )
     world = gather_states(states)
     parameters, _ = take_apart(optimizer, world.state, world.server_errors)
     groups, entries = [], {}
@@ -318,7 +322,11 @@ def adamw_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 D = one.elements["denominator"]
                 m = one.elements["momentum"] * D
                 v = (D - group["eps"]).square() * (1.0 - group["betas"][1] ** step)
-            entries[key] = {"step": torch.tensor(step), "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
+            entries[key] = {
+                "step": torch.tensor(step, dtype=torch.float32, device="cpu"),
+                "exp_avg": m.clone(),
+                "exp_avg_sq": v.clone(),
+            }
     return {"state": entries, "param_groups": groups}
 
 

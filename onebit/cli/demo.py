@@ -86,8 +86,8 @@ def train(transport: SimTransport, first: ByteModel, name: str, steps: int, data
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 20) * (1.0 - step / steps)
-        starts = torch.randint(len(data) - CONTEXT - 1, (32, 1), generator=generator)
-        loss = model(data[starts + torch.arange(CONTEXT + 1)])
+        starts = torch.randint(len(data) - CONTEXT - 1, (32, 1), generator=generator, device="cpu")
+        loss = model(data[starts + torch.arange(CONTEXT + 1, device="cpu")])
         optimizer.zero_grad()
         before = transport.sent_bytes
         loss.backward()

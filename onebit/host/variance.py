@@ -42,13 +42,15 @@ class EightBitVariance(NamedTuple):
 
 def empty_variance(n: int) -> EightBitVariance:
     """Zeros, of n elements."""
-    return EightBitVariance(torch.zeros(n, dtype=torch.uint8), torch.zeros(-(-n // BLOCK)))
+    return EightBitVariance(
+        torch.zeros(n, dtype=torch.uint8, device="cpu"), torch.zeros(-(-n // BLOCK), dtype=torch.float32, device="cpu")
+    )
 
 
 def to_eight_bits(v_N: Tensor, to: EightBitVariance, *, seed: int, offset: int = 0) -> None:
     """Write float32 v, none of it negative, into `to`. offset: of its first element among all that share the seed."""
     n, J = v_N.numel(), to.scales.numel()
-    bits = torch.zeros(J * BLOCK, dtype=torch.int64)
+    bits = torch.zeros(J * BLOCK, dtype=torch.int64, device="cpu")
     bits[:n] = v_N.view(torch.int32)
     bits_JB = bits.view(J, BLOCK)
     exponent_J = ((bits_JB.amax(1) >> 23) + 1 if J else bits_JB.sum(1)).clamp(_LEAST_EXPONENT, _LARGEST_EXPONENT)
@@ -77,7 +79,7 @@ def dither_of(n: int, seed: int, offset: int) -> Tensor:
 
     Elements i and i + 128 of a block share a hash of i and the seed: one has its lower half, the other its upper.
     """
-    index = torch.arange(offset & _WORD, (offset & _WORD) + n)
+    index = torch.arange(offset & _WORD, (offset & _WORD) + n, device="cpu")
     half = index & (BLOCK // 2)
     hashed = _mix(((index - half) * 0x9E3779B1 + seed) & _WORD)
     return torch.where(half == 0, hashed & 0xFFFF, hashed >> 16) << 4

@@ -79,7 +79,7 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def norm(self) -> Tensor:
         """The norm of the step under way: NaN until it has been taken, after a skipped one, and without clipping."""
         if self._norm is None:
-            self._norm = torch.tensor(math.nan)
+            self._norm = torch.tensor(math.nan, dtype=torch.float32, device="cpu")
         return self._norm
 
     def step(self, closure: Any = None) -> None:

@@ -200,7 +200,7 @@ class DDPHookState:
         layout = lay_out([p.shape for p in params], self.codec.block, W)
         ef = ErrorFeedback.zeros(layout.numel, W, device=device)
         if self._owed:
-            worker, server = (torch.zeros(layout.numel, device=device) for _ in range(2))
+            worker, server = (torch.zeros(layout.numel, device=device, dtype=torch.float32) for _ in range(2))
             views = zip(names, layout.views(worker), layout.views(server), strict=True)
             for name, worker_view, server_view in views:
                 worker_view.copy_(self._owed[name][0])
@@ -209,7 +209,7 @@ class DDPHookState:
             ef.worker.copy_(worker)
             ef.server.copy_(server.view(W, -1)[self.rank])
         wire = Wire.empty(self.codec, layout.numel, W, device=device)
-        x = torch.empty(layout.numel, device=device)
+        x = torch.empty(layout.numel, device=device, dtype=torch.float32)
         return _Bucket(names, params, layout, layout.counts(device), x, ef, wire)
 
     # ---------------------------------------------------------------- saving
@@ -246,7 +246,7 @@ class DDPHookState:
                 raise ValueError(f"rank {self.rank}: this state of the hook has {unknown[0]}, the model not")
             layout = lay_out([shapes[name] for name in saved["names"]], self.codec.block, self.transport.world_size)
             if not is_own:
-                nothing = torch.zeros(layout.numel)
+                nothing = torch.zeros(layout.numel, dtype=torch.float32, device="cpu")
                 owed.update(by_parameter(saved["names"], layout, nothing, nothing[: layout.chunk], self.rank))
                 continue
             if layout.numel != saved["worker_error"].numel():

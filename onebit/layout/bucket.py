@@ -76,7 +76,7 @@ class Bucket:
         if self.ef is not None and self.has_spare_error:
             return self.ef.worker_next
         if self._buffer is None:
-            self._buffer = torch.zeros(self.layout.numel, device=self.device)
+            self._buffer = torch.zeros(self.layout.numel, device=self.device, dtype=torch.float32)
         return self._buffer
 
     @property

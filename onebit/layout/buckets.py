@@ -157,6 +157,11 @@ class Buckets(list[B]):
         params = [(g, p, name) for g in new for p, name in self.named(g)]
         check_parameters(self._transport.rank, [(p, name) for _, p, name in params])
         for _, p, name in params:
+            if p.is_meta:
+                raise ValueError(
+                    f'rank {self._transport.rank}: {name} is on the device "meta", without a value; give the model '
+                    "values first (model.to_empty(device=...) and its initialisation, or zero.initialize(weights=...))"
+                )
             self._parts.check_holds(p, name)
         device = params[0][1].device if params else torch.device("cpu")
         options = self._owner.option_lines()

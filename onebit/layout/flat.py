@@ -74,7 +74,7 @@ class Layout:
 
     def counts(self, device: torch.device | str = "cpu") -> Tensor:
         """Real elements of each block, int32 [W, J]."""
-        counts = torch.zeros(self.numel // self.block, dtype=torch.int32)
+        counts = torch.zeros(self.numel // self.block, dtype=torch.int32, device="cpu")
         for offset, shape in zip(self.offsets, self.shapes, strict=True):
             first, blocks = offset // self.block, _blocks(shape.numel(), self.block)
             counts[first : first + blocks] = self.block

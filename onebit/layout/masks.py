@@ -75,7 +75,7 @@ class Masks:
         masks = self._of_group.get(bucket.group_index)
         if masks is None:
             return None
-        flat = torch.ones(bucket.layout.numel, device=bucket.device)
+        flat = torch.ones(bucket.layout.numel, device=bucket.device, dtype=torch.float32)
         for p, view in zip(bucket.params, bucket.layout.views(flat), strict=True):
             view.copy_(masks[p] != 0)
         return flat

@@ -79,7 +79,7 @@ class Masters:
         self._params, self._dtypes = list(params), [p.dtype for p in params]
         sizes = [local(p).numel() if is_low(p) else 0 for p in params]
         device = local(params[0]).device if params else torch.device("cpu")
-        self.flat = torch.zeros(sum(sizes), device=device)
+        self.flat = torch.zeros(sum(sizes), device=device, dtype=torch.float32)
         parts = zip(params, self.flat.split(sizes), strict=True)
         self.views = [part.view(local(p).shape) if is_low(p) else None for p, part in parts]
         self._versions: list[int] | None = None

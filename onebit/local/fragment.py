@@ -133,13 +133,13 @@ class LocalBucket:
 
     def flatten(self) -> Tensor:
         """The parameters as they are, float32 [W·N], zeros in the padding. A new tensor."""
-        flat = torch.zeros(self.layout.numel, device=self.device)
+        flat = torch.zeros(self.layout.numel, device=self.device, dtype=torch.float32)
         torch._foreach_copy_(self.layout.views(flat), self.held)
         return flat
 
     def difference(self, keep_K: Sequence[float]) -> Tensor:
         """Δ, float32 [W·N], zeros in the padding. A new tensor."""
-        flat = torch.zeros(self.layout.numel, device=self.device)
+        flat = torch.zeros(self.layout.numel, device=self.device, dtype=torch.float32)
         views, anchors = self.layout.views(flat), self.layout.views(self.anchor)
         for delta, theta, w, keep in zip(views, anchors, self.held, keep_K, strict=True):
             if keep == 1.0:

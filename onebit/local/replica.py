@@ -53,7 +53,7 @@ class Replica:
             torch.zeros(n, dtype=self._options.error_dtype, device=device)
             for n in (layout.numel // self.hierarchy.local_size, layout.chunk)
         )
-        anchor = torch.zeros(layout.numel, device=device)
+        anchor = torch.zeros(layout.numel, device=device, dtype=torch.float32)
         bucket = LocalBucket(
             index=len(self.buckets),
             first=len(self.buckets.params),

@@ -220,7 +220,7 @@ def _restore_timetable(optimizer: LocalSteps, fragment: Fragment, saved: State) 
         return
     fragment.shares = [Share(**share) for share in saved["shares"]]
     for bucket, weights, sent in zip(fragment.buckets, saved["at_send"], saved["sent"], strict=True):
-        bucket.at_send = torch.zeros(bucket.layout.numel, device=bucket.device)
+        bucket.at_send = torch.zeros(bucket.layout.numel, device=bucket.device, dtype=torch.float32)
         torch._foreach_copy_(bucket.layout.views(bucket.at_send), list(weights))
         bucket.ef.worker_next = bucket.ef.worker
         frames = sent.to(bucket.device, copy=True)
@@ -322,7 +322,7 @@ def _landed(state: State, codec: Codec) -> State:
 
 def _decoded(frames_HB: Tensor, codec: Codec, chunk: int, record: State) -> Tensor:
     """What frames of a rank's own rows say, flat [W·N]; zeros where another rank of the node has sent."""
-    values = torch.zeros(record["world_size"], chunk, device=frames_HB.device)
+    values = torch.zeros(record["world_size"], chunk, device=frames_HB.device, dtype=torch.float32)
     nodes = len(frames_HB)
     first = record["rank"] % record["local_size"] * nodes
     codec.decode(frames_HB, values[first : first + nodes])

@@ -155,7 +155,7 @@ def measure(
 def _exchange_s(transport: Transport, codec: Codec, numels: Sequence[int], device: torch.device) -> float:
     sample = list(numels[:SAMPLE])
     generator = torch.Generator(device).manual_seed(0)  # the training's own is resumed to the bit, and not touched
-    xs = [torch.randn(n, device=device, generator=generator) for n in sample]
+    xs = [torch.randn(n, device=device, generator=generator, dtype=torch.float32) for n in sample]
     W, hierarchy = transport.world_size, Hierarchy.of(transport)
     wires = [Wire.empty(codec, n, W, hierarchy=hierarchy, device=device) for n in sample]
     times = []

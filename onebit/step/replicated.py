@@ -97,7 +97,7 @@ class Replicated:
         if inside is None:
             return self.wire(bucket, codec)
         if inside.mean is None:  # one rank alone: kept, as nothing of it is in memory that changes places
-            inside.mean = torch.empty(bucket.layout.chunk, device=bucket.device)
+            inside.mean = torch.empty(bucket.layout.chunk, device=bucket.device, dtype=torch.float32)
             bucket.wires[codec] = inside
         return inside
 
@@ -205,7 +205,7 @@ class Replicated:
 
     def spoilt(self, bucket: Bucket, sent_HB: Tensor) -> list[str]:
         """The parameters of which frames that this rank has sent hold what is not finite."""
-        own = torch.zeros(len(sent_HB), bucket.layout.chunk, device=bucket.device)
+        own = torch.zeros(len(sent_HB), bucket.layout.chunk, device=bucket.device, dtype=torch.float32)
         self.codec.decode(sent_HB, own)
         values = bucket.layout.views(bucket.spread(own.view(-1)))
         return [name for x, name in zip(values, bucket.names, strict=True) if not bool(x.isfinite().all())]
@@ -220,7 +220,7 @@ class Replicated:
     def unpacked(self, bucket: Bucket, frames_WB: Tensor | None) -> Tensor:
         """What frames of the codec say, float32 [W·N]. A new tensor."""
         assert frames_WB is not None
-        values = torch.empty(bucket.layout.numel, device=bucket.device)
+        values = torch.empty(bucket.layout.numel, device=bucket.device, dtype=torch.float32)
         self.codec.decode(frames_WB, bucket.rows(values))
         return values
 
@@ -241,7 +241,7 @@ class Replicated:
         if key not in self._constants or len(self._constants[key]) < K:
             if len(self._constants) >= MOST_CONSTANTS:
                 self._constants.clear()
-            self._constants[key] = torch.full((K,), number, device=bucket.device)
+            self._constants[key] = torch.full((K,), number, device=bucket.device, dtype=torch.float32)
         return self._constants[key][:K]
 
     def move(self, bucket: Bucket, decision: Decision) -> None:

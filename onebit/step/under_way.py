@@ -133,12 +133,12 @@ def _owe(record: State, saved: State, its: State, beta1: float, entries: Sequenc
     W, L = record["world_size"], record.get("local_size", 1)
     layout, codec = lay_out(shapes, record["block"], W), codec_named(record["codec"], record["block"])
     own = slice(record["rank"] % L * (W // L), (record["rank"] % L + 1) * (W // L))
-    owed_WN = torch.zeros(W, layout.chunk)
+    owed_WN = torch.zeros(W, layout.chunk, dtype=torch.float32, device="cpu")
     codec.decode(its["sent"].cpu(), owed_WN[own])
     owed_WN[own] += its["residual"].cpu().float().view(-1, layout.chunk)
     if not bool(owed_WN.isfinite().all()):
         return
-    momentum_WN = torch.zeros(W, layout.chunk)
+    momentum_WN = torch.zeros(W, layout.chunk, dtype=torch.float32, device="cpu")
     codec.decode(saved["frames"].cpu()[own], momentum_WN[own])
     owed_WN.sub_(momentum_WN, alpha=beta1)
     for entry, view in zip(entries, layout.views(owed_WN.view(-1)), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from collections.abc import Callable
 
@@ -119,6 +120,102 @@ def test_a_parameter_that_comes_twice_is_named(name: str) -> None:
     p, q = parameters()
     with pytest.raises(ValueError, match="rank 0: parameter 2 of group 0 is also parameter 0 of group 0: the same"):
         make(name, [p, q, p])
+
+
+# ---------------------------------------------------------------- torch's defaults of type and device
+
+CLIPPED = {"max_grad_norm": 0.1}
+EVERY: dict[str, Callable[[list[nn.Parameter], SimTransport], torch.optim.Optimizer]] = {
+    "OnebitAdam, moves": lambda ps, t: make("OnebitAdam", ps, t, momentum_of="moves", error_dtype=torch.bfloat16),
+    "OnebitAdam, log4": lambda ps, t: make("OnebitAdam", ps, t, codec=onebit.comm.Log4Codec(), **CLIPPED),
+    "OnebitAdam, delayed": lambda ps, t: make("OnebitAdam", ps, t, delay=1),
+    "OnebitLamb": lambda ps, t: make("OnebitLamb", ps, t),
+    "OnebitMuon": lambda ps, t: onebit.OnebitMuon(
+        [{"params": ps[:2], "use_muon": True}, {"params": ps[2:], "use_muon": False}], freeze_step=2, transport=t
+    ),
+    "ZeroOneAdam": lambda ps, t: make("ZeroOneAdam", ps, t, local_step_scaler=2, local_step_clipper=2),
+    **{
+        f"ShardedOnebitAdam, stage {stage}": lambda ps, t, stage=stage: make(
+            "ShardedOnebitAdam", ps, t, stage=stage, warmup_steps=3, **CLIPPED if stage < 2 else {}
+        )
+        for stage in (0, 1, 2)
+    },
+    "ShardedOnebitLamb": lambda ps, t: make("ShardedOnebitLamb", ps, t, warmup_steps=3),
+    "ShardedZeroOneAdam": lambda ps, t: make(
+        "ShardedZeroOneAdam", ps, t, warmup_steps=2, local_step_scaler=2, local_step_clipper=2
+    ),
+    "LocalSteps": lambda ps, t: onebit.LocalSteps(
+        torch.optim.SGD(ps, lr=1e-3), every=2, outer_momentum=0.9, correction_steps=4, transport=t
+    ),
+    "Lamb": lambda ps, _: onebit.Lamb(ps),
+    "LaProp": lambda ps, _: onebit.LaProp(ps),
+    "HostAdam": lambda ps, _: onebit.HostAdam(ps),
+    "HostAdam, small": lambda ps, _: onebit.HostAdam(ps, moment_dtype=torch.bfloat16, variance_dtype=torch.uint8),
+    "Offload": lambda ps, _: zero.Offload(ps, onebit.HostAdam, mode="gradients"),
+}
+
+
+def matrices_and_vectors() -> list[nn.Parameter]:
+    shapes = ((33, 20), torch.float32), ((20, 20), torch.bfloat16), ((300,), torch.float32), ((7,), torch.bfloat16)
+    return [
+        nn.Parameter(torch.linspace(-1.0, 1.0, math.prod(shape), dtype=dtype, device="cpu").view(shape))
+        for shape, dtype in shapes
+    ]
+
+
+def trained_bits(name: str, steps: int, dtype: torch.dtype, device: str, size: float = 1.0) -> list[list[Tensor]]:
+    """Of each rank the parameters after some steps under these defaults, the state saved and loaded on the way."""
+
+    def ours(transport: SimTransport) -> list[Tensor]:
+        torch.set_default_device(device)  # of a thread
+        params = matrices_and_vectors()
+        optimizer = EVERY[name](params, transport)
+        for step in range(steps):
+            generator = torch.Generator("cpu").manual_seed(100 * step + transport.rank)
+            optimizer.zero_grad()
+            for p in params:
+                noise = torch.randn(p.shape, generator=generator, dtype=torch.float32, device="cpu")
+                (p * (size * noise).to(p.dtype)).sum().backward()
+            optimizer.step()
+            if step == 6 and name != "Offload":
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        return [p.detach().clone() for p in params]
+
+    torch.set_default_dtype(dtype)
+    try:
+        return run_ranks(1 if name in ("Lamb", "LaProp", "HostAdam", "HostAdam, small", "Offload") else 2, ours)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.stranger("breaks", "10: under a default dtype of bfloat16 or float64 steps die, or Lamb's stop counting")
+@pytest.mark.parametrize("name", EVERY)
+def test_torchs_defaults_of_type_and_device_change_no_bit(name: str) -> None:
+    expected = trained_bits(name, 10, torch.float32, "cpu")
+    for dtype, device in ((torch.bfloat16, "cpu"), (torch.float64, "meta")):
+        for a, b in zip(expected, trained_bits(name, 10, dtype, device), strict=True):
+            assert all(map(torch.equal, a, b)), (dtype, device)
+
+
+@pytest.mark.stranger("wrong without a word", "10: Lamb, LaProp and HostAdam count to 256 under a default of bfloat16")
+@pytest.mark.parametrize("kind", [onebit.Lamb, onebit.LaProp, onebit.HostAdam])
+def test_steps_are_counted_beyond_256_whatever_the_default_dtype(kind: type) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        p = nn.Parameter(torch.ones(2, dtype=torch.float32))
+        optimizer = kind([p])
+        for _ in range(260):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert int(optimizer.state[p]["step"]) == 260
+
+
+@pytest.mark.parametrize("name", ONE_BIT)
+def test_parameters_without_values_are_refused_with_the_remedy(name: str) -> None:
+    with pytest.raises(ValueError, match=r'rank 0: parameter 0 of group 0 is on the device "meta".*to_empty'):
+        make(name, [nn.Parameter(torch.ones(3, device="meta"))])
 
 
 # ---------------------------------------------------------------- frozen parameters

@@ -75,6 +75,27 @@ def test_the_reference_imports_nothing_of_ours() -> None:
                 assert node.level == 1 and (path.parent / f"{node.module}.py").exists(), path
 
 
+_FACTORIES = {
+    "arange", "as_tensor", "asarray", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn",
+    "randperm", "scalar_tensor", "tensor", "zeros",
+}  # fmt: skip
+_TYPED = {"arange", "as_tensor", "randint", "randperm"}
+"""Of those, what has a type by itself: whole numbers, or that of what it is given."""
+
+
+@pytest.mark.parametrize("layer", MAY_IMPORT)
+def test_every_tensor_says_its_dtype_and_device(layer: str) -> None:
+    """Else torch.set_default_dtype and set_default_device, which are the user's, would choose them."""
+    silent = []
+    for path in files_of(layer):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in _FACTORIES}:
+                said, name = {keyword.arg for keyword in node.keywords}, ast.unparse(node.func).removeprefix("torch.")
+                if not said >= {"device"} | (set() if name in _TYPED else {"dtype"}):
+                    silent.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    assert not silent, "\n".join(silent)
+
+
 ROOMS = {
     "train": {"train"},
     "bench": {"bench", "train"},

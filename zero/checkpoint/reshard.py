@@ -172,7 +172,7 @@ def _take_part(
 def _paste(states: dict[int, ParameterState], cut: CopyPlan, here: ParamSlice, old: ParameterState) -> None:
     """Copy a cut's elements; of a parameter that is met for the first time, all that is of it as a whole."""
     if cut.new not in states:
-        empty = {name: torch.zeros(here.sizes, dtype=x.dtype) for name, x in old.elements.items()}
+        empty = {name: torch.zeros(here.sizes, dtype=x.dtype, device="cpu") for name, x in old.elements.items()}
         states[cut.new] = ParameterState(old.group, old.phase, empty, dict(old.numbers))
     mine = states[cut.new]
     if mine.elements.keys() != old.elements.keys() or mine.phase != old.phase:

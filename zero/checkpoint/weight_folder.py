@@ -122,7 +122,7 @@ def _gathered(entry: Entry, own: dict[str, Tensor], grid: Grid | None) -> Tensor
     """A whole tensor, in host memory on rank 0; elsewhere nothing that lasts."""
     stages = 1 if grid is None else grid.shape.size("pipe")
     has_it = stages == 1 or grid is None or grid.coordinates["pipe"] == entry.stage
-    whole = torch.empty(0)
+    whole = torch.empty(0, dtype=torch.float32, device="cpu")
     if has_it:
         x = own[entry.name].detach()
         whole = x.full_tensor() if hasattr(x, "full_tensor") else x

@@ -96,7 +96,7 @@ def _of_all_stages(model: nn.Module, grid: Grid) -> dict[str, Tensor]:
                 continue
             known[name] = (shape, dtype)
             if stage > 0:
-                x = whole[name] if pipe.rank == stage else torch.empty(shape, dtype=getattr(torch, dtype))
+                x = whole[name] if pipe.rank == stage else torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
                 x = x.to(grid.device).contiguous()
                 pipe.broadcast(x, stage).wait()
                 if pipe.rank == 0:

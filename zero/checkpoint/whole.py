@@ -105,7 +105,7 @@ def _read_engine(folder: Path) -> dict[str, Tensor]:
         if "form" in stamp:  # an engine's: shared state of the optimizer lies beside the model
             names = [name for name in names if name.startswith("model/model.")]
         entries = {name: cast(TensorStorageMetadata, table.state_dict_metadata[name]) for name in names}
-        state = {name: torch.empty(at.size, dtype=at.properties.dtype) for name, at in entries.items()}
+        state = {name: torch.empty(at.size, dtype=at.properties.dtype, device="cpu") for name, at in entries.items()}
         with knowing_that_it_is_alone():
             state_dict_loader.load(state, storage_reader=Reader(folder, table), no_dist=True)
     except Exception as error:  # whatever a spoilt file makes torch raise

@@ -225,7 +225,11 @@ def _unpack(
             left = said.get("kept", n)
             if "bits" not in said:
                 assert kept is not None
-                rest[name] = torch.zeros(n, dtype=dtype).masked_scatter_(kept, rest.pop(f"{name}.values")).view(shape)
+                rest[name] = (
+                    torch.zeros(n, dtype=dtype, device="cpu")
+                    .masked_scatter_(kept, rest.pop(f"{name}.values"))
+                    .view(shape)
+                )
                 continue
             form, (rows, columns) = (
                 Form(shape, said["is_transposed"]),
@@ -235,7 +239,7 @@ def _unpack(
             known = Scales(Code(said["kind"], said["bits"]), Grid(rows, columns), rest.pop(f"{name}.scale"), zero)
             codes = unpack_bits(rest.pop(f"{name}.codes"), said["bits"], left)
             if kept is not None:
-                codes = torch.zeros(n, dtype=codes.dtype).masked_scatter_(kept, codes)
+                codes = torch.zeros(n, dtype=codes.dtype, device="cpu").masked_scatter_(kept, codes)
             value_RC = known.values(known.decode(codes.view(form.rows, form.columns)))
             if kept is not None:
                 value_RC = value_RC * kept.view_as(value_RC)

@@ -43,7 +43,9 @@ class Grid:
 
     def expand(self, x_IJ: Tensor) -> Tensor:
         """What is said of each tile, of each element: [R, C]."""
-        rows, columns = (torch.tensor(sizes, device=x_IJ.device) for sizes in (self.rows, self.columns))
+        rows, columns = (
+            torch.tensor(sizes, device=x_IJ.device, dtype=torch.int64) for sizes in (self.rows, self.columns)
+        )
         return x_IJ.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
 
 
@@ -92,7 +94,7 @@ class Scales:
         """Signed levels, float32 [R, C]: a value is its level times its tile's scale. noise: rounds x + noise down."""
         scale_RC = self.grid.expand(torch.where(self.scale_IJ == 0, 1.0, self.scale_IJ))
         if self.code.bits == 1:
-            return torch.where(x_RC < 0, -1.0, 1.0)
+            return torch.where(x_RC < 0, -1.0, 1.0).to(torch.float32)
         if self.code.bits == 2:
             return torch.sign(x_RC)
         ratio_RC = x_RC / scale_RC

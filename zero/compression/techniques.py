@@ -62,7 +62,7 @@ class WeightQuantization(nn.Module):
             return None
         digest = hashlib.sha256(f"{self.name}/{self.step}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        return torch.rand(matrix_RC.shape, generator=generator).to(matrix_RC.device)
+        return torch.rand(matrix_RC.shape, generator=generator, dtype=torch.float32, device="cpu").to(matrix_RC.device)
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {self.bits} bits, {self.tiles} groups"
@@ -238,8 +238,8 @@ class ActivationQuantization(nn.Module):
         super().__init__()
         self.bits, self.kind, self.is_static, self.offset = bits, kind, is_static, offset
         if is_static:
-            self.register_buffer("low", torch.full((), torch.inf, device=device))
-            self.register_buffer("high", torch.full((), -torch.inf, device=device))
+            self.register_buffer("low", torch.full((), torch.inf, device=device, dtype=torch.float32))
+            self.register_buffer("high", torch.full((), -torch.inf, device=device, dtype=torch.float32))
         self.is_on = offset is None
         self._dropping: tuple[tuple[Pruning, int], ...] = ()  # not registered
         self.reach(0)

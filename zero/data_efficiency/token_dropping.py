@@ -174,7 +174,7 @@ class TokenDropping:
         generator = torch.Generator(hidden.device)
         generator.manual_seed(int.from_bytes(sha256(key).digest()[:8], "big") >> 1)
         batch = hidden.shape[1 - self.sequence_dim]
-        order = torch.rand(batch, whole, generator=generator, device=hidden.device)
+        order = torch.rand(batch, whole, generator=generator, device=hidden.device, dtype=torch.float32)
         if padding is not None:
             order = order + padding
         each = order.view(batch, self.parts, whole // self.parts).topk(

@@ -95,7 +95,10 @@ class InferenceEngine:
         answers = [[token for step in steps if (token := step[b]) is not None] for b in range(len(prompts))]
         if not isinstance(prompts, Tensor):
             rows = rows_of(prompts, None)
-            return [torch.cat([row, torch.tensor(new)]) for row, new in zip(rows, answers, strict=True)]
+            return [
+                torch.cat([row, torch.tensor(new, dtype=torch.int64, device="cpu")])
+                for row, new in zip(rows, answers, strict=True)
+            ]
         pad, ends = pad_of(self.module, options), ends_of(self.module, options)
         pad = (ends or [0])[0] if pad is None else pad
         padded = [new + [pad] * (len(steps) - len(new)) for new in answers]
@@ -139,7 +142,7 @@ class InferenceEngine:
 
     def _steps(self, rows: Sequence[Tensor], most: int, ends: set[int], choice: Choice) -> Iterator[list[int | None]]:
         T, device = max(map(len, rows)), self.device
-        starts_B = torch.tensor([T - len(row) for row in rows], device=device)
+        starts_B = torch.tensor([T - len(row) for row in rows], device=device, dtype=torch.int64)
         tokens_BT = torch.stack([torch.cat([row.new_zeros(T - len(row)), row]) for row in rows]).to(device)
         cache = self._free.pop() if self._free else StaticCache(self.slots)
         try:
@@ -156,7 +159,10 @@ class InferenceEngine:
                 has_ended = [over or token in ends for token, over in zip(step, has_ended, strict=True)]
                 if all(has_ended) or slot == T + most - 1:
                     return
-                at, width = torch.tensor([slot], device=device), self.slots if self._replays else slot + 1
+                at, width = (
+                    torch.tensor([slot], device=device, dtype=torch.int64),
+                    self.slots if self._replays else slot + 1,
+                )
                 logits_BV = self._run(self._decode, cache, chosen_B[:, None], starts_B, at, width)
         finally:
             self._free.append(cache)

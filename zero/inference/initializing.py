@@ -234,7 +234,7 @@ def _probe(model: nn.Module) -> Tensor | None:
 def _tokens(model: nn.Module) -> Tensor:
     """Of any vocabulary."""
     tokens = [1, 0, 0, 1, 0, 1, 1, 0][: longest(model)]
-    return torch.tensor([tokens], device=next(model.parameters()).device)
+    return torch.tensor([tokens], device=next(model.parameters()).device, dtype=torch.int64)
 
 
 def _check_split(whole: Tensor | None, model: nn.Module, transport: Transport) -> None:

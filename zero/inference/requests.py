@@ -55,7 +55,7 @@ class Options(TypedDict, total=False):
 
 def rows_of(prompts: Prompts, mask: Tensor | None) -> list[Tensor]:
     """int64 on the CPU, one of each prompt, without what the mask [B, T] hides. Raises TypeError and ValueError."""
-    rows = [torch.as_tensor(row).cpu() for row in prompts]
+    rows = [torch.as_tensor(row, device="cpu") for row in prompts]
     if any(row.dim() != 1 or (row.is_floating_point() and len(row)) for row in rows):
         raise TypeError("expected prompts as a tensor [B, T] of tokens, or a list with a sequence of tokens a prompt")
     if mask is not None:

@@ -107,13 +107,13 @@ class ResidentGradients:
         """Of the gradient, in its dtype, where it is; none where there is none."""
         grad = self.params[piece.param].grad
         if grad is None:
-            return torch.empty(0, device=local(self.params[piece.param]).device)
+            return torch.empty(0, device=local(self.params[piece.param]).device, dtype=torch.float32)
         return refuse_sparse("offload", local(grad)).reshape(-1)[piece.start : piece.stop]
 
     def _scratch_of(self, place: Place) -> Tensor:
         if place.device not in self._scratch:
             largest = max(chunk.size for chunk, its in self._places.items() if its.device == place.device)
-            self._scratch[place.device] = torch.empty(largest, device=place.device)
+            self._scratch[place.device] = torch.empty(largest, device=place.device, dtype=torch.float32)
         return self._scratch[place.device]
 
     def drop(self) -> None:
@@ -148,7 +148,7 @@ class StoredGradients:
     ):
         self.params, self.layout, self.store, self._lender, self._summed = params, layout, store, lender, summed
         self.dtype = layout.fields[GRAD].dtype
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
         self._counts = [0] * len(params)
         self._touched: set[Chunk] = set()
         self._places: dict[int, list[Chunk]] = {}
@@ -238,7 +238,7 @@ class StoredGradients:
         if held.dtype == torch.float32:
             return held
         if self._scratch.numel() < held.numel():
-            self._scratch = torch.empty(max(c.size for c in self.layout.chunks))
+            self._scratch = torch.empty(max(c.size for c in self.layout.chunks), dtype=torch.float32, device="cpu")
         return self._scratch[: held.numel()].copy_(held)
 
     def collect(self) -> None:

@@ -49,7 +49,7 @@ class Part:
 def empty_part(group: int, shape: torch.Size, piece: Piece, views: Mapping[str, Tensor]) -> Part:
     """A piece's fields in a step of zeros, on zeros, that only makes state. shape: of the whole parameter."""
     numel = piece.stop - piece.start
-    zeros = torch.zeros(shape if numel == shape.numel() else [numel])
+    zeros = torch.zeros(shape if numel == shape.numel() else [numel], dtype=torch.float32, device="cpu")
     mine = {name: x[piece.at : piece.at + numel].view(zeros.shape) for name, x in views.items()}
     return Part(group, zeros, torch.zeros_like(zeros), mine, None)
 
@@ -71,7 +71,7 @@ class Inner:
             like = next(iter(group["params"]), None)
             if like is None:
                 continue
-            probe = torch.zeros([2 + k for k in range(like.dim())])
+            probe = torch.zeros([2 + k for k in range(like.dim())], dtype=torch.float32, device="cpu")
             part = Part(g, probe, torch.zeros_like(probe), {}, None)
             self.step(groups, [part])
             for name, value in (part.numbers or {}).items():

@@ -110,7 +110,9 @@ class Offload(torch.optim.Optimizer):
         self._params: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
         self._groups_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
         check_parameters(self._params, made, may_be_meta=fill is not None)
-        device = None if device is None else torch.empty(0, device=device).device  # "cuda" is "cuda:0"
+        device = (
+            None if device is None else torch.empty(0, device=device, dtype=torch.float32).device
+        )  # "cuda" is "cuda:0"
         held = list(model.parameters()) if mode == "full" else self._params  # type: ignore[union-attr]
         devices = {device or local(p).device for p in held}
         self._device = devices.pop() if len(devices) == 1 else None

@@ -150,7 +150,7 @@ class HostBuffers:
     """Two buffers of host memory, each for several copies; they take turns. is_pinned: page-locked."""
 
     def __init__(self, nbytes: int, *, is_pinned: bool):
-        self._buffers = [torch.empty(max(PAGE, nbytes), dtype=torch.uint8) for _ in range(2)]
+        self._buffers = [torch.empty(max(PAGE, nbytes), dtype=torch.uint8, device="cpu") for _ in range(2)]
         self._moments: list[Moment | None] = [None, None]
         self._turn, self._at, self.is_pinned = 0, 0, is_pinned
         for buffer in self._buffers if is_pinned else ():

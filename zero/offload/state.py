@@ -61,7 +61,7 @@ class StateOfParams:
         offset, nbytes = self.layout.home(param, name)
         dtype = self.layout.fields[name].dtype
         held = local(p)
-        flat = self.store.view(offset, nbytes).view(dtype) if nbytes else torch.empty(0, dtype=dtype)
+        flat = self.store.view(offset, nbytes).view(dtype) if nbytes else torch.empty(0, dtype=dtype, device="cpu")
         mine = flat.view(held.shape)
         return sharded_as(p, mine) if as_dtensors and hasattr(p, "device_mesh") else mine
 

@@ -132,7 +132,7 @@ class MemoryStore:
     def close(self) -> None:
         if self.is_pinned:
             unlock(self._bytes)
-        self._bytes, self.is_pinned = torch.empty(0, dtype=torch.uint8), False
+        self._bytes, self.is_pinned = torch.empty(0, dtype=torch.uint8, device="cpu"), False
 
     def describe(self) -> str:
         where = f"{self.device.type} memory" if self.device.type != "cpu" else "host memory"

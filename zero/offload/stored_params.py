@@ -66,7 +66,7 @@ class StoredParams:
         self._idle: dict[Stored, None] = {}
         self.saving = Saving(self._describe, self._restore)
         self._is_showing = self._is_lost = False
-        probe = nn.Parameter(torch.empty(1))
+        probe = nn.Parameter(torch.empty(1, dtype=torch.float32, device="cpu"))
         storage = probe.untyped_storage()
         self._alone = torch._C._storage_Use_Count(storage._cdata)  # of a parameter and a `Stored`
         self._leave(device)
@@ -263,7 +263,7 @@ class StoredParams:
         """The values as the store's own bytes, in the parameter's shape, on the host."""
         self._refuse_lost(s)
         p = s.param
-        held = self.store.view(s.home.offset, s.nbytes) if s.nbytes else torch.empty(0, dtype=torch.uint8)
+        held = self.store.view(s.home.offset, s.nbytes) if s.nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.as_strided(held.view(p.dtype), p.shape, p.stride())
 
     def show(self, is_showing: bool) -> None:

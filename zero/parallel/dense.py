@@ -125,7 +125,7 @@ def like(p: Tensor, part: Tensor) -> Tensor:
         p.placements,  # type: ignore[attr-defined]
         run_check=False,
         shape=p.shape,
-        stride=torch.empty(p.shape, device="meta").stride(),
+        stride=torch.empty(p.shape, device="meta", dtype=torch.float32).stride(),
     )
 
 

@@ -113,9 +113,9 @@ class ShardedBucket:
             layout=layout,
             counts=layout.counts(device),
             momentum=torch.zeros(layout.numel, dtype=momentum_dtype, device=device),
-            variance=torch.zeros(layout.chunk, device=device),
-            owned=torch.zeros(layout.chunk, device=device),
-            steps=[torch.tensor(0.0) for _ in members],
+            variance=torch.zeros(layout.chunk, device=device, dtype=torch.float32),
+            owned=torch.zeros(layout.chunk, device=device, dtype=torch.float32),
+            steps=[torch.tensor(0.0, dtype=torch.float32, device="cpu") for _ in members],
             is_warm=is_warm,
             masters=Masters([p for p, _ in members] if is_whole else ()),
         )
@@ -137,7 +137,7 @@ class ShardedBucket:
     @cached_property
     def parameter_of_block(self) -> Tensor:
         """Which parameter each block belongs to, int64 [W, J]; 0 in the padding at the end."""
-        of_block = torch.zeros(self.layout.numel // self.layout.block, dtype=torch.int64)
+        of_block = torch.zeros(self.layout.numel // self.layout.block, dtype=torch.int64, device="cpu")
         for k, blocks in enumerate(self.layout.by_parameter(of_block)):
             blocks.fill_(k)
         return of_block.view(self.layout.world_size, -1).to(self.device)
@@ -182,7 +182,7 @@ class ShardedBucket:
 
         scale: where it is a tensor, of no dimensions.
         """
-        x = torch.zeros(self.layout.numel, device=self.device)
+        x = torch.zeros(self.layout.numel, device=self.device, dtype=torch.float32)
         pairs = zip(self.layout.views(x), self.gradients(), strict=True)
         present = [(view, grad) for view, grad in pairs if grad is not None]
         if present:
@@ -198,7 +198,7 @@ class ShardedBucket:
 
     def own_gradients(self, scale: float | Tensor) -> Tensor:
         """scale · the gradients of the own chunk, float32 [N]; zeros where there is none, and in the padding."""
-        chunk, grads = torch.zeros(self.layout.chunk, device=self.device), self.gradients()
+        chunk, grads = torch.zeros(self.layout.chunk, device=self.device, dtype=torch.float32), self.gradients()
         own = [(chunk[at : at + stop - start], grads[k], start, stop) for k, start, stop, at in self.pieces]
         present = [(view, grad.reshape(-1)[start:stop]) for view, grad, start, stop in own if grad is not None]
         if present:
@@ -208,7 +208,7 @@ class ShardedBucket:
 
     def gather_replica(self) -> Tensor:
         """The own chunk of the parameters as every rank holds them, float32 [N]; zeros in the padding."""
-        chunk = torch.zeros(self.layout.chunk, device=self.device)
+        chunk = torch.zeros(self.layout.chunk, device=self.device, dtype=torch.float32)
         if self.pieces:
             own = [chunk[at : at + stop - start] for _, start, stop, at in self.pieces]
             torch._foreach_copy_(own, [self.params[k].detach().reshape(-1)[a:b] for k, a, b, _ in self.pieces])
@@ -222,7 +222,7 @@ class ShardedBucket:
         if self.received is None:
             mean = None if self.mean is None else self.mean.clone()
         else:
-            mean = torch.empty(self.layout.chunk, device=self.device)
+            mean = torch.empty(self.layout.chunk, device=self.device, dtype=torch.float32)
             codec.decode_mean(self.received, mean)
         if mean is not None:
             mean.view(-1, self.layout.block).mul_(self.correction(beta1))

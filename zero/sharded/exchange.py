@@ -212,7 +212,7 @@ class Sharded:
     @staticmethod
     def _means(bucket: ShardedBucket, codec: Codec, received_WB: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's q of its own chunk, and the mean of everybody's; zeros in the padding."""
-        q, mean = (torch.empty(bucket.layout.chunk, device=bucket.device) for _ in range(2))
+        q, mean = (torch.empty(bucket.layout.chunk, device=bucket.device, dtype=torch.float32) for _ in range(2))
         codec.decode_mean(received_WB, mean)
         codec.decode(received_WB[bucket.rank : bucket.rank + 1], q.view(1, -1))
         ragged, padding = bucket.padding_of_ragged
@@ -286,10 +286,10 @@ class Sharded:
         codec = self.config.codec_down
         if isinstance(codec, SignCodec) and self.config.stage > 0:
             moving = [p if is_seen else None for p, is_seen in zip(bucket.params, seen, strict=True)]
-            ones = torch.ones(len(moving), device=bucket.device)
+            ones = torch.ones(len(moving), device=bucket.device, dtype=torch.float32)
             codec.apply(down_WB, bucket.layout.chunk, ParamUpdate(moving, bucket.layout.segments, ones, ones))
             return bucket.masters.write_back(seen)
-        x = torch.empty(bucket.layout.numel, device=bucket.device)
+        x = torch.empty(bucket.layout.numel, device=bucket.device, dtype=torch.float32)
         codec.decode(down_WB, x.view(len(down_WB), -1))
         held = bucket.masters.held if self.config.stage == 0 else bucket.params
         pairs = [(p, view) for p, view, is_seen in zip(held, bucket.layout.views(x), seen, strict=True) if is_seen]

@@ -70,7 +70,7 @@ def bucket_records(buckets: Sequence[ShardedBucket], codec: SignCodec) -> list[S
     for bucket in buckets:
         mean = bucket.mean
         if bucket.received is not None:
-            mean = torch.empty(bucket.layout.chunk, device=bucket.device)
+            mean = torch.empty(bucket.layout.chunk, device=bucket.device, dtype=torch.float32)
             codec.decode_mean(bucket.received, mean)
         chunks = {"variance": bucket.variance, "owned": bucket.owned, "mean": mean}
         records.append({"numel": bucket.layout.numel, "is_warm": bucket.is_warm, **chunks})

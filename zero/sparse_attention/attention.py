@@ -87,7 +87,7 @@ def _gathered(
         visible = None if visible is None else F.pad(visible, (0, missing))
         bias = None if bias is None else _pad_bias(bias, S, missing)
     blocks = [x.unflatten(2, (layout.rows, b)).contiguous() for x in (query, key, value)]
-    seed = int(torch.randint(2**62, ())) if dropout else 0
+    seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
     seen = None if visible is None else visible.unflatten(1, (layout.rows, b))
     call = GatherCall(plan(layout, B, G, query.device), layout.is_causal, scale, seen, dropout, seed)
     mixed = gather_attention(blocks[0], blocks[1], blocks[2], bias, call)
@@ -214,7 +214,7 @@ class SparseSelfAttention(nn.Module):
         last, length = query.shape[2], key.shape[2]
         if last > length:
             raise ValueError(f"expected at most as many queries as keys, got {last} and {length}")
-        layout, tokens = self.layout(query.shape[1], length), torch.arange(length)
+        layout, tokens = self.layout(query.shape[1], length), torch.arange(length, device="cpu")
         rows = tokens[length - last :]
         seen = layout.blocks_HNN[:, rows // layout.block][:, :, tokens // layout.block]
         mask = (seen & (rows[:, None] >= tokens) if layout.is_causal else seen)[None].to(query.device)

@@ -89,8 +89,8 @@ def covers(layout: Layout, length: int, device: torch.device) -> tuple[Tensor, T
     """(shown in part, shown whole), bool [H, M, M] each, of the layout in blocks of the kernel. Kept."""
     size = kernel_block(layout.block)
     M = -(-length // size)
-    first = torch.arange(M)[:, None] * size
-    fine = torch.arange(layout.rows)[None] * layout.block
+    first = torch.arange(M, device="cpu")[:, None] * size
+    fine = torch.arange(layout.rows, device="cpu")[None] * layout.block
     overlaps_MN = ((fine < (first + size).clamp(max=length)) & (fine + layout.block > first)).float()
     seen = layout.tables.float()
     some = overlaps_MN @ seen @ overlaps_MN.T > 0

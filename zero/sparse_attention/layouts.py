@@ -70,7 +70,7 @@ class Layout:
 
     def visible(self, length: int) -> Tensor:
         """bool [H, S, S]: which tokens see which. Large: for tests, pictures and dense attention with this mask."""
-        tokens = torch.arange(length)
+        tokens = torch.arange(length, device="cpu")
         seen = self.blocks_HNN[:, tokens // self.block][:, :, tokens // self.block]
         return seen & (tokens[:, None] >= tokens) if self.is_causal else seen
 
@@ -113,13 +113,13 @@ def _build(config: SparsityConfig, heads: int, rows: int) -> Layout:
 
 
 def _dense(config: SparsityConfig, N: int, head: int) -> Tensor:
-    return torch.ones(N, N, dtype=torch.bool)
+    return torch.ones(N, N, dtype=torch.bool, device="cpu")
 
 
 def _fixed(config: SparsityConfig, N: int, head: int) -> Tensor:
     """Sparse Transformers' fixed pattern (Child et al., 2019): local windows, and summaries that all later rows see."""
     local, shared = config.num_local_blocks, config.num_global_blocks
-    window = torch.arange(N) // local
+    window = torch.arange(N, device="cpu") // local
     seen = window[:, None] == window
     if shared == 0:
         return seen
@@ -132,7 +132,7 @@ def _fixed(config: SparsityConfig, N: int, head: int) -> Tensor:
 
 def _variable(config: SparsityConfig, N: int, head: int) -> Tensor:
     """Windows of the listed sizes one behind the other, the last of which repeats; random and global blocks."""
-    sizes, window = config.local_window_blocks, torch.zeros(N, dtype=torch.long)
+    sizes, window = config.local_window_blocks, torch.zeros(N, dtype=torch.long, device="cpu")
     start = k = 0
     while start < N:
         size = sizes[min(k, len(sizes) - 1)]
@@ -169,7 +169,7 @@ _BUILDERS: Mapping[str, Callable[[SparsityConfig, int, int], Tensor]] = {
 
 def _sliding(config: SparsityConfig, N: int) -> Tensor:
     """num_sliding_window_blocks around the diagonal: half of them on each side."""
-    rows = torch.arange(N)
+    rows = torch.arange(N, device="cpu")
     return (rows[:, None] - rows).abs() <= config.num_sliding_window_blocks // 2
 
 
@@ -185,10 +185,10 @@ def _with_global(seen_NN: Tensor, ranges: tuple[tuple[int, int], ...] | list[tup
 
 def _random(config: SparsityConfig, N: int, head: int) -> Tensor:
     """So many blocks of each row; of a causal layout, of the row's past and itself, as many as there are."""
-    seen = torch.zeros(N, N, dtype=torch.bool)
+    seen = torch.zeros(N, N, dtype=torch.bool, device="cpu")
     for row in range(N) if config.random_blocks else ():
         digest = hashlib.sha256(f"{config.seed}/{head}/{row}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         among = row + 1 if config.is_causal else N
-        seen[row, torch.randperm(among, generator=generator)[: config.random_blocks]] = True
+        seen[row, torch.randperm(among, generator=generator, device="cpu")[: config.random_blocks]] = True
     return seen

@@ -37,7 +37,7 @@ def reach(layout: Layout, layers: int, head: int | None = None) -> list[Reach]:
     N = layout.rows
     possible = N * (N + 1) / 2 if layout.is_causal else N * N
     seen_NN, found = table_NN, []
-    distances = (torch.arange(N)[:, None] - torch.arange(N)).abs()
+    distances = (torch.arange(N, device="cpu")[:, None] - torch.arange(N, device="cpu")).abs()
     for k in range(1, layers + 1):
         blocks = int((distances[-1] * seen_NN[-1]).max())
         found.append(Reach(k, float(seen_NN.sum()) / possible, blocks * layout.block))
@@ -50,7 +50,7 @@ def draw(layout: Layout, head: int = 0, width: int = 64) -> str:
     table_NN = layout.blocks_HNN[head]
     each = -(-layout.rows // width)
     M = -(-layout.rows // each)
-    padded = torch.zeros(M * each, M * each)
+    padded = torch.zeros(M * each, M * each, dtype=torch.float32, device="cpu")
     padded[: layout.rows, : layout.rows] = table_NN.float()
     counts = padded.view(M, each, M, each).sum((1, 3))
     whole = each * each
@@ -68,7 +68,7 @@ def save_picture(layout: Layout, path: Path, heads: Sequence[int] | None = None)
     for k, head in enumerate(shown):
         pixels = layout.blocks_HNN[head].to(torch.uint8)
         pixels = pixels.repeat_interleave(scale, 0).repeat_interleave(scale, 1)
-        gap = torch.full((len(pixels), _GAP * scale), 2, dtype=torch.uint8)
+        gap = torch.full((len(pixels), _GAP * scale), 2, dtype=torch.uint8, device="cpu")
         parts += [gap, pixels] if k else [pixels]
     path.write_bytes(_png(torch.cat(parts, 1)))
 

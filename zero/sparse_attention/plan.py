@@ -59,7 +59,7 @@ class Bucket:
 
 def minus_infinity_where(hidden: Tensor) -> Tensor:
     """float32, to be added to scores: six times as fast as filling them where they are hidden."""
-    return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
+    return torch.zeros(hidden.shape, device=hidden.device, dtype=torch.float32).masked_fill_(hidden, float("-inf"))
 
 
 def cost(query_blocks: int, key_blocks: Tensor | int, block: int) -> Tensor | int:
@@ -89,7 +89,7 @@ def _joined(layout: Layout, joined: int) -> Tensor:
     H, N, M = layout.heads, layout.rows, layout.rows // joined
     seen = layout.blocks_HNN[:, : M * joined].view(H, M, joined, N).any(2)
     if layout.is_causal:
-        own = torch.arange(M)[:, None] == torch.arange(N) // joined
+        own = torch.arange(M, device="cpu")[:, None] == torch.arange(N, device="cpu") // joined
         seen = seen | own
     return seen
 
@@ -103,15 +103,15 @@ def _tasks(layout: Layout) -> dict[int, Tensor]:
     while 2 * sizes[-1] <= layout.rows and 2 * sizes[-1] * layout.block <= _MOST_QUERIES:
         sizes.append(2 * sizes[-1])
     best = cost(1, _joined(layout, 1).sum(2), layout.block)
-    chosen = [torch.ones(layout.heads, layout.rows, dtype=torch.bool)]
+    chosen = [torch.ones(layout.heads, layout.rows, dtype=torch.bool, device="cpu")]
     assert isinstance(best, Tensor)
     for joined in sizes[1:]:
         M = layout.rows // joined
         together = cost(joined, _joined(layout, joined).sum(2), layout.block)
         apart = best[:, : 2 * M].view(layout.heads, M, 2).sum(2)
-        chosen.append(torch.as_tensor(together <= apart))
-        best = torch.minimum(torch.as_tensor(together), apart)
-    made, is_free = {}, torch.ones(layout.heads, layout.rows, dtype=torch.bool)
+        chosen.append(torch.as_tensor(together <= apart, device="cpu"))
+        best = torch.minimum(torch.as_tensor(together, device="cpu"), apart)
+    made, is_free = {}, torch.ones(layout.heads, layout.rows, dtype=torch.bool, device="cpu")
     for joined, here in zip(reversed(sizes), reversed(chosen), strict=True):
         M = here.shape[1]
         taken = here & is_free[:, : M * joined].view(layout.heads, M, joined).all(2)
@@ -134,23 +134,23 @@ def _bucket(
 ) -> Bucket:
     """tasks: (head, which) of each, within one sequence."""
     H, N = layout.heads, layout.rows
-    heads, rows_TR = tasks[:, 0], tasks[:, 1:] * joined + torch.arange(joined)
+    heads, rows_TR = tasks[:, 0], tasks[:, 1:] * joined + torch.arange(joined, device="cpu")
     others, own = seen_HMN[heads, tasks[:, 1]], rows_TR if layout.is_causal else rows_TR[:, :0]
     others.scatter_(1, own, False)
     which, columns = others.nonzero(as_tuple=True)
     counts = others.sum(1)
-    place = own.shape[1] + torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
-    blocks = torch.zeros(len(heads), C, dtype=torch.long)
-    is_there = torch.zeros(len(heads), C, dtype=torch.bool)
+    place = own.shape[1] + torch.arange(len(which), device="cpu") - (counts.cumsum(0) - counts)[which]
+    blocks = torch.zeros(len(heads), C, dtype=torch.long, device="cpu")
+    is_there = torch.zeros(len(heads), C, dtype=torch.bool, device="cpu")
     blocks[:, : own.shape[1]], is_there[:, : own.shape[1]] = own, True
     blocks[which, place], is_there[which, place] = columns, True
     seen = layout.blocks_HNN[heads[:, None, None], rows_TR[:, :, None], blocks[:, None]]
     hidden = ~seen | ~is_there[:, None]
     of_key_head = (heads // (H // key_heads)).repeat(sequences)
-    sequence = torch.arange(sequences).repeat_interleave(len(heads))
+    sequence = torch.arange(sequences, device="cpu").repeat_interleave(len(heads))
     heads, rows_TR, blocks = heads.repeat(sequences), rows_TR.repeat(sequences, 1), blocks.repeat(sequences, 1)
     if layout.is_causal:  # what is behind the diagonal of its own blocks is hidden token by token
-        own = torch.arange(joined)
+        own = torch.arange(joined, device="cpu")
         hidden[:, own[:, None], own] &= own[:, None] >= own
     return Bucket(
         (((sequence * H + heads) * N)[:, None] + rows_TR).to(device),

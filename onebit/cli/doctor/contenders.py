@@ -43,12 +43,14 @@ class EmulatedModel(nn.Module):
         self.weights = nn.ParameterList()
         self._gradients, self._sleeps = [], []
         for shape in shapes:
-            self.weights.append(torch.randn(shape, generator=weights, device=device).mul_(0.02))
-            self._gradients.append(torch.randn(shape, generator=gradients, device=device).mul_(1e-3))
+            self.weights.append(torch.randn(shape, generator=weights, device=device, dtype=torch.float32).mul_(0.02))
+            self._gradients.append(
+                torch.randn(shape, generator=gradients, device=device, dtype=torch.float32).mul_(1e-3)
+            )
             self._sleeps.append(compute_s * shape[0] * shape[1] / total)
 
     def forward(self) -> Tensor:
-        x = torch.zeros((), device=self.weights[0].device, requires_grad=True)
+        x = torch.zeros((), device=self.weights[0].device, requires_grad=True, dtype=torch.float32)
         for weight, gradient, sleep_s in zip(self.weights, self._gradients, self._sleeps, strict=True):
             x = _Layer.apply(x, weight, gradient, sleep_s)  # type: ignore[no-untyped-call]
         return x
