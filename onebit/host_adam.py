@@ -14,7 +14,7 @@ from torch import Tensor
 from .host import EightBitVariance, adam_, empty_variance, from_eight_bits, to_eight_bits
 from .host.variance import seed_of
 from .model_parallel import local
-from .usage.contract import Group, State, check_options, check_parameters, load_checked, loss_of
+from .usage.contract import Group, State, check_options, check_parameters, eps_of, load_checked, loss_of
 from .usage.frozen import refuse_sparse
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class HostAdam(torch.optim.Optimizer):
             _variance_of(entry),
             lr=float(group["lr"]),
             betas=(float(group["betas"][0]), float(group["betas"][1])),
-            eps=float(group["eps"]),
+            eps=eps_of(group),
             weight_decay=float(group["weight_decay"]),
             step=int(entry["step"]) + 1,
             is_decoupled=group["decoupled_weight_decay"],

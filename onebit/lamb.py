@@ -25,6 +25,7 @@ from .usage.contract import (
     check_group,
     check_parameters,
     check_saved_groups,
+    eps_of,
     load_checked,
     loss_of,
 )
@@ -172,7 +173,7 @@ class Lamb(torch.optim.Optimizer):
             t = int(self.state[p]["step"])
             corrections.append((1.0 - beta1**t, (1.0 - beta2**t) ** 0.5) if group["bias_correction"] else (1.0, 1.0))
         torch._foreach_div_(updates, [c2 for _, c2 in corrections])
-        torch._foreach_add_(updates, group["eps"])
+        torch._foreach_add_(updates, eps_of(group))
         updates = torch._foreach_div(ms, updates)
         torch._foreach_div_(updates, [c1 for c1, _ in corrections])
         return list(updates)

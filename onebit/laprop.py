@@ -22,6 +22,7 @@ from .usage.contract import (
     check_group,
     check_parameters,
     check_saved_groups,
+    eps_of,
     load_checked,
     loss_of,
 )
@@ -110,7 +111,7 @@ class LaProp(torch.optim.Optimizer):
         torch._foreach_addcmul_(vs, grads, grads, 1.0 - beta2)
         divisors = torch._foreach_sqrt(vs)
         torch._foreach_div_(divisors, [c2 for _, c2 in corrections])
-        torch._foreach_add_(divisors, group["eps"])
+        torch._foreach_add_(divisors, eps_of(group))
         torch._foreach_mul_(ms, beta1)
         torch._foreach_addcdiv_(ms, grads, divisors, 1.0 - beta1)
         moves = torch._foreach_mul(ms, [lr / c1 for c1, _ in corrections])

@@ -24,7 +24,7 @@ from .layout.flat import Layout
 from .optimizer import CommonOptions, CompressedOptimizer
 from .rule import Rule, codec_of_gradients
 from .step.bucket_step import Answer, BucketStep, Decision, Meeting
-from .usage.contract import State, check_number
+from .usage.contract import State, check_number, eps_of
 from .usage.signature import shows_all_options
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class AdamRule(Rule):
         g, decision = yield from self.placement.mean_gradient(bucket, self._codec_of_gradients(), scale)
         if bucket.phase == "warmup":
             m, v = bucket.flat[self._moment], bucket.flat["exp_avg_sq"]
-            options = {"betas": group["betas"], "eps": group["eps"], "bias_correction": self.bias_correction}
+            options = {"betas": group["betas"], "eps": eps_of(group), "bias_correction": self.bias_correction}
             direction_ = laprop_direction_ if self._averages_moves else adam_direction_
             direction_(g, m, v, step=bucket.step, **options)  # g ← m̂/D
         else:
@@ -267,7 +267,7 @@ class AdamRule(Rule):
         group, m, v_hat = bucket.group, bucket.flat[self._moment], bucket.flat["exp_avg_sq"]
         self._enter(bucket, "compressed")
         self._allocate_compressed(bucket)
-        m_over_D = self.variance.freeze(bucket, m, v_hat, group["eps"], is_divided=self._averages_moves)
+        m_over_D = self.variance.freeze(bucket, m, v_hat, eps_of(group), is_divided=self._averages_moves)
         pack_momentum(self.placement, bucket, m_over_D, group["betas"][0])
         self.mask_state(bucket)
         self.buckets.publish(bucket)
@@ -286,7 +286,7 @@ class AdamRule(Rule):
     def _denominator(self, bucket: Bucket) -> Tensor:
         """√v̂ + eps of the warm-up."""
         group = bucket.group
-        v, beta2, eps = bucket.flat["exp_avg_sq"], group["betas"][1], group["eps"]
+        v, beta2, eps = bucket.flat["exp_avg_sq"], group["betas"][1], eps_of(group)
         return adam_denominator(v, beta2, eps, step=bucket.step, bias_correction=self.bias_correction)
 
     def check_state(self, where: str, state: State) -> None:

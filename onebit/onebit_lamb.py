@@ -24,7 +24,7 @@ from .onebit_adam import AdamRule
 from .optimizer import CommonOptions, CompressedOptimizer
 from .rule import codec_of_gradients
 from .step.bucket_step import Answer, Meeting
-from .usage.contract import State
+from .usage.contract import State, eps_of
 from .usage.signature import shows_all_options
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ class LambRule(AdamRule):
         for bucket in self.buckets:
             group = bucket.group
             total = self._total(bucket) if bucket.step > 0 else 1.0
-            D = (bucket.flat["exp_avg_sq"] / total).sqrt_().add_(group["eps"])
+            D = (bucket.flat["exp_avg_sq"] / total).sqrt_().add_(eps_of(group))
             torch.div(self.momentum(bucket), D, out=bucket.buffer)
             torch._foreach_add_(bucket.views, bucket.held, alpha=group["weight_decay"])
         self._measure(self.buckets)

@@ -23,7 +23,7 @@ from .model_parallel import local
 from .optimizer import CommonOptions, CompressedOptimizer
 from .rule import Rule, codec_of_gradients
 from .step.bucket_step import Arrived, BucketStep, Decision
-from .usage.contract import Group, State, check_number
+from .usage.contract import Group, State, check_number, eps_of
 from .usage.frozen import gradient_of
 from .usage.signature import shows_all_options
 
@@ -249,7 +249,7 @@ class ZeroOneRule(Rule):
 
     def _variance(self, bucket: Bucket, total: float | None = None) -> Variance:
         """What D is made of. total: the sum of the weights in v, where it has just changed."""
-        v, eps = bucket.flat["exp_avg_sq"], bucket.group["eps"]
+        v, eps = bucket.flat["exp_avg_sq"], eps_of(bucket.group)
         total = self._variance_total[bucket.group_index] if total is None else total
         correction = 1.0 / total if self.bias_correction and total > 0.0 else 1.0
         if bucket.floor_J is None:

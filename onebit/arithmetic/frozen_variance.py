@@ -17,7 +17,7 @@ from ..checkpoint.change_world_size import resize
 from ..layout.bucket import Bucket
 from ..model_parallel import ModelParallelGroup
 from ..step.replicated import Replicated
-from ..usage.contract import Group, State
+from ..usage.contract import Group, State, eps_of
 from .adam import BLOCKS_AT_A_TIME, denominator_, sums_of_live_blocks
 from .schedule import variance_weight
 
@@ -87,7 +87,7 @@ class FrozenVariance:
         assert bucket.live_J is not None
         beta1, beta2 = group["betas"]
         D, block = bucket.flat["denominator"], bucket.layout.block
-        v = D.sub_(group["eps"]).square_()
+        v = D.sub_(eps_of(group)).square_()
         known_J = bucket.counts.view(-1) * bucket.live_J  # elements that are no padding and have seen a gradient
         share = self.share(bucket.group_index, beta2, bucket.step)
         parts = zip(*(x.split(BLOCKS_AT_A_TIME) for x in (v.view(-1, block), g.view(-1, block), known_J)), strict=True)
@@ -95,7 +95,7 @@ class FrozenVariance:
             v_Jn.masked_fill_(torch.arange(block, device=v.device) >= known.unsqueeze(1), 0.0)
             v_Jn.lerp_(g_Jn.square(), share)
         bucket.live_J = v.view(-1, block).any(1)
-        self._denominator(bucket, v, group["eps"])  # in place
+        self._denominator(bucket, v, eps_of(group))  # in place
         return last_average.lerp_(g.div_(D), 1.0 - beta1)
 
     def _denominator(self, bucket: Bucket, v: Tensor, eps: float) -> Tensor:

@@ -103,6 +103,15 @@ def check_options(where: str, group: Mapping[str, object]) -> None:
             raise ValueError(f"{where}: betas must lie in [0, 1), got {betas}")
 
 
+def eps_of(group: Mapping[str, Any]) -> float:
+    """A group's eps as denominators take it: 2⁻⁶³ at least, whose square is float32's smallest normal number.
+
+    So where nothing has been seen, as where eight bits have rounded a gradient to 0, a move is 0/D = 0; with eps=0 it
+    would be 0/0. Beside the root of any variance that is a normal number, 2⁻⁶³ is nothing.
+    """
+    return max(float(group["eps"]), 2.0**-63)
+
+
 def check_number(where: str, key: str, value: object) -> None:
     """Raise TypeError unless value is a number, or a tensor that holds one; ValueError unless finite and at least 0."""
     if not isinstance(value, numbers.Real) and not (isinstance(value, Tensor) and value.numel() == 1):

@@ -135,7 +135,7 @@ def test_norms_cost_thirty_two_bytes_per_layer_and_peer() -> None:
         ({"stage": 0}, "stage must be one of .1, 2. for ShardedOnebitLamb"),
         ({"min_coeff": 2.0, "max_coeff": 1.0}, "min_coeff <= max_coeff"),
         ({"coeff_beta": 1.0}, "coeff_beta"),
-        ({"eps": 0.0}, "eps"),
+        ({"eps": -1.0}, "eps"),
     ],
 )
 def test_bad_options_are_refused(options: dict, message: str) -> None:

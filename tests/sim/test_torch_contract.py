@@ -153,6 +153,7 @@ EVERY: dict[str, Callable[[list[nn.Parameter], SimTransport], torch.optim.Optimi
     "HostAdam, small": lambda ps, _: onebit.HostAdam(ps, moment_dtype=torch.bfloat16, variance_dtype=torch.uint8),
     "Offload": lambda ps, _: zero.Offload(ps, onebit.HostAdam, mode="gradients"),
 }
+DENSE = ("Lamb", "LaProp", "HostAdam", "HostAdam, small", "Offload")
 
 
 def matrices_and_vectors() -> list[nn.Parameter]:
@@ -183,7 +184,7 @@ def trained_bits(name: str, steps: int, dtype: torch.dtype, device: str, size: f
 
     torch.set_default_dtype(dtype)
     try:
-        return run_ranks(1 if name in ("Lamb", "LaProp", "HostAdam", "HostAdam, small", "Offload") else 2, ours)
+        return run_ranks(1 if name in DENSE else 2, ours)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -216,6 +217,49 @@ def test_steps_are_counted_beyond_256_whatever_the_default_dtype(kind: type) -> 
 def test_parameters_without_values_are_refused_with_the_remedy(name: str) -> None:
     with pytest.raises(ValueError, match=r'rank 0: parameter 0 of group 0 is on the device "meta".*to_empty'):
         make(name, [nn.Parameter(torch.ones(3, device="meta"))])
+
+
+# ---------------------------------------------------------------- eps=0
+
+
+@pytest.mark.stranger("wrong without a word", "15: eps=0 makes parameters NaN where eight bits round a gradient to 0")
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "LocalSteps"])
+def test_with_eps_0_what_has_no_gradient_stays_and_the_rest_trains(name: str) -> None:
+    """Exact zeros, what rounds to zero beside a large element, and a parameter that sees zeros alone at first."""
+
+    def ours(transport: SimTransport) -> bool:
+        params = matrices_and_vectors()
+        before = [p.detach().clone() for p in params]
+        optimizer = EVERY[name](params, transport)
+        for group in optimizer.param_groups:
+            group["eps"] = 0.0
+        for step in range(8):
+            generator = torch.Generator().manual_seed(100 * step + transport.rank)
+            optimizer.zero_grad()
+            for k, p in enumerate(params):
+                g = torch.randn(p.shape, generator=generator)
+                g.view(-1)[0] = 1e4
+                g.view(-1)[1::3] = 0.0
+                (p * (g * (0.0 if k == 2 and step < 4 else 1.0)).to(p.dtype)).sum().backward()
+            optimizer.step()
+        if hasattr(optimizer, "sync"):
+            optimizer.sync()
+        moved = [(p.detach() - q).float() for p, q in zip(params, before, strict=True)]
+        return all(bool(x.isfinite().all()) and float(x.abs().sum()) > 0.0 for x in moved)
+
+    assert all(run_ranks(1 if name in DENSE else 2, ours))
+
+
+@pytest.mark.parametrize("kind", [onebit.OnebitAdam, onebit.HostAdam])
+def test_with_eps_0_and_gradients_everywhere_it_is_adamw(kind: type) -> None:
+    exact, ours = parameters(), parameters()
+    options = (
+        {} if kind is onebit.HostAdam else {"transport": SimTransport(), "warmup_codec": onebit.comm.IdentityCodec()}
+    )
+    train(torch.optim.AdamW(exact, eps=0.0), exact, range(5))
+    train(kind(ours, eps=0.0, **options), ours, range(5))
+    for a, b in zip(exact, ours, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
 # ---------------------------------------------------------------- frozen parameters

@@ -142,7 +142,7 @@ class ShardedOnebitAdam(ShardedOnebitOptimizer):
     4. down, to all:   Q = C(master - replica);  replica = replica + Q, rounded to the replica's type, on every rank
        stage 0:        Q = C(m̂/D + E), E = m̂/D + E - Q;  parameter = (1 - lr·wd)·parameter - lr·Q, on every rank
 
-    lr, betas, eps (above 0), weight_decay: as in torch.optim.AdamW; read anew from param_groups in every step. updates:
+    lr, betas, eps, weight_decay: as in torch.optim.AdamW; read anew from param_groups in every step. updates:
     what comes down at stage 0, "int4" or "sign"; parameters are then whole on every rank, and so are
     the masters of those in less than float32. The
     others: see `ShardedOptions`.

@@ -21,7 +21,7 @@ from ...comm.codecs import all_finite
 from ...comm.kernels.operands import GradientSum, ParamUpdate
 from ...comm.messages import sum_in_order
 from ...step.bucket_step import Answer, CameDown, Meeting
-from ...usage.contract import Group, check_number
+from ...usage.contract import Group, check_number, eps_of
 from . import arithmetic
 from .bucket import ShardedBucket
 
@@ -89,7 +89,7 @@ class StepNumbers:
     def of(cls, group: Group) -> StepNumbers:
         """As they are in a param group now."""
         lr = float(group["lr"])
-        return cls(lr, lr * group["weight_decay"], group["betas"], group["eps"])
+        return cls(lr, lr * group["weight_decay"], group["betas"], eps_of(group))
 
 
 class NotFiniteError(RuntimeError):

@@ -114,7 +114,7 @@ class ShardedOnebitLamb(ShardedOnebitOptimizer):
     byte LM, 600 steps, rates of .014, .028 and .056: 1.997, 1.745 and 1.691 (LAMB 1.812, 1.776, 2.122). Give it two to
     four times LAMB's rate.
 
-    lr, betas, eps (above 0), weight_decay: as in `onebit.Lamb`; read anew from param_groups in every step. max_coeff,
+    lr, betas, eps, weight_decay: as in `onebit.Lamb`; read anew from param_groups in every step. max_coeff,
     min_coeff: bounds of r_l. coeff_beta: of a_l's moving average. The others: see `ShardedOptions`; stage 1 or 2.
 
     State as `ShardedOnebitAdam`; traffic as well, and 32 bytes per layer and step to each peer.

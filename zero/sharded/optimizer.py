@@ -163,8 +163,6 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
 
     def _check_group(self, where: str, group: Group) -> None:
         super()._check_group(where, group)
-        if not group["eps"] > 0:
-            raise ValueError(f"{where}: eps must be above 0, got {group['eps']}")
         if group.get("exp_avg_mask") is not None:
             raise ValueError(
                 f"{where} has an exp_avg_mask, which {type(self).__name__} does not have; leave it out, or shard "

@@ -168,7 +168,7 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
     local_step_scaler that skips at the full rate is far behind: 2.092, where AdamW had 1.789, with H = 4 from 3/8 of
     the run on (without warm-up).
 
-    lr, betas (betas[1] above 0 where steps are skipped), eps (above 0), weight_decay: as in torch.optim.AdamW; read
+    lr, betas (betas[1] above 0 where steps are skipped), eps, weight_decay: as in torch.optim.AdamW; read
     anew from param_groups in every step. local_step_scaler, local_step_clipper: see `Synchronisations`; a numeric
     scaler counts from local_step_start. The others: see `ShardedOptions`; stage 1 or 2.
 
