@@ -33,7 +33,17 @@ from .model_parallel import ModelParallelGroup, model_parallel_group_of
 from .rule import BucketRule
 from .step.clip import Clipper
 from .step.stats import Stats, Traffic, WaitClock
-from .usage.contract import Group, State, TorchOptions, check_arguments, check_group, loss_of, refuse_copy
+from .usage.contract import (
+    Group,
+    State,
+    TorchOptions,
+    check_arguments,
+    check_group,
+    check_is_number,
+    listed_parameters,
+    loss_of,
+    refuse_copy,
+)
 from .usage.frozen import gradient_of, refuse_unfrozen
 from .usage.marks import GradientMark, are_used_again
 
@@ -66,6 +76,13 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         **torchs: Unpack[TorchOptions],
     ):
         check_arguments(type(self).__name__, torchs)
+        for key, number in (
+            ("max_grad_norm", max_grad_norm),
+            ("check_replicas_every", check_replicas_every),
+            ("max_consecutive_skips", max_consecutive_skips),
+            ("bucket_cap_mb", bucket_cap_mb),
+        ):
+            check_is_number(type(self).__name__, key, number)
         if not (max_grad_norm >= 0 and check_replicas_every >= 0):
             raise ValueError(
                 "max_grad_norm and check_replicas_every must be at least 0 (0: off), got "
@@ -87,7 +104,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
 
     def _construct(self, params: object, defaults: dict[str, object]) -> None:
         """torch's own construction, and the buckets of these parameters."""
-        super().__init__(params, defaults)  # type: ignore[arg-type]
+        super().__init__(listed_parameters(type(self).__name__, params), defaults)
         self._build()
 
     def _new_stats(self) -> Stats:

@@ -14,7 +14,16 @@ from torch import Tensor
 from .host import EightBitVariance, adam_, empty_variance, from_eight_bits, to_eight_bits
 from .host.variance import seed_of
 from .model_parallel import local
-from .usage.contract import Group, State, check_options, check_parameters, eps_of, load_checked, loss_of
+from .usage.contract import (
+    Group,
+    State,
+    check_options,
+    check_parameters,
+    eps_of,
+    listed_parameters,
+    load_checked,
+    loss_of,
+)
 from .usage.frozen import refuse_sparse
 
 if TYPE_CHECKING:
@@ -86,7 +95,7 @@ class HostAdam(torch.optim.Optimizer):
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
         }  # torch.optim.AdamW's, so that each loads the other's groups
-        super().__init__(params, defaults)
+        super().__init__(listed_parameters(type(self).__name__, params), defaults)
 
     def add_param_group(self, param_group: Group) -> None:
         """As torch's. Raises ValueError/TypeError as the constructor, and is then as it was."""

@@ -26,6 +26,7 @@ from .usage.contract import (
     check_parameters,
     check_saved_groups,
     eps_of,
+    listed_parameters,
     load_checked,
     loss_of,
 )
@@ -83,7 +84,7 @@ class Lamb(torch.optim.Optimizer):
         self.model_parallel_group = model_parallel_group_of(model_parallel_group)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"max_coeff": max_coeff, "min_coeff": min_coeff, "bias_correction": bias_correction}
-        super().__init__(params, defaults)  # type: ignore[arg-type]
+        super().__init__(listed_parameters(type(self).__name__, params), defaults)
 
     def add_param_group(self, param_group: Group) -> None:
         """As torch's. Raises ValueError/TypeError as the constructor, and is then as it was."""

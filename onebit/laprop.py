@@ -23,6 +23,7 @@ from .usage.contract import (
     check_parameters,
     check_saved_groups,
     eps_of,
+    listed_parameters,
     load_checked,
     loss_of,
 )
@@ -61,7 +62,9 @@ class LaProp(torch.optim.Optimizer):
     ):
         check_arguments(type(self).__name__, torchs)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults | {"bias_correction": bias_correction})  # type: ignore[arg-type]
+        super().__init__(
+            listed_parameters(type(self).__name__, params), defaults | {"bias_correction": bias_correction}
+        )
 
     def add_param_group(self, param_group: Group) -> None:
         """As torch's. Raises ValueError/TypeError as the constructor, and is then as it was."""

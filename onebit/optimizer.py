@@ -116,7 +116,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         rule.check(type(self).__name__)
         check_delay(type(self).__name__, rule, delay)
         if error_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"error_dtype must be torch.float32 or torch.bfloat16, got {error_dtype}")
+            raise ValueError(f"error_dtype must be torch.float32 or torch.bfloat16, got {error_dtype!r}")
         self.rule, self.policy = rule, CompressionPolicy(compression)
         self.codec = SignCodec() if codec is None else check_fused(codec)
         super().__init__(model_parallel_group, True, **shared)

@@ -38,7 +38,8 @@ def check_fused(codec: object) -> FusedCodec:
     """The codec, in which a momentum can travel. Raises TypeError for any other."""
     if not isinstance(codec, FusedCodec):
         raise TypeError(
-            f"codec must be one that momentum can travel in, {' or '.join(momentum_codecs())}, or another FusedCodec; "
+            f"codec must be one that momentum can travel in, {' or '.join(momentum_codecs())}, or another FusedCodec, "
+            "and an object of it, as onebit.comm.Log4Codec(); "
             f"got {codec!r}. What gradients travel in is another option: warmup_codec, or variance_codec of ZeroOneAdam"
         )
     return codec

@@ -45,7 +45,7 @@ class LocalOptions:
                 "lower delay, or raise every (its least interval, and start_every)"
             )
         if self.error_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"error_dtype must be torch.float32 or torch.bfloat16, got {self.error_dtype}")
+            raise ValueError(f"error_dtype must be torch.float32 or torch.bfloat16, got {self.error_dtype!r}")
 
     def lines(self, inner: torch.optim.Optimizer) -> list[str]:
         """As text, a line each, with the inner optimizer's kind."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..comm import Transport
 
@@ -84,6 +84,33 @@ def check_arguments(name: str, given: Mapping[str, object]) -> None:
     _check_forms(name, given)
 
 
+def listed_parameters(name: str, params: object) -> list[Any]:
+    """What optimizer `name` was given to train, as torch takes it. Raises TypeError or ValueError with the remedy."""
+    if isinstance(params, nn.Module):
+        raise TypeError(f"{name} takes parameters, got a {type(params).__name__}: pass model.parameters()")
+    if isinstance(params, Mapping):
+        raise TypeError(
+            f"{name} takes parameters or groups, got a {type(params).__name__}: pass its values, or [group]"
+        )
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        raise TypeError(f"{name} takes an iterable of parameters or groups, got {type(params).__name__}: pass a list")
+    listed = list(params)
+    if not listed:
+        raise ValueError(
+            f"{name} got no parameters; a generator such as model.parameters() gives them once: make a list of it "
+            "where it is used twice"
+        )
+    for k, each in enumerate(listed):
+        if isinstance(each, dict) and "params" not in each:
+            raise ValueError(f'{name}: group {k} has no "params", only {", ".join(map(str, each))}')
+        for one in (each, each.get("params") if isinstance(each, dict) else None):
+            if isinstance(one, nn.Module):
+                raise TypeError(
+                    f"{name} takes parameters, got a {type(one).__name__} (number {k}): pass its .parameters()"
+                )
+    return listed
+
+
 def check_group(where: str, group: Mapping[str, object]) -> None:
     """Raise TypeError or ValueError where a parameter group's option is none of Adam's, or out of its range."""
     _check_forms(where, group)
@@ -101,6 +128,11 @@ def check_options(where: str, group: Mapping[str, object]) -> None:
         check_number(where, "betas", beta)
         if float(beta) >= 1.0:
             raise ValueError(f"{where}: betas must lie in [0, 1), got {betas}")
+    for key, value in (("eps", group["eps"]), ("weight_decay", group["weight_decay"]), *(("betas", b) for b in betas)):
+        if isinstance(value, Tensor):
+            raise TypeError(
+                f"{where}: {key} must be a number, got {value!r}: only lr may be a tensor; pass its .item()"
+            )
 
 
 def eps_of(group: Mapping[str, Any]) -> float:
@@ -113,11 +145,16 @@ def eps_of(group: Mapping[str, Any]) -> float:
 
 
 def check_number(where: str, key: str, value: object) -> None:
-    """Raise TypeError unless value is a number, or a tensor that holds one; ValueError unless finite and at least 0."""
+    """Raise as `check_is_number`; ValueError unless it is finite and at least 0."""
+    if not 0.0 <= check_is_number(where, key, value) < math.inf:
+        raise ValueError(f"{where}: {key} must not be negative, infinite or nan, got {value}")
+
+
+def check_is_number(where: str, key: str, value: object) -> float:
+    """The number. Raises TypeError unless it is one, or a tensor that holds one."""
     if not isinstance(value, numbers.Real) and not (isinstance(value, Tensor) and value.numel() == 1):
         raise TypeError(f"{where}: {key} must be a number, got {value!r}")
-    if not 0.0 <= float(value) < math.inf:
-        raise ValueError(f"{where}: {key} must not be negative, infinite or nan, got {value}")
+    return float(value)
 
 
 def _check_forms(where: str, options: Mapping[str, object]) -> None:
@@ -143,7 +180,8 @@ def check_parameters(rank: int, named: Iterable[tuple[Tensor, str]]) -> None:
                 "model_parallel_group=)"
             )
         if p.requires_grad and p.dtype not in _DTYPES:
-            raise TypeError(f"rank {rank}: {name} is {p.dtype}; onebit trains float32, bfloat16 and float16")
+            remedy = "train torch.view_as_real of it" if p.is_complex() else "cast it first: model.float()"
+            raise TypeError(f"rank {rank}: {name} is {p.dtype}; onebit trains float32, bfloat16 and float16: {remedy}")
         seen[p] = name
 
 

@@ -114,6 +114,91 @@ def test_bad_options_are_refused_of_all_groups_of_one_and_of_one_added_later(nam
     assert not torch.equal(later, before)
 
 
+NET = nn.Sequential(nn.Linear(3, 2))
+NO_PARAMETERS = {
+    "model": (NET, TypeError, r"takes parameters, got a Sequential: pass model.parameters\(\)"),
+    "list of a model": ([NET], TypeError, r"takes parameters, got a Sequential \(number 0\): pass its .parameters"),
+    "group of a model": ([{"params": NET}], TypeError, r"takes parameters, got a Sequential \(number 0\)"),
+    "group without": ([{"lr": 1.0}], ValueError, 'group 0 has no "params", only lr'),
+    "state": (NET.state_dict(), TypeError, "takes parameters or groups, got a OrderedDict: pass its values"),
+    "one": (torch.ones(3), TypeError, "takes an iterable of parameters or groups, got Tensor: pass a list"),
+    "None": (None, TypeError, "takes an iterable of parameters or groups, got NoneType"),
+    "used generator": (
+        iter(()),
+        ValueError,
+        r"got no parameters; a generator such as model.parameters\(\) gives them once",
+    ),
+    "float64": ([nn.Parameter(torch.ones(3).double())], TypeError, r"is torch.float64; .*: cast it first: model.float"),
+    "complex": (
+        [nn.Parameter(torch.ones(3) * 1j)],
+        TypeError,
+        "is torch.complex64; .*: train torch.view_as_real of it",
+    ),
+}
+
+
+@pytest.mark.stranger("blames the wrong thing", "25: a model, a state or nothing given as parameters, without a remedy")
+@pytest.mark.parametrize("what", NO_PARAMETERS)
+def test_what_is_no_list_of_parameters_is_refused_with_the_remedy(what: str) -> None:
+    given, error, message = NO_PARAMETERS[what]
+    for name in ALL:
+        with pytest.raises(error, match=message):
+            make(name, given)
+    for kind in (onebit.LaProp, onebit.HostAdam):
+        with pytest.raises(error, match=message):
+            kind(given)
+
+
+@pytest.mark.stranger("breaks", "25: onebit.OneBitAdam, DeepSpeed's spelling, is a bare AttributeError")
+def test_another_spelling_of_a_name_is_answered_with_the_name() -> None:
+    found = {
+        "OneBitAdam": "OnebitAdam",
+        "OneBitLamb": "OnebitLamb",
+        "ZeroOneadam": "ZeroOneAdam",
+        "onebitadamw": "OnebitAdam",
+    }
+    for given, name in found.items():
+        with pytest.raises(AttributeError, match=f"no attribute '{given}'; did you mean onebit.{name}"):
+            getattr(onebit, given)
+    with pytest.raises(AttributeError, match=r"did you mean onebit\.zero's"):
+        _ = onebit.ShardedOnebitAdam
+    assert not hasattr(onebit, "__path_of_no_one__")
+
+
+@pytest.mark.stranger("blames the wrong thing", "25: strings where numbers, types and codecs are expected")
+@pytest.mark.parametrize("name", ONE_BIT)
+def test_strings_for_numbers_types_and_codecs_are_named_in_the_error(name: str) -> None:
+    for key in ("bucket_cap_mb", "max_grad_norm", "check_replicas_every", "max_consecutive_skips"):
+        with pytest.raises(TypeError, match=f"{name}: {key} must be a number, got '1'"):
+            make(name, parameters(), **{key: "1"})
+    if "Sharded" in name:
+        with pytest.raises(TypeError, match="warmup_steps must be a number, got '64'"):
+            make(name, parameters(), warmup_steps="64")
+        with pytest.raises(ValueError, match=r"momentum_dtype must be torch.float32 or .*, got 'bfloat16'"):
+            make(name, parameters(), momentum_dtype="bfloat16")
+        return
+    with pytest.raises(TypeError, match=r"as onebit.comm.Log4Codec\(\); got 'log4'"):
+        make(name, parameters(), codec="log4")
+    with pytest.raises(ValueError, match=r"error_dtype must be torch.float32 or .*, got 'bfloat16'"):
+        make(name, parameters(), error_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_lr_may_be_a_tensor_and_no_other_number(name: str) -> None:
+    """Betas in tensors were taken, and died in the first step."""
+    plain, told = parameters(), parameters()
+    train(make(name, plain, lr=0.5**9, betas=(0.5, 0.75)), plain, range(6))
+    train(make(name, told, lr=torch.tensor(0.5**9), betas=[0.5, 0.75]), told, range(6))
+    assert all(map(torch.equal, plain, told))
+    for key, value in (
+        ("eps", torch.tensor(1e-8)),
+        ("weight_decay", torch.tensor(0.1)),
+        ("betas", (torch.tensor(0.9),) * 2),
+    ):
+        with pytest.raises(TypeError, match=rf"{key} must be a number, got tensor\(.*: only lr may be a tensor"):
+            make(name, parameters(), **{key: value})
+
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 def test_a_parameter_that_comes_twice_is_named(name: str) -> None:

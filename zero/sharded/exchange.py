@@ -21,7 +21,7 @@ from ...comm.codecs import all_finite
 from ...comm.kernels.operands import GradientSum, ParamUpdate
 from ...comm.messages import sum_in_order
 from ...step.bucket_step import Answer, CameDown, Meeting
-from ...usage.contract import Group, check_number, eps_of
+from ...usage.contract import Group, check_is_number, check_number, eps_of
 from . import arithmetic
 from .bucket import ShardedBucket
 
@@ -46,13 +46,16 @@ class ShardedConfig:
     def check(self, name: str, stages: Sequence[int]) -> None:
         """Raise TypeError or ValueError where it is not for optimizer `name`, which has these stages."""
         check_number(name, "variance_floor", self.variance_floor)
+        check_is_number(name, "update_limit", self.update_limit)
+        check_is_number(name, "warmup_steps", self.warmup_steps)
         if not self.update_limit > 0:
             raise ValueError(f"update_limit must be above 0, got {self.update_limit}")
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must be at least 0 (0: none), got {self.warmup_steps}")
         if self.stage not in stages:
             raise ValueError(
-                f"stage must be one of {stages} for {name}, got {self.stage}; stage 3 needs a fast axis inside the node"
+                f"stage must be one of {stages} for {name}, got {self.stage!r}; stage 3 needs a fast axis inside the "
+                "node"
             )
         if self.stage == 2 and self.keeps_frames:
             raise ValueError(

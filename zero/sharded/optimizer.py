@@ -129,7 +129,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         **shared: Unpack[SharedOptions],
     ):
         if momentum_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"momentum_dtype must be torch.float32 or torch.bfloat16, got {momentum_dtype}")
+            raise ValueError(f"momentum_dtype must be torch.float32 or torch.bfloat16, got {momentum_dtype!r}")
         codec, down = SignCodec(block=block, scale="mean_abs"), codec_down("differences", differences, block)
         config = ShardedConfig(
             stage=stage,
@@ -139,7 +139,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
             codec_down=codec_down("updates", updates, block) if updates is not None and stage == 0 else down,
             variance_floor=variance_floor,
             update_limit=update_limit,
-            keeps_frames=shared.get("max_grad_norm", 0.0) > 0,
+            keeps_frames=bool(shared.get("max_grad_norm")),
         )
         config.check(type(self).__name__, (1, 2) if updates is None else (0, 1, 2))
         rule.check(type(self).__name__)
