@@ -99,7 +99,7 @@ class AdamRule(Rule):
             m, v = bucket.flat[self._moment], bucket.flat["exp_avg_sq"]
             options = {"betas": group["betas"], "eps": eps_of(group), "bias_correction": self.bias_correction}
             direction_ = laprop_direction_ if self._averages_moves else adam_direction_
-            direction_(g, m, v, step=bucket.step, **options)  # g ← m̂/D
+            direction_(g, m, v, step=self._seen_steps(bucket), **options)  # g ← m̂/D
         else:
             m_over_D = self.variance.refresh(bucket, g, self.last_average(bucket), group)
             g.copy_(m_over_D)
@@ -195,15 +195,15 @@ class AdamRule(Rule):
     # ---------------------------------------------------------------- which kind of step
 
     def averages_gradients(self, bucket: Bucket) -> bool:
-        return self._is_dense(bucket.step)
+        return self._is_dense(bucket.group_index, bucket.step)
 
     def keeps_variance(self, bucket: Bucket) -> bool:
         """Whether the bucket takes these steps: here all do."""
         return True
 
-    def _is_dense(self, step: int) -> bool:
-        """Whether gradients travel in the step behind so many."""
-        return self.policy.compresses is False or self.schedule.is_dense(step)
+    def _is_dense(self, g: int, step: int) -> bool:
+        """Whether gradients of group g travel in the step behind so many."""
+        return self.policy.compresses is False or self.schedule.is_dense(self.variance.seen_steps(g, step))
 
     def round_name(self) -> str:
         return "compressed" if any(not self.averages_gradients(bucket) for bucket in self.buckets) else "dense"
@@ -224,25 +224,38 @@ class AdamRule(Rule):
 
     def _correction(self, bucket: Bucket) -> float:
         """1/(1 - β1^t)."""
-        beta1, step = bucket.group["betas"][0], bucket.step
-        return 1.0 / (1.0 - beta1**step) if self.bias_correction and step > 0 else 1.0
+        beta1: float = bucket.group["betas"][0]
+        has_stepped = self.bias_correction and bucket.step > 0
+        return 1.0 / (1.0 - beta1 ** self._seen_steps(bucket)) if has_stepped else 1.0
 
     # ---------------------------------------------------------------- the freeze
 
     def after_step(self) -> str:
         for g, count in enumerate(self.steps):
-            if self._is_dense(int(count) - 1):
+            if self._is_dense(g, int(count) - 1):
                 self.variance.count_dense(g, self.buckets.groups[g]["betas"][1], int(count))
         first = self.buckets[0]
-        is_refresh = first.phase == "compressed" and self._is_dense(first.step - 1)
+        is_refresh = first.phase == "compressed" and self._is_dense(first.group_index, first.step - 1)
         phase = "refresh" if is_refresh else first.phase
+        self._look([max(int(count) - 1, 0) for count in self.steps])
         self._freeze_where_due()
         for bucket in filter(self.keeps_variance, self.buckets):
             # In a hierarchy gradients come through the buffer in every step.
-            rests = self.placement.hierarchy.local_size == 1 and self.schedule.rests(bucket.step)
+            rests = self.placement.hierarchy.local_size == 1 and self.schedule.rests(
+                self.variance.seen_steps(bucket.group_index, bucket.step)
+            )
             if self.policy.compresses and rests and bucket not in self.masks:
                 bucket.release_buffer()
         return phase
+
+    def _look(self, before: Sequence[int]) -> None:
+        """See `FrozenVariance.look`."""
+        self.variance.look([bucket for bucket in self.buckets if self.keeps_variance(bucket)], before, self.parts)
+
+    def _count_from_the_first(self) -> None:
+        """A state says nothing of when its variance has seen a gradient, if it has."""
+        self.variance.unseen = None
+        self._look([0] * len(self.steps))
 
     def _freeze_where_due(self) -> None:
         """End the warm-up of the groups whose momentum is to travel next: v becomes D, m goes into frames."""
@@ -260,7 +273,11 @@ class AdamRule(Rule):
     def _total(self, bucket: Bucket) -> float:
         """The sum of the weights in Adam's v."""
         beta2 = bucket.group["betas"][1]
-        return 1.0 - beta2**bucket.step if self.bias_correction else 1.0
+        return 1.0 - beta2 ** self._seen_steps(bucket) if self.bias_correction else 1.0
+
+    def _seen_steps(self, bucket: Bucket) -> int:
+        """What t is in bias corrections: steps that have left nothing in m and v are none. At least 1."""
+        return max(self.variance.seen_steps(bucket.group_index, bucket.step), 1)
 
     def freeze(self, bucket: Bucket) -> None:
         """The bucket's warm-up is over."""
@@ -287,7 +304,7 @@ class AdamRule(Rule):
         """√v̂ + eps of the warm-up."""
         group = bucket.group
         v, beta2, eps = bucket.flat["exp_avg_sq"], group["betas"][1], eps_of(group)
-        return adam_denominator(v, beta2, eps, step=bucket.step, bias_correction=self.bias_correction)
+        return adam_denominator(v, beta2, eps, step=self._seen_steps(bucket), bias_correction=self.bias_correction)
 
     def check_state(self, where: str, state: State) -> None:
         """In a warm-up m is what it is of; afterwards both are the same."""
@@ -387,6 +404,7 @@ class AdamRule(Rule):
         return {"live_blocks": live}
 
     def adopt_dense_state(self) -> None:
+        self._count_from_the_first()
         if self._averages_moves:
             for bucket in self.buckets:
                 if bucket.step > 0:

@@ -254,9 +254,10 @@ class LambRule(AdamRule):
 
     def adopt_dense_state(self) -> None:
         """The moments of a dense LAMB give the trust ratios of its last step."""
+        self._count_from_the_first()
         for bucket in self.buckets:
             group = bucket.group
-            total = self._total(bucket) if bucket.step > 0 else 1.0
+            total = self._total(bucket)
             D = (bucket.flat["exp_avg_sq"] / total).sqrt_().add_(eps_of(group))
             torch.div(self.momentum(bucket), D, out=bucket.buffer)
             torch._foreach_add_(bucket.views, bucket.held, alpha=group["weight_decay"])

@@ -58,6 +58,7 @@ class ZeroOneRule(Rule):
         self._weights: list[float] = []  # γ of the step under way, by group
         self._is_forced = False
         self._peak_lr = 0.0
+        self._unseen: list[int] = []  # by group, steps before the first gradient in the model other than zero
         self._variance_steps = 0  # steps up to and including the last variance step
         self._variance_total: list[float] = []  # the sum of the weights in v, by group
         self._fallback = 1.0
@@ -81,7 +82,7 @@ class ZeroOneRule(Rule):
     def _decide(self) -> str:
         if self.policy.compresses is False:
             return _VARIANCE
-        step, lr = int(self.steps[0]), float(self.buckets.groups[0]["lr"])
+        step, lr = self._seen_steps, float(self.buckets.groups[0]["lr"])
         interval = self.synchronisations.interval(step, lr, max(self._peak_lr, lr))
         if interval == 1 and self.since_sync == 0 and self.updates.is_due(step):
             return _VARIANCE
@@ -89,6 +90,11 @@ class ZeroOneRule(Rule):
             return _LOCAL
         moves = any(w > 0.0 for w in self._weights) or any(w > 0.0 for w in self._accumulated_weight)
         return _SYNC if moves else _IDLE if interval == 1 else _LOCAL
+
+    @property
+    def _seen_steps(self) -> int:
+        """Of the first group's steps, those since the model has seen a gradient: what schedules count."""
+        return int(self.steps[0]) - self._unseen[0]
 
     def _weight(self, g: int) -> float:
         """γ = lr/(1-β1^t) of the step under way."""
@@ -293,8 +299,9 @@ class ZeroOneRule(Rule):
             torch._foreach_add_(bucket.views, bucket.held, alpha=lost)
 
     def _correction(self, g: int, step: int) -> float:
-        """1 - β1^step."""
-        return 1.0 - self.buckets.groups[g]["betas"][0] ** step if self.bias_correction and step > 0 else 1.0
+        """1 - β1^t, t the steps of these that the model had seen a gradient by."""
+        t = max(step - self._unseen[g], 1)
+        return 1.0 - self.buckets.groups[g]["betas"][0] ** t if self.bias_correction and step > 0 else 1.0
 
     def after_step(self) -> str:
         step, groups = int(self.steps[0]), self.buckets.groups
@@ -322,9 +329,12 @@ class ZeroOneRule(Rule):
         shares = [bucket.share_J for bucket in self.buckets]
         total, elements = self.parts.total(*sums_of_live_blocks(variances, shares, self.codec.block))
         self._fallback = total / elements if elements else 1.0
+        if not elements:  # a variance that has seen nothing is none to rest on: the schedules begin behind this step
+            self._unseen = [int(count) for count in self.steps]
+            self._variance_total = [0.0] * len(self._variance_total)
         for bucket in self.buckets:
             bucket.floor_J = None
-        if not self.updates.is_due(step):  # the next step would be the first in one bit
+        if not self.updates.is_due(self._seen_steps):  # the next step would be the first in one bit
             self.policy.decide()
 
     # ---------------------------------------------------------------- state
@@ -342,6 +352,7 @@ class ZeroOneRule(Rule):
         bucket.wires.clear()
         bucket.release_buffer()
         groups = len(self.buckets.groups)  # some may have nothing here: a pipeline stage without norms
+        self._unseen += [0] * (groups - len(self._unseen))
         self._variance_total += [0.0] * (groups - len(self._variance_total))
         self._accumulated_weight += [0.0] * (groups - len(self._accumulated_weight))
         self._kept_share += [1.0] * (groups - len(self._kept_share))
@@ -358,6 +369,7 @@ class ZeroOneRule(Rule):
         is_apart = self.since_sync > 0
         return {
             "peak_lr": self._peak_lr,
+            "unseen": list(self._unseen),
             "variance_steps": self._variance_steps,
             "variance_total": list(self._variance_total),
             "fallback": self._fallback,
@@ -371,6 +383,7 @@ class ZeroOneRule(Rule):
 
     def load_record(self, record: State) -> None:
         self._peak_lr = record["peak_lr"]
+        self._unseen = list(record.get("unseen", [0] * len(self._variance_total)))  # older ones have none
         self._variance_steps = record["variance_steps"]
         self._variance_total = list(record["variance_total"])
         self._fallback = record["fallback"]
@@ -401,6 +414,7 @@ class ZeroOneRule(Rule):
         }
 
     def adopt_dense_state(self) -> None:
+        self._unseen = [0] * len(self._unseen)
         self._variance_steps = int(self.steps[0]) if self.steps else 0
         for g, group in enumerate(self.buckets.groups[: len(self._variance_total)]):
             self._variance_total[g] = 1.0 - group["betas"][1] ** int(self.steps[g])

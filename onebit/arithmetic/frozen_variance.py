@@ -28,13 +28,30 @@ class FrozenVariance:
 
     floor: of a block's mean, see `floor_of_blocks`. fallback: the variance of blocks that have never seen a gradient.
     last_dense: by group, the last step after which its variance was updated. total: by group, the sum of the weights in
-    its variance.
+    its variance. unseen: by group, the steps before the first in which anything in the model had a gradient other than
+    zero: a warm-up is counted from there. None until then.
     """
 
     floor: float
     fallback: float = 1.0
     last_dense: dict[int, int] = field(default_factory=dict)
     total: dict[int, float] = field(default_factory=dict)
+    unseen: dict[int, int] | None = None
+
+    def look(self, buckets: Sequence[Bucket], before: Sequence[int], parts: ModelParallelGroup) -> None:
+        """Until a variance has taken in a gradient, look whether one has. All parts of the model.
+
+        buckets: those with a variance. before: by group, the steps that would then be `unseen`. Waits for the device:
+        in a common run in its first step alone.
+        """
+        if self.unseen is None:
+            has_seen = not buckets or any(bool(bucket.flat["exp_avg_sq"].any()) for bucket in buckets)
+            if parts.total(float(has_seen), 0.0)[0] > 0.0:
+                self.unseen = dict(enumerate(before))
+
+    def seen_steps(self, g: int, step: int) -> int:
+        """Of the first so many steps of group g, those since its model has seen a gradient."""
+        return 0 if self.unseen is None else step - self.unseen.get(g, 0)
 
     # ---------------------------------------------------------------- what a gradient weighs
 
@@ -108,11 +125,13 @@ class FrozenVariance:
             "fallback": self.fallback,
             "last_dense": dict(self.last_dense),
             "variance_total": dict(self.total),
+            "unseen": self.unseen if self.unseen is None else dict(self.unseen),
             "live_blocks": [bucket.live_J for bucket in buckets],
         }
 
     def load_record(self, record: State, buckets: Sequence[Bucket]) -> None:
         self.fallback = record["fallback"]
+        self.unseen = record.get("unseen", {})  # older ones have none
         self.last_dense, self.total = dict(record["last_dense"]), dict(record["variance_total"])
         for bucket, live_J in zip(buckets, record["live_blocks"], strict=True):
             blocks = bucket.layout.numel // bucket.layout.block

@@ -1,10 +1,16 @@
-"""A variance that collapses from one variance step to the next, as that of units that die, blows nothing up."""
+"""A variance that collapses from one variance step to the next, as that of units that die, blows nothing up.
+
+And one that has seen nothing is not rested on.
+"""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import nn
+from muon_of import muon_of
+from torch import Tensor, nn
 
 import onebit
 from onebit.comm import SimTransport, run_ranks
@@ -48,3 +54,49 @@ def test_nor_does_one_that_collapses_within_the_step(name: str) -> None:
     """With β2 = 0 the variance is that of one gradient, 1e-8 of the one before."""
     for largest in run_ranks(4, lambda transport: largest_move(transport, name, 0.0, 1e-4, by_hand=False)):
         assert 0.1 < largest < 3.0
+
+
+# ---------------------------------------------------------------- a variance that has seen nothing
+
+ZEROS = 20
+RESTING = {
+    "OnebitAdam": (onebit.OnebitAdam, {"freeze_step": 5}),
+    "OnebitAdam of moves": (onebit.OnebitAdam, {"freeze_step": 5, "momentum_of": "moves"}),
+    "OnebitLamb": (onebit.OnebitLamb, {"freeze_step": 5}),
+    "OnebitMuon": (muon_of, {"freeze_step": 5}),
+    "ZeroOneAdam": (onebit.ZeroOneAdam, {"var_freeze_step": 5, "local_step_scaler": 12, "local_step_clipper": 2}),
+}
+
+
+def after_zeros(transport: SimTransport, name: str, zeros: int, saves_at: int | None = None) -> list[Tensor]:
+    """Parameters after so many steps of gradients of zero and 15 others. saves_at: where another run takes over."""
+    kind, options = RESTING[name]
+
+    def begin() -> torch.optim.Optimizer:
+        return kind(params, lr=LR, weight_decay=0.0, transport=transport, **options)
+
+    params = [nn.Parameter(torch.linspace(-1.0, 1.0, 320).view(shape)) for shape in ((16, 20), (320,))]
+    optimizer = begin()
+    for step in range(zeros + 15):
+        if step == saves_at:
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = begin()
+            optimizer.load_state_dict(state)
+        generator = torch.Generator().manual_seed(2 * max(step - zeros, 0) + transport.rank)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator) * (1e-3 if step >= zeros else 0.0)
+        optimizer.step()
+    if hasattr(optimizer, "sync"):
+        optimizer.sync()
+    return [p.detach() for p in params]
+
+
+@pytest.mark.stranger("wrong without a word", "23: a warm-up of zero gradients freezes a variance of nothing for good")
+@pytest.mark.parametrize("name", RESTING)
+def test_a_warm_up_begins_with_the_first_gradient_that_is_not_zero(name: str) -> None:
+    """To the bit, whoever takes over on the way."""
+    expected = run_ranks(2, lambda transport: after_zeros(transport, name, 0))
+    for saves_at in (None, 10, ZEROS + 2, ZEROS + 8):
+        found = run_ranks(2, lambda transport, at=saves_at: after_zeros(transport, name, ZEROS, at))
+        for a, b in zip(expected, found, strict=True):
+            assert all(map(torch.equal, a, b)), saves_at
