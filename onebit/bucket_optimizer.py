@@ -44,6 +44,7 @@ from .usage.contract import (
     loss_of,
     refuse_copy,
 )
+from .usage.edits import edit_of_state
 from .usage.frozen import gradient_of, refuse_unfrozen
 from .usage.marks import GradientMark, are_used_again
 
@@ -99,6 +100,8 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         self._traffic, self._waited = Traffic(self.transport), WaitClock()
         self._watch = WrapperWatch(self.transport, self.model_parallel_group)
         self._join, self._is_paused = Join(), False
+        self._shown: dict[int, list[tuple[Tensor, State]]] = {}  # by bucket, what `publish` has shown
+        self._edit = ""  # what was found replaced; see `_look_for_edits`
         self._used: list[GradientMark] = []  # the gradients of the last step
         self._steps_here = 0  # of this object, whatever was loaded
 
@@ -158,8 +161,36 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         """Called by `Buckets`: a bucket of these parameters of group g."""
 
     @abstractmethod
+    def states_of(self, bucket: B) -> list[State]:
+        """The state of each of its parameters by name, as torch shows it: views of the flat tensors."""
+
     def publish(self, bucket: B) -> None:
-        """Show the bucket's state as torch does: optimizer.state[p], views of the flat tensors."""
+        """Show the bucket's state in optimizer.state."""
+        self._shown[bucket.index] = list(zip(bucket.params, self.states_of(bucket), strict=True))
+        self.state.update((p, dict(state)) for p, state in self._shown[bucket.index])
+
+    def _look_at_groups(self) -> None:
+        """Note for the next vote whether parameters were replaced in param_groups, and take it back."""
+        self._note_edit(self.buckets.find_edit())
+
+    def _look_for_edits(self) -> None:
+        """As `_look_at_groups`, and whether tensors were in optimizer.state."""
+        self._look_at_groups()
+        has_others, edit = edit_of_state(self.state, (pair for pairs in self._shown.values() for pair in pairs))
+        if has_others:
+            for bucket in self.buckets:
+                self.publish(bucket)
+        self._note_edit(edit)
+
+    def _note_edit(self, edit: str) -> None:
+        if edit and not self._edit:
+            self._edit = f"rank {self.transport.rank}: {edit}"
+
+    def _refuse_edits(self) -> None:
+        """Raise RuntimeError where there are any, on this rank alone."""
+        self._look_for_edits()
+        if self._edit:
+            raise RuntimeError(self._edit)
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank. Without bucket and wire buffers."""
@@ -190,10 +221,13 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
 
         Under GradScaler the loss scale is taken out here, and an overflow on one rank makes all skip. Raises PeerError
         if a peer is lost, DesyncError if the ranks are not in the same step with the same options, ReplicaError if the
-        replicas are no longer identical, SkippedStepsError if too many steps in a row were skipped.
+        replicas are no longer identical, SkippedStepsError if too many steps in a row were skipped, RuntimeError if
+        on any rank parameters were replaced in the groups, or tensors in the state: see `usage/edits.py`.
         """
         loss = loss_of(closure)
+        self._look_for_edits()
         if not self.buckets:
+            self._refuse_edits()
             self._join.is_finished = False  # no rank has any
             present = [[gradient_of(p) is not None for p in self.buckets.frozen]]
             refuse_unfrozen(self.transport.rank, list(self.buckets.frozen.values()), present)
@@ -245,7 +279,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
     def _header(self, kind: str) -> Header:
         """What this rank is about to do."""
         kind, step = f"{type(self).__name__}, {kind}", self.steps_taken() + 1
-        return Header.of(self.param_groups, step, kind, is_finished=self._join.is_finished)
+        return Header.of(self.param_groups, step, kind, is_finished=self._join.is_finished, edit=self._edit)
 
     def _call_roll(self, kind: str) -> list[Header]:
         """Every rank's header, before anything else of the step is sent. Raises DesyncError."""

@@ -154,6 +154,8 @@ class HostAdam(torch.optim.Optimizer):
         if grad.dtype not in _MOMENTS:
             grad = grad.float()
         is_narrow = held.dtype != torch.float32
+        if is_narrow and "master" not in entry:  # it was cast since
+            entry["master"] = p.detach().to(torch.float32, memory_format=torch.contiguous_format)
         if is_narrow and self._versions.get(p) != held._version:
             _follow_(local(entry["master"]), held)
         here = held if held.is_contiguous() else held.contiguous()
@@ -181,6 +183,7 @@ class HostAdam(torch.optim.Optimizer):
             self._versions[p] = held._version
 
     def _new_entry(self, p: Tensor) -> State:
+        check_parameters(0, [(p, "a parameter")])  # which may have come into its group without add_param_group
         self._check_place(p, "a parameter")
         entry: State = {
             "step": torch.tensor(0.0, dtype=torch.float32, device="cpu"),

@@ -143,6 +143,7 @@ class Lamb(torch.optim.Optimizer):
         params = with_gradient("Lamb", group["params"])
         for p in params:
             if not self.state[p]:
+                check_parameters(self.model_parallel_group.whole.rank, [(p, "a parameter")])  # not by add_param_group
                 self.state[p] = {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu")} | {
                     name: torch.zeros_like(local(p), dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")
                 }

@@ -99,6 +99,7 @@ class LaProp(torch.optim.Optimizer):
         params = with_gradient("LaProp", group["params"])
         for p in params:
             if not self.state[p]:
+                check_parameters(0, [(p, "a parameter")])  # not by add_param_group
                 self.state[p] = {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu")}
                 self.state[p] |= {name: torch.zeros_like(p, dtype=torch.float32) for name in _MOMENTS}
             self.state[p]["step"] += 1

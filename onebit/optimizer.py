@@ -208,10 +208,9 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self.publish(bucket)
         return bucket
 
-    def publish(self, bucket: Bucket) -> None:
-        """Show the bucket's state as torch does: optimizer.state[p], views of the flat tensors."""
-        for p, state in zip(bucket.params, bucket.states(), strict=True):
-            self.state[p] = {"step": bucket.steps, **state}
+    def states_of(self, bucket: Bucket) -> list[State]:
+        """As `BucketOptimizer.states_of`."""
+        return [{"step": bucket.steps, **state} for state in bucket.states()]
 
     def buffer_bytes(self) -> int:
         """Bytes of buckets and wire buffers on this rank; what DDP calls its buckets."""
@@ -245,6 +244,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def _begin(self) -> None:
         """Unless the step has begun: what kind it is. Once, as learning rates may be edited before step()."""
         if not self._has_begun:
+            self._look_at_groups()
             self._has_begun = True
             self.rule.begin_step()
             self._is_delayed = self.delay > 0 and not any(map(self.rule.averages_gradients, self.buckets))
@@ -559,6 +559,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         What is owed is among the entries of the parameters, as "worker_error"; in a hierarchy, zeros where another rank
         of the node exchanges the element.
         """
+        self._refuse_edits()
         return optimizer_state.save(self, super().state_dict())
 
     def load_state_dict(self, state_dict: State) -> None:

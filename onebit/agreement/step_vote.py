@@ -25,7 +25,7 @@ from .wrappers import NOT_COMPARED
 NUMBERS_OF_A_GROUP = ("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
 
 _KIND_BYTES = 32
-_HEADER = struct.Struct(f"<q{_KIND_BYTES}s?")
+_HEADER = struct.Struct(f"<q{_KIND_BYTES}sB")
 _SUMMARY = struct.Struct("<q8s??8s")
 _SAME_BYTES = 16  # those that begin a vote, of step and digest
 _SUMS = struct.Struct("<2d")
@@ -70,17 +70,27 @@ class Header:
     """Which step a rank is taking. numbers: `NUMBERS_OF_A_GROUP` of each group.
 
     kind: the optimizer and its round. is_finished: this rank has no batches left; it takes part in the others' steps.
+    edit: what this rank has found replaced in its groups or state, for its error; others hear that there is something.
     """
 
     step: int
     kind: str
     numbers: tuple[float, ...]
     is_finished: bool = False
+    edit: str = ""
 
     @classmethod
-    def of(cls, groups: Sequence[Mapping[str, Any]], step: int, kind: str, *, is_finished: bool = False) -> Header:
+    def of(
+        cls,
+        groups: Sequence[Mapping[str, Any]],
+        step: int,
+        kind: str,
+        *,
+        is_finished: bool = False,
+        edit: str = "",
+    ) -> Header:
         """The header of a step over these parameter groups."""
-        return cls(step, kind, tuple(x for group in groups for x in numbers_of(group)), is_finished)
+        return cls(step, kind, tuple(x for group in groups for x in numbers_of(group)), is_finished, edit)
 
     def summary(self, *, resends: bool = False, repeats: bool = False, gradients: bytes = NOT_COMPARED) -> Summary:
         """What is sent as long as all agree."""
@@ -89,13 +99,15 @@ class Header:
 
     def to_bytes(self) -> bytes:
         numbers = struct.pack(f"<{len(self.numbers)}d", *self.numbers)
-        return _HEADER.pack(self.step, self.kind.encode()[:_KIND_BYTES], self.is_finished) + numbers
+        flags = self.is_finished | bool(self.edit) << 1
+        return _HEADER.pack(self.step, self.kind.encode()[:_KIND_BYTES], flags) + numbers
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Header:
-        step, kind, is_finished = _HEADER.unpack_from(data)
+        step, kind, flags = _HEADER.unpack_from(data)
         numbers = struct.unpack(f"<{(len(data) - _HEADER.size) // 8}d", data[_HEADER.size :])
-        return cls(step, kind.rstrip(b"\0").decode(errors="replace"), numbers, is_finished)
+        edit = "something" if flags & 2 else ""
+        return cls(step, kind.rstrip(b"\0").decode(errors="replace"), numbers, bool(flags & 1), edit)
 
 
 def numbers_of(group: Mapping[str, Any]) -> tuple[float, ...]:
@@ -135,7 +147,9 @@ def adopt_numbers(groups: Sequence[Group], numbers: Sequence[float]) -> None:
 
 def gather_headers(transport: Transport, mine: Header, device: torch.device | str | None = None) -> list[Header]:
     """Every rank's header, in rank order. All ranks. Sends 41 bytes and 40 for each group to each peer."""
-    return [Header.from_bytes(data) for data in gather_bytes(transport, mine.to_bytes(), device)]
+    headers = [Header.from_bytes(data) for data in gather_bytes(transport, mine.to_bytes(), device)]
+    headers[transport.rank] = replace(headers[transport.rank], edit=mine.edit)
+    return headers
 
 
 def check_summaries(
@@ -143,16 +157,21 @@ def check_summaries(
 ) -> None:
     """Raise as `check_headers` unless all are alike; only then does it send anything. All ranks, the same summaries."""
     are_alike = len({(one.step, one.digest) for one in every}) == 1
-    if not are_alike or not all(map(math.isfinite, mine.numbers)):
+    if not are_alike or mine.edit or not all(map(math.isfinite, mine.numbers)):
         check_headers(transport.rank, gather_headers(transport, mine, device))
 
 
 def check_headers(rank: int, headers: Sequence[Header]) -> None:
     """Raise DesyncError, on all ranks, unless all are in the same step, of one kind, with the same numbers.
 
-    ValueError, on all ranks, where these are not finite. rank: this one's, for the message. A rank that has finished
-    need not have the numbers.
+    ValueError, on all ranks, where these are not finite, RuntimeError where a rank's groups or state were edited. rank:
+    this one's, for the message. A rank that has finished need not have the numbers.
     """
+    if edited := [k for k, header in enumerate(headers) if header.edit]:
+        elsewhere = (
+            f"rank {rank}: parameters or state of the optimizer were replaced on rank {_listed(edited)}: see there"
+        )
+        raise RuntimeError(headers[rank].edit or elsewhere)
     first = headers[0]
     bad = [index for index, number in enumerate(first.numbers) if not math.isfinite(number)]
     if bad:

@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Protocol, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from ..agreement.step_vote import option_lines
 from ..comm import Transport
 from ..model_parallel import ModelParallelGroup, local
 from ..usage.contract import Group, State, check_parameters
+from ..usage.edits import edit_of_groups
 from .flat import Layout, partition
 
 
@@ -101,6 +103,8 @@ class Buckets(list[B]):
         self.built_groups = 0
         self.of: dict[Tensor, B] = {}
         self.groups: list[State] = []
+        self._given: list[list[Tensor]] = []  # by group, the parameters it was built of
+        self._groups: list[Group] = []  # as they were when last looked at
 
     def link(self, groups: list[State]) -> None:
         """Give each bucket its group anew. For whoever loads a state, which replaces the optimizer's groups."""
@@ -144,6 +148,19 @@ class Buckets(list[B]):
                 if p in self.of:
                     yield name, p, state["state"].get(key, {})
 
+    def find_edit(self) -> str:
+        """What others have done to the groups' parameters, in words, with the remedy; it is undone. "": nothing."""
+        groups = self._owner.param_groups
+        edit = edit_of_groups(groups, self._given)
+        if edit:
+            groups[:] = self._groups
+            for group, params in zip(groups, self._given, strict=True):
+                group["params"][:] = params
+        elif not all(map(is_, groups, self._groups)):  # others of the same parameters
+            self.link(groups)
+        self._groups = list(groups)
+        return edit
+
     # ---------------------------------------------------------------- construction
 
     def build(self) -> None:
@@ -152,6 +169,8 @@ class Buckets(list[B]):
         Raises ValueError and TypeError, before there is a bucket: bad parameters, or others than other ranks have.
         """
         groups = self._owner.param_groups
+        if edit := edit_of_groups(groups[: self.built_groups], self._given):
+            raise ValueError(f"rank {self._transport.rank}: {edit}")
         self.link(groups)
         new = range(self.built_groups, len(groups))
         params = [(g, p, name) for g in new for p, name in self.named(g)]
@@ -180,6 +199,8 @@ class Buckets(list[B]):
         for g in new:
             self._build_group(g)
         self.built_groups = len(groups)
+        self._given += [list(groups[g]["params"]) for g in new]
+        self._groups = list(groups)
 
     def _build_group(self, g: int) -> None:
         trained = [(p, name) for p, name in self.named(g) if p.requires_grad]

@@ -192,6 +192,8 @@ class LocalSteps(Wrapped):
         loss = loss_of(closure)
         self.traffic.begin(in_backward=self._averager is not None)
         self.stats.phase = "local"
+        if edit := self.buckets.find_edit():
+            raise RuntimeError(f"rank {self.transport.rank}: {edit}")
         names = list(self.buckets.frozen.values())
         refuse_unfrozen(self.transport.rank, names, [[gradient_of(p) is not None for p in self.buckets.frozen]])
         self.replica.settle()

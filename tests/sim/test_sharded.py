@@ -500,7 +500,7 @@ def test_agreement_is_no_offset() -> None:
         ({"stage": 2, "max_grad_norm": 1.0}, "stage=1"),
         ({"differences": "int8"}, 'differences must be "int4" or "sign"'),
         ({"stage": 0, "updates": "x"}, "updates must be"),
-        ({"eps": 0.0}, "eps"),
+        ({"eps": -1.0}, "eps"),
         ({"momentum_dtype": torch.float16}, "momentum_dtype"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb"),
         ({"block": 100}, "multiple of 64"),

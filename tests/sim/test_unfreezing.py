@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import re
+from collections.abc import Callable
 
 import pytest
 import torch
 from test_skips import FAMILY
 from torch import Tensor, nn
 
+import onebit
+from onebit import zero
 from onebit.comm import SimTransport, run_ranks
 from onebit.dense import DenseAverager
 
@@ -137,6 +142,138 @@ def test_resized_data_is_an_error_by_name_and_replaced_data_is_not(name: str) ->
     params["body"].data = torch.ones(7)
     with pytest.raises(RuntimeError, match=r"rank 0: body is now \(7,\) on cpu, .* it was \(300,\) on cpu"):
         backward(params, 0, 2, ["body", "head"])
+        optimizer.step()
+
+
+# ---------------------------------------------------------------- param_groups and state, changed by hand
+
+
+def fresh_parameter() -> nn.Parameter:
+    return nn.Parameter(torch.linspace(-1.0, 1.0, 300))
+
+
+def replace_one(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"][1] = fresh_parameter()
+
+
+def append_one(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"].append(fresh_parameter())
+
+
+def take_one_away(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"].pop()
+
+
+def take_a_group_away(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups.pop()
+
+
+def begin_state_anew(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state = collections.defaultdict(dict)
+
+
+def replace_a_moment(optimizer: torch.optim.Optimizer) -> None:
+    entry = optimizer.state[optimizer.param_groups[0]["params"][1]]
+    name = next(name for name in entry if name != "step")
+    entry[name] = entry[name] + 1.0
+
+
+EDITS = {
+    replace_one: "parameter 1 of group 0 is another than the optimizer was given",
+    append_one: "group 0 has 4 parameters, the optimizer was given 3",
+    take_one_away: "group 0 has 2 parameters, the optimizer was given 3",
+    take_a_group_away: "param_groups has 0 groups, the optimizer was given 1",
+    begin_state_anew: r"step of a parameter of shape \(300,\) in optimizer.state is not there any more",
+    replace_a_moment: r"of a parameter of shape \(300,\) in optimizer.state was replaced",
+}
+
+
+@pytest.mark.stranger(
+    "wrong without a word", "9: what replaces a parameter in its group, or a moment, is never looked at"
+)
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("name", FAMILY)
+def test_what_is_replaced_by_hand_is_an_error_on_all_ranks(name: str, edit: Callable) -> None:
+    """By one rank or by all, between steps or between backward and step; nothing hangs, and nothing is lost."""
+
+    def ours(transport: SimTransport, on: tuple[int, ...], after_backward: bool) -> str:
+        params, optimizer = build(name, transport)
+        with pytest.raises(RuntimeError) as caught:
+            for step in range(8):
+                optimizer.zero_grad()
+                if step == 3 and not after_backward and transport.rank in on:
+                    edit(optimizer)
+                backward(params, transport.rank, step, ["body", "head"])
+                if step == 3 and after_backward and transport.rank in on:
+                    edit(optimizer)
+                optimizer.step()  # local steps say nothing, nor do gradients that left during backward
+        assert step in (3, 4)
+        return str(caught.value)
+
+    for on in ((0, 1), (1,)):
+        for after_backward in (False, True):
+            messages = run_ranks(2, lambda t, on=on, late=after_backward: ours(t, on, late))
+            assert re.search(f"^rank 1: .*{EDITS[edit]}", messages[1])
+            if on == (1,):
+                assert messages[0].startswith("rank 0: parameters or state of the optimizer were replaced on rank 1")
+            else:
+                assert re.search(f"^rank 0: .*{EDITS[edit]}", messages[0])
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_state_that_was_replaced_is_never_saved_and_one_that_was_copied_is(name: str) -> None:
+    params, optimizer = build(name, SimTransport())
+    backward(params, 0, 0, ["body", "head"])
+    optimizer.step()
+    for entry in optimizer.state.values():  # as frameworks do when they move a state to a device
+        entry.update({key: x.clone() for key, x in entry.items()})
+    expected = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(expected)
+    begin_state_anew(optimizer)
+    with pytest.raises(RuntimeError, match=r"rank 0: step of .* is not there any more: .*construct another optimizer"):
+        optimizer.state_dict()
+
+
+@pytest.mark.parametrize("edit", [replace_one, append_one, take_one_away, take_a_group_away])
+@pytest.mark.parametrize("kind", ["LocalSteps", "Offload"])
+def test_around_other_optimizers_too(kind: str, edit: Callable) -> None:
+    params = [fresh_parameter() for _ in range(3)]
+    if kind == "Offload":
+        optimizer = zero.Offload(params, torch.optim.AdamW)
+    else:
+        optimizer = onebit.LocalSteps(torch.optim.AdamW(params), every=2, transport=SimTransport())
+    sum(p.sum() for p in params).backward()
+    optimizer.step()
+    edit(optimizer)
+    with pytest.raises(RuntimeError, match=EDITS[edit]):
+        optimizer.step()
+
+
+def test_the_state_of_an_offload_is_not_replaced() -> None:
+    optimizer = zero.Offload([fresh_parameter()], torch.optim.AdamW)
+    with pytest.raises(RuntimeError, match="load_state_dict"):
+        begin_state_anew(optimizer)
+
+
+@pytest.mark.parametrize("kind", [onebit.Lamb, onebit.LaProp, onebit.HostAdam])
+def test_the_dense_optimizers_train_what_was_put_into_a_group_as_torchs_do(kind: type) -> None:
+    p, late = fresh_parameter(), fresh_parameter()
+    optimizer = kind([p], lr=1e-2)
+    for step in range(3):
+        for q in (p, late):
+            q.grad = torch.ones_like(q)
+        optimizer.step()
+        if step == 0:
+            optimizer.param_groups[0]["params"][0] = late
+            optimizer.state = collections.defaultdict(dict)
+            before = p.detach().clone()
+    assert torch.equal(p, before) and not torch.equal(late, fresh_parameter())
+    late.data = late.data.to(torch.bfloat16)  # begins a master
+    late.grad = torch.ones_like(late)
+    optimizer.step()
+    optimizer.param_groups[0]["params"].append(wide := nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    wide.grad = torch.ones_like(wide)
+    with pytest.raises(TypeError, match=r"a parameter is torch\.float64"):
         optimizer.step()
 
 

@@ -27,6 +27,7 @@ from ...layout.masters import NAME as MASTER
 from ...layout.masters import settled_
 from ...model_parallel import local
 from ...usage.contract import Group, State, loss_of
+from ...usage.edits import edit_of_groups
 from .checks import check_averages, check_mode, check_parameters, check_ratio, made_of
 from .gradients import GRAD, ResidentGradients, StoredGradients, global_norm
 from .inner import Inner, Part, empty_part, is_elementwise
@@ -108,6 +109,7 @@ class Offload(torch.optim.Optimizer):
         made = made_of(model, make)
         super().__init__(made.param_groups, made.defaults)
         self._params: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
+        self._given = [list(group["params"]) for group in self.param_groups]
         self._groups_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
         check_parameters(self._params, made, may_be_meta=fill is not None)
         device = (
@@ -212,6 +214,8 @@ class Offload(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of the parameters that have a gradient, or a skip; see the class. Raises StoreError."""
         loss = loss_of(closure)
+        if edit := edit_of_groups(self.param_groups, self._given):
+            raise RuntimeError(edit)
         self._gradients.collect()
         if self._transport is not None and self._transport.world_size > 1:
             self.stats.network_s += cast(StoredGradients, self._gradients).average(self._transport)
@@ -322,7 +326,9 @@ class Offload(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: object) -> None:
-        """torch's constructor sets an empty one; there is no other way than `load_state_dict`."""
+        """torch's constructor sets an empty one. Raises RuntimeError afterwards: the state is in the store."""
+        if self._places:
+            raise RuntimeError("the state of an Offload is in its store; give load_state_dict a whole one")
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: State) -> None:

@@ -204,9 +204,8 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self.publish(bucket)
         return bucket
 
-    def publish(self, bucket: ShardedBucket) -> None:
-        for p, state in zip(bucket.params, bucket.states(), strict=True):
-            self.state[p] = state
+    def states_of(self, bucket: ShardedBucket) -> list[State]:
+        return bucket.states()
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:
@@ -288,6 +287,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
     def _begin(self) -> None:
         """Unless the step has begun: what kind it is. Once, as learning rates may be edited before step()."""
         if not self._has_begun:
+            self._look_at_groups()
             self._has_begun = True
             self._votes.late = []
             self.rule.begin_step()
@@ -466,6 +466,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         RuntimeError between a backward pass at stage 2 and its step.
         """
         self._check_gradients("state_dict()")
+        self._refuse_edits()
         if not self.masters.are_taken:
             self.adopt_parameters()
         return shard_state.save(self, super().state_dict())
