@@ -457,12 +457,10 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return [name for bucket in self.buckets for name in bucket.bad()]
 
     def _report_bad_gradients(self, mine: list[str], consequence: str) -> list[str]:
-        """Count a step, and warn of the parameters whose gradients here are not finite; these."""
+        """Count a step, and warn of the parameters whose gradients here no variance can take in; these."""
         self.stats.skipped_steps += 1
-        if mine:
-            log.warning("rank %d: gradient not finite in %s; %s", self.transport.rank, ", ".join(mine[:5]), consequence)
-        elif self.transport.rank == 0 and not self.rule.is_silent():
-            log.warning("a gradient is not finite on another rank; %s", consequence)
+        rank, step = self.transport.rank, self.steps_taken() + 1
+        self.skip_limit.tell(rank, step, mine, consequence, tells_of_others=not self.rule.is_silent())
         return mine
 
     def _end_step(self) -> None:

@@ -393,7 +393,11 @@ class Engine:
         )
         if is_finite:
             self.optimizer.step()
-        bad = [] if is_finite else dense.bad_gradients(self.module)
+        bad = [] if is_finite else dense.bad_in(self.module)
+        if not is_finite:
+            # Gradients were averaged before: what is bad is so on all ranks.
+            own = bad if self.grid.world.rank == 0 else []
+            self._skips.tell(self.grid.world.rank, self.global_steps + 1, own, "all ranks skip the step")
         self._skips.observe(not is_finite, bad, self.grid.world)
         return not is_finite
 

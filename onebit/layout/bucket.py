@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..comm import Codec, ErrorFeedback, Hierarchy, Wire
 from ..model_parallel import local
-from ..step.clip import dot, has_squares
+from ..step.clip import bad_gradients, dot
 from ..usage.contract import State
 from ..usage.frozen import dense_gradients, gradient_of
 from .flat import Layout
@@ -137,8 +137,8 @@ class Bucket:
 
     def bad(self) -> list[str]:
         """The parameters whose gradients on this rank are not finite, or too large for a variance."""
-        pairs = zip(map(gradient_of, self.params), self.names, strict=True)
-        return [name for grad, name in pairs if grad is not None and not bool(has_squares(local(grad)))]
+        pairs = zip(self.names, map(gradient_of, self.params), strict=True)
+        return bad_gradients((name, local(grad)) for name, grad in pairs if grad is not None)
 
     def replicated(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of the state that has the same bits on every replica, when these are synchronised."""

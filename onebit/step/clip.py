@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from ..agreement.skips import TOO_LARGE
 from ..agreement.step_vote import StepVote
 from ..comm import Transport
 from ..comm.messages import gather_bytes, numbers_on
@@ -148,6 +149,16 @@ def has_squares(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=x.device)
     return _largest(x).float() <= LARGEST_GRADIENT
+
+
+def bad_gradients(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """The names of those that no variance can take in; of finite ones how large they are as well. Waits for devices."""
+    found = []
+    for name, grad in named:
+        if not bool(has_squares(grad)):
+            largest = float(_largest(grad).abs())
+            found.append(f"{name}{TOO_LARGE} ({largest:.2g})" if math.isfinite(largest) else name)
+    return found
 
 
 def _largest(x: Tensor) -> Tensor:

@@ -227,7 +227,9 @@ class Offload(torch.optim.Optimizer):
         self.stats.grad_norm = norm
         if norm is None:
             self.stats.skipped_steps += 1
-            log.warning("step %d is skipped: a gradient is not finite", self.stats.steps)
+            log.warning(
+                "step %d is skipped: a gradient is not finite, or too large to be squared in float32", self.stats.steps
+            )
         else:
             clipped = min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
             self._weights.begin()

@@ -5,7 +5,6 @@ Its gradients come averaged, inside the node by FSDP2 and between nodes by `oneb
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -24,10 +23,8 @@ from ...comm.messages import gather_bytes
 from ...lamb import Lamb, norms
 from ...layout.masters import NAME as MASTER
 from ...model_parallel import ModelParallelGroup, local
-from ...step.clip import LARGEST_GRADIENT, has_squares
+from ...step.clip import LARGEST_GRADIENT, bad_gradients
 from ..offload.optimizer import Offload
-
-log = logging.getLogger(__name__)
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -61,8 +58,6 @@ def prepare(
     limit = LARGEST_GRADIENT * scale if max_norm <= 0 else torch.finfo(torch.float32).max
     mine = all(bool((those <= limit).all()) for those in largest)
     if any(said != b"\1" for said in said_in_step(optimizer, transport, step, bytes([mine]))):
-        if transport.rank == 0:
-            log.warning("a gradient is not finite; all ranks skip the step")
         return False, None
     if scale != 1.0 and grads:
         torch._foreach_div_(grads, scale)
@@ -83,10 +78,9 @@ def said_in_step(optimizer: torch.optim.Optimizer, transport: Transport, step: i
     return [said[: len(mine)] for said in messages]
 
 
-def bad_gradients(model: nn.Module) -> list[str]:
-    """The names of the parameters whose gradients on this rank are not finite, or too large for a variance."""
-    named = [(name, local(p.grad)) for name, p in model.named_parameters() if p.grad is not None]
-    return [name for name, grad in named if not bool(has_squares(grad))]
+def bad_in(model: nn.Module) -> list[str]:
+    """The parameters whose gradients on this rank are not finite, or too large for a variance."""
+    return bad_gradients((name, local(p.grad)) for name, p in model.named_parameters() if p.grad is not None)
 
 
 def global_norm(params: Sequence[Tensor], grads: list[Tensor], model_parallel_group: ModelParallelGroup) -> float:

@@ -129,7 +129,7 @@ class ShardedOnebitAdam(ShardedOnebitOptimizer):
     k-th of a parameter:
 
     1. vote: {is g_i finite?, ‖g_i‖², <g_i, m̂_prev> on the own chunks}. Not finite anywhere: all skip, no state
-    changes.
+    changes. Of a rank beyond four times the usual norm g_i is scaled down to that (`bounds.py`).
        With max_grad_norm, g_i *= min(1, max_grad_norm/N), N² = mean‖g_i‖²/W + (1 - 1/W)·max(0, Σ <g_i, m̂_prev>).
     2. up, rank i:     c_i += (1-β1)·(g_i - q_i_prev);  q_i = s·sgn(c_i), s = mean|c_i| per block; to the chunks' owners
     3. owner of j:     m̂ = mean_i q_i/(1-β1^k), s̄ = mean_i s_i/(1-β1^k);  v = β2·v + (1-β2)·g·(g/W + (1-1/W)·m̂)

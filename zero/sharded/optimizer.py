@@ -60,11 +60,13 @@ class ShardStats(Stats):
     """What the last step did; see `onebit.step.stats.Stats`.
 
     phase: "warmup", "compressed", or "local" where a step sends nothing. is_skipped: whether any bucket was skipped;
-    below stage 2, all of them. health, agreement, offset: see `health.Health`; of the last step that sent something but
-    one.
+    below stage 2, all of them. bounded_steps: so far, those in which this rank's gradients had more than four times the
+    ranks' usual norm, and were scaled down to that (`bounds.py`). health, agreement, offset: see `health.Health`; of
+    the last step that sent something but one.
     """
 
     is_skipped: bool = False
+    bounded_steps: int = 0
     health: float = 0.0
     agreement: float = 0.0
     offset: float = 0.0
@@ -149,7 +151,8 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self.masters = TakenMasters(self.transport.rank, self.buckets, are_kept=stage > 0)
         self.grad_stats, self.health = GradStats(), Health()
         self._next_grad_stats = GradStats()  # of the step under way
-        self._votes = Votes(rule, self.clipper, self.stats, self.health, self._watch)
+        self._votes = Votes(rule, self.clipper, self.stats, self.health, self._watch, self.skip_limit)
+        self.bounds = self._votes.bounds
         self._driver: Driver[ShardedBucket] = Driver(1 + rule.works if stage == 2 else 2, on_comm_stream=False)
         self.overlap = EarlyFrames(self.transport.rank, overlap, self.rule, self.buckets)
         self._launched_scale = 1.0  # of the step under way
@@ -289,7 +292,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         if not self._has_begun:
             self._look_at_groups()
             self._has_begun = True
-            self._votes.late = []
+            self._votes.late, self._votes.standing_out = [], set()
             self.rule.begin_step()
 
     def _vote_alone(self, bucket: ShardedBucket, scale: float) -> BucketStep:
@@ -318,6 +321,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
                 self._step_whole(scale)
             self._take_grad_stats()
         self.stats.phase = self.rule.after_step()
+        self.stats.bounded_steps += self.transport.rank in self._votes.standing_out
         left_out, self._votes.left_out = self._votes.left_out, LeftOut()
         self.stats.is_skipped = left_out.is_any
         self.stats.skipped_steps += left_out.is_any
@@ -347,7 +351,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self._votes.resending = ()
         for bucket in self.buckets[self._launched :]:
             self._launch_early(bucket)
-        decision = wait_for(self._waited.timed(self._vote(self.buckets, scale, resends=resends)))
+        decision = wait_for(self._waited.timed(self._vote(self.buckets, scale, resends=resends, have_sent=True)))
         self._driver.wait()
         if decision is None:
             self._driver.give_up()
@@ -357,7 +361,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
             refuse_wrapper(self.transport, self.buckets.params)
         self.overlap.count_resent(self._votes.resending)
         self.stats.resent_steps = self.overlap.resent_steps
-        return not self._votes.resending
+        return not (self._votes.resending or self._votes.standing_out)
 
     def _step_launched(self, scale: float) -> None:
         """Stage 2: send what backward has not sent, and bring all of it home."""
@@ -397,11 +401,11 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         return [bucket.index not in skipped for bucket in buckets]
 
     def _vote(
-        self, buckets: Sequence[ShardedBucket], scale: float, *, resends: bool = False
+        self, buckets: Sequence[ShardedBucket], scale: float, *, resends: bool = False, have_sent: bool = False
     ) -> Generator[Work, None, Decision | None]:
         """What all ranks decide on these buckets; see `Votes.decide`. resends: as in `_step_early`."""
         header, mine = self._own_vote(buckets, resends=resends, note=self.grad_stats.to_bytes())
-        return self._votes.decide(buckets, scale, header, mine, at_once=self._reads_at_once())
+        return self._votes.decide(buckets, scale, header, mine, at_once=self._reads_at_once(), have_sent=have_sent)
 
     def _take_grad_stats(self) -> None:
         """Of the buckets that took a step, for the next vote."""

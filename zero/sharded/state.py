@@ -57,6 +57,8 @@ def save(optimizer: ShardedOnebitOptimizer, state: State) -> State:
         "buckets": bucket_records(optimizer.buckets, optimizer.placement.config.codec),
         "clip_average": optimizer.clipper.average,
         "skipped_steps": optimizer.stats.skipped_steps,
+        "bounded_steps": optimizer.stats.bounded_steps,
+        "usual_norms": optimizer.bounds.record(),
         "grad_stats": vars(optimizer.grad_stats).copy(),
         "health": vars(optimizer.health).copy(),
         **optimizer.rule.record(),
@@ -90,6 +92,8 @@ def load(optimizer: ShardedOnebitOptimizer, state_dict: State) -> None:
         optimizer.publish(bucket)
     optimizer.clipper.average = tuple(record["clip_average"])
     optimizer.stats.skipped_steps = record["skipped_steps"]
+    optimizer.stats.bounded_steps = record.get("bounded_steps", 0)  # older states have no bounds
+    optimizer.bounds.load_record(record.get("usual_norms", {}))
     optimizer.grad_stats = GradStats(**record["grad_stats"])
     optimizer.health.load(record["health"])
     optimizer.masters.restored()

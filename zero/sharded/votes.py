@@ -8,28 +8,27 @@ that no tensor of it changes. What the host has counted is given back.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from ...agreement.skips import TOO_LARGE, SkipLimit
 from ...agreement.step_vote import Ballot, Header, StepVote, are_finite, present_anywhere
 from ...agreement.wrappers import WrapperWatch
 from ...comm import Work
 from ...step.bucket_step import Decision
-from ...step.clip import Clipper, read_numbers, sums_in_turn
+from ...step.clip import Clipper, bad_gradients, read_numbers, sums_in_turn
 from ...step.stats import Stats
 from ...step.verdict import reads_late
 from ...usage.frozen import refuse_unfrozen
+from .bounds import Bounds
 from .bucket import ShardedBucket
 from .exchange import Sharded
 from .health import GradStats, Health
 from .rule import ShardedRule
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,17 @@ class OwnGradients:
             [name for names, _ in there.values() for name in names], [n for each in by_device for n in each], sums
         )
 
-    def bad(self) -> list[str]:
-        """The parameters whose gradients are not finite, or whose squares are beyond float32. Waits for the device."""
+    def bad(self, buckets: Sequence[ShardedBucket]) -> list[str]:
+        """The parameters whose gradients are not finite, or whose squares are beyond float32. Waits for the device.
+
+        buckets: which may still have them: then it is known which of both.
+        """
         norms = zip(self.names, read_numbers(self.norms), strict=True)
-        return [name for name, norm in norms if not math.isfinite(norm)]
+        bad = [name for name, norm in norms if not math.isfinite(norm)]
+        pairs = [pair for b in buckets for pair in zip(b.names, b.gradients(), strict=True)]
+        found = {name: grad for name, grad in pairs if grad is not None}
+        named = {name: bad_gradients([(name, found[name])]) or [name + TOO_LARGE] for name in bad if name in found}
+        return [named[name][0] if name in named else name for name in bad]
 
 
 @dataclass
@@ -81,6 +87,7 @@ class LateVote:
     buckets: Sequence[ShardedBucket]
     ballot: Ballot
     gradients: OwnGradients
+    stand_out: Tensor | None  # of frames that have been sent: whether any rank's are to be scaled down
     gate: Tensor = field(init=False)
     _counted: Sequence[tuple[list[float], bool, Tensor | None, Tensor | None]] = field(init=False)
 
@@ -89,7 +96,7 @@ class LateVote:
             ([float(step) for step in bucket.steps], bucket.is_warm, bucket.received, bucket.mean)
             for bucket in self.buckets
         ]
-        self.gate = self.ballot.gate()
+        self.gate = self.ballot.gate() if self.stand_out is None else self.ballot.gate() & ~self.stand_out
         for bucket in self.buckets:
             bucket.gate = self.gate.to(bucket.device)
 
@@ -120,50 +127,77 @@ class Votes:
     """Of one step after the other: casts them, reads them at once or late, and says what all ranks do.
 
     late: the votes of the step under way that were cast and not read. left_out: of that step. resending: the ranks
-    whose gradients have changed since they were sent, by the vote that was read last.
+    whose gradients have changed since they were sent, by the vote that was read last. standing_out: the ranks whose
+    gradients are scaled down in the step under way (`bounds.py`). bounds: what the next votes are held to.
     """
 
-    def __init__(self, rule: ShardedRule, clipper: Clipper, stats: Stats, health: Health, watch: WrapperWatch):
+    def __init__(
+        self,
+        rule: ShardedRule,
+        clipper: Clipper,
+        stats: Stats,
+        health: Health,
+        watch: WrapperWatch,
+        skips: SkipLimit,
+    ):
         self._rule, self._buckets, self._placement = rule, rule.buckets, rule.placement
         self._transport, self._clipper = rule.placement.transport, clipper
-        self._stats, self._health, self._watch = stats, health, watch
+        self._stats, self._health, self._watch, self._skips = stats, health, watch, skips
         self.late: list[LateVote] = []
         self.left_out = LeftOut()
         self.resending: Sequence[int] = ()
+        self.standing_out: set[int] = set()
+        self.bounds = Bounds()
 
     def decide(
-        self, buckets: Sequence[ShardedBucket], scale: float, header: Header, mine: StepVote, *, at_once: bool
+        self,
+        buckets: Sequence[ShardedBucket],
+        scale: float,
+        header: Header,
+        mine: StepVote,
+        *,
+        at_once: bool,
+        have_sent: bool,
     ) -> Generator[Work, None, Decision | None]:
         """Ask all ranks about the gradients of these buckets. None, on all ranks, where any is not finite.
 
         In a step that sends nothing, this rank alone. Of a vote that is read late gates say whether the step counts;
         a rank without some gradient waits for it, to know whether another rank has it. mine: this rank's, without the
         sums of its gradients; where it says that what was sent is no longer true the step counts on no rank, as if
-        gradients were not finite. at_once: the vote is not to be read late.
+        gradients were not finite. at_once: the vote is not to be read late. have_sent: frames have gone up before it;
+        where any rank's say too much, the step counts on no rank, and is to be taken once more.
         """
         is_silent, gradients = self._rule.is_silent(), self._own(buckets, scale)
+        rank = self._transport.rank
         if mine.summary.resends:
             gradients.sums.fill_(math.nan)
         if is_silent:
             votes: Sequence[StepVote] = [mine.with_sums(gradients.sums)]
+            factors = self._bound(votes, buckets, [rank])
         else:
             ballot = Ballot.cast(self._transport, header, mine, buckets[0].device, gradients.sums)
             yield ballot.messages.work
             if not at_once and reads_late(self._transport, buckets[0].device):
-                self.late.append(LateVote(buckets, ballot, gradients))
-                clips = self._clipper.max_norm > 0
-                factor = self._clipper.late_factor(ballot.sums(), self._transport.world_size) if clips else 1.0
+                sums_W2 = ballot.sums()
+                factors_W = self.bounds.factors(buckets[0].index, sums_W2[:, 0])
+                stand_out = (factors_W < 1.0).any() if have_sent else None
+                self.late.append(LateVote(buckets, ballot, gradients, stand_out))
+                factor = 1.0 if have_sent else factors_W[rank]
+                if self._clipper.max_norm > 0:
+                    bounded_W2 = sums_W2 * torch.stack([factors_W.square(), factors_W], dim=1)
+                    factor = factor * self._clipper.late_factor(bounded_W2, self._transport.world_size)
                 return Decision(self._seen(ballot, buckets), factor, first=buckets[0].first)
             ballot.read()
             votes = ballot.votes
-            self._take_in(votes, buckets)
-        if self.resending:
+            factors = self._take_in(votes, buckets, have_sent=have_sent)
+        if self.resending or (have_sent and self.standing_out):
             return None
         if not are_finite(votes):
-            self._leave_out(gradients.bad(), by_all=not is_silent)
+            self._leave_out(gradients.bad(buckets), by_all=not is_silent)
             return None
-        self._clip_by(votes)
-        return Decision(present_anywhere(votes), self._stats.clip_factor, first=buckets[0].first)
+        self._clip_by(votes, factors)
+        factor = self._stats.clip_factor * factors[0 if is_silent else rank]
+        return Decision(present_anywhere(votes), factor, first=buckets[0].first)
 
     def take_late(self, messages: Sequence[Sequence[bytes]], gates: Sequence[float]) -> set[int]:
         """What votes that are read late say, which gates have heeded. The indices of buckets that all ranks skip.
@@ -177,15 +211,25 @@ class Votes:
         for vote, message in zip(late, messages, strict=True):
             vote.take(message)
         for vote in late:
+            votes, have_sent = vote.ballot.votes, vote.stand_out is not None
             vote.ballot.check()
-            self._take_in(vote.ballot.votes, vote.buckets)
+            factors = self._take_in(votes, vote.buckets, have_sent=have_sent)
             if vote not in closed:
-                self._clip_by(vote.ballot.votes)
-        for vote in closed:
-            assert not are_finite(vote.ballot.votes)
-            if not self.resending:
-                self._leave_out(vote.gradients.bad(), by_all=True)
+                self._clip_by(votes, factors)
+            elif not (self.resending or (have_sent and self.standing_out)):
+                self._leave_out(vote.gradients.bad(vote.buckets), by_all=True)
         return {bucket.index for vote in closed for bucket in vote.buckets}
+
+    def _bound(
+        self, votes: Sequence[StepVote], buckets: Sequence[ShardedBucket], ranks: Sequence[int]
+    ) -> Sequence[float]:
+        """What the gradients of these votes, which are these ranks', are multiplied by. Notes who stands out."""
+        if not are_finite(votes):
+            return [1.0] * len(votes)
+        is_alone = len(votes) < self._transport.world_size
+        factors: list[float] = self.bounds.factors(buckets[0].index, _squares(votes), alone=is_alone).tolist()
+        self.standing_out |= {rank for rank, factor in zip(ranks, factors, strict=True) if factor < 1.0}
+        return factors
 
     def _own(self, buckets: Sequence[ShardedBucket], scale: float) -> OwnGradients:
         clips = self._clipper.max_norm > 0
@@ -202,20 +246,35 @@ class Votes:
         ballot.take(messages)
         return present_anywhere(ballot.votes)
 
-    def _take_in(self, votes: Sequence[StepVote], buckets: Sequence[ShardedBucket]) -> None:
-        """What votes say beside the decision. Raises RuntimeError where a rank trains what it has no state of."""
+    def _take_in(
+        self, votes: Sequence[StepVote], buckets: Sequence[ShardedBucket], *, have_sent: bool
+    ) -> Sequence[float]:
+        """What votes say beside the decision. What each rank's gradients are multiplied by, before they are clipped.
+
+        Raises RuntimeError where a rank trains what it has no state of.
+        """
         trained = sum(len(bucket.params) for bucket in buckets)
         if buckets[-1] is self._buckets[-1]:
             unfrozen = [vote.present[trained:] for vote in votes]
             refuse_unfrozen(self._transport.rank, list(self._buckets.frozen.values()), unfrozen)
         self._watch.note([vote.summary.gradients for vote in votes])
         self.resending = [rank for rank, vote in enumerate(votes) if vote.summary.resends]
-        if buckets[0].index == 0 and not self.resending:
-            self._health.observe([GradStats.from_bytes(vote.note) for vote in votes], self._transport.rank)
+        factors = self._bound(votes, buckets, range(len(votes)))
+        if not (self.resending or (have_sent and self.standing_out)):  # those take the step once more, and vote again
+            if are_finite(votes):
+                self.bounds.learn(buckets[0].index, _squares(votes))
+            if buckets[0].index == 0:
+                self._health.observe([GradStats.from_bytes(vote.note) for vote in votes], self._transport.rank)
+        return factors
 
-    def _clip_by(self, votes: Sequence[StepVote]) -> None:
+    def _clip_by(self, votes: Sequence[StepVote], factors: Sequence[float]) -> None:
+        """factors: of each vote's gradients, before they are clipped."""
         if self._clipper.max_norm > 0:
-            self._stats.clip_factor = self._clipper.estimated_factor(votes, self._transport.world_size)
+            bounded = [
+                replace(vote, norm_squared=factor * factor * vote.norm_squared, product=factor * vote.product)
+                for vote, factor in zip(votes, factors, strict=True)
+            ]
+            self._stats.clip_factor = self._clipper.estimated_factor(bounded, self._transport.world_size)
 
     def _leave_out(self, bad: Sequence[str], *, by_all: bool) -> None:
         """Count it, and say whose gradients are not finite: on that rank, or on rank 0 that it is another's."""
@@ -224,7 +283,9 @@ class Votes:
         self.left_out = LeftOut([*left_out.names, *bad], is_any=True, by_all=left_out.by_all or by_all)
         what = "these parameters" if self._placement.config.stage == 2 else "the step"
         consequence = f"all ranks skip {what}" if by_all else "this rank leaves its gradients of this step out"
-        if bad:
-            log.warning("rank %d: gradient not finite in %s; %s", self._transport.rank, ", ".join(bad[:5]), consequence)
-        elif self._transport.rank == 0:
-            log.warning("a gradient is not finite on another rank; %s", consequence)
+        self._skips.tell(self._transport.rank, self._rule.steps_taken() + 1, bad, consequence)
+
+
+def _squares(votes: Sequence[StepVote]) -> Tensor:
+    """‖g_i‖², float64 [W], on the host."""
+    return torch.tensor([vote.norm_squared for vote in votes], dtype=torch.float64, device="cpu")
