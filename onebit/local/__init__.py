@@ -6,6 +6,7 @@
     wrapped.py          a torch optimizer around another one
     replica.py          this rank's parameters, their masters, and the anchors
     inner_step.py       a step of this rank alone
+    inner_state.py      what a round finds wrong with the inner optimizer's state
     rounds.py           what ranks do together: votes (`round_vote.py`) and exchanges
     fragment.py         the recursion of one bucket
     interval_policy.py  when rounds are (`intervals.py`), and the network asked

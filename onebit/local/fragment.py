@@ -87,6 +87,8 @@ class LocalBucket:
     the largest learning rate so far, where there is one. ef: e and E. wire and at_send: of an
     exchange under way: its frames, and w as it was sent, where w has gone on since. sent_HB: a copy of the frames that
     were sent, for a checkpoint. said_WB: what this node has said in an exchange that is over, for the correction.
+    paces: by parameter, the most that it has moved in a round of late per step and learning rate, and the same per norm
+    of its gradient; empty before the first.
     """
 
     index: int
@@ -110,6 +112,7 @@ class LocalBucket:
     at_send: Tensor | None = None
     sent_HB: Tensor | None = None
     said_WB: Tensor | None = None
+    paces: list[tuple[float, float]] = field(default_factory=list)
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients where they lie, of what this rank holds; None for what is frozen now. They may be sparse."""

@@ -368,6 +368,7 @@ class LocalSteps(Wrapped):
         """Called when a state is loaded: the place in the run, and what is counted from there."""
         self.steps, self.stats.interval, self.is_frozen = record["steps"], record["interval"], record["is_frozen"]
         self.stats.rounds, self.stats.missed_rounds, self.stats.skipped_steps = record["counts"]
+        self.stats.dropped_states = record.get("dropped_states", 0)  # older states have dropped none
         self.traffic.sent_in_run = record["sent_bytes"]
         if isinstance(self.interval, Auto):
             self.interval.chosen = record["chosen"]

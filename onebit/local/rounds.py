@@ -21,6 +21,7 @@ from ..comm import ExchangeTask, Transport
 from ..model_parallel import ModelParallelGroup
 from ..step.stats import WaitClock
 from .fragment import Fragment, LocalBucket, Share, is_lossless
+from .inner_state import InnerState
 from .options import LocalOptions
 from .replica import Replica
 from .round_vote import Ballot, RoundVote, cast_votes
@@ -36,8 +37,8 @@ log = logging.getLogger(__name__)
 class Rounds:
     """The votes and exchanges of fragments. All ranks vote, send and land alike.
 
-    inner: whose state of spoilt parameters begins anew. parts: the ranks that hold one replica. waited: runs while
-    rounds wait for others. stats: learn of the phase and of this rank's weight.
+    inner: whose state begins anew where it or its parameters are spoilt. parts: the ranks that hold one replica.
+    waited: runs while rounds wait for others. stats: learn of the phase and of this rank's weight.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class Rounds:
         waited: WaitClock,
         stats: LocalStats,
     ):
-        self._inner, self._buckets, self._hierarchy = inner, replica.buckets, replica.hierarchy
+        self._inner_state = InnerState(inner, transport.rank, stats)
+        self._buckets, self._hierarchy = replica.buckets, replica.hierarchy
         self._codec, self._outer, self._delay = options.codec, options.outer, options.delay
         self._correction_steps = options.correction_steps
         self._is_lossless = is_lossless(options.codec)
@@ -78,6 +80,10 @@ class Rounds:
         finite.
         """
         spoilt = self._restore_spoilt(fragment, step)
+        for bucket in (bucket for bucket in fragment.buckets if bucket not in spoilt):
+            self._inner_state.drop_not_finite(bucket, step)
+            if is_present and not is_finished and step == fragment.due:
+                self._inner_state.drop_still(bucket, step, self._stats.interval, fragment.keeps[bucket.group_index])
         is_present = self._parts.agree(is_present and not spoilt)
         owes = self._is_lossless and any(bucket.owes() for bucket in fragment.buckets)
         (tokens,) = self._parts.total(fragment.tokens)
@@ -106,7 +112,7 @@ class Rounds:
             if bucket.correction is not None:
                 bucket.correction.zero_()
             for p in bucket.params:
-                self._inner.state.pop(p, None)
+                self._inner_state.drop(p)
             log.warning(
                 "rank %d: parameters were not finite after step %d (%s and its bucket): this rank goes on from the "
                 "anchor, with a new state of the inner optimizer for them; look at the data and the loss here",

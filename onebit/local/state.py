@@ -76,6 +76,7 @@ def save(optimizer: LocalSteps, inner: State) -> State:
         "chosen": optimizer.interval.chosen if isinstance(optimizer.interval, Auto) else None,
         "is_frozen": optimizer.is_frozen,
         "counts": [stats.rounds, stats.missed_rounds, stats.skipped_steps],
+        "dropped_states": stats.dropped_states,
         "sent_bytes": optimizer.traffic.sent_in_run,
         "timetable": [_timetable(fragment) for fragment in optimizer.fragments],
         "buckets": [
@@ -86,6 +87,7 @@ def save(optimizer: LocalSteps, inner: State) -> State:
                 "frames": None,
                 "server_error": bucket.ef.server,
                 "peak_lr": bucket.peak_lr,
+                "paces": list(bucket.paces),
             }
             for bucket in optimizer.buckets
         ],
@@ -208,6 +210,7 @@ def _restore_bucket(bucket: LocalBucket, entries: Sequence[State], saved: State)
     bucket.ef.worker.copy_(bucket.hierarchy.rows(worker).reshape(-1))
     bucket.ef.server.copy_(saved["server_error"])
     bucket.peak_lr = saved.get("peak_lr", 0.0)  # older states have no correction, and no use for it
+    bucket.paces = [tuple(pace) for pace in saved.get("paces", ())]
     bucket.wire = bucket.at_send = bucket.sent_HB = bucket.said_WB = None
     bucket.return_to_anchor()
 

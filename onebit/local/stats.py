@@ -20,6 +20,7 @@ class LocalStats:
     rounds: so far. missed_rounds: those of them in which this rank's difference was owed and not counted.
     skipped_steps: inner steps that this rank left out, because its gradients were not finite. weight: this rank's in
     the last round. shadow_rounds: rounds of other ranks it has taken part in without batches of its own (`join`).
+    dropped_states: parameters whose inner state was not finite, or let them stand still, and began anew.
     """
 
     phase: str = "local"
@@ -34,6 +35,7 @@ class LocalStats:
     skipped_steps: int = 0
     weight: float = 1.0
     shadow_rounds: int = 0
+    dropped_states: int = 0
 
     def count_round(self, ballot: Ballot, interval: int) -> None:
         """A round with these votes. interval: steps to the next one."""

@@ -1,0 +1,88 @@
+"""InnerState: the inner optimizer's state, looked at once a round for what none of its steps would mend.
+
+A gradient whose square is beyond float32 leaves Adam's variance infinite, and one of 1e15 leaves it so large that the
+rank stands still: then it takes part in every round and brings nothing. Such state begins anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .fragment import LocalBucket
+from .stats import LocalStats
+from .wrapped import are_finite
+
+_STANDS_STILL = 0.01  # of what a parameter moved in rounds before, per step and learning rate
+_MEMORY = 0.9  # of that, from one round to the next
+
+log = logging.getLogger(__name__)
+
+
+class InnerState:
+    """stats: counts the parameters whose state was dropped."""
+
+    def __init__(self, inner: torch.optim.Optimizer, rank: int, stats: LocalStats):
+        self._inner, self._rank, self._stats = inner, rank, stats
+
+    def drop(self, p: Tensor) -> None:
+        """The next step of p is as its first."""
+        if self._inner.state.pop(p, None) is not None:
+            self._stats.dropped_states += 1
+        if isinstance(self._inner, torch.optim.Adagrad):  # makes its state at construction, and only there
+            fresh = type(self._inner)([p], initial_accumulator_value=self._inner.defaults["initial_accumulator_value"])
+            self._inner.state[p] = fresh.state[p]
+
+    def drop_not_finite(self, bucket: LocalBucket, step: int) -> None:
+        """Of the bucket's parameters, whatever is not finite. One pass over the state."""
+        if not self._are_finite(bucket.params):
+            spoilt = [k for k, p in enumerate(bucket.params) if not self._are_finite([p])]
+            self._drop(bucket, spoilt, step, "is not finite: a gradient was too large to be squared in float32")
+
+    def drop_still(self, bucket: LocalBucket, step: int, steps: int, keep: float) -> None:
+        """Of parameters that move by a hundredth of what they did, and for the same gradient, too. steps: of the round.
+
+        Both: a run that converges moves less because its gradients shrink, and one whose gradients grow moves less for
+        each. keep: what weight decay has left of the anchor.
+        """
+        lr, K = float(self._inner.param_groups[bucket.group_index]["lr"]), len(bucket.params)
+        grads = [(k, g._values() if g.is_sparse else g) for k, g in enumerate(bucket.gradients()) if g is not None]
+        if lr <= 0.0 or not grads:
+            return
+        differences, still = bucket.layout.views(bucket.difference([keep] * K)), []
+        norms = torch._foreach_norm([differences[k] for k, _ in grads])
+        moves, sizes = torch.stack([*norms, *(g.float().norm() for _, g in grads)]).view(2, -1).tolist()
+        bucket.paces = bucket.paces or [(0.0, 0.0)] * K
+        for (k, _), move, size in zip(grads, moves, sizes, strict=True):
+            if size > 0.0 and math.isfinite(size):
+                pace = move / (lr * steps), move / (lr * steps * size)
+                before = bucket.paces[k]
+                is_still = all(now < _STANDS_STILL * then for now, then in zip(pace, before, strict=True))
+                still += [k] if is_still else []
+                fading = [max(now, _MEMORY * then) for now, then in zip(pace, before, strict=True)]
+                bucket.paces[k] = (0.0, 0.0) if is_still else (fading[0], fading[1])
+        self._drop(bucket, still, step, "lets it stand still: a gradient was far larger than all others")
+
+    def _drop(self, bucket: LocalBucket, which: Sequence[int], step: int, why: str) -> None:
+        dropped = [k for k in which if bucket.params[k] in self._inner.state]
+        for k in dropped:
+            self.drop(bucket.params[k])
+        if dropped:
+            names = ", ".join(bucket.names[k] for k in dropped[:5])
+            log.warning(
+                "rank %d: after step %d the inner optimizer's state of %s%s %s; it begins anew; look at the data and "
+                "the loss here, or clip gradients",
+                self._rank,
+                step,
+                names,
+                f" and {len(dropped) - 5} more" if len(dropped) > 5 else "",
+                why,
+            )
+
+    def _are_finite(self, params: Sequence[Tensor]) -> bool:
+        found = (value for p in params for value in self._inner.state.get(p, {}).values())
+        return are_finite(x for x in found if isinstance(x, Tensor) and x.is_floating_point())
