@@ -2,8 +2,9 @@
 
 Every optimizer trains a toy problem through a storm and on from it: the one-bit family on three simulated ranks, the
 dense optimizers in the engine on two processes. Promised: parameters stay finite and the same on all ranks, they go on
-moving, and stand still at learning rate 0; gentle storms, and with max_grad_norm violent ones, cost no more than time;
-or an error names the rank.
+moving, and stand still at learning rate 0; the loss is at most half above that of the dense optimizer under the same
+storm (AdamW, for LAMB's forms Lamb if that has more), or of the same optimizer without a storm; or an error names the
+rank.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -26,20 +27,17 @@ from onebit.comm import SimTransport
 from onebit.zero import grid as grids
 
 _RANKS, _VICTIM = 3, 1
+_MOST = 1.5  # times the loss that a storm is held to: so far apart are two seeds of a one-bit run of 110 steps
 _AFTER = 110  # steps from the storm's end on: what a variance with β2 = 0.99 remembers has faded
 
 
 @dataclass(frozen=True)
 class Storm:
-    """spoil(step since its begin, rank, gradients); lasts so many steps. lr: what it is set to meanwhile.
-
-    is_violent: without clipping, momentum and variance remember it for longer than the rest of the run; Adam's, too.
-    """
+    """spoil(step since its begin, rank, gradients); lasts so many steps. lr: what it is set to meanwhile."""
 
     spoil: Callable[[int, int, list[Tensor]], None]
     steps: int = 1
     lr: float | None = None
-    is_violent: bool = False
 
 
 def _scaled(factor: float, rank: int | None = None) -> Callable[[int, int, list[Tensor]], None]:
@@ -80,27 +78,32 @@ def _nothing(step: int, here: int, gradients: list[Tensor]) -> None:
 
 
 STORMS: dict[str, Storm] = {
-    "1e30 on all ranks, 1 step": Storm(_scaled(1e30), is_violent=True),
-    "1e30 on all ranks, 50 steps": Storm(_scaled(1e30), 50, is_violent=True),
-    "1e30 on one rank, 1 step": Storm(_scaled(1e30, _VICTIM), is_violent=True),
-    "1e30 on one rank, 50 steps": Storm(_scaled(1e30, _VICTIM), 50, is_violent=True),
-    "1e15 on one rank, 1 step": Storm(_scaled(1e15, _VICTIM), is_violent=True),
-    "1e4 on one rank, 50 steps": Storm(_scaled(1e4, _VICTIM), 50, is_violent=True),
-    "1e4 of alternating sign on all ranks, 20 steps": Storm(_alternating, 20, is_violent=True),
+    "1e30 on all ranks, 1 step": Storm(_scaled(1e30)),
+    "1e30 on all ranks, 50 steps": Storm(_scaled(1e30), 50),
+    "1e30 on one rank, 1 step": Storm(_scaled(1e30, _VICTIM)),
+    "1e30 on one rank, 50 steps": Storm(_scaled(1e30, _VICTIM), 50),
+    "1e15 on one rank, 1 step": Storm(_scaled(1e15, _VICTIM)),
+    "1e8 on one rank, 1 step": Storm(_scaled(1e8, _VICTIM)),
+    "1e4 on one rank, 1 step": Storm(_scaled(1e4, _VICTIM)),
+    "1e4 on one rank, 5 steps": Storm(_scaled(1e4, _VICTIM), 5),
+    "1e4 on all ranks, 1 step": Storm(_scaled(1e4)),
+    "1e4 on one rank, 50 steps": Storm(_scaled(1e4, _VICTIM), 50),
+    "1e4 of alternating sign on all ranks, 20 steps": Storm(_alternating, 20),
     "30 on one rank, 50 steps": Storm(_scaled(30.0, _VICTIM), 50),
     "1e-30 on all ranks, 50 steps": Storm(_scaled(1e-30), 50),
     "1e-30 on one rank, 50 steps": Storm(_scaled(1e-30, _VICTIM), 50),
     "1e-44 on all ranks, 50 steps": Storm(_filled(1e-44), 50),
     "zeros on all ranks, 50 steps": Storm(_filled(0.0), 50),
-    "3e38 in one element of one rank, 1 step": Storm(_element(3e38), is_violent=True),
-    "-3e38 in one element of all ranks, 3 steps": Storm(_element(-3e38, None), 3, is_violent=True),
+    "3e38 in one element of one rank, 1 step": Storm(_element(3e38)),
+    "-3e38 in one element of all ranks, 3 steps": Storm(_element(-3e38, None), 3),
     "NaN on one rank, 1 step": Storm(_filled(math.nan, _VICTIM)),
     "NaN in one element of one rank, 50 steps": Storm(_element(math.nan), 50),
     "an infinity in one element of one rank, 1 step": Storm(_element(math.inf)),
     "learning rate 0, 50 steps": Storm(_nothing, 50, lr=0.0),
-    "learning rate 0 and 1e30 on one rank, 20 steps": Storm(_scaled(1e30, _VICTIM), 20, lr=0.0, is_violent=True),
+    "learning rate 0 and 1e30 on one rank, 20 steps": Storm(_scaled(1e30, _VICTIM), 20, lr=0.0),
 }
 _BEGINS = {"in the warm-up": 4, "behind it": 30}
+_CALM = Storm(_nothing)
 
 
 class Stormy(Protocol):
@@ -172,16 +175,32 @@ def _on_simulated_ranks(name: str, options: dict, storm: Storm, begin: int) -> d
 def _storms(name: str, options: dict, tools: Tools) -> Iterator[Outcome]:
     for storm, begin in tools.some([(storm, begin) for storm in STORMS for begin in _BEGINS], 4):
         ends = _on_simulated_ranks(name, options, STORMS[storm], _BEGINS[begin])
-        yield _judge(f"{storm}, {begin}", ends, STORMS[storm], recovers=bool(options) or not STORMS[storm].is_violent)
+        calm = _on_simulated_ranks(name, options, _CALM, _BEGINS[begin] + STORMS[storm].steps - 1)
+        yield _judge(f"{storm}, {begin}", ends, max(_dense_loss(name, STORMS[storm], _BEGINS[begin]), _loss(calm)))
 
 
-def _judge(fault: str, ends: dict[int, End], storm: Storm, recovers: bool) -> Outcome:
+@cache
+def _dense_loss(name: str, storm: Storm, begin: int) -> float:
+    """AdamW's under the same storm; for LAMB's forms Lamb's if that is more. Steps that are not finite are skipped."""
+    kinds = ("AdamW", "Lamb") if "Lamb" in name else ("AdamW",)
+    return max(_loss(_on_simulated_ranks(kind, {}, storm, begin)) for kind in kinds)
+
+
+def _loss(ends: dict[int, End]) -> float:
+    found = ends[0].value
+    return float(found["loss"]) if isinstance(found, dict) else 0.0
+
+
+def _judge(fault: str, ends: dict[int, End], held_to: float) -> Outcome:
     if any(end.what != "returned" for end in ends.values()):
         # Of a storm on all ranks any of them may be named.
         return judge(fault, ends, Promise("Error: ", frozenset({_VICTIM}), frozenset(ends)))
     found: list[dict] = [end.value for end in ends.values()]  # type: ignore[misc]
     first = found[0]
-    text = f"loss {first['loss_before']:.3g} before, {first['loss']:.3g} after; {first['skipped']} steps skipped"
+    text = (
+        f"loss {first['loss_before']:.3g} before, {first['loss']:.3g} after, where {held_to:.3g} is expected; "
+        f"{first['skipped']} steps skipped"
+    )
     wrong = ""
     if any(one["bits"] == "nan" for one in found):
         wrong = "parameters are not finite"
@@ -191,8 +210,8 @@ def _judge(fault: str, ends: dict[int, End], storm: Storm, recovers: bool) -> Ou
         wrong = "parameters moved at learning rate 0"
     elif first["moved"] < 0.5:
         wrong = f"only {first['moved']:.0%} of the parameters move any more"
-    elif recovers and not first["loss"] < max(0.8 * first["loss_before"], 0.3):
-        wrong = "training does not recover"
+    elif not first["loss"] <= _MOST * held_to:
+        wrong = "training does not recover as a dense one"
     return Outcome(fault, SILENT, f"{wrong}; {text}") if wrong else Outcome(fault, AS_PROMISED, text)
 
 
@@ -248,28 +267,26 @@ def _engine_storms(name: str, clipping: float, tools: Tools) -> Iterator[Outcome
             r: End("raised", v, seconds=0.0) if isinstance(v, str) else End("returned", value=v)
             for r, v in each.items()
         }
-        yield _judge(
-            f"{storm}, {begin}", of_ranks, STORMS[storm], recovers=clipping > 0 or not STORMS[storm].is_violent
-        )
+        calm = _on_simulated_ranks(name, {}, _CALM, _BEGINS[begin] + STORMS[storm].steps - 1)
+        yield _judge(f"{storm}, {begin}", of_ranks, max(_dense_loss(name, STORMS[storm], _BEGINS[begin]), _loss(calm)))
 
 
 def cases() -> Iterator[Case]:
-    promised = "finite, the same on all ranks, moving, still at rate 0; {} cost time alone; or an error names the rank"
+    promised = "finite, the same on all ranks, moving, still at rate 0; as good as dense; or an error names the rank"
     injected = "gradients or rate of one rank or all, for 1 to 50 steps, in the warm-up and behind it"
     observed = f"parameters and loss {_AFTER} steps later"
     for clipping in (0.0, 1.0):
         suffix = ", clipped" if clipping else ""
-        told = promised.format("all storms" if clipping else "gentle storms")
         for name in (name for name, kind in OPTIMIZERS.items() if not kind.is_dense):
             yield Case(
-                f"{name}{suffix}", told, injected, observed,
+                f"{name}{suffix}", promised, injected, observed,
                 partial(_storms, name, {"max_grad_norm": clipping} if clipping else {}),
                 is_quick=name in ("OnebitAdam", "ShardedOnebitAdam") and not clipping, cost_s=30.0,
             )  # fmt: skip
         for name in ("AdamW", "Lamb"):
             yield Case(
                 f"engine, {name}{suffix}",
-                told,
+                promised,
                 injected,
                 observed,
                 partial(_engine_storms, name, clipping),

@@ -44,6 +44,7 @@ OPTIMIZERS: dict[str, Kind] = {
     "ShardedOnebitLamb": Kind(ShardedOnebitLamb, _SHARDED),
     "ShardedZeroOneAdam": Kind(ShardedZeroOneAdam, _SHARDED),
     "AdamW": Kind(torch.optim.AdamW, _COMMON, is_dense=True),
+    "Lamb": Kind(onebit.Lamb, _COMMON, is_dense=True),
 }
 
 Spoil = Callable[[int, list[Tensor]], None]
@@ -89,6 +90,8 @@ class Training:
             p.grad = gradient
         if self.kind.is_dense:
             average_gradients(self.params, self.transport)
+            if not all(bool(p.grad.isfinite().all()) for p in self.params if p.grad is not None):
+                return  # as a loss scaler would skip it
         self.optimizer.step()
 
     def settle(self) -> None:
