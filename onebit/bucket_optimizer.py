@@ -171,7 +171,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
 
     def _look_at_groups(self) -> None:
         """Note for the next vote whether parameters were replaced in param_groups, and take it back."""
-        self._note_edit(self.buckets.find_edit())
+        self._note_edit(self.buckets.find_edit(self._check_group))
 
     def _look_for_edits(self) -> None:
         """As `_look_at_groups`, and whether tensors were in optimizer.state."""
@@ -284,8 +284,9 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
     def _call_roll(self, kind: str) -> list[Header]:
         """Every rank's header, before anything else of the step is sent. Raises DesyncError."""
         with self._waited.running():
-            headers = gather_headers(self.transport, self._header(kind), self.buckets[0].device)
-        check_headers(self.transport.rank, headers)
+            mine, device = self._header(kind), self.buckets[0].device
+            headers = gather_headers(self.transport, mine, device)
+        check_headers(self.transport, mine, headers, device)
         return headers
 
     def _own_vote(self, buckets: Sequence[B], *, resends: bool = False, note: bytes = b"") -> tuple[Header, StepVote]:
@@ -352,7 +353,8 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
     # ---------------------------------------------------------------- states
 
     def _resume(self) -> None:
-        """A state was loaded: votes and skips are counted from it."""
+        """A state was loaded: votes and skips are counted from it, and what was edited before is made good."""
+        self._edit = ""
         self.replica_check.restart(self.steps_taken())
         self.skip_limit.in_a_row = 0
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Transport
-from ..comm.messages import BytesUnderWay, bytes_on, gather_bytes
+from ..comm.messages import BytesUnderWay, bytes_on, gather_bytes, raise_on_all_ranks
 from ..usage.contract import Group
 from ..version import VERSION
 from .wrappers import NOT_COMPARED
@@ -147,9 +147,7 @@ def adopt_numbers(groups: Sequence[Group], numbers: Sequence[float]) -> None:
 
 def gather_headers(transport: Transport, mine: Header, device: torch.device | str | None = None) -> list[Header]:
     """Every rank's header, in rank order. All ranks. Sends 41 bytes and 40 for each group to each peer."""
-    headers = [Header.from_bytes(data) for data in gather_bytes(transport, mine.to_bytes(), device)]
-    headers[transport.rank] = replace(headers[transport.rank], edit=mine.edit)
-    return headers
+    return [Header.from_bytes(data) for data in gather_bytes(transport, mine.to_bytes(), device)]
 
 
 def check_summaries(
@@ -158,20 +156,20 @@ def check_summaries(
     """Raise as `check_headers` unless all are alike; only then does it send anything. All ranks, the same summaries."""
     are_alike = len({(one.step, one.digest) for one in every}) == 1
     if not are_alike or mine.edit or not all(map(math.isfinite, mine.numbers)):
-        check_headers(transport.rank, gather_headers(transport, mine, device))
+        check_headers(transport, mine, gather_headers(transport, mine, device), device)
 
 
-def check_headers(rank: int, headers: Sequence[Header]) -> None:
+def check_headers(
+    transport: Transport, mine: Header, headers: Sequence[Header], device: torch.device | str | None = None
+) -> None:
     """Raise DesyncError, on all ranks, unless all are in the same step, of one kind, with the same numbers.
 
-    ValueError, on all ranks, where these are not finite, RuntimeError where a rank's groups or state were edited. rank:
-    this one's, for the message. A rank that has finished need not have the numbers.
+    ValueError, on all ranks, where these are not finite. RuntimeError where a rank's groups or state were edited, whose
+    words are sent then. A rank that has finished need not have the numbers.
     """
-    if edited := [k for k, header in enumerate(headers) if header.edit]:
-        elsewhere = (
-            f"rank {rank}: parameters or state of the optimizer were replaced on rank {_listed(edited)}: see there"
-        )
-        raise RuntimeError(headers[rank].edit or elsewhere)
+    if any(header.edit for header in headers):
+        raise_on_all_ranks(transport, mine.edit, RuntimeError, device)
+    rank = transport.rank
     first = headers[0]
     bad = [index for index, number in enumerate(first.numbers) if not math.isfinite(number)]
     if bad:

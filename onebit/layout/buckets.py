@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Protocol, TypeVar
@@ -20,9 +20,10 @@ from torch import Tensor
 from ..agreement import replicas
 from ..agreement.step_vote import option_lines
 from ..comm import Transport
+from ..comm.messages import raise_on_all_ranks
 from ..model_parallel import ModelParallelGroup, local
 from ..usage.contract import Group, State, check_parameters
-from ..usage.edits import edit_of_groups
+from ..usage.edits import edit_of_groups, edit_of_options
 from .flat import Layout, partition
 
 
@@ -148,10 +149,13 @@ class Buckets(list[B]):
                 if p in self.of:
                     yield name, p, state["state"].get(key, {})
 
-    def find_edit(self) -> str:
-        """What others have done to the groups' parameters, in words, with the remedy; it is undone. "": nothing."""
+    def find_edit(self, check: Callable[[str, Group], None]) -> str:
+        """What others have done to the groups, in words, with the remedy; it is undone. "": nothing.
+
+        check: raises TypeError or ValueError where the options of a group, named first, will not do.
+        """
         groups = self._owner.param_groups
-        edit = edit_of_groups(groups, self._given)
+        edit = edit_of_groups(groups, self._given) or edit_of_options(groups, self._groups, check)
         if edit:
             groups[:] = self._groups
             for group, params in zip(groups, self._given, strict=True):
@@ -169,8 +173,9 @@ class Buckets(list[B]):
         Raises ValueError and TypeError, before there is a bucket: bad parameters, or others than other ranks have.
         """
         groups = self._owner.param_groups
-        if edit := edit_of_groups(groups[: self.built_groups], self._given):
-            raise ValueError(f"rank {self._transport.rank}: {edit}")
+        if self.built_groups:
+            edit = edit_of_groups(groups[: self.built_groups], self._given)
+            raise_on_all_ranks(self._transport, edit and f"rank {self._transport.rank}: {edit}", ValueError)
         self.link(groups)
         new = range(self.built_groups, len(groups))
         params = [(g, p, name) for g in new for p, name in self.named(g)]

@@ -16,6 +16,7 @@ a round in `rounds.py`, the recursion of one bucket in `fragment.py`, states in 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -43,6 +44,8 @@ from .replica import Replica
 from .rounds import Rounds
 from .stats import LocalStats, LocalTraffic
 from .wrapped import Wrapped, check_group, check_inner
+
+log = logging.getLogger(__name__)
 
 
 class LocalSteps(Wrapped):
@@ -125,6 +128,7 @@ class LocalSteps(Wrapped):
         self.fragments: list[Fragment] = []
         self.steps = 0
         self.is_away = self.is_frozen = self._is_finished = False
+        self._edit = ""  # what was found replaced in the groups: this rank takes no more steps
         self._averager: DenseAverager | None = None
         self.build()
 
@@ -134,7 +138,7 @@ class LocalSteps(Wrapped):
     def build(self) -> None:
         """The buckets and fragments of groups that are new. All ranks."""
         for g, group in enumerate(self.param_groups):
-            check_group(g, group)
+            check_group(f"group {g}", group)
         known = len(self.buckets)
         self.buckets.build()
         if known:
@@ -192,8 +196,7 @@ class LocalSteps(Wrapped):
         loss = loss_of(closure)
         self.traffic.begin(in_backward=self._averager is not None)
         self.stats.phase = "local"
-        if edit := self.buckets.find_edit():
-            raise RuntimeError(f"rank {self.transport.rank}: {edit}")
+        self._look_for_edits()
         names = list(self.buckets.frozen.values())
         refuse_unfrozen(self.transport.rank, names, [[gradient_of(p) is not None for p in self.buckets.frozen]])
         self.replica.settle()
@@ -201,7 +204,8 @@ class LocalSteps(Wrapped):
             self.rounds.note_gradients()
         if self._averager is not None:
             self.traffic.waited.total_s += 1e-3 * self._averager.finish()
-        self._take_inner_step()
+        if not self._edit:
+            self._take_inner_step()
         self.steps += 1
         for fragment in self.fragments:
             self.rounds.bring_home(fragment, self.steps)
@@ -211,6 +215,12 @@ class LocalSteps(Wrapped):
         self._end_step()
         self.policy.computing.start()
         return loss
+
+    def _look_for_edits(self) -> None:
+        edit = self.buckets.find_edit(check_group)
+        if edit and not self._edit:
+            self._edit = f"rank {self.transport.rank}: {edit}"
+            log.warning("%s. This rank takes no more steps, and the next round is an error on all ranks", self._edit)
 
     def _take_inner_step(self) -> None:
         scaler_scale = getattr(self, "grad_scale", None)
@@ -228,7 +238,7 @@ class LocalSteps(Wrapped):
         is_here = not (self.is_frozen or self.is_away)
         interval = self.policy.next(self.steps)
         ballot, spoilt = self.rounds.vote(
-            fragment, self.steps, interval, is_present=is_here, is_finished=self._is_finished
+            fragment, self.steps, interval, is_present=is_here, is_finished=self._is_finished, edit=self._edit
         )
         self.steps, interval = ballot.agreed.step, self.policy.decide(ballot.agreed)
         self.rounds.send(fragment, ballot, spoilt, is_delayed=is_delayed)
@@ -341,6 +351,9 @@ class LocalSteps(Wrapped):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        self._look_for_edits()
+        if self._edit:
+            raise RuntimeError(self._edit)
         self.replica.settle()
         found = states.save(self, self.inner.state_dict())
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -366,6 +379,7 @@ class LocalSteps(Wrapped):
 
     def resume(self, record: State) -> None:
         """Called when a state is loaded: the place in the run, and what is counted from there."""
+        self._edit = ""
         self.steps, self.stats.interval, self.is_frozen = record["steps"], record["interval"], record["is_frozen"]
         self.stats.rounds, self.stats.missed_rounds, self.stats.skipped_steps = record["counts"]
         self.stats.dropped_states = record.get("dropped_states", 0)  # older states have dropped none

@@ -15,9 +15,9 @@ import torch
 from ..agreement.step_vote import DesyncError
 from ..agreement.wrappers import NOT_COMPARED
 from ..comm import Transport
-from ..comm.messages import gather_bytes
+from ..comm.messages import gather_bytes, raise_on_all_ranks
 
-_FIXED = struct.Struct("<qq???d8s")
+_FIXED = struct.Struct("<qq??Bd8s")
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class RoundVote:
     step: local steps so far. interval: those to the next round. is_present: whether its difference counts now, and is
     not only owed. is_finished: it has no batches left (`join`). owes: whether anything is owed to it by earlier rounds.
     tokens: what it has trained on since the last round, in its own unit. gradients: see `wrappers.gradient_digest`.
+    edit: what this rank has found replaced in its groups, for the error; of another rank, whether there is anything.
     keeps: by group, what weight decay has left of the anchor since the last round. decays: by parameter, whether it had
     a gradient in every step since then: only then has the inner optimizer decayed it each time.
     """
@@ -40,9 +41,10 @@ class RoundVote:
     gradients: bytes = NOT_COMPARED
     keeps: tuple[float, ...] = ()
     decays: tuple[bool, ...] = ()
+    edit: str = ""
 
     def to_bytes(self) -> bytes:
-        flags = self.is_present, self.is_finished, self.owes
+        flags = self.is_present, self.is_finished, self.owes | bool(self.edit) << 1
         fixed = _FIXED.pack(self.step, self.interval, *flags, self.tokens, self.gradients)
         bits = sum(1 << k for k, decays in enumerate(self.decays) if decays)
         numbers = struct.pack(f"<{len(self.keeps)}d", *self.keeps)
@@ -53,8 +55,9 @@ class RoundVote:
         end = _FIXED.size + 8 * groups
         numbers, bits = struct.unpack(f"<{groups}d", data[_FIXED.size : end]), int.from_bytes(data[end:], "little")
         decays = tuple(bool(bits >> k & 1) for k in range(parameters))
-        step, interval, is_present, is_finished, owes, tokens, gradients = _FIXED.unpack_from(data)
-        return cls(step, interval, is_present, is_finished, owes, tokens, gradients, numbers, decays)
+        step, interval, is_present, is_finished, flags, tokens, gradients = _FIXED.unpack_from(data)
+        owes, edit = bool(flags & 1), "something" if flags & 2 else ""
+        return cls(step, interval, is_present, is_finished, owes, tokens, gradients, numbers, decays, edit)
 
 
 @dataclass(frozen=True)
@@ -97,12 +100,16 @@ class Ballot:
 
 
 def cast_votes(transport: Transport, mine: RoundVote, device: torch.device | str, local_size: int) -> Ballot:
-    """Every rank's. All ranks. Raises DesyncError. local_size: ranks of a node.
+    """Every rank's. All ranks. Raises DesyncError, and RuntimeError where a rank's groups were edited.
+
+    local_size: ranks of a node.
 
     Sends 35 bytes, 8 for each group and a bit for each parameter to each peer.
     """
     messages = gather_bytes(transport, mine.to_bytes(), device)
     votes = [RoundVote.from_bytes(data, len(mine.keeps), len(mine.decays)) for data in messages]
+    if any(vote.edit for vote in votes):
+        raise_on_all_ranks(transport, mine.edit, RuntimeError, device)
     check_votes(transport.rank, votes)
     return Ballot.of(mine, votes, local_size)
 

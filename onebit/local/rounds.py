@@ -72,12 +72,12 @@ class Rounds:
         self._has_looked, self._gradients = True, NOT_COMPARED
 
     def vote(
-        self, fragment: Fragment, step: int, interval: int, *, is_present: bool, is_finished: bool
+        self, fragment: Fragment, step: int, interval: int, *, is_present: bool, is_finished: bool, edit: str
     ) -> tuple[Ballot, list[LocalBucket]]:
         """All ranks' votes, and the buckets that were not finite here and are at the anchor now.
 
-        Of this rank: step, interval and is_finished, as in `RoundVote`. is_present: its difference counts if it is
-        finite.
+        Of this rank: step, interval, is_finished and edit, as in `RoundVote`. is_present: its difference counts if it
+        is finite.
         """
         spoilt = self._restore_spoilt(fragment, step)
         for bucket in (bucket for bucket in fragment.buckets if bucket not in spoilt):
@@ -97,6 +97,7 @@ class Rounds:
             self._gradients,
             tuple(fragment.keeps),
             tuple(fragment.decays),
+            edit,
         )
         device = self._buckets[0].device if self._buckets else torch.device("cpu")
         with self._waited.running():

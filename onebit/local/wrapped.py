@@ -91,17 +91,17 @@ def check_inner(inner: object) -> None:
     if isinstance(inner, torch.optim.LBFGS):
         raise TypeError("LBFGS evaluates its closure several times in a step; LocalSteps needs one that steps once")
     for g, group in enumerate(inner.param_groups):
-        check_group(g, group)
+        check_group(f"group {g}", group)
 
 
-def check_group(g: int, group: Group) -> None:
+def check_group(where: str, group: Group) -> None:
     if "lr" not in group:
-        raise ValueError(f'group {g} of the inner optimizer has no "lr", which LocalSteps compares between ranks')
-    check_number(f"group {g} of the inner optimizer", "lr", group["lr"])
+        raise ValueError(f'{where} of the inner optimizer has no "lr", which LocalSteps compares between ranks')
+    check_number(f"{where} of the inner optimizer", "lr", group["lr"])
     for k, p in enumerate(group["params"]):
         if not p.requires_grad or p.dtype == torch.float32:
             continue
-        name = group["param_names"][k] if "param_names" in group else f"parameter {k} of group {g}"
+        name = group["param_names"][k] if "param_names" in group else f"parameter {k} of {where}"
         if not is_low(p):
             raise TypeError(f"{name} is {p.dtype}; LocalSteps takes float32, and bfloat16 and float16 with masters")
         if local(p) is not p:

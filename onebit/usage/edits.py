@@ -6,7 +6,7 @@ Buckets hold parameters and flat state by themselves. A parameter that replaces 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
 
 import torch
@@ -35,6 +35,20 @@ def edit_of_groups(groups: Sequence[Group], built: Sequence[Sequence[Tensor]]) -
         if not all(map(is_, now, params)):
             k = next(k for k, p in enumerate(params) if now[k] is not p)
             return f"parameter {k} of group {g} is another than the optimizer was given: {_GROUPS}"
+    return ""
+
+
+def edit_of_options(groups: Sequence[Group], before: Sequence[Group], check: Callable[[str, Group], None]) -> str:
+    """Why groups that stand in place of those before cannot be taken up; "" where they can. check: of one's options."""
+    for g, (group, old) in enumerate(zip(groups, before, strict=True)):
+        if group is old:
+            continue
+        if missing := [key for key in old if key not in group]:
+            return f"group {g} was replaced by one without {missing[0]!r}: give it all options that it had"
+        try:
+            check(f"group {g}", group)
+        except (TypeError, ValueError) as error:
+            return str(error)
     return ""
 
 
