@@ -46,6 +46,6 @@ else:
         if name in ("DDPHookState", "ddp_hook"):
             return getattr(import_module(".integrations.ddp_hook", __name__), name)
         spelling = {known.lower(): known for known in __all__}.get(name.lower().removesuffix("w"))
-        meant = f"onebit.{spelling}" if spelling else "onebit.zero's" if name.lower().startswith("sharded") else ""
+        meant = f"onebit.{spelling}" if spelling else f"onebit.zero.{name}" if name.startswith("Sharded") else ""
         hint = f"; did you mean {meant}?" if meant and not name.startswith("__") else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

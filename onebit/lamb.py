@@ -23,6 +23,7 @@ from .usage.contract import (
     check_adam_entry,
     check_arguments,
     check_group,
+    check_is_number,
     check_parameters,
     check_saved_groups,
     eps_of,
@@ -48,7 +49,9 @@ def norms(tensors: list[Tensor]) -> Tensor:
 
 
 def check_trust_options(min_coeff: float, max_coeff: float) -> None:
-    """Raise ValueError unless 0 ≤ min_coeff ≤ max_coeff."""
+    """Raise TypeError unless both are numbers, ValueError unless 0 ≤ min_coeff ≤ max_coeff."""
+    check_is_number("the trust ratio", "min_coeff", min_coeff)
+    check_is_number("the trust ratio", "max_coeff", max_coeff)
     if not 0.0 <= min_coeff <= max_coeff:
         raise ValueError(f"expected 0 <= min_coeff <= max_coeff, got {min_coeff} and {max_coeff}")
 

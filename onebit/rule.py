@@ -15,7 +15,7 @@ from typing import ClassVar, Generic
 from torch import Tensor
 
 from .checkpoint.parameter_state import ParameterState
-from .comm import Codec, FusedCodec, Int8Codec, SignCodec, check_fused
+from .comm import CODECS, Codec, FusedCodec, Int8Codec, SignCodec, check_fused
 from .layout.bucket import Bucket
 from .layout.buckets import B, Buckets
 from .layout.flat import Layout
@@ -203,7 +203,8 @@ def codec_of_gradients(given: Codec | None, codec: FusedCodec | None) -> Codec:
 def check_blocks(codec: Codec, block: int) -> Codec:
     """A codec of gradients, whose blocks those of momentum can be. Raises TypeError for none, ValueError for others."""
     if not isinstance(codec, Codec):
-        raise TypeError(f"gradients travel in a Codec, as onebit.comm.Log4Codec(), got {codec!r}")
+        known = ", ".join(f"{kind.__name__}()" for kind in CODECS.values())
+        raise TypeError(f"gradients travel in a Codec, an object of onebit.comm: {known}; got {codec!r}")
     if codec.block != block and not codec.sends_in_place:
         raise ValueError(f"{codec} has blocks of {codec.block}, the one-bit codec of {block}; give both the same")
     return codec

@@ -160,7 +160,7 @@ def test_another_spelling_of_a_name_is_answered_with_the_name() -> None:
     for given, name in found.items():
         with pytest.raises(AttributeError, match=f"no attribute '{given}'; did you mean onebit.{name}"):
             getattr(onebit, given)
-    with pytest.raises(AttributeError, match=r"did you mean onebit\.zero's"):
+    with pytest.raises(AttributeError, match=r"did you mean onebit\.zero\.ShardedOnebitAdam"):
         _ = onebit.ShardedOnebitAdam
     assert not hasattr(onebit, "__path_of_no_one__")
 
@@ -495,3 +495,10 @@ def test_lamb_is_copied_as_torchs_optimizers_are() -> None:
     train(twin, twins, range(3, 6))
     train(optimizer, params, range(3, 6))
     assert all(map(torch.equal, params, twins))
+
+
+@pytest.mark.parametrize("kind", [onebit.Lamb, onebit.OnebitLamb, zero.ShardedOnebitLamb])
+def test_bounds_of_the_trust_ratio_are_numbers(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    given = {} if kind is onebit.Lamb else {"transport": SimTransport()}
+    with pytest.raises(TypeError, match="max_coeff must be a number, got '5'"):
+        kind(parameters(), max_coeff="5", **given)

@@ -101,7 +101,7 @@ def test_bad_options_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="momentum_of must be one of gradients, moves, got 'laprop'"):
         fresh(SimTransport(), momentum_of="laprop")
     for make_one in (lambda codec: fresh(SimTransport(), warmup_codec=codec), sharded):
-        with pytest.raises(TypeError, match=r"gradients travel in a Codec, as onebit.comm.Log4Codec\(\), got 'log4'"):
+        with pytest.raises(TypeError, match=r"gradients travel in a Codec, .*Log4Codec\(\), .*got 'log4'"):
             make_one("log4")
         with pytest.raises(ValueError, match="has blocks of 64, the one-bit codec of 256"):
             make_one(Log4Codec(64))
