@@ -163,12 +163,12 @@ def test_auto_freeze_resumes_too(name: str) -> None:
     ]
 
 
-def _break_world(state: dict) -> None:
-    state["onebit"]["world_size"] = 4
+def _break_shard(state: dict) -> None:
+    state["onebit"]["shard"], state["onebit"]["shards"] = 1, 2
 
 
-def _break_rank(state: dict) -> None:
-    state["onebit"]["rank"] = 1
+def _break_codec(state: dict) -> None:
+    state["onebit"]["codec"] = "log4"
 
 
 def _break_shape(state: dict) -> None:
@@ -186,8 +186,8 @@ def _break_groups(state: dict) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_break_world, "world_size is 4 there and 1 here"),
-        (_break_rank, "rank is 1 there and 0 here"),
+        (_break_shard, "shard is 1 there and 0 here"),
+        (_break_codec, "codec is log4 there and sign here"),
         (_break_shape, r"denominator of .* has shape \(3, 3\), the parameter \(33, 20\)"),
         (_break_dtype, "worker_error of .* is torch.bfloat16, expected torch.float32"),
         (_break_groups, r"it has groups of \[5\] parameters, this optimizer of \[6\]"),
