@@ -208,6 +208,10 @@ class ExchangeTask:
         self._exchange = exchange
         self._work: Work | None = next(exchange, None)
 
+    def is_ready(self) -> bool:
+        """Whether `advance` would wait for no other rank."""
+        return self._work is None or self._work.is_ready()
+
     def advance(self) -> bool:
         """Wait for the Work under way and launch the next. False once there is none."""
         if self._work is None:

@@ -12,15 +12,15 @@ Shape legend: W = L·H ranks, L on each of H nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .transports.base import Transport, Work, check_transport
+from .transports.base import Channel, Transport, Work, check_transport
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,18 @@ class HierarchicalTransport(Transport):
 
     def split(self, ranks: Sequence[int]) -> Transport:
         return self.world.split(ranks)
+
+    def new_channel(self) -> Channel:
+        channels = [transport.new_channel() for transport in (self.world, self.intra_node, self.inter_node)]
+
+        @contextmanager
+        def in_channel() -> Iterator[None]:
+            with ExitStack() as stack:
+                for channel in channels:
+                    stack.enter_context(channel())
+                yield
+
+        return in_channel
 
     def close(self) -> None:
         """Barriers, then release all three transports, also where a barrier fails. All ranks; idempotent."""

@@ -10,9 +10,9 @@ Shape legend: W ranks, B bytes of one frame.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,6 +39,16 @@ class Work(Protocol):
         seconds more, and sooner where a connection breaks.
         """
 
+    def is_ready(self) -> bool:
+        """Whether `wait()` would wait for no other rank: all have launched it, as far as this one can tell yet.
+
+        For NCCL, whose `wait()` never blocks the host, always.
+        """
+
+
+Channel: TypeAlias = Callable[[], AbstractContextManager[None]]
+"""`with channel():` operations launched in here belong to it; see `Transport.new_channel`."""
+
 
 def check_transport(transport: object) -> None:
     """Raise TypeError unless this is a transport."""
@@ -50,7 +60,8 @@ def check_transport(transport: object) -> None:
 class Transport(ABC):
     """Moves tensors between `world_size` ranks.
 
-    Every method is called by all ranks, in the same order, with equal shapes and dtypes. Tensors are contiguous and
+    Every method is called by all ranks, in the same order (in each channel), with equal shapes and dtypes. Tensors are
+    contiguous and
     must not be touched between the launch and the return of `wait()`. Several operations may be in flight; they may
     be waited for in any order. A world of one rank is an ordinary world.
 
@@ -58,8 +69,8 @@ class Transport(ABC):
     each other's bytes. They end with a `PeerError` that says which rank launched what: after the timeout, or at once on
     the simulated network. NCCL cannot tell: its watchdog ends the process after the timeout.
 
-    A launch may raise `PeerError` as well. Over Gloo all_reduce and broadcast wait at their launch until all ranks have
-    launched them, so ranks with several transports must launch such operations in one order over all of them.
+    A launch may raise `PeerError` as well. Over Gloo a broadcast waits at its launch until all ranks have launched it:
+    ranks with several transports must launch broadcasts in one order over all of them.
 
     timeout_s: of every wait, in seconds. sent_bytes: payload that this rank has handed to the network for other ranks
     since construction, without headers. The methods below the abstract ones have defaults; a transport overrides what
@@ -84,7 +95,7 @@ class Transport(ABC):
 
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Work:
-        """x ← sum over ranks of x, in place, in the transport's own order of summation (the library's native one).
+        """x ← sum over ranks of x, in place: in rank order, but for NCCL, which has an order of its own.
 
         float32, any shape. Sends about 2·(W-1)/W·4 bytes per element and rank. The dense baseline's collective.
         """
@@ -104,6 +115,15 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Barrier, then release everything. All ranks; idempotent."""
+
+    def new_channel(self) -> Channel:
+        """A sequence of operations apart from all others, which need not be launched in one order with them.
+
+        For operations that hooks launch, which on some ranks come later than on others. All ranks make their channels
+        in the same order. Works of a transport without channels are always ready: NCCL's, which has one order for all
+        that travels over a communicator.
+        """
+        return nullcontext
 
     @property
     def device(self) -> torch.device:

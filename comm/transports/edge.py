@@ -42,6 +42,9 @@ class DoneWork:
     def wait(self) -> None:
         return
 
+    def is_ready(self) -> bool:
+        return True
+
 
 def check_all_to_all(rank: int, world_size: int, out_WB: Tensor, in_WB: Tensor) -> None:
     """Raise ValueError unless both are contiguous [W, B] of one dtype and device."""
@@ -141,6 +144,9 @@ class _CopyBack:
             # buffer to nobody until the copy has read it. From other memory the copy is done when it returns.
             self._out.detach().copy_(self._host, non_blocking=self._out.is_cuda)
 
+    def is_ready(self) -> bool:
+        return self._work is None or self._work.is_ready()
+
 
 def _host_empty(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
@@ -159,5 +165,9 @@ def reason(error: BaseException) -> str:
 def peer_error(rank: int, operation: Operation, what: str, conclusion: Conclusion, hint: str) -> PeerError:
     """The PeerError every transport raises: who, in which operation, what happened, who is to blame, where to look."""
     whom = conclusion.text or "The backend does not say which rank is missing; look for the first rank with an error"
-    advice = f". If it is alive, {hint}" if conclusion.is_silence else ""
+    advice = (
+        f". If it is alive, {hint}, and whether it waits in a collective of the script's own: all ranks must call "
+        "those, backward() and step() in the same order"
+    )
+    advice = advice if conclusion.is_silence else ""
     return PeerError(f"rank {rank}: {operation}: {what}. {whom}{advice}", conclusion.ranks)

@@ -289,6 +289,9 @@ class _MpiWork:
         mine, me = transport.note(task, suspects), transport._names[transport.rank]
         raise peer_error(me, task.operation, what, conclude(me, mine, transport.call_roll()), _HINT) from task.error
 
+    def is_ready(self) -> bool:
+        return self._task.ended.is_set() or self._transport.has_failed
+
 
 def meet(comm: MPI.Intracomm, timeout_s: float) -> None:
     """Wait until all ranks of this communicator have come here. Raises PeerError, which names those that have not."""

@@ -8,15 +8,16 @@ Shape legend: W ranks, B bytes of one frame.
 from __future__ import annotations
 
 import collections
+import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .base import Transport, Work
+from .base import Channel, Transport, Work
 from .edge import HostStaged, check_all_gather, check_all_to_all, check_contiguous, check_split
-from .notes import HISTORY, Operation, call_under_way
+from .notes import HISTORY, Numbering, Operation
 
 
 class NetworkedTransport(Transport):
@@ -32,6 +33,7 @@ class NetworkedTransport(Transport):
         self._names: Sequence[int] = range(world_size)  # what ranks are called in messages
         self._splits: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._launched: collections.deque[Operation] = collections.deque(maxlen=HISTORY)
+        self._numbering = Numbering(itertools.count(1))
         self._is_closed = False
 
     @property
@@ -87,11 +89,13 @@ class NetworkedTransport(Transport):
 
     # ---------------------------------------------------------------- what was launched, and the end
 
+    def new_channel(self) -> Channel:
+        return self._numbering.new_channel()
+
     def _count(self, name: str, nbytes: int, sent_bytes: int = 0) -> Operation:
         """The next operation, which all ranks number alike."""
         self.sent_bytes += sent_bytes
-        number = self._launched[-1].number + 1 if self._launched else 1
-        operation = Operation(name, number, nbytes, call_under_way())
+        operation = self._numbering.operation(name, nbytes)
         self._launched.append(operation)
         return operation
 

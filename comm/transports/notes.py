@@ -7,13 +7,17 @@ transport's business: through the store (`torch_distributed.py`) or as messages 
 
 from __future__ import annotations
 
+import collections
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
+
+from .base import Channel
 
 HISTORY = 32
 """Operations that a rank remembers, to compare them with those of others."""
@@ -43,13 +47,15 @@ def call_under_way() -> str:
 class Operation(NamedTuple):
     """One operation of a transport. number: the n-th launched, the same n on every rank; 0: not in that sequence.
 
-    nbytes: what each peer gets, or the whole tensor of an all_reduce or a broadcast. call: see `calling`.
+    nbytes: what each peer gets, or the whole tensor of an all_reduce or a broadcast. call: see `calling`. channel: 0: in
+    none; see `Transport.new_channel`.
     """
 
     name: str
     number: int
     nbytes: int = 0
     call: str = ""
+    channel: int = 0
 
     def __str__(self) -> str:
         name = f"{self.name} in {self.call}" if self.call else self.name
@@ -62,7 +68,34 @@ class Operation(NamedTuple):
         Where two operations in flight share a tag by chance, they match in the order of their launch, the same
         everywhere.
         """
-        return zlib.crc32(f"{self.name}/{self.number}/{self.nbytes}{self.call}".encode()) % tags
+        return zlib.crc32("/".join(map(str, self)).encode()) % tags
+
+
+class Numbering:
+    """Numbers the operations of a rank, in each channel from 1. channels: gives those of new ones."""
+
+    def __init__(self, channels: Iterator[int]):
+        self._channels = channels
+        self._channel = 0
+        self._counts: collections.Counter[int] = collections.Counter()
+
+    def operation(self, name: str, nbytes: int) -> Operation:
+        """The next one."""
+        self._counts[self._channel] += 1
+        call = "" if self._channel else call_under_way()  # hooks or a call: where a rank comes to launch it
+        return Operation(name, self._counts[self._channel], nbytes, call, self._channel)
+
+    def new_channel(self) -> Channel:
+        """See `Transport.new_channel`."""
+        return partial(self._in_channel, next(self._channels))
+
+    @contextmanager
+    def _in_channel(self, number: int) -> Iterator[None]:
+        before, self._channel = self._channel, number
+        try:
+            yield
+        finally:
+            self._channel = before
 
 
 @dataclass(frozen=True)
@@ -93,7 +126,8 @@ class Note:
 
     def in_place_of(self, operation: Operation, transport: str) -> Operation | None:
         """What this rank has launched as that number; None where it has launched nothing there, or too long ago."""
-        same = [each for each in self.launched if self.transport == transport and 0 < each.number == operation.number]
+        numbered = [each for each in self.launched if self.transport == transport and each.number > 0]
+        same = [each for each in numbered if (each.channel, each.number) == (operation.channel, operation.number)]
         return same[0] if same else None
 
 

@@ -6,28 +6,31 @@ others with a `PeerError` that names it; a rank that is late ends them after the
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from torch import Tensor
 
-from .base import PeerError, Transport, Work
+from .base import Channel, PeerError, Transport, Work
 from .edge import check_split
-from .notes import Operation, call_under_way
+from .notes import Numbering, Operation
 
 T = TypeVar("T")
+Slot: TypeAlias = tuple[int, int]
+"""An operation's channel and its number there."""
 
 
 class SimNetwork:
-    """The medium that the ranks share: operation k of every rank meets in slot k."""
+    """The medium that the ranks share: operation k of every rank, in each channel, meets in slot k."""
 
     def __init__(self, world_size: int, timeout_s: float = 60.0):
         self.world_size = world_size
         self.timeout_s = timeout_s
-        self._slots: dict[int, dict[int, tuple[Operation, Tensor]]] = {}
-        self._readers: dict[int, int] = {}
+        self._slots: dict[Slot, dict[int, tuple[Operation, Tensor]]] = {}
+        self._readers: dict[Slot, int] = {}
         self._dead: set[int] = set()
         self._changed = threading.Condition()
         self._parts: dict[tuple[tuple[int, ...], int], SimNetwork] = {}
@@ -42,15 +45,15 @@ class SimNetwork:
 
     def post(self, operation: Operation, rank: int, data: Tensor) -> None:
         with self._changed:
-            self._slots.setdefault(operation.number, {})[rank] = operation, data.clone()
+            self._slots.setdefault(_slot(operation), {})[rank] = operation, data.clone()
             self._changed.notify_all()
 
     def collect(self, operation: Operation, rank: int) -> list[Tensor]:
         """What every rank posted for this operation, once all have. Raises PeerError at once where one has another."""
-        deadline, number = time.monotonic() + self.timeout_s, operation.number
+        deadline, place = time.monotonic() + self.timeout_s, _slot(operation)
         with self._changed:
             while True:
-                slot = self._slots.setdefault(number, {})
+                slot = self._slots.setdefault(place, {})
                 others = {peer: theirs for peer, (theirs, _) in sorted(slot.items()) if theirs != operation}
                 if others:
                     said = "; ".join(f"rank {peer} {theirs}" for peer, theirs in others.items())
@@ -69,10 +72,18 @@ class SimNetwork:
                         f"rank {rank}: nothing from rank {missing} for {self.timeout_s} s in {operation}", missing
                     )
             posted = [slot[peer][1] for peer in range(self.world_size)]
-            self._readers[number] = self._readers.get(number, 0) + 1
-            if self._readers[number] == self.world_size:
-                del self._slots[number], self._readers[number]
+            self._readers[place] = self._readers.get(place, 0) + 1
+            if self._readers[place] == self.world_size:
+                del self._slots[place], self._readers[place]
             return posted
+
+    def is_decided(self, operation: Operation) -> bool:
+        """Whether `collect` would not wait: all ranks have posted, or those that have not never will."""
+        with self._changed:
+            slot = self._slots.get(_slot(operation), {})
+            differ = any(theirs != operation for theirs, _ in slot.values())
+            missing = set(range(self.world_size)) - set(slot)
+            return differ or not missing or bool(missing & self._dead)
 
     def leave(self, rank: int) -> None:
         with self._changed:
@@ -83,14 +94,22 @@ class SimNetwork:
             part.leave(local_rank)
 
 
+def _slot(operation: Operation) -> Slot:
+    return operation.channel, operation.number
+
+
 class _SimWork:
-    def __init__(self, finish: Callable[[], None]):
+    def __init__(self, finish: Callable[[], None], is_decided: Callable[[], bool]):
         self._finish: Callable[[], None] | None = finish
+        self._is_decided = is_decided
 
     def wait(self) -> None:
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
+
+    def is_ready(self) -> bool:
+        return self._finish is None or self._is_decided()
 
 
 class SimTransport(Transport):
@@ -103,7 +122,7 @@ class SimTransport(Transport):
         self.rank = rank
         self.world_size = self.network.world_size
         self.timeout_s = self.network.timeout_s
-        self._operations = 0
+        self._numbering = Numbering(itertools.count(1))
         self._splits: dict[tuple[int, ...], int] = {}
 
     def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
@@ -144,6 +163,9 @@ class SimTransport(Transport):
         number = self._splits[members] = self._splits.get(members, 0) + 1
         return SimTransport(self.network.part(members, number), members.index(self.rank))
 
+    def new_channel(self) -> Channel:
+        return self._numbering.new_channel()
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -161,11 +183,12 @@ class SimTransport(Transport):
     def _launch(
         self, name: str, nbytes: int, data: Tensor, finish: Callable[[list[Tensor]], None], sent_bytes: int
     ) -> Work:
-        self._operations += 1
-        operation = Operation(name, self._operations, nbytes, call_under_way())
+        operation = self._numbering.operation(name, nbytes)
         self.sent_bytes += sent_bytes
         self.network.post(operation, self.rank, data)
-        return _SimWork(lambda: finish(self.network.collect(operation, self.rank)))
+        return _SimWork(
+            lambda: finish(self.network.collect(operation, self.rank)), lambda: self.network.is_decided(operation)
+        )
 
 
 def run_ranks(world_size: int, work: Callable[[SimTransport], T], timeout_s: float = 60.0) -> list[T]:

@@ -10,6 +10,7 @@ Shape legend: W ranks, B bytes of one frame.
 from __future__ import annotations
 
 import collections
+import itertools
 import logging
 import os
 import time
@@ -28,7 +29,7 @@ from .edge import ANSWER_S, DIAGNOSIS_S, NOTES_S, ROLL_CALL_S, as_bytes, peer_er
 from .forks import release_in_children
 from .hanging import call_within, connections, have_ended, sockets
 from .networked import NetworkedTransport
-from .notes import Conclusion, Note, Operation, conclude
+from .notes import Conclusion, Note, Numbering, Operation, conclude
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +69,10 @@ class _Past:
 
 
 _pasts: weakref.WeakKeyDictionary[dist.ProcessGroup, _Past] = weakref.WeakKeyDictionary()
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+
+_UNWRITTEN = torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8)
+"""What no message ends with: by its end a row that is to be received shows whether it has come."""
 
 
 class TorchTransport(NetworkedTransport):
@@ -75,8 +80,9 @@ class TorchTransport(NetworkedTransport):
 
     1. Host tensors on a Gloo group: all_to_all and all_gather post an irecv and an isend per peer, all in flight, peers
        r-k and r+k for k = 1…W-1. The tag is a digest of the operation's name, number and size: Gloo aborts the process
-       at a message longer than expected, and takes a shorter one for whole. all_reduce and broadcast are Gloo's, whose
-       tags are not ours: ranks meet first, in pairs without bytes.
+       at a message longer than expected, and takes a shorter one for whole. all_reduce is two such phases: each rank
+       sums the chunk that it owns, then gives it to all. A broadcast is Gloo's, whose tags are not ours: ranks meet
+       first, in pairs without bytes.
     2. Tensors on a device which the group serves natively (NCCL): the library's collectives. `wait()` orders the
        current stream behind them and returns; a missing peer is found by NCCL's watchdog after the *group's* timeout.
     3. Device tensors on a Gloo group: through host memory.
@@ -107,6 +113,7 @@ class TorchTransport(NetworkedTransport):
         self._is_part = whole is not None
         self._store_host = None if store_host == self.rank else store_host
         self._backends = _backends_by_device(self.group)
+        self._numbering = Numbering(_channels.setdefault(self.group, itertools.count(1)))
         # A group fails for all its transports, and with a part the whole: then none waits for a barrier.
         self._past: _Past = _pasts.setdefault(self.group, _Past()) if whole is None else whole._past
         self._board: _Board | None = None
@@ -158,6 +165,8 @@ class TorchTransport(NetworkedTransport):
         )
 
     def _all_reduce(self, operation: Operation, x: Tensor) -> Work:
+        if self._is_gloo(x):
+            return _SumWork(self, operation, x.detach().view(-1))
         return self._collective(operation, (x,), lambda: dist.all_reduce(x.detach(), group=self.group, async_op=True))
 
     def _broadcast(self, operation: Operation, x: Tensor, src: int) -> Work:
@@ -237,9 +246,9 @@ class TorchTransport(NetworkedTransport):
     def _is_gloo(self, x: Tensor) -> bool:
         return self._backends.get(x.device.type) == "gloo"
 
-    def _exchange(self, operation: Operation, out_WB: Tensor, rows: Sequence[Tensor]) -> Work:
-        work = _PairsWork(self, operation, out_WB, rows, _TAG + operation.tag(_TAGS), self.timeout_s)
-        out_WB[self.rank].copy_(rows[self.rank])
+    def _exchange(self, operation: Operation, outs: Sequence[Tensor] | Tensor, rows: Sequence[Tensor]) -> _PairsWork:
+        work = _PairsWork(self, operation, outs, rows, _TAG + operation.tag(_TAGS), self.timeout_s)
+        outs[self.rank].copy_(rows[self.rank])
         return work
 
     def _meet(self, operation: Operation, ranks: Sequence[int] | None = None) -> None:
@@ -418,7 +427,7 @@ def _innermost(group: dist.ProcessGroup) -> dist.Store:
 
 
 class _PairsWork:
-    """A send and a receive per peer: out[j] ← what rank j sends me; rows[j] goes to rank j. My own row stays here.
+    """A send and a receive per peer: outs[j] ← what rank j sends me; rows[j] goes to rank j. My own row stays here.
 
     ranks: with these peers alone.
     """
@@ -427,7 +436,7 @@ class _PairsWork:
         self,
         transport: TorchTransport,
         operation: Operation,
-        out_WB: Tensor,
+        outs: Sequence[Tensor] | Tensor,
         rows: Sequence[Tensor],
         tag: int,
         timeout_s: float,
@@ -436,8 +445,9 @@ class _PairsWork:
         self._transport = transport
         self._operation = operation
         self._timeout_s = timeout_s
-        self._tensors = (out_WB, rows)  # held: staged ones have no other owner
+        self._tensors = (outs, rows)  # held: staged ones have no other owner
         self._posted: collections.deque[tuple[int, dist.Work]] = collections.deque()
+        self._ends: list[Tensor] = []  # of the rows to receive, while a channel's operation may be asked for them
         self._broken: dict[int, str] = {}
         self._silent: set[int] = set()
         if transport.has_failed:
@@ -447,7 +457,9 @@ class _PairsWork:
         for k in range(1, W):
             src, dst = (rank - k) % W, (rank + k) % W
             if ranks is None or src in ranks:
-                self._post(src, dist.irecv, out_WB[src], group=group, group_src=src, tag=tag)
+                if operation.channel:
+                    self._ends.append(_marked_end(outs[src]))
+                self._post(src, dist.irecv, outs[src], group=group, group_src=src, tag=tag)
             if ranks is None or dst in ranks:
                 self._post(dst, dist.isend, rows[dst], group=group, group_dst=dst, tag=tag)
 
@@ -465,6 +477,15 @@ class _PairsWork:
             what = next(iter(self._broken.values()), f"not complete within {self._timeout_s:g} s")
             raise self._transport._fail(self._operation, self, what, suspects, gave_up=not self._broken)
         self._transport._past.completes()
+
+    def is_ready(self) -> bool:
+        """In a channel; False elsewhere. Gloo tells of no pair without waiting, but what has come is in its place.
+
+        Whoever has sent has posted its receives, too: what goes there waits for the network alone.
+        """
+        if self._broken or not self._posted:
+            return True
+        return bool(self._ends) and not any(torch.equal(end, _UNWRITTEN[: len(end)]) for end in self._ends)
 
     def suspects(self) -> set[int]:
         """Wait; then the peers whose connection is broken, or else those from whom something is missing in time.
@@ -484,6 +505,47 @@ class _PairsWork:
                     self._broken[peer] = reason(error)
             self._posted.popleft()
         return set(self._broken) or self._silent
+
+
+def _marked_end(row: Tensor) -> Tensor:
+    """The last bytes of a row that is to be received, which say that it has not been."""
+    end = as_bytes(row)[-len(_UNWRITTEN) :]
+    return end.copy_(_UNWRITTEN[: len(end)])
+
+
+class _SumWork:
+    """An all_reduce over Gloo, [n]: chunks to those who own them, their sums in rank order to all.
+
+    Not Gloo's own: that must be launched at once on all ranks, in one order with all that others do with the group, and
+    a rank that sends during its backward pass cannot wait for that.
+    """
+
+    def __init__(self, transport: TorchTransport, operation: Operation, x: Tensor):
+        W, rank, step = transport.world_size, transport.rank, -(-len(x) // transport.world_size)
+        self._transport, self._operation = transport, operation
+        self._chunks = [x[min(k * step, len(x)) : min((k + 1) * step, len(x))] for k in range(W)]
+        self._received_WN = torch.empty(W, len(self._chunks[rank]), dtype=x.dtype)
+        self._pairs = transport._exchange(operation, self._received_WN, self._chunks)
+        self._is_summed = False
+
+    def _give_sums(self) -> None:
+        """The second phase, once what others have of the own chunk is here."""
+        self._pairs.wait()
+        transport, mine = self._transport, self._chunks[self._transport.rank]
+        torch.sum(self._received_WN, 0, out=mine)
+        given = self._operation._replace(name=f"{self._operation.name}, the sums")
+        self._pairs = transport._exchange(given, self._chunks, [mine] * transport.world_size)
+        self._is_summed = True
+
+    def is_ready(self) -> bool:
+        if not self._is_summed and self._pairs.is_ready():
+            self._give_sums()
+        return self._is_summed and self._pairs.is_ready()
+
+    def wait(self) -> None:
+        if not self._is_summed:
+            self._give_sums()
+        self._pairs.wait()
 
 
 class _CollectiveWork:
@@ -507,6 +569,11 @@ class _CollectiveWork:
             raise self._transport._collective_error(self._operation, self, error) from error
         self._transport._past.completes()
         self._work, self._tensors = None, ()
+
+    def is_ready(self) -> bool:
+        if self._work is None or self._transport._backends.get("cpu") != "gloo":
+            return True
+        return self._work.is_completed()
 
 
 def _backends_by_device(group: dist.ProcessGroup) -> dict[str, str]:

@@ -12,11 +12,12 @@ import hashlib
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from onebit.comm import ErrorFeedback, SignCodec, Transport, Wire, compressed_allreduce, interleave
+from onebit.comm import ErrorFeedback, SignCodec, Transport, Wire, Work, compressed_allreduce, interleave
 from onebit.comm.transports.edge import HostStaged
 
 SIZES = (0, 1, 7, 4096, 100_003)
@@ -100,6 +101,49 @@ def check_operations_in_flight_may_be_waited_for_in_reverse(transport: Transport
         assert torch.equal(got, expected)
     assert torch.equal(total, torch.full((1000,), W * (W + 1) / 2))
     assert torch.equal(news, torch.full((9,), W - 1.0))
+
+
+def check_channels_need_no_common_order(transport: Transport) -> None:
+    """Ranks launch the same operations of two channels, and of none, each in an order of its own."""
+    W, rank, B = transport.world_size, transport.rank, 4096
+    channels = [nullcontext, transport.new_channel(), transport.new_channel()]
+    order = [(k + rank) % 3 for k in range(3)]
+    works, gathered = {}, [garbage(W, B) for _ in order]
+    totals = [torch.full((1000,), rank + k + 1.0) for k in range(3)]
+    for k in order:
+        with channels[k]():
+            works[k] = [transport.all_gather(gathered[k], row(rank, k, B)), transport.all_reduce(totals[k])]
+    for k in range(3):
+        for work in works[k]:
+            work.wait()
+        assert torch.equal(gathered[k], torch.stack([row(src, k, B) for src in range(W)]))
+        assert torch.equal(totals[k], torch.full((1000,), W * (W + 1) / 2 + W * k))
+
+
+def check_works_are_ready_when_all_have_launched_them(transport: Transport) -> None:
+    """And not before: the last rank launches when the others have seen that it has not."""
+    W, rank, B = transport.world_size, transport.rank, 70_000
+    channel = transport.new_channel()
+    out_WB, gathered_WB, total = garbage(W, B), garbage(W, B), torch.full((5000,), rank + 1.0)
+
+    def launch() -> list[Work]:
+        with channel():
+            exchanged = transport.all_to_all(out_WB, rows(rank, W, B))
+            return [exchanged, transport.all_gather(gathered_WB, row(rank, 0, B)), transport.all_reduce(total)]
+
+    works = launch() if rank < W - 1 else []
+    assert not any(work.is_ready() for work in works)
+    transport.all_gather(garbage(W, 1), row(rank, 0, 1)).wait()
+    works = works or launch()
+    deadline = time.monotonic() + 20.0
+    while not all([work.is_ready() for work in works]):
+        assert time.monotonic() < deadline, [work.is_ready() for work in works]
+        time.sleep(0.001)
+    for work in works:
+        work.wait()
+    assert torch.equal(out_WB, torch.stack([row(src, rank, B) for src in range(W)]))
+    assert torch.equal(gathered_WB, torch.stack([row(src, 0, B) for src in range(W)]))
+    assert torch.equal(total, torch.full((5000,), W * (W + 1) / 2))
 
 
 def check_inputs_may_be_overwritten_after_wait(transport: Transport) -> None:
