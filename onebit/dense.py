@@ -11,13 +11,13 @@ import logging
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from .comm.transports.base import Transport, Work, check_transport
+from .comm.transports.base import Channel, Transport, Work, check_transport
 from .model_parallel import count_edits_apart_, local
 from .usage.frozen import check_place, gradient_of
 from .usage.marks import GradientMark, gradient_bits, is_inspected
@@ -39,7 +39,7 @@ class _Bucket:
     sent: list[GradientMark] = field(default_factory=list)
     sent_bits: Tensor | None = None
 
-    def launch(self, transport: Transport, *, with_bits: bool = False) -> None:
+    def launch(self, transport: Transport, channel: Channel = nullcontext, *, with_bits: bool = False) -> None:
         """Send the gradients; one that is not there counts as zero. with_bits: see `is_edited_unseen`."""
         for parameter, view in zip(self.params, self.views, strict=True):
             grad = gradient_of(parameter)
@@ -50,7 +50,8 @@ class _Bucket:
                 view.copy_(local(grad))
         self.sent = [GradientMark.of(parameter) for parameter in self.params]
         self.sent_bits = gradient_bits(self._gradients()) if with_bits else None
-        self.work = transport.all_reduce(self.flat)
+        with channel():
+            self.work = transport.all_reduce(self.flat)
 
     def is_stale(self) -> bool:
         """Whether a gradient is no longer what was sent."""
@@ -128,6 +129,7 @@ class DenseAverager:
     def __init__(self, parameters: Iterable[Tensor], transport: Transport, bucket_cap_mb: float = 25.0):
         check_transport(transport)
         self._transport, self._bucket_cap_mb = transport, bucket_cap_mb
+        self._channel = transport.new_channel()  # ranks launch buckets in backward or in finish()
         given = list(parameters)
         self._frozen = [p for p in given if not p.requires_grad and local(p).numel() > 0]
         self._buckets: list[_Bucket] = []
@@ -166,7 +168,7 @@ class DenseAverager:
                 self._transport.rank,
             )
         for bucket in self._buckets[self._launched :]:
-            bucket.launch(self._transport)
+            bucket.launch(self._transport, self._channel)
             edited.append(False)
         self._launched, self._steps = 0, self._steps + 1
         return self._send_stale_again(edited) + _wait_all(self._buckets, self._transport)
@@ -184,14 +186,14 @@ class DenseAverager:
         for bucket, ranks in zip(self._buckets, ranks_by_flag[:known], strict=True):
             if ranks > 0:
                 waited_ms += _wait(bucket.work)
-                bucket.launch(self._transport)
+                bucket.launch(self._transport, self._channel)
         unfrozen = [p for p, ranks in zip(self._frozen, ranks_by_flag[known:], strict=True) if ranks > 0]
         if unfrozen:
             taken = set(unfrozen)
             self._frozen = [p for p in self._frozen if p not in taken]
             self._add(unfrozen)
             for bucket in self._buckets[known:]:
-                bucket.launch(self._transport)
+                bucket.launch(self._transport, self._channel)
         return waited_ms
 
     def _hook(self, parameter: Tensor, bucket: _Bucket) -> None:
@@ -208,10 +210,14 @@ class DenseAverager:
 
     @torch.no_grad()
     def _launch_complete(self) -> None:
+        for bucket in self._buckets[: self._launched]:
+            assert bucket.work is not None
+            bucket.work.is_ready()  # and goes on, if it is
         for bucket in self._buckets[self._launched :]:
             if bucket.complete < len(bucket.params) or self._sends_late:
                 return
-            bucket.launch(self._transport, with_bits=self._transport.world_size > 1 and is_inspected(self._steps))
+            with_bits = self._transport.world_size > 1 and is_inspected(self._steps)
+            bucket.launch(self._transport, self._channel, with_bits=with_bits)
             self._launched += 1
 
 

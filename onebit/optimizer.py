@@ -29,7 +29,15 @@ from torch import Tensor
 
 from .agreement import replicas
 from .agreement.replicas import ReplicaError
-from .agreement.step_vote import Ballot, StepVote, are_beyond_range, cast_votes, present_anywhere
+from .agreement.step_vote import (
+    Ballot,
+    HeadersUnderWay,
+    StepVote,
+    are_beyond_range,
+    cast_votes,
+    check_headers,
+    present_anywhere,
+)
 from .agreement.wrappers import refuse_wrapper
 from .bucket_optimizer import BucketOptimizer
 from .checkpoint import optimizer_state
@@ -127,7 +135,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self.overlap = Overlap(self.transport.rank, overlap)
         self._norm = GradientNorm(self.transport, self.model_parallel_group, self.buckets, self.masks, self.rule)
         self.policy.bind(self.transport, self.codec, self.buckets, self.model_parallel_group, self._traffic)
-        self._driver: Driver[Bucket] = Driver(self.placement.hierarchy.phases)
+        self._driver: Driver[Bucket] = Driver(self.transport, self.placement.hierarchy.phases)
+        self._roll: HeadersUnderWay | None = None  # asked for, and not read
         self._has_begun = self._is_delayed = False  # the step that has begun
         self.delay = delay
         self.ahead: Ahead | None = None  # how far parameters may look while a step is under way
@@ -231,10 +240,14 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             return
         if not self._has_begun:
             self._begin()
-        if self._is_delayed or self.rule.is_silent() or self._clips_before_sending or self._next_complete() is None:
+        if self._is_delayed or self.rule.is_silent() or self._clips_before_sending:
+            return
+        if self._next_complete() is None and not self._driver.is_behind:
             return
         with torch.no_grad(), self.policy.computing.paused():
-            while (bucket := self._next_complete()) is not None:
+            while self._driver.catch_up() and (bucket := self._next_complete()) is not None:
+                if not self._all_begin(is_awaited=False):
+                    return
                 self._launch(bucket, in_backward=True)
 
     @property
@@ -256,14 +269,34 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def _launch(self, bucket: Bucket, scale: float = 1.0, *, in_backward: bool = False) -> None:
         """Begin the step of the next bucket, with its gradients times scale. Also where a gradient is missing here."""
-        if bucket.index == 0 and self.rule.asks_first and not self.rule.is_silent():
-            self._call_roll(self.rule.round_name())
         self.overlap.mark_sent(bucket, with_bits=in_backward and is_inspected(self._steps_here))
         self._driver.launch(bucket, self.rule.step(bucket, scale), is_alone=self._is_delayed)
 
     def _launch_rest(self, scale: float) -> None:
+        self._all_begin(is_awaited=True)
         for bucket in self.buckets[self._launched :]:
             self._launch(bucket, scale)
+
+    def _all_begin(self, *, is_awaited: bool) -> bool:
+        """Whether the first bucket may leave: where the rule asks first, once all ranks' headers are here.
+
+        Waits for them only if told to. Raises DesyncError.
+        """
+        if self._launched or not self.rule.asks_first or self.rule.is_silent():
+            return True
+        if self._roll is None:
+            with self._driver.channel():
+                header = self._header(self.rule.round_name())
+                self._roll = HeadersUnderWay.launch(self.transport, header, self.buckets[0].device)
+        if not is_awaited and not self._roll.is_ready():
+            return False
+        with self._waited.running():
+            headers = self._roll.read()
+        if not is_awaited and any(header.edit for header in headers):
+            return False  # step() says so on all ranks
+        roll, self._roll = self._roll, None
+        check_headers(self.transport, roll.mine, headers, self.buckets[0].device)
+        return True
 
     # ---------------------------------------------------------------- step
 
@@ -471,7 +504,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def _give_up_step(self) -> None:
         """Drop the step that is under way, and what a backward pass has begun that no step will follow. All ranks."""
         self._delayed.drop()
-        if self._launched:
+        if self._launched or self._roll is not None:
             self._launch_rest(1.0)
             self._driver.wait()
             self._driver.give_up()

@@ -47,8 +47,8 @@ def call_under_way() -> str:
 class Operation(NamedTuple):
     """One operation of a transport. number: the n-th launched, the same n on every rank; 0: not in that sequence.
 
-    nbytes: what each peer gets, or the whole tensor of an all_reduce or a broadcast. call: see `calling`. channel: 0: in
-    none; see `Transport.new_channel`.
+    nbytes: what each peer gets, or the whole tensor of an all_reduce or a broadcast. call: see `calling`. channel: see
+    `Transport.new_channel`; 0: none.
     """
 
     name: str

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Transport
-from ..comm.messages import BytesUnderWay, bytes_on, gather_bytes, raise_on_all_ranks
+from ..comm.messages import BytesUnderWay, bytes_on, raise_on_all_ranks
 from ..usage.contract import Group
 from ..version import VERSION
 from .wrappers import NOT_COMPARED
@@ -145,9 +145,30 @@ def adopt_numbers(groups: Sequence[Group], numbers: Sequence[float]) -> None:
         group.update({name: value for name, value in theirs.items() if name in group})
 
 
+@dataclass
+class HeadersUnderWay:
+    """Every rank's header, on its way. Sends 41 bytes and 40 for each group to each peer."""
+
+    mine: Header
+    messages: BytesUnderWay
+
+    @classmethod
+    def launch(cls, transport: Transport, mine: Header, device: torch.device | str) -> HeadersUnderWay:
+        """Send mine to all. All ranks."""
+        return cls(mine, BytesUnderWay.launch(transport, bytes_on(device, mine.to_bytes())))
+
+    def is_ready(self) -> bool:
+        """Whether `read` would wait for no other rank."""
+        return self.messages.work.is_ready()
+
+    def read(self) -> list[Header]:
+        """In rank order."""
+        return [Header.from_bytes(data) for data in self.messages.read()[0]]
+
+
 def gather_headers(transport: Transport, mine: Header, device: torch.device | str | None = None) -> list[Header]:
-    """Every rank's header, in rank order. All ranks. Sends 41 bytes and 40 for each group to each peer."""
-    return [Header.from_bytes(data) for data in gather_bytes(transport, mine.to_bytes(), device)]
+    """Every rank's header, in rank order. All ranks. Sends as `HeadersUnderWay`, and waits."""
+    return HeadersUnderWay.launch(transport, mine, transport.device if device is None else device).read()
 
 
 def check_summaries(

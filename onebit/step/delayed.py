@@ -78,11 +78,11 @@ class DelayedSteps:
     def advance_all(self) -> None:
         """Launch the second phases that have not been: no gradient of the next step may come."""
         if self.step is not None:
-            self._launch_second_phase(self.step.until(len(self._buckets)))
+            self._launch_second_phase(self.step.until(len(self._buckets)), is_awaited=True)
 
-    def _launch_second_phase(self, indices: Iterable[int]) -> None:
+    def _launch_second_phase(self, indices: Iterable[int], *, is_awaited: bool = False) -> None:
         with torch.no_grad(), self._computing.paused():
-            self._driver.advance(indices)
+            self._driver.advance(indices, is_awaited=is_awaited)
 
     def land(self, is_good: Callable[[Ballot], bool], commit: Callable[[Decision, float], None]) -> list[str] | None:
         """Decide the step under way, and commit it, with the options it was sent with. None, where it was taken.

@@ -1,12 +1,15 @@
 """The driver: the steps of all buckets side by side, from the first Work to the last meeting.
 
-A bucket's next phase is launched with phase 1 of the bucket behind it; what is left is brought home in rounds. So every
-rank launches the same sequence of operations, whether during backward or in step(). A launch waits for the phase before
-it, in a hook too: to pass over what has not arrived yet would give each rank a sequence of its own.
+A bucket's next phase is launched after phase 1 of the bucket that follows it; what is left is brought home in rounds.
+So every rank launches the same sequence of operations, whether during backward or in step(), in a channel apart from
+all others. What is due waits for the phase before it. A hook does not: a peer may send that only in step(), and wait
+for this rank in between, in a collective of the script's own. So hooks go on as far as `catch_up`, and step() waits.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Generic, TypeAlias
@@ -14,9 +17,11 @@ from typing import Generic, TypeAlias
 import torch
 
 from .. import comm
-from ..comm import Exchange, ExchangeTask, Work
+from ..comm import Exchange, ExchangeTask, Transport, Work
 from ..layout.buckets import B
 from .bucket_step import Answer, Arrived, BucketStep, Decision, Meeting
+
+_PAUSE_S = 1e-4  # between two looks at what has come
 
 Meet: TypeAlias = Callable[[Sequence[B], Sequence[Meeting]], Sequence[Answer]]
 
@@ -65,25 +70,57 @@ class Driver(Generic[B]):
     apart, unless they free gradients, whose memory the backward pass would take for its own at once.
     """
 
-    def __init__(self, phases: int, *, on_comm_stream: bool = True):
+    def __init__(self, transport: Transport, phases: int, *, on_comm_stream: bool = True):
         self._phases, self._has_stream = phases, on_comm_stream
+        self.channel = transport.new_channel()
         self.tasks: list[BucketTask[B]] = []
+        self._due: deque[BucketTask[B]] = deque()  # whose next phases are the next operations
         self._under_way: list[BucketTask[B]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def launch(self, bucket: B, step: BucketStep, *, is_alone: bool = False) -> None:
-        """Begin the next bucket's step, up to its first Work; and earlier buckets' next phases.
+    @property
+    def is_behind(self) -> bool:
+        """Whether anything is due."""
+        return bool(self._due)
 
-        is_alone: none of these, and behind what was computed so far: what it reads may go once this returns.
+    def launch(self, bucket: B, step: BucketStep, *, is_alone: bool = False) -> None:
+        """Begin the next bucket's step, up to its first Work; then earlier buckets' next phases are due.
+
+        Waits for what was due before: hooks ask `catch_up` first. is_alone: nothing is due, and it comes after what was
+        computed so far: what it reads may go once this returns.
         """
         assert bucket.index == len(self.tasks)
+        self.settle()
         if is_alone:
-            self.tasks.append(BucketTask(bucket, step))
+            with self.channel():
+                self.tasks.append(BucketTask(bucket, step))
             return
-        with self._on_comm_stream(bucket.device):
+        with self._sending(bucket.device):
             self.tasks.append(BucketTask(bucket, step))
-            for before in reversed(self.tasks[-self._phases : -1]):
-                before.exchange.advance()
+        self._due.extend(reversed(self.tasks[-self._phases : -1]))
+        self.catch_up()
+
+    def catch_up(self, patience_s: float = 0.0) -> bool:
+        """Launch what is due, as far as other ranks have sent what that waits for, or do in time. Whether it is all."""
+        deadline = time.monotonic() + patience_s if patience_s > 0 else 0.0
+        while self._due:
+            if self._due[0].exchange.is_ready():
+                self._launch_due()
+            elif patience_s == 0 or time.monotonic() > deadline:
+                return False
+            else:
+                time.sleep(_PAUSE_S)
+        return True
+
+    def settle(self) -> None:
+        """Launch what is due, and wait for what that waits for."""
+        while self._due:
+            self._launch_due()
+
+    def _launch_due(self) -> None:
+        task = self._due.popleft()
+        with self._sending(task.bucket.device):
+            task.exchange.advance()
 
     def leave_under_way(self) -> None:
         """Set aside the step that was launched, with what it exchanges: the next one may be launched."""
@@ -91,15 +128,15 @@ class Driver(Generic[B]):
         self.tasks, self._under_way = [], self.tasks
 
     def advance(self, indices: Iterable[int], *, is_awaited: bool = False) -> None:
-        """The next phase of these buckets of the step that was set aside.
+        """The next phase of these buckets of the step that was set aside, is due, and launched as by `catch_up`.
 
-        is_awaited: what is computed from here on may read what it has encoded.
+        is_awaited: it is launched, and what is computed from here on may read what it has encoded.
         """
         tasks = [self._under_way[index] for index in indices]
-        for task in tasks:
-            with self._on_comm_stream(task.bucket.device):
-                task.exchange.advance()
+        self._due.extend(tasks)
+        self.catch_up()
         if is_awaited:
+            self.settle()
             self._join_streams({task.bucket.device for task in tasks})
 
     def take_up(self) -> None:
@@ -120,13 +157,14 @@ class Driver(Generic[B]):
             self._wait()
             self._answer_meetings(self.tasks, meet)
         finally:
-            self.tasks = []
+            self.give_up()
 
     def _wait(self) -> None:
+        self.settle()
         devices = {task.bucket.device for task in self.tasks}
         with ExitStack() as streams:
             for device in devices:
-                streams.enter_context(self._on_comm_stream(device))
+                streams.enter_context(self._sending(device))
             comm.wait_all([task.exchange for task in self.tasks])
         self._join_streams(devices)
 
@@ -137,7 +175,8 @@ class Driver(Generic[B]):
     def commit(self, decision: Decision, meet: Meet[B] | None = None) -> None:
         """The step is good: all buckets go on, side by side. Where some meet again, `meet` has the answers."""
         tasks, self.tasks = self.tasks, []
-        comm.interleave(works for task in tasks if (works := task.answer(decision)) is not None)
+        with self.channel():
+            comm.interleave(works for task in tasks if (works := task.answer(decision)) is not None)
         self._answer_meetings(tasks, meet)
 
     @staticmethod
@@ -155,16 +194,18 @@ class Driver(Generic[B]):
         for task in self.tasks:
             task.close()
         self.tasks = []
+        self._due.clear()
 
     @contextmanager
-    def _on_comm_stream(self, device: torch.device) -> Iterator[None]:
-        """On CUDA, a stream of the optimizer's own, behind what was computed so far: backward does not wait for it."""
-        if device.type != "cuda" or not self._has_stream:
-            yield
-            return
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        stream = self._streams[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            yield
+    def _sending(self, device: torch.device) -> Iterator[None]:
+        """In the channel. On CUDA, on a stream after what was computed so far: backward does not wait for it."""
+        with self.channel():
+            if device.type != "cuda" or not self._has_stream:
+                yield
+                return
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                yield

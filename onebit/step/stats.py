@@ -71,6 +71,9 @@ class _TimedWork:
         with self.clock.running():
             self.work.wait()
 
+    def is_ready(self) -> bool:
+        return self.work.is_ready()
+
 
 class Traffic:
     """The bytes that a transport has sent since the last step: to anybody, and to other nodes."""

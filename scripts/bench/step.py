@@ -89,6 +89,9 @@ class _Done:
     def wait(self) -> None:
         """It is."""
 
+    def is_ready(self) -> bool:
+        return True
+
 
 # ---------------------------------------------------------------- what is compared
 

@@ -215,6 +215,9 @@ class _Spoilt:
         self._work.wait()
         self._spoil()
 
+    def is_ready(self) -> bool:
+        return self._work.is_ready()
+
 
 _RANKS, _STEPS, _VICTIM = 3, 24, 1
 

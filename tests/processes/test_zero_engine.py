@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from config_files import FILES
-from engine_ranks import STEPS, config_of, resumes, trains_json
+from engine_ranks import STEPS, config_of, resumes, trains_json, trains_with_a_collective_between
 from ranks import run_torchrun
 
 ONE_BIT = {
@@ -86,3 +86,22 @@ def test_every_public_style_configuration_trains(tmp_path: Path) -> None:
     assert len(files) >= 12
     for problems in run_torchrun(2, trains_json, files, str(tmp_path), timeout_s=110).check().results:
         assert problems == {}
+
+
+@pytest.mark.stranger("hangs", "2: through the engine, a loss is averaged before step() and ranks leave layers out")
+@pytest.mark.timeout(100)
+def test_a_collective_of_the_scripts_own_between_backward_and_step() -> None:
+    """While a replica's gradients are missing; at every stage, buckets of one layer each."""
+    small = {"gradient_accumulation_steps": 1, "scheduler": None}
+    ours = {"bucket_cap_mb": 0.002}
+    cases = [
+        (config_of(name, params, **{**at(0, **ours), **small}), 1)
+        for name, params in ONE_BIT.items()
+        if "Muon" not in name
+    ]
+    cases += [(config_of("OneBitAdam", WARM, **{**at(stage, **ours), **small}), 1) for stage in (1, 2)]
+    cases += [(config_of("AdamW", **{**at(0, **ours), **small}), 1)]
+    cases += [(config_of("OneBitAdam", WARM, **{**at(stage, **ours), **small}), 2) for stage in (1, 2, 3)]
+    ended = run_torchrun(4, trains_with_a_collective_between, cases, timeout_s=90).check()
+    for found in ended.results:
+        assert found == [{"same everywhere": True, "steps": 10}] * len(cases)

@@ -502,9 +502,9 @@ def test_a_state_saved_with_a_step_under_way_resumes_to_the_bit(options: dict) -
             optimizer.zero_grad()
             loss_of(net, step, transport.rank).backward()
             if step > FREEZE:
-                before = transport._operations
+                before = transport.sent_bytes
                 saved.append((step, copy.deepcopy(net.state_dict()), snapshot(optimizer)))
-                assert transport._operations == before
+                assert transport.sent_bytes == before
             optimizer.step()
         optimizer.sync()
         found = []

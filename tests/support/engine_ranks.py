@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -171,3 +172,40 @@ def trains_json(files: Sequence[str], folder: str) -> dict[str, str]:
     sharded.close()
     whole.close()
     return problems
+
+
+def trains_with_a_collective_between(cases: Sequence[tuple[dict, int]]) -> list[dict]:
+    """A few steps of each case, in which replicas leave out layers of their own; the loss is averaged before step()."""
+    torch.set_num_threads(1)
+    init("gloo", timeout_s=20.0, levels=1)
+    found, by_shards = [], {}
+    for config, shards in cases:
+        if shards not in by_shards:
+            by_shards[shards] = grids.start(shard=shards)
+        grid = by_shards[shards]
+        torch.manual_seed(5)
+        layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        engine = zero.initialize(model=_Dropping(layers), config=copy.deepcopy(config), grid=grid)[0]
+        draw = torch.Generator().manual_seed(grid.world.rank // shards)
+        for _ in range(10):
+            x, dropped = torch.randn(4, 16, generator=draw), int(torch.randint(-2, 6, (), generator=draw))
+            loss = (engine(x, dropped) - 1.0).square().mean()
+            engine.backward(loss)
+            dist.all_reduce(loss.detach().clone())
+            engine.step()
+        rows = gather_bytes(grid.world, hashlib.sha256(bits(engine)).digest())
+        found.append({"same everywhere": len(set(rows)) == 1, "steps": engine.global_steps})
+    for grid in by_shards.values():
+        grid.close()
+    return found
+
+
+class _Dropping(nn.Module):
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor, dropped: int) -> Tensor:
+        for k, layer in enumerate(self.layers):
+            x = x if k == dropped else x + torch.tanh(layer(x))
+        return x

@@ -139,6 +139,9 @@ class _Uncounted:
         with self.counts.paused():
             self.work.wait()
 
+    def is_ready(self) -> bool:
+        return self.work.is_ready()
+
 
 class _CountedKernel:
     """A kernel's module: one fused call each, whatever the host's form of it does inside."""

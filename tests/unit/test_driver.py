@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from onebit.comm import SimTransport
 from onebit.step.bucket_step import BucketStep, Decision, Ready
 from onebit.step.driver import Driver
 
@@ -20,12 +21,15 @@ class FakeBucket:
 
 
 class FakeWork:
-    def __init__(self, said: list[str], name: str):
-        self._said, self._name = said, name
+    def __init__(self, said: list[str], name: str, is_ready: bool = True):
+        self._said, self._name, self._is_ready = said, name, is_ready
         said.append(f"launch {name}")
 
     def wait(self) -> None:
         self._said.append(f"wait {self._name}")
+
+    def is_ready(self) -> bool:
+        return self._is_ready
 
 
 def exchanging(said: list[str], index: int, works: int, *, fails: bool = False) -> BucketStep:
@@ -41,7 +45,7 @@ def exchanging(said: list[str], index: int, works: int, *, fails: bool = False) 
 def test_buckets_exchange_behind_the_decision_a_few_at_a_time() -> None:
     """A bucket hears of the decision when it is its turn: what it encodes is not held longer than needed."""
     said: list[str] = []
-    driver: Driver = Driver(2)
+    driver: Driver = Driver(SimTransport(), 2)
     for index in range(5):
         driver.launch(FakeBucket(index), exchanging(said, index, 2))
     assert said == [] and len(driver.tasks) == 5
@@ -61,7 +65,7 @@ def test_steps_that_meet_nobody_are_brought_to_their_end() -> None:
         for k in range(index):
             yield FakeWork(said, f"{index}.{k}")
 
-    driver: Driver = Driver(2)
+    driver: Driver = Driver(SimTransport(), 2)
     for index in range(3):
         driver.launch(FakeBucket(index), alone(index))
     assert said == ["launch 1.0", "launch 2.0", "wait 1.0"]  # the bucket before goes on when the next begins
@@ -78,7 +82,7 @@ def test_a_phase_is_launched_with_the_first_of_the_bucket_so_many_behind(phases:
         for k in range(phases):
             yield FakeWork(said, f"{index}.{k}")
 
-    driver: Driver = Driver(phases)
+    driver: Driver = Driver(SimTransport(), phases)
     for index in range(4):
         driver.launch(FakeBucket(index), step(index))
     launched = [each.removeprefix("launch ") for each in said if each.startswith("launch")]
@@ -88,7 +92,7 @@ def test_a_phase_is_launched_with_the_first_of_the_bucket_so_many_behind(phases:
 @pytest.mark.parametrize("works", [0, 1])
 def test_a_step_that_fails_leaves_nothing_launched(works: int) -> None:
     """Otherwise its optimizer could take in no checkpoint."""
-    driver: Driver = Driver(2)
+    driver: Driver = Driver(SimTransport(), 2)
     for index in range(2):
         driver.launch(FakeBucket(index), exchanging([], index, works, fails=index == 1))
     with pytest.raises(RuntimeError, match="spoilt"):

@@ -20,6 +20,7 @@ What surrounds a step is in `onebit/bucket_optimizer.py`, where things lie in `b
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -53,6 +54,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 WARMUP_STEPS = 64
+PATIENCE_S, VAIN_STEPS = 1.0, 3
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -153,10 +157,12 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self._next_grad_stats = GradStats()  # of the step under way
         self._votes = Votes(rule, self.clipper, self.stats, self.health, self._watch, self.skip_limit)
         self.bounds = self._votes.bounds
-        self._driver: Driver[ShardedBucket] = Driver(1 + rule.works if stage == 2 else 2, on_comm_stream=False)
+        phases = 1 + rule.works if stage == 2 else 2
+        self._driver: Driver[ShardedBucket] = Driver(self.transport, phases, on_comm_stream=False)
         self.overlap = EarlyFrames(self.transport.rank, overlap, self.rule, self.buckets)
         self._launched_scale = 1.0  # of the step under way
         self._has_begun = False  # the step under way
+        self._was_in_vain, self._vain_steps = False, 0  # see `_count_vain`
         self._construct(params, defaults)
 
     def _new_stats(self) -> ShardStats:
@@ -267,10 +273,33 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
                 "follows (another network's loss, a batch given up), or use stage=1"
             )
         bucket.ready.add(p)
-        while self._launched < len(self.buckets) and self.buckets[self._launched].is_complete:
-            if self._launched == len(self.buckets) - 1 and any(q.requires_grad for q in self.buckets.frozen):
+        while self._has_caught_up() and (rest := self.buckets[self._launched :]) and rest[0].is_complete:
+            if len(rest) == 1 and any(q.requires_grad for q in self.buckets.frozen):
                 return  # the last vote is on these too, whose gradients may be still to come
-            self._launch(self.buckets[self._launched], self._launched_scale if self._launched else self._unscale())
+            self._launch(rest[0], self._launched_scale if self._launched else self._unscale())
+
+    def _has_caught_up(self) -> bool:
+        """As `Driver.catch_up`, with patience: gradients take memory until other ranks have voted on them.
+
+        Bounded, as a peer without some gradient votes in step(), and may wait for this rank in between, in a collective
+        of the script's own.
+        """
+        patience_s = PATIENCE_S if not self._was_in_vain and self._vain_steps < VAIN_STEPS else 0.0
+        has_caught_up = self._driver.catch_up(patience_s)
+        self._was_in_vain |= patience_s > 0 and not has_caught_up
+        return has_caught_up
+
+    def _count_vain(self) -> None:
+        """Once no peer has answered in backward in so many steps in a row, none is waited for there any more."""
+        self._vain_steps, self._was_in_vain = self._vain_steps + 1 if self._was_in_vain else 0, False
+        if self._vain_steps == VAIN_STEPS:
+            log.warning(
+                "rank %d: another rank did not send its part within %g s of backward in %d steps in a row, as it lacks "
+                "gradients or the network is slow: from here on gradients may take memory until step()",
+                self.transport.rank,
+                PATIENCE_S,
+                VAIN_STEPS,
+            )
 
     @property
     def _launched(self) -> int:
@@ -372,6 +401,8 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         for bucket in self.buckets:
             bucket.ready.clear()
         self._driver.finish(self._settle_down)
+        if self._vain_steps < VAIN_STEPS:
+            self._count_vain()
         self._settle_down([], [])  # votes on buckets that have sent nothing
         # Gradients leave before a wrapper averages them: they need not be the same on all ranks.
         self._watch.look(self.buckets.params, in_any_case=self._steps_here == 0 and self.transport.world_size > 1)
