@@ -524,7 +524,7 @@ class _SumWork:
         W, rank, step = transport.world_size, transport.rank, -(-len(x) // transport.world_size)
         self._transport, self._operation = transport, operation
         self._chunks = [x[min(k * step, len(x)) : min((k + 1) * step, len(x))] for k in range(W)]
-        self._received_WN = torch.empty(W, len(self._chunks[rank]), dtype=x.dtype)
+        self._received_WN = torch.empty(W, len(self._chunks[rank]), dtype=x.dtype, device=x.device)
         self._pairs = transport._exchange(operation, self._received_WN, self._chunks)
         self._is_summed = False
 
