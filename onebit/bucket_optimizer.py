@@ -46,6 +46,7 @@ from .usage.contract import (
 )
 from .usage.edits import edit_of_state
 from .usage.frozen import gradient_of, refuse_unfrozen
+from .usage.graphs import outside_graphs
 from .usage.marks import GradientMark, are_used_again
 
 if TYPE_CHECKING:
@@ -215,6 +216,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         finally:
             self._is_paused = before
 
+    @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update from this rank's gradients; all ranks. See the module docstring for the sequence.

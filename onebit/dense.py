@@ -20,6 +20,7 @@ from torch import Tensor
 from .comm.transports.base import Channel, Transport, Work, check_transport
 from .model_parallel import count_edits_apart_, local
 from .usage.frozen import check_place, gradient_of
+from .usage.graphs import outside_graphs
 from .usage.marks import GradientMark, gradient_bits, is_inspected
 
 log = logging.getLogger(__name__)
@@ -199,6 +200,7 @@ class DenseAverager:
     def _hook(self, parameter: Tensor, bucket: _Bucket) -> None:
         myself = weakref.ref(self)
 
+        @outside_graphs
         def gradient_is_ready(p: Tensor) -> None:
             count_edits_apart_(p.grad)
             averager = myself()

@@ -25,6 +25,7 @@ from .usage.contract import (
     loss_of,
 )
 from .usage.frozen import refuse_sparse
+from .usage.graphs import outside_graphs
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -135,6 +136,7 @@ class HostAdam(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- step
 
+    @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of each parameter that has a gradient. Raises RuntimeError on a sparse gradient."""

@@ -32,6 +32,7 @@ from .usage.contract import (
     loss_of,
 )
 from .usage.frozen import with_gradient
+from .usage.graphs import outside_graphs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -134,6 +135,7 @@ class Lamb(torch.optim.Optimizer):
                 if state["state"].get(key):
                     yield p, state["state"][key]
 
+    @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update. Raises RuntimeError on a sparse gradient."""

@@ -28,6 +28,7 @@ from .usage.contract import (
     loss_of,
 )
 from .usage.frozen import with_gradient
+from .usage.graphs import outside_graphs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -87,6 +88,7 @@ class LaProp(torch.optim.Optimizer):
                     names = (*_MOMENTS, MASTER) if MASTER in entry else _MOMENTS
                     self.state[p] |= {name: entry[name].to(p.device, torch.float32, copy=True) for name in names}
 
+    @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update. Raises RuntimeError on a sparse gradient."""

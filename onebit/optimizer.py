@@ -59,6 +59,7 @@ from .step.under_way import Ahead, StepUnderWay, check_delay
 from .step.verdict import all_parts_agree, is_good_alone, reads_late, verdicts
 from .usage.contract import Group, SharedOptions, State
 from .usage.frozen import gradient_of
+from .usage.graphs import outside_graphs
 from .usage.marks import is_inspected
 
 if TYPE_CHECKING:
@@ -300,6 +301,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     # ---------------------------------------------------------------- step
 
+    @outside_graphs
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """As `BucketOptimizer.step`."""
         self.policy.computing.stop()

@@ -30,6 +30,7 @@ from ..comm import Transport
 from ..comm.messages import call_of_all, gather_bytes
 from ..local.local_steps import LocalSteps
 from ..usage.buffers import averaged_buffers, persistent_buffers, sync_tensors
+from ..usage.graphs import outside_graphs
 from .checkpoint import engine_state, tags
 from .checkpoint.files import Checkpoints
 from .checkpoint.weights import export_weights
@@ -145,6 +146,7 @@ class Engine:
         """As dynamic batching asks, before the step's gradients leave."""
         self.efficiency.begin_rates(self.optimizer, getattr(self.loader, "lr_scale", 1.0))
 
+    @outside_graphs
     def backward(self, loss: Tensor, *, retain_graph: bool = False, weight: float | None = None) -> Tensor:
         """Add the loss's gradients, over the micro-batches of a step and times the loss scale; the loss as it came.
 
@@ -203,6 +205,7 @@ class Engine:
         self._loss, self.has_gradients = torch.zeros((), dtype=torch.float32, device="cpu"), False
         self.guard.forget()
 
+    @outside_graphs
     def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
         """Behind every backward. With the step's last micro-batch: average over ranks, update, drop the gradients.
 
@@ -260,6 +263,7 @@ class Engine:
             )
             self._clock.report()
 
+    @outside_graphs
     def train_batch(self, data_iter: Iterator[pipeline.Batch] | None = None) -> Tensor:
         """A whole step of a `PipelineModule`; the mean loss over its micro-batches and all ranks, on every rank.
 

@@ -24,6 +24,7 @@ from ..comm.messages import raise_on_all_ranks
 from ..model_parallel import ModelParallelGroup, local
 from ..usage.contract import Group, State, check_parameters
 from ..usage.edits import edit_of_groups, edit_of_options
+from ..usage.graphs import outside_graphs
 from .flat import Layout, partition
 
 
@@ -226,6 +227,7 @@ class Buckets(list[B]):
     def _hook(self, p: Tensor) -> None:
         mine = weakref.ref(self._owner)  # a hook lives as long as its parameter
 
+        @outside_graphs
         def gradient_is_ready(param: Tensor) -> None:
             owner = mine()
             if owner is not None:

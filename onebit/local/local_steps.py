@@ -33,6 +33,7 @@ from ..layout.buckets import elements_of
 from ..model_parallel import ModelParallelGroup, model_parallel_group_of
 from ..usage.contract import State, check_number, loss_of
 from ..usage.frozen import gradient_of, refuse_unfrozen
+from ..usage.graphs import outside_graphs
 from . import state as states
 from .buffers import BufferMean
 from .fragment import Fragment, OuterStep, divide
@@ -184,6 +185,7 @@ class LocalSteps(Wrapped):
         for fragment in self.fragments:
             fragment.tokens += float(count)
 
+    @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """The inner optimizer's step; where a round is due, all ranks' exchange. All ranks, equally often.

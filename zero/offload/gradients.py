@@ -16,6 +16,7 @@ from ...comm.messages import gather_bytes
 from ...model_parallel import local
 from ...step.clip import LARGEST_GRADIENT
 from ...usage.frozen import refuse_sparse
+from ...usage.graphs import outside_graphs
 from .layout import UNIT, Chunk, Layout, Piece
 from .places import Place, Stores
 from .staged import padded
@@ -159,6 +160,7 @@ class StoredGradients:
         self._ahead: dict[Chunk, Lease] = {}
         self._hooks = [p.register_post_accumulate_grad_hook(partial(self._take, k)) for k, p in enumerate(params)]
 
+    @outside_graphs
     @torch.no_grad()
     def _take(self, param: int, p: Tensor) -> None:
         grad = p.grad

@@ -28,6 +28,7 @@ from ...layout.masters import settled_
 from ...model_parallel import local
 from ...usage.contract import Group, State, loss_of
 from ...usage.edits import edit_of_groups
+from ...usage.graphs import outside_graphs
 from .checks import check_averages, check_mode, check_parameters, check_ratio, made_of
 from .gradients import GRAD, ResidentGradients, StoredGradients, global_norm
 from .inner import Inner, Part, empty_part, is_elementwise
@@ -210,6 +211,7 @@ class Offload(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- a step
 
+    @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of the parameters that have a gradient, or a skip; see the class. Raises StoreError."""
