@@ -107,7 +107,9 @@ class TorchTransport(NetworkedTransport):
             group = dist.group.WORLD
         if group is None:
             raise ValueError("torch.distributed has no default process group; call onebit.comm.init() instead")
-        self.group: dist.ProcessGroup = group
+        # torch holds a group until it is destroyed. One that this object held beyond that would live on with its
+        # threads, which now and then abort the exit of Python, and with its store, at whose port no other can listen.
+        self._group = weakref.ref(group)
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout_s)
         self._owns_group = owns_group
         self._is_part = whole is not None
@@ -126,6 +128,17 @@ class TorchTransport(NetworkedTransport):
             # A group of our own has a prefix in the store that none had before it, a part the board of the whole.
             if not (owns_group or whole or self.has_failed):
                 self._board.clear()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Between whose ranks it moves bytes. Raises RuntimeError once that has been destroyed."""
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                f"rank {self._names[self.rank]}: the process group has been destroyed; destroy it after the last step, "
+                "or construct the optimizer anew on a new one"
+            )
+        return group
 
     @property
     def has_failed(self) -> bool:
@@ -225,15 +238,15 @@ class TorchTransport(NetworkedTransport):
     def _release(self) -> None:
         # Destroying without a barrier, or not at all, ended in SIGABRT in 3 of 14 and 2 of 5 runs (Gloo, torch 2.13).
         # A broken NCCL communicator may block in destroy; the process ends without it.
-        if self._owns_group and dist.is_initialized() and (not self.has_failed or "gloo" in self._backends.values()):
+        can_end = not self.has_failed or "gloo" in self._backends.values()
+        if self._owns_group and self._group() is not None and dist.is_initialized() and can_end:
             dist.destroy_process_group(self.group)
-        elif not self._is_part:
-            return
-        # A Gloo group that only this object still holds lives on with its threads, which abort the exit of Python, and
-        # with its store, at whose port the next group's cannot listen.
-        del self.group, self._board
+        if self._owns_group or self._is_part:
+            self._board = None
 
     def _barrier(self, operation: Operation) -> None:
+        if self._group() is None:  # the script has destroyed it
+            return
         if self._backends.get("cpu") == "gloo":
             self._meet(operation)
         else:

@@ -295,3 +295,29 @@ def test_what_is_no_transport_is_refused_by_name(transport: Any) -> None:
         said = rf"transport must be a transport, got {transport!r}; make one with onebit\.comm\.init\("
         with pytest.raises(TypeError, match=said + ("backend='gloo'" if transport == "gloo" else "")):
             make()
+
+
+@pytest.mark.stranger("breaks", "24: a script that destroys its group without close() now and then ends by SIGABRT")
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("makes_group", [True, False])
+def test_a_group_that_the_script_destroys_is_gone(makes_group: bool) -> None:
+    """Its threads would come back while Python ends, which aborts the process."""
+    for closes in (False, True):
+        assert run_torchrun(3, transport_ranks.short_life, makes_group, closes, timeout_s=50).check().results == (
+            [],
+            [],
+            [],
+        )
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1800)
+def test_two_hundred_short_lives_end_cleanly() -> None:
+    for k in range(40):
+        for makes_group in (True, False):
+            for closes in (False, True):
+                run_torchrun(3, transport_ranks.short_life, makes_group, closes).check()
+        if k % 4 == 0:
+            for closes in (False, True):
+                run_torchrun(3, transport_ranks.short_life, False, closes, agent=True).check()
+                run_mpi(3, transport_ranks.short_life, False, closes).check()

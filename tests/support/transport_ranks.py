@@ -12,11 +12,15 @@ import sys
 import time
 import unittest.mock
 from collections.abc import Callable, Iterable, Mapping
+from glob import glob
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import transport_contract as contract
 from ranks import report
 
+import onebit
 import onebit.comm
 from onebit.comm import HierarchicalTransport, PeerError, Transport, Work, launch
 
@@ -414,3 +418,23 @@ def _on_mpi(comm: object, timeout_s: float = 20.0, **options: int) -> Transport:
     from onebit.comm.transports.mpi import MpiTransport
 
     return MpiTransport(comm, timeout_s, **options)
+
+
+def short_life(makes_group: bool, closes: bool) -> list[str]:
+    """A script of a few steps; then the threads of Gloo that live on once its process group has been destroyed."""
+    torch.set_num_threads(1)
+    if makes_group:
+        dist.init_process_group("gloo")
+    net = torch.nn.Linear(16, 16)
+    optimizer = onebit.OnebitAdam(net.parameters(), freeze_step=2, bucket_cap_mb=0.0002)
+    for _ in range(4):
+        net(torch.randn(4, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if closes:
+        optimizer.transport.close()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    names = [Path(task).read_text().strip() for task in glob("/proc/self/task/*/comm")]
+    return [name for name in names if "gloo" in name]
