@@ -108,9 +108,13 @@ def test_replicas_are_bit_identical(ranks: int, shards: int, case: str) -> None:
 
 
 def test_buckets_leave_during_backward() -> None:
-    """FSDP2 runs the hooks of sharded parameters as it sets their gradients. The first step counts the passes."""
+    """FSDP2 runs the hooks of sharded parameters as it sets their gradients. The first step counts the passes.
+
+    From the second one on the first two of five buckets leave; a third as far as other ranks have sent theirs by then.
+    """
     for case in ("OnebitAdam_1_2", "OnebitAdam_2_1", "OnebitAdam_3_2"):
-        assert STARTS.results(4, 2, case)[0]["early"] == [0.0] + [1.0] * (STEPS - 1)
+        early = STARTS.results(4, 2, case)[0]["early"]
+        assert early[0] == 0.0 and len(early) == STEPS and all(share >= 0.4 for share in early[1:])
 
 
 def test_the_twins_see_every_round() -> None:

@@ -105,7 +105,9 @@ def test_survivors_name_the_peer(backend: str, fate: str, operation: str) -> Non
         seen = result[operation]
         assert tuple(seen["ranks"]) == (transport_ranks.VICTIM,), seen
         assert f"rank {rank}: {operation}" in seen["message"]
-        assert f"Missing: rank {transport_ranks.VICTIM}" in seen["message"]
+        # Groups whose turn comes later have launched nothing for a while, which their errors say, too.
+        verdicts = [f"{what}: rank {transport_ranks.VICTIM}" for what in ("Missing", "Ended meanwhile")]
+        assert any(verdict in seen["message"] for verdict in verdicts), seen
         assert seen["seconds"] < transport_ranks.TIMEOUT_S + DIAGNOSIS_S, seen
 
 
