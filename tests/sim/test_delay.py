@@ -208,6 +208,7 @@ def test_a_step_waits_for_nothing_that_it_has_sent() -> None:
         recorder = Recorder(transport)
         net, optimizer = late(recorder, check_replicas_every=0)
         train(recorder, range(FREEZE + 2), net, optimizer)
+        recorder.all_reduce(torch.zeros(1)).wait()  # hooks launch what all ranks have sent: here all of it
         recorder.events.clear()
         optimizer.zero_grad()
         loss_of(net, 50, transport.rank).backward()
@@ -238,6 +239,7 @@ def test_parameters_move_when_the_next_step_is_on_its_way(ends_with: str, monkey
 
         monkeypatch.setattr(optimizer.placement, "apply", noted)
         train(recorder, range(FREEZE + 2), net, optimizer)
+        recorder.all_reduce(torch.zeros(1)).wait()  # as above
         loss_of(net, 50, transport.rank).backward()
         recorder.events.clear()
         getattr(optimizer, ends_with)()

@@ -34,14 +34,14 @@ REPLICATED: dict[str, tuple[Callable, dict, str, tuple[int, int, int, int]]] = {
 }
 # The votes, which the norms go into on the device, are read with a look at all that came down, before parameters move.
 SHARDED: dict[str, tuple[Callable, dict, tuple[int, int, int, int]]] = {
-    "stage 0": (ShardedOnebitAdam, {"stage": 0, "overlap": False}, (32, 91, 17, 1)),
-    "stage 1": (ShardedOnebitAdam, {"overlap": False}, (32, 116, 17, 1)),
-    "stage 1, overlapped": (ShardedOnebitAdam, {}, (40, 116, 17, 1)),
-    "stage 1, clipped": (ShardedOnebitAdam, {"max_grad_norm": 1.0}, (40, 210, 17, 1)),
-    "stage 2": (ShardedOnebitAdam, {"stage": 2}, (32, 228, 24, 1)),
-    "Lamb, stage 2": (ShardedOnebitLamb, {"stage": 2}, (32, 636, 32, 1)),
-    "Lamb, stage 1": (ShardedOnebitLamb, {}, (40, 524, 25, 1)),
-    "0/1 Adam, stage 1": (ShardedZeroOneAdam, {}, (40, 116, 17, 1)),
+    "stage 0": (ShardedOnebitAdam, {"stage": 0, "overlap": False}, (32, 154, 17, 1)),
+    "stage 1": (ShardedOnebitAdam, {"overlap": False}, (32, 179, 17, 1)),
+    "stage 1, overlapped": (ShardedOnebitAdam, {}, (40, 143, 17, 1)),
+    "stage 1, clipped": (ShardedOnebitAdam, {"max_grad_norm": 1.0}, (40, 236, 17, 1)),
+    "stage 2": (ShardedOnebitAdam, {"stage": 2}, (32, 452, 24, 1)),
+    "Lamb, stage 2": (ShardedOnebitLamb, {"stage": 2}, (32, 860, 32, 1)),
+    "Lamb, stage 1": (ShardedOnebitLamb, {}, (40, 551, 25, 1)),
+    "0/1 Adam, stage 1": (ShardedZeroOneAdam, {}, (40, 143, 17, 1)),
 }
 
 

@@ -7,7 +7,8 @@ rank's momentum has forgotten it. What is bounded here never enters a momentum, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,20 +29,26 @@ class Bounds:
     def __init__(self) -> None:
         self.usual: dict[int, tuple[float, int]] = {}
 
-    def factors(self, first: int, squares_W: Tensor, *, alone: bool = False) -> Tensor:
+    def factors(self, first: int, squares_W: Tensor) -> Tensor:
         """min(1, MOST·reference/‖g_i‖), float64 [W], where the squares lie. Waits for nothing.
 
         The reference is the ranks' median norm, or the usual one if that is larger. first: of the vote's buckets.
-        squares: ‖g_i‖², float64 [W]. alone: these are of one rank, which has not heard of the others.
+        squares: ‖g_i‖², float64 [W].
         """
         norms, (usual, _) = squares_W.sqrt(), self.usual.get(first, (0.0, 0))
-        reference = torch.full_like(norms[0], usual) if alone else _median(norms).clamp(min=usual)
+        reference = _median(norms).clamp(min=usual)
         is_known = (norms > 0.0) & (reference > 0.0)
         return torch.where(is_known, MOST * reference / norms, 1.0).clamp_(max=1.0)
 
-    def learn(self, first: int, squares_W: Tensor) -> None:
-        """Take in the norms of a step that counts. Waits for the device; all ranks, alike."""
-        median, (usual, steps) = float(_median(squares_W.sqrt())), self.usual.get(first, (0.0, 0))
+    def factors_on_host(self, first: int, squares: Sequence[float], *, alone: bool = False) -> list[float]:
+        """As `factors`, to the bit, of numbers that the host has. alone: of one rank, which has not heard of others."""
+        norms, (usual, _) = [math.sqrt(square) for square in squares], self.usual.get(first, (0.0, 0))
+        reference = usual if alone else max(median_of(norms), usual)
+        return [min(1.0, MOST * reference / norm) if norm > 0.0 and reference > 0.0 else 1.0 for norm in norms]
+
+    def learn(self, first: int, squares: Sequence[float]) -> None:
+        """Take in the norms of a step that counts. All ranks, the same."""
+        median, (usual, steps) = median_of([math.sqrt(x) for x in squares]), self.usual.get(first, (0.0, 0))
         if median > 0.0:
             steps = min(steps + 1, _MEMORY)
             known = min(median, 2.0 * usual) if usual else median  # a storm on all ranks is soon forgotten
@@ -52,6 +59,12 @@ class Bounds:
 
     def load_record(self, record: Mapping[int, tuple[float, int]]) -> None:
         self.usual = {first: (norm, steps) for first, (norm, steps) in record.items()}
+
+
+def median_of(norms: Sequence[float]) -> float:
+    """The lower one, of those above 0; 0 if none is."""
+    above = sorted(norm for norm in norms if norm > 0.0)
+    return above[(len(above) - 1) // 2] if above else 0.0
 
 
 def _median(norms_W: Tensor) -> Tensor:

@@ -227,7 +227,7 @@ class Votes:
         if not are_finite(votes):
             return [1.0] * len(votes)
         is_alone = len(votes) < self._transport.world_size
-        factors: list[float] = self.bounds.factors(buckets[0].index, _squares(votes), alone=is_alone).tolist()
+        factors = self.bounds.factors_on_host(buckets[0].index, [vote.norm_squared for vote in votes], alone=is_alone)
         self.standing_out |= {rank for rank, factor in zip(ranks, factors, strict=True) if factor < 1.0}
         return factors
 
@@ -262,7 +262,7 @@ class Votes:
         factors = self._bound(votes, buckets, range(len(votes)))
         if not (self.resending or (have_sent and self.standing_out)):  # those take the step once more, and vote again
             if are_finite(votes):
-                self.bounds.learn(buckets[0].index, _squares(votes))
+                self.bounds.learn(buckets[0].index, [vote.norm_squared for vote in votes])
             if buckets[0].index == 0:
                 self._health.observe([GradStats.from_bytes(vote.note) for vote in votes], self._transport.rank)
         return factors
@@ -284,8 +284,3 @@ class Votes:
         what = "these parameters" if self._placement.config.stage == 2 else "the step"
         consequence = f"all ranks skip {what}" if by_all else "this rank leaves its gradients of this step out"
         self._skips.tell(self._transport.rank, self._rule.steps_taken() + 1, bad, consequence)
-
-
-def _squares(votes: Sequence[StepVote]) -> Tensor:
-    """‖g_i‖², float64 [W], on the host."""
-    return torch.tensor([vote.norm_squared for vote in votes], dtype=torch.float64, device="cpu")
