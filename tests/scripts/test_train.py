@@ -240,7 +240,9 @@ def test_truncated_checkpoint_is_refused_and_the_intact_one_named(tmp_path: Path
     path = newest(tmp_path) / damaged
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(
-        CheckpointError, match=rf"{path} is damaged: .*; step_00000004 is whole: to resume from it, write its name into"
+        CheckpointError,
+        match=rf"{path} is damaged, or stamp\.json beside it is of another save: .*; step_00000004 is whole: to resume "
+        "from it, write its name into",
     ):
         run(2, flags(tmp_path, "--resume", steps=8))
 
