@@ -16,6 +16,7 @@ import json
 import re
 import statistics
 import sys
+import time
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
@@ -81,8 +82,29 @@ def walk_step(tree: Path, make: Callable[..., Any], **options: object) -> Counts
     import torch
 
     from onebit.comm import SimTransport, run_ranks
+    from onebit.comm.transports.simulated import SimNetwork
 
-    def rank(transport: SimTransport) -> Counts:
+    class PromptNetwork(SimNetwork):
+        """Every operation is decided once it is launched.
+
+        On a plain SimNetwork the threads' timing is part of the counts: `collect` looks for dead peers only if it has
+        to wait, and the driver asks an operation that is not ready once more.
+        """
+
+        def post(self, operation: Any, rank: int, data: torch.Tensor) -> None:
+            super().post(operation, rank, data)
+            while not self.is_decided(operation):
+                time.sleep(1e-4)
+
+    network = PromptNetwork(2)
+
+    def rank(plain: SimTransport) -> Counts:
+        try:
+            return walk(SimTransport(network, plain.rank))
+        finally:
+            network.leave(plain.rank)
+
+    def walk(transport: SimTransport) -> Counts:
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
         cap = 64 * 66 * 4 / 2**20
         optimizer = make(model.parameters(), lr=1e-3, bucket_cap_mb=cap, transport=transport, **options)
@@ -91,10 +113,10 @@ def walk_step(tree: Path, make: Callable[..., Any], **options: object) -> Counts
             optimizer.step()
             optimizer.zero_grad()
         loss = model(torch.randn(8, 64)).square().mean()
-        with Walk(tree) as walk:
+        with Walk(tree) as walked:
             loss.backward()
             optimizer.step()
-        return walk.counts()
+        return walked.counts()
 
     return run_ranks(2, rank)[0]
 
