@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-SCRIPT = Path(__file__).parents[1] / "support" / "peak_memory.py"
+SCRIPT = Path(__file__).with_name("peak_memory.py")
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from onebit.comm.transports.mpi import import_mpi
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "scripts/clusters"
-PROGRAM = ROOT / "tests/support/cluster_program.py"
+PROGRAM = ROOT / "tests/scripts/cluster_program.py"
 LINE = re.compile(r"^rank (\d+) of (\d+) over (.*): (\S+)$", re.MULTILINE)
 BIN = Path(sys.executable).parent
 

@@ -38,7 +38,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"
 
 def test_the_page_shows_the_table_of_the_code() -> None:
     shown = PAGE.read_text().partition("<!-- names -->")[2].partition("<!-- /names -->")[0]
-    assert shown.strip() == table(), "python tests/support/deepspeed_table.py prints what belongs there"
+    assert shown.strip() == table(), "python tests/unit/deepspeed_table.py prints what belongs there"
 
 
 def test_every_name_is_in_one_row_and_no_reason_is_missing() -> None:

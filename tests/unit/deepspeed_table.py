@@ -1,6 +1,6 @@
 """The table of docs/deepspeed.md: each public name of DeepSpeed's engine, and what is here under it, from the code.
 
-python tests/support/deepspeed_table.py       # prints it
+python tests/unit/deepspeed_table.py       # prints it
 """
 
 from __future__ import annotations
