@@ -1,3 +1,3 @@
 """What ranks compare at construction; pyproject.toml reads it too."""
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
