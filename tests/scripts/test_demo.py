@@ -56,3 +56,9 @@ def test_what_the_kernel_did_not_count_is_left_out() -> None:
     table = demo.traffic_table(TRAFFIC)
     assert [row[-1] for row in table.rows] == ["6.0 ×", "30.0 ×", "2.7 ×", "4.0 ×", "10.0 ×"]
     assert table.markdown().splitlines()[2] == "| bytes sent per parameter and step | 6.000 | 1.000 | 6.0 × |"
+
+
+def test_the_readme_shows_rows_of_the_demos_own_output() -> None:
+    readme = demo.RESULTS.parent.parent.joinpath("README.md").read_text()
+    table = readme.partition("`make demo` prints")[2].partition("\n\n")[2].partition("\n\n")[0].splitlines()
+    assert len(table) >= 5 and set(table) <= set(demo.traffic_table(demo.read_record().traffic).markdown().splitlines())

@@ -11,6 +11,7 @@ import argparse
 import ast
 import functools
 import importlib
+import inspect
 import os
 import re
 import runpy
@@ -101,6 +102,13 @@ SAMPLES = {
     if block.language == "python"
 }
 """The scripts that README.md shows, by the names it gives them."""
+SCRIPTS_OF_PAGES = {
+    line.removeprefix("# ")
+    for blocks in BLOCKS.values()
+    for block in blocks
+    if block.language == "python" and re.fullmatch(r"# \w+\.py", line := block.code.splitlines()[0])
+}
+"""The names of those that any page shows; `tests/processes/test_recipes.py` runs the recipes."""
 
 RUN = """
 import sys
@@ -249,7 +257,7 @@ def check_words(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if words[1] in ("-m", "-c"):
         check_module(words[2:], monkeypatch)
         return
-    if words[1] in SAMPLES:
+    if words[1] in SCRIPTS_OF_PAGES:
         assert len(words) == 2, words
         return
     script, arguments = in_tree(words[1]), words[2:]
@@ -410,7 +418,7 @@ def test_files_in_prose_are_there() -> None:
         f"{name_of(page)}: {file}"
         for page in pages
         for file in FILE.findall(without_code(page.read_text()) if page.suffix == ".md" else page.read_text())
-        if page != Path(__file__) and file not in SAMPLES and not is_there(file, page)
+        if page != Path(__file__) and file not in SCRIPTS_OF_PAGES and not is_there(file, page)
     ]
     assert not missing
 
@@ -425,9 +433,47 @@ def found(dotted: str) -> object:
     raise AttributeError(dotted)
 
 
-def test_the_reference_lists_names_with_docstrings() -> None:
-    for dotted in re.findall(r"^::: (.+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE):
-        assert found(dotted).__doc__, dotted
+REFERENCE = [
+    dotted
+    for page in ("reference", "reference-comm", "reference-zero")
+    for dotted in re.findall(r"^::: (.+)$", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)
+]
+ROOMS_OF_THE_REFERENCE = (
+    "onebit", "onebit.host", "onebit.comm", "onebit.comm.codecs", "onebit.zero", "onebit.zero.accelerator",
+    "onebit.zero.checkpointing", "onebit.zero.comm", "onebit.zero.compression", "onebit.zero.data_efficiency",
+    "onebit.zero.inference", "onebit.zero.offload", "onebit.zero.pipe", "onebit.zero.sparse_attention",
+    "onebit.zero.utils", "onebit.zero.zero",
+)  # fmt: skip
+
+
+def test_the_reference_lists_each_name_once_with_its_docstring() -> None:
+    assert len(set(REFERENCE)) == len(REFERENCE)
+    for dotted in REFERENCE:
+        listed = found(dotted)
+        if inspect.isclass(listed) or inspect.isfunction(listed):
+            assert listed.__doc__, dotted
+
+
+@pytest.mark.parametrize("room", ROOMS_OF_THE_REFERENCE)
+def test_the_reference_has_every_public_name(room: str) -> None:
+    """Of each `__all__`, under this name or another. torch's own names and loggers are not ours to document."""
+    listed = [found(dotted) for dotted in REFERENCE]
+    missing = [
+        name
+        for name in importlib.import_module(room).__all__
+        if f"{room}.{name}" not in REFERENCE
+        and not any(found(f"{room}.{name}") is other for other in listed)
+        and not inspect.ismodule(public := found(f"{room}.{name}"))
+        and not getattr(public, "__module__", "").startswith("torch.")
+        and name not in ("__version__", "logger")
+    ]
+    assert not missing
+
+
+def test_a_module_of_deepspeed_has_one_answer() -> None:
+    table = (ROOT / "docs" / "deepspeed.md").read_text().partition("## Other modules")[2].partition("\n## ")[0]
+    names = [name for row in re.findall(r"^\| (`.+?) \|", table, re.MULTILINE) for name in re.findall(r"`(.+?)`", row)]
+    assert len(names) >= 15 and sorted(names) == sorted(set(names))
 
 
 OBJECTS = {
