@@ -2,7 +2,7 @@
 
     engine, optimizer, loader, scheduler = onebit.zero.initialize(model=net, config="ds.json", training_data=dataset)
 
-Start reading at `initializing.py`, then `forms.py` (which form a configuration takes) and `engine.py`.
+Start reading at `initializing.py`, then `forms/` (which form a configuration takes) and `engine.py`.
 `parallel/fsdp.py` shards inside a node, `sharded/adam.py` across nodes, `parallel/tensor.py` divides each layer; all of
 them work without an engine. `pipeline/layers.py` describes a model as a list of layers, `pipeline/run.py` runs it in
 stages.

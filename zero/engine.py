@@ -5,7 +5,7 @@
         engine.backward(loss)
         engine.step()
 
-`initializing.py` makes it of a configuration, `forms.py` says what becomes of the model; the parts are plain functions
+`initializing.py` makes it of a configuration, `forms/` says what becomes of the model; the parts are plain functions
 and can be used without an engine. Everything here is called by all ranks, in the same order.
 """
 
@@ -39,12 +39,12 @@ from .config.whole import Config
 from .data import Loader, forever
 from .data_efficiency import efficiency
 from .data_efficiency.efficiency import Efficiency
-from .forms import Built
+from .forms import Built, local
 from .grid import Grid
 from .guards import Guard
 from .monitor import WallClock, Writer
 from .offload.optimizer import Offload
-from .parallel import dense, fsdp, local, turns
+from .parallel import dense, fsdp, turns
 from .pipeline import run as pipeline
 from .pipeline.layers import Loss
 from .precision import LossScale, ScaleState, cast_floats, loss_scale

@@ -3,7 +3,7 @@
     engine, optimizer, loader, scheduler = onebit.zero.initialize(model=net, config="ds.json", training_data=dataset)
 
 What is wrong is said before anything is sharded, and before any process group is made where that can be known then.
-`forms.py` says what becomes of the model; `engine.py` drives it.
+`forms/` says what becomes of the model; `engine.py` drives it.
 """
 
 from __future__ import annotations

@@ -20,9 +20,10 @@ from torch.optim.optimizer import StateDict
 from ...checkpoint.files import CheckpointError
 from ...comm.messages import gather_bytes, raise_on_all_ranks
 from ...local.local_steps import LocalSteps
+from ..forms import local
 from ..grid import AXES, GridShape
 from ..offload.optimizer import Offload
-from ..parallel import dense, local
+from ..parallel import dense
 from ..sharded.optimizer import ShardedOnebitOptimizer
 from . import reshard
 from .files import Checkpoints, Loaded
@@ -247,7 +248,7 @@ def _check_stamp(engine: Engine, stamp: Mapping[str, object]) -> None:
 
 
 def _form(stamp: Mapping[str, object]) -> str:
-    """The form (`forms.py`) of the run that wrote this."""
+    """The form (`forms/`) of the run that wrote this."""
     form = cast(str, stamp.get("form"))
     return _FORMER_NAMES.get(form, form)
 

@@ -22,7 +22,7 @@ from ...model_parallel import ModelParallelGroup, local
 from ...usage.buffers import persistent_buffers
 from ..config.whole import Config
 from ..grid import Grid, GridShape
-from . import dense
+from ..parallel import dense
 
 _BUFFERS = "engine_buffers"
 

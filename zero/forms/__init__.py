@@ -23,24 +23,25 @@ import torch
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
-from ..comm import codec_named
-from ..dense import DenseAverager, broadcast_parameters
-from ..layout.masters import is_low
-from ..model_parallel import ModelParallelGroup, model_parallel_group_of
-from ..optimizer import CompressedOptimizer
-from ..usage.buffers import begin_equal
-from .config.entries.base import ShardedForm
-from .config.optimizers import OptimizerChoice, build_optimizer
-from .config.sections import Onebit
-from .config.whole import Config
-from .grid import Grid, GridShape
-from .offload.mapped import map_state
-from .offload.optimizer import Offload
-from .parallel import dense, fsdp, local, offloaded, tensor
-from .parallel.groups import Groups
-from .pipeline.layers import Stage, Stages
-from .pipeline.run import Ties
-from .sharded.optimizer import WARMUP_STEPS, ShardedOnebitOptimizer, ShardedOptions
+from ...comm import codec_named
+from ...dense import DenseAverager, broadcast_parameters
+from ...layout.masters import is_low
+from ...model_parallel import ModelParallelGroup, model_parallel_group_of
+from ...optimizer import CompressedOptimizer
+from ...usage.buffers import begin_equal
+from ..config.entries.base import ShardedForm
+from ..config.optimizers import OptimizerChoice, build_optimizer
+from ..config.sections import Onebit
+from ..config.whole import Config
+from ..grid import Grid, GridShape
+from ..offload.mapped import map_state
+from ..offload.optimizer import Offload
+from ..parallel import dense, fsdp, tensor
+from ..parallel.groups import Groups
+from ..pipeline.layers import Stage, Stages
+from ..pipeline.run import Ties
+from ..sharded.optimizer import WARMUP_STEPS, ShardedOnebitOptimizer, ShardedOptions
+from . import local, offloaded
 
 log = logging.getLogger(__name__)
 
