@@ -5,8 +5,9 @@
         engine.backward(loss)
         engine.step()
 
-`initializing.py` makes it of a configuration, `forms/` says what becomes of the model; the parts are plain functions
-and can be used without an engine. Everything here is called by all ranks, in the same order.
+`initializing.py` makes it of a configuration. What becomes of the model is its form's (`form.py`), which the engine
+asks and does not know by name. The parts can be used without an engine. Everything here is called by all ranks, in the
+same order.
 """
 
 from __future__ import annotations
@@ -19,32 +20,27 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from itertools import islice
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..agreement.skips import SkipLimit
 from ..comm import Transport
 from ..comm.messages import call_of_all, gather_bytes
-from ..local.local_steps import LocalSteps
 from ..usage.buffers import averaged_buffers, persistent_buffers, sync_tensors
 from ..usage.graphs import outside_graphs
 from .checkpoint import engine_state, tags
 from .checkpoint.files import Checkpoints
 from .checkpoint.weights import export_weights
 from .compression.scheduler import scheduler_of
-from .config.whole import Config
 from .data import Loader, forever
 from .data_efficiency import efficiency
 from .data_efficiency.efficiency import Efficiency
-from .forms import Built, local
-from .grid import Grid
+from .form import Form
 from .guards import Guard
 from .monitor import WallClock, Writer
-from .offload.optimizer import Offload
-from .parallel import dense, fsdp, turns
+from .parallel import fsdp, turns
 from .pipeline import run as pipeline
 from .pipeline.layers import Loss
 from .precision import LossScale, ScaleState, cast_floats, loss_scale
@@ -67,17 +63,12 @@ def every_rank(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E
     return call  # type: ignore[return-value]
 
 
-class _Sender(Protocol):
-    def no_sync(self) -> AbstractContextManager[None]: ...
-
-
 class Engine:
     """Drives one model. micro_steps, global_steps, skipped_steps: since the run began, resumed ones included.
 
     global_samples: what all ranks have seen in these. micro_steps_of_step: how many of them the step under way has.
     has_gradients: whether a backward pass waits for its `step`. fp16_scale: the loss scale, 1 but in float16.
-    guard: notices what a script does past the engine.
-    comm_ms: how long the last step waited for a dense optimizer's gradients; the others have it in their stats.
+    form: what the model and its optimizer have become. guard: notices what a script does past the engine.
     compression_scheduler: of a model that `init_compression` has armed; it counts every step, skipped ones included.
 
     A step has `config.gradient_accumulation_steps` micro-batches: call the engine, `backward`, and `step` for each; the
@@ -87,36 +78,29 @@ class Engine:
 
     def __init__(
         self,
-        module: nn.Module,
-        config: Config,
-        grid: Grid,
-        built: Built,
+        form: Form,
         scheduler: LRScheduler | None,
         loader: Loader | None,
         monitors: Sequence[Writer] = (),
         loss_fn: Loss | None = None,
         efficiency: Efficiency | None = None,
     ):
-        self.module, self.config, self.grid = module, config, grid
-        self.optimizer, self.scheduler, self.loader = built.optimizer, scheduler, loader
-        self.form, self.stage, self._averager, self._ties = built.form, built.stage, built.averager, built.ties
+        self.form, self.module, self.config, self.grid = form, form.module, form.config, form.grid
+        self.optimizer, self.stage, self.scheduler, self.loader = form.optimizer, form.stage, scheduler, loader
         self._loss_fn, self.efficiency = loss_fn, efficiency or Efficiency()
         self._batches: Iterator[pipeline.Batch] | None = None
         self.pipeline: pipeline.Pipeline | None = None
-        self._model_parallel_group = built.model_parallel_group
-        self.shares_state = self.form == "dense" and dense.has_sharded_state(self.optimizer)
-        self.fp16_scale: LossScale = loss_scale(config.fp16)
+        self.fp16_scale: LossScale = loss_scale(self.config.fp16)
         self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
         self.micro_steps_of_step = 0
         self.has_gradients = False
         self._said_boundary: bool | None = None
-        self._grad_norm: float | None = None
-        self._skips = SkipLimit(config.onebit.max_consecutive_skips)  # of a dense optimizer; others count their own
         self._monitors, self._loss = monitors, torch.zeros((), dtype=torch.float32, device="cpu")
-        self._clock = WallClock(config.wall_clock_breakdown)
-        self.comm_ms = 0.0
+        self._clock = WallClock(self.config.wall_clock_breakdown)
         self._checkpoints: dict[Path, Checkpoints] = {}
-        self.compression_scheduler = scheduler_of(module, built.optimizer, self.synchronise, says=grid.world.rank == 0)
+        self.compression_scheduler = scheduler_of(
+            self.module, self.optimizer, self.synchronise, says=self.grid.world.rank == 0
+        )
         self._has_warned_of_no_graph = False
         self.guard = Guard(self)
 
@@ -158,7 +142,7 @@ class Engine:
         divisor = self.config.gradient_accumulation_steps if weight is None else 1 / weight
         if self._monitors:
             self._loss = self._loss.to(loss.device) + loss.detach().float() / divisor
-        self._set_grad_scale()
+        self.form.set_grad_scale(self.fp16_scale.value)
         passes = None if self.stage is None else turns.passes_of(self.module)
         with self._clock.measure("backward"), self._without_traffic(), self._naming_peers():
             if loss.requires_grad or self.grid.data[1] == 1:  # torch refuses the latter: nobody else has a gradient
@@ -186,14 +170,6 @@ class Engine:
         """What FSDP2 sends inside a node fails with the error that an optimizer's exchange fails with."""
         return self.grid.transports["shard"].naming_peers("FSDP2's exchange", is_counted=False)
 
-    def _set_grad_scale(self) -> None:
-        """The optimizers read it as GradScaler sets it; some gradients leave during the backward pass.
-
-        Local steps without a loss scale rest until the next round behind a gradient that is not finite.
-        """
-        if self.form != "dense" and (self.form != "local" or self.config.fp16.enabled):
-            self.optimizer.grad_scale = torch.tensor(self.fp16_scale.value, dtype=torch.float32, device="cpu")  # type: ignore[attr-defined]
-
     def zero_grad(self) -> None:
         """Drop the gradients that have added up, for example to `continue` behind a loss that makes no sense.
 
@@ -210,7 +186,7 @@ class Engine:
         """Behind every backward. With the step's last micro-batch: average over ranks, update, drop the gradients.
 
         Where a gradient is not finite on any rank, all skip: nothing changes but the loss scale, and the schedule stays
-        where it is. In the form "local" those of one replica skip, which has a loss scale of its own, and the schedule
+        where it is. Under local steps those of one replica skip, which has a loss scale of its own, and the schedule
         goes on. lr_kwargs: for the schedule's step(). Raises OverflowError, on all ranks that share it, where the loss
         scale cannot fall any further; PeerError, ReplicaError and SkippedStepsError as the optimizer.
         """
@@ -234,9 +210,7 @@ class Engine:
         rates = self.get_lr()
         self.micro_steps_of_step = 0
         with self._clock.measure("step"), self.guard.open():
-            dense_step = self._step_offloaded if dense.stores_parameters(self.optimizer) else self._step_dense
-            take = {"dense": dense_step, "local": self._step_local}.get(self.form, self._step_onebit)
-            is_skipped = take()
+            is_skipped = self.form.step(self.global_steps + 1, self.fp16_scale.value)
             self.optimizer.zero_grad()
         self.efficiency.end_rates(self.optimizer)
         self.global_steps += 1
@@ -245,7 +219,7 @@ class Engine:
         self._write_scalars(rates[0])
         self.fp16_scale = self.fp16_scale.after(is_skipped)
         tokens = self.efficiency.consumed(self.grid) if self.efficiency.counts_tokens else 0
-        stays = is_skipped and self.form != "local"  # whose replicas have one schedule, and skip by themselves
+        stays = is_skipped and not self.form.steps_apart  # replicas have one schedule, also if each skips alone
         if self.scheduler is not None and not stays and not efficiency.advance(self.scheduler, tokens):
             self.scheduler.step(**dict(lr_kwargs or {}))  # type: ignore[arg-type]
         self.guard.after_update()
@@ -267,7 +241,7 @@ class Engine:
     def train_batch(self, data_iter: Iterator[pipeline.Batch] | None = None) -> Tensor:
         """A whole step of a `PipelineModule`; the mean loss over its micro-batches and all ranks, on every rank.
 
-        In the form "local" the mean over this replica: nothing travels between replicas for it.
+        Under local steps the mean over this replica: nothing travels between replicas for it.
 
         data_iter: gives (inputs, target) of a micro-batch, `config.gradient_accumulation_steps` times; every rank
         reads, and those of one pipeline read the same (`ShardedLoader` with `grid.data` does so). Default: the
@@ -284,16 +258,16 @@ class Engine:
                 losses.append(loss.detach().float())
                 self.backward(loss)
                 self.step()
-            return self._mean_loss(torch.stack(losses).mean(), self._peers)
+            return self._mean_loss(torch.stack(losses).mean(), self.form.peers)
         self.guard.before_backward()
-        self._set_grad_scale()
+        self.form.set_grad_scale(self.fp16_scale.value)
         self._scale_rates()
-        with self._clock.measure("pipeline"), self._sender.no_sync():
+        with self._clock.measure("pipeline"), self.form.no_sync():
             mine = self.pipeline.run(batches, self.fp16_scale.value)
-        if self._ties is not None:
-            self._ties.add_gradients()
+        if self.form.ties is not None:
+            self.form.ties.add_gradients()
         self.micro_steps += len(batches)
-        loss = self._mean_loss(mine, self._peers)
+        loss = self._mean_loss(mine, self.form.peers)
         self._loss = loss
         self._update()
         return loss
@@ -335,11 +309,6 @@ class Engine:
             self._batches = forever(self.loader)
         return self._batches
 
-    @property
-    def _peers(self) -> Transport:
-        """The ranks that take each step together."""
-        return self._model_parallel_group.whole if self.form == "local" else self.grid.world
-
     def _mean_loss(self, mine: Tensor | None, transport: Transport) -> Tensor:
         """Over the ranks that have one, in rank order: the same bits on all."""
         said = gather_bytes(transport, struct.pack("<?d", mine is not None, 0.0 if mine is None else float(mine)))
@@ -364,9 +333,9 @@ class Engine:
         self._loss = torch.zeros((), dtype=torch.float32, device="cpu")
 
     @property
-    def averages_gradients(self) -> bool:
-        """Whether the engine averages them between replicas, and not the optimizer."""
-        return self._averager is not None
+    def comm_ms(self) -> float:
+        """How long the last step waited for a dense optimizer's gradients; the others have it in their stats."""
+        return self.form.comm_ms
 
     @property
     def counts_micro_batches(self) -> bool:
@@ -379,60 +348,10 @@ class Engine:
             return self._said_boundary
         return self.micro_steps_of_step + 1 >= self.config.gradient_accumulation_steps
 
-    def _step_onebit(self) -> bool:
-        before: int = self.optimizer.stats.skipped_steps  # type: ignore[attr-defined]
-        self.optimizer.step()
-        is_skipped = bool(self.optimizer.stats.skipped_steps > before)  # type: ignore[attr-defined]
-        if self.config.fp16.enabled:
-            # In a local step of 0/1 Adam a replica drops its own gradients and says nothing: the scale must not differ.
-            is_skipped = any(said != b"\0" for said in gather_bytes(self.grid.world, bytes([is_skipped])))
-        return is_skipped
-
-    def _step_dense(self) -> bool:
-        assert self._averager is not None
-        self.comm_ms = self._averager.finish()
-        scale, max_norm = self.fp16_scale.value, self.config.gradient_clipping
-        is_finite, self._grad_norm = dense.prepare(
-            self.optimizer, self.grid.world, self._model_parallel_group, self.global_steps + 1, scale, max_norm
-        )
-        if is_finite:
-            self.optimizer.step()
-        bad = [] if is_finite else dense.bad_in(self.module)
-        if not is_finite:
-            # Gradients were averaged before: what is bad is so on all ranks.
-            own = bad if self.grid.world.rank == 0 else []
-            self._skips.tell(self.grid.world.rank, self.global_steps + 1, own, "all ranks skip the step")
-        self._skips.observe(not is_finite, bad, self.grid.world)
-        return not is_finite
-
-    def _step_offloaded(self) -> bool:
-        """Gradients lie where the parameters do: `Offload` itself averages them, looks at them, clips, and skips."""
-        stats = cast(Offload, self.optimizer).stats
-        before, waited_s = stats.skipped_steps, stats.network_s
-        dense.said_in_step(self.optimizer, self.grid.world, self.global_steps + 1, b"")
-        self.optimizer.step()
-        self.comm_ms = 1e3 * (stats.network_s - waited_s)
-        self._grad_norm = stats.grad_norm if self.config.gradient_clipping > 0 else None
-        is_skipped = stats.skipped_steps > before
-        self._skips.observe(is_skipped, [], self.grid.world)
-        return is_skipped
-
-    def _step_local(self) -> bool:
-        optimizer = cast(LocalSteps, self.optimizer)
-        before, scale = optimizer.stats.skipped_steps, self.fp16_scale.value
-        self._grad_norm = local.clip(optimizer, scale, self.config.gradient_clipping)
-        optimizer.step()
-        return optimizer.stats.skipped_steps > before
-
     def _without_traffic(self) -> AbstractContextManager[None]:
         if self.is_gradient_accumulation_boundary():
             return nullcontext()
-        return self._sender.no_sync()
-
-    @property
-    def _sender(self) -> _Sender:
-        """Who sends gradients between replicas."""
-        return cast(_Sender, self._averager if self.averages_gradients else self.optimizer)
+        return self.form.no_sync()
 
     # ---------------------------------------------------------------- modes and sizes
 
@@ -451,12 +370,11 @@ class Engine:
     def synchronise(self) -> None:
         """Give every rank the same parameters, where local steps made them differ, and let go of gathered ones.
 
-        In the form "local" a round of all that replicas have moved: the parameters become the anchors.
+        Under local steps a round of all that replicas have moved: the parameters become the anchors.
         Buffers as well: statistics of what each rank has seen on average, others rank 0's; see `onebit.sync_buffers`.
         """
         self.let_go()
-        if hasattr(self.optimizer, "sync"):
-            self.optimizer.sync()
+        self.form.synchronise()
         buffers, averaged = list(persistent_buffers(self.module)), averaged_buffers(self.module)
         whole = [(name, buffer) for name, buffer in buffers if not hasattr(buffer, "placements")]
         sync_tensors(whole, averaged, self.grid.transports["shard"])
@@ -470,7 +388,7 @@ class Engine:
     def agree_on_loss_scale(self) -> None:
         """One for all ranks of this replica, the least of theirs. All of them."""
         mine = self.fp16_scale
-        states = self._model_parallel_group.gather(mine.value, mine.patience, mine.clean_steps)
+        states = self.form.model_parallel_group.gather(mine.value, mine.patience, mine.clean_steps)
         value, patience, clean_steps = min(states)
         least = ScaleState(value=value, patience=int(patience), clean_steps=int(clean_steps))
         self.fp16_scale = self.fp16_scale.with_state(least)
@@ -483,11 +401,11 @@ class Engine:
         """Of the last step's mean gradient, before clipping: of those forms that clip, so that they know it.
 
         Exact with a dense optimizer and while gradients travel; where momentum does in their place, the estimate that
-        clips (`onebit/step/clip.py`), in a local step of 0/1 Adam each rank's own; in the form "local" of this
+        clips (`onebit/step/clip.py`), in a local step of 0/1 Adam each rank's own; under local steps of this
         replica's own gradient. None without gradient_clipping, at stage 2 across nodes, behind a step that was skipped,
         and before the first.
         """
-        return self._grad_norm if self.form in ("dense", "local") else self.optimizer.stats.grad_norm  # type: ignore[attr-defined]
+        return self.form.grad_norm
 
     def train_batch_size(self) -> int:
         """Samples of a step, of all ranks."""
@@ -517,7 +435,7 @@ class Engine:
         """Write everything that a bit-identical continuation needs, to save_dir/step_...; its name. All ranks.
 
         It begins with `synchronise`: between the local steps of 0/1 Adam, an exchange that a run without checkpoints
-        does not make. In the form "local" it exchanges nothing: the weights in it are the anchors, and every rank's own
+        does not make. Under local steps it exchanges nothing: the weights in it are the anchors, and every rank's own
         state says how far it is from them. tag: a name of your own, whose checkpoint replaces the one of that name
         before. client_state: the caller's own, of each rank; see `tree.pack`. save_latest: whether `load_checkpoint`
         without a tag takes it.
@@ -541,7 +459,7 @@ class Engine:
             then=point,
         )
         if self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
-            with engine_state.shown(self):
+            with self.form.shown():
                 self._export(Path(save_dir) / "model.safetensors")
         return tag or f"step_{self.global_steps:08d}"
 
@@ -560,10 +478,10 @@ class Engine:
         Where load_dir/latest is lost, the newest checkpoint that is whole is taken, and rank 0 warns. Gradients of
         micro-batches under way are dropped.
 
-        On the grid that wrote it, to the bit. On any other, and in the form "replicated" what was "intra_node" or the
-        other way round: moments to the bit, and of what was not yet sent every replica owes the mean, parameter by
-        parameter (`checkpoint/reshard.py`); the form "inter_node" takes other numbers of replicas alone. Leave the
-        samples of a step as they were: then the loader goes on with the same steps.
+        On the grid that wrote it, to the bit. On any other, and in a form with the same state (`Form.same_state`):
+        moments to the bit, and of what was not yet sent every replica owes the mean, parameter by parameter
+        (`checkpoint/reshard.py`); a form with a fixed cut takes other numbers of replicas alone. Leave the samples of a
+        step as they were: then the loader goes on with the same steps.
 
         load_module_only: the weights alone, of any form and optimizer; all else is as it was. load_optimizer_states:
         False: the same, and the counts, schedule, data position and random numbers; the optimizer starts anew.
@@ -635,10 +553,7 @@ class Engine:
     def close(self) -> None:
         """Wait for checkpoints, then release the grid and offloaded state; parameters in files are lost. All ranks."""
         self.wait_for_checkpoint()
-        if isinstance(self.optimizer, Offload):
-            self.optimizer.close(bring_back=False)
-        if isinstance(self.optimizer, LocalSteps) and self.optimizer.transport is not self.grid.transport:
-            self.optimizer.transport.close()
+        self.form.close()
         self.grid.close()
 
 

@@ -137,7 +137,7 @@ class Guard:
             )
         is_edited = self._sample is not None and not self._sample[1].is_still(self._sample[0])
         self._sample = None
-        if is_edited and engine.form != "local" and engine.grid.transport.world_size > 1:
+        if is_edited and not engine.form.steps_apart and engine.grid.transport.world_size > 1:
             self._warn(_EDITED)
         steps = engine.gradient_accumulation_steps()
         if 1 < steps <= self._micro_batches and engine.counts_micro_batches:
@@ -178,7 +178,7 @@ class Guard:
 
     def _refuse_untrained(self, p: Tensor, name: str) -> None:
         """Unless it came by add_param_group, to an optimizer that sends its gradients itself."""
-        if not self._engine.averages_gradients and p in (groups := set(parameters(self._engine.optimizer))):
+        if not self._engine.form.averages_gradients and p in (groups := set(parameters(self._engine.optimizer))):
             self._optimized |= groups
             self._is_known |= groups
             return

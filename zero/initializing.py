@@ -40,6 +40,7 @@ from .deepspeed.engine import DeepSpeedEngine
 from .deepspeed.given import Schedule, check_fits, check_mpu, optimizer_for, scheduler_for
 from .deepspeed.parameters import make_known
 from .engine import Engine
+from .form import Given
 from .forms import build
 from .grid import Grid
 from .lr_schedulers import build_scheduler
@@ -144,18 +145,18 @@ def initialize(
         is_split = tensor_plan is not None and splits_sequence(tensor_plan)
         efficiency.dropping = configured.drop_as_configured(read, grid, model, dropped[0], splits_sequence=is_split)
     fill = None if weights is None else partial(materialize, weights=weights, seed=seed, is_stage=bool(stages))
-    built = build(read, grid, model, groups, make_optimizer, tensor_plan, fill)
-    check_fits(built.optimizer, grid.shape)
-    scheduler = _scheduler(read, lr_scheduler, built.optimizer)
+    form = build(Given(read, grid, model, groups, make_optimizer, tensor_plan, fill))
+    check_fits(form.optimizer, grid.shape)
+    scheduler = _scheduler(read, lr_scheduler, form.optimizer)
     if efficiency.counts_tokens:
-        scheduler = _token_rates(read, built.optimizer)
+        scheduler = _token_rates(read, form.optimizer)
     loader = None if training_data is None else _loader(read, grid, training_data, collate_fn, seed)
-    engine = DeepSpeedEngine(model, read, grid, built, scheduler, loader, monitors, loss_fn, efficiency)
+    engine = DeepSpeedEngine(form, scheduler, loader, monitors, loss_fn, efficiency)
     engine.mpu = mpu
     if grid.shape.size("pipe") > 1:
-        engine.pipeline = pipeline.Pipeline(stages, read, grid, cast(Loss, loss_fn), built.stage)
+        engine.pipeline = pipeline.Pipeline(stages, read, grid, cast(Loss, loss_fn), form.stage)
     make_known(engine)
-    return engine, built.optimizer, loader, scheduler
+    return engine, form.optimizer, loader, scheduler
 
 
 def _checked(model: object) -> nn.Module | PipelineModule:

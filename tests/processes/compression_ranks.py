@@ -91,7 +91,7 @@ def trains(folder: str, cases: Sequence[tuple[dict, int]]) -> list[dict]:
         assert scheduler is not None
         facts.append(
             {
-                "form": engine.form,
+                "form": engine.form.name,
                 "same bits": whole(second)[0] == digest,
                 "same everywhere": len(set(gather_bytes(grid.world, bytes.fromhex(digest)))) == 1,
                 "refusal": refusal,

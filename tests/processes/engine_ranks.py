@@ -127,7 +127,7 @@ def resumes(folder: str, cases: Sequence[tuple[dict, int]]) -> list[dict]:
         rows = gather_bytes(grid.world, hashlib.sha256(expected).digest())
         facts.append(
             {
-                "form": whole.form,
+                "form": whole.form.name,
                 "losses": losses,
                 "again": again,
                 "same bits": bits(second) == expected,

@@ -123,7 +123,7 @@ def as_dense() -> dict[str, float]:
             engine = start(made, shards, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
             train(engine, 4)
             weights.append([local(p).detach() for p in engine.module.parameters()])
-        assert engine.form == "dense"
+        assert engine.form.name == "dense"
         found[f"stage {stage}"] = max(float((a - b).abs().max()) for a, b in zip(*weights, strict=True) if a.numel())
     return found
 
@@ -149,7 +149,7 @@ def resumes(folder: str, cases: Sequence[tuple[dict, int]]) -> list[dict]:
         optimizer = cast(onebit.LocalSteps, second.optimizer)
         facts.append(
             {
-                "form": second.form,
+                "form": second.form.name,
                 "agreed": shared,
                 "losses": losses,
                 "untouched": is_untouched,

@@ -67,7 +67,7 @@ def run(
         config["zero_optimization"] |= {"offload_optimizer": block}
     config |= {"train_micro_batch_size_per_gpu": SAMPLES // ranks // 2, "gradient_accumulation_steps": 2}
     engine = zero.initialize(model=net(), config=config, training_data=dataset(), grid=grid)[0]
-    facts: dict = {"form": engine.form}
+    facts: dict = {"form": engine.form.name}
     if load:
         try:
             engine.load_checkpoint(folder / load)

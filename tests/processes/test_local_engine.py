@@ -10,7 +10,7 @@ from local_engine_ranks import EVERY, SAVED, STEPS, all_of_four, config, goes_on
 from ranks import run_torchrun
 
 from onebit import zero
-from onebit.zero.forms import choose, without_effect
+from onebit.zero.forms import choose
 from onebit.zero.grid import GridShape
 
 BF16 = {"bf16": {"enabled": True}}
@@ -118,7 +118,7 @@ def test_where_local_steps_have_a_place(name: str, sizes: tuple, stage: int, mor
     made["onebit"] |= more
     read = zero.read_config(made, world_size=shape.world_size, stages=sizes[0])
     if words == "local":
-        assert choose(read, shape) == "local"
+        assert choose(read, shape).name == "local"
     else:
         with pytest.raises(ValueError, match=words):
             choose(read, shape)
@@ -127,7 +127,8 @@ def test_where_local_steps_have_a_place(name: str, sizes: tuple, stage: int, mor
 def test_what_local_steps_do_not_do_is_said() -> None:
     made = config(communication_data_type="bf16")
     made["onebit"] |= {"codec": "log4", "differences": "sign"}
-    lines = without_effect(zero.read_config(made, world_size=2), "local")
+    read, shape = zero.read_config(made, world_size=2), GridShape((1, 2, 1, 1))
+    lines = choose(read, shape).without_effect(read, shape)
     assert [word in line for word, line in zip(("differences", "codec", "differences in"), lines, strict=True)] == [
         True
     ] * 3

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import onebit
 from onebit.comm import Int8Codec, Log4Codec, SimTransport, hierarchical, run_ranks
-from onebit.zero import ShardedOnebitAdam, forms
+from onebit.zero import ShardedOnebitAdam
+from onebit.zero.forms import inter_node
 
 IN_WARMUP, BEHIND = FREEZE - 2, FREEZE + 7
 OPTIONS = {name: {"warmup_codec": Log4Codec()} for name in FAMILY}
@@ -118,7 +119,7 @@ def sharded(codec: object) -> ShardedOnebitAdam:
 def test_the_engines_sharded_form_takes_the_codec_of_the_file(ours: dict, codec: object) -> None:
     config = small(optimizer={"type": "OneBitAdam"}, onebit=ours, zero_optimization={"stage": 1})
     transport = SimTransport()
-    made = forms._inter_node(config, SimpleNamespace(world=transport, transport=transport), initial())
+    made = inter_node.make_optimizer(config, SimpleNamespace(world=transport, transport=transport), initial())
     assert isinstance(made, ShardedOnebitAdam) and made.placement.config.warmup_codec == codec
 
 

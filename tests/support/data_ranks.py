@@ -143,7 +143,7 @@ def writes(folder: str, cases: list) -> list:
         kept = second.random_ltd_scheduler.kept  # type: ignore[attr-defined]
         again = train(second, 3)
         same = again == expected[3:] and bits(second) == bits(whole)
-        facts.append({"expected": expected, "same": same, "kept": kept, "form": whole.form})
+        facts.append({"expected": expected, "same": same, "kept": kept, "form": whole.form.name})
     return facts
 
 

@@ -137,7 +137,7 @@ def of_files_as_of_memory(folder: str, rank: int, name: str, stage: int, **ours:
     plain = zero.initialize(model=net(), config=config)[0]
     files = zero.initialize(model=on_meta(), config=config, weights=f"{folder}/hf")[0]
     found: Results = {
-        "form": plain.form,
+        "form": plain.form.name,
         "weights": equal(whole(plain.module), whole(files.module)),
         "table": torch.equal(files.module.rotary.table, plain.module.rotary.table),
         "tied": files.module.head.weight is files.module.embed.weight,

@@ -21,7 +21,7 @@ from onebit import zero
 from onebit.comm import SimTransport
 from onebit.zero import Offload
 from onebit.zero.checkpoint.files import CheckpointError
-from onebit.zero.forms import choose, without_effect
+from onebit.zero.forms import choose
 from onebit.zero.grid import GridShape
 from onebit.zero.offload import StoreError, files
 from onebit.zero.parallel.turns import groups_of
@@ -207,7 +207,7 @@ class TestShares:
         }
         shape = GridShape((1, 1, 1, 1))
         config = zero.read_config(made, world_size=1)
-        assert [text in line for line in without_effect(config, choose(config, shape), shape)] == [True]
+        assert [text in line for line in choose(config, shape).without_effect(config, shape)] == [True]
 
 
 _FAILING_DISK = """
@@ -397,8 +397,9 @@ class TestKeys:
         param = {"device": "nvme", "nvme_path": "/nvme"}
         adamw = {"type": "AdamW", "params": {"lr": 1e-2}}
         made = {"train_batch_size": 4, "optimizer": adamw, "zero_optimization": {"stage": 3, "offload_param": param}}
-        config = zero.read_config(made, world_size=GridShape(sizes).world_size)
-        assert [text in line for line in without_effect(config, "dense", GridShape(sizes))] == [True]
+        shape = GridShape(sizes)
+        config = zero.read_config(made, world_size=shape.world_size)
+        assert [text in line for line in choose(config, shape).without_effect(config, shape)] == [True]
 
     def test_one_bit_keeps_shards_in_memory(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         param = {"device": "nvme", "nvme_path": str(tmp_path)}

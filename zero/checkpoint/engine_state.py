@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -19,12 +18,7 @@ from torch.optim.optimizer import StateDict
 
 from ...checkpoint.files import CheckpointError
 from ...comm.messages import gather_bytes, raise_on_all_ranks
-from ...local.local_steps import LocalSteps
-from ..forms import local
 from ..grid import AXES, GridShape
-from ..offload.optimizer import Offload
-from ..parallel import dense
-from ..sharded.optimizer import ShardedOnebitOptimizer
 from . import reshard
 from .files import Checkpoints, Loaded
 from .reshard import CopyPlan, ParamSlice
@@ -34,8 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Forms whose optimizers keep the same state, of other slices.
-_ALIKE = ("replicated", "intra_node")
 # Optimizers that do.
 _SAME_STATE = {"AdamW", "HostAdam"}
 _FORMER_NAMES = {"whole": "replicated", "inside": "intra_node", "across": "inter_node"}  # in the first files
@@ -75,7 +67,7 @@ def save(
 ) -> None:
     """Write the engine's step, its ranks synchronised first. All ranks. Raises CheckpointError within a step."""
     _refuse_within_step(engine)
-    if engine.form == "local":
+    if engine.form.steps_apart:
         engine.let_go()
     else:
         engine.synchronise()
@@ -95,15 +87,10 @@ def save(
         "client": client_state,
     }
     about = _about(engine) | {"without_frozen": not contents.frozen}
-    with shown(engine):
+    with engine.form.shown():
         checkpoints.save(
             engine.global_steps, tensors, own, about, in_background=in_background, is_latest=is_latest, then=then
         )
-
-
-def shown(engine: Engine) -> AbstractContextManager[None]:
-    """In here the model has weights on which all replicas agree: between rounds of local steps, the anchors."""
-    return engine.optimizer.anchors() if isinstance(engine.optimizer, LocalSteps) else nullcontext()
 
 
 def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Contents) -> tuple[str | None, object]:
@@ -123,7 +110,7 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Co
         own.update(found.own.read(_source(engine, found), *_ENGINES_OWN))
         if missing := sorted(_ENGINES_OWN - own.keys()):
             raise CheckpointError(f"{found.folder} has no {missing[0]} of rank {engine.grid.world.rank}: it is damaged")
-        if contents.optimizer and not (engine.shares_state or _is_same_cut(engine, found)):
+        if contents.optimizer and not (engine.form.shares_state or _is_same_cut(engine, found)):
             recutting.append(_Recutting.of(engine, found))
 
     def may_lack(found: Loaded, name: str) -> bool:
@@ -132,13 +119,11 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Co
         return not contents.strict or (name in frozen and bool(found.stamp.get("without_frozen")))
 
     def take_over(loaded: Loaded) -> None:
-        if dense.stores_parameters(engine.optimizer):
-            cast(Offload, engine.optimizer).round_masters()
+        engine.form.weights_were_loaded()
         if not contents.optimizer:
-            if isinstance(engine.optimizer, ShardedOnebitOptimizer | LocalSteps):
-                engine.optimizer.adopt_parameters()
-        elif engine.shares_state:
-            dense.load_state(engine.module, engine.optimizer, *_shared_state(engine, loaded, tensors))
+            engine.form.adopt_parameters()
+        elif engine.form.shares_state:
+            engine.form.load_shared(*_shared_state(loaded, tensors))
         elif is_recut:
             _load_recut(engine, loaded, recutting[0] if recutting else _Recutting.of(engine, loaded))
         else:
@@ -153,7 +138,7 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Co
         return None, None
     is_recut = any(said != b"\0" for said in gather_bytes(engine.grid.world, bytes([bool(recutting)])))
     checkpoints.together(take_over, loaded)
-    if engine.form == "local" and contents.counts:
+    if engine.form.steps_apart and contents.counts:
         engine.agree_on_loss_scale()
     engine.micro_steps_of_step = 0
     engine.zero_grad()  # of other weights
@@ -201,44 +186,38 @@ def _load_rest(engine: Engine, own: StateDict, contents: Contents) -> None:
 
 def _about(engine: Engine) -> StateDict:
     return {
-        "form": engine.form,
-        "optimizer": _name(engine.optimizer),
+        "form": engine.form.name,
+        "optimizer": engine.form.optimizer_name(),
         "sizes": dict(zip(AXES, engine.grid.shape.sizes, strict=True)),
         "stage": engine.config.zero_optimization.stage,
         "train_batch_size": engine.config.train_batch_size,
     }
 
 
-def _name(optimizer: torch.optim.Optimizer) -> str:
-    name = type(dense.stepping(optimizer)).__name__
-    return f"{name} around {type(optimizer.inner).__name__}" if isinstance(optimizer, LocalSteps) else name
-
-
 def _source(engine: Engine, found: Loaded) -> int:
     """The old rank whose own things this one takes over: under local steps one with its part of the model."""
-    if engine.form == "local" and _differs_in_replicas_alone(engine, found.stamp):
+    if engine.form.steps_apart and _differs_in_replicas_alone(engine, found.stamp):
         place, there = engine.grid.coordinates, _shape(found.stamp)
         return there.rank(place | {"replica": place["replica"] % there.size("replica")})
     return engine.grid.world.rank % len(found.own)
 
 
 def _check_stamp(engine: Engine, stamp: Mapping[str, object]) -> None:
-    mine = _about(engine)
+    mine, form = _about(engine), engine.form
     if _shape(stamp).world_size != stamp["world_size"]:
         raise CheckpointError(f"{_shape(stamp)} is no grid of {stamp['world_size']} ranks: the checkpoint is damaged")
-    there, here = _form(stamp), engine.form
-    if there != here and not {there, here} <= set(_ALIKE):
+    there = _form(stamp)
+    if there not in form.same_state | {form.name}:
         raise CheckpointError(
-            f"the checkpoint's form is {there}, this run's is {here}, whose state is another; start it with the same "
-            "stage, onebit.sharding and onebit.local_steps, or take over the weights alone (save_16bit_model, "
+            f"the checkpoint's form is {there}, this run's is {form.name}, whose state is another; start it with the "
+            "same stage, onebit.sharding and onebit.local_steps, or take over the weights alone (save_16bit_model, "
             "import_weights)"
         )
     if stamp.get("optimizer") != mine["optimizer"] and {stamp.get("optimizer"), mine["optimizer"]} != _SAME_STATE:
         raise CheckpointError(f"the checkpoint's optimizer is {stamp.get('optimizer')}, not {mine['optimizer']}")
-    if here in ("inter_node", "local") and not _differs_in_replicas_alone(engine, stamp):
-        what = "sharding across nodes" if here == "inter_node" else "the form local"
+    if form.fixed_cut and not _differs_in_replicas_alone(engine, stamp):
         raise CheckpointError(
-            f"the checkpoint is of a grid of {_shape(stamp)}, this run's is {engine.grid.shape}; {what} "
+            f"the checkpoint is of a grid of {_shape(stamp)}, this run's is {engine.grid.shape}; {form.fixed_cut} "
             "takes over the state of another number of replicas alone: start it with the other sizes as they were, or "
             "take over the weights alone (save_16bit_model, import_weights)"
         )
@@ -270,23 +249,19 @@ def _is_same_cut(engine: Engine, found: Loaded) -> bool:
     there = _shape(found.stamp)
     outline = cast(StateDict, found.own.outline(there.rank(engine.grid.coordinates | {"replica": 0})))
     if "pieces" not in outline:  # the first files: of one form, with the shards of their grid
-        return _form(found.stamp) == engine.form
+        return _form(found.stamp) == engine.form.name
     return reshard.saved_pieces(outline["pieces"]) == reshard.pieces_of(engine.module, engine.optimizer)
 
 
 def _state(engine: Engine) -> tuple[dict[str, Tensor], StateDict]:
     """(what all ranks hold together, by name; the rest of the optimizer's state, each rank's own)."""
     model = _weights(engine)
-    if isinstance(engine.optimizer, LocalSteps):
-        return model, local.state_of(engine.module, engine.optimizer)
-    if not engine.shares_state:
-        return model, dense.own_state(engine.optimizer)
-    tensors, rest = dense.state_of(engine.module, engine.optimizer)
+    tensors, rest = engine.form.state()
     return model | {f"optimizer.{name}": x for name, x in tensors.items()}, rest
 
 
 def _weights(engine: Engine) -> dict[str, Tensor]:
-    masters = dense.masters_of(engine.module, engine.optimizer)
+    masters = engine.form.masters()
     return {f"model.{name}": masters.get(name, x) for name, x in engine.module.state_dict().items()}
 
 
@@ -299,15 +274,7 @@ def _load_own(engine: Engine, loaded: Loaded) -> None:
     """This rank's own state, or, of another number of replicas, those of all ranks with its part of the model."""
     place, there = engine.grid.coordinates, _shape(loaded.stamp)
     ranks = there.along("replica", there.rank(place | {"replica": 0}))
-    states = _States(loaded, ranks)
-    if isinstance(engine.optimizer, LocalSteps):
-        local.load_states(engine.module, engine.optimizer, states)
-    elif len(states) == engine.grid.shape.size("replica"):
-        engine.optimizer.load_state_dict(states[place["replica"]])
-    elif engine.form == "dense":
-        engine.optimizer.load_state_dict(states[0])  # the same in all replicas
-    else:
-        engine.optimizer.load_state_dicts(states)  # type: ignore[attr-defined]
+    engine.form.load_own(_States(loaded, ranks))
 
 
 @dataclass(frozen=True)
@@ -372,9 +339,7 @@ def _load_recut(engine: Engine, loaded: Loaded, recutting: _Recutting) -> None:
         )
 
 
-def _shared_state(
-    engine: Engine, loaded: Loaded, tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, object]]:
+def _shared_state(loaded: Loaded, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, object]]:
     """A dense optimizer's state as the checkpoint has it: (tensors by name, the rest of all layers' ranks)."""
     named = {k.removeprefix("optimizer."): x for k, x in tensors.items() if k.startswith("optimizer.")}
     rest: dict[str, object] = {}

@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from ...comm.messages import gather_texts
-from ...local.local_steps import LocalSteps
 from ..comm import get_local_rank
 from ..config.reader import nearest, write_block
 from ..config.sections import OffloadOptimizer, OffloadParam
@@ -34,7 +33,6 @@ from ..data_efficiency.token_dropping import TokenDropping
 from ..engine import Engine, every_rank
 from ..parallel import fsdp
 from ..pipeline.run import Batch
-from ..sharded.optimizer import ShardedOnebitOptimizer
 from .names import ENGINE, REFUSED, SWITCHED_OFF, why_not
 
 log = logging.getLogger(__name__)
@@ -369,8 +367,7 @@ class DeepSpeedEngine(Engine):
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """What is computed in, and what gradients are summed in."""
-        summed = self.config.dtype if self.form == "inter_node" else torch.float32
-        return self.config.dtype, summed
+        return self.config.dtype, self.form.sum_dtype(self.config)
 
     def loss_scale(self) -> float:
         """The configuration's: 0 for a dynamic one, which is engine.fp16_scale.value now."""
@@ -565,8 +562,7 @@ class DeepSpeedEngine(Engine):
 
     def adopt_weights(self) -> None:
         """Say that weights were changed outside of step(), alike on all ranks. All ranks."""
-        if isinstance(self.optimizer, ShardedOnebitOptimizer | LocalSteps):
-            self.optimizer.adopt_parameters()
+        self.form.adopt_parameters()
 
     def save_fp16_model(self, save_dir: str, save_filename: str = "model.safetensors") -> bool:
         """As `save_16bit_model`."""

@@ -25,10 +25,9 @@ from ...comm.messages import call_of_all, gather_bytes
 from ...layout.masters import master_of
 from ...model_parallel import local
 from ..checkpoint.reshard import slice_of
-from ..forms import parts_of
 from ..parallel import fsdp
 from ..parallel.dense import like
-from ..sharded.optimizer import ShardedOnebitOptimizer
+from ..pipeline.layers import parts_of
 from .engine import DeepSpeedEngine
 
 log = logging.getLogger(__name__)
@@ -268,7 +267,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
     Raises RuntimeError with any other, whose state is part of what is owed between ranks.
     """
     held = _held(param)
-    if held.engine.form != "dense":
+    if not held.engine.form.has_plain_state:
         raise RuntimeError(
             f"the state of {type(held.engine.optimizer).__name__} is bound up with what ranks owe each other; it is "
             "set by engine.load_checkpoint alone"
@@ -309,10 +308,10 @@ def _state(held: _Held, key: str) -> Tensor:
 
 
 def _refuse_divided(held: _Held, what: str) -> None:
-    if isinstance(held.engine.optimizer, ShardedOnebitOptimizer):
+    if held.engine.form.divides_state:
         raise RuntimeError(
-            f'in the form "inter_node" {what}; save_checkpoint writes them, and engine.module_state_dict() gives the '
-            "replica's weights"
+            f'in the form "{held.engine.form.name}" {what}; save_checkpoint writes them, and '
+            "engine.module_state_dict() gives the replica's weights"
         )
 
 

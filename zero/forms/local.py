@@ -1,4 +1,4 @@
-"""What the engine does around `LocalSteps`: the form "local", its clipping, and its state in a checkpoint.
+"""The form "local": as "dense" inside a replica; between replicas `LocalSteps` exchanges differences, and no gradients.
 
 Between rounds nothing travels between replicas, the engine's own votes included: whether a step is good, its norm and
 its loss scale are settled by the ranks that hold one replica.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import StateDict
 
 from ...comm import Transport, codec_named
@@ -21,118 +22,176 @@ from ...local.state import OURS
 from ...model_parallel import ModelParallelGroup, local
 from ...usage.buffers import persistent_buffers
 from ..config.whole import Config
-from ..grid import Grid, GridShape
+from ..form import Given
+from ..grid import GridShape
 from ..parallel import dense
+from .in_node import InNode, uses_files
 
 _BUFFERS = "engine_buffers"
 
 
-def check(config: Config, shape: GridShape) -> None:
-    """Raise ValueError where this configuration or grid has no place for local steps. No communication."""
-    choice, stage = config.optimizer, config.zero_optimization.stage
-    if choice is not None and choice.is_one_bit:
-        raise ValueError(
-            f"onebit.local_steps is for optimizers that do not exchange by themselves, got {choice.type}; take AdamW, "
-            "or leave local_steps out"
-        )
-    if config.onebit.sharding == "inter_node":
-        raise ValueError(
-            'onebit.sharding is "inter_node", which divides a replica over nodes, and onebit.local_steps lets replicas '
-            "train by themselves; leave one of them out"
-        )
-    if stage > 0 and shape.size("shard") == 1 and shape.size("replica") > 1:
-        raise ValueError(
-            f"onebit.local_steps at stage {stage} shards a replica over the ranks of a node, and a node has one rank; "
-            "use stage 0, or say how many ranks share a node with onebit.ranks_per_node"
-        )
+class Local(InNode):
+    """Replicas take steps by themselves, and meet every so many."""
 
+    name = "local"
+    keys = frozenset({"local_steps", "block", "error_dtype", "check_replicas_every"})
+    sends = "sends differences in onebit.local_steps.codec"
+    fixed_cut = "the form local"
+    steps_apart = True
+    optimizer: LocalSteps
+    _grad_norm: float | None = None
 
-def check_model(model: nn.Module, config: Config) -> None:
-    """Raise TypeError where a few steps would be lost in the rounding of a parameter."""
-    if config.dtype != torch.float32:
-        return  # sharding makes float32 masters
-    for name, p in model.named_parameters():
-        if p.requires_grad and p.dtype != torch.float32:
-            raise TypeError(
-                f"{name} is {p.dtype}, and the configuration computes in float32: the difference of a few local steps "
-                'is lost in its rounding; enable "bf16" or "fp16", whose masters are float32, or pass model.float()'
+    # ---------------------------------------------------------------- before it is made
+
+    @classmethod
+    def fits(cls, config: Config, shape: GridShape) -> bool:
+        if not config.onebit.local_steps.is_on:
+            return False
+        choice, stage = config.optimizer, config.zero_optimization.stage
+        if choice is not None and choice.is_one_bit:
+            raise ValueError(
+                f"onebit.local_steps is for optimizers that do not exchange by themselves, got {choice.type}; take "
+                "AdamW, or leave local_steps out"
             )
+        if config.onebit.sharding == "inter_node":
+            raise ValueError(
+                'onebit.sharding is "inter_node", which divides a replica over nodes, and onebit.local_steps lets '
+                "replicas train by themselves; leave one of them out"
+            )
+        if stage > 0 and shape.size("shard") == 1 and shape.size("replica") > 1:
+            raise ValueError(
+                f"onebit.local_steps at stage {stage} shards a replica over the ranks of a node, and a node has one "
+                "rank; use stage 0, or say how many ranks share a node with onebit.ranks_per_node"
+            )
+        return True
 
+    @classmethod
+    def check(cls, given: Given) -> None:
+        super().check(given)
+        if uses_files(given.config):
+            raise ValueError(
+                "offload_optimizer: local steps keep anchors and differences in memory, beside the optimizer's state; "
+                'use device "cpu", or leave out onebit.local_steps'
+            )
+        if given.config.dtype != torch.float32:
+            return  # sharding makes float32 masters
+        for name, p in given.model.named_parameters():
+            if p.requires_grad and p.dtype != torch.float32:
+                raise TypeError(
+                    f"{name} is {p.dtype}, and the configuration computes in float32: the difference of a few local "
+                    'steps is lost in its rounding; enable "bf16" or "fp16", whose masters are float32, or pass '
+                    "model.float()"
+                )
 
-def around(
-    inner: torch.optim.Optimizer, config: Config, grid: Grid, model: nn.Module, held: ModelParallelGroup
-) -> LocalSteps:
-    """Local steps of this optimizer, between replicas. All ranks. held: the ranks that hold this replica."""
-    ours, asked = config.onebit, config.onebit.local_steps
-    return LocalSteps(
-        inner,
-        asked.interval(),
-        start_steps=asked.start_steps,
-        start_every=asked.start_every,
-        outer_lr=asked.outer_lr,
-        outer_momentum=asked.outer_momentum,
-        error_decay=asked.error_decay,
-        codec=codec_named(asked.codec, ours.block),
-        fragments=asked.fragments,
-        delay=asked.delay,
-        correction_steps=asked.correction_steps,
-        model=model,
-        transport=_transport(grid, is_alone=asked.delay > 0),
-        model_parallel_group=held,
-        bucket_cap_mb=ours.bucket_cap_mb,
-        error_dtype=torch.bfloat16 if ours.error_dtype == "bf16" else torch.float32,
-        check_replicas_every=ours.check_replicas_every,
-        max_consecutive_skips=ours.max_consecutive_skips,
-    )
+    @classmethod
+    def without_effect(cls, config: Config, shape: GridShape) -> list[str]:
+        lines = super().without_effect(config, shape)
+        if not config.zero_optimization.overlap_comm:
+            lines.append(f"zero_optimization.overlap_comm: false has no effect in the form {cls.name!r}")
+        return lines
 
+    @classmethod
+    def make_optimizer(cls, given: Given, held: ModelParallelGroup) -> LocalSteps:
+        inner = super().make_optimizer(given, held)
+        grid, ours, asked = given.grid, given.config.onebit, given.config.onebit.local_steps
+        # A round that stays under way must not meet other messages: it has a process group to itself.
+        between = grid.transport if asked.delay == 0 else grid.world.split(grid.shape.along("replica", grid.world.rank))
+        return LocalSteps(
+            inner,
+            asked.interval(),
+            start_steps=asked.start_steps,
+            start_every=asked.start_every,
+            outer_lr=asked.outer_lr,
+            outer_momentum=asked.outer_momentum,
+            error_decay=asked.error_decay,
+            codec=codec_named(asked.codec, ours.block),
+            fragments=asked.fragments,
+            delay=asked.delay,
+            correction_steps=asked.correction_steps,
+            model=given.model,
+            transport=between,
+            model_parallel_group=held,
+            bucket_cap_mb=ours.bucket_cap_mb,
+            error_dtype=torch.bfloat16 if ours.error_dtype == "bf16" else torch.float32,
+            check_replicas_every=ours.check_replicas_every,
+            max_consecutive_skips=ours.max_consecutive_skips,
+        )
 
-def _transport(grid: Grid, *, is_alone: bool) -> Transport:
-    """Between replicas. is_alone: of its own process group, as what is under way must not meet other messages."""
-    if not is_alone:
-        return grid.transport
-    return grid.world.split(grid.shape.along("replica", grid.world.rank))
+    # ---------------------------------------------------------------- a step
 
+    def set_grad_scale(self, scale: float) -> None:
+        """Without a loss scale local steps rest until the next round after a gradient that is not finite."""
+        if self.config.fp16.enabled:
+            super().set_grad_scale(scale)
 
-def clip(optimizer: LocalSteps, scale: float, max_norm: float) -> float | None:
-    """Clip this replica's gradients by their norm over all its ranks: the norm, without loss scale. Its ranks alike.
+    def step(self, number: int, scale: float) -> bool:
+        before = self.optimizer.stats.skipped_steps
+        self._grad_norm = self._clip(scale, self.config.gradient_clipping)
+        self.optimizer.step()
+        return self.optimizer.stats.skipped_steps > before
 
-    None without clipping, and where the norm is not finite: then gradients become NaN, and `step` leaves them out.
-    """
-    if max_norm <= 0:
-        return None
-    with_grad = [p for p in dense.parameters(optimizer) if p.grad is not None]
-    grads = [local(cast(Tensor, p.grad)) for p in with_grad]
-    norm = dense.global_norm(with_grad, grads, optimizer.model_parallel_group) / scale
-    if grads:
-        factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
-        torch._foreach_mul_(grads, factor)
-    return norm if math.isfinite(norm) else None
+    def _clip(self, scale: float, max_norm: float) -> float | None:
+        """Clip this replica's gradients by their norm over all its ranks: the norm, without loss scale.
 
+        None without clipping, and if the norm is not finite: then gradients become NaN, and `step` leaves them out.
+        """
+        if max_norm <= 0:
+            return None
+        with_grad = [p for p in dense.parameters(self.optimizer) if p.grad is not None]
+        grads = [local(cast(Tensor, p.grad)) for p in with_grad]
+        norm = dense.global_norm(with_grad, grads, self.optimizer.model_parallel_group) / scale
+        if grads:
+            factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
+            torch._foreach_mul_(grads, factor)
+        return norm if math.isfinite(norm) else None
 
-# ---------------------------------------------------------------- checkpoints
+    @property
+    def grad_norm(self) -> float | None:
+        return self._grad_norm
 
+    @property
+    def peers(self) -> Transport:
+        return self.model_parallel_group.whole
 
-def state_of(module: nn.Module, optimizer: LocalSteps) -> StateDict:
-    """This rank's own: tensors are its local elements, and stay as they are while the parameters show the anchors."""
-    state = optimizer.state_dict()
-    entries = {number: {name: _held(x) for name, x in entry.items()} for number, entry in state["state"].items()}
-    record = dict(state["onebit"])
-    if "parameters" in record:
-        record["parameters"] = [p.clone() for p in record["parameters"]]
-    buffers = {name: local(buffer).detach().clone() for name, buffer in persistent_buffers(module)}
-    return {**state, "state": entries, "onebit": record, _BUFFERS: buffers}
+    # ---------------------------------------------------------------- weights and checkpoints
 
+    def adopt_parameters(self) -> None:
+        self.optimizer.adopt_parameters()
 
-def load_states(module: nn.Module, optimizer: LocalSteps, states: Sequence[StateDict]) -> None:
-    """Go on from what the ranks with this part of the model saved, in order. Of as many ranks: to the bit."""
-    if len(states) != optimizer.transport.world_size:
-        optimizer.load_state_dicts(_Sharded(optimizer, states))
-        return
-    state = states[optimizer.transport.rank]
-    optimizer.load_state_dict(_sharded(optimizer, state))
-    with torch.no_grad():
-        for name, buffer in persistent_buffers(module):
-            local(buffer).copy_(state[_BUFFERS][name])
+    def shown(self) -> AbstractContextManager[None]:
+        """Between rounds the anchors."""
+        return self.optimizer.anchors()
+
+    def close(self) -> None:
+        if self.optimizer.transport is not self.grid.transport:
+            self.optimizer.transport.close()
+
+    def optimizer_name(self) -> str:
+        return f"{super().optimizer_name()} around {type(self.optimizer.inner).__name__}"
+
+    def state(self) -> tuple[dict[str, Tensor], StateDict]:
+        """Tensors are this rank's local elements, and stay as they are while the parameters show the anchors."""
+        state = self.optimizer.state_dict()
+        entries = {
+            number: {name: local(x) if isinstance(x, Tensor) else x for name, x in entry.items()}
+            for number, entry in state["state"].items()
+        }
+        record = dict(state["onebit"])
+        if "parameters" in record:
+            record["parameters"] = [p.clone() for p in record["parameters"]]
+        buffers = {name: local(buffer).detach().clone() for name, buffer in persistent_buffers(self.module)}
+        return {}, {**state, "state": entries, "onebit": record, _BUFFERS: buffers}
+
+    def load_own(self, states: Sequence[StateDict]) -> None:
+        optimizer = self.optimizer
+        if len(states) != optimizer.transport.world_size:
+            optimizer.load_state_dicts(_Sharded(optimizer, states))
+            return
+        state = states[optimizer.transport.rank]
+        optimizer.load_state_dict(_sharded(optimizer, state))
+        with torch.no_grad():
+            for name, buffer in persistent_buffers(self.module):
+                local(buffer).copy_(state[_BUFFERS][name])
 
 
 @dataclass(frozen=True)
@@ -150,7 +209,7 @@ class _Sharded(Sequence[StateDict]):
 
 
 def _sharded(optimizer: LocalSteps, state: StateDict) -> StateDict:
-    """What `state_of` gave, with the inner optimizer's tensors as DTensors where the parameters are."""
+    """What `Local.state` gave, with the inner optimizer's tensors as DTensors where the parameters are."""
     state = {name: value for name, value in state.items() if name != _BUFFERS}
     if not dense.has_sharded_state(optimizer.inner):
         return state
@@ -162,7 +221,3 @@ def _sharded(optimizer: LocalSteps, state: StateDict) -> StateDict:
             for name, x in entry.items()
         }
     return {**state, "state": {number: entry for number, entry in entries.items() if entry}}
-
-
-def _held(x: Any) -> Any:
-    return local(x) if isinstance(x, Tensor) else x

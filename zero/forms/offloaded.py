@@ -1,4 +1,4 @@
-"""Parameters of an engine in files: `offload_param` with device nvme, for a dense optimizer.
+"""Parameters in files: `offload_param` with device nvme, for a dense optimizer. In checkpoints it is "dense".
 
 `Offload` in mode full takes the place of FSDP2: parameters are plain, come module by module from a file, and their
 gradients leave for it. Several ranks are replicas: each has files of all of it, and a step averages gradients first.
@@ -7,83 +7,116 @@ What is cut along layers or stages, or one-bit, is FSDP2's, in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
-from torch.optim.optimizer import ParamsT
+from torch import Tensor
+from torch.optim.optimizer import ParamsT, StateDict
 
+from ...layout.masters import NAME as MASTER
 from ..config.whole import Config
-from ..grid import Grid, GridShape
+from ..form import Form, Given, pins
+from ..grid import GridShape
 from ..offload.optimizer import Offload
+from ..parallel import dense
+from .dense import Dense
 
 
-def is_asked_for(config: Config, shape: GridShape, form: str) -> bool:
-    """Whether parameters lie in files."""
-    is_whole = shape.size("pipe") == shape.size("tensor") == 1
-    return config.zero_optimization.offload_param.device == "nvme" and form == "dense" and is_whole
+class Offloaded(Dense):
+    """Each rank has files of all parameters, gradients and state."""
 
+    optimizer: Offload
 
-def check(config: Config) -> None:
-    """Raise ValueError where they cannot lie there as the configuration says."""
-    state, params = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
-    if not params.nvme_path:
-        raise ValueError('offload_param: device "nvme" needs nvme_path, a folder on a local disk')
-    if state.device == "nvme" and state.nvme_path != params.nvme_path:
-        raise ValueError(
-            f"offload_param.nvme_path is {params.nvme_path}, offload_optimizer's is {state.nvme_path}: parameters, "
-            "gradients and state lie in one folder; name it in both, or leave offload_optimizer out"
+    @classmethod
+    def fits(cls, config: Config, shape: GridShape) -> bool:
+        is_whole = shape.size("pipe") == shape.size("tensor") == 1
+        return config.zero_optimization.offload_param.device == "nvme" and is_whole and super().fits(config, shape)
+
+    @classmethod
+    def check(cls, given: Given) -> None:
+        super().check(given)
+        zero = given.config.zero_optimization
+        state, params = zero.offload_optimizer, zero.offload_param
+        if not params.nvme_path:
+            raise ValueError('offload_param: device "nvme" needs nvme_path, a folder on a local disk')
+        if state.device == "nvme" and state.nvme_path != params.nvme_path:
+            raise ValueError(
+                f"offload_param.nvme_path is {params.nvme_path}, offload_optimizer's is {state.nvme_path}: parameters, "
+                "gradients and state lie in one folder; name it in both, or leave offload_optimizer out"
+            )
+        if given.config.fp16.enabled:
+            raise ValueError(
+                'offload_param: device "nvme" takes gradients away as they come, and float16 needs them for its loss '
+                'scale; enable "bf16" in place of "fp16"'
+            )
+
+    @classmethod
+    def params_in_files(cls, config: Config, shape: GridShape) -> list[str]:
+        lines = []
+        if config.zero_optimization.offload_optimizer.device == "cpu":
+            lines.append(
+                "offload_optimizer.device cpu: state lies in files of offload_param.nvme_path, with the parameters"
+            )
+        if shape.world_size > 1:
+            lines.append("zero_optimization.stage: each rank has files of all parameters and state; nothing is sharded")
+        return lines
+
+    @classmethod
+    def build(cls, given: Given) -> Form:
+        """Gradients add up in float32, and masters keep the values from before the cast, as under FSDP2."""
+        config, grid, held = given.config, given.grid, given.grid.model_parallel_group
+        params = config.zero_optimization.offload_param
+
+        def make(params: ParamsT) -> torch.optim.Optimizer:
+            return given.optimizer(held)(given.groups(given.model))
+
+        optimizer = Offload(
+            given.model,
+            make,
+            "full",
+            params.nvme_path or "",
+            buffer_count=params.buffer_count,
+            max_grad_norm=config.gradient_clipping,
+            pin_memory=pins(config),
+            rank=grid.world.rank,
+            grad_dtype=torch.float32,
+            transport=grid.world,
+            device=grid.device,
+            dtype=config.dtype,
+            fill=None if given.fill is None else partial(given.fill, transport=grid.world, device=grid.device),
         )
-    if config.fp16.enabled:
-        raise ValueError(
-            'offload_param: device "nvme" takes gradients away as they come, and float16 needs them for its loss '
-            'scale; enable "bf16" in place of "fp16"'
-        )
+        return cls(given, optimizer, None, held)
 
-
-def build(
-    config: Config,
-    grid: Grid,
-    model: nn.Module,
-    make: Callable[[ParamsT], torch.optim.Optimizer],
-    fill: Callable[..., object] | None,
-) -> Offload:
-    """The model's parameters in files, and their optimizer. fill: see `forms.build`.
-
-    Gradients add up in float32, and masters keep the values from before the cast, as under FSDP2.
-    """
-    zero = config.zero_optimization
-    offloads = [block for block in (zero.offload_optimizer, zero.offload_param) if block.device != "none"]
-    return Offload(
-        model,
-        make,
-        "full",
-        zero.offload_param.nvme_path or "",
-        buffer_count=zero.offload_param.buffer_count,
-        max_grad_norm=config.gradient_clipping,
-        pin_memory=all(block.pin_memory for block in offloads),
-        rank=grid.world.rank,
-        grad_dtype=torch.float32,
-        transport=grid.world,
-        device=grid.device,
-        dtype=config.dtype,
-        fill=None if fill is None else partial(fill, transport=grid.world, device=grid.device),
-    )
-
-
-def without_effect(config: Config, shape: GridShape, form: str) -> list[str]:
-    """Of the two blocks, what is done in another way; one line each."""
-    zero = config.zero_optimization
-    if zero.offload_param.device != "nvme":
+    def averaged(self) -> list[Tensor]:
+        """None: gradients are where the parameters are, and `Offload` averages them."""
         return []
-    if not is_asked_for(config, shape, form):
-        return ["offload_param.device nvme: the parameters' shards lie in host memory, as with cpu"]
-    lines = []
-    if zero.offload_optimizer.device == "cpu":
-        lines.append(
-            "offload_optimizer.device cpu: state lies in files of offload_param.nvme_path, with the parameters"
-        )
-    if shape.world_size > 1:
-        lines.append("zero_optimization.stage: each rank has files of all parameters and state; nothing is sharded")
-    return lines
+
+    def step(self, number: int, scale: float) -> bool:
+        """`Offload` averages, looks at the gradients, clips, and skips."""
+        stats, world = self.optimizer.stats, self.grid.world
+        before, waited_s = stats.skipped_steps, stats.network_s
+        dense.said_in_step(self.optimizer, world, number, b"")
+        self.optimizer.step()
+        self.comm_ms = 1e3 * (stats.network_s - waited_s)
+        self._grad_norm = stats.grad_norm if self.config.gradient_clipping > 0 else None
+        is_skipped = stats.skipped_steps > before
+        self._skips.observe(is_skipped, [], world)
+        return is_skipped
+
+    def weights_were_loaded(self) -> None:
+        self.optimizer.round_masters()
+
+    def masters(self) -> dict[str, Tensor]:
+        """In checkpoints they are the model's weights."""
+        masters = {p: entry[MASTER] for p, entry in self.optimizer.state.items() if MASTER in entry}
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: masters[p] for name, p in named if p in masters}
+
+    def state(self) -> tuple[dict[str, Tensor], StateDict]:
+        if self.shares_state:
+            self.optimizer.begin_state()  # torch would do so by a step, of gradients as large as the model
+            return super().state()
+        found: dict[str, Any] = self.optimizer.state_dict()
+        entries = found["state"].items()
+        return {}, found | {"state": {k: {n: x for n, x in entry.items() if n != MASTER} for k, entry in entries}}

@@ -1,32 +1,23 @@
-"""What the engine does around a dense optimizer (Adam, AdamW, Lamb): the vote on overflow, clipping, its state.
+"""What is done around a dense optimizer (Adam, AdamW, Lamb): the vote on overflow, clipping by the global norm.
 
 Its gradients come averaged, inside the node by FSDP2 and between nodes by `onebit.dense`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.optim.optimizer import StateDict
 
 from ...agreement.step_vote import Header, Summary, check_summaries
 from ...comm import Transport
 from ...comm.messages import gather_bytes
 from ...lamb import Lamb, norms
-from ...layout.masters import NAME as MASTER
 from ...model_parallel import ModelParallelGroup, local
 from ...step.clip import LARGEST_GRADIENT, bad_gradients
 from ..offload.optimizer import Offload
-
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -131,50 +122,3 @@ def has_sharded_state(optimizer: torch.optim.Optimizer) -> bool:
 def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer that takes the steps, where another keeps its state elsewhere."""
     return optimizer.inner if isinstance(optimizer, Offload) else optimizer
-
-
-def stores_parameters(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the parameters lie with the optimizer's state, and come module by module."""
-    return isinstance(optimizer, Offload) and optimizer.mode == "full"
-
-
-def masters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """By all names of their parameters, where the model has rounded ones: in checkpoints they are its weights."""
-    if not stores_parameters(optimizer):
-        return {}
-    masters = {p: entry[MASTER] for p, entry in optimizer.state.items() if MASTER in entry}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: masters[p] for name, p in named if p in masters}
-
-
-def own_state(optimizer: torch.optim.Optimizer) -> StateDict:
-    """A rank's own, without masters that a checkpoint has as weights."""
-    found = optimizer.state_dict()
-    if stores_parameters(optimizer):
-        entries = found["state"].items()
-        found["state"] = {k: {name: x for name, x in entry.items() if name != MASTER} for k, entry in entries}
-    return found
-
-
-def _master_of(name: str) -> str:
-    return f"state.{name}.{MASTER}"
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], StateDict]:
-    """(tensors by name, sharded as the parameters are; everything else). Loads into any other sharding."""
-    if stores_parameters(optimizer):
-        cast(Offload, optimizer).begin_state()  # torch would do so by a step, of gradients as large as the model
-    flat: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
-    masters = {_master_of(name) for name in masters_of(model, optimizer)}
-    tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor) and name not in masters}
-    flat = {name: x for name, x in flat.items() if name not in masters}
-    return tensors, {name: x for name, x in flat.items() if name not in tensors}
-
-
-def load_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], rest: Mapping[str, object]
-) -> None:
-    """Take back what `state_of` gave, and a checkpoint has filled."""
-    masters = {_master_of(name): x for name, x in masters_of(model, optimizer).items()}
-    flat: dict[str, Any] = {**rest, **tensors, **masters}
-    set_optimizer_state_dict(model, optimizer, flat, options=_FLAT)

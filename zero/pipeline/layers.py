@@ -115,6 +115,11 @@ class Stages(nn.Module):
         return super().train(mode)
 
 
+def parts_of(model: nn.Module) -> Sequence[nn.Module]:
+    """What FSDP2 takes as a root each: a rank's pipeline stages, or the model."""
+    return model.parts if isinstance(model, Stages) else (model,)
+
+
 def _run(calls: Sequence[Call], *inputs: object) -> object:
     value: object = inputs
     for call in calls:

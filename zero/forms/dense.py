@@ -1,0 +1,165 @@
+"""The form "dense": Adam, AdamW, LaProp, Lamb, and optimizers that were handed over, under FSDP2 or as they are.
+
+Gradients are averaged in float32, inside a node by FSDP2 and between replicas by `onebit.dense`. Here are the vote on
+overflow, clipping, and a state that loads into any other sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim.optimizer import StateDict
+
+from ...agreement.skips import SkipLimit
+from ...dense import DenseAverager
+from ...layout.masters import NAME as MASTER
+from ...layout.masters import is_low
+from ...model_parallel import ModelParallelGroup
+from ..config.whole import Config
+from ..form import Given, choice_of
+from ..grid import GridShape
+from ..offload.optimizer import Offload
+from ..parallel import dense
+from .in_node import InNode, uses_files
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Dense(InNode):
+    """Gradients are averaged in front of an optimizer that does not exchange."""
+
+    name = "dense"
+    sends = "averages gradients in float32"
+    sends_dtype = "fp32"
+    averages_gradients = True
+    has_plain_state = True
+
+    def __init__(
+        self,
+        given: Given,
+        optimizer: torch.optim.Optimizer,
+        stage: int | None = None,
+        held: ModelParallelGroup | None = None,
+    ):
+        super().__init__(given, optimizer, stage, held)
+        self._averager = DenseAverager(self.averaged(), self.grid.transport, self.config.onebit.bucket_cap_mb)
+        self._skips = SkipLimit(self.config.onebit.max_consecutive_skips)
+        self._grad_norm: float | None = None
+
+    @classmethod
+    def fits(cls, config: Config, shape: GridShape) -> bool:
+        return config.optimizer is None or not config.optimizer.is_one_bit
+
+    @classmethod
+    def check(cls, given: Given) -> None:
+        super().check(given)
+        config = given.config
+        if given.make is not None or config.dtype != torch.float32 or choice_of(config).type not in ("Adam", "AdamW"):
+            return
+        # torch's own optimizer would round each step into parameters of less than float32.
+        if low := next((name for name, p in given.model.named_parameters() if p.requires_grad and is_low(p)), None):
+            dtype, kind = given.model.get_parameter(low).dtype, choice_of(config).type
+            raise ValueError(
+                f"rank {given.grid.world.rank}: {low} is {dtype}, the configuration computes in float32, and "
+                f"torch's {kind} keeps no float32 masters, so that small updates would be lost: enable "
+                '"bf16" or "fp16", or cast the model with model.float()'
+            )
+
+    @classmethod
+    def without_effect(cls, config: Config, shape: GridShape) -> list[str]:
+        lines = super().without_effect(config, shape)
+        if not config.zero_optimization.overlap_comm:
+            lines.append(f"zero_optimization.overlap_comm: false has no effect in the form {cls.name!r}")
+        return lines
+
+    @classmethod
+    def steps_in_two_memories(cls, config: Config) -> bool:
+        return config.optimizer is None or config.optimizer.type != "Lamb"
+
+    @classmethod
+    def make_optimizer(cls, given: Given, held: ModelParallelGroup) -> torch.optim.Optimizer:
+        make, params = given.optimizer(held), given.groups(given.model)
+        if not uses_files(given.config):
+            return make(params)
+        # Its state lies in files: each rank's own, of its own shards.
+        block = given.config.zero_optimization.offload_optimizer
+        return Offload(
+            params,
+            make,
+            "state",
+            block.nvme_path or "",
+            buffer_count=block.buffer_count,
+            pin_memory=block.pin_memory,
+            rank=given.grid.world.rank,
+        )
+
+    def averaged(self) -> list[Tensor]:
+        """The parameters whose gradients are averaged between replicas here."""
+        return dense.parameters(self.optimizer)
+
+    # ---------------------------------------------------------------- a step
+
+    def set_grad_scale(self, scale: float) -> None:
+        """Not the optimizer's: `step` takes the scale out."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._averager.no_sync()
+
+    def step(self, number: int, scale: float) -> bool:
+        self.comm_ms, world = self._averager.finish(), self.grid.world
+        is_finite, self._grad_norm = dense.prepare(
+            self.optimizer, world, self.model_parallel_group, number, scale, self.config.gradient_clipping
+        )
+        bad = []
+        if is_finite:
+            self.optimizer.step()
+        else:
+            # Gradients were averaged before: what is bad is so on all ranks.
+            bad = dense.bad_in(self.module)
+            self._skips.tell(world.rank, number, bad if world.rank == 0 else [], "all ranks skip the step")
+        self._skips.observe(not is_finite, bad, world)
+        return not is_finite
+
+    @property
+    def grad_norm(self) -> float | None:
+        return self._grad_norm
+
+    def close(self) -> None:
+        if isinstance(self.optimizer, Offload):
+            self.optimizer.close(bring_back=False)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    @property
+    def shares_state(self) -> bool:
+        return dense.has_sharded_state(self.optimizer)
+
+    def state(self) -> tuple[dict[str, Tensor], StateDict]:
+        if not self.shares_state:
+            return super().state()
+        flat: dict[str, Any] = get_optimizer_state_dict(self.module, self.optimizer, options=_FLAT)
+        flat = {name: x for name, x in flat.items() if name not in self._flat_masters()}
+        tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor)}
+        return tensors, {name: x for name, x in flat.items() if name not in tensors}
+
+    def load_shared(self, tensors: dict[str, Tensor], rest: dict[str, object]) -> None:
+        flat: dict[str, Any] = {**rest, **tensors, **self._flat_masters()}
+        set_optimizer_state_dict(self.module, self.optimizer, flat, options=_FLAT)
+
+    def _flat_masters(self) -> dict[str, Tensor]:
+        """By their names in torch's flat state dict."""
+        return {f"state.{name}.{MASTER}": x for name, x in self.masters().items()}
+
+    def load_own(self, states: Sequence[StateDict]) -> None:
+        is_same = len(states) == self.grid.shape.size("replica")
+        # The same in all replicas.
+        self.optimizer.load_state_dict(states[self.grid.coordinates["replica"] if is_same else 0])

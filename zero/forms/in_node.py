@@ -1,0 +1,116 @@
+"""The model as it is, or under FSDP2 over the ranks of a node, and an optimizer of this rank's shards.
+
+What most forms are built on. Masters are float32, computing is in the configuration's dtype; between nodes each form
+has its own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...model_parallel import ModelParallelGroup
+from ..config.whole import Config
+from ..form import Form, Given, is_plain, offloads, pins
+from ..grid import Grid, GridShape
+from ..parallel import fsdp, tensor
+from ..pipeline.layers import Stage, parts_of
+
+
+class InNode(Form):
+    """A form in which nodes hold replicas."""
+
+    @classmethod
+    def build(cls, given: Given) -> Form:
+        config, grid, model = given.config, given.grid, given.model
+        if given.tensor_plan is not None:
+            tensor.parallelize(model, grid, given.tensor_plan, is_stage=given.ties is not None)
+        stage = None if is_plain(config) else max(config.zero_optimization.stage, 1)
+        on_host = cls.share_on_host(config)
+        if stage is not None:
+            low = None if config.dtype == torch.float32 else config.dtype
+            options: dict[str, Any] = {"offload": on_host > 0.0, "ratio": on_host, "pin_memory": pins(config)}
+            for part in parts_of(model):
+                blocks = part.blocks() if isinstance(part, Stage) else None
+                fsdp.shard(part, grid, stage, dtype=low, blocks=blocks, **options)
+        if given.fill is not None:
+            fill(given.fill, grid, model, on_host)
+        held = grid.model_parallel_group
+        if given.ties is not None:
+            held = replace(held, tied=given.ties.holders())
+        optimizer = cls.make_optimizer(given, held)
+        if stage is not None:
+            patch_zero_grad(optimizer, model)
+        return cls(given, optimizer, stage, held)
+
+    @classmethod
+    def make_optimizer(cls, given: Given, held: ModelParallelGroup) -> torch.optim.Optimizer:
+        """Of the sharded model. held: the ranks that hold this replica."""
+        return given.optimizer(held)(given.groups(given.model))
+
+    @classmethod
+    def without_effect(cls, config: Config, shape: GridShape) -> list[str]:
+        lines, zero = super().without_effect(config, shape), config.zero_optimization
+        if zero.offload_param.device == "nvme":
+            lines += cls.params_in_files(config, shape)
+        if zero.offload_optimizer.ratio != 1.0 and offloads(config) and (why := cls.why_all_on_host(config)):
+            lines.append(f"offload_optimizer.ratio has no effect: {why}")
+        return lines
+
+    @classmethod
+    def params_in_files(cls, config: Config, shape: GridShape) -> list[str]:
+        """If offload_param asks for files: what is done in another way, one line each."""
+        return ["offload_param.device nvme: the parameters' shards lie in host memory, as with cpu"]
+
+    @classmethod
+    def share_on_host(cls, config: Config) -> float:
+        """Of the shards' elements, which FSDP2 offloads and the optimizer steps in host memory."""
+        if not offloads(config):
+            return 0.0
+        return 1.0 if cls.why_all_on_host(config) else config.zero_optimization.offload_optimizer.ratio
+
+    @classmethod
+    def why_all_on_host(cls, config: Config) -> str:
+        """Whatever the ratio is; empty if it has its effect."""
+        zero = config.zero_optimization
+        if zero.offload_param.device != "none":
+            return "offload_param keeps all shards in host memory, and they are the masters"
+        if uses_files(config):
+            return "files have the state of all shards"
+        if not cls.steps_in_two_memories(config):
+            return "the optimizer steps all shards in one memory; Adam, AdamW and LaProp step each where it is"
+        return ""
+
+    @classmethod
+    def steps_in_two_memories(cls, config: Config) -> bool:
+        """Whether the optimizer steps some shards on the device and others in host memory."""
+        return False
+
+
+def uses_files(config: Config) -> bool:
+    """Whether the optimizer's state is asked for in files."""
+    return config.zero_optimization.offload_optimizer.device == "nvme"
+
+
+def fill(values: Callable[..., object], grid: Grid, model: nn.Module, on_host: float) -> None:
+    """Values for what this rank holds; what was the same in files is the same on all ranks."""
+    values(model, transport=grid.world, device=torch.device("cpu") if on_host > 0.0 else grid.device)
+    if 0.0 < on_host < 1.0:
+        for part in parts_of(model):
+            fsdp.bring_near(part, grid.device)
+
+
+def patch_zero_grad(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """optimizer.zero_grad() drops what FSDP2 has not reduced as well: at stage 1 all but the last micro-batch."""
+    its_own = optimizer.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        its_own(set_to_none)
+        for part in parts_of(model):
+            fsdp.drop_unreduced(part)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

@@ -1,0 +1,65 @@
+"""The form "replicated": stage 0 in float32. The model as it is; a one-bit optimizer sends buckets during backward.
+
+`OneBit` is the step of all three one-bit forms: the optimizer exchanges, votes, clips and skips by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...comm.messages import gather_bytes
+from ...model_parallel import ModelParallelGroup
+from ...optimizer import CompressedOptimizer
+from ..config.whole import Config
+from ..form import Form, Given
+from ..grid import GridShape
+from ..offload.mapped import map_state
+from .in_node import InNode, uses_files
+
+
+class OneBit(Form):
+    """A form whose optimizer does the data-parallel traffic."""
+
+    optimizer: Any  # whose stats tell what the step did
+    keys = frozenset(
+        {
+            "codec", "warmup_codec", "compression", "error_dtype", "block", "variance_floor", "check_replicas_every",
+            "delay",
+        }
+    )  # fmt: skip
+
+    def step(self, number: int, scale: float) -> bool:
+        before = self.optimizer.stats.skipped_steps
+        self.optimizer.step()
+        is_skipped = bool(self.optimizer.stats.skipped_steps > before)
+        if self.config.fp16.enabled:
+            # In a local step of 0/1 Adam a replica drops its own gradients and says nothing: the scale must not differ.
+            is_skipped = any(said != b"\0" for said in gather_bytes(self.grid.world, bytes([is_skipped])))
+        return is_skipped
+
+    @property
+    def grad_norm(self) -> float | None:
+        norm: float | None = self.optimizer.stats.grad_norm
+        return norm
+
+
+class Replicated(OneBit, InNode):
+    """Every rank holds all of the model."""
+
+    name = "replicated"
+    same_state = frozenset({"intra_node"})
+
+    @classmethod
+    def fits(cls, config: Config, shape: GridShape) -> bool:
+        return config.zero_optimization.stage == 0 and config.dtype == torch.float32
+
+    @classmethod
+    def make_optimizer(cls, given: Given, held: ModelParallelGroup) -> torch.optim.Optimizer:
+        config = given.config
+        made = given.optimizer(held, **config.optimizer_options())(given.groups(given.model))
+        if uses_files(config):
+            assert isinstance(made, CompressedOptimizer)
+            map_state(made, config.zero_optimization.offload_optimizer.nvme_path or "", given.grid.world.rank)
+        return made
