@@ -33,10 +33,8 @@ from ..usage.graphs import outside_graphs
 from .checkpoint import engine_state, tags
 from .checkpoint.files import Checkpoints
 from .checkpoint.weights import export_weights
-from .compression.scheduler import scheduler_of
 from .data import Loader, forever
-from .data_efficiency import efficiency
-from .data_efficiency.efficiency import Efficiency
+from .feature import F, Feature
 from .form import Form
 from .guards import Guard
 from .monitor import WallClock, Writer
@@ -68,8 +66,8 @@ class Engine:
 
     global_samples: what all ranks have seen in these. micro_steps_of_step: how many of them the step under way has.
     has_gradients: whether a backward pass waits for its `step`. fp16_scale: the loss scale, 1 but in float16.
-    form: what the model and its optimizer have become. guard: notices what a script does past the engine.
-    compression_scheduler: of a model that `init_compression` has armed; it counts every step, skipped ones included.
+    form: what the model and its optimizer have become. active_features: those that the configuration asks for.
+    guard: notices what a script does past the engine.
 
     A step has `config.gradient_accumulation_steps` micro-batches: call the engine, `backward`, and `step` for each; the
     last one's `step` updates. What is accumulated: the mean over the micro-batches. Gradients travel once per step,
@@ -83,11 +81,11 @@ class Engine:
         loader: Loader | None,
         monitors: Sequence[Writer] = (),
         loss_fn: Loss | None = None,
-        efficiency: Efficiency | None = None,
+        features: Sequence[Feature] = (),
     ):
         self.form, self.module, self.config, self.grid = form, form.module, form.config, form.grid
         self.optimizer, self.stage, self.scheduler, self.loader = form.optimizer, form.stage, scheduler, loader
-        self._loss_fn, self.efficiency = loss_fn, efficiency or Efficiency()
+        self._loss_fn, self.active_features = loss_fn, features
         self._batches: Iterator[pipeline.Batch] | None = None
         self.pipeline: pipeline.Pipeline | None = None
         self.fp16_scale: LossScale = loss_scale(self.config.fp16)
@@ -98,10 +96,9 @@ class Engine:
         self._monitors, self._loss = monitors, torch.zeros((), dtype=torch.float32, device="cpu")
         self._clock = WallClock(self.config.wall_clock_breakdown)
         self._checkpoints: dict[Path, Checkpoints] = {}
-        self.compression_scheduler = scheduler_of(
-            self.module, self.optimizer, self.synchronise, says=self.grid.world.rank == 0
-        )
         self._has_warned_of_no_graph = False
+        for feature in features:
+            feature.begin(self)
         self.guard = Guard(self)
 
     # ---------------------------------------------------------------- a step
@@ -111,7 +108,10 @@ class Engine:
         self._refuse_in_pipeline("a forward pass")
         if self.module.training:
             self.guard.has_run = True
-            named = self._prepared(inputs, named)
+            if self.is_gradient_accumulation_boundary():
+                self._begin_step()
+            for feature in self.active_features:
+                named = dict(feature.inputs(self, inputs, named))
         if self.stage is not None:
             is_last = self.is_gradient_accumulation_boundary() or not self.module.training
             fsdp.begin_micro_batch(self.module, self.stage, is_last=is_last)
@@ -120,15 +120,10 @@ class Engine:
         with self._clock.measure("forward") if self.module.training else nullcontext(), self._naming_peers():
             return self.module(*inputs, **named)
 
-    def _prepared(self, inputs: tuple[object, ...], named: dict[str, object]) -> dict[str, object]:
-        """The named arguments of a micro-batch, for data efficiency."""
-        if self.is_gradient_accumulation_boundary():
-            self._scale_rates()
-        return dict(self.efficiency.prepare(self.module, self.global_steps, inputs, named, self.grid.world.rank))
-
-    def _scale_rates(self) -> None:
-        """As dynamic batching asks, before the step's gradients leave."""
-        self.efficiency.begin_rates(self.optimizer, getattr(self.loader, "lr_scale", 1.0))
+    def _begin_step(self) -> None:
+        """Before the step's gradients leave."""
+        for feature in self.active_features:
+            feature.begin_step(self)
 
     @outside_graphs
     def backward(self, loss: Tensor, *, retain_graph: bool = False, weight: float | None = None) -> Tensor:
@@ -162,7 +157,7 @@ class Engine:
 
     def _stand_in(self) -> None:
         """A backward pass, in which no gradient comes: the ranks that share shards with this one have theirs."""
-        self._scale_rates()
+        self._begin_step()
         fsdp.begin_micro_batch(self.module, self.stage or 0, is_last=self.is_gradient_accumulation_boundary())
         turns.stand_in(self.module)
 
@@ -212,20 +207,20 @@ class Engine:
         with self._clock.measure("step"), self.guard.open():
             is_skipped = self.form.step(self.global_steps + 1, self.fp16_scale.value)
             self.optimizer.zero_grad()
-        self.efficiency.end_rates(self.optimizer)
+        schedule_with = dict(lr_kwargs or {})
+        for feature in self.active_features:
+            schedule_with.update(feature.end_step(self))
         self.global_steps += 1
         self.global_samples += self.config.train_batch_size
         self.skipped_steps += is_skipped
         self._write_scalars(rates[0])
         self.fp16_scale = self.fp16_scale.after(is_skipped)
-        tokens = self.efficiency.consumed(self.grid) if self.efficiency.counts_tokens else 0
         stays = is_skipped and not self.form.steps_apart  # replicas have one schedule, also if each skips alone
-        if self.scheduler is not None and not stays and not efficiency.advance(self.scheduler, tokens):
-            self.scheduler.step(**dict(lr_kwargs or {}))  # type: ignore[arg-type]
+        if self.scheduler is not None and not stays:
+            self.scheduler.step(**schedule_with)  # type: ignore[arg-type]
         self.guard.after_update()
-        if self.compression_scheduler is not None:
-            self.compression_scheduler.step()
-        self.efficiency.go_to(self.global_steps)
+        for feature in self.active_features:
+            feature.after_step(self)
         every = self.config.steps_per_print
         if every and self.grid.world.rank == 0 and self.global_steps % every == 0:
             log.info(
@@ -249,8 +244,8 @@ class Engine:
         """
         batches = self._take_batches(data_iter)
         self.train()
-        if self.efficiency.lengths is not None or self.pipeline is not None:
-            batches = self.efficiency.prepare_batches(batches, self.global_steps, is_counted=self.pipeline is not None)
+        for feature in self.active_features:
+            batches = feature.batches(self, batches)
         if self.pipeline is None:
             losses = []
             for inputs, target in batches:
@@ -261,7 +256,7 @@ class Engine:
             return self._mean_loss(torch.stack(losses).mean(), self.form.peers)
         self.guard.before_backward()
         self.form.set_grad_scale(self.fp16_scale.value)
-        self._scale_rates()
+        self._begin_step()
         with self._clock.measure("pipeline"), self.form.no_sync():
             mine = self.pipeline.run(batches, self.fp16_scale.value)
         if self.form.ties is not None:
@@ -392,6 +387,10 @@ class Engine:
         value, patience, clean_steps = min(states)
         least = ScaleState(value=value, patience=int(patience), clean_steps=int(clean_steps))
         self.fp16_scale = self.fp16_scale.with_state(least)
+
+    def feature_of(self, kind: type[F]) -> F | None:
+        """The feature of this class, if it is on."""
+        return next((feature for feature in self.active_features if isinstance(feature, kind)), None)
 
     def get_lr(self) -> list[float]:
         """Of each group."""

@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,28 +28,23 @@ from . import grid as grids
 from .checkpoint.materialize import is_meta, materialize, to_device
 from .checkpoint.weights import check_can_export
 from .comm import init_distributed, timeout_s
-from .compression.armed import armed_in
-from .compression.config import compression_in
-from .config.data_efficiency import RandomLtd
 from .config.whole import Config, Fills, read_config
 from .data import Loader, ShardedLoader
-from .data_efficiency import configured
-from .data_efficiency.efficiency import Efficiency
-from .data_efficiency.token_rates import TokenLR
 from .deepspeed.engine import DeepSpeedEngine
 from .deepspeed.given import Schedule, check_fits, check_mpu, optimizer_for, scheduler_for
 from .deepspeed.parameters import make_known
 from .engine import Engine
+from .feature import Asked, Feature
+from .features import features_of
 from .form import Given
 from .forms import build
 from .grid import Grid
 from .lr_schedulers import build_scheduler
 from .monitor import open_monitors
 from .parallel.groups import Groups, remembered, trained
-from .parallel.tensor import Plan, splits_sequence
+from .parallel.tensor import Plan
 from .pipeline import run as pipeline
 from .pipeline.layers import Loss, PipelineModule, Stages
-from .sparse_attention.replace import attention_of, place_heads, replace_attention
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -119,9 +114,7 @@ def initialize(
     monitors = open_monitors(read, rank)
     _check_model(read, model, rank)
     outline = model.outline() if isinstance(model, PipelineModule) else model
-    is_sparse = _is_sparse(read, outline, rank)
-    dropped = None if (ltd := read.data_efficiency.random_ltd) is None else configured.dropped_layers(ltd, outline)
-    efficiency = _efficiency(read, dropped, lr_scheduler)
+    features = features_of(Asked(read, outline, rank, lr_scheduler, tensor_plan))
     groups, make_optimizer = _groups(model_parameters, outline), None
     if optimizer is not None:
         _check_one_optimizer(read, optimizer, rank)
@@ -138,20 +131,14 @@ def initialize(
         model = next(iter(stages.values())) if len(stages) == 1 else Stages(list(stages.values()))
     elif read.zero_optimization.offload_param.device == "none":
         to_device(model, grid.device)
-    if is_sparse:
-        replace_attention(model, read.sparse_attention, is_part=bool(stages))
-        place_heads(model, grid.coordinates["tensor"], grid.shape.size("tensor"))
-    if dropped is not None:
-        is_split = tensor_plan is not None and splits_sequence(tensor_plan)
-        efficiency.dropping = configured.drop_as_configured(read, grid, model, dropped[0], splits_sequence=is_split)
+    for feature in features:
+        feature.prepare(model, grid, is_part=bool(stages))
     fill = None if weights is None else partial(materialize, weights=weights, seed=seed, is_stage=bool(stages))
     form = build(Given(read, grid, model, groups, make_optimizer, tensor_plan, fill))
     check_fits(form.optimizer, grid.shape)
-    scheduler = _scheduler(read, lr_scheduler, form.optimizer)
-    if efficiency.counts_tokens:
-        scheduler = _token_rates(read, form.optimizer)
-    loader = None if training_data is None else _loader(read, grid, training_data, collate_fn, seed)
-    engine = DeepSpeedEngine(form, scheduler, loader, monitors, loss_fn, efficiency)
+    scheduler = _scheduler(read, features, lr_scheduler, form.optimizer)
+    loader = None if training_data is None else _loader(read, features, grid, training_data, collate_fn, seed)
+    engine = DeepSpeedEngine(form, scheduler, loader, monitors, loss_fn, features)
     engine.mpu = mpu
     if grid.shape.size("pipe") > 1:
         engine.pipeline = pipeline.Pipeline(stages, read, grid, cast(Loss, loss_fn), form.stage)
@@ -226,74 +213,33 @@ def _check_model(read: Config, model: nn.Module | PipelineModule, rank: int) -> 
     """Raise ValueError, TypeError or ImportError where the configuration asks for what this model cannot do."""
     if read.zero_optimization.stage3_gather_16bit_weights_on_model_save:
         check_can_export()
-    _check_compression(read, model, rank)
     pipeline.check(read, model)
     for warning in pipeline.without_effect(read.pipeline, model) if rank == 0 else ():
         log.warning("%s", warning)
 
 
-def _check_compression(read: Config, model: nn.Module | PipelineModule, rank: int) -> None:
-    """Raise ValueError where the configuration's compression is not the model's, or its layers are divided."""
-    armed = armed_in(model) if isinstance(model, nn.Module) else None
-    wanted = None if read.compression_training is None else compression_in(read)
-    if wanted and armed is None:
-        raise ValueError(
-            f"rank {rank}: the configuration has compression_training, and the model is as it was: call "
-            "onebit.zero.init_compression(model, config) before initialize()"
-        )
-    if armed is not None and wanted is not None and wanted != armed.compression:
-        raise ValueError(
-            f"rank {rank}: the configuration's compression_training is not the one that init_compression was given; "
-            "pass both the same"
-        )
-    if armed is not None and (read.onebit.tensor or 1) > 1:
-        raise ValueError(
-            f"rank {rank}: onebit.tensor divides layers over {read.onebit.tensor} ranks, and compression needs whole "
-            "weights; leave one of them out"
-        )
-
-
-def _is_sparse(read: Config, outline: nn.Module, rank: int) -> bool:
-    """Whether attention is to be replaced. Raises ValueError where this model has none that is known by name."""
-    sparsity = read.sparse_attention
-    if sparsity.mode is None:
-        return False
-    attention_of(outline, sparsity)
-    for name in sparsity.without_effect() if rank == 0 else ():
-        log.warning('sparse_attention.%s has no effect: mode "%s" does not read it', name, sparsity.mode)
-    return True
-
-
-def _scheduler(read: Config, given: object, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+def _scheduler(
+    read: Config, features: Sequence[Feature], given: object, optimizer: torch.optim.Optimizer
+) -> LRScheduler | None:
     if given is not None:
         return scheduler_for(given, optimizer)
+    for feature in features:
+        if (schedule := feature.schedule(optimizer)) is not None:
+            return schedule
     return None if read.scheduler is None else build_scheduler(read.scheduler, optimizer)
 
 
-def _efficiency(read: Config, dropped: tuple[list[str], int] | None, lr_scheduler: object) -> Efficiency:
-    """Raises ValueError where two would set the learning rates."""
-    ltd, lengths = read.data_efficiency.random_ltd, None
-    by_tokens = ltd is not None and ltd.layer_token_lr_schedule.enabled
-    if by_tokens and (read.scheduler is not None or lr_scheduler is not None):
-        raise ValueError(
-            "layer_token_lr_schedule sets the learning rates, and so does "
-            f"{'the block scheduler' if read.scheduler is not None else 'lr_scheduler='}; keep one"
-        )
-    if read.curriculum_learning.enabled:
-        lengths = configured.pacing_of(read.curriculum_learning, configured.LEGACY)
-    return Efficiency(lengths=lengths, layers=1 if dropped is None else dropped[1], counts_tokens=by_tokens)
-
-
-def _token_rates(read: Config, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    schedule = cast(RandomLtd, read.data_efficiency.random_ltd).layer_token_lr_schedule
-    return TokenLR(optimizer, cast(int, schedule.total_layer_tokens), schedule.warmup_layer_tokens)
-
-
 def _loader(
-    read: Config, grid: Grid, dataset: Dataset[object], collate_fn: Callable[[list[Any]], object] | None, seed: int
+    read: Config,
+    features: Sequence[Feature],
+    grid: Grid,
+    dataset: Dataset[object],
+    collate_fn: Callable[[list[Any]], object] | None,
+    seed: int,
 ) -> Loader:
-    if configured.has_sampler(read):
-        return configured.loader_of(read, grid, dataset, collate_fn, seed)
+    for feature in features:
+        if (loader := feature.loader(grid, dataset, collate_fn, seed)) is not None:
+            return loader
     return ShardedLoader(
         dataset,
         read.train_micro_batch_size_per_gpu,

@@ -75,17 +75,22 @@ def save(
     if not contents.frozen:
         for name in _frozen(engine):
             del tensors[name]
+    features = {name: value for feature in engine.active_features for name, value in feature.state().items()}
+    steps = [engine.micro_steps, engine.global_steps, engine.skipped_steps]
     own = {
         "optimizer": rest,
         "pieces": reshard.packed_pieces(reshard.pieces_of(engine.module, engine.optimizer)),
         "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
         "loader": None if engine.loader is None else engine.loader.state_dict(),
         "loss_scale": engine.fp16_scale.state_dict(),
-        "counts": _counts(engine),
+        # The first checkpoints have three counts, then four; dropped tokens were counted before there were features.
+        "counts": [*steps, engine.global_samples, features.pop("layer_tokens", 0)],
         "rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "client": client_state,
     }
+    if features:
+        own["features"] = features
     about = _about(engine) | {"without_frozen": not contents.frozen}
     with engine.form.shown():
         checkpoints.save(
@@ -107,7 +112,7 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Co
     def check(found: Loaded) -> None:
         if contents.optimizer:
             _check_stamp(engine, found.stamp)
-        own.update(found.own.read(_source(engine, found), *_ENGINES_OWN))
+        own.update(found.own.read(_source(engine, found), *_ENGINES_OWN, "features"))
         if missing := sorted(_ENGINES_OWN - own.keys()):
             raise CheckpointError(f"{found.folder} has no {missing[0]} of rank {engine.grid.world.rank}: it is damaged")
         if contents.optimizer and not (engine.form.shares_state or _is_same_cut(engine, found)):
@@ -128,8 +133,8 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Co
             _load_recut(engine, loaded, recutting[0] if recutting else _Recutting.of(engine, loaded))
         else:
             _load_own(engine, loaded)
-        if engine.compression_scheduler is not None:
-            engine.compression_scheduler.reload()
+        for feature in engine.active_features:
+            feature.weights_were_loaded()
         if contents.counts:
             _load_rest(engine, own, contents)
 
@@ -143,12 +148,6 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Co
     engine.micro_steps_of_step = 0
     engine.zero_grad()  # of other weights
     return str(loaded.folder), own["client"]
-
-
-def _counts(engine: Engine) -> list[int]:
-    """Since the run began; the first checkpoints have three, then four."""
-    steps = [engine.micro_steps, engine.global_steps, engine.skipped_steps]
-    return [*steps, engine.global_samples, engine.efficiency.layer_tokens]
 
 
 def _refuse_within_step(engine: Engine) -> None:
@@ -177,8 +176,9 @@ def _load_rest(engine: Engine, own: StateDict, contents: Contents) -> None:
     _, engine.global_steps, engine.skipped_steps, *samples = own["counts"]
     engine.global_samples = samples[0] if samples else engine.global_steps * engine.config.train_batch_size
     engine.micro_steps = engine.global_steps * engine.config.gradient_accumulation_steps
-    engine.efficiency.layer_tokens = samples[1] if len(samples) > 1 else 0
-    engine.efficiency.go_to(engine.global_steps)
+    state = {**own.get("features", {}), "layer_tokens": samples[1] if len(samples) > 1 else 0}
+    for feature in engine.active_features:
+        feature.load_state(engine, state)
     torch.set_rng_state(own["rng"])
     if own["cuda_rng"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(own["cuda_rng"])

@@ -19,7 +19,6 @@ from ..grid import Grid
 from .pacing import Custom, Pacing
 from .sequence import length_of, truncate
 from .token_dropping import TokenDropping
-from .token_rates import TokenLR
 
 T = TypeVar("T")
 SEQLEN = "curriculum_seqlen"
@@ -134,14 +133,6 @@ class Efficiency:
             )
         for pacing in custom:
             pacing.function = cast("Pacing | None", given.get(pacing.name, pacing.function))
-
-
-def advance(scheduler: object, tokens: int) -> bool:
-    """Step a schedule by tokens; False where it is another."""
-    if not isinstance(scheduler, TokenLR):
-        return False
-    scheduler.step(tokens=tokens)
-    return True
 
 
 def _rows(batch: object) -> int:

@@ -22,15 +22,19 @@ from torch.utils.data import Dataset
 
 from ...comm.messages import gather_texts
 from ..comm import get_local_rank
+from ..compression.scheduler import CompressionScheduler
 from ..config.reader import nearest, write_block
 from ..config.sections import OffloadOptimizer, OffloadParam
 from ..data import Loader, ShardedLoader
 from ..data_efficiency import configured
+from ..data_efficiency.efficiency import Efficiency
 from ..data_efficiency.loader import CurriculumLoader
 from ..data_efficiency.pacing import Pacing
 from ..data_efficiency.sampler import CurriculumSampler
 from ..data_efficiency.token_dropping import TokenDropping
 from ..engine import Engine, every_rank
+from ..features.compression import Compression
+from ..features.data_efficiency import DataEfficiency
 from ..parallel import fsdp
 from ..pipeline.run import Batch
 from .names import ENGINE, REFUSED, SWITCHED_OFF, why_not
@@ -64,6 +68,12 @@ class DeepSpeedEngine(Engine):
         found = nearest(name, [known for known in dir(self) if not known.startswith("_")])
         advice = f"; did you mean {found!r}?" if found else ""
         raise AttributeError(f"neither the engine nor its {type(module).__name__} has an attribute {name!r}{advice}")
+
+    @property
+    def compression_scheduler(self) -> CompressionScheduler | None:
+        """Of a model that `init_compression` has armed; it counts every step, skipped ones included."""
+        feature = self.feature_of(Compression)
+        return None if feature is None else feature.scheduler
 
     # ---------------------------------------------------------------- a step
 
@@ -482,6 +492,12 @@ class DeepSpeedEngine(Engine):
     def curriculum_params_legacy(self) -> dict[str, object]:
         """The older block, with defaults."""
         return write_block(self.config.curriculum_learning)
+
+    @property
+    def efficiency(self) -> Efficiency:
+        """What is done in a step; nothing without the block."""
+        feature = self.feature_of(DataEfficiency)
+        return Efficiency() if feature is None else feature.efficiency
 
     @property
     def curriculum_scheduler_legacy(self) -> Pacing | None:

@@ -1,0 +1,55 @@
+"""Compression of the model while it trains, which `init_compression` has prepared: `../compression/`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..compression.armed import armed_in
+from ..compression.config import compression_in
+from ..compression.scheduler import CompressionScheduler, scheduler_of
+from ..feature import Asked, Feature
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+
+class Compression(Feature):
+    """Steps the scheduler of an armed model. It counts every step, skipped ones included."""
+
+    blocks = ("compression_training",)
+    scheduler: CompressionScheduler | None = None
+
+    @classmethod
+    def of(cls, asked: Asked) -> Compression | None:
+        config, rank, armed = asked.config, asked.rank, armed_in(asked.outline)
+        wanted = None if config.compression_training is None else compression_in(config)
+        if wanted and armed is None:
+            raise ValueError(
+                f"rank {rank}: the configuration has compression_training, and the model is as it was: call "
+                "onebit.zero.init_compression(model, config) before initialize()"
+            )
+        if armed is None:
+            return None
+        if wanted is not None and wanted != armed.compression:
+            raise ValueError(
+                f"rank {rank}: the configuration's compression_training is not the one that init_compression was "
+                "given; pass both the same"
+            )
+        if (config.onebit.tensor or 1) > 1:
+            raise ValueError(
+                f"rank {rank}: onebit.tensor divides layers over {config.onebit.tensor} ranks, and compression needs "
+                "whole weights; leave one of them out"
+            )
+        return cls()
+
+    def begin(self, engine: Engine) -> None:
+        is_first = engine.grid.world.rank == 0
+        self.scheduler = scheduler_of(engine.module, engine.optimizer, engine.synchronise, says=is_first)
+
+    def after_step(self, engine: Engine) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def weights_were_loaded(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.reload()
