@@ -2,7 +2,7 @@
 
     engine, optimizer, loader, scheduler = onebit.zero.initialize(model=net, config="ds.json", training_data=dataset)
 
-Start reading at `initializing.py`, then `forms/` (which form a configuration takes) and `engine.py`.
+Start reading at `initializing.py`, then `form.py` (what becomes of model and optimizer) and `engine.py`.
 `parallel/fsdp.py` shards inside a node, `sharded/adam.py` across nodes, `parallel/tensor.py` divides each layer; all of
 them work without an engine. `pipeline/layers.py` describes a model as a list of layers, `pipeline/run.py` runs it in
 stages.
@@ -52,10 +52,9 @@ if TYPE_CHECKING:
     from .compression import export_compressed, import_compressed, init_compression, redundancy_clean
     from .config.whole import Config, read_config
     from .deepspeed.engine import DeepSpeedEngine
-    from .deepspeed.given import add_config_arguments
+    from .deepspeed.initializing import add_config_arguments, initialize
     from .engine import Engine
     from .inference import InferenceConfig, InferenceEngine, init_inference
-    from .initializing import initialize
     from .offload import Offload
     from .parallel import fsdp, tensor
     from .pipeline.layers import LayerSpec, PipelineModule, TiedLayerSpec
@@ -105,7 +104,7 @@ else:
         "ShardedOnebitLamb": ".sharded.lamb",
         "ShardedZeroOneAdam": ".sharded.zero_one_adam",
         "TiedLayerSpec": ".pipeline.layers",
-        "add_config_arguments": ".deepspeed.given",
+        "add_config_arguments": ".deepspeed.initializing",
         "export_compressed": ".compression",
         "export_weights": ".checkpoint.weights",
         "get_accelerator": ".accelerator",
@@ -114,7 +113,7 @@ else:
         "init_compression": ".compression",
         "init_distributed": ".comm",
         "init_inference": ".inference",
-        "initialize": ".initializing",
+        "initialize": ".deepspeed.initializing",
         "log_dist": ".utils.logging",
         "logger": ".utils.logging",
         "materialize": ".checkpoint.materialize",

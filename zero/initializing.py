@@ -1,20 +1,18 @@
-"""`initialize`: an engine, its optimizer, its data and its schedule, from one DeepSpeed configuration.
+"""From a configuration to an engine, its optimizer, its data and its schedule: read, form, features, engine.
 
-    engine, optimizer, loader, scheduler = onebit.zero.initialize(model=net, config="ds.json", training_data=dataset)
-
-What is wrong is said before anything is sharded, and before any process group is made where that can be known then.
-`forms/` says what becomes of the model; `engine.py` drives it.
+What is wrong is said before anything is sharded, and before any process group is made if that can be known then.
+`forms/` says what becomes of the model, `features/` what is added around its steps; the engine drives it. Users call
+`deepspeed/initializing.py`, which hands its engine in.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -27,17 +25,14 @@ from ..comm.launch import Launch, detect
 from . import grid as grids
 from .checkpoint.materialize import is_meta, materialize, to_device
 from .checkpoint.weights import check_can_export
-from .comm import init_distributed, timeout_s
 from .config.whole import Config, Fills, read_config
 from .data import Loader, ShardedLoader
-from .deepspeed.engine import DeepSpeedEngine
-from .deepspeed.given import Schedule, check_fits, check_mpu, optimizer_for, scheduler_for
-from .deepspeed.parameters import make_known
 from .engine import Engine
 from .feature import Asked, Feature
 from .features import features_of
 from .form import Given
-from .forms import build
+from .forms import build, shard_ranks
+from .given import Schedule, check_fits, optimizer_for, scheduler_for
 from .grid import Grid
 from .lr_schedulers import build_scheduler
 from .monitor import open_monitors
@@ -52,63 +47,38 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ConfigLike = Mapping[str, object] | str | os.PathLike[str]
-# Any: None without training_data, or without a schedule, which the caller knows and need not check.
-Initialized = tuple[DeepSpeedEngine, torch.optim.Optimizer, Loader | Any, LRScheduler | Any]
+E = TypeVar("E", bound=Engine)
 
 
 def initialize(
-    args: object = None,
-    model: nn.Module | PipelineModule | None = None,
+    engine_class: type[E],
+    model: nn.Module | PipelineModule | None,
+    config: ConfigLike,
+    *,
     optimizer: torch.optim.Optimizer | Callable[[ParamsT], torch.optim.Optimizer] | None = None,
     model_parameters: ParamsT | Groups | None = None,
     training_data: Dataset[object] | None = None,
     lr_scheduler: LRScheduler | Schedule | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
-    distributed_port: int | None = None,
-    mpu: object = None,
-    dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], object] | None = None,
-    config: ConfigLike | None = None,
-    mesh_param: None = None,
-    config_params: ConfigLike | None = None,
-    *,
     grid: Grid | None = None,
     tensor_plan: Plan | None = None,
     weights: str | os.PathLike[str] | None = None,
     seed: int = 0,
+    timeout_s: float = 300.0,
     **fills: Unpack[Fills],
-) -> Initialized:
-    """Engine, optimizer, data loader and scheduler, as DeepSpeed's users know them. All ranks, once per model.
+) -> tuple[E, torch.optim.Optimizer, Loader | None, LRScheduler | None]:
+    """An engine of this class, its optimizer, data loader and scheduler. All ranks, once per model.
 
-    model: the same on every rank in shape (rank 0's values are taken), moved to this rank's device and sharded in
-    place; or a list of layers, see `PipelineModule`. Where the configuration computes in bf16 or fp16, masters are
-    float32, whatever its dtype is. config: see `read_config`; None: config_params, or args.deepspeed_config as argparse
-    leaves it. model_parameters: what to train, of the model as it is passed, or a function that gives it of the sharded
-    model: parameters or groups of them; default: all that requires gradients.
-
-    optimizer: a dense one of this model's parameters, which is then given the sharded ones in their place, with no step
-    taken; or a function that makes one. In place of a dense one in the configuration. lr_scheduler: one of that
-    optimizer, or a function that makes one; in place of the configuration's.
-
-    training_data, collate_fn: see `ShardedLoader`, and where the configuration has a curriculum,
-    `data_efficiency.CurriculumLoader`; seed is theirs. grid: default: the launcher's ranks, sharded inside
-    each node where the stage asks for it. tensor_plan: how the ranks of the grid's tensor axis divide the layers, see
-    `tensor.parallelize`; with one rank there it changes nothing. weights: the model's values, which it may be built
-    without (`with torch.device("meta")`): see `materialize`; every rank reads what it holds. mpu: see `check_mpu`.
-    distributed_port, dist_init_required: see `comm.init_distributed`. fills: what "auto" stands for.
+    What the arguments mean is in `deepspeed/initializing.py`, whose function of this name is the public one.
+    timeout_s: how long an operation waits for a peer, if there is no grid yet.
 
     Raises ValueError, TypeError, OSError and ImportError on bad configurations, before anything is sharded.
     """
-    model = _checked(model)
-    if mesh_param is not None:
-        raise ValueError("mesh_param is not here: there is no sequence parallelism; pass grid= for other axes")
+    model = checked(model)
     if isinstance(model, PipelineModule) and model.num_stages is not None:
         fills.setdefault("stages", model.num_stages)
-    if dist_init_required is False or distributed_port is not None:
-        init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     launch = detect(os.environ)
-    read = _read(_named_config(config, config_params, args), launch, grid, fills)
-    if mpu is not None:
-        check_mpu(mpu, launch.world_size if grid is None else grid.world.world_size)
+    read = _read(config, launch, grid, fills)
     rank = launch.rank if grid is None else grid.world.rank
     _check_values(model, weights, rank)
     monitors = open_monitors(read, rank)
@@ -122,7 +92,7 @@ def initialize(
         groups = its_own or groups
     if grid is None:
         grid = grids.start(
-            timeout_s=timeout_s(), pipe=read.pipeline.ranks, shard=_shards(read, launch), tensor=read.onebit.tensor
+            timeout_s=timeout_s, pipe=read.pipeline.ranks, shard=shard_ranks(read, launch), tensor=read.onebit.tensor
         )
     loss_fn, stages = None, {}
     if isinstance(model, PipelineModule):
@@ -138,15 +108,13 @@ def initialize(
     check_fits(form.optimizer, grid.shape)
     scheduler = _scheduler(read, features, lr_scheduler, form.optimizer)
     loader = None if training_data is None else _loader(read, features, grid, training_data, collate_fn, seed)
-    engine = DeepSpeedEngine(form, scheduler, loader, monitors, loss_fn, features)
-    engine.mpu = mpu
+    engine = engine_class(form, scheduler, loader, monitors, loss_fn, features)
     if grid.shape.size("pipe") > 1:
         engine.pipeline = pipeline.Pipeline(stages, read, grid, cast(Loss, loss_fn), form.stage)
-    make_known(engine)
     return engine, form.optimizer, loader, scheduler
 
 
-def _checked(model: object) -> nn.Module | PipelineModule:
+def checked(model: object) -> nn.Module | PipelineModule:
     """Raise TypeError where there is no model, or another library distributes it."""
     if isinstance(model, Engine):
         raise TypeError("the model is an engine already; pass engine.module of none, and initialize each model once")
@@ -260,39 +228,3 @@ def _refuse_wrapped(model: nn.Module | PipelineModule) -> None:
                 f"the model is wrapped in {type(part).__name__}; the engine averages gradients and shards by itself: "
                 "pass the model without it (wrapped.module)"
             )
-
-
-def _named_config(config: ConfigLike | None, config_params: ConfigLike | None, args: object) -> ConfigLike:
-    """The one that is given. DeepSpeed's add_config_arguments puts a file's name into args."""
-    named = {
-        "config": config,
-        "config_params": config_params,
-        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
-    }
-    given = {name: value for name, value in named.items() if value is not None}
-    if len(given) > 1:
-        raise ValueError(f"the configuration is given twice, as {' and as '.join(given)}; give one")
-    if not given:
-        raise ValueError(
-            "no configuration: pass config=, a file's name or a dict, or args= with deepspeed_config "
-            "(--deepspeed_config FILE)"
-        )
-    return cast(ConfigLike, next(iter(given.values())))
-
-
-def _shards(config: Config, launch: Launch) -> int:
-    """Ranks along the shard axis: those of a node, or all where gradients are averaged in full, as far as a stage has.
-
-    The tensor axis takes its own first.
-    """
-    is_in_nodes = config.onebit.local_steps.is_on or (config.optimizer is not None and config.optimizer.is_one_bit)
-    if config.zero_optimization.stage == 0 or (is_in_nodes and config.onebit.sharding == "inter_node"):
-        return 1
-    if config.onebit.ranks_per_node is None and config.zero_optimization.ranks_per_shard_group is not None:
-        return config.zero_optimization.ranks_per_shard_group
-    ranks, tensor = launch.local_size or 1 if is_in_nodes else launch.world_size, config.onebit.tensor or 1
-    ranks = config.onebit.ranks_per_node or ranks
-    if max(ranks, tensor) % min(ranks, tensor):
-        raise ValueError(f"onebit.tensor: {tensor} ranks do not divide the {ranks} of a node; take a divisor of them")
-    shards, stages = max(1, ranks // tensor), config.pipeline.ranks
-    return shards if stages == 1 else math.gcd(shards, launch.world_size // (stages * tensor))

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from onebit.comm import run_ranks
 from onebit.comm.launch import Launch
 from onebit.zero import read_config
-from onebit.zero.initializing import _shards
+from onebit.zero.forms import shard_ranks
 from onebit.zero.parallel.tensor import resolve
 
 from train.layouts import tensor_plan  # isort: skip  (scripts/ is on the path since tensor_cases)
@@ -326,11 +326,11 @@ def test_tensor_ranks_leave_the_rest_of_a_node_to_shards(blocks: dict, optimizer
     """Eight ranks, four to a node."""
     config = {"zero_optimization": {"stage": 1}, "optimizer": {"type": optimizer}, **blocks}
     read = read_config({"train_micro_batch_size_per_gpu": 1, **config}, world_size=8)
-    assert _shards(read, Launch("torchrun", 0, 8, 0, local_size=4)) == shards
+    assert shard_ranks(read, Launch("torchrun", 0, 8, 0, local_size=4)) == shards
 
 
 def test_tensor_ranks_that_do_not_fit_a_node_are_refused() -> None:
     config = {"zero_optimization": {"stage": 1}, "optimizer": {"type": "OneBitAdam"}, "onebit": {"tensor": 3}}
     read = read_config({"train_micro_batch_size_per_gpu": 1, **config}, world_size=12)
     with pytest.raises(ValueError, match="3 ranks do not divide the 4 of a node"):
-        _shards(read, Launch("torchrun", 0, 12, 0, local_size=4))
+        shard_ranks(read, Launch("torchrun", 0, 12, 0, local_size=4))

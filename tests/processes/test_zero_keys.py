@@ -19,10 +19,9 @@ from onebit.comm import SimTransport, run_ranks
 from onebit.comm.launch import Launch
 from onebit.comm.messages import gather_bytes
 from onebit.zero.config.sections import Monitor
-from onebit.zero.forms import FORMS, choose
+from onebit.zero.forms import FORMS, choose, shard_ranks
 from onebit.zero.forms.offloaded import Offloaded
 from onebit.zero.grid import GridShape
-from onebit.zero.initializing import _shards
 from onebit.zero.monitor import open_monitors
 from onebit.zero.parallel.groups import remembered
 
@@ -230,7 +229,7 @@ def test_shards_are_those_of_a_stage(world_size: int, name: str, ours: dict, sta
         config_of(name, zero_optimization={"stage": 1}, onebit=ours, pipeline={"stages": stages}),
         world_size=world_size, stages=stages,
     )  # fmt: skip
-    assert _shards(read, Launch("torchrun", 0, world_size, 0, world_size)) == shards
+    assert shard_ranks(read, Launch("torchrun", 0, world_size, 0, world_size)) == shards
 
 
 @pytest.mark.parametrize("kind", [onebit.OnebitAdam, zero.ShardedOnebitAdam])

@@ -21,7 +21,7 @@ from onebit.local.intervals import Fixed, interval_of
 from onebit.local.round_vote import weights_of
 from onebit.reference.codecs import compress
 from onebit.reference.local_steps import LocalSteps as LocalStepsOracle
-from onebit.zero.deepspeed.given import check_optimizer
+from onebit.zero.given import check_optimizer
 
 # ---------------------------------------------------------------- the recursion
 

@@ -17,15 +17,9 @@ import onebit.zero as deepspeed
 from onebit import HostAdam, Lamb, OnebitAdam
 from onebit.comm import SimTransport
 from onebit.zero.deepspeed.engine import DeepSpeedEngine
-from onebit.zero.deepspeed.given import (
-    add_config_arguments,
-    check_fits,
-    check_mpu,
-    check_optimizer,
-    optimizer_for,
-    scheduler_for,
-)
+from onebit.zero.deepspeed.initializing import add_config_arguments, check_mpu
 from onebit.zero.deepspeed.names import ENGINE, MODULE, REFUSED, SWITCHED_OFF, why_not
+from onebit.zero.given import check_fits, check_optimizer, optimizer_for, scheduler_for
 from onebit.zero.grid import GridShape
 from onebit.zero.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from onebit.zero.pipe import LayerSpec, PipelineModule, TiedLayerSpec

@@ -16,8 +16,10 @@ A new form is a file beside this one, whose class keeps the contract in `../form
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 
+from ...comm.launch import Launch
 from ...dense import broadcast_parameters
 from ...usage.buffers import begin_equal
 from ..config.whole import Config
@@ -52,6 +54,24 @@ def choose(config: Config, shape: GridShape) -> type[Form]:
     raise ValueError(
         f"no form fits this configuration on a grid of {shape}: there are {', '.join(f.name for f in FORMS)}"
     )
+
+
+def shard_ranks(config: Config, launch: Launch) -> int:
+    """Ranks along the shard axis: those of a node, or all where gradients are averaged in full, as far as a stage has.
+
+    The tensor axis takes its own first.
+    """
+    is_in_nodes = config.onebit.local_steps.is_on or (config.optimizer is not None and config.optimizer.is_one_bit)
+    if config.zero_optimization.stage == 0 or (is_in_nodes and config.onebit.sharding == "inter_node"):
+        return 1
+    if config.onebit.ranks_per_node is None and config.zero_optimization.ranks_per_shard_group is not None:
+        return config.zero_optimization.ranks_per_shard_group
+    ranks, tensor = launch.local_size or 1 if is_in_nodes else launch.world_size, config.onebit.tensor or 1
+    ranks = config.onebit.ranks_per_node or ranks
+    if max(ranks, tensor) % min(ranks, tensor):
+        raise ValueError(f"onebit.tensor: {tensor} ranks do not divide the {ranks} of a node; take a divisor of them")
+    shards, stages = max(1, ranks // tensor), config.pipeline.ranks
+    return shards if stages == 1 else math.gcd(shards, launch.world_size // (stages * tensor))
 
 
 def build(given: Given) -> Form:

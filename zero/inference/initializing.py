@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from ...checkpoint.files import CheckpointError
 from ...comm import PeerError, SimTransport, Transport
 from ...comm.messages import raise_on_all_ranks
 from ..checkpoint.whole import read_checkpoint_weights
-from ..engine import Engine
 from .config import read_inference_config
 from .engine import InferenceEngine, longest, outputs_of, why_no_decoding
 from .experts import is_experts, quantize_experts
@@ -31,8 +30,14 @@ from .split import patterns, plan_of, split
 log = logging.getLogger(__name__)
 
 
+class HasModule(Protocol):
+    """An engine that trains a module."""
+
+    module: nn.Module
+
+
 def init_inference(
-    model: nn.Module | Engine | str | Path,
+    model: nn.Module | HasModule | str | Path,
     config: object = None,
     *,
     transport: Transport | None = None,
@@ -120,7 +125,7 @@ def _module(model: object) -> nn.Module:
         if not config.architectures:
             raise ValueError(f"{model} does not say which class it is of; make the model, and pass it")
         return cast(nn.Module, getattr(transformers, config.architectures[0]).from_pretrained(model))
-    module = model.module if isinstance(model, Engine) else model
+    module = model if isinstance(model, nn.Module) else getattr(model, "module", model)
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"expected a module, an engine or a name of transformers, got {type(module).__name__}; of a PipelineModule "

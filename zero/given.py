@@ -1,4 +1,4 @@
-"""What a script hands to `initialize` that another line of it has made: optimizers, schedules, `mpu`, arguments.
+"""What a script hands to `initialize` that another line of it has made: optimizers and schedules.
 
 An optimizer made of the plain model's parameters keeps its groups, and is given the sharded ones in their place: it
 stays the object that the script, and its schedule, know.
@@ -6,7 +6,6 @@ stays the object that the script, and its schedule, know.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -15,13 +14,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import ParamsT
 
-from ...lamb import Lamb
-from ...local.local_steps import LocalSteps
-from ...optimizer import CompressedOptimizer
-from ..grid import GridShape
-from ..parallel.dense import stepping
-from ..parallel.groups import Groups, remembered
-from ..sharded.optimizer import ShardedOnebitOptimizer
+from ..lamb import Lamb
+from ..local.local_steps import LocalSteps
+from ..optimizer import CompressedOptimizer
+from .grid import GridShape
+from .parallel.dense import stepping
+from .parallel.groups import Groups, remembered
+from .sharded.optimizer import ShardedOnebitOptimizer
 
 MakeOptimizer = Callable[[ParamsT], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -34,48 +33,6 @@ class Schedule(Protocol):
     def step(self) -> object: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add --deepspeed and --deepspeed_config; `initialize(args=...)` reads the file that the second names."""
-    group = parser.add_argument_group("DeepSpeed", "the configuration of the engine")
-    group.add_argument("--deepspeed", action="store_true", help="for the script: nothing here reads it")
-    group.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed's JSON")
-    return parser
-
-
-def check_mpu(mpu: object, world_size: int) -> None:
-    """Raise TypeError and ValueError unless an object as Megatron's `mpu` says that every rank holds the whole model.
-
-    Layers that the caller has divided by itself are not for this engine: it gives all ranks rank 0's values.
-    """
-    asked: dict[str, int | None] = {}
-    for what in (
-        "tensor_model_parallel",
-        "model_parallel",
-        "pipeline_model_parallel",
-        "pipe_parallel",
-        "data_parallel",
-    ):
-        ask = getattr(mpu, f"get_{what}_world_size", None)
-        asked[what] = None if ask is None else int(ask())
-    if asked["data_parallel"] is None or (asked["model_parallel"] is None and asked["tensor_model_parallel"] is None):
-        raise TypeError(
-            f"mpu is a {type(mpu).__name__} without get_model_parallel_world_size and get_data_parallel_world_size; "
-            "leave it out where every rank holds the whole model"
-        )
-    for what, size in asked.items():
-        if size not in (None, 1) and what != "data_parallel":
-            raise ValueError(
-                f"mpu says that {size} ranks share a model (get_{what}_world_size): layers divided by the script are "
-                'not taken over; pass the whole model with initialize(tensor_plan=...) and "onebit": {"tensor": '
-                f"{size}}}, or a PipelineModule, and no mpu"
-            )
-    if asked["data_parallel"] != world_size:
-        raise ValueError(
-            f"mpu says {asked['data_parallel']} data-parallel ranks of {world_size}, and one model-parallel: they "
-            "contradict each other; correct the one that is wrong, or leave mpu out"
-        )
 
 
 def check_optimizer(made: object) -> torch.optim.Optimizer:
