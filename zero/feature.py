@@ -49,6 +49,8 @@ class Feature:
 
     blocks: ClassVar[tuple[str, ...]]
     """Its keys at the top level of the configuration."""
+    example: ClassVar[Mapping[str, object]]
+    """Values of some of them that turn it on; the tests of all features run it."""
 
     # ---------------------------------------------------------------- initialize()
 

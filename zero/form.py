@@ -9,7 +9,7 @@ the same step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, cast
@@ -77,6 +77,8 @@ class Form(ABC):
 
     name: ClassVar[str]
     """In checkpoints and messages."""
+    example: ClassVar[Mapping[str, object]]
+    """Blocks of a configuration that take this form on any number of ranks; the tests of all forms run it."""
     keys: ClassVar[frozenset[str]] = frozenset()
     """Keys of the block "onebit" that this form acts on, beside those of all forms."""
     sends: ClassVar[str] = ""

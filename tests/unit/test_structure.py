@@ -209,6 +209,20 @@ def test_the_engines_names_are_imported_one_by_one() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("module", "without"),
+    [
+        ("inference", "onebit.zero.engine"),
+        ("initializing", "onebit.zero.deepspeed"),
+        ("initializing", "onebit.zero.comm"),
+    ],
+)
+def test_rooms_come_without_those_above_them(module: str, without: str) -> None:
+    code = f"import sys; import onebit.zero.{module}; assert not [m for m in sys.modules if m.startswith({without!r})]"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_types_are_checked_against_the_oldest_python() -> None:
     """mypy knows which names the standard library of a version lacks; ruff takes the version of requires-python."""
     text = (PACKAGE.parent / "pyproject.toml").read_text()

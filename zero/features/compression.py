@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 from ..compression.armed import armed_in
 from ..compression.config import compression_in
@@ -17,6 +18,14 @@ class Compression(Feature):
     """Steps the scheduler of an armed model. It counts every step, skipped ones included."""
 
     blocks = ("compression_training",)
+    example: ClassVar[Mapping[str, object]] = {
+        "compression_training": {
+            "weight_quantization": {
+                "shared_parameters": {"enabled": True, "schedule_offset": 2},
+                "different_groups": {"all": {"params": {"start_bits": 8, "target_bits": 8}, "modules": ["*"]}},
+            }
+        }
+    }
     scheduler: CompressionScheduler | None = None
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import nn
@@ -30,6 +30,16 @@ class DataEfficiency(Feature):
     """Both blocks. efficiency: the parts that are on."""
 
     blocks = ("data_efficiency", "curriculum_learning")
+    example: ClassVar[Mapping[str, object]] = {
+        "curriculum_learning": {
+            "enabled": True,
+            "curriculum_type": "seqlen",
+            "min_difficulty": 8,
+            "max_difficulty": 16,
+            "schedule_type": "fixed_linear",
+            "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 8},
+        }
+    }
 
     def __init__(self, config: Config, efficiency: Efficiency, dropping: list[str], *, splits_sequence: bool):
         self.efficiency = efficiency

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import nn
 
@@ -18,6 +20,7 @@ class SparseAttention(Feature):
     """Replaces attention, and does nothing in a step."""
 
     blocks = ("sparse_attention",)
+    example: ClassVar[Mapping[str, object]] = {"sparse_attention": {"mode": "fixed", "block": 4, "num_local_blocks": 1}}
 
     def __init__(self, sparsity: SparsityConfig):
         self._sparsity = sparsity

@@ -6,9 +6,9 @@ overflow, clipping, and a state that loads into any other sharding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,10 @@ class Dense(InNode):
     """Gradients are averaged in front of an optimizer that does not exchange."""
 
     name = "dense"
+    example: ClassVar[Mapping[str, object]] = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 2},
+    }
     sends = "averages gradients in float32"
     sends_dtype = "fp32"
     averages_gradients = True

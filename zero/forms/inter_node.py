@@ -6,7 +6,8 @@ Gradients go to their owners in one bit, differences of parameters come back in 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -28,6 +29,11 @@ class InterNode(OneBit):
     """All nodes together hold the state once."""
 
     name = "inter_node"
+    example: ClassVar[Mapping[str, object]] = {
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 4}},
+        "zero_optimization": {"stage": 1},
+        "onebit": {"sharding": "inter_node"},
+    }
     keys = OneBit.keys - {"codec", "compression", "error_dtype", "delay"} | {"differences"}
     sends = "sends gradients in onebit.warmup_codec"
     fixed_cut = "sharding across nodes"

@@ -5,6 +5,9 @@ FSDP2 shards inside the node (`parallel/fsdp.py`); a one-bit optimizer works on 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from ..config.whole import Config
 from ..grid import GridShape
 from .replicated import Replicated
@@ -14,6 +17,11 @@ class IntraNode(Replicated):
     """Every node holds all of the model."""
 
     name = "intra_node"
+    example: ClassVar[Mapping[str, object]] = {
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 4}},
+        "zero_optimization": {"stage": 2},
+        "onebit": {"sharding": "intra_node"},
+    }
     same_state = frozenset({"replicated"})
 
     @classmethod

@@ -7,10 +7,10 @@ its loss scale are settled by the ranks that hold one replica.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,11 @@ class Local(InNode):
     """Replicas take steps by themselves, and meet every so many."""
 
     name = "local"
+    example: ClassVar[Mapping[str, object]] = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 2},
+        "onebit": {"local_steps": {"every": 3}},
+    }
     keys = frozenset({"local_steps", "block", "error_dtype", "check_replicas_every"})
     sends = "sends differences in onebit.local_steps.codec"
     fixed_cut = "the form local"

@@ -7,8 +7,9 @@ What is cut along layers or stages, or one-bit, is FSDP2's, in host memory.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,10 @@ class Offloaded(Dense):
     """Each rank has files of all parameters, gradients and state."""
 
     optimizer: Offload
+    example: ClassVar[Mapping[str, object]] = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/local_nvme"}},
+    }
 
     @classmethod
     def fits(cls, config: Config, shape: GridShape) -> bool:

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -49,6 +50,9 @@ class Replicated(OneBit, InNode):
     """Every rank holds all of the model."""
 
     name = "replicated"
+    example: ClassVar[Mapping[str, object]] = {
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 4}}
+    }
     same_state = frozenset({"intra_node"})
 
     @classmethod
