@@ -43,16 +43,18 @@ if TYPE_CHECKING:
     from . import runtime as runtime
     from . import utils as utils
     from . import zero as zero
-    from .accelerator import get_accelerator
     from .checkpoint.files import Checkpoints
     from .checkpoint.materialize import materialize
     from .checkpoint.weights import export_weights, import_weights
     from .checkpoint.whole import read_checkpoint_weights
-    from .comm import init_distributed
     from .compression import export_compressed, import_compressed, init_compression, redundancy_clean
     from .config.whole import Config, read_config
+    from .deepspeed.accelerator import get_accelerator
+    from .deepspeed.comm import init_distributed
     from .deepspeed.engine import DeepSpeedEngine
     from .deepspeed.initializing import add_config_arguments, initialize
+    from .deepspeed.utils import log_dist
+    from .deepspeed.utils import logger as logger
     from .engine import Engine
     from .inference import InferenceConfig, InferenceEngine, init_inference
     from .offload import Offload
@@ -63,8 +65,6 @@ if TYPE_CHECKING:
     from .sharded.exchange import NotFiniteError
     from .sharded.lamb import ShardedOnebitLamb
     from .sharded.zero_one_adam import ShardedZeroOneAdam
-    from .utils.logging import log_dist
-    from .utils.logging import logger as logger
 else:
     _MODULES = {
         "data": ".data",
@@ -107,15 +107,15 @@ else:
         "add_config_arguments": ".deepspeed.initializing",
         "export_compressed": ".compression",
         "export_weights": ".checkpoint.weights",
-        "get_accelerator": ".accelerator",
+        "get_accelerator": ".deepspeed.accelerator",
         "import_compressed": ".compression",
         "import_weights": ".checkpoint.weights",
         "init_compression": ".compression",
-        "init_distributed": ".comm",
+        "init_distributed": ".deepspeed.comm",
         "init_inference": ".inference",
         "initialize": ".deepspeed.initializing",
-        "log_dist": ".utils.logging",
-        "logger": ".utils.logging",
+        "log_dist": ".deepspeed.utils",
+        "logger": ".deepspeed.utils",
         "materialize": ".checkpoint.materialize",
         "read_config": ".config.whole",
         "redundancy_clean": ".compression",

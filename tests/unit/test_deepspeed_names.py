@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+from importlib import import_module
 from pathlib import Path
 
 import deepspeed_names
@@ -25,6 +26,34 @@ from onebit.zero.moe.utils import split_params_into_different_moe_groups_for_opt
 from onebit.zero.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"
+
+
+PATHS = {
+    "accelerator": "accelerator",
+    "checkpointing": "checkpointing",
+    "comm": "comm",
+    "moe.utils": "moe",
+    "ops.adam": "ops",
+    "ops.lamb": "ops",
+    "pipe": None,
+    "runtime.config": "runtime",
+    "runtime.lr_schedules": None,
+    "runtime.utils": "runtime",
+    "utils": None,
+    "utils.logging": "utils",
+    "zero": "parameters",
+}
+"""By DeepSpeed's path: the file of the room that has what it offers; None: several, or another room's."""
+
+
+@pytest.mark.parametrize(("path", "home"), PATHS.items())
+def test_deepspeeds_paths_lead_to_what_the_room_has(path: str, home: str | None) -> None:
+    module = import_module(f"onebit.zero.{path}")
+    offered = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+    assert offered and all(hasattr(module, name) for name in offered)
+    if home is not None:
+        room = import_module(f"onebit.zero.deepspeed.{home}")
+        assert all(getattr(module, name) is getattr(room, name) for name in offered)
 
 
 # ---------------------------------------------------------------- the table

@@ -215,7 +215,6 @@ def test_the_engines_names_are_imported_one_by_one() -> None:
     [
         ("inference", "onebit.zero.engine"),
         ("initializing", "onebit.zero.deepspeed"),
-        ("initializing", "onebit.zero.comm"),
     ],
 )
 def test_rooms_come_without_those_above_them(module: str, without: str) -> None:

@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from ...comm.messages import gather_texts
-from ..comm import get_local_rank
 from ..compression.scheduler import CompressionScheduler
 from ..config.reader import nearest, write_block
 from ..config.sections import OffloadOptimizer, OffloadParam
@@ -37,6 +36,7 @@ from ..features.compression import Compression
 from ..features.data_efficiency import DataEfficiency
 from ..parallel import fsdp
 from ..pipeline.run import Batch
+from .comm import get_local_rank
 from .names import ENGINE, REFUSED, SWITCHED_OFF, why_not
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,6 @@ from torch.utils.data import Dataset
 
 from ...comm.launch import detect
 from .. import initializing
-from ..comm import init_distributed, timeout_s
 from ..config.whole import Fills
 from ..data import Loader
 from ..given import Schedule
@@ -30,6 +29,7 @@ from ..initializing import ConfigLike
 from ..parallel.groups import Groups
 from ..parallel.tensor import Plan
 from ..pipeline.layers import PipelineModule
+from .comm import init_distributed, timeout_s
 from .engine import DeepSpeedEngine
 from .parameters import make_known
 

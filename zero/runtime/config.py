@@ -1,10 +1,19 @@
-"""DeepSpeed's `deepspeed.runtime.config`: what `engine.optimizer_name()` says of each optimizer."""
+"""DeepSpeed's `deepspeed.runtime.config`."""
 
-from __future__ import annotations
+from ..deepspeed.runtime import (
+    ADAM_OPTIMIZER,
+    ADAMW_OPTIMIZER,
+    LAMB_OPTIMIZER,
+    ONEBIT_ADAM_OPTIMIZER,
+    ONEBIT_LAMB_OPTIMIZER,
+    ZERO_ONE_ADAM_OPTIMIZER,
+)
 
-ADAM_OPTIMIZER = "adam"
-ADAMW_OPTIMIZER = "adamw"
-LAMB_OPTIMIZER = "lamb"
-ONEBIT_ADAM_OPTIMIZER = "onebitadam"
-ONEBIT_LAMB_OPTIMIZER = "onebitlamb"
-ZERO_ONE_ADAM_OPTIMIZER = "zerooneadam"
+__all__ = [
+    "ADAMW_OPTIMIZER",
+    "ADAM_OPTIMIZER",
+    "LAMB_OPTIMIZER",
+    "ONEBIT_ADAM_OPTIMIZER",
+    "ONEBIT_LAMB_OPTIMIZER",
+    "ZERO_ONE_ADAM_OPTIMIZER",
+]
