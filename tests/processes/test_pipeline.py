@@ -29,14 +29,27 @@ pytestmark = pytest.mark.timeout(300)  # one start of ranks runs many layouts
 FAMILY = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 
 
+AXES = {"optimizer": FAMILY, "zero": (0, 1, 2, 3), "pipe": (1, 2), "tensor": (1, 2)}
+
+
 def layouts() -> list[dict]:
-    """All of one-bit optimizer x ZeRO stage x pipe x tensor; ZeRO shards over two ranks, and there are two replicas."""
-    return [
-        {"optimizer": name, "zero": stage, "pipe": pipe, "tensor": tensor, "shard": 2 if stage else 1}
-        for name, stage, pipe, tensor in product(FAMILY, (0, 1, 2, 3), (1, 2), (1, 2))
-    ]
+    """A dozen of one-bit optimizer x ZeRO stage x pipe x tensor in which any two values of two axes meet.
+
+    On eight ranks at most: ZeRO shards over two ranks, and there are two replicas.
+    """
+    dozen = []
+    for (k, name), stage in product(enumerate(FAMILY), AXES["zero"]):
+        whole = ((2, 2), (1, 1), (2, 1))[k]
+        sharded = ((1, 1), (1, 2), (2, 1))[(k + stage) % 3]
+        pipe, tensor = sharded if stage else whole
+        dozen.append({"optimizer": name, "zero": stage, "pipe": pipe, "tensor": tensor, "shard": 2 if stage else 1})
+    return dozen
 
 
+IN_ALL_AXES = [
+    {"optimizer": name, "zero": stage, "pipe": 2, "tensor": 2, "shard": 2}
+    for name, stage in zip(FAMILY, (2, 1, 3), strict=True)
+]
 # What a pipeline can do besides, each on the smallest layout that shows it.
 OTHERS: list[dict] = [
     *({"optimizer": "OneBitAdam", "pipe": 2, "pipeline": {"schedule": name}, "micro_batches": 4}
@@ -58,17 +71,13 @@ OTHERS: list[dict] = [
     {"optimizer": "OneBitAdam", "pipe": 2, "zero": 2, "shard": 2, "pipeline": {"schedule": "interleaved"}},
     {"optimizer": "OneBitAdam", "pipe": 2, "zero": 2, "shard": 2, "pipeline": {"schedule": "zero-bubble"}},
 ]  # fmt: skip
-CASES = layouts() + OTHERS
+CASES = layouts() + IN_ALL_AXES + OTHERS
 
 
 def is_thorough(case: dict) -> bool:
-    """Not of the dozen layouts in which any two values of two axes meet, on eight ranks at most."""
     if case in OTHERS:
         return case.get("zero") == 2 and case.get("pipeline") != {"schedule": "interleaved"}
-    k = FAMILY.index(case["optimizer"])
-    whole = ((2, 2), (1, 1), (2, 1))[k]
-    sharded = ((1, 1), (1, 2), (2, 1))[(k + case["zero"]) % 3]
-    return (case["pipe"], case["tensor"]) != (sharded if case["zero"] else whole)
+    return case in IN_ALL_AXES
 
 
 def ranks_of(case: dict) -> int:
@@ -97,7 +106,7 @@ def ended(start: Start) -> tuple[Ended, Path]:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     cases = [case for case in CASES if start_of(case) == start]
     ranks = start[0]
-    run = run_torchrun(ranks, pipeline_ranks.trains, folder, cases, timeout_s=240, at_once=ranks > 4)
+    run = run_torchrun(ranks, pipeline_ranks.trains, folder, cases, timeout_s=240)
     return run, Path(folder)
 
 
@@ -178,12 +187,9 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def test_any_two_values_meet_in_the_dozen() -> None:
-    axes = ("optimizer", "zero", "pipe", "tensor")
-    dozen = [case for case in layouts() if not is_thorough(case)]
-    assert len(dozen) == 12 and max(map(ranks_of, dozen)) == 8
-    for one, other in combinations(axes, 2):
-        pairs = {(case[one], case[other]) for case in layouts()}
-        assert {(case[one], case[other]) for case in dozen} == pairs
+    assert len(layouts()) == 12 and max(map(ranks_of, layouts())) == 8
+    for (one, ones), (other, others) in combinations(AXES.items(), 2):
+        assert {(case[one], case[other]) for case in layouts()} == set(product(ones, others))
 
 
 @pytest.mark.parametrize("start", marked(STARTS, lambda start: start), ids=str)
@@ -307,9 +313,7 @@ def test_every_optimizer_moves_between_stages_and_none(tmp_path: Path, names: li
 
     AdamW's but for rounding; where replicas are others, another part of a momentum is owed: 2.4 % at most were found.
     """
-    for facts in (
-        run_torchrun(4, pipeline_ranks.moves, str(tmp_path), names, timeout_s=110, at_once=True).check().results
-    ):
+    for facts in run_torchrun(4, pipeline_ranks.moves, str(tmp_path), names, timeout_s=110).check().results:
         assert isinstance(facts, dict) and len(facts) == 2 * len(names)
         for name, (stayed, moved) in facts.items():
             assert moved == pytest.approx(stayed, rel=1e-3 if name.startswith("AdamW") else 4e-2), name
@@ -343,7 +347,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list]:
     """A run of 2 stages x 2 replicas x 2 slices: the folder of its checkpoint, and what its ranks found."""
     folder = str(tmp_path_factory.mktemp("layouts"))
     case = {"optimizer": "OneBitAdam", "pipe": 2, "tensor": 2, "export": True}
-    run = run_torchrun(8, pipeline_ranks.continues, folder, case, 0, LAST, SAVED, timeout_s=150, at_once=True)
+    run = run_torchrun(8, pipeline_ranks.continues, folder, case, 0, LAST, SAVED, timeout_s=150)
     return folder, list(run.check().results)
 
 
@@ -367,7 +371,7 @@ def test_a_run_in_three_axes_goes_on_in_any_layout(saved: tuple[str, list], layo
     folder, whole = saved
     case = {"optimizer": "OneBitAdam"} | layout
     ranks = case.pop("ranks")
-    run = run_torchrun(ranks, pipeline_ranks.continues, folder, case, SAVED, LAST, timeout_s=150, at_once=True).check()
+    run = run_torchrun(ranks, pipeline_ranks.continues, folder, case, SAVED, LAST, timeout_s=150).check()
     is_same = layout["pipe"] == 2
     for found in run.results:
         assert isinstance(found, dict)
