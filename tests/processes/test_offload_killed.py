@@ -12,22 +12,15 @@ from ranks import run_torchrun
 
 STALE = {"onebit-offload-0-1-0badf00d": b"\xff" * 9000, "onebit-offload-1-1-0badf00d": b"", "notes.txt": b"mine"}
 KILLS = ["step 1", "save 2", "load", "step 3", "save 4", "step 5", "save 6"]
-"""Each in a run that goes on from the last checkpoint. Killed in its start, one rank would wait long for the other."""
+"""Each in a run that goes on from the last checkpoint."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("files", "ranks", "kills"),
-    [
-        ("offload_optimizer", 1, ["start", "step 3", "save 4"]),
-        ("offload_param", 1, ["start", "step 3", "save 4"]),
-        *(
-            pytest.param(files, ranks, KILLS, marks=pytest.mark.slow)
-            for files in ("offload_optimizer", "offload_param", "one bit")
-            for ranks in (1, 2)
-        ),
-    ],
+    ("files", "ranks"),
+    [("offload_optimizer", 1), ("offload_param", 1), ("offload_optimizer", 2), ("offload_param", 2), ("one bit", 2)],
 )
-def test_killed_at_any_call_and_resumed(files: str, ranks: int, kills: list[str], tmp_path: Path) -> None:
+def test_killed_at_any_call_and_resumed(files: str, ranks: int, tmp_path: Path) -> None:
     """Files that lie in the folder from elsewhere are neither read, nor in the way, nor removed."""
     alone = run_torchrun(ranks, trains, files, str(tmp_path / "alone"), str(tmp_path / "saved alone")).check().results
     folder, saves = tmp_path / "nvme", str(tmp_path / "saves")
@@ -35,7 +28,8 @@ def test_killed_at_any_call_and_resumed(files: str, ranks: int, kills: list[str]
     for name, data in STALE.items():
         (folder / name).write_bytes(data)
     points = random.Random(f"{files} {ranks}")
-    for k, phase in enumerate(kills):
+    # Killed in its start, one rank of two would wait long for the other.
+    for k, phase in enumerate([*(["start"] if ranks == 1 else []), *KILLS]):
         victim = k % ranks
         call = points.randrange(alone[victim]["calls"][phase])
         ended = run_torchrun(ranks, trains, files, str(folder), saves, victim, phase, call)
