@@ -67,7 +67,7 @@ class Starts:
             for (size, shards), names in self.worlds.items()
             if size == ranks
         ]
-        return run_torchrun(ranks, self.target, folder, cases, timeout_s=110, at_once=ranks > 4), Path(folder)
+        return run_torchrun(ranks, self.target, folder, cases, timeout_s=110), Path(folder)
 
     def results(self, ranks: int, shards: int, name: str) -> list:
         """What each rank found."""

@@ -56,7 +56,7 @@ def world_run(ranks: int) -> tuple[list[str], Ended]:
     """The names of the cases, and the run; started by whichever test asks first."""
     names = [name for name, (size, _) in CASES.items() if size == ranks]
     calls = [("plain_twin" if name in TWINS else "train", CASES[name][1]) for name in names]
-    return names, run_torchrun(ranks, activation_ranks.run_cases, calls, timeout_s=110, at_once=ranks > 2)
+    return names, run_torchrun(ranks, activation_ranks.run_cases, calls, timeout_s=110)
 
 
 def results(name: str) -> list[dict]:

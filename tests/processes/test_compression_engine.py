@@ -45,10 +45,7 @@ def check(facts: dict, form: str, what: str) -> None:
 def test_stages_train_as_one_rank_and_resume_to_the_bit(tmp_path: Path) -> None:
     """Dense: losses within 1e-5 of one rank, for sums in another order; one-bit: 1 %, for scales of other elements."""
     cases = [case[:2] for case in CASES]
-    two, one = (
-        run_torchrun(n, trains, str(tmp_path / str(n)), cases, timeout_s=110, at_once=True).check().results
-        for n in (2, 1)
-    )
+    two, one = (run_torchrun(n, trains, str(tmp_path / str(n)), cases, timeout_s=110).check().results for n in (2, 1))
     for k, (given, _, form) in enumerate(CASES):
         what = f"{given['optimizer']['type']} {given['zero_optimization']} {two[0][k]} {one[0][k]}"
         check(two[0][k], form, what)
@@ -60,9 +57,7 @@ def test_stages_train_as_one_rank_and_resume_to_the_bit(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_other_forms_resume_to_the_bit(tmp_path: Path) -> None:
-    results = (
-        run_torchrun(2, trains, str(tmp_path), [c[:2] for c in OTHERS], timeout_s=110, at_once=True).check().results
-    )
+    results = run_torchrun(2, trains, str(tmp_path), [c[:2] for c in OTHERS], timeout_s=110).check().results
     for k, (given, _, form) in enumerate(OTHERS):
         check(results[0][k], form, f"{given['optimizer']['type']} {given['zero_optimization']} {results[0][k]}")
 

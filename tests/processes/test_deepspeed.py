@@ -13,7 +13,7 @@ from ranks import run_torchrun
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What each rank found."""
     folder: Path = tmp_path_factory.mktemp("surface")
-    return list(run_torchrun(2, surface, str(folder), timeout_s=110, at_once=True).check().results)
+    return list(run_torchrun(2, surface, str(folder), timeout_s=110).check().results)
 
 
 @pytest.mark.parametrize("form", FORMS)

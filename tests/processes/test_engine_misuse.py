@@ -31,7 +31,7 @@ FOUND_EMPTY = [  # configuration, shards, whether the root has parameters, how
 @pytest.mark.stranger("hangs", "3: a rank's loss has no graph (an empty batch) at stages 1 to 3, and the others wait")
 @pytest.mark.timeout(120)
 def test_a_loss_without_a_graph_counts_as_a_zero_gradient() -> None:
-    ended = run_torchrun(2, empty_batches, FOUND_EMPTY, timeout_s=90, at_once=True)
+    ended = run_torchrun(2, empty_batches, FOUND_EMPTY, timeout_s=90)
     found = ended.check().results[0]
     assert found == [""] * len(FOUND_EMPTY), list(zip(FOUND_EMPTY, found, strict=True))
 
@@ -58,7 +58,7 @@ RARER = [
 )
 def test_a_call_that_one_rank_makes_alone_is_named(call: str, name: str, stage: int, tmp_path: Path) -> None:
     shards = 2 if stage else 1
-    ended = run_torchrun(2, alone, call, str(tmp_path), config_of(name, stage), shards, timeout_s=50, at_once=True)
+    ended = run_torchrun(2, alone, call, str(tmp_path), config_of(name, stage), shards, timeout_s=50)
     (text, seconds), (other, _) = ended.results
     assert f"Every rank must call {call}: rank 0 did" in text and "rank 1" in text, ended.output
     assert "rank 0" in other.removeprefix("rank 1"), ended.output
@@ -68,7 +68,7 @@ def test_a_call_that_one_rank_makes_alone_is_named(call: str, name: str, stage: 
 @pytest.mark.stranger("wrong without a word", "7: torch.save(engine.module.state_dict()) on rank 0 writes its shard")
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_one_ranks_state_dict_is_whole_or_refused(stage: int, tmp_path: Path) -> None:
-    ended = run_torchrun(2, half_saved, str(tmp_path), config_of("AdamW", stage), 2, timeout_s=50, at_once=True)
+    ended = run_torchrun(2, half_saved, str(tmp_path), config_of("AdamW", stage), 2, timeout_s=50)
     *ways, last = ended.check().results[0]
     assert len(ways) == 6 and all("engine.module_state_dict()" in text for text in ways[:-1]) and ways[-1], ways
     assert last == ""

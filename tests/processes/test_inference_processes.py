@@ -15,7 +15,7 @@ from onebit import zero
 
 
 def test_two_processes_serve_what_they_trained_sharded(tmp_path: Path) -> None:
-    ended = run_torchrun(2, train_and_serve, str(tmp_path), at_once=True).check()
+    ended = run_torchrun(2, train_and_serve, str(tmp_path)).check()
     first, second = ended.results
     model = build_model(SIZE, 0)
     model.load_state_dict(zero.read_checkpoint_weights(tmp_path))
@@ -30,7 +30,7 @@ def test_two_processes_serve_what_they_trained_sharded(tmp_path: Path) -> None:
 
 
 def test_a_pipelines_checkpoint_serves_under_the_gpts_names(tmp_path: Path) -> None:
-    run_torchrun(2, train_in_stages, str(tmp_path), at_once=True).check()
+    run_torchrun(2, train_in_stages, str(tmp_path)).check()
     weights = zero.read_checkpoint_weights(tmp_path)
     (whole,) = build_layers(SIZE, 0).stages([range(len(build_layers(SIZE, 0)))])
     whole.load_state_dict(weights)

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict]:
-    return run_torchrun(4, all_of_four, str(folder), CASES, timeout_s=110, at_once=True).check().results
+    return run_torchrun(4, all_of_four, str(folder), CASES, timeout_s=110).check().results
 
 
 def test_the_engine_takes_the_steps_that_are_taken_by_hand(ranks: list[dict]) -> None:

@@ -26,7 +26,7 @@ BACKENDS = ("gloo", "mpi")
 def contract_run(backend: str) -> Ended:
     """Started by whichever test asks first; all later ones read it."""
     if backend == "gloo":
-        return run_torchrun(4, transport_ranks.contract_over_gloo, WORLDS, timeout_s=60)
+        return run_torchrun(4, transport_ranks.contract_over_gloo, WORLDS, timeout_s=60, as_python_ends=True)
     return run_mpi(4, transport_ranks.contract_over_mpi, WORLDS, timeout_s=90)
 
 
@@ -83,7 +83,7 @@ def test_init_picks_mpi_under_mpirun_and_bootstraps_gloo_on_request() -> None:
 @cache
 def outlived(backend: str, fate: str) -> Ended:
     if backend == "gloo":
-        return run_torchrun(4, transport_ranks.outlive_a_peer_on_gloo, fate, timeout_s=90)
+        return run_torchrun(4, transport_ranks.outlive_a_peer_on_gloo, fate, timeout_s=90, as_python_ends=True)
     return run_mpi(3, transport_ranks.outlive_a_peer_on_mpi, fate, timeout_s=90)
 
 
@@ -160,7 +160,7 @@ def test_simulated_ranks_that_launch_different_operations_are_told(name: str) ->
 
 def test_a_rank_in_a_barrier_of_torch_and_one_in_an_exchange_name_each_other() -> None:
     """Not after a minute: torch's operation ends with ours, and a line behind its traceback says who is where."""
-    ended = run_torchrun(2, transport_ranks.end_unlike_the_others, "waits", timeout_s=30)
+    ended = run_torchrun(2, transport_ranks.end_unlike_the_others, "waits", timeout_s=30, as_python_ends=True)
     assert ended.returncodes == (1, 1)
     torchs, ours = "an operation of torch's own (operation 2)", "all_to_all (operation 2, 1000000 bytes)"
     assert re.search(rf"^rank 0: {re.escape(torchs)}: .* rank 1 {re.escape(ours)}", ended.output, re.M), ended.output
@@ -172,7 +172,7 @@ def test_a_rank_in_a_barrier_of_torch_and_one_in_an_exchange_name_each_other() -
 def test_survivors_of_rank_0_print_no_stack_of_cplusplus() -> None:
     """The store dies with it, of which torch would tell in twenty lines before the one that helps."""
     env = {"TORCH_CPP_LOG_LEVEL": "WARNING"}
-    ended = run_torchrun(3, transport_ranks.end_unlike_the_others, "dies", timeout_s=30, env=env)
+    ended = run_torchrun(3, transport_ranks.end_unlike_the_others, "dies", timeout_s=30, env=env, as_python_ends=True)
     assert ended.returncodes == (17, 1, 1)
     assert ended.output.count("Missing: rank 0; look at its log") == 2, ended.output
     assert "frame #" not in ended.output and "Exception raised from" not in ended.output, ended.output
@@ -193,7 +193,7 @@ PROMISED_S = 5.0
 @pytest.mark.timeout(90)
 @pytest.mark.stranger("hangs", "22: the rank that hosts the store is stopped: told 8 s after the timeout, not 5")
 def test_a_stopped_host_of_the_store_is_named_in_time() -> None:
-    ended = run_torchrun(3, transport_ranks.lose_a_peer, "stopped", timeout_s=60)
+    ended = run_torchrun(3, transport_ranks.lose_a_peer, "stopped", timeout_s=60, as_python_ends=True)
     for result in ended.results[1:]:
         assert result, ended.output
         first = result["first"]
@@ -205,7 +205,7 @@ def test_a_stopped_host_of_the_store_is_named_in_time() -> None:
 @pytest.mark.stranger("hangs", "22: a rank is killed, and its data workers hold its connections: told 5 s later")
 def test_a_killed_rank_is_missed_at_once_whatever_its_children_hold() -> None:
     """Workers that read for seconds, a fork, and a program in the background all outlive it."""
-    ended = run_torchrun(3, transport_ranks.lose_a_peer, "killed with workers", timeout_s=60)
+    ended = run_torchrun(3, transport_ranks.lose_a_peer, "killed with workers", timeout_s=60, as_python_ends=True)
     for result in ended.results[1:]:
         assert result, ended.output
         first = result["first"]
@@ -215,14 +215,14 @@ def test_a_killed_rank_is_missed_at_once_whatever_its_children_hold() -> None:
 @pytest.mark.timeout(90)
 @pytest.mark.stranger("blames the wrong thing", "22: a rank that comes late is told that rank 0 is missing")
 def test_who_comes_when_the_others_have_exited_is_told_so() -> None:
-    late = run_torchrun(3, transport_ranks.lose_a_peer, "late", timeout_s=60).results[1]["first"]
+    late = run_torchrun(3, transport_ranks.lose_a_peer, "late", timeout_s=60, as_python_ends=True).results[1]["first"]
     assert "too late" in late["message"] and "launched nothing for " in late["message"], late
 
 
 @pytest.mark.timeout(90)
 @pytest.mark.stranger("blames the wrong thing", "22: others do not learn the error that ended a rank")
 def test_the_others_learn_the_error_that_ended_a_rank() -> None:
-    ended = run_torchrun(3, transport_ranks.lose_a_peer, "raises", timeout_s=60)
+    ended = run_torchrun(3, transport_ranks.lose_a_peer, "raises", timeout_s=60, as_python_ends=True)
     assert ended.returncodes == (0, 1, 0), ended.output
     for rank in (0, 2):
         first, second = ended.results[rank]["first"], ended.results[rank]["second"]
@@ -236,7 +236,7 @@ def test_the_others_learn_the_error_that_ended_a_rank() -> None:
 @pytest.mark.timeout(90)
 @pytest.mark.stranger("hangs", "22: a forked child that exits waits in the barrier of its parent's ranks")
 def test_the_end_of_a_forked_child_is_not_its_ranks_end() -> None:
-    ended = run_torchrun(2, transport_ranks.fork_a_child_that_exits, timeout_s=60).check()
+    ended = run_torchrun(2, transport_ranks.fork_a_child_that_exits, timeout_s=60, as_python_ends=True).check()
     assert ended.results == ([2.0, 2.0, 2.0],) * 2, ended.output
 
 
@@ -305,7 +305,9 @@ def test_what_is_no_transport_is_refused_by_name(transport: Any) -> None:
 def test_a_group_that_the_script_destroys_is_gone(makes_group: bool) -> None:
     """Its threads would come back while Python ends, which aborts the process."""
     for closes in (False, True):
-        assert run_torchrun(3, transport_ranks.short_life, makes_group, closes, timeout_s=50).check().results == (
+        assert run_torchrun(
+            3, transport_ranks.short_life, makes_group, closes, timeout_s=50, as_python_ends=True
+        ).check().results == (
             [],
             [],
             [],
@@ -319,7 +321,7 @@ def test_short_lives_end_cleanly(rounds: int = 1) -> None:
     for k in range(rounds):
         for makes_group in (True, False):
             for closes in (False, True):
-                run_torchrun(3, transport_ranks.short_life, makes_group, closes).check()
+                run_torchrun(3, transport_ranks.short_life, makes_group, closes, as_python_ends=True).check()
         if k % 4 == 0:
             for closes in (False, True):
                 run_torchrun(3, transport_ranks.short_life, False, closes, agent=True).check()

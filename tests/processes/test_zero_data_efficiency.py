@@ -18,8 +18,8 @@ from ranks import run_torchrun
 )
 def test_a_run_is_resumed_to_the_bit_and_in_half_the_world(tmp_path: Path, cases: list) -> None:
     """Dropped tokens, difficult samples later, short sequences first; the checkpoint lies within an epoch."""
-    four = run_torchrun(4, writes, str(tmp_path), cases, timeout_s=110, at_once=True).check().results
-    two = run_torchrun(2, reads, str(tmp_path), cases, timeout_s=110, at_once=True).check().results
+    four = run_torchrun(4, writes, str(tmp_path), cases, timeout_s=110).check().results
+    two = run_torchrun(2, reads, str(tmp_path), cases, timeout_s=110).check().results
     for k, (optimizer, stage, _) in enumerate(cases):
         facts, what = four[0][k], f"{optimizer} at stage {stage}"
         assert all(result[k]["same"] for result in four), f"{what}: a resumed run goes on to the bit"
@@ -35,14 +35,14 @@ def test_a_run_is_resumed_to_the_bit_and_in_half_the_world(tmp_path: Path, cases
 
 
 def test_stages_and_slices_drop_what_one_rank_drops() -> None:
-    facts = run_torchrun(2, layouts, timeout_s=110, at_once=True).check().results[0]
+    facts = run_torchrun(2, layouts, timeout_s=110).check().results[0]
     assert facts["pipe 0"] == pytest.approx(facts["one stage"], abs=1e-5)
     assert facts["pipe 1"] == pytest.approx(facts["one stage"], abs=1e-5), "activations computed again"
     assert facts["two slices"] == pytest.approx(facts["one slice"], abs=1e-5)
 
 
 def test_the_older_curriculum_batches_by_tokens_and_rates_by_tokens(tmp_path: Path) -> None:
-    facts = run_torchrun(2, others, str(tmp_path), timeout_s=110, at_once=True).check().results[0]
+    facts = run_torchrun(2, others, str(tmp_path), timeout_s=110).check().results[0]
     assert [row["length"] for row in facts["legacy"]] == [4, 4, 6, CONTEXT + 1]
     assert facts["told"] == [4, 4, 6]
     assert "takes sequences of 4 tokens, and the model is given 8; cut them" in facts["too long"]

@@ -69,7 +69,7 @@ THOROUGH = [
 )
 def test_every_form_trains_and_resumes_to_the_bit(tmp_path: Path, cases: list) -> None:
     configs = [case[:2] for case in cases]
-    results = run_torchrun(4, resumes, str(tmp_path), configs, timeout_s=110, at_once=True).check().results
+    results = run_torchrun(4, resumes, str(tmp_path), configs, timeout_s=110).check().results
     for k, (config, _, form) in enumerate(cases):
         facts = results[0][k]
         what = f"{config['optimizer']['type']} {config['zero_optimization']} {facts}"
@@ -84,7 +84,9 @@ def test_every_form_trains_and_resumes_to_the_bit(tmp_path: Path, cases: list) -
 def test_every_public_style_configuration_trains(tmp_path: Path) -> None:
     files = [str(path) for path in FILES]
     assert len(files) >= 12
-    for problems in run_torchrun(2, trains_json, files, str(tmp_path), timeout_s=110).check().results:
+    for problems in (
+        run_torchrun(2, trains_json, files, str(tmp_path), timeout_s=110, as_python_ends=True).check().results
+    ):
         assert problems == {}
 
 

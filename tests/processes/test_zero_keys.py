@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict]:
     """Of all four ranks, of one start of processes."""
-    return list(run_torchrun(4, keys, str(folder), timeout_s=110, at_once=True).check().results)  # type: ignore[arg-type]
+    return list(run_torchrun(4, keys, str(folder), timeout_s=110).check().results)  # type: ignore[arg-type]
 
 
 def test_freeze_step_ends_the_warm_up_of_every_form(ranks: list[dict]) -> None:
@@ -130,7 +130,7 @@ def test_the_monitors_hold_what_happened(ranks: list[dict]) -> None:
 
 
 def test_two_ranks_go_on_from_where_four_were(folder: Path, ranks: list[dict]) -> None:
-    for facts in run_torchrun(2, resumes_with_two, str(folder), timeout_s=60, at_once=True).check().results:
+    for facts in run_torchrun(2, resumes_with_two, str(folder), timeout_s=60).check().results:
         refused, in_files = facts.pop("refused"), facts.pop("parameters in files")
         assert len(in_files) == 12 and all(in_files.values()), in_files
         for forms, (loaded, resumed, steps) in facts.items():

@@ -56,7 +56,7 @@ def due(of: dict[str, list]) -> torch.Tensor:
 def test_a_checkpoint_loads_into_every_other_layout(tmp_path: Path) -> None:
     saved: dict[str, dict] = {}
     for ranks, cases in ((4, OF_FOUR), (2, OF_TWO)):
-        every = run_torchrun(ranks, runs, str(tmp_path), cases, timeout_s=110, at_once=True).check().results
+        every = run_torchrun(ranks, runs, str(tmp_path), cases, timeout_s=110).check().results
         for case, facts in zip(cases, every[0], strict=True):
             if case.get("load") == "inter_node":
                 assert "form is inter_node, this run's is intra_node" in facts["refused"]

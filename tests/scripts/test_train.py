@@ -411,7 +411,7 @@ def test_every_stage_trains_and_resumes_to_the_bit(tmp_path: Path, pickled_corpu
         folder = tmp_path / case
         jobs.append(zero_flags(folder, case, "--checkpoint-every", "2", "--json", str(folder / "run.json")))
         jobs.append(zero_flags(folder, case, "--resume", "--csv", str(folder / "resumed" / "run.csv")))
-    ended = run_torchrun(4, train_ranks.runs, pickled_corpus, jobs, 2, timeout_s=110, at_once=True).check()
+    ended = run_torchrun(4, train_ranks.runs, pickled_corpus, jobs, 2, timeout_s=110).check()
     assert ended.results == ([0] * len(jobs),) * 4
     for case in cases:
         optimizer = ZERO[case][0]
@@ -523,7 +523,7 @@ def test_stages_and_slices_train_and_go_on_in_another_layout(tmp_path: Path, pic
     first = flags(tmp_path, *common, *wire, "--pipe", "2", "--tensor", "2", "--stop-after", "8", steps=12)
     # Stages of two ranks, and of one each, with no word of --accumulate.
     sharded = [flags(tmp_path / pipe, "--zero", "1", "--pipe", pipe, "--batch-size", "1", steps=2) for pipe in "24"]
-    ended = run_torchrun(4, train_ranks.runs, pickled_corpus, [first, *sharded], timeout_s=150, at_once=True).check()
+    ended = run_torchrun(4, train_ranks.runs, pickled_corpus, [first, *sharded], timeout_s=150).check()
     assert ended.results == ([0, 0, 0],) * 4
     rows = read_csv(tmp_path / "run.csv")
     assert [row["phase"] for row in rows[-4:]] == ["compressed"] * 4

@@ -61,17 +61,18 @@ def run_torchrun(
     env: Mapping[str, str] | None = None,
     agent: bool = False,
     restarts: int = 0,
-    at_once: bool = False,
+    as_python_ends: bool = False,
 ) -> Ended:
     """n ranks with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun gives them.
 
     They are forks of a process that has imported all they need, see `_Fork`. agent: the real torchrun, without forks,
     which starts all ranks anew where one fails, `restarts` times.
-    at_once: ranks whose target returns end by `_end`, where it is not the end that is tested.
+    as_python_ends: ranks end as the interpreter does, for tests of just that; scripts always do. Others end by `_end`.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         if not agent:
-            call = ["at once" if at_once else "fork", str(n), folder, *_spell(target, args)]
+            spelt = _spell(target, args)
+            call = ["fork" if as_python_ends or spelt[0] == "script" else "at once", str(n), folder, *spelt]
             return _run(_Fork, call, n, Path(folder), timeout_s, env)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
         torchrun += [f"--max-restarts={restarts}"]
@@ -193,8 +194,10 @@ def _serve() -> list[str]:
     """For each line that comes in, fork, and answer with the fork's id and then its status. Returns in forks only."""
     import torch._dynamo  # noqa: F401
 
-    import onebit.zero  # noqa: F401
+    from onebit import zero
 
+    for name in zero.__all__:  # each is imported when it is first asked for: 0.5 s of CPU in every rank otherwise
+        getattr(zero, name)
     gc.collect()
     gc.freeze()  # or each rank would read, and so copy, all of it
     for line in iter(sys.stdin.readline, ""):
