@@ -35,7 +35,7 @@ test-fast: $(INSTALLED)
 	$(PYTEST) --tier fast $(ARGS)
 
 test-all: $(INSTALLED)
-	$(PYTEST) --tier all $(ARGS)
+	$(PYTEST) --tier all --numprocesses 3 $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -9,7 +9,7 @@ import os
 import random
 import sys
 import zlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,19 +42,20 @@ def first_tier(item: pytest.Item) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests of this tier."""
-    tier = config.getoption("tier")
-    cases: Counter[tuple[Path, str]] = Counter()
+    """Leave the tests of this tier, and of products the pairwise cases."""
+    products: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if sampled := item.get_closest_marker("sampled"):
-            test = item.path, item.nodeid.partition("[")[0]
-            if cases[test] % sampled.args[0]:
-                item.add_marker("thorough")
-            cases[test] += 1
-    left_out = [item for item in items if not tiers.runs_in(tier, first_tier(item))]
+        if item.get_closest_marker("pairwise"):
+            products[item.nodeid.partition("[")[0]].append(item)
+    left_out = {item for item in items if not tiers.runs_in(config.getoption("tier"), first_tier(item))}
+    for cases in products.values():
+        # Those that this machine skips come last: what they would show of others, others show.
+        cases.sort(key=lambda item: any(mark.args[0] for mark in item.iter_markers("skipif")))
+        chosen = tiers.pairwise([{k: id(x) for k, x in item.callspec.params.items()} for item in cases])
+        left_out |= {item for k, item in enumerate(cases) if k not in chosen}
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if tiers.runs_in(tier, first_tier(item))]
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(wrapper=True)

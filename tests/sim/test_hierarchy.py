@@ -174,7 +174,6 @@ def node_losses(net: nn.Module, step: int, node: int, local_size: int) -> None:
         p.grad = total * (1.0 / local_size)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize(("H", "L"), SHAPES)
 def test_equals_a_flat_world_of_nodes(H: int, L: int, name: str) -> None:
@@ -213,7 +212,6 @@ def test_equals_a_flat_world_of_nodes(H: int, L: int, name: str) -> None:
         assert off.float().mean() <= 0.02
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize(("H", "L"), SHAPES)
 def test_replicas_are_bit_identical_and_learn(H: int, L: int, name: str) -> None:
@@ -232,7 +230,7 @@ def test_replicas_are_bit_identical_and_learn(H: int, L: int, name: str) -> None
     assert results[0][-1].isfinite().all() and not torch.equal(results[0][-1], results[0][-2])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize("error_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stop", [3, 11, 23])
@@ -358,7 +356,7 @@ def test_what_is_owed_takes_an_lth_of_the_memory() -> None:
 # -------------------------------------------------------------------------------- from one shape of a world to another
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize(
     ("old", "new"), [((2, 2), (4, 1)), ((4, 1), (2, 2)), ((2, 3), (3, 2)), ((2, 2), (1, 1)), ((3, 1), (2, 2))]

@@ -72,7 +72,7 @@ def run(
     return flat(net), optimizer.stats.resent_steps
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.pairwise
 @pytest.mark.parametrize("on", [(0, 1), (1,)], ids=["all ranks", "one rank"])
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("between", BETWEEN)

@@ -105,7 +105,7 @@ def test_low_precision_parameters_follow_the_float32_ones() -> None:
     assert (exact - rounded).abs().median() < 2e-3
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize("error_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stop", [0, 2, FREEZE, FREEZE + 1, 11])

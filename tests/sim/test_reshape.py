@@ -53,7 +53,6 @@ def taken_over(rank: Rank, states: list[dict], layout: str) -> dict:
     return recut(rank.optimizer, rank.numbered, cuts, lambda part: states[part::parts])
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize(
     ("old", "new"),

@@ -6,13 +6,15 @@
 
 A new test needs no mark: it is in the usual tier, and in the fast one where its folder starts no processes. One that
 starts a process elsewhere says so by `@pytest.mark.processes`; a fast test that starts one, or opens a socket, fails.
-Of a test marked `sampled(k)` every k-th case is as if it were not marked, and the others are thorough; the sample must
-have every value of every parameter.
+
+Of a test marked `pairwise` no tier runs the whole product of its parameters: see `pairwise`.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 
 TIERS = ("fast", "usual", "all")
@@ -37,6 +39,21 @@ def tier_of(folder: str, marks: set[str]) -> str:
 def runs_in(tier: str, first: str) -> bool:
     """Whether a test whose first tier is `first` runs in `tier`."""
     return TIERS.index(first) <= TIERS.index(tier)
+
+
+def pairwise(cases: Sequence[Mapping[str, int]]) -> set[int]:
+    """Which cases to run so that any two values of two parameters meet that meet in any case.
+
+    cases: of each one a number for every parameter's value. The next one chosen always adds most pairs.
+    """
+    pairs = {k: set(combinations(sorted(case.items()), 2)) for k, case in enumerate(cases)}
+    chosen = set[int]()
+    while any(pairs.values()):
+        best = max(pairs, key=lambda k: len(pairs[k]))
+        met = pairs.pop(best)
+        chosen.add(best)
+        pairs = {k: left - met for k, left in pairs.items()}
+    return chosen
 
 
 class Guard:

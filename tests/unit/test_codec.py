@@ -80,6 +80,7 @@ def some_rows(codec: Codec, rows: int, blocks: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 class TestContract:
+    @pytest.mark.pairwise
     @pytest.mark.parametrize("blocks", [0, 1, 2, 7])
     @pytest.mark.parametrize("rows", [1, 3])
     def test_sent_plus_kept_equals_input(self, codec: Codec, rows: int, blocks: int) -> None:

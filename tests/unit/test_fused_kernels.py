@@ -28,6 +28,7 @@ each_case = pytest.mark.parametrize("case", cases.CASES, ids=str)
 ERRORS = (None, torch.float32, torch.bfloat16)
 
 
+@pytest.mark.pairwise
 @needs_build
 @each_isa
 @each_case
@@ -40,6 +41,7 @@ def test_encode_momentum(isa: str, case: cases.Case, error: torch.dtype | None, 
         cases.check_encode_momentum(function, case, error=error, packed=packed, variance=variance, scale=scale)
 
 
+@pytest.mark.pairwise
 @needs_build
 @each_isa
 @each_case
@@ -52,6 +54,7 @@ def test_encode_gradients(isa: str, case: cases.Case, owed: torch.dtype, returne
         cases.check_encode_gradients(function, case, owed=owed, returned=returned, scale=scale, closed=closed)
 
 
+@pytest.mark.pairwise
 @needs_build
 @each_isa
 @each_case
@@ -69,6 +72,7 @@ def test_apply(isa: str, case: cases.Case) -> None:
     cases.check_apply(partial(cpu.apply, isa=isa), case)
 
 
+@pytest.mark.pairwise
 @needs_build
 @each_isa
 @each_case
@@ -78,6 +82,7 @@ def test_local_step(isa: str, case: cases.Case, variance: bool, anchored: bool) 
     cases.check_local_step(partial(cpu.local_step, isa=isa), case, variance=variance, anchored=anchored)
 
 
+@pytest.mark.pairwise
 @needs_build
 @each_isa
 @each_case

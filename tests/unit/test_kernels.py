@@ -107,6 +107,7 @@ def decode_mean_both(frames_KB: Tensor, N: int, *, block: int, frame: str, isa: 
 # Same bytes, same floats
 
 
+@pytest.mark.pairwise
 @needs_build
 @each_isa
 @each_frame_and_block
@@ -165,6 +166,7 @@ def test_decode_takes_any_bits_and_any_scale(isa: str, frame: str) -> None:
     decode_mean_both(frames, J * block, block=block, frame=frame, isa=isa)
 
 
+@pytest.mark.pairwise
 @needs_build
 @each_isa
 @each_frame
@@ -252,6 +254,7 @@ def test_any_small_input_encodes_as_in_the_reference(isa: str, data: st.DataObje
 
 
 @pytest.mark.slow
+@pytest.mark.pairwise
 @needs_build
 @each_isa
 @each_frame

@@ -88,7 +88,7 @@ def gradients(out: Tensor, of: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad((out.double() * weight).sum(), of))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.pairwise
 @pytest.mark.parametrize("key_heads", [H, 2])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", CONFIGS)

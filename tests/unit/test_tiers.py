@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -9,12 +10,11 @@ import shutil
 import subprocess
 import sys
 import zlib
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from tiers import PROCESS_FOLDERS, TIERS
+from tiers import PROCESS_FOLDERS, TIERS, pairwise
 
 TESTS = Path(__file__).parents[1]
 FOLDERS = ("unit", *PROCESS_FOLDERS)
@@ -28,24 +28,19 @@ class Recorder:
     def pytest_collection_finish(self, session):
         # pytest escapes the names of parameters once more in each collection of one process
         self.outcomes = {item.nodeid.replace(BACKSLASH, ""): "" for item in session.items}
-        for item in session.items:
-            if item.get_closest_marker("sampled"):
-                for value in ((name, repr(value)) for name, value in item.callspec.params.items()):
-                    sampled.setdefault(item.nodeid.partition("[")[0], {}).setdefault(tier, set()).add(value)
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call":
             self.outcomes[report.nodeid] = report.outcome
 
 folder, *options = sys.argv[1:]
-found, sampled = {}, {}
+found = {}
 for tier in TIERS:
     recorder = Recorder()
     pytest.main([folder, "--rootdir", folder, "--tier", tier, "-p", "no:cacheprovider", *options], [recorder])
     found[tier] = recorder.outcomes
-lacking = {test: sorted(values["all"] - values["usual"]) for test, values in sampled.items()}
 print()
-print(json.dumps([found, {test: values for test, values in lacking.items() if values}]))
+print(json.dumps(found))
 """
 NEW = """
 import subprocess, sys, pytest
@@ -71,40 +66,27 @@ def test_slow():
 def test_cases(case):
     pass
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("case", [1, 2, 3, 4])
-def test_samples(case):
+@pytest.mark.pairwise
+@pytest.mark.parametrize("a", [1, 2])
+@pytest.mark.parametrize("b", [1, 2])
+@pytest.mark.parametrize("c", [1, 2])
+def test_pairs(a, b, c):
     pass
 """
 
 
-def outcomes(folder: Path, *options: str) -> tuple[dict[str, dict[str, str]], dict[str, list]]:
-    """Of each tier, its tests: `file::test` and how it ended, empty where it was collected only.
-
-    And by name of the sampled tests, the values of parameters, as pairs, that no case of the sample has.
-    """
+def outcomes(folder: Path, *options: str) -> dict[str, dict[str, str]]:
+    """Of each tier, its tests: `file::test` and how it ended, empty if it was only collected."""
     code = f"TIERS, BACKSLASH = {TIERS!r}, chr(92)\n{RUN}"
     ended = subprocess.run(
         [sys.executable, "-c", code, str(folder), *options], cwd=folder, capture_output=True, text=True, timeout=250
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    found, lacking = json.loads(ended.stdout.splitlines()[-1])
-    return found, lacking
+    return json.loads(ended.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
-@pytest.mark.processes
-@pytest.mark.thorough
-@pytest.mark.timeout(300)
-def test_each_tier_has_all_tests_of_the_one_before_and_more() -> None:
-    collected, lacking = outcomes(TESTS, "--collect-only")
-    assert lacking == {}
-    found = {tier: set(names) for tier, names in collected.items()}
-    for smaller, larger in pairwise(TIERS):
-        assert found[smaller] and found[smaller] < found[larger], sorted(found[smaller] - found[larger])
-    folders = {name.partition("/")[0] for name in found["all"]}
-    assert folders == {path.parent.name for path in TESTS.glob("*/test_*.py")}
-    assert {name.partition("/")[0] for name in found["usual"]} == folders
-    assert {name.partition("/")[0] for name in found["fast"]} == folders - set(PROCESS_FOLDERS)
+def test_every_folder_of_tests_is_of_the_tiers() -> None:
+    assert {path.parent.name for path in TESTS.glob("*/test_*.py")} == {*FOLDERS, "sim"}
 
 
 @pytest.mark.processes
@@ -116,21 +98,18 @@ def test_a_new_test_need_not_say_its_tier(tmp_path: Path) -> None:
     shutil.copy(TESTS / "support" / "tiers.py", tmp_path / "support")
     for folder in FOLDERS:
         (tmp_path / folder / f"test_in_{folder}.py").write_text(NEW)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    processes\n    slow\n    thorough\n    sampled\n")
-    found, lacking = outcomes(tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    processes\n    slow\n    thorough\n    pairwise\n")
+    found = outcomes(tmp_path)
 
     unit = {"plain": "passed", "that_starts_a_process": "failed", "cases[1]": "passed"}
-    unit |= {"samples[1]": "passed", "samples[4]": "passed"}
+    unit |= {f"pairs[{case}]": "passed" for case in ("1-1-1", "2-1-2", "1-2-2", "2-2-1")}
     usual = {"that_says_so": "passed", "slow": "passed"}
-    thorough = {"cases[2]": "passed", "samples[2]": "passed", "samples[3]": "passed"}
+    thorough = {"cases[2]": "passed"}
     elsewhere = unit | {"that_starts_a_process": "passed"} | usual
 
     def named(folder: str, tests: dict[str, str]) -> dict[str, str]:
         return {f"{folder}/test_in_{folder}.py::test_{name}": outcome for name, outcome in tests.items()}
 
-    assert lacking == {
-        f"{folder}/test_in_{folder}.py::test_samples": [["case", "2"], ["case", "3"]] for folder in FOLDERS
-    }
     assert found["fast"] == named("unit", unit)
     expected = named("unit", unit | usual)
     for folder in PROCESS_FOLDERS:
@@ -139,6 +118,19 @@ def test_a_new_test_need_not_say_its_tier(tmp_path: Path) -> None:
     for folder in FOLDERS:
         expected |= named(folder, thorough)
     assert found["all"] == expected
+    assert set(found["fast"]) < set(found["usual"]) < set(found["all"])
+
+
+def test_any_two_values_meet_in_pairwise_cases() -> None:
+    axes = {"a": range(4), "b": range(3), "c": range(2), "d": range(2)}
+    product = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    product = [case for case in product if case["a"] or case["b"]]  # two that never meet
+    chosen = [product[k] for k in pairwise(product)]
+    assert len(chosen) <= 13
+    for one, other in itertools.combinations(axes, 2):
+        met, all_of_them = ({(case[one], case[other]) for case in cases} for cases in (chosen, product))
+        assert met == all_of_them
+    assert pairwise([]) == set()
 
 
 def test_every_tier_has_a_command() -> None:
