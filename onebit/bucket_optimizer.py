@@ -3,12 +3,13 @@
 Two families rest on it: `optimizer.py`, with the state on every rank, and `zero/sharded/optimizer.py`, with a part on
 each. A family says how its buckets are exchanged and decided on. Around that, the same for both:
 
-    step()      where ranks have different numbers of batches: does any go on? (`join`)
+    step()      if ranks have different numbers of batches: does any go on? (`join`)
                 the family takes the step of all buckets, or all ranks skip it
                 now and then a vote on the replicas' bits
                 stats; an error after too many skipped steps in a row
 
-and what ranks say of a step before they take it: which it is, with which options, from which gradients.
+and what ranks say of a step before they take it: which it is, with which options, from which gradients. What a step
+may become, and when, is one table for both: `TRANSITIONS` of `step/driver.py`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from .agreement.join import Join
 from .agreement.replicas import ReplicaCheck
 from .agreement.skips import MOST_SKIPS, SkipLimit
 from .agreement.step_vote import Header, StepVote, Summary, check_headers, gather_headers
-from .agreement.wrappers import NOT_COMPARED, WrapperWatch, gradient_digest
+from .agreement.wrappers import NOT_COMPARED, WrapperWatch, gradient_digest, refuse_wrapper
 from .comm import Transport
 from .layout.buckets import B, Buckets, elements_of
 from .model_parallel import ModelParallelGroup, model_parallel_group_of
 from .rule import BucketRule
 from .step.clip import Clipper
+from .step.driver import Driver, StepState
+from .step.overlap import Overlap
 from .step.stats import Stats, Traffic, WaitClock
 from .usage.contract import (
     Group,
@@ -63,6 +66,8 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
 
     _step_supports_amp_scaling = True
     rule: BucketRule[B]
+    overlap: Overlap
+    _driver: Driver[B]
 
     def __init__(
         self,
@@ -235,7 +240,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
             refuse_unfrozen(self.transport.rank, list(self.buckets.frozen.values()), present)
             return loss
         self._waited.total_s, self.stats.clip_factor, self.clipper.norm = 0.0, 1.0, None
-        if self._join.is_on and not self._anybody_goes_on():
+        if self._join.is_on and not self._any_rank_has_data():
             return loss
         bad = self._take_step(self._unscale())
         if self.replica_check.is_due(are_synchronised=self.rule.is_synchronised()):
@@ -257,9 +262,38 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         That is the names of this rank's parameters whose gradients are not finite.
         """
 
+    def _begin(self) -> None:
+        """Unless the step has begun: what kind it is. Once, as learning rates may be edited before step()."""
+        if self._driver.state is StepState.IDLE:
+            self._look_at_groups()
+            self._driver.begin()
+            self.rule.begin_step()
+
+    @abstractmethod
+    def _launch_rest(self, scale: float) -> None:
+        """Begin the steps of the buckets that backward has not sent, with their gradients times scale."""
+
+    def _count_resent(self, ranks: Sequence[int]) -> None:
+        """The step was sent twice, as gradients of these ranks have changed since; of none: once."""
+        if ranks and self.overlap.resent_steps == 0:
+            refuse_wrapper(self.transport, self.buckets.params)
+        self.overlap.count_resent(ranks)
+        self.stats.resent_steps = self.overlap.resent_steps
+
     def _end_step(self) -> None:
+        self.overlap.end_step()
         self._used = [GradientMark.of(p) for p in self.buckets.params]
         self.rule.end_step()
+
+    def _drop_step(self) -> None:
+        """Drop what a backward pass has begun that no step() will follow. All ranks. Nothing of it was written."""
+        if self._driver.launched:
+            self._launch_rest(1.0)
+            self._driver.meet()
+        if self._driver.state is not StepState.IDLE:
+            self._driver.skip()
+            self.overlap.end_step()
+            self.rule.end_step()
 
     def _fill_stats(self) -> None:
         sent, inter_node = self._traffic.take()
@@ -330,14 +364,9 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         with self._join.loop(self._shadow_step):
             yield
 
-    @property
-    @abstractmethod
-    def _launched(self) -> int:
-        """How many buckets have begun their step."""
-
     def _check_at_rest(self, what: str) -> None:
-        """Raise RuntimeError where a backward pass has begun a step that step() has not ended."""
-        if self._launched:
+        """Raise RuntimeError if a backward pass has sent a bucket of a step that step() has not ended."""
+        if self._driver.launched:
             raise RuntimeError(
                 f"rank {self.transport.rank}: {what} between a backward pass, whose gradients have left, and its step; "
                 "call step() first"
@@ -347,7 +376,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         self.zero_grad()
         self.step()
 
-    def _anybody_goes_on(self) -> bool:
+    def _any_rank_has_data(self) -> bool:
         goes_on = self._join.goes_on(self._call_roll("in join()"), self.param_groups)
         self.stats.shadow_steps = self._join.shadow_steps
         return goes_on

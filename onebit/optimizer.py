@@ -38,7 +38,6 @@ from .agreement.step_vote import (
     check_headers,
     present_anywhere,
 )
-from .agreement.wrappers import refuse_wrapper
 from .bucket_optimizer import BucketOptimizer
 from .checkpoint import optimizer_state
 from .comm import FusedCodec, SignCodec, Transport, check_fused
@@ -51,7 +50,7 @@ from .rule import Rule
 from .step.bucket_step import Arrived, Decision
 from .step.clip import GradientNorm, dot
 from .step.delayed import DelayedSteps
-from .step.driver import Driver
+from .step.driver import Driver, StepState
 from .step.link_probe import CompressionPolicy
 from .step.overlap import Overlap
 from .step.replicated import Replicated
@@ -138,7 +137,6 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self.policy.bind(self.transport, self.codec, self.buckets, self.model_parallel_group, self._traffic)
         self._driver: Driver[Bucket] = Driver(self.transport, self.placement.hierarchy.phases)
         self._roll: HeadersUnderWay | None = None  # asked for, and not read
-        self._has_begun = self._is_delayed = False  # the step that has begun
         self.delay = delay
         self.ahead: Ahead | None = None  # how far parameters may look while a step is under way
         self._delayed = DelayedSteps(self._driver, self.buckets, self.rule, self.placement, self.policy.computing)
@@ -157,7 +155,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         if not norm >= 0:
             raise ValueError(f"max_grad_norm must be at least 0 (0: off), got {norm}")
         before, self.clipper.max_norm = self.clipper.max_norm, norm
-        if self._launched and self._clips_before_sending:
+        if self._driver.launched and self._clips_before_sending:
             self.clipper.max_norm = before
             raise RuntimeError(
                 f"rank {self.transport.rank}: max_grad_norm={norm} comes after a backward pass has sent gradients that "
@@ -173,7 +171,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def _build(self) -> None:
         self.sync()
-        self._give_up_step()
+        self._drop_step()
         super()._build()
 
     def _options(self) -> dict[str, object]:
@@ -233,13 +231,13 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         """p's gradient has just been accumulated. Called by its hook."""
         if type(p.grad) is not Tensor:
             count_edits_apart_(p.grad)
-        if self._delayed.step is not None:
+        if self._driver.state is StepState.SUSPENDED:
             self._delayed.advance()
         if self._is_paused or not self.overlap.count_pass(p, self.buckets.of[p]):
             return
-        if not self.overlap.is_possible or self._join.is_on or self._delayed.step is not None:
+        if not self.overlap.is_possible or self._join.is_on or self._driver.state is StepState.SUSPENDED:
             return
-        if not self._has_begun:
+        if self._driver.state is StepState.IDLE:
             self._begin()
         if self._is_delayed or self.rule.is_silent() or self._clips_before_sending:
             return
@@ -252,20 +250,13 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
                 self._launch(bucket, in_backward=True)
 
     @property
-    def _launched(self) -> int:
-        return len(self._driver.tasks)
-
-    def _begin(self) -> None:
-        """Unless the step has begun: what kind it is. Once, as learning rates may be edited before step()."""
-        if not self._has_begun:
-            self._look_at_groups()
-            self._has_begun = True
-            self.rule.begin_step()
-            self._is_delayed = self.delay > 0 and not any(map(self.rule.averages_gradients, self.buckets))
+    def _is_delayed(self) -> bool:
+        """Whether the step that has begun lands in the next one."""
+        return self.delay > 0 and not any(map(self.rule.averages_gradients, self.buckets))
 
     def _next_complete(self) -> Bucket | None:
         """The next bucket to leave, once all of its gradients are there."""
-        rest = self.buckets[self._launched :]
+        rest = self.buckets[self._driver.launched :]
         return rest[0] if rest and self.overlap.is_complete(rest[0]) else None
 
     def _launch(self, bucket: Bucket, scale: float = 1.0, *, in_backward: bool = False) -> None:
@@ -275,7 +266,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def _launch_rest(self, scale: float) -> None:
         self._all_begin(is_awaited=True)
-        for bucket in self.buckets[self._launched :]:
+        for bucket in self.buckets[self._driver.launched :]:
             self._launch(bucket, scale)
 
     def _all_begin(self, *, is_awaited: bool) -> bool:
@@ -283,7 +274,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
         Waits for them only if told to. Raises DesyncError.
         """
-        if self._launched or not self.rule.asks_first or self.rule.is_silent():
+        if self._driver.launched or not self.rule.asks_first or self.rule.is_silent():
             return True
         if self._roll is None:
             with self._driver.channel():
@@ -356,13 +347,13 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
         scale: what gradients were to be multiplied by, but for clipping.
         """
-        arrived, is_good_here = self._bring_home(ballot)
+        arrived, is_good_here = self._meet(ballot)
         votes = ballot.votes
         resending = [rank for rank, vote in enumerate(votes) if vote.summary.resends]
         if resending:
-            self._driver.give_up()  # nothing has been written: what came back can be forgotten
+            self._driver.resend()
             self._launch_rest(scale * self.stats.clip_factor)
-            arrived, is_good_here = self._bring_home(ballot)
+            arrived, is_good_here = self._meet(ballot)
         self._count_resent(resending)
         if not all_parts_agree(self.model_parallel_group, ballot, is_good_here, self.buckets.frozen.values()):
             return None
@@ -371,12 +362,12 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             return Decision(present_anywhere(votes), self.stats.clip_factor)
         return Decision(present_anywhere(votes))
 
-    def _bring_home(self, ballot: Ballot) -> tuple[Sequence[Arrived], bool]:
+    def _meet(self, ballot: Ballot) -> tuple[Sequence[Arrived], bool]:
         """All buckets at their meeting, what they say, and whether it is good on this rank. Reads the ballot."""
         if not ballot.votes and not reads_late(self.transport, ballot.device):
             self._read(ballot)
         with self._waited.running():
-            arrived = self._driver.wait()
+            arrived = self._driver.meet()
         flags = verdicts(self.buckets, arrived, has_means=self.clipper.max_norm == 0)
         return arrived, self._read(ballot, flags)
 
@@ -386,7 +377,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             vote = StepVote(self._header(self.rule.round_name()).summary(), (), *self._norm.own_sums(scale))
             self.stats.clip_factor = self.clipper.estimated_factor([vote], self.transport.world_size)
         self._launch_rest(scale * self.stats.clip_factor)
-        is_finite = math.isfinite(self.stats.clip_factor) and is_good_alone(self._driver.wait())
+        is_finite = math.isfinite(self.stats.clip_factor) and is_good_alone(self._driver.meet())
         seen = [gradient_of(p) is not None for p in self.buckets.params]
         if self.model_parallel_group.agree(is_finite):
             return Decision(seen)
@@ -436,12 +427,12 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return None if spoilt is None else self._report_bad_gradients(spoilt, "all ranks skip the step before this one")
 
     def _is_good(self, ballot: Ballot) -> bool:
-        _, is_good_here = self._bring_home(ballot)
+        _, is_good_here = self._meet(ballot)
         return all_parts_agree(self.model_parallel_group, ballot, is_good_here, self.buckets.frozen.values())
 
-    def _anybody_goes_on(self) -> bool:
+    def _any_rank_has_data(self) -> bool:
         self._delayed.advance_all()  # in one order on all ranks: one that is through has had no gradients
-        return super()._anybody_goes_on()
+        return super()._any_rank_has_data()
 
     def send_again(self, record: State) -> None:
         """Launch a step that was under way when its state was saved. All ranks; the rest of the state is in place."""
@@ -462,29 +453,23 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def _take_extra_step(self) -> None:
         """A step that the rule has begun beside those of the training: it is not counted, and skips nothing."""
-        self._has_begun = True
+        self._driver.begin()
         try:
             self._settle_masters()
             self._launch_rest(1.0)
             header = self._header(self.rule.round_name())
             mine = StepVote(header.summary(), self.rule.present(self.buckets.params))
             decision = Decision(present_anywhere(cast_votes(self.transport, header, mine, self.buckets[0].device)))
-            self._driver.wait()
+            self._driver.meet()
             self._driver.commit(decision, self.rule.meet)
             self._write_masters(decision)
             self.rule.after_step()
         finally:
-            self._driver.give_up()
+            self._driver.skip()
             self._end_step()
 
-    def _count_resent(self, ranks: Sequence[int]) -> None:
-        if ranks and self.overlap.resent_steps == 0:
-            refuse_wrapper(self.transport, self.buckets.params)
-        self.overlap.count_resent(ranks)
-        self.stats.resent_steps = self.overlap.resent_steps
-
     def _skip(self) -> list[str]:
-        self._driver.give_up()
+        self._driver.skip()
         self.clipper.norm = None
         return self._report_bad_gradients(self._bad(), "all ranks skip the step")
 
@@ -498,22 +483,12 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self.skip_limit.tell(rank, step, mine, consequence, tells_of_others=not self.rule.is_silent())
         return mine
 
-    def _end_step(self) -> None:
-        self._has_begun = False
-        self.overlap.end_step()
-        super()._end_step()
-
-    def _give_up_step(self) -> None:
-        """Drop the step that is under way, and what a backward pass has begun that no step will follow. All ranks."""
+    def _drop_step(self) -> None:
+        """As `BucketOptimizer._drop_step`; and the step that is suspended."""
         self._delayed.drop()
-        if self._launched or self._roll is not None:
+        if self._roll is not None:  # the other ranks expect the buckets that follow it
             self._launch_rest(1.0)
-            self._driver.wait()
-            self._driver.give_up()
-            self._end_step()
-        elif self._has_begun:  # decided, and nothing sent: what follows may be another kind of step
-            self._has_begun = False
-            self.rule.end_step()
+        super()._drop_step()
 
     # ---------------------------------------------------------------- what the ranks agree on
 
@@ -604,7 +579,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         shards of the model, levels, shapes, dtypes or options do not fit.
         """
         saved = optimizer_state.check_and_load_groups(self, state_dict)
-        self._give_up_step()
+        self._drop_step()
         optimizer_state.restore(self, saved)
         self._resume()
         if self.buckets:

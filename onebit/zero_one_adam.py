@@ -491,6 +491,6 @@ class ZeroOneAdam(CompressedOptimizer):
         All ranks. Sends a one-bit round if local steps were taken since the last one, else nothing.
         """
         if self.rule.since_sync:
-            self._give_up_step()
+            self._drop_step()
             self.rule.begin_forced_sync()
             self._take_extra_step()

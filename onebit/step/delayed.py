@@ -55,7 +55,7 @@ class DelayedSteps:
 
     def leave(self, ballot: Ballot, clip_factor: float, ahead: Ahead | None) -> None:
         """What was launched travels while the next step computes, where parameters will about be when it lands."""
-        self._driver.leave_under_way()
+        self._driver.suspend()
         if self._placement.hierarchy.local_size > 1:  # the sum inside the node
             self._driver.advance(range(len(self._buckets)), is_awaited=True)
         sent = [bucket.wires[self._placement.codec].sent_HB.clone() for bucket in self._buckets]
@@ -94,12 +94,12 @@ class DelayedSteps:
         step = self.step
         assert step is not None
         self._look_ahead(step.ahead, -1.0)  # while the last buckets are on the wire
-        self._driver.take_up()
+        self._driver.resume()
         with self._buckets.with_options(step.options):
             try:
                 is_taken = is_good(step.ballot)
             except BaseException:
-                self._driver.leave_under_way()  # a state saved now has it still
+                self._driver.suspend()  # a state saved now has it still
                 self._look_ahead(step.ahead, 1.0)
                 raise
             self.step = None
@@ -107,7 +107,7 @@ class DelayedSteps:
                 self._landed = Landed(Decision(present_anywhere(step.ballot.votes), moves=False), step.options)
                 commit(self._landed.decision, step.clip_factor)
                 return None
-        self._driver.give_up()
+        self._driver.skip()
         pairs = zip(self._buckets, step.sent, strict=True)  # the gradients themselves are gone
         return [name for bucket, sent in pairs for name in self._placement.spoilt(bucket, sent)]
 
@@ -124,16 +124,17 @@ class DelayedSteps:
     def drop(self) -> None:
         """Forget the step under way, once it is here. Nothing was written."""
         if self.step is not None:
-            self._driver.take_up()
-            self._driver.wait()
+            self._driver.resume()
+            self._driver.meet()
             self.step.ballot.messages.work.wait()
-            self._driver.give_up()
+            self._driver.skip()
             self.step = None
 
     def send_again(self, record: State, ahead: Ahead | None) -> None:
         """Launch a step that was under way when its state was saved; the rest of the state is in place."""
         header, mine = vote_of(record, len(self._buckets.frozen))
         with torch.no_grad():
+            self._driver.begin()
             for bucket, saved in zip(self._buckets, record["buckets"], strict=True):
                 assert bucket.ef is not None
                 bucket.ef.worker_next.copy_(saved["residual"])
@@ -142,6 +143,6 @@ class DelayedSteps:
                 saved["sent"].to(bucket.device, copy=True)
                 for bucket, saved in zip(self._buckets, record["buckets"], strict=True)
             ]
-            self._driver.leave_under_way()
+            self._driver.suspend()
             ballot = Ballot.cast(self._placement.transport, header, mine, self._buckets[0].device)
         self.step = StepUnderWay(ballot, record["clip_factor"], sent, ahead)

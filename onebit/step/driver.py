@@ -1,4 +1,7 @@
-"""The driver: the steps of all buckets side by side, from the first Work to the last meeting.
+"""The step machine: where a step is, what may happen next, and the steps of all buckets side by side.
+
+`StepState` and `TRANSITIONS` are all that can become of a step, of replicated, sharded and local placements. `Driver`
+takes the buckets through them, from the first Work to the last meeting.
 
 A bucket's next phase is launched after phase 1 of the bucket that follows it; what is left is brought home in rounds.
 So every rank launches the same sequence of operations, whether during backward or in step(), in a channel apart from
@@ -10,8 +13,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from typing import Generic, TypeAlias
 
 import torch
@@ -24,6 +28,34 @@ from .bucket_step import Answer, Arrived, BucketStep, Decision, Meeting
 _PAUSE_S = 1e-4  # between two looks at what has come
 
 Meet: TypeAlias = Callable[[Sequence[B], Sequence[Meeting]], Sequence[Answer]]
+
+
+class StepState(Enum):
+    """Where a step is."""
+
+    IDLE = "none has begun"
+    BEGUN = "its kind and its options are settled, nothing has been sent"
+    SENDING = "buckets leave, in backward or in step()"
+    SUSPENDED = "all is sent, and travels while the next step computes"
+    MET = "all has arrived, nothing has been written"
+
+
+TRANSITIONS: Mapping[tuple[StepState, str], StepState] = {
+    (StepState.IDLE, "begin"): StepState.BEGUN,
+    (StepState.BEGUN, "launch"): StepState.SENDING,
+    (StepState.SENDING, "launch"): StepState.SENDING,
+    (StepState.SENDING, "suspend"): StepState.SUSPENDED,
+    (StepState.SUSPENDED, "resume"): StepState.SENDING,
+    (StepState.SENDING, "meet"): StepState.MET,
+    (StepState.MET, "meet"): StepState.MET,  # in a further step(), after one that has raised
+    (StepState.MET, "suspend"): StepState.SUSPENDED,  # the vote has raised: a state that is saved now still has it
+    (StepState.MET, "resend"): StepState.BEGUN,  # on some rank a gradient has changed since it was sent
+    (StepState.MET, "commit"): StepState.IDLE,
+    (StepState.SENDING, "commit"): StepState.IDLE,  # the vote came first, and the exchange follows the decision
+    (StepState.BEGUN, "skip"): StepState.IDLE,  # the vote came first, and nothing was sent
+    (StepState.SENDING, "skip"): StepState.IDLE,
+    (StepState.MET, "skip"): StepState.IDLE,
+}
 
 
 class BucketTask(Generic[B]):
@@ -63,7 +95,7 @@ class BucketTask(Generic[B]):
 
 
 class Driver(Generic[B]):
-    """Runs one step of all buckets.
+    """Runs one step of all buckets, and knows its state.
 
     tasks: of the buckets that have begun their step. phases: of an exchange, see `Hierarchy.phases`; each begins with
     the first of the bucket that comes as many buckets later. on_comm_stream: on CUDA buckets are launched on a stream
@@ -72,16 +104,29 @@ class Driver(Generic[B]):
 
     def __init__(self, transport: Transport, phases: int, *, on_comm_stream: bool = True):
         self._phases, self._has_stream = phases, on_comm_stream
+        self.state = StepState.IDLE
         self.channel = transport.new_channel()
         self.tasks: list[BucketTask[B]] = []
         self._due: deque[BucketTask[B]] = deque()  # whose next phases are the next operations
-        self._under_way: list[BucketTask[B]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def _move(self, event: str) -> None:
+        assert (self.state, event) in TRANSITIONS, f"a step cannot {event} while {self.state.value}"
+        self.state = TRANSITIONS[self.state, event]
+
+    @property
+    def launched(self) -> int:
+        """How many buckets the next step has sent; of one that is suspended, none."""
+        return 0 if self.state is StepState.SUSPENDED else len(self.tasks)
 
     @property
     def is_behind(self) -> bool:
         """Whether anything is due."""
         return bool(self._due)
+
+    def begin(self) -> None:
+        """A step begins: its kind and options are settled."""
+        self._move("begin")
 
     def launch(self, bucket: B, step: BucketStep, *, is_alone: bool = False) -> None:
         """Begin the next bucket's step, up to its first Work; then earlier buckets' next phases are due.
@@ -90,6 +135,7 @@ class Driver(Generic[B]):
         computed so far: what it reads may go once this returns.
         """
         assert bucket.index == len(self.tasks)
+        self._move("launch")
         self.settle()
         if is_alone:
             with self.channel():
@@ -122,42 +168,41 @@ class Driver(Generic[B]):
         with self._sending(task.bucket.device):
             task.exchange.advance()
 
-    def leave_under_way(self) -> None:
-        """Set aside the step that was launched, with what it exchanges: the next one may be launched."""
-        assert not self._under_way
-        self.tasks, self._under_way = [], self.tasks
+    def suspend(self) -> None:
+        """All has been launched; it travels on while the next step computes."""
+        self._move("suspend")
 
     def advance(self, indices: Iterable[int], *, is_awaited: bool = False) -> None:
-        """The next phase of these buckets of the step that was set aside, is due, and launched as by `catch_up`.
+        """The next phase of these buckets of the step that is suspended is due, and launched as by `catch_up`.
 
         is_awaited: it is launched, and what is computed from here on may read what it has encoded.
         """
-        tasks = [self._under_way[index] for index in indices]
+        tasks = [self.tasks[index] for index in indices]
         self._due.extend(tasks)
         self.catch_up()
         if is_awaited:
             self.settle()
             self._join_streams({task.bucket.device for task in tasks})
 
-    def take_up(self) -> None:
-        """The step that was set aside goes on as if it had just been launched."""
-        assert not self.tasks
-        self.tasks, self._under_way = self._under_way, []
+    def resume(self) -> None:
+        """The step that was suspended goes on as if it had just been launched."""
+        self._move("resume")
 
-    def wait(self) -> Sequence[Arrived]:
+    def meet(self) -> Sequence[Arrived]:
         """Bring every bucket that has been launched to its meeting; what they say."""
         self._wait()
+        self._move("meet")
         said = [task.said for task in self.tasks]
         assert all(isinstance(each, Arrived) for each in said)
         return said  # type: ignore[return-value]
 
     def finish(self, meet: Meet[B] | None = None) -> None:
-        """Bring every bucket that has been launched to its end. Where some meet the others, `meet` has the answers."""
+        """Bring every bucket that has been launched to its end. If some meet the others, `meet` has the answers."""
         try:
             self._wait()
             self._answer_meetings(self.tasks, meet)
         finally:
-            self.give_up()
+            self.skip()
 
     def _wait(self) -> None:
         self.settle()
@@ -173,7 +218,8 @@ class Driver(Generic[B]):
             torch.cuda.current_stream(device).wait_stream(self._streams[device])
 
     def commit(self, decision: Decision, meet: Meet[B] | None = None) -> None:
-        """The step is good: all buckets go on, side by side. Where some meet again, `meet` has the answers."""
+        """The step is good: all buckets go on, side by side. If some meet again, `meet` has the answers."""
+        self._move("commit")
         tasks, self.tasks = self.tasks, []
         with self.channel():
             comm.interleave(works for task in tasks if (works := task.answer(decision)) is not None)
@@ -189,8 +235,18 @@ class Driver(Generic[B]):
                 works = task.answer(answer)
                 assert works is None, "behind a second meeting nothing is exchanged by single buckets"
 
-    def give_up(self) -> None:
-        """Forget what was launched and has come to its meeting. Nothing was written."""
+    def resend(self) -> None:
+        """All buckets are to be launched once more: forget what has come to its meeting. Nothing was written."""
+        self._move("resend")
+        self._forget()
+
+    def skip(self) -> None:
+        """Forget the step, and what was launched and has come to its meeting. Nothing was written."""
+        if self.state is not StepState.IDLE:
+            self._move("skip")
+        self._forget()
+
+    def _forget(self) -> None:
         for task in self.tasks:
             task.close()
         self.tasks = []

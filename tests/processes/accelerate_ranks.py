@@ -144,7 +144,7 @@ def plain_loop(folder: Path) -> dict:
 def overlap(folder: Path) -> dict:
     """Without clipping buckets leave during the last pass of a step, in one bit too."""
     loop, launched = Loop(max_norm=0.0), []
-    loop.inner.register_step_pre_hook(lambda optimizer, args, kwargs: launched.append(optimizer._launched))
+    loop.inner.register_step_pre_hook(lambda optimizer, args, kwargs: launched.append(optimizer._driver.launched))
     loop.train()
     return {"launched": launched, "buckets": len(loop.inner.buckets), "resent": loop.inner.stats.resent_steps}
 

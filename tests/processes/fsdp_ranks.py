@@ -88,7 +88,7 @@ def like_twin(here: Grid, name: str, stage: int, micros: int = 1, **options: obj
     for step in range(STEPS):
         optimizer.zero_grad()
         backward(here, net, step, stage, micros)
-        out["early"].append(optimizer._launched / len(optimizer.buckets))
+        out["early"].append(optimizer._driver.launched / len(optimizer.buckets))
         optimizer.step()
         note(out, net, optimizer)
         out["bits"].append(optimizer.stats.bits_per_parameter)
@@ -509,7 +509,7 @@ def groups_may_share_a_module(here: Grid) -> dict[str, object]:
     for step in range(3):
         optimizer.zero_grad()
         backward(here, net, step, stage=2, micros=2)
-        early.append(optimizer._launched)
+        early.append(optimizer._driver.launched)
         if step == 2:
             with torch.no_grad():
                 local(groups[0]["params"][0].grad).mul_(2.0)

@@ -145,7 +145,7 @@ def overlap(folder: Path) -> dict:
     """max_grad_norm=0: buckets leave in the last pass of a step, in one bit too; the norm is not known."""
     launched: list[int] = []
     trainer = trainer_of(folder, max_grad_norm=0.0, gradient_accumulation_steps=2)
-    trainer.add_callback(Callback("on_pre_optimizer_step", lambda: launched.append(inner(trainer)._launched)))
+    trainer.add_callback(Callback("on_pre_optimizer_step", lambda: launched.append(inner(trainer)._driver.launched)))
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {

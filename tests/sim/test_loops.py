@@ -139,7 +139,7 @@ def test_gradients_edited_late_are_sent_once_more_and_then_in_step(caplog: pytes
         for step in range(9):
             optimizer.zero_grad()
             loss_of(net, step, transport.rank).backward()
-            early.append(optimizer._launched)
+            early.append(optimizer._driver.launched)
             if transport.rank == 1:
                 nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
             optimizer.step()
@@ -164,7 +164,7 @@ def test_gradients_edited_behind_torchs_back_are_found(name: str, caplog: pytest
         for step in range(9):
             optimizer.zero_grad()
             loss_of(net, step, transport.rank).backward()
-            early.append(optimizer._launched > 0)
+            early.append(optimizer._driver.launched > 0)
             if transport.rank == 1:
                 for p in net.parameters():
                     p.grad.data.clamp_(-1e-3, 1e-3)
@@ -174,7 +174,9 @@ def test_gradients_edited_behind_torchs_back_are_found(name: str, caplog: pytest
     found, plain = (run_ranks(2, lambda transport, on=on: ours(transport, on)) for on in (True, False))
     for (weights, _), (expected, _) in zip(found, plain, strict=True):
         assert torch.equal(weights, expected)
-    assert sum(found[1][1]) == 1 < sum(found[0][1])
+    assert sum(found[1][1]) == 1 <= sum(found[0][1])
+    if name != "ZeroOneAdam":  # which hears rank 1's header first, and that comes in step() from here on
+        assert sum(found[0][1]) > 1
     assert caplog.text.count("rank 1: gradients were edited after backward") == 1
 
 

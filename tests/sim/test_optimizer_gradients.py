@@ -364,7 +364,7 @@ def test_a_first_norm_that_comes_too_late_is_refused_and_changes_nothing() -> No
         train(transport, range(11), net, optimizer)
         optimizer.zero_grad()
         loss_of(net, 11, transport.rank).backward()
-        assert optimizer._launched
+        assert optimizer._driver.launched
         with pytest.raises(RuntimeError, match=rf"rank {transport.rank}: max_grad_norm=0.2 comes after a backward"):
             optimizer.max_grad_norm = 0.2
         with pytest.raises(ValueError, match="at least 0"):

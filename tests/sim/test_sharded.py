@@ -201,7 +201,7 @@ def test_a_second_backward_pass_at_stage_2_is_refused() -> None:
         p = torch.nn.Parameter(torch.ones(3))
         optimizer = ShardedOnebitAdam([p], transport=transport, stage=2)
         p.sum().backward()
-        assert optimizer._launched == 1
+        assert optimizer._driver.launched == 1
         with pytest.raises(RuntimeError, match="no_sync"):
             p.sum().backward()
 

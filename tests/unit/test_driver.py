@@ -46,6 +46,7 @@ def test_buckets_exchange_behind_the_decision_a_few_at_a_time() -> None:
     """A bucket hears of the decision when it is its turn: what it encodes is not held longer than needed."""
     said: list[str] = []
     driver: Driver = Driver(SimTransport(), 2)
+    driver.begin()
     for index in range(5):
         driver.launch(FakeBucket(index), exchanging(said, index, 2))
     assert said == [] and len(driver.tasks) == 5
@@ -66,6 +67,7 @@ def test_steps_that_meet_nobody_are_brought_to_their_end() -> None:
             yield FakeWork(said, f"{index}.{k}")
 
     driver: Driver = Driver(SimTransport(), 2)
+    driver.begin()
     for index in range(3):
         driver.launch(FakeBucket(index), alone(index))
     assert said == ["launch 1.0", "launch 2.0", "wait 1.0"]  # the bucket before goes on when the next begins
@@ -83,6 +85,7 @@ def test_a_phase_is_launched_with_the_first_of_the_bucket_so_many_behind(phases:
             yield FakeWork(said, f"{index}.{k}")
 
     driver: Driver = Driver(SimTransport(), phases)
+    driver.begin()
     for index in range(4):
         driver.launch(FakeBucket(index), step(index))
     launched = [each.removeprefix("launch ") for each in said if each.startswith("launch")]
@@ -93,6 +96,7 @@ def test_a_phase_is_launched_with_the_first_of_the_bucket_so_many_behind(phases:
 def test_a_step_that_fails_leaves_nothing_launched(works: int) -> None:
     """Otherwise its optimizer could take in no checkpoint."""
     driver: Driver = Driver(SimTransport(), 2)
+    driver.begin()
     for index in range(2):
         driver.launch(FakeBucket(index), exchanging([], index, works, fails=index == 1))
     with pytest.raises(RuntimeError, match="spoilt"):

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from ...agreement import replicas
-from ...agreement.wrappers import refuse_wrapper
 from ...bucket_optimizer import BucketOptimizer
 from ...comm import Codec, SignCodec, Work
 from ...comm.messages import read_together, wait_for
@@ -37,7 +36,7 @@ from ...layout.flat import lay_out
 from ...model_parallel import count_edits_apart_
 from ...rule import check_blocks
 from ...step.bucket_step import BucketStep, CameDown, Decision, Meeting
-from ...step.driver import Driver
+from ...step.driver import Driver, StepState
 from ...step.stats import Stats
 from ...step.verdict import came_down_finite
 from ...usage.contract import Group, SharedOptions, State
@@ -161,7 +160,6 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self._driver: Driver[ShardedBucket] = Driver(self.transport, phases, on_comm_stream=False)
         self.overlap = EarlyFrames(self.transport.rank, overlap, self.rule, self.buckets)
         self._launched_scale = 1.0  # of the step under way
-        self._has_begun = False  # the step under way
         self._was_in_vain, self._vain_steps = False, 0  # see `_count_vain`
         self._construct(params, defaults)
 
@@ -236,7 +234,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         if self.placement.config.stage == 2:
             self._leave_freed(p)
         elif self.overlap.count_pass(p, self.buckets.of[p]) and self.overlap.is_possible and self._goes_up_early():
-            while (rest := self.buckets[self._launched :]) and self.overlap.is_complete(rest[0]):
+            while (rest := self.buckets[self._driver.launched :]) and self.overlap.is_complete(rest[0]):
                 self._launch_early(rest[0], in_backward=True)
 
     def _goes_up_early(self) -> bool:
@@ -273,10 +271,10 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
                 "follows (another network's loss, a batch given up), or use stage=1"
             )
         bucket.ready.add(p)
-        while self._has_caught_up() and (rest := self.buckets[self._launched :]) and rest[0].is_complete:
+        while self._has_caught_up() and (rest := self.buckets[self._driver.launched :]) and rest[0].is_complete:
             if len(rest) == 1 and any(q.requires_grad for q in self.buckets.frozen):
                 return  # the last vote is on these too, whose gradients may be still to come
-            self._launch(rest[0], self._launched_scale if self._launched else self._unscale())
+            self._launch(rest[0], self._launched_scale if self._driver.launched else self._unscale())
 
     def _has_caught_up(self) -> bool:
         """As `Driver.catch_up`, with patience: gradients take memory until other ranks have voted on them.
@@ -301,28 +299,21 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
                 VAIN_STEPS,
             )
 
-    @property
-    def _launched(self) -> int:
-        return len(self._driver.tasks)
-
     def _launch(self, bucket: ShardedBucket, scale: float) -> None:
         """Stage 2: begin the next bucket's step, in bucket order on every rank.
 
         The one before it sends up, and so on: each enters its next phase, until owners have sent down.
         """
-        if self._launched == 0:
+        if self._driver.launched == 0:
             self.masters.check()  # owners step on them during backward
             self._begin()
             self._launched_scale = scale
         self._driver.launch(bucket, self._waited.timed(self._vote_alone(bucket, scale)))
 
     def _begin(self) -> None:
-        """Unless the step has begun: what kind it is. Once, as learning rates may be edited before step()."""
-        if not self._has_begun:
-            self._look_at_groups()
-            self._has_begun = True
+        if self._driver.state is StepState.IDLE:
             self._votes.late, self._votes.standing_out = [], set()
-            self.rule.begin_step()
+        super()._begin()
 
     def _vote_alone(self, bucket: ShardedBucket, scale: float) -> BucketStep:
         """The rule's step, that meets no other before it sends: this bucket's gradients have a vote of their own."""
@@ -361,14 +352,16 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self._begin()
         decision = wait_for(self._waited.timed(self._vote(self.buckets, scale)))
         self._watch.look(self.buckets.params)
-        if decision is not None:
-            for bucket in self.buckets:
-                self._driver.launch(bucket, self._waited.timed(self.rule.step(bucket, scale)))
-            self._commit(decision)
+        if decision is None:
+            self._driver.skip()
+            return
+        for bucket in self.buckets:
+            self._driver.launch(bucket, self._waited.timed(self.rule.step(bucket, scale)))
+        self._commit(decision)
 
     def _commit(self, decision: Decision) -> None:
-        self._driver.commit(decision, self._settle_down)
-        self._settle_down([], [])  # a vote on buckets that have sent nothing
+        self._driver.commit(decision, self._finish_down)
+        self._finish_down([], [])  # a vote on buckets that have sent nothing
         if not (self._votes.left_out.by_all or self.rule.is_silent()):
             self.clipper.remember(self.stats.clip_factor, self.param_groups[0]["betas"][0])
 
@@ -378,37 +371,36 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         resends: what this rank has sent is no longer true.
         """
         self._votes.resending = ()
-        for bucket in self.buckets[self._launched :]:
-            self._launch_early(bucket)
+        self._launch_rest(scale)
         decision = wait_for(self._waited.timed(self._vote(self.buckets, scale, resends=resends, have_sent=True)))
-        self._driver.wait()
-        if decision is None:
-            self._driver.give_up()
-        else:
+        self._driver.meet()
+        if decision is not None:
             self._commit(decision)
-        if self._votes.resending and self.overlap.resent_steps == 0:
-            refuse_wrapper(self.transport, self.buckets.params)
-        self.overlap.count_resent(self._votes.resending)
-        self.stats.resent_steps = self.overlap.resent_steps
-        return not (self._votes.resending or self._votes.standing_out)
+        self._count_resent(self._votes.resending)
+        is_over = not (self._votes.resending or self._votes.standing_out)
+        if decision is None:
+            self._driver.skip()
+        if not is_over:
+            self._driver.begin()  # the same step: the rule has begun it
+        return is_over
 
     def _step_launched(self, scale: float) -> None:
         """Stage 2: send what backward has not sent, and bring all of it home."""
-        if self._launched and scale != self._launched_scale:
+        if self._driver.launched and scale != self._launched_scale:
             raise RuntimeError("at stage 2 gradients leave during backward: GradScaler's scale is known too late")
-        for bucket in self.buckets[self._launched :]:
+        for bucket in self.buckets[self._driver.launched :]:
             self._launch(bucket, scale)
         for bucket in self.buckets:
             bucket.ready.clear()
-        self._driver.finish(self._settle_down)
+        self._driver.finish(self._finish_down)
         if self._vain_steps < VAIN_STEPS:
             self._count_vain()
-        self._settle_down([], [])  # votes on buckets that have sent nothing
+        self._finish_down([], [])  # votes on buckets that have sent nothing
         # Gradients leave before a wrapper averages them: they need not be the same on all ranks.
         self._watch.look(self.buckets.params, in_any_case=self._steps_here == 0 and self.transport.world_size > 1)
         self._take_grad_stats()
 
-    def _settle_down(self, buckets: Sequence[ShardedBucket], came_down: Sequence[Meeting]) -> Sequence[bool]:
+    def _finish_down(self, buckets: Sequence[ShardedBucket], came_down: Sequence[Meeting]) -> Sequence[bool]:
         """For each bucket whether it moves. Raises NotFiniteError, before any does, unless all came down finite.
 
         In the same wait for the device reads late votes, and what these buckets' steps say of the data.
@@ -450,34 +442,23 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
 
     def _end_step(self) -> None:
         self.masters.remember(self._steps_here)
-        self._end_sending()
-        self.overlap.look_ahead()
         super()._end_step()
+        self.overlap.look_ahead()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Raises RuntimeError between a backward pass at stage 2 and its step: gradients have left."""
         self._check_gradients("zero_grad()")
         super().zero_grad(set_to_none)
 
-    def _end_sending(self) -> None:
-        self._has_begun = False
-        self.overlap.end_step()
-
     def _check_gradients(self, what: str) -> None:
         """Raise RuntimeError where gradients have gone into a step that backward has begun: at stage 2."""
         if self.placement.config.stage == 2:
             self._check_at_rest(what)
 
-    def _give_up_step(self) -> None:
-        """Drop what a backward pass has sent that no step will follow. All ranks. Nothing of it was written."""
-        if self._launched:
-            for bucket in self.buckets[self._launched :]:
-                self._launch_early(bucket)
-            self._driver.wait()
-            self._driver.give_up()
-        if self._has_begun:
-            self._end_sending()
-            self.rule.end_step()
+    def _launch_rest(self, scale: float) -> None:
+        """Below stage 2: frames of the buckets that have sent none go up before the vote."""
+        for bucket in self.buckets[self._driver.launched :]:
+            self._launch_early(bucket)
 
     # ---------------------------------------------------------------- replicas and states
 
@@ -513,7 +494,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         world size, rank, shapes, dtypes or options do not fit; RuntimeError as `state_dict`.
         """
         self._check_gradients("load_state_dict()")
-        self._give_up_step()
+        self._drop_step()
         shard_state.load(self, state_dict)
         self.overlap.look_ahead()
         self._resume()
