@@ -38,6 +38,7 @@ from ..layout.flat import Layout
 from ..layout.masters import Masters
 from ..model_parallel import local
 from ..step.clip import LARGEST_GRADIENT
+from ..step.driver import StepState, moved
 from ..usage.contract import State
 from ..usage.frozen import check_place, gradient_of
 
@@ -294,14 +295,16 @@ def is_lossless(codec: Codec) -> bool:
 class Fragment:
     """Buckets that travel together. due: the step after which they are sent next.
 
-    sent_at, lands_at: of the exchange under way; None: there is none. shares, tasks: of it, by bucket. keeps: by group,
-    k since they were sent last; decays: by parameter, whether it had a gradient in every step since. tokens: those
-    since then. synced_at: the step after which its parameters were last the anchor.
+    state: of its exchange; suspended: it lands some steps later. sent_at, lands_at: of that one; None: there is none.
+    shares, tasks: of it, by bucket. keeps: by group, k since they were sent last; decays: by parameter, whether it had
+    a gradient in every step since. tokens: those since then. synced_at: the step after which its parameters were last
+    the anchor.
     """
 
     index: int
     buckets: list[LocalBucket]
     due: int
+    state: StepState = StepState.IDLE
     keeps: list[float] = field(default_factory=list)
     decays: list[bool] = field(default_factory=list)
     tokens: float = 0.0
@@ -314,15 +317,20 @@ class Fragment:
     @property
     def is_under_way(self) -> bool:
         """Whether it has been sent and has not landed."""
-        return self.lands_at is not None
+        return self.state is StepState.SUSPENDED
 
     @property
     def params(self) -> list[Tensor]:
         """In the order of `decays`."""
         return [p for bucket in self.buckets for p in bucket.params]
 
+    def move(self, event: str) -> None:
+        """What becomes of its exchange; see `TRANSITIONS`."""
+        self.state = moved(self.state, event)
+
     def begin(self, step: int) -> None:
-        """Its parameters were sent after this step: the next round begins."""
+        """Its parameters are sent after this step: the next round begins."""
+        self.move("begin")
         self.tokens, self.keeps = 0.0, [1.0] * len(self.keeps)
         self.decays, self.sent_at = [True] * len(self.decays), step
 

@@ -142,11 +142,20 @@ class Rounds:
             bucket.send(self._codec, self._transport, share, keeps_weights=is_delayed)
             for bucket, share in zip(fragment.buckets, fragment.shares, strict=True)
         )
+        fragment.move("launch")
         if is_delayed:
             fragment.lands_at, fragment.tasks = step + self._delay, [ExchangeTask(each) for each in exchanges]
+            fragment.move("suspend")
             return
-        with self._waited.running():
-            comm.interleave(exchanges, lambda k: fragment.buckets[k].land(self._codec, self._outer, fragment.shares[k]))
+        try:
+            with self._waited.running():
+                comm.interleave(
+                    exchanges, lambda k: fragment.buckets[k].land(self._codec, self._outer, fragment.shares[k])
+                )
+        except BaseException:
+            fragment.move("skip")
+            raise
+        fragment.move("commit")
         fragment.sent_at, fragment.synced_at = None, step
 
     def _shares(self, fragment: Fragment, ballot: Ballot, spoilt: Sequence[LocalBucket]) -> list[Share]:
@@ -207,5 +216,7 @@ class Rounds:
             comm.wait_all(fragment.tasks)
         for bucket, share in zip(fragment.buckets, fragment.shares, strict=True):
             bucket.land(self._codec, self._outer, share)
+        fragment.move("resume")
+        fragment.move("commit")
         fragment.tasks, fragment.sent_at, fragment.lands_at = [], None, None
         self._stats.phase = "round"

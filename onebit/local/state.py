@@ -27,6 +27,7 @@ from ..checkpoint.change_world_size import (
 from ..comm import Codec, ExchangeTask
 from ..layout.flat import lay_out
 from ..model_parallel import local
+from ..step.driver import StepState
 from ..usage.contract import State, check_identity
 from .fragment import Fragment, LocalBucket, Share
 from .intervals import Auto
@@ -219,6 +220,7 @@ def _restore_timetable(optimizer: LocalSteps, fragment: Fragment, saved: State) 
     fragment.due, fragment.tokens, fragment.synced_at = saved["due"], saved["tokens"], saved["synced_at"]
     fragment.keeps, fragment.decays = list(saved["keeps"]), list(saved["decays"])
     fragment.lands_at, fragment.sent_at, fragment.tasks = saved["lands_at"], saved.get("sent_at"), []
+    fragment.state = StepState.IDLE if fragment.lands_at is None else StepState.SUSPENDED
     if not fragment.is_under_way:
         return
     fragment.shares = [Share(**share) for share in saved["shares"]]

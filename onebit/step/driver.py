@@ -58,6 +58,12 @@ TRANSITIONS: Mapping[tuple[StepState, str], StepState] = {
 }
 
 
+def moved(state: StepState, event: str) -> StepState:
+    """The state that follows."""
+    assert (state, event) in TRANSITIONS, f"a step cannot {event} when {state.value}"
+    return TRANSITIONS[state, event]
+
+
 class BucketTask(Generic[B]):
     """A bucket's step under way. said: what it says at the meeting that it has come to; None: it is through."""
 
@@ -110,10 +116,6 @@ class Driver(Generic[B]):
         self._due: deque[BucketTask[B]] = deque()  # whose next phases are the next operations
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def _move(self, event: str) -> None:
-        assert (self.state, event) in TRANSITIONS, f"a step cannot {event} while {self.state.value}"
-        self.state = TRANSITIONS[self.state, event]
-
     @property
     def launched(self) -> int:
         """How many buckets the next step has sent; of one that is suspended, none."""
@@ -126,7 +128,7 @@ class Driver(Generic[B]):
 
     def begin(self) -> None:
         """A step begins: its kind and options are settled."""
-        self._move("begin")
+        self.state = moved(self.state, "begin")
 
     def launch(self, bucket: B, step: BucketStep, *, is_alone: bool = False) -> None:
         """Begin the next bucket's step, up to its first Work; then earlier buckets' next phases are due.
@@ -135,7 +137,7 @@ class Driver(Generic[B]):
         computed so far: what it reads may go once this returns.
         """
         assert bucket.index == len(self.tasks)
-        self._move("launch")
+        self.state = moved(self.state, "launch")
         self.settle()
         if is_alone:
             with self.channel():
@@ -170,7 +172,7 @@ class Driver(Generic[B]):
 
     def suspend(self) -> None:
         """All has been launched; it travels on while the next step computes."""
-        self._move("suspend")
+        self.state = moved(self.state, "suspend")
 
     def advance(self, indices: Iterable[int], *, is_awaited: bool = False) -> None:
         """The next phase of these buckets of the step that is suspended is due, and launched as by `catch_up`.
@@ -186,12 +188,12 @@ class Driver(Generic[B]):
 
     def resume(self) -> None:
         """The step that was suspended goes on as if it had just been launched."""
-        self._move("resume")
+        self.state = moved(self.state, "resume")
 
     def meet(self) -> Sequence[Arrived]:
         """Bring every bucket that has been launched to its meeting; what they say."""
         self._wait()
-        self._move("meet")
+        self.state = moved(self.state, "meet")
         said = [task.said for task in self.tasks]
         assert all(isinstance(each, Arrived) for each in said)
         return said  # type: ignore[return-value]
@@ -219,7 +221,7 @@ class Driver(Generic[B]):
 
     def commit(self, decision: Decision, meet: Meet[B] | None = None) -> None:
         """The step is good: all buckets go on, side by side. If some meet again, `meet` has the answers."""
-        self._move("commit")
+        self.state = moved(self.state, "commit")
         tasks, self.tasks = self.tasks, []
         with self.channel():
             comm.interleave(works for task in tasks if (works := task.answer(decision)) is not None)
@@ -237,13 +239,13 @@ class Driver(Generic[B]):
 
     def resend(self) -> None:
         """All buckets are to be launched once more: forget what has come to its meeting. Nothing was written."""
-        self._move("resend")
+        self.state = moved(self.state, "resend")
         self._forget()
 
     def skip(self) -> None:
         """Forget the step, and what was launched and has come to its meeting. Nothing was written."""
         if self.state is not StepState.IDLE:
-            self._move("skip")
+            self.state = moved(self.state, "skip")
         self._forget()
 
     def _forget(self) -> None:

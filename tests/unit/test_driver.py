@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 from onebit.comm import SimTransport
 from onebit.step.bucket_step import BucketStep, Decision, Ready
-from onebit.step.driver import Driver
+from onebit.step.driver import TRANSITIONS, Driver, StepState, moved
 
 CPU = torch.device("cpu")
 
@@ -102,3 +104,27 @@ def test_a_step_that_fails_leaves_nothing_launched(works: int) -> None:
     with pytest.raises(RuntimeError, match="spoilt"):
         driver.commit(Decision([]))
     assert len(driver.tasks) == 0
+
+
+def test_the_documentation_shows_every_transition_and_no_other() -> None:
+    page = (Path(__file__).parents[2] / "docs/architecture.md").read_text()
+    state, shown, meanings = "", {}, {}
+    for cells in re.findall(r"^\| (.*?) ?\| `(\w+)` \| `([A-Z]+)` \|", page, re.MULTILINE):
+        if cells[0]:
+            state, meaning = re.fullmatch(r"`([A-Z]+)`: (.*)", cells[0]).groups()
+            meanings[state] = meaning
+        shown[StepState[state], cells[1]] = StepState[cells[2]]
+    assert shown == TRANSITIONS
+    assert meanings == {state.name: state.value for state in StepState}
+
+
+def test_every_state_is_left_and_reached_and_nothing_is_written_on_the_way_to_a_skip() -> None:
+    for state in StepState:
+        assert state in {before for before, _ in TRANSITIONS} and state in TRANSITIONS.values()
+    assert {after for (_, event), after in TRANSITIONS.items() if event in ("skip", "commit")} == {StepState.IDLE}
+
+
+@pytest.mark.parametrize("event", ["launch", "meet", "commit", "suspend", "resume", "resend"])
+def test_what_is_not_in_the_table_is_refused(event: str) -> None:
+    with pytest.raises(AssertionError, match=f"cannot {event} when none has begun"):
+        moved(StepState.IDLE, event)
