@@ -50,7 +50,7 @@ from .usage.contract import (
 from .usage.edits import edit_of_state
 from .usage.frozen import gradient_of, refuse_unfrozen
 from .usage.graphs import outside_graphs
-from .usage.marks import GradientMark, are_used_again
+from .usage.marks import GradientMark, are_used_again, marks_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -182,7 +182,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
     def _look_for_edits(self) -> None:
         """As `_look_at_groups`, and whether tensors were in optimizer.state."""
         self._look_at_groups()
-        has_others, edit = edit_of_state(self.state, (pair for pairs in self._shown.values() for pair in pairs))
+        has_others, edit = edit_of_state(self.state, self._shown.values())
         if has_others:
             for bucket in self.buckets:
                 self.publish(bucket)
@@ -282,7 +282,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
 
     def _end_step(self) -> None:
         self.overlap.end_step()
-        self._used = [GradientMark.of(p) for p in self.buckets.params]
+        self._used = marks_of(self.buckets.params)
         self.rule.end_step()
 
     def _drop_step(self) -> None:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from .comm.transports.base import Channel, Transport, Work, check_transport
-from .model_parallel import count_edits_apart_, local
+from .model_parallel import detach_version_, local
 from .usage.frozen import check_place, gradient_of
 from .usage.graphs import outside_graphs
-from .usage.marks import GradientMark, gradient_bits, is_inspected
+from .usage.marks import GradientMark, gradient_bits, is_inspected, marks_of
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class _Bucket:
             else:
                 check_place(transport.rank, parameter, "a parameter", view.shape, view.device)
                 view.copy_(local(grad))
-        self.sent = [GradientMark.of(parameter) for parameter in self.params]
+        self.sent = marks_of(self.params)
         self.sent_bits = gradient_bits(self._gradients()) if with_bits else None
         with channel():
             self.work = transport.all_reduce(self.flat)
@@ -202,7 +202,7 @@ class DenseAverager:
 
         @outside_graphs
         def gradient_is_ready(p: Tensor) -> None:
-            count_edits_apart_(p.grad)
+            detach_version_(p.grad)
             averager = myself()
             if averager is not None and not averager._is_paused:
                 bucket.complete += 1

@@ -84,7 +84,7 @@ def _cuts(p: Tensor) -> list[tuple[str, int]]:
     return [(axis, size) for axis, size, place in axes if not place.is_replicate()]
 
 
-def count_edits_apart_(grad: Tensor | None) -> None:
+def detach_version_(grad: Tensor | None) -> None:
     """Give a DTensor's local elements a version counter of their own; any other tensor stays as it is.
 
     FSDP2 cuts a module's gradients out of one tensor, with one counter for all: where the next micro-batch adds to one

@@ -136,7 +136,7 @@ class AdamRule(Rule):
             self.placement.apply(bucket, decision, bucket.frames, number, one)
             return
         views = bucket.layout.views(self.last_average(bucket))
-        for p, view, is_moving in zip(bucket.held, views, decision.of(bucket), strict=True):
+        for p, view, is_moving in zip(bucket.local_values, views, decision.of(bucket), strict=True):
             if is_moving:
                 p.add_(view, alpha=weight)
 
@@ -188,7 +188,7 @@ class AdamRule(Rule):
 
     def _move(self, bucket: Bucket, decision: Decision, weight_K: Tensor, decay_K: Tensor) -> None:
         """The same with m̂/D in the buffer."""
-        for view, p, weight, decay in zip(bucket.views, bucket.held, weight_K, decay_K, strict=True):
+        for view, p, weight, decay in zip(bucket.views, bucket.local_values, weight_K, decay_K, strict=True):
             view.mul_(weight).addcmul_(p.float(), decay)
         self.placement.move(bucket, decision)
 

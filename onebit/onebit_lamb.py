@@ -133,7 +133,7 @@ class LambRule(AdamRule):
         decay = group["weight_decay"]
         if was_dense:
             if decay != 0.0:
-                torch._foreach_add_(bucket.views, bucket.held, alpha=decay)
+                torch._foreach_add_(bucket.views, bucket.local_values, alpha=decay)
             yield DenseLayers()
             weight = layers["coeff"] * float(group["lr"])
             return weight, torch.zeros_like(weight)  # the decay is in the buffer
@@ -194,7 +194,7 @@ class LambRule(AdamRule):
         of all its shards.
         """
         W, rank = self.placement.world_size, self.placement.transport.rank
-        pairs = [pair for bucket in buckets for pair in zip(bucket.held, bucket.views, strict=True)]
+        pairs = [pair for bucket in buckets for pair in zip(bucket.local_values, bucket.views, strict=True)]
         mine = torch.zeros(-(-len(pairs) // W), 2, device=buckets[0].device, dtype=torch.float32)
         for k, (p, u) in enumerate(pairs[rank::W]):
             mine[k] = norms([p, u])
@@ -260,7 +260,7 @@ class LambRule(AdamRule):
             total = self._total(bucket)
             D = (bucket.flat["exp_avg_sq"] / total).sqrt_().add_(eps_of(group))
             torch.div(self.momentum(bucket), D, out=bucket.buffer)
-            torch._foreach_add_(bucket.views, bucket.held, alpha=group["weight_decay"])
+            torch._foreach_add_(bucket.views, bucket.local_values, alpha=group["weight_decay"])
         self._measure(self.buckets)
         super().adopt_dense_state()
 

@@ -95,7 +95,7 @@ class MuonRule(AdamRule):
         """p ← p - lr·(a·O + wd·p), with O in the buffer."""
         group = bucket.group
         lr, decay = float(group["lr"]), float(group["lr"]) * group["weight_decay"]
-        for update, p, held in zip(bucket.views, bucket.params, bucket.held, strict=True):
+        for update, p, held in zip(bucket.views, bucket.params, bucket.local_values, strict=True):
             update.mul_(lr * adjustment(p.shape, self.adjust_lr)).add_(held.float(), alpha=decay)
         self.placement.move(bucket, decision)
 

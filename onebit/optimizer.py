@@ -45,7 +45,7 @@ from .comm.transports.notes import calling
 from .layout.bucket import Bucket
 from .layout.flat import lay_out
 from .layout.masks import Masks
-from .model_parallel import ModelParallelGroup, count_edits_apart_, local
+from .model_parallel import ModelParallelGroup, detach_version_, local
 from .rule import Rule
 from .step.bucket_step import Arrived, Decision
 from .step.clip import GradientNorm, dot
@@ -54,7 +54,7 @@ from .step.driver import Driver, StepState
 from .step.link_probe import CompressionPolicy
 from .step.overlap import Overlap
 from .step.replicated import Replicated
-from .step.under_way import Ahead, StepUnderWay, check_delay
+from .step.under_way import Lookahead, StepUnderWay, check_delay
 from .step.verdict import all_parts_agree, is_good_alone, reads_late, verdicts
 from .usage.contract import Group, SharedOptions, State
 from .usage.frozen import gradient_of
@@ -138,7 +138,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self._driver: Driver[Bucket] = Driver(self.transport, self.placement.hierarchy.phases)
         self._roll: HeadersUnderWay | None = None  # asked for, and not read
         self.delay = delay
-        self.ahead: Ahead | None = None  # how far parameters may look while a step is under way
+        self.ahead: Lookahead | None = None  # how far parameters may look while a step is under way
         self._delayed = DelayedSteps(self._driver, self.buckets, self.rule, self.placement, self.policy.computing)
         self._construct(params, defaults)
 
@@ -230,18 +230,20 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def on_gradient(self, p: Tensor) -> None:
         """p's gradient has just been accumulated. Called by its hook."""
         if type(p.grad) is not Tensor:
-            count_edits_apart_(p.grad)
+            detach_version_(p.grad)
         if self._driver.state is StepState.SUSPENDED:
             self._delayed.advance()
-        if self._is_paused or not self.overlap.count_pass(p, self.buckets.of[p]):
+        if self._is_paused:
             return
-        if not self.overlap.is_possible or self._join.is_on or self._driver.state is StepState.SUSPENDED:
+        is_complete = self.overlap.count_pass(p, self.buckets.of[p])
+        # A hook has something to do if a bucket is complete, or if other ranks' parts may have come meanwhile.
+        if not (is_complete or self._driver.due or self._roll is not None) or not self.overlap.is_possible:
+            return
+        if self._join.is_on or self._driver.state is StepState.SUSPENDED:
             return
         if self._driver.state is StepState.IDLE:
             self._begin()
         if self._is_delayed or self.rule.is_silent() or self._clips_before_sending:
-            return
-        if self._next_complete() is None and not self._driver.is_behind:
             return
         with torch.no_grad(), self.policy.computing.paused():
             while self._driver.catch_up() and (bucket := self._next_complete()) is not None:
@@ -347,13 +349,13 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
         scale: what gradients were to be multiplied by, but for clipping.
         """
-        arrived, is_good_here = self._meet(ballot)
+        arrived, is_good_here = self._wait_for_buckets(ballot)
         votes = ballot.votes
         resending = [rank for rank, vote in enumerate(votes) if vote.summary.resends]
         if resending:
             self._driver.resend()
             self._launch_rest(scale * self.stats.clip_factor)
-            arrived, is_good_here = self._meet(ballot)
+            arrived, is_good_here = self._wait_for_buckets(ballot)
         self._count_resent(resending)
         if not all_parts_agree(self.model_parallel_group, ballot, is_good_here, self.buckets.frozen.values()):
             return None
@@ -362,7 +364,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             return Decision(present_anywhere(votes), self.stats.clip_factor)
         return Decision(present_anywhere(votes))
 
-    def _meet(self, ballot: Ballot) -> tuple[Sequence[Arrived], bool]:
+    def _wait_for_buckets(self, ballot: Ballot) -> tuple[Sequence[Arrived], bool]:
         """All buckets at their meeting, what they say, and whether it is good on this rank. Reads the ballot."""
         if not ballot.votes and not reads_late(self.transport, ballot.device):
             self._read(ballot)
@@ -384,7 +386,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self.clipper.norm = None
         self._report_bad_gradients(self._bad(), "it counts as zero")
         self.stats.clip_factor = 1.0
-        return Decision(seen, is_spoilt=True)
+        return Decision(seen, grads_nonfinite=True)
 
     def _commit(self, decision: Decision, clip_factor: float) -> None:
         self.clipper.remember(clip_factor, self.buckets.groups[0]["betas"][0])
@@ -395,7 +397,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             self._write_masters(decision)
         self.stats.phase = self.rule.after_step()
         if self.delay:
-            self.ahead = Ahead([self.rule.ahead(bucket) for bucket in self.buckets], decision.seen)
+            self.ahead = Lookahead([self.rule.ahead(bucket) for bucket in self.buckets], decision.seen)
 
     # ---------------------------------------------------------------- the step under way, with delay=1
 
@@ -427,7 +429,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return None if spoilt is None else self._report_bad_gradients(spoilt, "all ranks skip the step before this one")
 
     def _is_good(self, ballot: Ballot) -> bool:
-        _, is_good_here = self._meet(ballot)
+        _, is_good_here = self._wait_for_buckets(ballot)
         return all_parts_agree(self.model_parallel_group, ballot, is_good_here, self.buckets.frozen.values())
 
     def _any_rank_has_data(self) -> bool:

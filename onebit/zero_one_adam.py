@@ -179,7 +179,7 @@ class ZeroOneRule(Rule):
             self._gather_update(bucket, weights)
             decision = yield from self.placement.average(bucket)
         self._take_average(bucket)
-        torch._foreach_copy_(bucket.held, bucket.layout.views(bucket.flat["anchor"]))
+        torch._foreach_copy_(bucket.local_values, bucket.layout.views(bucket.flat["anchor"]))
         u.zero_()
         self._move_all(bucket, decision, self._kept_share[g] * self._kept_this_step(group))
 
@@ -188,15 +188,15 @@ class ZeroOneRule(Rule):
         group, weight, m = bucket.group, self._weights[bucket.group_index], bucket.flat["exp_avg_update"]
         grads = self.masks.gradients(bucket)
         decision: Decision = yield Arrived(grads=grads, scale=scale)
-        if decision.is_spoilt:
+        if decision.grads_nonfinite:
             grads = [None] * len(grads)
         beta1, own = group["betas"][0], self._share_of_a_gradient(bucket) / self.placement.world_size
         weights = MomentumWeights(keep=beta1, add=1.0 - beta1, own=own, unscale=scale)
         is_masked = bucket in self.masks
-        moving = zip(bucket.held, decision.of(bucket), strict=True)
+        moving = zip(bucket.local_values, decision.of(bucket), strict=True)
         params = [p if is_seen and not is_masked else None for p, is_seen in moving]
         if self.since_sync == 0:
-            anchors = zip(params, bucket.layout.views(bucket.flat["anchor"]), bucket.held, strict=True)
+            anchors = zip(params, bucket.layout.views(bucket.flat["anchor"]), bucket.local_values, strict=True)
             for anchor, held in [(anchor, held) for p, anchor, held in anchors if p is None]:
                 anchor.copy_(held)
         self.codec.local_step(
@@ -237,7 +237,7 @@ class ZeroOneRule(Rule):
         if bucket in self.masks:
             self.codec.decode(frames, bucket.rows(bucket.buffer))
             if kept != 1.0:
-                torch._foreach_add_(bucket.views, bucket.held, alpha=1.0 - kept)
+                torch._foreach_add_(bucket.views, bucket.local_values, alpha=1.0 - kept)
             self.placement.move(bucket, decision)
         else:
             numbers = (self.placement.constant(bucket, number) for number in (-1.0, kept))
@@ -296,7 +296,7 @@ class ZeroOneRule(Rule):
     def _decay(self, bucket: Bucket) -> None:
         lost = 1.0 - self._kept_this_step(bucket.group)
         if lost != 0.0:
-            torch._foreach_add_(bucket.views, bucket.held, alpha=lost)
+            torch._foreach_add_(bucket.views, bucket.local_values, alpha=lost)
 
     def _correction(self, g: int, step: int) -> float:
         """1 - β1^t, t the steps of these that the model had seen a gradient by."""
@@ -378,7 +378,7 @@ class ZeroOneRule(Rule):
             "kept_share": list(self._kept_share),
             # Between synchronisations this rank's parameters are its own, and no other file holds them.
             "waiting": [p in self._seen_since_sync for p in self.buckets.params] if is_apart else [],
-            "parameters": [w.detach().clone() for b in self.buckets for w in b.held] if is_apart else [],
+            "parameters": [w.detach().clone() for b in self.buckets for w in b.local_values] if is_apart else [],
         }
 
     def load_record(self, record: State) -> None:

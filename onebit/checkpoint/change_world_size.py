@@ -19,7 +19,7 @@ from torch import Tensor
 from ..comm import Codec, Transport
 from ..comm.messages import raise_on_all_ranks
 from ..layout.flat import Layout
-from ..step.under_way import owing
+from ..step.under_way import fold_into_error
 from ..usage.contract import State
 
 PLACE = ("rank", "world_size", "local_size")
@@ -56,7 +56,7 @@ def gather_states(states: Iterable[State]) -> World:
     world: World | None = None
     sums: Tensors = {}
     servers: list[list[Tensor | None]] = []
-    for rank, state in enumerate(map(owing, states)):
+    for rank, state in enumerate(map(fold_into_error, states)):
         record = state.get("onebit")
         if record is None or record["rank"] != rank or (world is not None and not world.has(record)):
             raise ValueError(
@@ -155,8 +155,8 @@ def _put_means(world: World, sums: Tensors) -> None:
     for where, total in sums.items():
         if where[0] == "state":
             entry, name = state["state"][where[1]], where[2]
-            owing = n // world.local_size if name == "worker_error" else n
-            entry[name] = total.div_(owing).to(entry[name].dtype)
+            ranks = n // world.local_size if name == "worker_error" else n
+            entry[name] = total.div_(ranks).to(entry[name].dtype)
         else:
             parameters = state["onebit"]["parameters"]
             parameters[where[1]] = total.div_(n).to(parameters[where[1]].dtype)

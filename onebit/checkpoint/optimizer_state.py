@@ -181,7 +181,7 @@ def restore(optimizer: CompressedOptimizer, state: State) -> None:
         optimizer.policy.load(record.get("compresses"))
         ahead = record.get("ahead")
         fits = ahead is not None and len(ahead["weights"]) == len(optimizer.buckets)
-        optimizer.ahead = under_way.Ahead(**ahead) if fits else None
+        optimizer.ahead = under_way.Lookahead(**ahead) if fits else None
         optimizer.rule.load_record(record)
     else:
         optimizer.rule.adopt_dense_state()

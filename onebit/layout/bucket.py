@@ -107,9 +107,9 @@ class Bucket:
         self._views.clear()
 
     @property
-    def held(self) -> list[Tensor]:
+    def local_values(self) -> list[Tensor]:
         """What a step moves of each parameter, where it lies: its float32 master, or what this rank holds of it."""
-        return self.masters.held
+        return self.masters.local_values
 
     def states(self) -> list[dict[str, Tensor]]:
         """The state of each parameter by name, as optimizer.state shows it: views."""

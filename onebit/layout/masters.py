@@ -1,6 +1,6 @@
 """float32 masters of parameters in bfloat16 or float16, in which small updates would be lost.
 
-A step works on `Masters.held`, always in float32 where there are masters, and `write_back` rounds them into the
+A step works on `Masters.local_values`, always in float32 where there are masters, and `write_back` rounds them into the
 parameters. A float32 parameter is its own master. Rests on `model_parallel.local`; who has buckets keeps one for each,
 the dense optimizers one for all of theirs.
 """
@@ -90,7 +90,7 @@ class Masters:
         return any(view is not None for view in self.views)
 
     @property
-    def held(self) -> list[Tensor]:
+    def local_values(self) -> list[Tensor]:
         """Where a step reads and writes each parameter: its master, or what this rank holds of it."""
         pairs = zip(self._params, self.views, strict=True)
         return [local(p) if view is None else view for p, view in pairs]

@@ -127,9 +127,9 @@ class LocalBucket:
         return sum(t.nbytes for t in kept if t is not None)
 
     @property
-    def held(self) -> list[Tensor]:
+    def local_values(self) -> list[Tensor]:
         """w, float32: what this rank holds of the parameters, where it lies, or their masters."""
-        return self.masters.held
+        return self.masters.local_values
 
     def rows(self, flat: Tensor) -> Tensor:
         """A flat tensor, one row for each owner."""
@@ -138,14 +138,14 @@ class LocalBucket:
     def flatten(self) -> Tensor:
         """The parameters as they are, float32 [W·N], zeros in the padding. A new tensor."""
         flat = torch.zeros(self.layout.numel, device=self.device, dtype=torch.float32)
-        torch._foreach_copy_(self.layout.views(flat), self.held)
+        torch._foreach_copy_(self.layout.views(flat), self.local_values)
         return flat
 
     def difference(self, keep_K: Sequence[float]) -> Tensor:
         """Δ, float32 [W·N], zeros in the padding. A new tensor."""
         flat = torch.zeros(self.layout.numel, device=self.device, dtype=torch.float32)
         views, anchors = self.layout.views(flat), self.layout.views(self.anchor)
-        for delta, theta, w, keep in zip(views, anchors, self.held, keep_K, strict=True):
+        for delta, theta, w, keep in zip(views, anchors, self.local_values, keep_K, strict=True):
             if keep == 1.0:
                 torch.sub(theta, w, out=delta)
             else:
@@ -155,12 +155,12 @@ class LocalBucket:
     def can_travel(self) -> bool:
         """Whether the parameters are finite, and so that frames can hold their differences."""
         # aminmax: NaN where there is one; 40 times as fast as a largest-norm on the CPU (6 M elements, 2026-11).
-        extremes = [torch.stack(torch.aminmax(w)).abs().max() for w in self.held if w.numel() > 0]
+        extremes = [torch.stack(torch.aminmax(w)).abs().max() for w in self.local_values if w.numel() > 0]
         return not extremes or bool((torch.stack(extremes) <= LARGEST_GRADIENT).all())
 
     def return_to_anchor(self) -> None:
         """w ← θ."""
-        torch._foreach_copy_(self.held, self.layout.views(self.anchor))
+        torch._foreach_copy_(self.local_values, self.layout.views(self.anchor))
 
     def owes(self) -> bool:
         """Whether the worker error holds anything."""
@@ -171,7 +171,7 @@ class LocalBucket:
         assert self.correction is not None
         self.peak_lr = max(self.peak_lr, lr)
         views = self.layout.views(self.correction)
-        pairs = [(w, v) for p, w, v in zip(self.params, self.held, views, strict=True) if p in moved]
+        pairs = [(w, v) for p, w, v in zip(self.params, self.local_values, views, strict=True) if p in moved]
         if pairs:
             ws, vs = zip(*pairs, strict=True)
             torch._foreach_add_(ws, vs, alpha=lr)
@@ -278,7 +278,9 @@ class LocalBucket:
     def _follow_anchor(self) -> None:
         """w ← θ, and what w has gained since it was sent."""
         if self.at_send is not None:
-            gained = zip(self.held, self.layout.views(self.anchor), self.layout.views(self.at_send), strict=True)
+            gained = zip(
+                self.local_values, self.layout.views(self.anchor), self.layout.views(self.at_send), strict=True
+            )
             for w, theta, sent in gained:
                 w.add_(theta - sent)
             self.at_send = self.sent_HB = None

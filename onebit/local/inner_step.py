@@ -57,7 +57,7 @@ class InnerStep:
 
     def _decay_alone(self, grads: dict[Tensor, Tensor], kept: Sequence[float]) -> None:
         for bucket in self._replica.buckets:
-            for p, w in zip(bucket.params, bucket.held, strict=True):
+            for p, w in zip(bucket.params, bucket.local_values, strict=True):
                 if p in grads:
                     w.mul_(kept[bucket.group_index])
 

@@ -120,7 +120,7 @@ class Replica:
         """In here the parameters are the anchors."""
         with torch.no_grad():
             self.settle()
-            kept = [[w.clone() for w in bucket.held] for bucket in self.buckets]
+            kept = [[w.clone() for w in bucket.local_values] for bucket in self.buckets]
             for bucket in self.buckets:
                 bucket.return_to_anchor()
             self.show()
@@ -129,7 +129,7 @@ class Replica:
         finally:
             with torch.no_grad():
                 for bucket, weights in zip(self.buckets, kept, strict=True):
-                    torch._foreach_copy_(bucket.held, weights)
+                    torch._foreach_copy_(bucket.local_values, weights)
                 self.show()
 
     def check_anchors(self, step: int) -> None:

@@ -174,7 +174,7 @@ class Rounds:
             keep, own = keeps[bucket.group_index], 1.0 if bucket in spoilt else ballot.mine.keeps[bucket.group_index]
             its, first = decays[first : first + len(bucket.params)], first + len(bucket.params)
             if own != keep:
-                for w, decayed in zip(bucket.held, its, strict=True):
+                for w, decayed in zip(bucket.local_values, its, strict=True):
                     if decayed:
                         w.mul_(keep / own)
             keep_K = tuple(keep if decayed else 1.0 for decayed in its)

@@ -94,7 +94,7 @@ def save(optimizer: LocalSteps, inner: State) -> State:
         ],
     }
     if not optimizer.is_at_anchor():
-        record["parameters"] = [w.detach() for bucket in optimizer.buckets for w in bucket.held]
+        record["parameters"] = [w.detach() for bucket in optimizer.buckets for w in bucket.local_values]
         record["module_buffers"] = {name: local(buffer).detach() for name, buffer in optimizer.buffers.named()}
     return {**inner, "state": entries, "onebit": record}
 
@@ -175,7 +175,7 @@ def load(optimizer: LocalSteps, state: State) -> None:
     entries = {p: state["state"][numbers[p]] for p in optimizer.buckets.params}
     for bucket, saved in zip(optimizer.buckets, record["buckets"], strict=True):
         _restore_bucket(bucket, [entries[p] for p in bucket.params], saved)
-    held = [w for bucket in optimizer.buckets for w in bucket.held]
+    held = [w for bucket in optimizer.buckets for w in bucket.local_values]
     for w, saved in zip(held, record.get("parameters", ()), strict="parameters" in record):
         w.copy_(saved)
     named = dict(optimizer.buffers.named())

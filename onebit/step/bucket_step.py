@@ -41,7 +41,7 @@ class Arrived(Meeting):
 
 
 @dataclass
-class CameDown(Meeting):
+class OwnersReplied(Meeting):
     """What owners say of their chunks is here, all of it finite, and no parameter has moved.
 
     The answer: whether the step counts. A bucket that all ranks skip ends.
@@ -55,13 +55,13 @@ class Decision:
     """What all ranks have decided. seen: for each parameter from number `first` on, whether any rank has a gradient.
 
     clip_factor: for a mean gradient, or for the gradients that are to be sent; what was exchanged in other steps has
-    been clipped before. A tensor of no dimensions where the host has not waited for it. is_spoilt: in a step without
+    been clipped before. A tensor of no dimensions if the host has not waited for it. grads_nonfinite: in a step without
     traffic, whether this replica's gradients count as zero. moves: False: parameters stay, until the rule's `follow`.
     """
 
     seen: Sequence[bool]
     clip_factor: float | Tensor = 1.0
-    is_spoilt: bool = False
+    grads_nonfinite: bool = False
     first: int = 0
     moves: bool = True
 

@@ -20,7 +20,7 @@ from .bucket_step import Decision
 from .driver import Driver
 from .link_probe import StopWatch
 from .replicated import Replicated
-from .under_way import Ahead, StepUnderWay, vote_of
+from .under_way import Lookahead, StepUnderWay, vote_of
 
 if TYPE_CHECKING:
     from ..rule import Rule
@@ -53,7 +53,7 @@ class DelayedSteps:
         self._driver, self._buckets, self._rule, self._placement = driver, buckets, rule, placement
         self._computing = computing
 
-    def leave(self, ballot: Ballot, clip_factor: float, ahead: Ahead | None) -> None:
+    def leave(self, ballot: Ballot, clip_factor: float, ahead: Lookahead | None) -> None:
         """What was launched travels while the next step computes, where parameters will about be when it lands."""
         self._driver.suspend()
         if self._placement.hierarchy.local_size > 1:  # the sum inside the node
@@ -62,7 +62,7 @@ class DelayedSteps:
         self.step = StepUnderWay(ballot, clip_factor, sent, ahead)
         self._look_ahead(ahead, 1.0)
 
-    def _look_ahead(self, ahead: Ahead | None, sign: float) -> None:
+    def _look_ahead(self, ahead: Lookahead | None, sign: float) -> None:
         """There, or with the other sign back. By numbers that all ranks have agreed on: they belong to a step taken."""
         if ahead is not None:
             decision = Decision(ahead.seen)
@@ -130,7 +130,7 @@ class DelayedSteps:
             self._driver.skip()
             self.step = None
 
-    def send_again(self, record: State, ahead: Ahead | None) -> None:
+    def send_again(self, record: State, ahead: Lookahead | None) -> None:
         """Launch a step that was under way when its state was saved; the rest of the state is in place."""
         header, mine = vote_of(record, len(self._buckets.frozen))
         with torch.no_grad():

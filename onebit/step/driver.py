@@ -65,34 +65,34 @@ def moved(state: StepState, event: str) -> StepState:
 
 
 class BucketTask(Generic[B]):
-    """A bucket's step under way. said: what it says at the meeting that it has come to; None: it is through."""
+    """A bucket's step under way. meeting: the one that it has come to; None: it is through."""
 
     def __init__(self, bucket: B, step: BucketStep):
         self.bucket = bucket
-        self.said: Meeting | None = None
+        self.meeting: Meeting | None = None
         self._step = step
         self.exchange = ExchangeTask(self._works(next(step, None)))
 
-    def _works(self, said: Work | Meeting | None) -> Exchange:
-        """From what it says now, the Works up to its next meeting, or to its end."""
-        while said is not None and not isinstance(said, Meeting):
-            yield said
-            said = next(self._step, None)
-        self.said = said
+    def _works(self, yielded: Work | Meeting | None) -> Exchange:
+        """From what the step has yielded, the Works up to its next meeting, or to its end."""
+        while yielded is not None and not isinstance(yielded, Meeting):
+            yield yielded
+            yielded = next(self._step, None)
+        self.meeting = yielded
 
     def answer(self, answer: Answer) -> Exchange | None:
-        """Tell it what was decided where it has met the others. What it exchanges then; None: nothing, it has gone on.
+        """Tell it what was decided at its meeting. What it exchanges then; None: it has gone on without any exchange.
 
         That is to its next meeting, or to its end.
         """
         try:
-            said = self._step.send(answer)
+            yielded = self._step.send(answer)
         except StopIteration:
-            self.said = None
+            self.meeting = None
             return None
-        if not isinstance(said, Meeting):
-            return self._works(said)
-        self.said = said
+        if not isinstance(yielded, Meeting):
+            return self._works(yielded)
+        self.meeting = yielded
         return None
 
     def close(self) -> None:
@@ -103,9 +103,10 @@ class BucketTask(Generic[B]):
 class Driver(Generic[B]):
     """Runs one step of all buckets, and knows its state.
 
-    tasks: of the buckets that have begun their step. phases: of an exchange, see `Hierarchy.phases`; each begins with
-    the first of the bucket that comes as many buckets later. on_comm_stream: on CUDA buckets are launched on a stream
-    apart, unless they free gradients, whose memory the backward pass would take for its own at once.
+    tasks: of the buckets that have begun their step. due: those whose next phases are the next operations. phases: of
+    an exchange, see `Hierarchy.phases`; each begins with the first of the bucket that comes as many buckets later.
+    on_comm_stream: on CUDA buckets are launched on a stream apart, unless they free gradients, whose memory the
+    backward pass would take for its own at once.
     """
 
     def __init__(self, transport: Transport, phases: int, *, on_comm_stream: bool = True):
@@ -113,18 +114,13 @@ class Driver(Generic[B]):
         self.state = StepState.IDLE
         self.channel = transport.new_channel()
         self.tasks: list[BucketTask[B]] = []
-        self._due: deque[BucketTask[B]] = deque()  # whose next phases are the next operations
+        self.due: deque[BucketTask[B]] = deque()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @property
     def launched(self) -> int:
         """How many buckets the next step has sent; of one that is suspended, none."""
         return 0 if self.state is StepState.SUSPENDED else len(self.tasks)
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether anything is due."""
-        return bool(self._due)
 
     def begin(self) -> None:
         """A step begins: its kind and options are settled."""
@@ -145,14 +141,14 @@ class Driver(Generic[B]):
             return
         with self._sending(bucket.device):
             self.tasks.append(BucketTask(bucket, step))
-        self._due.extend(reversed(self.tasks[-self._phases : -1]))
+        self.due.extend(reversed(self.tasks[-self._phases : -1]))
         self.catch_up()
 
     def catch_up(self, patience_s: float = 0.0) -> bool:
         """Launch what is due, as far as other ranks have sent what that waits for, or do in time. Whether it is all."""
         deadline = time.monotonic() + patience_s if patience_s > 0 else 0.0
-        while self._due:
-            if self._due[0].exchange.is_ready():
+        while self.due:
+            if self.due[0].exchange.is_ready():
                 self._launch_due()
             elif patience_s == 0 or time.monotonic() > deadline:
                 return False
@@ -162,11 +158,11 @@ class Driver(Generic[B]):
 
     def settle(self) -> None:
         """Launch what is due, and wait for what that waits for."""
-        while self._due:
+        while self.due:
             self._launch_due()
 
     def _launch_due(self) -> None:
-        task = self._due.popleft()
+        task = self.due.popleft()
         with self._sending(task.bucket.device):
             task.exchange.advance()
 
@@ -180,7 +176,7 @@ class Driver(Generic[B]):
         is_awaited: it is launched, and what is computed from here on may read what it has encoded.
         """
         tasks = [self.tasks[index] for index in indices]
-        self._due.extend(tasks)
+        self.due.extend(tasks)
         self.catch_up()
         if is_awaited:
             self.settle()
@@ -191,12 +187,12 @@ class Driver(Generic[B]):
         self.state = moved(self.state, "resume")
 
     def meet(self) -> Sequence[Arrived]:
-        """Bring every bucket that has been launched to its meeting; what they say."""
+        """Bring every bucket that has been launched to its meeting; these."""
         self._wait()
         self.state = moved(self.state, "meet")
-        said = [task.said for task in self.tasks]
-        assert all(isinstance(each, Arrived) for each in said)
-        return said  # type: ignore[return-value]
+        meetings = [task.meeting for task in self.tasks]
+        assert all(isinstance(each, Arrived) for each in meetings)
+        return meetings  # type: ignore[return-value]
 
     def finish(self, meet: Meet[B] | None = None) -> None:
         """Bring every bucket that has been launched to its end. If some meet the others, `meet` has the answers."""
@@ -230,9 +226,9 @@ class Driver(Generic[B]):
     @staticmethod
     def _answer_meetings(tasks: Sequence[BucketTask[B]], meet: Meet[B] | None) -> None:
         """To the end of all: each goes on with its own answer."""
-        while waiting := [(task, said) for task in tasks if (said := task.said) is not None]:
+        while waiting := [(task, meeting) for task in tasks if (meeting := task.meeting) is not None]:
             assert meet is not None
-            answers = meet([task.bucket for task, _ in waiting], [said for _, said in waiting])
+            answers = meet([task.bucket for task, _ in waiting], [meeting for _, meeting in waiting])
             for (task, _), answer in zip(waiting, answers, strict=True):
                 works = task.answer(answer)
                 assert works is None, "behind a second meeting nothing is exchanged by single buckets"
@@ -252,7 +248,7 @@ class Driver(Generic[B]):
         for task in self.tasks:
             task.close()
         self.tasks = []
-        self._due.clear()
+        self.due.clear()
 
     @contextmanager
     def _sending(self, device: torch.device) -> Iterator[None]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..layout.buckets import AnyBucket
-from ..usage.marks import GradientMark, gradient_bits
+from ..usage.marks import GradientMark, changed_since, gradient_bits, marks_of
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +48,7 @@ class Sent:
 
     def changed(self) -> list[str]:
         """The parameters whose gradients are no longer those that were sent."""
-        triples = zip(self.bucket.params, self.bucket.names, self.marks, strict=True)
-        return [name for p, name, mark in triples if not mark.is_still(p)]
+        return [self.bucket.names[k] for k in changed_since(self.bucket.params, self.marks)]
 
     def is_edited_unseen(self) -> bool:
         """Whether gradients that have not changed as far as torch can tell have other bits. False if not marked."""
@@ -57,10 +56,14 @@ class Sent:
 
 
 class Overlap:
-    """Counts passes, and remembers what was sent early. is_on: what the user asked for."""
+    """Counts passes, and remembers what was sent early.
+
+    is_on: what the user asked for. is_possible: whether buckets may leave during backward at all.
+    """
 
     def __init__(self, rank: int, is_on: bool):
-        self.is_on, self.resent_steps = is_on, 0
+        self.is_on = self.is_possible = is_on
+        self.resent_steps = 0
         self._has_warned = False
         self._rank = rank
         self._passes: dict[Tensor, Passes] = {}
@@ -69,13 +72,8 @@ class Overlap:
         self._passes_per_step = 0  # the first step learns how many there are
         self._resent_in_a_row = 0
 
-    @property
-    def is_possible(self) -> bool:
-        """Whether buckets may leave during backward at all."""
-        return self.is_on and self._resent_in_a_row < RESENT_STEPS
-
     def count_pass(self, p: Tensor, bucket: AnyBucket) -> bool:
-        """A backward pass has added to p's gradient. Whether that is complete now."""
+        """A backward pass has added to p's gradient. Whether all of its bucket's are complete now."""
         if p.grad is None:
             return False
         passes = self._passes.setdefault(p, Passes())
@@ -84,7 +82,7 @@ class Overlap:
         passes.is_complete = 0 < self._passes_per_step == passes.count
         count = self._complete.get(bucket.index, 0) + passes.is_complete - was_complete
         self._complete[bucket.index] = count
-        return passes.is_complete
+        return passes.is_complete and count == len(bucket.params)
 
     def is_complete(self, bucket: AnyBucket) -> bool:
         """Whether all gradients of the bucket are."""
@@ -93,7 +91,7 @@ class Overlap:
     def mark_sent(self, bucket: AnyBucket, *, with_bits: bool) -> None:
         """The bucket's gradients are being sent as they are now. with_bits: note their bits, to find unseen edits."""
         bits = gradient_bits(bucket.gradients()) if with_bits else None
-        self._sent[bucket.index] = Sent(bucket, [GradientMark.of(p) for p in bucket.params], bits)
+        self._sent[bucket.index] = Sent(bucket, marks_of(bucket.params), bits)
 
     def has_changed(self, scale: float) -> bool:
         """Whether a gradient that has been sent is no longer what was sent; a warning says so, once.
@@ -113,7 +111,7 @@ class Overlap:
                 changed[0],
             )
         if is_edited_unseen:
-            self._resent_in_a_row = RESENT_STEPS
+            self.is_possible = False
             log.warning(
                 "rank %d: gradients were edited after backward had sent them, in a way that torch does not count and "
                 "only some steps look for (through .data; or sharded ones by clip_grad_norm_): all buckets are sent "
@@ -129,14 +127,15 @@ class Overlap:
         if ranks:
             self.resent_steps += 1
             self._resent_in_a_row += 1
-            if self._resent_in_a_row == RESENT_STEPS and self._rank == 0:
+            if self._resent_in_a_row == RESENT_STEPS and self._rank == 0 and self.is_possible:
                 log.warning(
                     "gradients of rank %s changed after backward had sent them in %d steps in a row: from here on they "
                     "are sent in step(), as with overlap=False",
                     list(ranks),
                     RESENT_STEPS,
                 )
-        elif self._resent_in_a_row < RESENT_STEPS:
+            self.is_possible &= self._resent_in_a_row < RESENT_STEPS
+        else:
             self._resent_in_a_row = 0
 
     def end_step(self) -> None:

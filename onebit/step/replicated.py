@@ -231,7 +231,7 @@ class Replicated:
     ) -> None:
         """p ← keep·p + weight·value for every parameter that some rank had a gradient for, in one pass."""
         assert frames_WB is not None
-        moving = zip(bucket.held, decision.of(bucket), strict=True)
+        moving = zip(bucket.local_values, decision.of(bucket), strict=True)
         params = [p if is_seen else None for p, is_seen in moving]
         self.codec.apply(frames_WB, bucket.layout.chunk, ParamUpdate(params, bucket.layout.segments, weight_K, keep_K))
 
@@ -249,7 +249,7 @@ class Replicated:
         self.masks.apply_(bucket)
         moved = [
             (p, view)
-            for p, view, is_seen in zip(bucket.held, bucket.views, decision.of(bucket), strict=True)
+            for p, view, is_seen in zip(bucket.local_values, bucket.views, decision.of(bucket), strict=True)
             if is_seen
         ]
         if moved:

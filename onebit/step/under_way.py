@@ -33,7 +33,7 @@ def check_delay(name: str, rule: object, delay: int) -> None:
 
 
 @dataclass(frozen=True)
-class Ahead:
+class Lookahead:
     """p - weight·m/D, by bucket, for the parameters that the last step has moved (seen)."""
 
     weights: Sequence[float]
@@ -51,7 +51,7 @@ class StepUnderWay:
     ballot: Ballot
     clip_factor: float
     sent: Sequence[Tensor]
-    ahead: Ahead | None = None
+    ahead: Lookahead | None = None
     gradients: int = 0
     in_second_phase: int = 0
 
@@ -109,7 +109,7 @@ def check_record(where: str, record: State, buckets: Sequence[Bucket], codec: Fu
             )
 
 
-def owing(state: State) -> State:
+def fold_into_error(state: State) -> State:
     """The state as if what is under way had not been sent: its gradients are owed, and count in the next step.
 
     e ← e + (1-β1)·g/D, which is what was sent and its residual, without β1·m/D. Where that is not finite it is dropped.

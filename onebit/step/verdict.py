@@ -16,7 +16,7 @@ from ..comm.codecs import Witness, all_finite
 from ..layout.buckets import AnyBucket
 from ..model_parallel import ModelParallelGroup
 from ..usage.frozen import refuse_unfrozen
-from .bucket_step import Arrived, CameDown
+from .bucket_step import Arrived, OwnersReplied
 from .clip import gradients_are_finite, has_squares
 
 
@@ -37,7 +37,7 @@ def verdicts(
     return flags
 
 
-def came_down_finite(buckets: Sequence[AnyBucket], came_down: Sequence[CameDown]) -> dict[torch.device, Tensor]:
+def came_down_finite(buckets: Sequence[AnyBucket], came_down: Sequence[OwnersReplied]) -> dict[torch.device, Tensor]:
     """For each device, whether all that owners have sent there is finite: bool, of no dimensions."""
     witnesses: dict[torch.device, list[Witness]] = {}
     for bucket, said in zip(buckets, came_down, strict=True):

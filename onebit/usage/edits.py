@@ -7,6 +7,7 @@ Buckets hold parameters and flat state by themselves. A parameter that replaces 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import is_
 
 import torch
@@ -52,13 +53,13 @@ def edit_of_options(groups: Sequence[Group], before: Sequence[Group], check: Cal
     return ""
 
 
-def edit_of_state(state: Mapping[Tensor, State], shown: Iterable[tuple[Tensor, State]]) -> tuple[bool, str]:
-    """Whether state has other tensors than were shown in it; and where these hold other values, which, and the remedy.
+def edit_of_state(state: Mapping[Tensor, State], shown: Iterable[Iterable[tuple[Tensor, State]]]) -> tuple[bool, str]:
+    """Whether state has other tensors than were shown in it; and if these hold other values, which, and the remedy.
 
-    Copies of the same values are no edit: frameworks make them when they move a state to a device.
+    shown: by bucket. Copies of the same values are no edit: frameworks make them when they move a state to a device.
     """
     has_others = False
-    for p, entry in shown:
+    for p, entry in chain.from_iterable(shown):
         now = state.get(p, {})
         if all(map(is_, map(now.get, entry), entry.values())):
             continue

@@ -30,7 +30,7 @@ class GradientMark(NamedTuple):
     """Which tensor a parameter's gradient was, and how often it had been written. None: there was no gradient."""
 
     # A reference: where a gradient was dropped, the next one may lie at the same address. To the local elements: a
-    # DTensor's begin to count anew with every backward pass (`count_edits_apart_`).
+    # DTensor's begin to count anew with every backward pass (`detach_version_`).
     grad: weakref.ref[Tensor] | None
     version: int = 0
 
@@ -48,6 +48,16 @@ class GradientMark(NamedTuple):
             return p.grad is None and self.grad is None
         now = p.grad if type(p.grad) is Tensor else local(p.grad)
         return self.grad() is now and now._version == self.version
+
+
+def marks_of(params: Sequence[Tensor]) -> list[GradientMark]:
+    """Of each parameter's gradient as it is now."""
+    return [GradientMark.of(p) for p in params]
+
+
+def changed_since(params: Sequence[Tensor], marks: Sequence[GradientMark]) -> list[int]:
+    """The indices of the parameters whose gradients are others than when the marks were made."""
+    return [k for k, (p, mark) in enumerate(zip(params, marks, strict=True)) if not mark.is_still(p)]
 
 
 def are_used_again(params: Sequence[Tensor], marks: Sequence[GradientMark]) -> bool:

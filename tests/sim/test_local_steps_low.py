@@ -48,7 +48,7 @@ class Run:
         return [p.detach().to(LOW, copy=True) for p in self.params]
 
     def masters(self) -> list[Tensor]:
-        return [w.clone() for bucket in self.optimizer.buckets for w in bucket.held]
+        return [w.clone() for bucket in self.optimizer.buckets for w in bucket.local_values]
 
 
 def same(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:

@@ -15,7 +15,7 @@ from .inner import is_elementwise
 MODES = ("none", "state", "gradients", "full")
 
 
-def made_of(model: nn.Module | ParamsT, make: Callable[[ParamsT], torch.optim.Optimizer]) -> torch.optim.Optimizer:
+def build_inner(model: nn.Module | ParamsT, make: Callable[[ParamsT], torch.optim.Optimizer]) -> torch.optim.Optimizer:
     """The optimizer of the parameters to be trained. Raises ValueError and TypeError."""
     given = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else model
     made = make(given)

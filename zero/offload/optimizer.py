@@ -29,7 +29,7 @@ from ...model_parallel import local
 from ...usage.contract import Group, State, loss_of
 from ...usage.edits import edit_of_groups
 from ...usage.graphs import outside_graphs
-from .checks import check_averages, check_mode, check_parameters, check_ratio, made_of
+from .checks import build_inner, check_averages, check_mode, check_parameters, check_ratio
 from .gradients import GRAD, ResidentGradients, StoredGradients, global_norm
 from .inner import Inner, Part, empty_part, is_elementwise
 from .layout import Chunk, Layout, Piece, cut, elements_of, kept
@@ -107,7 +107,7 @@ class Offload(torch.optim.Optimizer):
         self.mode, self.max_grad_norm, self.stats = mode, max_grad_norm, OffloadStats()
         self._places: list[Place] = []
         self._transport = transport
-        made = made_of(model, make)
+        made = build_inner(model, make)
         super().__init__(made.param_groups, made.defaults)
         self._params: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
         self._given = [list(group["params"]) for group in self.param_groups]

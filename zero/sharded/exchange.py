@@ -20,7 +20,7 @@ from ...comm import Codec, Int4Codec, Int8Codec, SignCodec, Transport, Work
 from ...comm.codecs import all_finite
 from ...comm.kernels.operands import GradientSum, ParamUpdate
 from ...comm.messages import sum_in_order
-from ...step.bucket_step import Answer, CameDown, Meeting
+from ...step.bucket_step import Answer, Meeting, OwnersReplied
 from ...usage.contract import Group, check_is_number, check_number, eps_of
 from . import arithmetic
 from .bucket import ShardedBucket
@@ -263,19 +263,19 @@ class Sharded:
     def send_down(
         self, bucket: ShardedBucket, seen: Sequence[bool], frame_B: Tensor, *, lr: float, decay: float
     ) -> Generator[Work | Meeting, Answer, bool]:
-        """Tell all what owners have made, and move. Yields one Work, then `CameDown`. All ranks. Whether it has moved.
+        """Tell all what owners have made, and move; whether it has. Yields one Work, then `OwnersReplied`. All ranks.
 
         Sends (W-1)·B per rank. frame: of `step_own`, with the same numbers.
         """
         transport, codec = self.transport, self.config.codec_down
         down_WB = torch.empty(transport.world_size, len(frame_B), dtype=torch.uint8, device=bucket.device)
         yield transport.all_gather(down_WB, frame_B)
-        is_good = yield CameDown(codec.witness(down_WB, bucket.layout.chunk))
+        is_good = yield OwnersReplied(codec.witness(down_WB, bucket.layout.chunk))
         if is_good:
             self._apply(bucket, down_WB, seen, lr, decay)
         return bool(is_good)
 
-    def refuse_not_finite(self, buckets: Sequence[ShardedBucket], came_down: Sequence[CameDown]) -> NoReturn:
+    def refuse_not_finite(self, buckets: Sequence[ShardedBucket], came_down: Sequence[OwnersReplied]) -> NoReturn:
         """Raise NotFiniteError, of the first of these buckets that is not: some has not come down finite."""
         pairs = zip(buckets, came_down, strict=True)
         name = next(bucket.names[0] for bucket, said in pairs if not bool(all_finite([said.witness])))
@@ -294,7 +294,7 @@ class Sharded:
             return bucket.masters.write_back(seen)
         x = torch.empty(bucket.layout.numel, device=bucket.device, dtype=torch.float32)
         codec.decode(down_WB, x.view(len(down_WB), -1))
-        held = bucket.masters.held if self.config.stage == 0 else bucket.params
+        held = bucket.masters.local_values if self.config.stage == 0 else bucket.params
         pairs = [(p, view) for p, view, is_seen in zip(held, bucket.layout.views(x), seen, strict=True) if is_seen]
         if pairs:
             params, views = map(list, zip(*pairs, strict=True))

@@ -33,9 +33,9 @@ from ...bucket_optimizer import BucketOptimizer
 from ...comm import Codec, SignCodec, Work
 from ...comm.messages import read_together, wait_for
 from ...layout.flat import lay_out
-from ...model_parallel import count_edits_apart_
+from ...model_parallel import detach_version_
 from ...rule import check_blocks
-from ...step.bucket_step import BucketStep, CameDown, Decision, Meeting
+from ...step.bucket_step import BucketStep, Decision, Meeting, OwnersReplied
 from ...step.driver import Driver, StepState
 from ...step.stats import Stats
 from ...step.verdict import came_down_finite
@@ -114,6 +114,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
 
     rule: ShardedRule
     stats: ShardStats
+    overlap: EarlyFrames
 
     def __init__(
         self,
@@ -230,7 +231,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         """p's gradient has just been accumulated. Called by its hook."""
         if self._is_paused or self._join.is_on:
             return
-        count_edits_apart_(p.grad)
+        detach_version_(p.grad)
         if self.placement.config.stage == 2:
             self._leave_freed(p)
         elif self.overlap.count_pass(p, self.buckets.of[p]) and self.overlap.is_possible and self._goes_up_early():
@@ -405,7 +406,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
 
         In the same wait for the device reads late votes, and what these buckets' steps say of the data.
         """
-        said, late = cast("Sequence[CameDown]", came_down), self._votes.late
+        said, late = cast("Sequence[OwnersReplied]", came_down), self._votes.late
         flags = [*came_down_finite(buckets, said).values(), *(vote.gate for vote in late)]
         figures = [number for bucket in buckets for number in bucket.grad_stats or ()]
         messages, numbers = read_together(
