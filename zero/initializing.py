@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -28,7 +28,7 @@ from .checkpoint.weights import check_can_export
 from .config.whole import Config, Fills, read_config
 from .data import Loader, ShardedLoader
 from .engine import Engine
-from .feature import Asked, Feature
+from .feature import Asked
 from .features import features_of
 from .form import Given
 from .forms import build, shard_ranks
@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 ConfigLike = Mapping[str, object] | str | os.PathLike[str]
 E = TypeVar("E", bound=Engine)
+T = TypeVar("T")
 
 
 def initialize(
@@ -74,15 +75,22 @@ def initialize(
 
     Raises ValueError, TypeError, OSError and ImportError on bad configurations, before anything is sharded.
     """
+    # Read, for the ranks of the grid or of the launcher.
     model = checked(model)
     if isinstance(model, PipelineModule) and model.num_stages is not None:
         fills.setdefault("stages", model.num_stages)
     launch = detect(os.environ)
     read = _read(config, launch, grid, fills)
     rank = launch.rank if grid is None else grid.world.rank
+
+    # What this model cannot do is said now: afterwards other ranks wait.
     _check_values(model, weights, rank)
     monitors = open_monitors(read, rank)
-    _check_model(read, model, rank)
+    if read.zero_optimization.stage3_gather_16bit_weights_on_model_save:
+        check_can_export()
+    pipeline.check(read, model)
+    for warning in pipeline.without_effect(read.pipeline, model) if rank == 0 else ():
+        log.warning("%s", warning)
     outline = model.outline() if isinstance(model, PipelineModule) else model
     features = features_of(Asked(read, outline, rank, lr_scheduler, tensor_plan))
     groups, make_optimizer = _groups(model_parameters, outline), None
@@ -90,6 +98,8 @@ def initialize(
         _check_one_optimizer(read, optimizer, rank)
         make_optimizer, its_own = optimizer_for(optimizer, outline)
         groups = its_own or groups
+
+    # The ranks, and what of the model this one has.
     if grid is None:
         grid = grids.start(
             timeout_s=timeout_s, pipe=read.pipeline.ranks, shard=shard_ranks(read, launch), tensor=read.onebit.tensor
@@ -101,31 +111,63 @@ def initialize(
         model = next(iter(stages.values())) if len(stages) == 1 else Stages(list(stages.values()))
     elif read.zero_optimization.offload_param.device == "none":
         to_device(model, grid.device)
+
+    # Features change the whole model, before the form shards it and makes the optimizer.
     for feature in features:
         feature.prepare(model, grid, is_part=bool(stages))
     fill = None if weights is None else partial(materialize, weights=weights, seed=seed, is_stage=bool(stages))
     form = build(Given(read, grid, model, groups, make_optimizer, tensor_plan, fill))
     check_fits(form.optimizer, grid.shape)
-    scheduler = _scheduler(read, features, lr_scheduler, form.optimizer)
-    loader = None if training_data is None else _loader(read, features, grid, training_data, collate_fn, seed)
+
+    # Schedule and data: the caller's, a feature's, or the configuration's.
+    schedules = (feature.schedule(form.optimizer) for feature in features)
+    if lr_scheduler is not None:
+        scheduler: LRScheduler | None = scheduler_for(lr_scheduler, form.optimizer)
+    elif (scheduler := _first(schedules)) is None and read.scheduler is not None:
+        scheduler = build_scheduler(read.scheduler, form.optimizer)
+    loader: Loader | None = None
+    if training_data is not None:
+        loader = _first(feature.loader(grid, training_data, collate_fn, seed) for feature in features)
+        if loader is None:
+            loader = ShardedLoader(
+                training_data,
+                read.train_micro_batch_size_per_gpu,
+                rank=grid.data[0],
+                world_size=grid.data[1],
+                seed=seed,
+                drop_last=read.dataloader_drop_last,
+                collate_fn=collate_fn,
+            )
+
     engine = engine_class(form, scheduler, loader, monitors, loss_fn, features)
     if grid.shape.size("pipe") > 1:
         engine.pipeline = pipeline.Pipeline(stages, read, grid, cast(Loss, loss_fn), form.stage)
     return engine, form.optimizer, loader, scheduler
 
 
+def _first(found: Iterable[T | None]) -> T | None:
+    """The first that is there."""
+    return next((each for each in found if each is not None), None)
+
+
 def checked(model: object) -> nn.Module | PipelineModule:
-    """Raise TypeError where there is no model, or another library distributes it."""
+    """Raise TypeError if there is no model, or another library distributes it or a part of it."""
     if isinstance(model, Engine):
         raise TypeError("the model is an engine already; pass engine.module of none, and initialize each model once")
     if not isinstance(model, nn.Module | PipelineModule):
         raise TypeError(f"expected model=, a torch.nn.Module or a PipelineModule, got {type(model).__name__}")
-    _refuse_wrapped(model)
+    kinds = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
+    for part in model.modules() if isinstance(model, nn.Module) else ():
+        if isinstance(part, kinds):
+            raise TypeError(
+                f"the model is wrapped in {type(part).__name__}; the engine averages gradients and shards by itself: "
+                "pass the model without it (wrapped.module)"
+            )
     return model
 
 
 def _check_values(model: nn.Module | PipelineModule, weights: object, rank: int) -> None:
-    """Raise ValueError where a model has no values and none are given."""
+    """Raise ValueError if a model has no values and none are given."""
     layers = model.layers if isinstance(model, PipelineModule) else [model]
     if weights is None and any(isinstance(layer, nn.Module) and is_meta(layer) for layer in layers):
         raise ValueError(
@@ -175,56 +217,3 @@ def _read(config: ConfigLike, launch: Launch, grid: Grid | None, fills: Fills) -
     if read.dump_state and (launch.rank if grid is None else grid.world.rank) == 0:
         log.info("configuration: %s", json.dumps(read.to_dict(), indent=2))
     return read
-
-
-def _check_model(read: Config, model: nn.Module | PipelineModule, rank: int) -> None:
-    """Raise ValueError, TypeError or ImportError where the configuration asks for what this model cannot do."""
-    if read.zero_optimization.stage3_gather_16bit_weights_on_model_save:
-        check_can_export()
-    pipeline.check(read, model)
-    for warning in pipeline.without_effect(read.pipeline, model) if rank == 0 else ():
-        log.warning("%s", warning)
-
-
-def _scheduler(
-    read: Config, features: Sequence[Feature], given: object, optimizer: torch.optim.Optimizer
-) -> LRScheduler | None:
-    if given is not None:
-        return scheduler_for(given, optimizer)
-    for feature in features:
-        if (schedule := feature.schedule(optimizer)) is not None:
-            return schedule
-    return None if read.scheduler is None else build_scheduler(read.scheduler, optimizer)
-
-
-def _loader(
-    read: Config,
-    features: Sequence[Feature],
-    grid: Grid,
-    dataset: Dataset[object],
-    collate_fn: Callable[[list[Any]], object] | None,
-    seed: int,
-) -> Loader:
-    for feature in features:
-        if (loader := feature.loader(grid, dataset, collate_fn, seed)) is not None:
-            return loader
-    return ShardedLoader(
-        dataset,
-        read.train_micro_batch_size_per_gpu,
-        rank=grid.data[0],
-        world_size=grid.data[1],
-        seed=seed,
-        drop_last=read.dataloader_drop_last,
-        collate_fn=collate_fn,
-    )
-
-
-def _refuse_wrapped(model: nn.Module | PipelineModule) -> None:
-    """Raise TypeError where another library distributes the model, or a part of it."""
-    kinds = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
-    for part in model.modules() if isinstance(model, nn.Module) else ():
-        if isinstance(part, kinds):
-            raise TypeError(
-                f"the model is wrapped in {type(part).__name__}; the engine averages gradients and shards by itself: "
-                "pass the model without it (wrapped.module)"
-            )
