@@ -1,10 +1,10 @@
 """The error-compensated compressed all-reduce: a mean over ranks that sends each element about once, compressed.
 
-Two phases. Each rank owns one of W equal chunks. Phase 1 (all_to_all): everybody sends every owner its frame of that
-chunk. Phase 2 (all_gather): the owner averages, compresses the average and sends it to everybody. What a compression
+Two phases. Each rank owns one of W equal chunks. Phase 1 (all_to_all): each rank sends every owner its frame of that
+chunk. Phase 2 (all_gather): the owner averages, compresses the average and sends it to all ranks. What a compression
 leaves out is added to the input of the next one: the worker error for phase 1, the server error for phase 2.
 
-Where the transport has two levels (`hierarchy.py`), these are the phases between nodes, on the rows of this rank's
+If the transport has two levels (`hierarchy.py`), these are the phases between nodes, on the rows of this rank's
 share; before them the ranks of a node add up that share in full precision, after them they give each other the frames.
 
 `compressed_allreduce` is a generator that yields each launched Work, so that several buckets share the wire
@@ -34,10 +34,16 @@ Exchange = Generator[Work, None, None]
 
 @dataclass
 class ErrorFeedback:
-    """What compression still owes, on this rank: worker error [H·N], server error [N]; float32 or bfloat16.
+    """The residuals of compression on this rank, which the next exchange adds to its input.
 
-    An exchange reads them and leaves its residuals in worker_next and server_next; `commit` makes these what is owed.
-    A step can so be abandoned after its traffic without a trace. The tensors change places: hold none of them.
+    An exchange reads worker and server and writes worker_next and server_next; `commit` swaps them. So a step can be
+    abandoned after its traffic without a trace. Because the tensors change places, keep no reference to them.
+
+    Attributes:
+        worker: Residual of phase 1, [H·N], float32 or bfloat16.
+        server: Residual of phase 2, [N], of the same dtype.
+        worker_next: Residual that the exchange under way leaves, like worker.
+        server_next: The same, like server.
     """
 
     worker: Tensor
@@ -55,7 +61,15 @@ class ErrorFeedback:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> ErrorFeedback:
-        """For buckets of n elements in all, n a multiple of world_size. local_size: L, in a hierarchy."""
+        """Residuals of zero.
+
+        Args:
+            n: Elements of the bucket on all ranks together, a multiple of world_size.
+            world_size: Number of ranks.
+            local_size: Ranks on each node, in two levels. Default 1.
+            dtype: torch.float32 (default) or torch.bfloat16.
+            device: Device of the tensors. Default "cpu".
+        """
         worker, server = (torch.zeros(m, dtype=dtype, device=device) for m in (n // local_size, n // world_size))
         return cls(worker, server, torch.zeros_like(worker), torch.zeros_like(server))
 
@@ -67,12 +81,16 @@ class ErrorFeedback:
 
 @dataclass
 class Wire:
-    """The buffers of one bucket's exchange. They hold nothing between steps except, on request, the last frames.
+    """The buffers of one bucket's exchange. Between steps only the last frames are kept, on request.
 
-    frames_WB: the averages, at the end. own: the rows of it that this rank exchanges across nodes; in a flat world all.
-    received_HB: everybody's frames of my chunk. mean: [N], float32 or bfloat16, where the second encoding of an
-    exchange without error feedback leaves its residual. is_inside: the frames lie in the memory of what is exchanged,
-    which is dead once it is encoded: decode a copy of them into it.
+    Attributes:
+        frames_WB: Frames of the averages, after an exchange. uint8.
+        received_HB: All ranks' frames of this rank's chunk. uint8.
+        own: Rows of frames_WB that this rank exchanges across nodes; all of them in a flat world.
+        mean: Place for the residual of the second encoding, [N], float32 or bfloat16, without error feedback.
+            Default None: made when needed.
+        is_inside: Whether the frames are in the memory of the tensor that is exchanged. Its values are overwritten when
+            they are encoded: decode a copy of the frames into it. Default False.
     """
 
     frames_WB: Tensor
@@ -97,7 +115,16 @@ class Wire:
         frames_WB: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> Wire:
-        """Buffers for n elements in all. `frames_WB` lets a lossless codec send from where the bucket lies."""
+        """New buffers.
+
+        Args:
+            codec: Format of the frames.
+            n: Elements of the bucket, a multiple of world_size·codec.block.
+            world_size: Number of ranks.
+            hierarchy: The two levels, if any. Default None: flat.
+            frames_WB: Memory of the frames, so that a lossless codec can send the bucket in place. Default: new.
+            device: Device of the buffers. Default "cpu".
+        """
         own = slice(0, world_size) if hierarchy is None else hierarchy.own
         if frames_WB is None:
             B = codec.frame_bytes(n // world_size)
@@ -126,11 +153,18 @@ class Wire:
 def compressed_allreduce(
     x: Tensor, ef: ErrorFeedback | None, codec: Codec, transport: Transport, wire: Wire, counts: Tensor | None = None
 ) -> Exchange:
-    """Exchange x + what is owed; afterwards every rank holds the same `wire.frames_WB`, the frames of the mean.
+    """Average x over all ranks. Afterwards every rank holds the same frames of the mean in `wire.frames_WB`.
 
-    x: float32 [W·N], padded to whole blocks; its own rows become the worker residual. ef: `ef.commit()` takes the
-    residuals over. counts: int32 [W, J], real elements of each block. All ranks, same order of buckets. In two levels a
-    Work of `Hierarchy.sum_intra_node` comes first. See `exchange`.
+    A generator: it yields each launched Work, and the caller waits for it before it resumes (`interleave` does). In two
+    levels a Work of `Hierarchy.sum_intra_node` comes first; then see `exchange`. All ranks, buckets in the same order.
+
+    Args:
+        x: float32 [W·N], padded to whole blocks. Modified: its own rows become the worker residual.
+        ef: Residuals, added to x; `ef.commit()` makes the new ones current. None: no error feedback.
+        codec: Format of the frames.
+        transport: Connection to the other ranks.
+        wire: Buffers, from `Wire.empty`.
+        counts: int32 [W, J], real elements of each block. Default None: all are real.
     """
     hierarchy = Hierarchy.of(transport)
     yield from hierarchy.sum_intra_node(x)
@@ -151,10 +185,18 @@ def compressed_allreduce(
 def exchange(
     ef: ErrorFeedback | None, codec: Codec, transport: Transport, wire: Wire, n: int, counts: Tensor | None = None
 ) -> Exchange:
-    """Both phases, from what was encoded into `wire.sent_HB`, frames of n elements.
+    """Both phases, from frames that are already encoded into `wire.sent_HB`.
 
     Yields two Works, in two levels a third; the caller waits for each before it resumes. Sends 2·(H-1)·B bytes per rank
     across nodes, and (L-1)·H·B inside.
+
+    Args:
+        ef: Residuals; the server error is used here. None: no error feedback.
+        codec: Format of the frames.
+        transport: Connection to the other ranks.
+        wire: Buffers, with this rank's frames in sent_HB.
+        n: Elements of a chunk, N.
+        counts: int32 [W, J], real elements of each block. Default None: all are real.
     """
     hierarchy, frames_HB = Hierarchy.of(transport), wire.sent_HB
     across = hierarchy.inter_node
@@ -184,12 +226,15 @@ WINDOW = 3
 def interleave(
     exchanges: Iterable[Exchange], on_complete: Callable[[int], None] | None = None, window: int = WINDOW
 ) -> None:
-    """Run exchanges side by side, `window` of them at a time.
+    """Run exchanges side by side.
 
     Works are waited for in the order of their launch, in which the wire carries them: a second phase begins as soon as
-    its first is over. Exchanges are taken from the iterable as they start. on_complete(k): called when exchange k is
-    complete, while others may still be under way. The order of launches is a function of the number of phases alone:
-    the same on every rank.
+    its first is over. The order of launches depends on the number of phases only, so it is the same on every rank.
+
+    Args:
+        exchanges: Generators of Works, taken from the iterable as they start.
+        on_complete: Called with k when exchange k is complete, while others may be under way. Default None.
+        window: Exchanges under way at a time. Default 3.
     """
     under_way: deque[tuple[int, ExchangeTask]] = deque()
     for k, exchange in enumerate(exchanges):
@@ -223,14 +268,19 @@ class ExchangeTask:
 
 
 def wait_all(tasks: Sequence[ExchangeTask], on_complete: Callable[[int], None] | None = None) -> None:
-    """Bring tasks to their end. Those in an earlier phase go on first. on_complete(k): tasks[k] is done."""
+    """Bring tasks to their end. Those in an earlier phase go on first.
+
+    Args:
+        tasks: Exchanges under way.
+        on_complete: Called with k when tasks[k] is complete. Default None.
+    """
     under_way = deque(sorted(enumerate(tasks), key=lambda each: each[1].phase))
     while under_way:
         _advance_first(under_way, on_complete)
 
 
 def _advance_first(under_way: deque[tuple[int, ExchangeTask]], on_complete: Callable[[int], None] | None) -> None:
-    """The first goes on to its next phase, behind the others, or is complete."""
+    """The first goes on to its next phase, and to the end of the queue, or is complete."""
     k, task = under_way.popleft()
     if task.advance():
         under_way.append((k, task))
@@ -241,11 +291,22 @@ def _advance_first(under_way: deque[tuple[int, ExchangeTask]], on_complete: Call
 def allreduce_mean(
     x: Tensor, ef: ErrorFeedback | None, codec: Codec, transport: Transport, wire: Wire | None = None
 ) -> bool:
-    """x ← the compressed mean over ranks of x; ef takes what was left out. The plain, blocking form, for one tensor.
+    """Replace x by its compressed mean over all ranks. The blocking form, for one tensor. All ranks call it.
 
-    x: float32 [n], n a multiple of world_size·codec.block. Where any rank's x is not finite, returns False on all ranks
-    and leaves ef untouched and x undefined. All ranks. Sends 2·(W-1)·codec.frame_bytes(n/W) bytes per rank; in two
-    levels, see `exchange`.
+    Sends 2·(W-1)·codec.frame_bytes(n/W) bytes per rank; in two levels, see `exchange`.
+
+    Args:
+        x: float32 [n], n a multiple of world_size·codec.block. Modified in place.
+        ef: Residuals, added to x and replaced by the new ones. None: no error feedback.
+        codec: Format of the frames.
+        transport: Connection to the other ranks.
+        wire: Buffers to use again. Default None: new ones.
+
+    Returns:
+        True; False on all ranks if x is not finite on any. Then ef is unchanged and x undefined.
+
+    Raises:
+        ValueError: x or ef has another shape or dtype.
     """
     check_transport(transport)
     W = transport.world_size

@@ -217,9 +217,14 @@ class HierarchicalTransport(Transport):
 
 
 def hierarchical(transport: Transport, local_size: int) -> Transport:
-    """The same ranks in two levels, `local_size` on each node, numbered node by node. 1: the transport itself.
+    """Put the ranks of a transport in two levels. All ranks call it.
 
-    All ranks. Raises ValueError where that does not divide their number.
+    Args:
+        transport: A flat transport over all ranks, numbered node by node.
+        local_size: Ranks on each node. 1 returns the transport itself.
+
+    Raises:
+        ValueError: local_size does not divide the number of ranks.
     """
     check_transport(transport)
     W, L = transport.world_size, local_size

@@ -215,20 +215,30 @@ def local_rank() -> int:
 
 
 def init(backend: str | None = None, timeout_s: float = 300.0, *, levels: int | str = "auto") -> Transport:
-    """The transport that fits how this process was started. All ranks, once, before anything else that communicates.
+    """Connect this rank to the others. All ranks call it once, before anything else that communicates.
 
-    An initialised torch.distributed is used as it is. Else torchrun, srun and a plain RANK/WORLD_SIZE give NCCL where
-    there is CUDA and Gloo elsewhere; mpirun gives NCCL where there is CUDA (bootstrapped over MPI) and MPI elsewhere; a
-    single process gives a `SimTransport` of one rank. backend "gloo", "nccl" or "mpi" forces one.
-
-    levels: "auto" gives a `HierarchicalTransport` where several nodes hold as many ranks each, two or more, by what the
-    launcher says and by their host names; else it is flat, and rank 0 logs why where that is not plain. A number is how
-    many ranks a node holds; 1: flat.
+    A process group that is already initialised is used as it is. Otherwise torchrun, srun and a plain RANK/WORLD_SIZE
+    give NCCL if there is CUDA, else Gloo. mpirun gives NCCL if there is CUDA (bootstrapped over MPI), else MPI. One
+    process alone gets a `SimTransport` of one rank.
 
     With NCCL this sets the current CUDA device to local rank modulo the number of devices. At exit it closes the
-    transport if `close()` was not called; an exception that ends this rank ends the MPI job, or breaks off the group,
-    so that no rank waits for a dead one. Raises ValueError for a contradictory environment and for levels that do not
-    divide the ranks, ImportError without mpi4py.
+    transport if `close()` was not called. An exception that ends this rank ends the MPI job, or breaks off the group:
+    no rank waits for a dead one.
+
+    Args:
+        backend: "gloo", "nccl" or "mpi". Default None: chosen as above.
+        timeout_s: Seconds to wait for the other ranks, here and in every later operation. Default 300.
+        levels: Ranks per node, an int, for a `HierarchicalTransport`; 1 for a flat one. Default "auto": two levels if
+            every node has the same number of ranks, two or more, by the launcher's variables and the host names;
+            otherwise flat, and rank 0 logs the reason unless it is obvious.
+
+    Returns:
+        This rank's `Transport`.
+
+    Raises:
+        ValueError: The environment contradicts itself, or levels does not divide the number of ranks.
+        ImportError: MPI was asked for, and mpi4py is not installed.
+        PeerError: Ranks did not come, or cannot connect to each other, within timeout_s.
     """
     if levels != "auto" and not (isinstance(levels, int) and levels > 0):
         raise ValueError(f'levels must be "auto" or a number of ranks per node, got {levels!r}')

@@ -46,7 +46,15 @@ def check_fused(codec: object) -> FusedCodec:
 
 
 def codec_named(name: str, block: int) -> Codec:
-    """The codec of this name in blocks of so many elements. Raises ValueError for names that are not in `CODECS`."""
+    """Construct a codec by its name.
+
+    Args:
+        name: A key of `CODECS`.
+        block: Elements of a block.
+
+    Raises:
+        ValueError: No codec has this name.
+    """
     if name not in CODECS:
         raise ValueError(f"no codec is named {name!r}; there are {', '.join(CODECS)}")
     return CODECS[name](block)  # type: ignore[call-arg]

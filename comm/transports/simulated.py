@@ -192,9 +192,18 @@ class SimTransport(Transport):
 
 
 def run_ranks(world_size: int, work: Callable[[SimTransport], T], timeout_s: float = 60.0) -> list[T]:
-    """Call work(transport) in one thread per rank; the results in rank order.
+    """Call work(transport) in one thread per rank.
 
-    Raises the exception of the lowest rank that raised something of its own; a PeerError only where nothing else was.
+    Args:
+        world_size: Number of ranks.
+        work: What each rank does; gets its `SimTransport`.
+        timeout_s: Seconds after which a rank that waits for another raises a PeerError. Default 60.
+
+    Returns:
+        The results in rank order.
+
+    Raises:
+        BaseException: That of the lowest rank which failed by itself; a PeerError only if there is no other.
     """
     network = SimNetwork(world_size, timeout_s)
     results: dict[int, T] = {}

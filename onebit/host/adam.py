@@ -36,14 +36,29 @@ def adam_(
     g ← grad·grad_scale;  is_decoupled: p ← (1 - lr·wd)·p (AdamW), else g ← g + wd·p (Adam with an L2 term)
     m ← m + (1-β1)·(g - m);  v ← β2·v + (1-β2)·g²;  p ← p - lr·m̂/(√v̂ + eps), v̂ = v/(1-β2^step), m̂ = m/(1-β1^step)
 
-    All of them are contiguous tensors [n] in host memory, none overlapping another. master: float32. grad: float32 or
-    bfloat16, read only. m: float32 or bfloat16. v: float32, or 8 bits. out: float32, bfloat16 or float16; it receives
-    the master, rounded to nearest. step: counts from 1. grad_scale: 1/(loss scale), times what clipping says; gradients
-    themselves are left alone. offset: the chunk's first element among all of its parameter; with v in 8 bits a
-    multiple of 256 (`BLOCK`). A step in chunks ends in the bits of a step in one.
+    All tensors are contiguous, [n], in host memory, and do not overlap. One pass over memory in C++, without an
+    allocation and without the GIL; if the library is not built, the pure-torch reference gives the same bits.
 
-    One pass over memory in C++, without an allocation and without the GIL; on the pure-torch reference, to the same
-    bits, where the library is not built. Raises TypeError or ValueError before anything is written.
+    Args:
+        master: Parameters, float32. Modified.
+        grad: Gradients, float32 or bfloat16. Read only.
+        m: Momentum, float32 or bfloat16. Modified.
+        v: Variance, float32, or an `EightBitVariance`. Modified.
+        lr: Learning rate.
+        betas: Decay of m and v. Default (.9, .999).
+        eps: Added to the denominator. Default 1e-8.
+        weight_decay: wd above. Default 0.
+        step: Number of this step, from 1.
+        is_decoupled: AdamW's weight decay, not an L2 term. Default True.
+        bias_correction: Divide m and v by 1 - β^step. Default True.
+        grad_scale: Factor of the gradients: 1/(loss scale), times that of clipping. Default 1.
+        out: Receives the master, rounded to nearest; float32, bfloat16 or float16. Default None.
+        offset: First element of this chunk within its parameter; with v in 8 bits a multiple of 256 (`BLOCK`). Chunks
+            give the same bits as one step over all. Default 0.
+
+    Raises:
+        TypeError: A tensor has another dtype. Nothing is written.
+        ValueError: A tensor has another size or place. Nothing is written.
     """
     chunk = AdamChunk(master, grad, m, v, out)
     chunk.check(offset)
@@ -65,7 +80,7 @@ def direction_(
 ) -> None:
     """Advance m and v by the gradient g, and leave the direction in it: g ← m̂/(√v̂ + eps). float32 [n], as in `adam_`.
 
-    What `adam_` with lr = 1 takes from a parameter of 0. One pass over memory, in which nothing else is read or made.
+    What `adam_` with lr = 1 subtracts from a parameter of 0. One pass over memory.
     """
     check_tensors([("g", g), ("m", m), ("v", v)], g.numel())
     _run(AdamChunk(g, g, m, v, None), _constants_of_direction(tuple(betas), eps, step, bias_correction), 0)

@@ -41,14 +41,25 @@ class EightBitVariance(NamedTuple):
 
 
 def empty_variance(n: int) -> EightBitVariance:
-    """Zeros, of n elements."""
+    """A variance of zeros.
+
+    Args:
+        n: Number of elements.
+    """
     return EightBitVariance(
         torch.zeros(n, dtype=torch.uint8, device="cpu"), torch.zeros(-(-n // BLOCK), dtype=torch.float32, device="cpu")
     )
 
 
 def to_eight_bits(v_N: Tensor, to: EightBitVariance, *, seed: int, offset: int = 0) -> None:
-    """Write float32 v, none of it negative, into `to`. offset: of its first element among all that share the seed."""
+    """Round a variance to 8 bits.
+
+    Args:
+        v_N: float32 [n], not negative.
+        to: Receives codes and scales.
+        seed: Seed of the rounding.
+        offset: First element of v_N among all that share the seed. Default 0.
+    """
     n, J = v_N.numel(), to.scales.numel()
     bits = torch.zeros(J * BLOCK, dtype=torch.int64, device="cpu")
     bits[:n] = v_N.view(torch.int32)
@@ -61,7 +72,7 @@ def to_eight_bits(v_N: Tensor, to: EightBitVariance, *, seed: int, offset: int =
 
 
 def from_eight_bits(v: EightBitVariance) -> Tensor:
-    """The values, float32 [n]."""
+    """Decode a variance: float32 [n]."""
     n = v.codes.numel()
     exponent_J = (v.scales.view(torch.int32) >> 23).to(torch.int64)
     base = (8 * exponent_J - 255).repeat_interleave(BLOCK)[:n]

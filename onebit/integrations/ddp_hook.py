@@ -32,7 +32,7 @@ from ..usage.contract import State
 log = logging.getLogger(__name__)
 
 Errors = tuple[Tensor, Tensor]
-"""What is owed of a parameter: the worker error, and the server error with zeros where another rank owns it."""
+"""The residuals of a parameter: the worker error, and the server error, with zeros for parts that another rank owns."""
 
 
 @dataclass
@@ -75,17 +75,25 @@ class _UnderWay:
 class DDPHookState:
     """What the hook keeps on this rank. All ranks construct it with the same arguments.
 
-    model: as DDP wraps it, or the wrapper. start_step: steps in which the gradients' mean is taken in full, as DDP
-    does; an optimizer's first moments want them. transport: between the ranks of DDP's process group, flat; default
-    `onebit.comm.init(levels=1)`. codec: what gradients travel in; default `SignCodec`.
+    Args:
+        model: The model that DDP wraps, or the wrapper.
+        start_step: Steps in which the mean of the gradients is taken in full, as DDP does, while the optimizer's
+            moments form. Default 100.
+        transport: Connection between the ranks of DDP's process group, flat. Default `onebit.comm.init(levels=1)`.
+        codec: Format of gradients. Default `SignCodec()`.
 
-    A step, along DDP's buckets: each one begins its exchange when it is full, and goes on while later ones fill. With
-    the last one all come to their end. Where a gradient is not finite on any rank, its bucket is averaged in full, as
-    DDP would, and no bucket's errors change: a GradScaler skips such a step. Errors are in units of the gradient: one
-    that a loss scale has multiplied is owed in that scale.
+    Attributes:
+        step: Steps so far.
+        sent_bytes: Bytes that the last step sent.
+        bits_per_parameter: Bits per parameter of the last step.
 
-    step: steps so far. sent_bytes, bits_per_parameter: of the last one. State: 4·(1 + 1/W) bytes per parameter, and as
-    much again for the step that may still be abandoned; the bucket in float32. Sends 2·(W-1)/W·(1 + 16/block) bits per
+    A step, along DDP's buckets: each bucket starts its exchange when it is full, and goes on while later ones fill.
+    After the last one all are completed. If a gradient is not finite on any rank, its bucket is averaged in full, as
+    DDP would, and no residual changes: a GradScaler skips such a step. Residuals are in units of the gradient, with the
+    loss scale of their step.
+
+    State: 4·(1 + 1/W) bytes per parameter, and the same again for the step that may still be abandoned; the bucket in
+    float32. Sends 2·(W-1)/W·(1 + 16/block) bits per
     parameter and step.
     """
 
@@ -279,10 +287,15 @@ class DDPHookState:
 
 
 def ddp_hook(state: DDPHookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """The hook: `model.register_comm_hook(state, onebit.ddp_hook)`, with a `DDPHookState`."""
+    """Average a bucket of gradients in one bit: `model.register_comm_hook(state, onebit.ddp_hook)`.
+
+    Args:
+        state: This rank's `DDPHookState`.
+        bucket: The bucket, from DDP.
+    """
     if not isinstance(state, DDPHookState):
         raise TypeError(
-            f"onebit.ddp_hook needs a state that keeps what is owed, got {type(state).__name__}; register it as "
+            f"onebit.ddp_hook needs a state that keeps residuals, got {type(state).__name__}; register it as "
             "model.register_comm_hook(onebit.DDPHookState(model), onebit.ddp_hook)"
         )
     return state.exchange(bucket)

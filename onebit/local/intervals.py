@@ -67,10 +67,15 @@ class Table:
 
 @dataclass(frozen=True)
 class QSR:
-    """H = ⌊(scale/lr)²⌋, between least and most: rounds grow rare as the learning rate falls.
+    """H = ⌊(scale/lr)²⌋, between least and most: rounds become rare as the learning rate falls.
 
-    scale: the learning rate at which H is 1; with a peak rate p and `least` there, scale = p·√(least + 1) lets H grow
-    as soon as the rate has left its peak. lr: the largest of all groups. Source: arXiv 2310.14423.
+    lr is the largest of all groups. Source: arXiv 2310.14423.
+
+    Args:
+        scale: Learning rate at which H is 1. With a peak rate p and `least` there, p·√(least + 1) lets H grow as soon
+            as the rate has left its peak.
+        least: Smallest H, in steps. Default 4.
+        most: Largest H, in steps. Default 128.
     """
 
     scale: float
@@ -96,10 +101,15 @@ class QSR:
 
 @dataclass
 class Auto:
-    """The smallest H at which a round takes at most `share` of the time that H steps compute, between least and most.
+    """The smallest H at which a round takes at most `share` of the time that H steps compute.
 
-    Asked once, `MEASURED_STEPS` steps after the start; until then rounds are `least` steps apart. chosen: the answer,
-    which is saved: a resumed run does not ask again.
+    Measured once, `MEASURED_STEPS` steps after the start; until then rounds are `least` steps apart.
+
+    Args:
+        least: Smallest H, in steps. Default 4.
+        most: Largest H, in steps. Default 64.
+        share: A round's seconds over those of H steps, at most. Default .05.
+        chosen: The H that was measured; None before. Saved, so that a resumed run does not measure again.
     """
 
     least: int = 4

@@ -50,22 +50,33 @@ log = logging.getLogger(__name__)
 
 
 class LocalSteps(Wrapped):
-    """Wraps an optimizer; param_groups and state are that one's. All ranks construct, step, load and save together.
+    """Wraps an optimizer, whose param_groups and state it shows. All ranks construct, step, load and save together.
 
-    inner: any torch optimizer that steps without a closure; weight decay as its groups say. It works on float32 masters
-    of parameters in bfloat16 or float16, which follow each step, rounded; what others write into them is taken over.
-    every: local steps between rounds: a number; {first step: number}; a `QSR`, from the learning rate; "auto" or an
-    `Auto`, from the measured network. start_steps, start_every: rounds at most so far apart in the first so many steps.
-    outer_lr, outer_momentum: η and μ (Nesterov's, as DiLoCo's: .7 and .9). error_decay: ρ. codec: what differences
-    travel in; `IdentityCodec()`: in full. fragments: parts of the model that travel in turn, H/fragments steps apart;
-    delay: land so many steps after they were sent, while training goes on. correction_steps: τ of SCAFFOLD's: in each
-    step a rank also moves by what the mean has moved further than it, which it learns over so many steps, 80 for one;
-    0: none. model: whose buffers begin as rank 0's, and become equal in each round as by `sync_buffers`; None: each
-    rank keeps its own. transport: default `onebit.comm.init()`; of two levels: gradients are averaged inside a node in
-    every step, and differences travel between nodes. An exchange under delay needs a process group of its own: give a
-    transport that nobody else uses. model_parallel_group, bucket_cap_mb, error_dtype, check_replicas_every (steps; the
-    anchors are compared in the first round after them): see `CommonOptions`. max_consecutive_skips: so many rounds in a
-    row in which no rank had a finite difference are an error.
+    Args:
+        inner: Any torch optimizer that steps without a closure. It works on float32 masters of parameters in bfloat16
+            or float16; the parameters follow each step, rounded, and values that other code writes are taken over.
+        every: Local steps between rounds: a number; {first step: number}; a `QSR`, from the learning rate; "auto" or
+            an `Auto`, from the measured network. Default 32.
+        start_steps: Steps at the beginning in which rounds are at most start_every steps apart. Default 0.
+        start_every: See start_steps. Default 4.
+        outer_lr: Outer learning rate, η. Default 1.0; DiLoCo has .7.
+        outer_momentum: Outer momentum in Nesterov's form, μ. Default 0.0; DiLoCo has .9.
+        error_decay: Factor of the residual from round to round, ρ. Default 1.0.
+        codec: Format of differences. Default `SignCodec()`; `IdentityCodec()` sends them in full.
+        fragments: Parts of the model that travel in turn, every/fragments steps apart. Default 1.
+        delay: Steps between sending a fragment and applying it, while training goes on. Default 0.
+        correction_steps: Steps over which a rank learns how the mean moves differently from it (SCAFFOLD's control
+            variate, τ); each step then adds this. 80, for example. Default 0: none.
+        model: Model whose buffers start as rank 0's and become equal in each round, as by `sync_buffers`. Default None:
+            each rank keeps its own.
+        transport: Connection to the other ranks. Default `onebit.comm.init()`. In two levels gradients are averaged
+            inside a node in every step, and differences travel between nodes. With delay it must have its own process
+            group: pass a transport that no other code uses.
+        model_parallel_group: See `CommonOptions`. Default None.
+        bucket_cap_mb: Largest bucket, in MiB of float32. Default 16.
+        error_dtype: dtype of the residuals: torch.float32 (default) or torch.bfloat16.
+        check_replicas_every: Steps between comparisons of the anchors, in the first round after them. Default 100.
+        max_consecutive_skips: Rounds in a row without a finite difference on any rank that are an error.
 
     Sends 2·(n-1)/n frames of the model each round, and 44 bytes to each peer: 2.125/H·(n-1)/n bits per parameter and
     step. A correction sends (L-1)/L frames more inside a node of L ranks. Keeps 4 (anchor) + 4 (worker error) + 8/n

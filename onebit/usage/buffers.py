@@ -27,17 +27,25 @@ _OF_NORMS = ("running_mean", "running_var")
 
 @torch.no_grad()
 def sync_buffers(model: nn.Module, transport: Transport) -> None:
-    """Make the buffers of a model equal on all ranks: running statistics their mean, all others those of rank 0.
+    """Make the buffers of a model equal on all ranks: running statistics become their mean, all others rank 0's.
 
-    All ranks, between two steps; `Engine` does it by itself in eval(), eval_batch() and before it writes a checkpoint
-    or exports weights. Statistics are those of torch's BatchNorm, SyncBatchNorm and InstanceNorm and of their
+    All ranks call it between two steps. `Engine` does it itself in eval(), eval_batch() and before it writes a
+    checkpoint or exports weights.
+
+    Args:
+        model: The model, wrapped or not.
+        transport: Connection to the other ranks: `optimizer.transport`.
+
+    Statistics are those of torch's BatchNorm, SyncBatchNorm and InstanceNorm and of their
     subclasses, and what any other module's class names: `averaged_buffers = ("mean",)`. Only buffers that a state_dict
     holds: the others are caches, which each rank computes for itself. What is equal stays as it is, to the bit. The
     mean is taken in float64, in rank order: the same bits on all ranks. A DTensor's local elements are compared with
     those that other ranks of the transport hold in their place.
 
-    Sends 48 bytes to each peer where all are equal; else also 8 bytes for each buffer, and those that differ, whole.
-    Raises ValueError, on all ranks, where names, shapes or dtypes of buffers differ.
+    Sends 48 bytes to each peer if all are equal; else also 8 bytes for each buffer, and those that differ, whole.
+
+    Raises:
+        ValueError: On all ranks, if names, shapes or dtypes of buffers differ.
     """
     with calling("sync_buffers()"):
         sync_tensors(list(persistent_buffers(model)), averaged_buffers(model), transport)
