@@ -42,7 +42,7 @@ def contradiction(arrivals: Collection[Arrival]) -> str:
         same = sorted({arrival for arrival in arrivals if arrival.rank == rank})
         if len(same) > 1:
             where = " and ".join(f"process {each.pid} on {each.host}" for each in same)
-            return f"{where} are both rank {rank}; start each process with a RANK of its own"
+            return f"{where} are both rank {rank}; start each process with its own RANK"
     return ""
 
 

@@ -135,7 +135,7 @@ class Rendezvous:
         hint = (
             f"Missing: rank {listed(absent)}; look at the logs of missing ranks first, then check WORLD_SIZE and RANK"
             if absent
-            else "None is missing; check what lies between their hosts: a firewall, or interfaces (GLOO_SOCKET_IFNAME)"
+            else "None is missing; check for a firewall between their hosts, and the interfaces (GLOO_SOCKET_IFNAME)"
         )
         return PeerError(f"{self._who()}: {what}. {hint}", absent)
 
@@ -208,7 +208,7 @@ class Rendezvous:
                 why = str(error)
             if time.monotonic() > self._deadline:
                 raise PeerError(
-                    f"{self._who()}: nobody answers at {self._place()} within {self._timeout_s:g} s ({why}). Missing: "
+                    f"{self._who()}: no answer at {self._place()} within {self._timeout_s:g} s ({why}). Missing: "
                     f"{self._host}, which should listen there, or has given up waiting for this rank; look at its log "
                     "first, then check MASTER_ADDR and MASTER_PORT",
                     self._host_ranks,

@@ -25,8 +25,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("what", metavar="MODE", help=f"{', '.join(MODES)}; or the block of a DeepSpeed JSON; or its file")
     add("--length", type=number, default=4096, metavar="TOKENS", help="of a sequence (default: 4096)")
-    add("--block", type=int, metavar="TOKENS", help="of a block; else as the JSON says, or 64")
-    add("--attention", choices=(UNIDIRECTIONAL, BIDIRECTIONAL), help="else as the JSON says, or unidirectional")
+    add("--block", type=int, metavar="TOKENS", help="of a block (default: the JSON's, or 64)")
+    add("--attention", choices=(UNIDIRECTIONAL, BIDIRECTIONAL), help="(default: the JSON's, or unidirectional)")
     add("--heads", type=int, default=1, help="how many are built (default: 1)")
     add("--head", type=int, default=0, help="which is drawn (default: the first)")
     add("--layers", type=int, default=4, help="how many the table tells of (default: 4)")

@@ -107,7 +107,7 @@ def shape(text: str) -> tuple[int, int]:
 def _add_offload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "offload",
-        "one GPU, or one host without; given by --device-gb or --host-gb. With several ranks: where OneBitAdam encodes",
+        "one GPU, or one host without; given by --device-gb or --host-gb. With several ranks: the device that encodes",
     )
     add = group.add_argument
     add("--device-gb", type=float, help="of the GPU; 0: there is none")
@@ -148,7 +148,7 @@ def _offload_run(args: argparse.Namespace) -> OffloadRun:
 def _encode_run(args: argparse.Namespace) -> EncodeRun:
     if args.trained is not None or args.ratio is not None or not args.device_gb:
         raise ValueError(
-            "several ranks: all parameters are trained, and their one-bit state lies in one place: give --device-gb, "
+            "several ranks: all parameters are trained, and their one-bit state is in one place: give --device-gb, "
             "and leave out --ratio and --trained"
         )
     compute_s = args.compute or FLOPS * args.params * args.tokens / (args.tflops * 1e12)

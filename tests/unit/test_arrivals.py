@@ -20,7 +20,10 @@ def arrivals(*ranks: int, size: int = 3, host: str = "a") -> list[Arrival]:
         (arrivals(), ""),
         (arrivals(0, 2, 1), ""),
         (arrivals(0, 1) * 2, ""),
-        (arrivals(0, 1, 1), "process 111 on a and process 112 on a are both rank 1; start each process with a RANK"),
+        (
+            arrivals(0, 1, 1),
+            "process 111 on a and process 112 on a are both rank 1; start each process with its own RANK",
+        ),
         (arrivals(0) + arrivals(0, host="bb"), "process 110 on a and process 120 on bb are both rank 0"),
         (
             arrivals(0) + arrivals(1, 2, size=4, host="bb"),

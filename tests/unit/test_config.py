@@ -336,7 +336,7 @@ DATA_EFFICIENCY = [
     ({"data_efficiency": {"data_routing": {"enabled": True}}}, "data_routing is enabled and data_efficiency around it"),
     (
         {"data_efficiency": {"enabled": True, "data_routing": {"random_ltd": {"enabled": True}}}},
-        "random_ltd_schedule says not how many tokens are kept",
+        "random_ltd_schedule does not set how many tokens are kept",
     ),
     (_ltd(random_ltd_schedule=_KEPT), 'total_layer_num is missing: write it, or the layers\' names as "layer_name"'),
     (

@@ -276,7 +276,7 @@ def gathered_in_vain() -> tuple[dict[str, Any], ...]:
     ("name", "error", "said", "ranks"),
     [
         ("missing", "PeerError", r"rank {} of 3: 2 of 3 ranks came in 1 s: {came}\. Missing: rank 2;", [2]),
-        ("host missing", "PeerError", r"rank {} of 3: nobody answers at 127.0.0.1:\d+ within 1 s .* Missing: rank 0,",
+        ("host missing", "PeerError", r"rank {} of 3: no answer at 127.0.0.1:\d+ within 1 s .* Missing: rank 0,",
          [0]),
         ("twice", "ValueError", r"rank .* of 3: process \d+ on \S+ and process \d+ on \S+ are both rank 1; start", []),
         ("host twice", "ValueError", r"rank .* of 3: process \d+ on \S+ and process \d+ on \S+ are both rank 0; ", []),

@@ -333,7 +333,7 @@ def _load_recut(engine: Engine, loaded: Loaded, recutting: _Recutting) -> None:
         raise CheckpointError(f"{loaded.folder} cannot be loaded in this layout: {error}") from error
     if engine.grid.world.rank == 0:
         log.info(
-            "optimizer state of a grid of %s taken over by one of %s: what was owed is kept, parameter by parameter",
+            "optimizer state of a grid of %s taken over by one of %s: residuals are kept, parameter by parameter",
             _shape(loaded.stamp),
             engine.grid.shape,
         )

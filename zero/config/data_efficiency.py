@@ -206,7 +206,7 @@ class LayerTokenRates:
     def __post_init__(self) -> None:
         check_block(self)
         if self.enabled and self.total_layer_tokens is None:
-            raise ValueError("total_layer_tokens is missing: rates fall until so many are consumed")
+            raise ValueError("total_layer_tokens is missing: the number of tokens over which rates fall")
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class RandomLtd:
         schedule = self.random_ltd_schedule
         if None in (schedule.min_value, schedule.max_value, schedule.schedule_config.require_steps):
             raise ValueError(
-                "random_ltd_schedule says not how many tokens are kept: write {min_value, max_value, "
+                "random_ltd_schedule does not set how many tokens are kept: write {min_value, max_value, "
                 "schedule_config: {require_steps, seq_per_step}}"
             )
         if self.total_layer_num is None and self.layer_name is None:

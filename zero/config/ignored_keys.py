@@ -18,7 +18,7 @@ def is_comment(name: str) -> bool:
     return name.startswith(("_", "//", "#")) or name.lower() in _COMMENTS
 
 
-_LAUNCHER = "the launcher says it"
+_LAUNCHER = "the launcher sets it"
 FOREIGN = {
     "comms_config": "bytes and waits of each step are in the one-bit optimizers' stats",
     "cuda_visible_devices": "set CUDA_VISIBLE_DEVICES in the environment",
@@ -38,7 +38,7 @@ FOREIGN = {
 
 _BUCKETS = 'buckets are of one size, "onebit": {"bucket_cap_mb": ...}'
 _FSDP = "FSDP2 gathers and frees parameters module by module, and prefetches the next one"
-_FILES = "files are read ahead and written behind, in chunks, by threads"
+_FILES = "files are read ahead and written in the background, in chunks, by threads"
 _PIECES = "parameters are read in pieces of a chunk's size, buffer_count of them; nothing else of them is in memory"
 _MEAN = "gradients are summed in float32, which neither overflows nor needs a factor"
 _FREE = "train it without, or with the package it comes from"
@@ -66,9 +66,7 @@ PIPELINE = {
     "use_reentrant": Inert(BOOL, "activation checkpoints are non-reentrant", fine=(False,)),
 }
 
-DATA_TYPES = {
-    "grad_type": Inert(TEXT, "gradients are float32, and where sharding is across nodes of the type computed in")
-}
+DATA_TYPES = {"grad_type": Inert(TEXT, "gradients are float32, or, sharded across nodes, of the type computed in")}
 
 OFFLOAD = {
     "fast_init": Inert(BOOL, "files are reserved, not written, when a run begins", fine=(True, False)),
@@ -89,10 +87,10 @@ ZERO = {
     "allgather_bucket_size": Inert(INT, _BUCKETS),
     "allgather_partitions": Inert(BOOL, "partitions are always gathered", fine=(True,)),
     "reduce_scatter": Inert(BOOL, "each rank always reduces its own chunk", fine=(True,)),
-    "contiguous_gradients": Inert(BOOL, "what is sent lies in flat buckets, gradients stay where they are"),
+    "contiguous_gradients": Inert(BOOL, "buckets are flat, gradients stay where they are"),
     "round_robin_gradients": Inert(BOOL, "how shards are cut is fixed", fine=(False,)),
     "use_multi_rank_bucket_allreduce": Inert(BOOL, _BUCKETS),
-    "compute_grad_norm": Inert(BOOL, "the norm is computed where gradient_clipping needs it"),
+    "compute_grad_norm": Inert(BOOL, "the norm is computed if gradient_clipping needs it"),
     "parameter_alignment": Inert(BOOL, "each parameter is padded to whole blocks", fine=(True,)),
     "ignore_unused_parameters": Inert(BOOL, "a parameter without a gradient is left alone", fine=(True,)),
     "load_from_fp32_weights": Inert(BOOL, "master weights are in the checkpoint", fine=(True,)),

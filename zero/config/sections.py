@@ -132,7 +132,7 @@ class ZeroOptimization:
         if len(sizes) > 1:
             raise ValueError(
                 f"mics_shard_size {self.mics_shard_size} and zero_hpz_partition_size {self.zero_hpz_partition_size} "
-                "both say how many ranks shard among themselves; keep one"
+                "both set how many ranks shard among themselves; keep one"
             )
 
     @property

@@ -114,7 +114,7 @@ class _TopLevel:
             )
         if self.onebit.warmup_codec is not None and self.communication_data_type is not None:
             raise ValueError(
-                "onebit.warmup_codec and communication_data_type both say what gradients travel in; keep one of them"
+                "onebit.warmup_codec and communication_data_type both set the format of gradients; keep one of them"
             )
 
 

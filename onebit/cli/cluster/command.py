@@ -53,7 +53,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
                         "WORLD_SIZE, MASTER_ADDR, … set")  # fmt: skip
     parser.add_argument("--ranks-per-host", type=int, default=1, metavar="R", help="processes on each host (default 1)")
     parser.add_argument("--stats", type=Path, metavar="FILE", help="write the traffic of each host there, as JSON")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the command after so long")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the command after this time")
     parser.add_argument("--check", action="store_true", help="say whether this machine can do it, and do nothing else")
     options = parser.parse_args(own)
     options.command = command
@@ -75,7 +75,7 @@ def _complain(options: argparse.Namespace) -> str | None:
     if options.stats is not None and not options.stats.absolute().parent.is_dir():
         return f"--stats {options.stats}: there is no such folder"
     if not options.command:
-        return "no command: write it behind a --, as in `onebit emulate --hosts 4 -- python train.py`"
+        return "no command: write it after --, as in `onebit emulate --hosts 4 -- python train.py`"
     if shutil.which(options.command[0], path=path_with_own_python()) is None:
         return f"{options.command[0]}: no such command"
     return None

@@ -54,7 +54,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.params = args.params or args.model
     if args.compute is not None and args.params is None:
-        parser.error("--compute says nothing without the size of a model: add --params 340m or --model gpt2-medium")
+        parser.error("--compute needs the size of a model: add --params 340m or --model gpt2-medium")
     return args
 
 
@@ -102,7 +102,7 @@ def _on_the_network(args: argparse.Namespace, transport: Transport, screen: Scre
     screen.status("")
     if len(nodes) > 1:
         screen.table(_links_table(measured, nodes))
-        screen.line(slow or "All links are alike.")
+        screen.line(slow or "All links are equally fast.")
     found: dict[str, object] = {
         "nodes": [asdict(node) for node in nodes], "links": [asdict(link) for link in measured], "slow": slow,
     }  # fmt: skip
@@ -165,10 +165,10 @@ def _explain(args: argparse.Namespace, methods: Sequence[Method], compute_s: flo
     if args.compute is None:
         screen.line("Without --compute a step is its traffic and its update alone: the most that can be gained.")
     if not any(m.needs_group for m in methods):
-        screen.line("Over MPI there is no DDP and no PowerSGD: dense float32 is AdamW behind onebit's own averaging.")
+        screen.line("Over MPI there is no DDP and no PowerSGD: dense float32 is AdamW after onebit's own averaging.")
     screen.line(
-        "s/step: traffic that may leave during backward hides behind it, as where an accelerator computes. Nothing "
-        f"hidden: where ranks have no processor to spare. Warm-up: {args.warmup_codec or 'int8'}, as in that of "
+        "s/step: traffic during backward is hidden by it, as on an accelerator. Nothing "
+        f"hidden: ranks have no processor to spare. Warm-up: {args.warmup_codec or 'int8'}, as in that of "
         "ZeroOneAdam and OnebitLamb."
     )
 

@@ -39,7 +39,7 @@ class OnebitMuonParams(AdamParams):
         if self.head is None and not hasattr(model, "get_output_embeddings"):
             raise ValueError(
                 "optimizer.params.head: OneBitMuon must know which module makes the outputs, and "
-                f'{type(model).__name__} has no get_output_embeddings(); write its name, "" where there is none or its '
+                f'{type(model).__name__} has no get_output_embeddings(); write its name, "" if there is none or its '
                 "matrix is an embedding's, or pass model_parameters in groups that say use_muon"
             )
         if self.head is None:
