@@ -91,12 +91,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def four(folder: str) -> list[dict]:
-    return list(run_torchrun(4, on_four, folder, timeout_s=150, at_once=True).check().results)  # type: ignore[arg-type]
+    return list(run_torchrun(4, on_four, folder, timeout_s=150).check().results)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
 def two(folder: str, four: list[dict]) -> list[dict]:
-    return list(run_torchrun(2, on_two, folder, timeout_s=110, at_once=True).check().results)  # type: ignore[arg-type]
+    return list(run_torchrun(2, on_two, folder, timeout_s=110).check().results)  # type: ignore[arg-type]
 
 
 @pytest.mark.timeout(200)
@@ -134,7 +134,7 @@ def test_other_worlds_and_layouts_go_on_from_its_checkpoint(
 
 @pytest.fixture(scope="module")
 def featured(folder: str) -> list[dict]:
-    return list(run_torchrun(4, with_features, folder, timeout_s=110, at_once=True).check().results)  # type: ignore[arg-type]
+    return list(run_torchrun(4, with_features, folder, timeout_s=110).check().results)  # type: ignore[arg-type]
 
 
 @pytest.mark.timeout(150)
