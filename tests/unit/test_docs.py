@@ -32,6 +32,7 @@ import onebit
 from onebit.cli import main
 from onebit.cli.cluster import available
 from onebit.comm import Transport
+from onebit.step.driver import TRANSITIONS
 from onebit.step.stats import Stats
 from onebit.zero.config.local_steps import LocalRounds
 from onebit.zero.config.sections import Onebit
@@ -384,7 +385,7 @@ def names_in(path: Path) -> frozenset[str]:
     return frozenset(defined(ast.parse(path.read_text()).body, ""))
 
 
-@pytest.mark.parametrize("page", ["architecture", "adding"])
+@pytest.mark.parametrize("page", ["architecture", "adding", "newcomers"])
 def test_names_in_the_code_are_there(page: str) -> None:
     named = NAMED.findall((ROOT / "docs" / f"{page}.md").read_text())
     assert len(named) >= 15
@@ -398,6 +399,24 @@ def test_the_walk_names_a_place_for_every_step() -> None:
     rows = re.findall(r"^\| (\d+) \| .+ \| (.+) \|$", walk, re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1)) and len(rows) >= 12
     assert all(NAMED.fullmatch(place) for _, place in rows)
+
+
+@pytest.mark.parametrize("walk", ["A step", "A configuration", "A checkpoint"])
+def test_each_stop_of_a_newcomers_walk_is_a_place(walk: str) -> None:
+    text = (ROOT / "docs" / "newcomers.md").read_text().partition(f"\n## {walk}\n")[2].partition("\n## ")[0]
+    stops = re.findall(r"^\| (\d+) \| (.+?) \| .+ \|$", text, re.MULTILINE)
+    assert [int(number) for number, _ in stops] == list(range(1, len(stops) + 1)) and len(stops) >= 10
+    assert all(NAMED.fullmatch(place) for _, place in stops)
+
+
+def test_newcomers_are_shown_the_transitions_of_a_step() -> None:
+    text = (ROOT / "docs" / "newcomers.md").read_text().partition("| state | event")[2]
+    shown = {
+        (state, event): after
+        for state, events in re.findall(r"^\| (\w+) \| (\w+: .+) \|$", text, re.MULTILINE)
+        for event, after in re.findall(r"(\w+): (\w+)", events)
+    }
+    assert shown == {(s.name.lower(), event): after.name.lower() for (s, event), after in TRANSITIONS.items()}
 
 
 FILE = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|md|inl|cpp|cu))`")
@@ -439,10 +458,11 @@ REFERENCE = [
     for dotted in re.findall(r"^::: (.+)$", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)
 ]
 ROOMS_OF_THE_REFERENCE = (
-    "onebit", "onebit.host", "onebit.comm", "onebit.comm.codecs", "onebit.zero", "onebit.zero.accelerator",
-    "onebit.zero.checkpointing", "onebit.zero.comm", "onebit.zero.compression", "onebit.zero.data_efficiency",
-    "onebit.zero.inference", "onebit.zero.offload", "onebit.zero.pipe", "onebit.zero.sparse_attention",
-    "onebit.zero.utils", "onebit.zero.zero",
+    "onebit", "onebit.host", "onebit.comm", "onebit.comm.codecs", "onebit.zero", "onebit.zero.compression",
+    "onebit.zero.data_efficiency", "onebit.zero.deepspeed.accelerator", "onebit.zero.deepspeed.checkpointing",
+    "onebit.zero.deepspeed.comm", "onebit.zero.deepspeed.moe", "onebit.zero.deepspeed.ops",
+    "onebit.zero.deepspeed.utils", "onebit.zero.inference", "onebit.zero.offload", "onebit.zero.pipe",
+    "onebit.zero.sparse_attention", "onebit.zero.utils", "onebit.zero.zero",
 )  # fmt: skip
 
 
