@@ -86,6 +86,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 class TestEquality:
+    @pytest.mark.pairwise
     @pytest.mark.parametrize(("mode", "in_files"), PLACES)
     @pytest.mark.parametrize("name", MAKES)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,6 +111,7 @@ class TestEquality:
         model = small_model()
         assert not equal(train(model, MAKES["AdamW"](model.parameters())), expected)
 
+    @pytest.mark.pairwise
     @pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
     @pytest.mark.parametrize("name", MAKES)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -187,6 +189,7 @@ def of_ranks(models: list[nn.Module], make: Callable, before: Callable | None = 
 
 
 class TestRanks:
+    @pytest.mark.pairwise
     @pytest.mark.parametrize("world_size", [2, 3])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize(("mode", "in_files"), [("gradients", False), ("gradients", True), ("full", True)])
@@ -265,6 +268,7 @@ class TestRanks:
 
 
 class TestState:
+    @pytest.mark.pairwise
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("in_files", [False, True])
     @pytest.mark.parametrize(("mode", "later"), [("state", "gradients"), ("full", "full"), ("full", "state")])

@@ -36,6 +36,7 @@ def staged_store(store: FileStore | MemoryStore, streams: LateStreams, pages: in
 
 
 class TestTraining:
+    @pytest.mark.pairwise
     @pytest.mark.parametrize("in_files", [False, True])
     @pytest.mark.parametrize("mode", AWAY)
     @pytest.mark.parametrize("name", ["AdamW", "HostAdam, 8 bits", "Lamb"])

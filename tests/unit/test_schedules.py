@@ -99,6 +99,7 @@ def test_warmup_decay_is_its_formula(kind: str, warmup: int, total: int) -> None
     np.testing.assert_allclose(rates(scheduler, 60)[:, 0], expected, rtol=1e-12, atol=1e-18)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", ["log", "linear"])
 @pytest.mark.parametrize("warmup, total", [(10, 50), (1, 50), (10, 5), (10, 10)])
 @pytest.mark.parametrize("start, least", [(0.0, 1e-4), (0.2, 0.1), (1.0, 0.0)])
