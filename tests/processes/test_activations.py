@@ -117,6 +117,7 @@ def test_without_codecs_it_is_torchs_stage(name: str) -> None:
         assert result["same"] and result["compared"] >= 2
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("wire", BITS)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (64,), (65,), (3, 5, 7), (4, 64)])

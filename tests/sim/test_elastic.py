@@ -42,6 +42,7 @@ def owed(optimizer: CompressedOptimizer) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 3), (3, 1), (1, 4)])
 @pytest.mark.parametrize("steps", [3, 23, 38])

@@ -151,6 +151,7 @@ def test_a_state_of_the_inner_optimizer_begins_local_steps() -> None:
         assert steps == 3
 
 
+@pytest.mark.pairwise
 @pytest.mark.timeout(60)
 @pytest.mark.stranger("blames the wrong thing", "21: LocalSteps refuses the state that rank 0 alone has saved")
 @pytest.mark.parametrize("new", [2, 3])

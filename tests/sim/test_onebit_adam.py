@@ -54,6 +54,7 @@ def train(transport: SimTransport, lrs: list[float], **options: object) -> tuple
 LRS = [0.05 * (1 - k / 60) for k in range(40)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("momentum_of", ["gradients", SLOW_MOVES])
 @pytest.mark.parametrize("scale", ["rms", "mean_abs"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -78,6 +79,7 @@ def test_equals_the_textbook_loop(world_size: int, scale: str, momentum_of: str)
 WARMUPS = {"fp32": (None, IdentityCodec()), "int8": (eight_bits, Int8Codec()), "log4": (four_log_bits, Log4Codec())}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("momentum_of", ["gradients", SLOW_MOVES])
 @pytest.mark.parametrize("name", ["fp32", "int8", pytest.param("log4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

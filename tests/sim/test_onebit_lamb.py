@@ -48,6 +48,7 @@ def test_dense_lamb_equals_the_textbook_loop(bounds: dict) -> None:
     np.testing.assert_allclose(ours, expected, atol=2e-5, rtol=0)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("follows", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

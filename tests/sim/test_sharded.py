@@ -326,6 +326,7 @@ def test_no_element_moves_further_than_the_limit() -> None:
     assert all(0.5 < moved <= 3.0 * (1 + 1e-5) for moved in run_ranks(4, work))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("world_size", [1, 5])
 @pytest.mark.parametrize("sizes", [(1,), (1, 0, 2), (255, 1), (0,)])
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -32,6 +32,7 @@ def oracle(tile: list[float], kind: str, bits: int) -> list[float]:
     return [(min(max(round(x / scale) + zero, 0), 2**bits - 1) - zero) * scale for x in tile]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("tiles", [1, 3, 6, 12])
