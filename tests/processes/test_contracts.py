@@ -123,7 +123,8 @@ def test_other_worlds_and_layouts_go_on_from_its_checkpoint(
     four: list[dict], two: list[dict], form: type[Form]
 ) -> None:
     for facts in (rank[form.__name__] for rank in two):
-        assert facts[0] == FIRST and facts[-1] < 1.1 * four[0][form.__name__]["losses"][2 * FIRST], facts
+        assert facts["steps"] == FIRST and facts["same weights"] and facts["state counts"], facts
+        assert facts["losses"][-1] < 1.1 * four[0][form.__name__]["losses"][2 * FIRST], facts
     for facts in (rank[form.__name__] for rank in four):
         if isinstance(facts["wider"], str):
             assert form.fixed_cut and form.fixed_cut in facts["wider"]
