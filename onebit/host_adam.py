@@ -45,13 +45,27 @@ class HostAdam(torch.optim.Optimizer):
     As torch.optim.AdamW, to a few last bits in float32: see `onebit/host/reference.py`. Other types and states:
 
     - Parameters in bfloat16 or float16 get float32 masters, which the step moves; the parameter is its master, rounded
-      to nearest. Where a parameter was changed by others, its master takes what it now says.
-    - moment_dtype: of m; torch.bfloat16 takes 2 bytes instead of 4.
-    - variance_dtype: of v; torch.uint8 takes 1.016 bytes, on a logarithmic scale with stochastic rounding that depends
-      on the step and the element alone. A gradient that is not finite spoils its element, and halts its block of 256.
+      to nearest. If other code has changed a parameter, its master takes the new value.
+    - m in bfloat16 takes 2 bytes instead of 4.
+    - v in 8 bits takes 1.016 bytes, on a logarithmic scale with stochastic rounding that depends only on the step and
+      the element. A gradient that is not finite spoils its element, and halts its block of 256.
 
-    foreach, fused: how torch runs the same mathematics; without effect. amsgrad, capturable, differentiable: no such
-    form: False. bias_correction: whether m and v are corrected for their start from zero.
+    Args:
+        params: Parameters or groups, in host memory.
+        lr: Learning rate. Default 1e-3.
+        betas: Decay of m and v. Default (.9, .999).
+        eps: Added to the denominator. Default 1e-8.
+        weight_decay: Weight decay. Default 1e-2.
+        decoupled_weight_decay: AdamW's weight decay, not an L2 term. Default True.
+        bias_correction: Whether m and v are corrected for their start from zero. Default True.
+        moment_dtype: dtype of m: torch.float32 (default) or torch.bfloat16.
+        variance_dtype: dtype of v: torch.float32 (default) or torch.uint8.
+        maximize: Move along the gradient, not against it. Default False.
+        foreach: How torch runs the same mathematics; without effect.
+        fused: The same.
+        amsgrad: Not available: False.
+        capturable: Not available: False.
+        differentiable: Not available: False.
 
     Loads the states of torch.optim.Adam and AdamW, and with float32 throughout they load its own. Sends nothing.
     """

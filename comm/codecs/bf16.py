@@ -14,7 +14,10 @@ from .base import Codec, check_whole_blocks, mean_into_, values_in
 class Bf16Codec(Codec):
     """16 bits per element: the values, rounded to nearest even, little-endian; then zero bytes up to a multiple of 16.
 
-    A mean is summed in float32. block: elements that a row is a multiple of.
+    A mean is summed in float32.
+
+    Args:
+        block: Number that divides the elements of a row. Default 8.
     """
 
     name = "bf16"

@@ -20,7 +20,9 @@ from .base import Codec, Witness, all_finite, check_whole_blocks
 class Int4Codec(Codec):
     """4 + 16/block bits per element.
 
-    block: elements per scale, a multiple of 32. kernel: as in `SignCodec`, of the backends that have this frame.
+    Args:
+        block: Elements per scale, a multiple of 32. Default 256.
+        kernel: As in `SignCodec`, of the backends that have this frame. Default "auto".
     """
 
     name = "int4"

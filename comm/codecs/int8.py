@@ -19,8 +19,9 @@ from .base import Codec, Witness, all_finite, check_whole_blocks
 class Int8Codec(Codec):
     """8 + 16/block bits per element.
 
-    block: elements per scale, a multiple of 16.
-    kernel: as in `SignCodec`.
+    Args:
+        block: Elements per scale, a multiple of 16. Default 256.
+        kernel: As in `SignCodec`. Default "auto".
     """
 
     name = "int8"

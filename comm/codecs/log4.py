@@ -39,7 +39,11 @@ _MAGNITUDE = 0x7FFFFFFF  # all bits of a float but its sign
 
 @dataclass(frozen=True)
 class Log4Codec(FusedCodec):
-    """4 + 16/block bits per element, in plain torch. block: elements per scale, a multiple of 32."""
+    """4 + 16/block bits per element: a sign and one of eight powers of two. In plain torch.
+
+    Args:
+        block: Elements per scale, a multiple of 32. Default 256.
+    """
 
     name = "log4"
     block: int = 256

@@ -20,9 +20,11 @@ from .base import FusedCodec, Witness, all_finite, check_whole_blocks
 class SignCodec(FusedCodec):
     """C(c) = s·sgn(c) per block, 1 + 16/block bits per element.
 
-    block: elements per scale, a multiple of 64. scale: "rms" (s² = mean c²) or "mean_abs" (s = mean |c|).
-    kernel: the name of a backend in `kernels.BACKENDS`, or "auto" (C++ for host tensors where it was built; for CUDA
-    tensors CuPy where it is installed, else Triton; else the reference).
+    Args:
+        block: Elements per scale, a multiple of 64. Default 256.
+        scale: "rms" (s² = mean c², the default) or "mean_abs" (s = mean |c|).
+        kernel: Name of a backend in `kernels.BACKENDS`. Default "auto": C++ for host tensors if it was built; for CUDA
+            tensors CuPy if it is installed, else Triton; else the reference.
     """
 
     name = "sign"
