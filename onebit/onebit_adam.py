@@ -1,7 +1,7 @@
 """1-bit Adam (Tang et al., ICML 2021, arXiv 2102.02888): AdamW for a short warm-up, then one-bit momentum.
 
 `AdamRule` is the paper, a step of one bucket from top to bottom; `OnebitAdam` the optimizer that takes it. The variance
-between dense steps is in `arithmetic/frozen_variance.py`, the schedule in `arithmetic/schedule.py`.
+between dense steps is in `frozen_variance.py`, the schedule in `arithmetic/schedule.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from .arithmetic.adam import adam_denominator, adam_direction_, laprop_direction_
-from .arithmetic.frozen_variance import FrozenVariance, pack_momentum
 from .arithmetic.schedule import DenseSteps
 from .checkpoint.parameter_state import ParameterState, flat_of, spread_over
 from .comm import Bf16Codec, Codec, MomentumWeights, Work, codec_named
+from .frozen_variance import FrozenVariance, pack_momentum
 from .layout.bucket import Bucket
 from .layout.flat import Layout
 from .optimizer import CommonOptions, CompressedOptimizer

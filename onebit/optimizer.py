@@ -38,6 +38,7 @@ from .agreement.step_vote import (
     check_headers,
     present_anywhere,
 )
+from .arithmetic.squares import dot
 from .bucket_optimizer import BucketOptimizer
 from .checkpoint import optimizer_state
 from .comm import FusedCodec, SignCodec, Transport, check_fused
@@ -48,7 +49,7 @@ from .layout.masks import Masks
 from .model_parallel import ModelParallelGroup, detach_version_, local
 from .rule import Rule
 from .step.bucket_step import Arrived, Decision
-from .step.clip import GradientNorm, dot
+from .step.clip import GradientNorm
 from .step.delayed import DelayedSteps
 from .step.driver import Driver, StepState
 from .step.link_probe import CompressionPolicy

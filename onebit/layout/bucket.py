@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..arithmetic.squares import bad_gradients, dot
 from ..comm import Codec, ErrorFeedback, Hierarchy, Wire
 from ..model_parallel import local
-from ..step.clip import bad_gradients, dot
 from ..usage.contract import State
 from ..usage.frozen import dense_gradients, gradient_of
 from .flat import Layout

@@ -33,11 +33,11 @@ import torch
 from torch import Tensor
 
 from .. import comm
+from ..arithmetic.squares import LARGEST_GRADIENT
 from ..comm import Codec, ErrorFeedback, Exchange, ExchangeTask, Hierarchy, IdentityCodec, Transport, Wire
 from ..layout.flat import Layout
 from ..layout.masters import Masters
 from ..model_parallel import local
-from ..step.clip import LARGEST_GRADIENT
 from ..step.driver import StepState, moved
 from ..usage.contract import State
 from ..usage.frozen import check_place, gradient_of

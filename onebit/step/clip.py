@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..agreement.skips import TOO_LARGE
 from ..agreement.step_vote import StepVote
+from ..arithmetic.squares import gradient_dots, gradient_sums
 from ..comm import Transport
-from ..comm.messages import gather_bytes, numbers_on
+from ..comm.messages import gather_bytes
 from ..model_parallel import ModelParallelGroup
 
 if TYPE_CHECKING:
@@ -138,104 +138,3 @@ def exact_norm(
     shares = gather_bytes(transport, struct.pack("<d", own_squares), device)
     (total,) = model_parallel_group.total(sum(struct.unpack("<d", share)[0] for share in shares))
     return float(total**0.5)
-
-
-LARGEST_GRADIENT = 2.0**59
-"""Up to here a variance can take a gradient in: its square, and a block's sum of them, are finite in float32."""
-
-
-def has_squares(x: Tensor) -> Tensor:
-    """Whether all of x is finite and at most `LARGEST_GRADIENT`. A bool tensor of no dimensions, same device."""
-    if x.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=x.device)
-    return _largest(x).float() <= LARGEST_GRADIENT
-
-
-def bad_gradients(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """The names of those that no variance can take in; of finite ones how large they are as well. Waits for devices."""
-    found = []
-    for name, grad in named:
-        if not bool(has_squares(grad)):
-            largest = float(_largest(grad).abs())
-            found.append(f"{name}{TOO_LARGE} ({largest:.2g})" if math.isfinite(largest) else name)
-    return found
-
-
-def _largest(x: Tensor) -> Tensor:
-    """Of |x|, a NaN where there is one. torch's vector_norm takes 15 times as long (4 M floats, AVX-512, 2026-11)."""
-    least, most = torch.aminmax(x)
-    return torch.maximum(-least, most)
-
-
-def gradients_are_finite(grads: list[Tensor], scale: float, device: torch.device) -> bool:
-    """Whether scale times each of them is finite; none is empty. Waits for the device once."""
-    # On the host torch's largest norm takes 20 times as long as the 2-norm, which is finite where no square overflows.
-    order = float("inf") if device.type != "cpu" else 2.0
-    are_finite = bool((torch.stack(torch._foreach_norm(grads, order, dtype=torch.float32)) * scale).isfinite().all())
-    if are_finite or device.type != "cpu":
-        return are_finite
-    return bool(torch.stack([_largest(x).float() * abs(scale) for x in grads]).isfinite().all())
-
-
-def dot(a: Tensor, b: Tensor) -> float:
-    """Sum of products of two tensors of equal shape; finite wherever they are: beyond float32's range in float64."""
-    a, b = a.reshape(-1), b.reshape(-1)
-    product = float(torch.dot(a.float(), b.float()))
-    return product if math.isfinite(product) else float(torch.dot(a.double(), b.double()))
-
-
-def gradient_dots(pairs: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> list[tuple[float, float]]:
-    """<g, g> and <g, m> of each pair (g, m), m of one dimension and float32, as `dot` has them.
-
-    Waits for each device once, however many pairs there are. pairs: gives them once more where a product is not finite.
-    """
-    numbers = read_numbers(_float32_dots(pairs()))
-    if not all(map(math.isfinite, numbers)):
-        numbers = [dot(g, other) for g, m in pairs() for other in (g, m)]
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
-
-
-def gradient_sums(
-    pairs: Iterable[tuple[Tensor, Tensor]], shares: Sequence[float], scale: float, device: torch.device
-) -> Tensor:
-    """Σ share·scale²·<g, g> and Σ share·scale·<g, m>, float64 [2]. Not finite where a product is not, in float32.
-
-    What `gradient_dots` says, added up as the host would. Waits for nothing. pairs: as there, each with its share.
-    """
-    weights = [weight for share in shares for weight in (share * scale * scale, share * scale)]
-    return sums_in_turn(_float32_dots(pairs), weights, device, columns=2)
-
-
-def sums_in_turn(
-    numbers: Sequence[Tensor], weights: Sequence[float], device: torch.device, *, columns: int = 1
-) -> Tensor:
-    """Σ weight·number, each number added to those before it: float64 [columns]. Waits for nothing.
-
-    numbers: of no dimensions and one dtype, as many as there are weights; those of one row after the other.
-    """
-    if not numbers:
-        return torch.zeros(columns, dtype=torch.float64, device=device)
-    here = [number.to(device) for number in numbers]
-    terms = (torch.stack(here) if len(here) > 1 else here[0].view(1)).to(torch.float64)
-    terms = terms * (weights[0] if len(set(weights)) == 1 else numbers_on(device, weights, torch.float64))
-    return terms.view(-1, columns).cumsum(0)[-1] if len(numbers) > columns else terms
-
-
-def _float32_dots(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """<g, g> and <g, m> of one pair after the other."""
-    products = []
-    for g, m in pairs:
-        flat = g.reshape(-1).float()
-        products += [torch.dot(flat, flat), torch.dot(flat, m)]
-    return products
-
-
-def read_numbers(numbers: Sequence[Tensor]) -> list[float]:
-    """What they are, of no dimensions and one dtype: one wait for each device."""
-    places: dict[torch.device, list[int]] = {}
-    for place, number in enumerate(numbers):
-        places.setdefault(number.device, []).append(place)
-    found: dict[int, float] = {}
-    for there in places.values():
-        found.update(zip(there, torch.stack([numbers[place] for place in there]).tolist(), strict=True))
-    return [found[place] for place in range(len(numbers))]

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ..agreement.step_vote import Ballot, DesyncError
+from ..arithmetic.squares import gradients_are_finite, has_squares
 from ..comm import Transport
 from ..comm.codecs import Witness, all_finite
 from ..layout.buckets import AnyBucket
 from ..model_parallel import ModelParallelGroup
 from ..usage.frozen import refuse_unfrozen
 from .bucket_step import Arrived, OwnersReplied
-from .clip import gradients_are_finite, has_squares
 
 
 def verdicts(

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onebit
+from onebit.arithmetic.squares import gradient_dots, gradient_sums
 from onebit.comm import IdentityCodec, Int8Codec, SignCodec, SimTransport, run_ranks
 from onebit.optimizer import CompressedOptimizer
-from onebit.step.clip import gradient_dots, gradient_sums
 
 # -------------------------------------------------------------------------------- missing, empty, frozen
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...arithmetic.squares import LARGEST_GRADIENT
 from ...comm import Transport
 from ...comm.messages import gather_bytes
 from ...model_parallel import local
-from ...step.clip import LARGEST_GRADIENT
 from ...usage.frozen import refuse_sparse
 from ...usage.graphs import outside_graphs
 from .layout import UNIT, Chunk, Layout, Piece

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ...agreement.step_vote import Header, Summary, check_summaries
+from ...arithmetic.squares import LARGEST_GRADIENT, bad_gradients
 from ...comm import Transport
 from ...comm.messages import gather_bytes
 from ...lamb import Lamb, norms
 from ...model_parallel import ModelParallelGroup, local
-from ...step.clip import LARGEST_GRADIENT, bad_gradients
 from ..offload.optimizer import Offload
 
 

@@ -18,9 +18,10 @@ from torch import Tensor
 from ...agreement.skips import TOO_LARGE, SkipLimit
 from ...agreement.step_vote import Ballot, Header, StepVote, are_finite, present_anywhere
 from ...agreement.wrappers import WrapperWatch
+from ...arithmetic.squares import bad_gradients, read_numbers, sums_in_turn
 from ...comm import Work
 from ...step.bucket_step import Decision
-from ...step.clip import Clipper, bad_gradients, read_numbers, sums_in_turn
+from ...step.clip import Clipper
 from ...step.stats import Stats
 from ...step.verdict import reads_late
 from ...usage.frozen import refuse_unfrozen

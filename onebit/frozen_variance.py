@@ -2,7 +2,7 @@
 
 1-bit Adam and 1-bit LAMB keep m/D, packed as the frames received last, and D = √max(v̂, floor·blockmean) + eps as the
 last dense step left it. Here is how both come from Adam's moments (`freeze`), how a refresh takes a mean gradient into
-them, and what each gradient weighs. The arithmetic is in `adam.py`; who calls it when, in `onebit_adam.py`.
+them, and what each gradient weighs. The arithmetic is in `arithmetic/adam.py`; who calls it when, in `onebit_adam.py`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..checkpoint.change_world_size import resize
-from ..layout.bucket import Bucket
-from ..model_parallel import ModelParallelGroup
-from ..step.replicated import Replicated
-from ..usage.contract import Group, State, eps_of
-from .adam import BLOCKS_AT_A_TIME, denominator_, sums_of_live_blocks
-from .schedule import variance_weight
+from .arithmetic.adam import BLOCKS_AT_A_TIME, denominator_, sums_of_live_blocks
+from .arithmetic.schedule import variance_weight
+from .checkpoint.change_world_size import resize
+from .layout.bucket import Bucket
+from .model_parallel import ModelParallelGroup
+from .step.replicated import Replicated
+from .usage.contract import Group, State, eps_of
 
 
 @dataclass
