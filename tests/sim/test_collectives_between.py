@@ -90,6 +90,7 @@ def trained(transport: SimTransport, own: SimTransport | None, name: str, passes
     return torch.cat([p.detach().view(-1) for p in net.parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.stranger("hangs", "2: a loss is averaged between backward() and step(), and one rank has left a layer out")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def trained(name: str, compiled: str, steps: int = 5) -> Tensor:
     return torch.cat([p.detach().view(-1) for p in net.parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.stranger("breaks", "20: torch.compile(optimizer.step), or of a whole training step, dies in dynamo")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", MAKERS)

@@ -96,6 +96,7 @@ def calm(form: str) -> list[tuple[float, list[Tensor], object]]:
     return train(sharded(form), bad_batch(1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.stranger(
     "wrong without a word", "12: one rank's gradients times 1e4 or 1e8 for a step: the loss far above AdamW's"
