@@ -35,7 +35,7 @@ from .rule import BucketRule
 from .step.clip import Clipper
 from .step.driver import Driver, StepState
 from .step.overlap import Overlap
-from .step.stats import Stats, Traffic, WaitClock
+from .step.stats import Stats, StopWatch, Traffic, WaitClock
 from .usage.contract import (
     Group,
     State,
@@ -103,7 +103,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         self.model_parallel_group = model_parallel_group_of(parts)
         self.buckets: Buckets[B] = Buckets(self, self.transport, self.model_parallel_group, elements, hooks=hooks)
         self.stats = self._new_stats()
-        self._traffic, self._waited = Traffic(self.transport), WaitClock()
+        self._traffic, self._waited, self.computing = Traffic(self.transport), WaitClock(), StopWatch()
         self._watch = WrapperWatch(self.transport, self.model_parallel_group)
         self._join, self._is_paused = Join(), False
         self._shown: dict[int, list[tuple[Tensor, State]]] = {}  # by bucket, what `publish` has shown
@@ -231,6 +231,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         replicas are no longer identical, SkippedStepsError if too many steps in a row were skipped, RuntimeError if
         on any rank parameters were replaced in the groups, or tensors in the state: see `usage/edits.py`.
         """
+        self.computing.stop()
         loss = loss_of(closure)
         self._look_for_edits()
         if not self.buckets:
@@ -249,6 +250,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         self._end_step()
         self._steps_here += 1
         self.skip_limit.observe(bad is not None, bad or (), self.transport, self.model_parallel_group.whole)
+        self.computing.start()
         return loss
 
     def _unscale(self) -> float:

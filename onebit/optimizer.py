@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -59,7 +59,6 @@ from .step.under_way import Lookahead, StepUnderWay, check_delay
 from .step.verdict import all_parts_agree, is_good_alone, reads_late, verdicts
 from .usage.contract import Group, SharedOptions, State
 from .usage.frozen import gradient_of
-from .usage.graphs import outside_graphs
 from .usage.marks import is_inspected
 
 if TYPE_CHECKING:
@@ -135,12 +134,14 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self.rule.bind(self.placement, self.buckets, self.masks, self.policy, self.model_parallel_group, self.steps)
         self.overlap = Overlap(self.transport.rank, overlap)
         self._norm = GradientNorm(self.transport, self.model_parallel_group, self.buckets, self.masks, self.rule)
-        self.policy.bind(self.transport, self.codec, self.buckets, self.model_parallel_group, self._traffic)
+        self.policy.bind(
+            self.transport, self.codec, self.buckets, self.model_parallel_group, self._traffic, self.computing
+        )
         self._driver: Driver[Bucket] = Driver(self.transport, self.placement.hierarchy.phases)
         self._roll: HeadersUnderWay | None = None  # asked for, and not read
         self.delay = delay
         self.ahead: Lookahead | None = None  # how far parameters may look while a step is under way
-        self._delayed = DelayedSteps(self._driver, self.buckets, self.rule, self.placement, self.policy.computing)
+        self._delayed = DelayedSteps(self._driver, self.buckets, self.rule, self.placement, self.computing)
         self._construct(params, defaults)
 
     @property
@@ -246,7 +247,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             self._begin()
         if self._is_delayed or self.rule.is_silent() or self._clips_before_sending:
             return
-        with torch.no_grad(), self.policy.computing.paused():
+        with torch.no_grad(), self.computing.paused():
             while self._driver.catch_up() and (bucket := self._next_complete()) is not None:
                 if not self._all_begin(is_awaited=False):
                     return
@@ -294,14 +295,6 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return True
 
     # ---------------------------------------------------------------- step
-
-    @outside_graphs
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """As `BucketOptimizer.step`."""
-        self.policy.computing.stop()
-        loss = super().step(closure)
-        self.policy.computing.start()
-        return loss
 
     def _take_step(self, scale: float) -> Sequence[str] | None:
         self._settle_masters()
@@ -416,7 +409,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         """
         if self._delayed.step is None:
             return
-        with torch.no_grad(), self.policy.computing.paused():
+        with torch.no_grad(), self.computing.paused():
             self._settle_masters()
             bad = self._land()
             self._delayed.follow()

@@ -12,7 +12,8 @@ import torch
 from ..comm import Codec, Transport
 from ..layout.buckets import Buckets
 from ..model_parallel import ModelParallelGroup
-from ..step.link_probe import StopWatch, measure
+from ..step.link_probe import measure
+from ..step.stats import StopWatch
 from .fragment import LocalBucket
 from .intervals import MEASURED_STEPS, Auto, Started
 from .round_vote import RoundVote

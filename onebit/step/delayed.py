@@ -18,8 +18,8 @@ from ..layout.buckets import Buckets
 from ..usage.contract import Group, State
 from .bucket_step import Decision
 from .driver import Driver
-from .link_probe import StopWatch
 from .replicated import Replicated
+from .stats import StopWatch
 from .under_way import Lookahead, StepUnderWay, vote_of
 
 if TYPE_CHECKING:

@@ -6,13 +6,10 @@ one bit gains nothing, gradients had better travel in bfloat16.
 
 from __future__ import annotations
 
-import collections
 import logging
-import statistics
 import struct
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +19,7 @@ from ..comm.messages import gather_bytes
 from ..layout.bucket import Bucket
 from ..layout.buckets import Buckets
 from ..model_parallel import ModelParallelGroup
-from .stats import Traffic
+from .stats import StopWatch, Traffic
 
 log = logging.getLogger(__name__)
 
@@ -59,36 +56,6 @@ class LinkProbe:
         )
 
 
-class StopWatch:
-    """The time between two steps, without what the optimizer itself does in between."""
-
-    def __init__(self, samples: int = 20):
-        self._times: collections.deque[float] = collections.deque(maxlen=samples)
-        self._began: float | None = None
-        self._paused_s = 0.0
-
-    def start(self) -> None:
-        """A step has ended."""
-        self._began, self._paused_s = time.perf_counter(), 0.0
-
-    def stop(self) -> None:
-        """The next one begins."""
-        if self._began is not None:
-            self._times.append(time.perf_counter() - self._began - self._paused_s)
-            self._began = None
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What happens in here does not count."""
-        began = time.perf_counter()
-        yield
-        self._paused_s += time.perf_counter() - began
-
-    def median_s(self) -> float:
-        """Of the last steps; 0 where there were none."""
-        return statistics.median(self._times) if self._times else 0.0
-
-
 class CompressionPolicy:
     """Whether gradients go over to momentum in one bit. Asks the network once, and says what it has found.
 
@@ -101,15 +68,19 @@ class CompressionPolicy:
             raise ValueError(f'compression must be "auto" or "always", got {mode!r}')
         self.mode = mode
         self.compresses: bool | None = True if mode == "always" else None
-        self.computing = StopWatch()
 
     def bind(
-        self, transport: Transport, codec: Codec, buckets: Buckets[Bucket], parts: ModelParallelGroup, traffic: Traffic
+        self,
+        transport: Transport,
+        codec: Codec,
+        buckets: Buckets[Bucket],
+        parts: ModelParallelGroup,
+        traffic: Traffic,
+        computing: StopWatch,
     ) -> None:
         """What to measure with: a sample of the buckets, in this codec."""
-        self._transport, self._codec, self._buckets, self._parts, self._traffic = (
-            transport, codec, buckets, parts, traffic
-        )  # fmt: skip
+        self._transport, self._codec, self._buckets, self._parts = transport, codec, buckets, parts
+        self._traffic, self.computing = traffic, computing
 
     def decide(self) -> bool:
         """Whether it pays to compress; measured when first asked. All ranks, between two steps. Sends a few buckets.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import statistics
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -73,6 +75,36 @@ class _TimedWork:
 
     def is_ready(self) -> bool:
         return self.work.is_ready()
+
+
+class StopWatch:
+    """The time between two steps, without what the optimizer itself does in between."""
+
+    def __init__(self, samples: int = 20):
+        self._times: collections.deque[float] = collections.deque(maxlen=samples)
+        self._began: float | None = None
+        self._paused_s = 0.0
+
+    def start(self) -> None:
+        """A step has ended."""
+        self._began, self._paused_s = time.perf_counter(), 0.0
+
+    def stop(self) -> None:
+        """The next one begins."""
+        if self._began is not None:
+            self._times.append(time.perf_counter() - self._began - self._paused_s)
+            self._began = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens in here does not count."""
+        began = time.perf_counter()
+        yield
+        self._paused_s += time.perf_counter() - began
+
+    def median_s(self) -> float:
+        """Of the last steps; 0 where there were none."""
+        return statistics.median(self._times) if self._times else 0.0
 
 
 class Traffic:

@@ -15,7 +15,8 @@ import onebit
 from onebit.comm import IdentityCodec, SimTransport, run_ranks
 from onebit.comm.messages import gather_bytes
 from onebit.step import link_probe
-from onebit.step.link_probe import LinkProbe, StopWatch
+from onebit.step.link_probe import LinkProbe
+from onebit.step.stats import StopWatch
 
 
 @pytest.mark.parametrize(
