@@ -57,7 +57,7 @@ from .step.overlap import Overlap
 from .step.replicated import Replicated
 from .step.under_way import Lookahead, StepUnderWay, check_delay
 from .step.verdict import all_parts_agree, is_good_alone, reads_late, verdicts
-from .usage.contract import Group, SharedOptions, State
+from .usage.contract import Group, SharedOptions, State, check_is_switch
 from .usage.frozen import gradient_of
 from .usage.marks import is_inspected
 
@@ -122,6 +122,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         **shared: Unpack[SharedOptions],
     ):
         rule.check(type(self).__name__)
+        check_is_switch(type(self).__name__, "overlap", overlap)
         check_delay(type(self).__name__, rule, delay)
         if error_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"error_dtype must be torch.float32 or torch.bfloat16, got {error_dtype!r}")

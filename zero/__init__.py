@@ -132,8 +132,8 @@ else:
         from .deepspeed.names import MODULE, why_not
 
         why = None if name.startswith("__") else why_not(name, MODULE)
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}"
-            if why is None
-            else f"DeepSpeed's {name} is not here: {why}"
-        )
+        if why is not None:
+            raise AttributeError(f"DeepSpeed's {name} is not here: {why}")
+        spelling = {known.lower(): known for known in import_module("..", __name__).__all__}.get(name.lower())
+        hint = f"; did you mean onebit.{spelling}?" if spelling else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

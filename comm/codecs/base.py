@@ -195,6 +195,14 @@ def mean_into_(out_N: Tensor, values_KN: Tensor) -> None:
     out_N.mul_(1.0 / len(values_KN))
 
 
+def check_block(block: object, multiple: int) -> None:
+    """Raise TypeError or ValueError unless a codec's option `block` is a positive multiple of this."""
+    if not isinstance(block, int) or isinstance(block, bool):
+        raise TypeError(f"block must be a whole number, a positive multiple of {multiple}, got {block!r}")
+    if block <= 0 or block % multiple:
+        raise ValueError(f"block must be a positive multiple of {multiple}, got {block}")
+
+
 def check_whole_blocks(n: int, block: int) -> None:
     if n % block:
         raise ValueError(

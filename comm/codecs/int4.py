@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import reference
-from .base import Codec, Witness, all_finite, check_whole_blocks
+from .base import Codec, Witness, all_finite, check_block, check_whole_blocks
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ class Int4Codec(Codec):
     kernel: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.block <= 0 or self.block % 32:
-            raise ValueError(f"block must be a positive multiple of 32, got {self.block}")
+        check_block(self.block, 32)
         kernels.check_name(self.kernel, "int4")
 
     def frame_bytes(self, n: int) -> int:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..kernels import reference
 from ..kernels.arguments import check_shape
-from .base import FusedCodec, Witness, all_finite, check_whole_blocks
+from .base import FusedCodec, Witness, all_finite, check_block, check_whole_blocks
 
 _NAN_BF16 = 0x7FC0
 _LEVELS = 8
@@ -49,8 +49,7 @@ class Log4Codec(FusedCodec):
     block: int = 256
 
     def __post_init__(self) -> None:
-        if self.block <= 0 or self.block % 32:
-            raise ValueError(f"block must be a positive multiple of 32, got {self.block}")
+        check_block(self.block, 32)
 
     def frame_bytes(self, n: int) -> int:
         check_whole_blocks(n, self.block)

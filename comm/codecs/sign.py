@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import reference
 from ..kernels.operands import EncodeOutput, GradientSum, LocalStep, MomentumInputs, OwnerStep, ParamUpdate
-from .base import FusedCodec, Witness, all_finite, check_whole_blocks
+from .base import FusedCodec, Witness, all_finite, check_block, check_whole_blocks
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ class SignCodec(FusedCodec):
     kernel: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.block <= 0 or self.block % 64:
-            raise ValueError(f"block must be a positive multiple of 64, got {self.block}")
+        check_block(self.block, 64)
         if self.scale not in ("rms", "mean_abs"):
             raise ValueError(f'scale must be "rms" or "mean_abs", got {self.scale!r}')
         kernels.check_name(self.kernel)

@@ -157,6 +157,12 @@ def check_is_number(where: str, key: str, value: object) -> float:
     return float(value)
 
 
+def check_is_switch(where: str, key: str, value: object) -> None:
+    """Raise TypeError unless it is True or False, or 1 or 0: "no" would count as True."""
+    if not isinstance(value, int) or value not in (0, 1):
+        raise TypeError(f"{where}: {key} must be True or False, got {value!r}")
+
+
 def _check_forms(where: str, options: Mapping[str, object]) -> None:
     for key, reason in _NO_FORM.items():
         if options.get(key):

@@ -162,6 +162,8 @@ def test_another_spelling_of_a_name_is_answered_with_the_name() -> None:
             getattr(onebit, given)
     with pytest.raises(AttributeError, match=r"did you mean onebit\.zero\.ShardedOnebitAdam"):
         _ = onebit.ShardedOnebitAdam
+    with pytest.raises(AttributeError, match=r"'OneBitAdam'; did you mean onebit\.OnebitAdam\?"):
+        _ = zero.OneBitAdam
     assert not hasattr(onebit, "__path_of_no_one__")
 
 
@@ -171,7 +173,11 @@ def test_strings_for_numbers_types_and_codecs_are_named_in_the_error(name: str) 
     for key in ("bucket_cap_mb", "max_grad_norm", "check_replicas_every", "max_consecutive_skips"):
         with pytest.raises(TypeError, match=f"{name}: {key} must be a number, got '1'"):
             make(name, parameters(), **{key: "1"})
+    with pytest.raises(TypeError, match=f"{name}: overlap must be True or False, got 'no'"):
+        make(name, parameters(), overlap="no")
     if "Sharded" in name:
+        with pytest.raises(TypeError, match="block must be a whole number, a positive multiple of 64, got '256'"):
+            make(name, parameters(), block="256")
         with pytest.raises(TypeError, match="warmup_steps must be a number, got '64'"):
             make(name, parameters(), warmup_steps="64")
         with pytest.raises(ValueError, match=r"momentum_dtype must be torch.float32 or .*, got 'bfloat16'"):

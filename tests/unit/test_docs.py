@@ -32,7 +32,6 @@ import onebit
 from onebit.cli import main
 from onebit.cli.cluster import available
 from onebit.comm import Transport
-from onebit.step.driver import TRANSITIONS
 from onebit.step.stats import Stats
 from onebit.zero.config.local_steps import LocalRounds
 from onebit.zero.config.sections import Onebit
@@ -407,16 +406,6 @@ def test_each_stop_of_a_newcomers_walk_is_a_place(walk: str) -> None:
     stops = re.findall(r"^\| (\d+) \| (.+?) \| .+ \|$", text, re.MULTILINE)
     assert [int(number) for number, _ in stops] == list(range(1, len(stops) + 1)) and len(stops) >= 10
     assert all(NAMED.fullmatch(place) for _, place in stops)
-
-
-def test_newcomers_are_shown_the_transitions_of_a_step() -> None:
-    text = (ROOT / "docs" / "newcomers.md").read_text().partition("| state | event")[2]
-    shown = {
-        (state, event): after
-        for state, events in re.findall(r"^\| (\w+) \| (\w+: .+) \|$", text, re.MULTILINE)
-        for event, after in re.findall(r"(\w+): (\w+)", events)
-    }
-    assert shown == {(s.name.lower(), event): after.name.lower() for (s, event), after in TRANSITIONS.items()}
 
 
 FILE = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|md|inl|cpp|cu))`")

@@ -39,7 +39,7 @@ from ...step.bucket_step import BucketStep, Decision, Meeting, OwnersReplied
 from ...step.driver import Driver, StepState
 from ...step.stats import Stats
 from ...step.verdict import came_down_finite
-from ...usage.contract import Group, SharedOptions, State
+from ...usage.contract import Group, SharedOptions, State, check_is_switch
 from . import state as shard_state
 from .bucket import ShardedBucket
 from .early import EarlyFrames
@@ -149,6 +149,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         )
         config.check(type(self).__name__, (1, 2) if updates is None else (0, 1, 2))
         rule.check(type(self).__name__)
+        check_is_switch(type(self).__name__, "overlap", overlap)
         super().__init__(None, stage == 2 or overlap, **shared)
         self.rule, self.momentum_dtype, self.placement = rule, momentum_dtype, Sharded(self.transport, config)
         self.rule.bind(self.placement, self.buckets)
