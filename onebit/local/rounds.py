@@ -143,20 +143,23 @@ class Rounds:
             for bucket, share in zip(fragment.buckets, fragment.shares, strict=True)
         )
         fragment.move("launch")
-        if is_delayed:
-            fragment.lands_at, fragment.tasks = step + self._delay, [ExchangeTask(each) for each in exchanges]
-            fragment.move("suspend")
-            return
         try:
-            with self._waited.running():
-                comm.interleave(
-                    exchanges, lambda k: fragment.buckets[k].land(self._codec, self._outer, fragment.shares[k])
-                )
+            if is_delayed:
+                fragment.tasks = [ExchangeTask(each) for each in exchanges]
+            else:
+                with self._waited.running():
+                    comm.interleave(
+                        exchanges, lambda k: fragment.buckets[k].land(self._codec, self._outer, fragment.shares[k])
+                    )
         except BaseException:
-            fragment.move("skip")
+            fragment.move("skip")  # what a further step() says is this error again
             raise
-        fragment.move("commit")
-        fragment.sent_at, fragment.synced_at = None, step
+        if is_delayed:
+            fragment.move("suspend")
+            fragment.lands_at = step + self._delay
+        else:
+            fragment.move("commit")
+            fragment.sent_at, fragment.synced_at = None, step
 
     def _shares(self, fragment: Fragment, ballot: Ballot, spoilt: Sequence[LocalBucket]) -> list[Share]:
         """This rank's part in the round of each bucket.

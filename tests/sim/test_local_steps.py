@@ -461,6 +461,27 @@ def test_it_is_a_torch_optimizer() -> None:
     run_ranks(2, ours)
 
 
+class Full(SignCodec):
+    """No memory for a frame."""
+
+    def encode(self, *operands: Any, **options: Any) -> None:
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_round_that_cannot_be_sent_is_the_same_error_when_it_is_tried_again(delay: int) -> None:
+    """And not one of the step machine, which would say nothing of the cause."""
+
+    def ours(transport: SimTransport) -> None:
+        run = Run(transport, torch.optim.SGD, every=2, delay=delay, codec=Full(block=64))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="out of memory"):
+                run.train(range(2))
+            run.optimizer.fragments[0].due = run.optimizer.steps + 1
+
+    run_ranks(2, ours)
+
+
 def test_a_group_may_come_while_a_fragment_is_under_way() -> None:
     def ours(transport: SimTransport) -> tuple[np.ndarray, ...]:
         run = Run(transport, every=6, fragments=2, delay=3).train(range(7))
