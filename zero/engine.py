@@ -181,7 +181,7 @@ class Engine:
         """Behind every backward. With the step's last micro-batch: average over ranks, update, drop the gradients.
 
         Where a gradient is not finite on any rank, all skip: nothing changes but the loss scale, and the schedule stays
-        where it is. Under local steps those of one replica skip, which has a loss scale of its own, and the schedule
+        where it is. Under local steps those of one replica skip, which has its own loss scale, and the schedule
         goes on. lr_kwargs: for the schedule's step(). Raises OverflowError, on all ranks that share it, where the loss
         scale cannot fall any further; PeerError, ReplicaError and SkippedStepsError as the optimizer.
         """

@@ -110,6 +110,9 @@ class Form(ABC):
         self.model_parallel_group = model_parallel_group_of(None) if held is None else held
         self.comm_ms = 0.0
 
+    def __str__(self) -> str:
+        return self.name
+
     # ---------------------------------------------------------------- before it is made
 
     @classmethod
@@ -151,6 +154,8 @@ class Form(ABC):
                 lines.append(f"onebit.{name} has no effect in the form {cls.name!r}")
         if cls.sends and config.communication_data_type not in (None, cls.sends_dtype):
             lines.append(f"communication_data_type has no effect in the form {cls.name!r}, which {cls.sends}")
+        if (cls.averages_gradients or cls.steps_apart) and not config.zero_optimization.overlap_comm:
+            lines.append(f"zero_optimization.overlap_comm: false has no effect in the form {cls.name!r}")
         summed = str(cls.sum_dtype(config)).removeprefix("torch.")
         wanted = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: summed}
         if wanted[config.data_types.grad_accum_dtype] != summed and config.gradient_accumulation_steps > 1:

@@ -368,7 +368,7 @@ class TestKeys:
         ("zero_block", "more", "text"),
         [
             ({"offload_param": {"device": "nvme"}}, {}, "needs nvme_path, a folder on a local disk"),
-            ({"offload_optimizer": {"device": "nvme", "nvme_path": "/elsewhere"}}, {}, "lie in one folder"),
+            ({"offload_optimizer": {"device": "nvme", "nvme_path": "/elsewhere"}}, {}, "are in one folder"),
             ({}, {"fp16": {"enabled": True}}, 'enable "bf16" in place of "fp16"'),
         ],
     )
@@ -383,14 +383,14 @@ class TestKeys:
         blocks = {"stage": 3, "offload_param": param, "offload_optimizer": {"device": "cpu"}}
         with caplog.at_level(logging.WARNING):
             started(None, zero_optimization=blocks).close()
-        assert "state lies in files of offload_param.nvme_path" in caplog.text
+        assert "state is in files of offload_param.nvme_path" in caplog.text
 
     @pytest.mark.parametrize(
         ("sizes", "text"),
         [
             ((1, 2, 2, 1), "each rank has files of all parameters and state"),
-            ((2, 1, 1, 1), "shards lie in host memory, as with cpu"),
-            ((1, 1, 1, 2), "shards lie in host memory, as with cpu"),
+            ((2, 1, 1, 1), "shards are in host memory, as with cpu"),
+            ((1, 1, 1, 2), "shards are in host memory, as with cpu"),
         ],
     )
     def test_what_several_ranks_do_is_said(self, sizes: tuple[int, ...], text: str) -> None:
@@ -406,5 +406,5 @@ class TestKeys:
         blocks = {"stage": 3, "offload_param": param}
         with caplog.at_level(logging.WARNING):
             engine = started(None, zero_optimization=blocks, optimizer={"type": "OneBitAdam", "params": {"lr": 1e-2}})
-        assert "shards lie in host memory, as with cpu" in caplog.text and not list(tmp_path.iterdir())
+        assert "shards are in host memory, as with cpu" in caplog.text and not list(tmp_path.iterdir())
         engine.close()

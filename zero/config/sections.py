@@ -156,7 +156,7 @@ class Monitor:
 
 @dataclass(frozen=True)
 class DataTypes:
-    """grad_accum_dtype: in which gradients are summed over micro-batches. Not a choice: `forms/` says where it lies.
+    """grad_accum_dtype: in which gradients are summed over micro-batches. Not a choice: each form has its own.
 
     None: float32, and where sharding is across nodes the type computed in.
     """

@@ -54,7 +54,7 @@ class Accelerator:
         return default_backend()
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies where this computes."""
+        """Whether the tensor is on the device that computes."""
         return tensor.device.type == self.device().type
 
     # ---------------------------------------------------------------- time and memory

@@ -52,7 +52,7 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """`onebit.HostAdam` where all parameters lie in host memory; elsewhere, or with amsgrad, as `FusedAdam`.
+    """`onebit.HostAdam` if all parameters are in host memory; otherwise, or with amsgrad, as `FusedAdam`.
 
     fp32_optimizer_states: False: m in bfloat16 and v in 8 bits. DeepSpeed's states then have the type of their
     parameters; there is no float16 form here, whose v would vanish below gradients of 2e-4.

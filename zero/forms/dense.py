@@ -79,13 +79,6 @@ class Dense(InNode):
             )
 
     @classmethod
-    def without_effect(cls, config: Config, shape: GridShape) -> list[str]:
-        lines = super().without_effect(config, shape)
-        if not config.zero_optimization.overlap_comm:
-            lines.append(f"zero_optimization.overlap_comm: false has no effect in the form {cls.name!r}")
-        return lines
-
-    @classmethod
     def steps_in_two_memories(cls, config: Config) -> bool:
         return config.optimizer is None or config.optimizer.type != "Lamb"
 
@@ -94,7 +87,7 @@ class Dense(InNode):
         make, params = given.optimizer(held), given.groups(given.model)
         if not uses_files(given.config):
             return make(params)
-        # Its state lies in files: each rank's own, of its own shards.
+        # Each rank has files of the state of its own shards.
         block = given.config.zero_optimization.offload_optimizer
         return Offload(
             params,

@@ -64,7 +64,7 @@ class InNode(Form):
     @classmethod
     def params_in_files(cls, config: Config, shape: GridShape) -> list[str]:
         """If offload_param asks for files: what is done in another way, one line each."""
-        return ["offload_param.device nvme: the parameters' shards lie in host memory, as with cpu"]
+        return ["offload_param.device nvme: the parameters' shards are in host memory, as with cpu"]
 
     @classmethod
     def share_on_host(cls, config: Config) -> float:

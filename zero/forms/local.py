@@ -31,7 +31,7 @@ _BUFFERS = "engine_buffers"
 
 
 class Local(InNode):
-    """Replicas take steps by themselves, and meet every so many."""
+    """Replicas take steps by themselves; every few steps they exchange differences."""
 
     name = "local"
     example: ClassVar[Mapping[str, object]] = {
@@ -87,13 +87,6 @@ class Local(InNode):
                     'steps is lost in its rounding; enable "bf16" or "fp16", whose masters are float32, or pass '
                     "model.float()"
                 )
-
-    @classmethod
-    def without_effect(cls, config: Config, shape: GridShape) -> list[str]:
-        lines = super().without_effect(config, shape)
-        if not config.zero_optimization.overlap_comm:
-            lines.append(f"zero_optimization.overlap_comm: false has no effect in the form {cls.name!r}")
-        return lines
 
     @classmethod
     def make_optimizer(cls, given: Given, held: ModelParallelGroup) -> LocalSteps:

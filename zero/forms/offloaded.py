@@ -48,7 +48,7 @@ class Offloaded(Dense):
         if state.device == "nvme" and state.nvme_path != params.nvme_path:
             raise ValueError(
                 f"offload_param.nvme_path is {params.nvme_path}, offload_optimizer's is {state.nvme_path}: parameters, "
-                "gradients and state lie in one folder; name it in both, or leave offload_optimizer out"
+                "gradients and state are in one folder; name it in both, or leave offload_optimizer out"
             )
         if given.config.fp16.enabled:
             raise ValueError(
@@ -61,7 +61,7 @@ class Offloaded(Dense):
         lines = []
         if config.zero_optimization.offload_optimizer.device == "cpu":
             lines.append(
-                "offload_optimizer.device cpu: state lies in files of offload_param.nvme_path, with the parameters"
+                "offload_optimizer.device cpu: state is in files of offload_param.nvme_path, with the parameters"
             )
         if shape.world_size > 1:
             lines.append("zero_optimization.stage: each rank has files of all parameters and state; nothing is sharded")
