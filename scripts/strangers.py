@@ -108,6 +108,7 @@ def told(said: str) -> str:
     failed, passed = (int(number or 0) for number in counts.groups()) if counts else (0, 0)
     error = re.search(r"^E +(\S.*)$", said, re.MULTILINE)
     line = " ".join(error[1].split()).replace("|", "/") if error else "no error was printed"
+    line = re.sub(r"/\S*/pytest-of-[^/\s]+/", "", line)  # where this machine has its temporary files
     line = line if len(line) <= MOST_CHARACTERS else line[: MOST_CHARACTERS - 3] + "..."
     return f"{failed} of {failed + passed} fail: {line}" if passed or failed > 1 else f"fails: {line}"
 
