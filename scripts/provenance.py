@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import subprocess
 from datetime import date
 from functools import cache
@@ -91,12 +92,15 @@ def changed_files(root: Path = ROOT) -> list[str]:
 
 @cache
 def revision() -> str:
-    """The commit, with a + where tracked files outside the records differ from it; "unknown" outside a checkout."""
+    """The commit, with a + where tracked files outside the records differ from it.
+
+    Outside a checkout what the environment's ONEBIT_REVISION says, of a copy on another machine; else "unknown".
+    """
     try:
         (commit,) = _git(ROOT, "rev-parse", "--short", "HEAD")
         return commit + ("+" if changed_files() else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("ONEBIT_REVISION", "unknown")
 
 
 def _git(root: Path, *words: str) -> list[str]:

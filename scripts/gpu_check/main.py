@@ -34,6 +34,7 @@ from gpu_check.forms import form_checks
 from gpu_check.modes import inference_checks, offload_checks
 from gpu_check.section import Found, Outcome, Section, Setting, append, read, run
 from gpu_check.speed import TARGET, model_table, speed_table
+from gpu_check.steps import steps_table
 from gpu_check.transports import transport_checks
 from gpu_check.waits import waits_table
 from onebit.comm import kernels
@@ -71,6 +72,13 @@ SECTIONS = {
             "One rank: `encode_momentum` over all parameters, then `apply` from its frame. The reference is the "
             "same in torch, operation by operation.",
             table=model_table,
+        ),
+        Section(
+            "steps",
+            "Whole steps",
+            "The model of the section above, on rank 0 of two whose traffic is a copy within the device: what an "
+            "optimizer costs beside torch's AdamW. Median (quartiles).",
+            table=steps_table,
         ),
         Section(
             "waits",
