@@ -55,6 +55,98 @@ struct Signs {
   }
 };
 
+// Where nothing is summed over lanes a thread may take any elements: four neighbours of each 64, thread l those from 4·l
+// on. One load brings them, where they lie at a multiple of their four sizes, and their signs are bits of one word.
+constexpr int kQuads = kBlock / 64;
+constexpr int kQuadBatch = kQuads % 4 == 0 ? 4 : kQuads % 2 == 0 ? 2 : 1;  // loaded at a time
+typedef u32 Quads[kQuadBatch][4];
+
+template <class Word>
+struct alignas(4 * sizeof(Word)) Four {
+  Word words[4];
+};
+
+__device__ __forceinline__ bool lies_in_fours(const void* data, int kind, i64 at) {
+  const int size = kind == kFloat32 ? 4 : 2;
+  return (reinterpret_cast<u64>(data) + static_cast<u64>(at * size)) % (4 * size) == 0;
+}
+
+template <class Word>
+__device__ __forceinline__ void load_four_words(Quads& raw, const Word* from) {
+#pragma unroll
+  for (int i = 0; i < kQuadBatch; ++i) {
+    const Four<Word> four = *reinterpret_cast<const Four<Word>*>(from + 64 * i);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) raw[i][e] = four.words[e];
+  }
+}
+
+template <class Word>
+__device__ __forceinline__ void store_four_words(Word* to, const Quads& raw) {
+#pragma unroll
+  for (int i = 0; i < kQuadBatch; ++i) {
+    Four<Word> four;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) four.words[e] = static_cast<Word>(raw[i][e]);
+    *reinterpret_cast<Four<Word>*>(to + 64 * i) = four;
+  }
+}
+
+// data: lies in fours; of kind kFloat32, kBfloat16 or kFloat16. at: of this thread's first.
+__device__ __forceinline__ void load_quads(Quads& raw, const void* data, int kind, i64 at) {
+  if (kind == kFloat32)
+    load_four_words(raw, static_cast<const u32*>(data) + at);
+  else
+    load_four_words(raw, static_cast<const u16*>(data) + at);
+}
+
+// Floats, in place. What depends on the kind is decided once, as in lanes.cu.
+__device__ __forceinline__ void widen_quads(Quads& raw, int kind) {
+#pragma unroll
+  for (int i = 0; i < kQuadBatch; ++i) {
+    if (kind == kBfloat16) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) raw[i][e] <<= 16;
+    } else if (kind == kFloat16) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) raw[i][e] = __float_as_uint(float_from_half(static_cast<u16>(raw[i][e])));
+    }
+  }
+}
+
+__device__ __forceinline__ void store_quads(void* data, int kind, i64 at, const float (&values)[kQuadBatch][4]) {
+  Quads raw;
+  if (kind == kFloat32) {
+#pragma unroll
+    for (int n = 0; n < 4 * kQuadBatch; ++n) raw[n / 4][n % 4] = __float_as_uint(values[n / 4][n % 4]);
+    return store_four_words(static_cast<u32*>(data) + at, raw);
+  }
+  if (kind == kBfloat16) {
+#pragma unroll
+    for (int n = 0; n < 4 * kQuadBatch; ++n) raw[n / 4][n % 4] = bf16_near(values[n / 4][n % 4]);
+  } else {
+#pragma unroll
+    for (int n = 0; n < 4 * kQuadBatch; ++n) raw[n / 4][n % 4] = half_near(values[n / 4][n % 4]);
+  }
+  store_four_words(static_cast<u16*>(data) + at, raw);
+}
+
+// The signs of this thread's neighbours, kQuadBatch times four: bit e of a word is element e's.
+struct QuadSigns {
+  u32 words[kQuadBatch];
+
+  // bits: of the block. quad: the first of these.
+  __device__ __forceinline__ void load(const u8* bits, int quad) {
+    const u64* from = reinterpret_cast<const u64*>(bits) + quad;
+#pragma unroll
+    for (int i = 0; i < kQuadBatch; ++i) words[i] = static_cast<u32>(from[i] >> (4 * lane()));
+  }
+  // magnitude with the sign put in; the other way round where it is negative.
+  __device__ __forceinline__ float value(int i, int e, float magnitude) const {
+    return __uint_as_float(__float_as_uint(magnitude) ^ ((words[i] << (31 - e)) & kSignBit));
+  }
+};
+
 // Where a block's frame and residual go, and what is added to c.
 struct Target {
   const void* error;
@@ -328,6 +420,24 @@ ONEBIT_KERNEL sign_decode(const u8* frames, i64 frame_stride, float* out, i64 ou
   const u8* frame = frames + at.k * frame_stride;
   const float magnitude = float_from_bf16(*sign::scale_of(frame, J, at.j)) * weight;
   float* mine = out + at.k * out_stride + static_cast<i64>(at.j) * kBlock;
+  if (sign::lies_in_fours(mine, kFloat32, 0)) {
+#pragma unroll kUnrolled
+    for (int quad = 0; quad < sign::kQuads; quad += sign::kQuadBatch) {
+      const i64 from = 64 * quad + 4 * lane();
+      sign::QuadSigns signs;
+      sign::Quads old;
+      float values[sign::kQuadBatch][4];
+      signs.load(frame + at.j * sign::kBitBytes, quad);
+      if (reads_out) sign::load_quads(old, mine, kFloat32, from);
+#pragma unroll
+      for (int n = 0; n < 4 * sign::kQuadBatch; ++n) {
+        const float value = signs.value(n / 4, n % 4, magnitude);
+        values[n / 4][n % 4] = reads_out ? __uint_as_float(old[n / 4][n % 4]) * keep + value : value;
+      }
+      sign::store_quads(mine, kFloat32, from, values);
+    }
+    return;
+  }
 #pragma unroll kUnrolled
   for (int row = 0; row < kRows; row += kBatch) {
     sign::Signs signs;
@@ -347,6 +457,28 @@ ONEBIT_KERNEL sign_decode(const u8* frames, i64 frame_stride, float* out, i64 ou
 ONEBIT_KERNEL sign_decode_mean(const u8* frames, i64 frame_stride, i64 K, float* out, i64 J, float share) {
   const Place at(static_cast<u32>(J), static_cast<u32>(J));
   if (!at.inside) return;
+  float* mine = out + static_cast<i64>(at.j) * kBlock;
+  if (sign::lies_in_fours(mine, kFloat32, 0)) {
+#pragma unroll 1
+    for (int quad = 0; quad < sign::kQuads; quad += sign::kQuadBatch) {
+      float values[sign::kQuadBatch][4];
+#pragma unroll
+      for (int n = 0; n < 4 * sign::kQuadBatch; ++n) values[n / 4][n % 4] = -0.0f;  // -0.0 + value is value, also where that is -0.0
+#pragma unroll 4
+      for (int k = 0; k < static_cast<int>(K); ++k) {
+        const u8* frame = frames + k * frame_stride;
+        sign::QuadSigns signs;
+        signs.load(frame + at.j * sign::kBitBytes, quad);
+        const float magnitude = float_from_bf16(*sign::scale_of(frame, J, at.j));
+#pragma unroll
+        for (int n = 0; n < 4 * sign::kQuadBatch; ++n) values[n / 4][n % 4] = values[n / 4][n % 4] + signs.value(n / 4, n % 4, magnitude);
+      }
+#pragma unroll
+      for (int n = 0; n < 4 * sign::kQuadBatch; ++n) values[n / 4][n % 4] = values[n / 4][n % 4] * share;
+      sign::store_quads(mine, kFloat32, 64 * quad + 4 * lane(), values);
+    }
+    return;
+  }
   sign::MeanSource source;
   source.bits = frames + at.j * sign::kBitBytes, source.scale = sign::scale_of(frames, J, at.j);
   source.stride = frame_stride, source.K = static_cast<int>(K), source.share = share;
@@ -355,7 +487,7 @@ ONEBIT_KERNEL sign_decode_mean(const u8* frames, i64 frame_stride, i64 K, float*
     float values[kBatch];
     source.load(row);
     source.compute(values);
-    store_floats(out, kFloat32, static_cast<i64>(at.j) * kBlock + row * kLanes + lane(), values);
+    store_floats(mine, kFloat32, row * kLanes + lane(), values);
   }
 }
 
@@ -475,10 +607,28 @@ ONEBIT_KERNEL sign_apply(const u8* frames, i64 frame_stride, i64 K, i64 J, const
   void* p = reinterpret_cast<void*>(params[s]);
   const u8* frame = frames + at.k * frame_stride;
   const float magnitude = float_from_bf16(*sign::scale_of(frame, J, at.j)) * weight[s], kept = keep[s];
+  const i64 start = tensors.start(s, at.b);
+  if (left >= kBlock && sign::lies_in_fours(p, kind, start)) {
+#pragma unroll kUnrolled
+    for (int quad = 0; quad < sign::kQuads; quad += sign::kQuadBatch) {
+      const i64 from = start + 64 * quad + 4 * lane();
+      sign::QuadSigns signs;
+      sign::Quads old;
+      float values[sign::kQuadBatch][4];
+      sign::load_quads(old, p, kind, from);
+      signs.load(frame + at.j * sign::kBitBytes, quad);
+      sign::widen_quads(old, kind);
+#pragma unroll
+      for (int n = 0; n < 4 * sign::kQuadBatch; ++n)
+        values[n / 4][n % 4] = __uint_as_float(old[n / 4][n % 4]) * kept + signs.value(n / 4, n % 4, magnitude);
+      sign::store_quads(p, kind, from, values);
+    }
+    return;
+  }
 #pragma unroll kUnrolled
   for (int row = 0; row < kRows; row += kBatch) {
     const int inside_block = row * kLanes + lane();
-    const i64 from = tensors.start(s, at.b) + inside_block;
+    const i64 from = start + inside_block;
     sign::Signs signs;
     u32 old[kBatch];
     float values[kBatch];

@@ -9,10 +9,15 @@ Shape legend: K rows, N elements, J blocks, B bytes, S segments.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import hashlib
 import importlib
 import importlib.util
+import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .arguments import INT4, INT8, SIGN, Edge, Frame, check_scale
-from .gpu_tables import Table, address, kind, readable, write_back
+from .gpu_tables import Table, address, current_stream, kind, readable, write_back
 from .operands import EncodeOutput, GradientSum, LocalStep, MomentumInputs, OwnerStep, ParamUpdate
 
 NAME = "cupy"
@@ -354,30 +359,73 @@ def _launch(name: str, device: torch.device, block: int, blocks: int, *args: obj
     if blocks >= 2**31:
         raise ValueError(f"{blocks} blocks of {block} elements are too many for one launch; use smaller buckets")
     with _on(device):
-        kernel = _kernel(name, block)
+        kernel = _kernel(name, block, device.index)
         kernel((-(-blocks // _BLOCKS_PER_LAUNCHED),), (THREADS,), args)
 
 
 @contextlib.contextmanager
 def _on(device: torch.device) -> Iterator[None]:
     """CuPy's launches go to torch's current stream of the device."""
-    cupy = _cupy()
-    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream)
-    with cupy.cuda.Device(device.index), stream:
+    with contextlib.ExitStack() as contexts:
+        if device.index != torch.cuda.current_device():
+            contexts.enter_context(_cupy().cuda.Device(device.index))
+        contexts.enter_context(_stream(current_stream(device), device.index))
         yield
 
 
+@functools.lru_cache(maxsize=256)
+def _stream(address: int, index: int) -> contextlib.AbstractContextManager[object]:
+    """Torch's, as CuPy knows it."""
+    stream: contextlib.AbstractContextManager[object] = _cupy().cuda.ExternalStream(address, index)
+    return stream
+
+
 @functools.cache
-def _kernel(name: str, block: int) -> Kernel:
-    """CuPy's, which compiles for each device at its first launch there."""
+def _kernel(name: str, block: int, index: int) -> Kernel:
+    """A device's."""
     with _compile_lock:
-        return _module(block).get_function(name)
+        return _module(block, _cupy().cuda.Device(index).compute_capability).get_function(name)
 
 
 @functools.cache
-def _module(block: int) -> Module:
-    module: Module = _cupy().RawModule(code=source(), options=(*OPTIONS, f"-DONEBIT_BLOCK={block}"))
+def _module(block: int, capability: str) -> Module:
+    module: Module = _cupy().RawModule(path=str(_compiled(block, capability)))
     return module
+
+
+def _compiled(block: int, capability: str) -> Path:
+    """The file of machine code for such devices, made where CuPy's cache does not hold it.
+
+    CuPy's own way there (`RawModule(code=...)`) puts --ftz=true behind all options, and a kernel loses subnormals.
+    """
+    compiler = importlib.import_module("cupy.cuda.compiler")
+    code, options = source(), (*OPTIONS, f"-DONEBIT_BLOCK={block}")
+    version = _cupy().cuda.nvrtc.getVersion()
+    digest = hashlib.sha256(repr((code, options, version, capability)).encode()).hexdigest()
+    folder = _writable(Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache"))
+    file = folder / f"onebit_{digest}.cubin"
+    if not file.exists():
+        machine_code, _ = compiler.compile_using_nvrtc(code, options, capability)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as part:
+            part.write(machine_code)
+        os.replace(part.name, file)
+    return file
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, or a temporary one of this process."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return _own_folder()
+    return folder if os.access(folder, os.W_OK) else _own_folder()
+
+
+@functools.cache
+def _own_folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="onebit-kernels-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def _cupy() -> ModuleType:

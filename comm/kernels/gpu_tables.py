@@ -21,21 +21,33 @@ class Table:
     """One tensor (or None) per segment of `blocks` blocks.
 
     owners: int32, the segment of each block, -1 for none. pointers: int64 [2, S], addresses and kinds. layout: int64
-    [2, S], as `Segments.table`. Gradients and parameters may lie elsewhere in each step: their addresses are sent
-    without waiting for the device, in one copy from pinned memory, which torch keeps until it has been read. The rest
-    is made once per device. Keep the table until the launch, and with it what it points to, which may be copies that
-    nobody else holds: from then on torch's allocator keeps the order.
+    [2, S], as `Segments.table`. Addresses that were there before are on the device already: parameters stay, and
+    gradients mostly come back to where they were. The rest is made once per device. Keep the table until the launch,
+    and with it what it points to, which may be copies that nobody else holds: from then on torch's allocator keeps the
+    order.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None], segments: Segments, blocks: int, device: torch.device) -> None:
-        rows = [[address(x) for x in tensors], [kind(x) for x in tensors]]
-        pointers = torch.tensor(rows, dtype=torch.int64, device="cpu").view(2, len(tensors))
-        if device.type == "cuda" and tensors:
-            pointers = pointers.pin_memory().to(device, non_blocking=True)
+        addresses, kinds = tuple(map(address, tensors)), tuple(map(kind, tensors))
         self.tensors = tuple(tensors)
         self.owners = segments.of_blocks(blocks, device)
-        self.pointers = pointers
+        self.pointers = _pointers(addresses, kinds, device, current_stream(device))
         self.layout = _layout(segments, device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _pointers(addresses: tuple[int, ...], kinds: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    """Sent without waiting for the device, in one copy from pinned memory, which torch keeps until it has been read.
+
+    stream: the current one, on which it is sent, and read by whoever gets this tensor.
+    """
+    pointers = torch.tensor([addresses, kinds], dtype=torch.int64, device="cpu").view(2, len(addresses))
+    return pointers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and addresses else pointers
+
+
+def current_stream(device: torch.device) -> int:
+    """The address of torch's current stream, asked for as Triton does; torch's public way is slower. 0 on the host."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 @functools.lru_cache(maxsize=1024)

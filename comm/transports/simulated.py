@@ -10,8 +10,10 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 
 from .base import Channel, PeerError, Transport, Work
@@ -23,13 +25,35 @@ Slot: TypeAlias = tuple[int, int]
 """An operation's channel and its number there."""
 
 
+@dataclass(frozen=True)
+class _Posted:
+    """What a rank has posted: `data`, a copy. written: recorded after it on that rank's stream; None on the host."""
+
+    operation: Operation
+    data: Tensor
+    written: torch.cuda.Event | None
+
+    @classmethod
+    def copied(cls, operation: Operation, data: Tensor) -> _Posted:
+        copy = data.clone()
+        return cls(operation, copy, torch.cuda.current_stream(copy.device).record_event() if copy.is_cuda else None)
+
+    def read(self) -> Tensor:
+        """The data, for the current stream, which may be another than the one that wrote it: it waits for that one."""
+        if self.written is not None:
+            stream = torch.cuda.current_stream(self.data.device)
+            stream.wait_event(self.written)
+            self.data.record_stream(stream)
+        return self.data
+
+
 class SimNetwork:
     """The medium that the ranks share: operation k of every rank, in each channel, meets in slot k."""
 
     def __init__(self, world_size: int, timeout_s: float = 60.0):
         self.world_size = world_size
         self.timeout_s = timeout_s
-        self._slots: dict[Slot, dict[int, tuple[Operation, Tensor]]] = {}
+        self._slots: dict[Slot, dict[int, _Posted]] = {}
         self._readers: dict[Slot, int] = {}
         self._dead: set[int] = set()
         self._changed = threading.Condition()
@@ -45,7 +69,7 @@ class SimNetwork:
 
     def post(self, operation: Operation, rank: int, data: Tensor) -> None:
         with self._changed:
-            self._slots.setdefault(_slot(operation), {})[rank] = operation, data.clone()
+            self._slots.setdefault(_slot(operation), {})[rank] = _Posted.copied(operation, data)
             self._changed.notify_all()
 
     def collect(self, operation: Operation, rank: int) -> list[Tensor]:
@@ -54,7 +78,7 @@ class SimNetwork:
         with self._changed:
             while True:
                 slot = self._slots.setdefault(place, {})
-                others = {peer: theirs for peer, (theirs, _) in sorted(slot.items()) if theirs != operation}
+                others = {peer: its.operation for peer, its in sorted(slot.items()) if its.operation != operation}
                 if others:
                     said = "; ".join(f"rank {peer} {theirs}" for peer, theirs in others.items())
                     raise PeerError(
@@ -71,7 +95,7 @@ class SimNetwork:
                     raise PeerError(
                         f"rank {rank}: nothing from rank {missing} for {self.timeout_s} s in {operation}", missing
                     )
-            posted = [slot[peer][1] for peer in range(self.world_size)]
+            posted = [slot[peer].read() for peer in range(self.world_size)]
             self._readers[place] = self._readers.get(place, 0) + 1
             if self._readers[place] == self.world_size:
                 del self._slots[place], self._readers[place]
@@ -81,7 +105,7 @@ class SimNetwork:
         """Whether `collect` would not wait: all ranks have posted, or those that have not never will."""
         with self._changed:
             slot = self._slots.get(_slot(operation), {})
-            differ = any(theirs != operation for theirs, _ in slot.values())
+            differ = any(its.operation != operation for its in slot.values())
             missing = set(range(self.world_size)) - set(slot)
             return differ or not missing or bool(missing & self._dead)
 

@@ -23,6 +23,7 @@ TRIED = ("OnebitAdam, clipped", "OnebitAdam, delay=1", "sharded Adam, stage 2, s
 ENV = {
     "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_MAX_CTAS": "2", "OMP_NUM_THREADS": "1",
+    "OMPI_MCA_plm_rsh_agent": "false",  # where there is no ssh, Open MPI 4 does not even start local ranks
 }  # fmt: skip
 
 
@@ -33,7 +34,7 @@ def check(backend: str, form: str, setting: Setting) -> None:
         start = ranks.run_mpi if backend == "mpi" else ranks.run_torchrun
         ended = start(W, RANK, *map(str, words), timeout_s=150.0, env=ENV)
         if any(ended.returncodes):
-            raise RuntimeError(f"ranks over {backend} ended with {ended.returncodes}: {ended.stderr[-500:]}")
+            raise RuntimeError(f"ranks over {backend} ended with {ended.returncodes}: {ended.output[-500:]}")
         found = [torch.load(Path(folder) / f"{r}.pt") for r in range(W)]
     assert_same(f"parameters of rank 1 against rank 0, over {backend}", found[1]["params"], found[0]["params"])
     simulated = train(FORMS[form], setting.device, torch.float32, setting.block, steps, W)

@@ -54,7 +54,7 @@ class Libraries:
         self._folder = folder
         self._built: dict[int, Module] = {}
 
-    def kernel(self, name: str, block: int) -> Callable[..., None]:
+    def kernel(self, name: str, block: int, index: int | None) -> Callable[..., None]:
         if block not in self._built:
             self._built[block] = self._build(block)
         return self._built[block].get_function(name)

@@ -189,13 +189,13 @@ def check_encode_mean(
 
 
 def inside(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Of `wide` tensors, what the kernel is given."""
-    return [None if p is None else p[8:-8] for p in tensors]
+    """Of `wide` tensors, what the kernel is given: it lies at no multiple of two elements."""
+    return [None if p is None else p[7:-8] for p in tensors]
 
 
 def wide(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Each in the middle of a wider tensor, whose edges must stay."""
-    return [None if p is None else torch.cat([p.new_full((8,), 3.0), p, p.new_full((8,), 4.0)]) for p in tensors]
+    return [None if p is None else torch.cat([p.new_full((7,), 3.0), p, p.new_full((8,), 4.0)]) for p in tensors]
 
 
 def check_local_step(
@@ -266,18 +266,19 @@ def check_owner_step(
 
 
 def check_apply(function: Callable[..., None], case: Case, *, device: str = "cpu") -> None:
-    """Parameters, each in the middle of a wider tensor whose edges stay."""
+    """Parameters: each in the middle of a wider tensor whose edges stay, and each at the beginning of its memory."""
     frames, segments, S = frames_of(case, 5), case.segments(), len(case.numels)
     weight, keep = numbers(S, seed=6), 1.0 - numbers(S, seed=7).abs() * 1e-3
-    params = wide(tensors_of(case, 20))
-    there = [None if p is None else p.clone().to(device) for p in params]
-    expected = [None if p is None else p.clone() for p in params]
-    reference.apply(frames, case.N, ParamUpdate(inside(expected), segments, weight, keep), block=case.block)
     f_there, w_there, k_there = to(device, frames, weight, keep)
-    function(f_there, case.N, ParamUpdate(inside(there), segments, w_there, k_there), block=case.block)
-    for got, want in zip(there, expected, strict=True):
-        if got is not None and want is not None:
-            assert_same(got, want, "parameter")
+    for around, of in ((wide, inside), (list, list)):
+        params = around(tensors_of(case, 20))
+        there = [None if p is None else p.clone().to(device) for p in params]
+        expected = [None if p is None else p.clone() for p in params]
+        reference.apply(frames, case.N, ParamUpdate(of(expected), segments, weight, keep), block=case.block)
+        function(f_there, case.N, ParamUpdate(of(there), segments, w_there, k_there), block=case.block)
+        for got, want in zip(there, expected, strict=True):
+            if got is not None and want is not None:
+                assert_same(got, want, "parameter")
 
 
 def check_copies(kernel: ModuleType, dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -44,8 +44,8 @@ def flex_attention(
     missing = -S % size
     if missing:
         query, key, value = (F.pad(x, (0, 0, 0, missing)) for x in (query, key, value))
-    mask = block_mask(layout, S, visible, query.device)
-    mixed = _kernel(query.device.type)(
+    mask = block_mask(layout, S, query.device) if visible is None else _block_mask(layout, S, visible, query.device)
+    mixed = _kernel(query, key, layout, visible, bias)(
         query,
         key,
         value,
@@ -63,8 +63,14 @@ def kernel_block(block: int) -> int:
     return block if block % _KERNEL_BLOCK == 0 else _KERNEL_BLOCK
 
 
-def block_mask(layout: Layout, length: int, visible: Tensor | None, device: torch.device) -> BlockMask:
-    """The layout in blocks of the kernel, for sequences padded to them. visible: bool [B, S], false for padding."""
+@functools.lru_cache(maxsize=64)
+def block_mask(layout: Layout, length: int, device: torch.device) -> BlockMask:
+    """The layout in blocks of the kernel, for sequences padded to them. Kept."""
+    return _block_mask(layout, length, None, device)
+
+
+def _block_mask(layout: Layout, length: int, visible: Tensor | None, device: torch.device) -> BlockMask:
+    """The same, with padding: visible is bool [B, S], false there."""
     from torch.nn.attention.flex_attention import BlockMask
 
     size = kernel_block(layout.block)
@@ -137,9 +143,30 @@ def _added(bias: Tensor, length: int) -> Callable[..., Tensor]:
     return score_mod
 
 
+def _kernel(
+    query: Tensor, key: Tensor, layout: Layout, visible: Tensor | None, bias: Tensor | None
+) -> Callable[..., Any]:
+    """FlexAttention; compiled where there is a kernel to compile, once for each kind of call."""
+    if query.device.type != "cuda":
+        from torch.nn.attention.flex_attention import flex_attention as flex
+
+        return flex
+    is_trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, bias))
+    padding, added = visible is not None, None if bias is None else bias.shape
+    return _compiled(query.shape, key.shape, query.dtype, layout.block, layout.is_causal, padding, added, is_trained)
+
+
 @functools.cache
-def _kernel(device_type: str) -> Callable[..., Any]:
-    """FlexAttention; compiled once where there is a kernel to compile."""
+def _compiled(*kind: object) -> Callable[..., Any]:
+    """A kernel for such calls, compiled at the first.
+
+    Of one function torch compiles 8 variants, by default, and runs each further one uncompiled: it then computes all
+    that a layout hides. Variants are counted by the function's code, so each kind of call has a code of its own.
+    """
     from torch.nn.attention.flex_attention import flex_attention as flex
 
-    return cast(Callable[..., Any], torch.compile(flex, dynamic=False) if device_type == "cuda" else flex)
+    def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        return flex(query, key, value, **options)
+
+    attend.__code__ = attend.__code__.replace()
+    return torch.compile(attend, dynamic=False)
