@@ -45,6 +45,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = commands.add_parser("seconds", parents=[common], help="time steps; needs root and iproute2").add_argument
     add("--rates", nargs="+", default=list(RATES), metavar="RATE")
     add("--hosts", type=int, default=4)
+    add(
+        "--backend", choices=["gloo", "nccl"], default="gloo", help="nccl: the hosts share a GPU (default: %(default)s)"
+    )
     add("--params", type=number, default=25e6, metavar="N")
     add("--compute", type=float, default=0.3, metavar="SECONDS", help="of a step's forward and backward")
     add("--budget", type=float, default=60.0, metavar="SECONDS", help="of a method, once each of its phases has come")
@@ -75,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif args.command == "seconds":
         if (reason := available()) is not None:
             sys.exit(f"time_to_loss: {reason}")
-        seconds.time_on(args.rates, args.hosts, args.params, args.compute, args.ways, args.budget, args.results)
+        seconds.time_on(
+            args.rates, args.hosts, args.params, args.compute, args.ways, args.budget, args.results, args.backend
+        )
     else:
         _report(args)
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from bench.command import words
 from bench.peer_deepspeed import ALLOCATOR
@@ -37,11 +38,14 @@ from time_to_loss.ways import PLAIN, STARTS, WAYS, Way, phase_of
 
 LONGEST = 40  # steps of a way in which all of its phases come
 STUCK_S = 3600.0
+# NCCL takes ranks with an id of their own for hosts: they may share a GPU, and talk by sockets.
+NCCL_HOSTS_ON_ONE_GPU = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A way on a network. seconds: of a step, by phase. steps: how many were timed, by phase."""
+    """A way on a network. seconds: of a step, by phase. steps: how many were timed, by phase. backend: of the traffic;
+    over "nccl" the hosts share a GPU."""
 
     rate: str
     hosts: int
@@ -51,10 +55,18 @@ class Timed:
     seconds: dict[str, float]
     steps: dict[str, int]
     revision: str
+    backend: str = "gloo"
 
 
 def time_on(
-    rates: Sequence[str], hosts: int, params: float, compute_s: float, ways: Sequence[str], budget_s: float, path: Path
+    rates: Sequence[str],
+    hosts: int,
+    params: float,
+    compute_s: float,
+    ways: Sequence[str],
+    budget_s: float,
+    path: Path,
+    backend: str = "gloo",
 ) -> None:
     """Each rate and way that the file does not hold, on hosts laid for it; a line as soon as it is timed.
 
@@ -62,12 +74,15 @@ def time_on(
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for rate in rates:
-        held = {(t.rate, t.hosts, t.params, t.compute_s, t.way) for t in read(path)}
-        missing = [way for way in ways if WAYS[way].timed and (rate, hosts, params, compute_s, way) not in held]
+        held = {(t.rate, t.hosts, t.params, t.compute_s, t.way, t.backend) for t in read(path)}
+        missing = [
+            way for way in ways if WAYS[way].timed and (rate, hosts, params, compute_s, way, backend) not in held
+        ]
         if not missing:
             continue
         refuse_dirty_tree(path)
-        same = {"rate": rate, "hosts": hosts, "params": params, "compute_s": compute_s, "revision": revision()}
+        same = {"rate": rate, "hosts": hosts, "params": params, "compute_s": compute_s, "backend": backend}
+        same["revision"] = revision()
         work = {"same": same, "budget_s": budget_s, "out": str(path.resolve())}
         with Cluster(hosts, rate) as cluster:
             for is_deepspeeds, together in itertools.groupby(missing, lambda way: WAYS[way].is_deepspeeds):
@@ -93,7 +108,9 @@ def work() -> None:
     same = asked["same"]
     # What ranks compare in the first steps alone is left out: few steps are timed here, and a run has many.
     marks._INSPECTED, wrappers.COMPARED_STEPS = 0, 0
-    transport = comm.init("gloo")
+    if same["backend"] == "nccl":
+        os.environ.update(NCCL_HOSTS_ON_ONE_GPU, NCCL_HOSTID=f"rank{os.environ['RANK']}")
+    transport = comm.init(same["backend"])
     for name in asked["ways"]:
         way = WAYS[name]
         if way.needs_group and not dist.is_initialized():
@@ -199,5 +216,7 @@ def _slowest(transport: Transport, act: Callable[[], object]) -> float:
     gather_bytes(transport, b"ready", transport.device)
     began = time.perf_counter()
     act()
+    if transport.device.type == "cuda":
+        torch.cuda.synchronize(transport.device)
     mine = struct.pack("<d", time.perf_counter() - began)
     return max(struct.unpack("<d", each)[0] for each in gather_bytes(transport, mine, transport.device))

@@ -154,7 +154,7 @@ def _alone() -> Way:
     """What one rank learns without the others. A step without any traffic, in cycles: hosts run free of each other."""
 
     def timed(params: Any, lr: float, transport: Transport) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(params, lr=lr)
+        return torch.optim.AdamW(params, lr=lr, fused=True)
 
     return Way(ALONE, partial(Plain, make=timed), _dense, is_one_worker=True, is_alone=True, cycle=32)
 
@@ -175,7 +175,7 @@ def _local(
 
     def timed(params: Any, lr: float, transport: Transport) -> onebit.LocalSteps:
         table = {"every": {0: start_every, STARTS * start_every: every}} if start_every else {}
-        return onebit.LocalSteps(torch.optim.AdamW(params, lr=lr), transport=transport, **options | table)
+        return onebit.LocalSteps(torch.optim.AdamW(params, lr=lr, fused=True), transport=transport, **options | table)
 
     def make(groups: Groups, transport: Transport | None, steps: int) -> onebit.LocalSteps:
         start = {"start_steps": steps // 10, "start_every": start_every} if start_every else {}
@@ -276,6 +276,8 @@ WAYS = {
             for every in (8, 32, 128)
         ),
         _ours("OnebitAdam", onebit.OnebitAdam, _ADAM),
+        _ours("OnebitAdam, clipped", onebit.OnebitAdam, _ADAM, max_grad_norm=1.0),
+        _ours("OnebitAdam, buckets of 64 MiB", onebit.OnebitAdam, _ADAM, bucket_cap_mb=64.0),
         _ours("OnebitAdam, four-bit warm-up", onebit.OnebitAdam, _ADAM, warmup_codec=Log4Codec()),
         _ours("OnebitAdam, delay 1", onebit.OnebitAdam, _ADAM, delay=1),
         _ours("ZeroOneAdam", onebit.ZeroOneAdam, ("variance", "compressed"), _ZERO_ONE),

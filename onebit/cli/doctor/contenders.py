@@ -28,8 +28,31 @@ from .prediction import FORWARD, Schedule
 LR = 1e-4
 
 
+class Computing:
+    """Emulates what a rank computes with: a host, which is busy for so long, or a GPU, which works beside its host.
+
+    What a GPU computes begins when what it was given before is done: a host that has other work meanwhile waits less.
+    """
+
+    def __init__(self, device: torch.device):
+        self._is_beside_host = device.type == "cuda"
+        self._done_at = 0.0
+
+    def begin(self) -> None:
+        """Of a step: nothing is under way."""
+        self._done_at = time.perf_counter()
+
+    def compute(self, seconds: float) -> None:
+        """Return when it is done."""
+        if self._is_beside_host:
+            self._done_at += seconds
+            seconds = self._done_at - time.perf_counter()
+        if seconds > 0:
+            time.sleep(seconds)
+
+
 class EmulatedModel(nn.Module):
-    """Matrices of these shapes, the first layer first, whose gradients come last layer first while backward sleeps.
+    """Matrices of these shapes, the first layer first, whose gradients come last layer first while backward computes.
 
     forward() returns a loss of zero. compute_s: of a step, a third of it forward; each matrix its share. Gradients
     differ between ranks. Weights do not, or a slow network would be busy with them before the first step.
@@ -41,39 +64,35 @@ class EmulatedModel(nn.Module):
         weights, gradients = (torch.Generator(device).manual_seed(seed) for seed in (0, 1 + transport.rank))
         total = sum(rows * columns for rows, columns in shapes)
         self.weights = nn.ParameterList()
-        self._gradients, self._sleeps = [], []
+        self._gradients, self._seconds, self._computing = [], [], Computing(device)
         for shape in shapes:
             self.weights.append(torch.randn(shape, generator=weights, device=device, dtype=torch.float32).mul_(0.02))
             self._gradients.append(
                 torch.randn(shape, generator=gradients, device=device, dtype=torch.float32).mul_(1e-3)
             )
-            self._sleeps.append(compute_s * shape[0] * shape[1] / total)
+            self._seconds.append(compute_s * shape[0] * shape[1] / total)
 
     def forward(self) -> Tensor:
         x = torch.zeros((), device=self.weights[0].device, requires_grad=True, dtype=torch.float32)
-        for weight, gradient, sleep_s in zip(self.weights, self._gradients, self._sleeps, strict=True):
-            x = _Layer.apply(x, weight, gradient, sleep_s)  # type: ignore[no-untyped-call]
+        self._computing.begin()
+        for weight, gradient, seconds in zip(self.weights, self._gradients, self._seconds, strict=True):
+            x = _Layer.apply(x, weight, gradient, self._computing, seconds)  # type: ignore[no-untyped-call]
         return x
 
 
 class _Layer(torch.autograd.Function):
-    """Sleeps on its way, and gives a gradient that it has been given."""
+    """Computes for so long, and gives a gradient that it has been given."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor, sleep_s: float) -> Tensor:
-        ctx.gradient, ctx.sleep_s = gradient, sleep_s
-        _sleep(FORWARD * sleep_s)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor, computing: Computing, seconds: float) -> Tensor:
+        ctx.gradient, ctx.computing, ctx.seconds = gradient, computing, seconds
+        computing.compute(FORWARD * seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *into: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        _sleep((1 - FORWARD) * ctx.sleep_s)
-        return into[0], ctx.gradient.clone(), None, None
-
-
-def _sleep(seconds: float) -> None:
-    if seconds > 0:
-        time.sleep(seconds)
+    def backward(ctx: Any, *into: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        ctx.computing.compute((1 - FORWARD) * ctx.seconds)
+        return into[0], ctx.gradient.clone(), None, None, None
 
 
 class Contender(ABC):
@@ -100,7 +119,7 @@ class Ddp(Contender):
 
     def __init__(self, model: EmulatedModel, transport: Transport):
         super().__init__(model, transport)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
         # Replicas are the same already, and to send them to all takes time.
         self.ddp = DistributedDataParallel(
             model, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=self.bucket_cap_mb
@@ -151,7 +170,7 @@ class Dense(Contender):
 
     def __init__(self, model: EmulatedModel, transport: Transport):
         super().__init__(model, transport)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
         self.averager = DenseAverager(model.parameters(), transport)
 
     def update(self) -> float:
