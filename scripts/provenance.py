@@ -94,13 +94,15 @@ def changed_files(root: Path = ROOT) -> list[str]:
 def revision() -> str:
     """The commit, with a + where tracked files outside the records differ from it.
 
-    Outside a checkout what the environment's ONEBIT_REVISION says, of a copy on another machine; else "unknown".
+    Of a copy on another machine, what the environment's ONEBIT_REVISION says; "unknown" outside a checkout.
     """
+    if named := os.environ.get("ONEBIT_REVISION"):
+        return named
     try:
         (commit,) = _git(ROOT, "rev-parse", "--short", "HEAD")
         return commit + ("+" if changed_files() else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("ONEBIT_REVISION", "unknown")
+        return "unknown"
 
 
 def _git(root: Path, *words: str) -> list[str]:
