@@ -232,7 +232,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         on any rank parameters were replaced in the groups, or tensors in the state: see `usage/edits.py`.
         """
         self.computing.stop()
-        loss = loss_of(closure)
+        loss = None if closure is None else loss_of(closure)
         self._look_for_edits()
         if not self.buckets:
             self._refuse_edits()
@@ -249,7 +249,8 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         self._fill_stats()
         self._end_step()
         self._steps_here += 1
-        self.skip_limit.observe(bad is not None, bad or (), self.transport, self.model_parallel_group.whole)
+        if bad is not None or self.skip_limit.in_a_row:
+            self.skip_limit.observe(bad is not None, bad or (), self.transport, self.model_parallel_group.whole)
         self.computing.start()
         return loss
 

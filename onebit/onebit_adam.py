@@ -239,14 +239,18 @@ class AdamRule(Rule):
         phase = "refresh" if is_refresh else first.phase
         self._look([max(int(count) - 1, 0) for count in self.steps])
         self._freeze_where_due()
-        for bucket in filter(self.keeps_variance, self.buckets):
-            # In a hierarchy gradients come through the buffer in every step.
-            rests = self.placement.hierarchy.local_size == 1 and self.schedule.rests(
-                self.variance.seen_steps(bucket.group_index, bucket.step)
-            )
-            if self.policy.compresses and rests and bucket not in self.masks:
-                bucket.release_buffer()
+        self._release_buffers()
         return phase
+
+    def _release_buffers(self) -> None:
+        """Of buckets whose gradients do not travel for a while. In a hierarchy they come through it in every step."""
+        if not self.policy.compresses or self.placement.hierarchy.local_size > 1:
+            return
+        seen = [self.variance.seen_steps(g, int(count)) for g, count in enumerate(self.steps)]
+        rests = [self.schedule.rests(steps) for steps in seen]
+        for bucket in filter(self.keeps_variance, self.buckets):
+            if rests[bucket.group_index] and bucket not in self.masks:
+                bucket.release_buffer()
 
     def _look(self, before: Sequence[int]) -> None:
         """See `FrozenVariance.look`."""

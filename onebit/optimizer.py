@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -271,8 +272,10 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def _launch_rest(self, scale: float) -> None:
         self._all_begin(is_awaited=True)
-        for bucket in self.buckets[self._driver.launched :]:
-            self._launch(bucket, scale)
+        rest = self.buckets[self._driver.launched :]
+        with nullcontext() if self._is_delayed else self._driver.sending(rest):
+            for bucket in rest:
+                self._launch(bucket, scale)
 
     def _all_begin(self, *, is_awaited: bool) -> bool:
         """Whether the first bucket may leave: where the rule asks first, once all ranks' headers are here.
@@ -305,7 +308,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             self._begin()
             ballot = None if self.rule.is_silent() else self._send(scale, resends)
         finally:
-            self._delayed.follow()  # behind what has been launched: the wire need not wait for it
+            if self.delay:
+                self._delayed.follow()  # behind what has been launched: the wire need not wait for it
         if self.rule.is_silent():
             decision: Decision | None = self._decide_alone(scale)
         else:
@@ -384,7 +388,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return Decision(seen, grads_nonfinite=True)
 
     def _commit(self, decision: Decision, clip_factor: float) -> None:
-        self.clipper.remember(clip_factor, self.buckets.groups[0]["betas"][0])
+        if self.clipper.max_norm > 0:
+            self.clipper.remember(clip_factor, self.buckets.groups[0]["betas"][0])
         for count in self.steps:
             count += 1
         self._driver.commit(decision, self.rule.meet)
@@ -442,11 +447,13 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         looks = is_inspected(self._steps_here)
         for bucket in self.buckets:
             bucket.masters.check(self.transport.rank, bucket.names)
-            bucket.masters.settle(looks=looks)
+            if bucket.masters:
+                bucket.masters.settle(looks=looks)
 
     def _write_masters(self, decision: Decision) -> None:
         for bucket in self.buckets:
-            bucket.masters.write_back(decision.of(bucket))
+            if bucket.masters:
+                bucket.masters.write_back(decision.of(bucket))
 
     def _take_extra_step(self) -> None:
         """A step that the rule has begun beside those of the training: it is not counted, and skips nothing."""

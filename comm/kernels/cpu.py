@@ -332,7 +332,7 @@ def _pointers(tensors: Sequence[Tensor | None], segments: Segments) -> tuple[obj
     S = len(tensors)
     addresses = (ctypes.c_void_p * S)(*(_address(x) for x in tensors))
     kinds = (ctypes.c_int32 * S)(*(_kind(x) for x in tensors))
-    return addresses, kinds, *(row.data_ptr() for row in segments.table), S
+    return addresses, kinds, *segments.addresses, S
 
 
 def _declare(library: ctypes.CDLL) -> None:

@@ -51,6 +51,8 @@ class SharedLibrary:
 
     def why_not(self) -> str:
         """One sentence: what is missing and what to do. Empty where the library is built."""
+        if self._problem is not None:
+            return self._problem
         with self._lock:
             if self._problem is None:
                 self._problem = self._open()

@@ -48,6 +48,12 @@ class Segments:
         """int64 [2, S] on the host: first, numels. For kernels."""
         return torch.tensor([self.first, self.numels], dtype=torch.int64, device="cpu")
 
+    @functools.cached_property
+    def addresses(self) -> tuple[int, int]:
+        """Of the rows of `table`."""
+        first, numels = self.table
+        return first.data_ptr(), numels.data_ptr()
+
     def of_blocks(self, blocks: int, device: torch.device) -> Tensor:
         """Which segment each of `blocks` blocks belongs to, int32; -1: none. Made once per device."""
         return _of_blocks(self, blocks, device)

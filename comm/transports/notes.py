@@ -179,7 +179,7 @@ def conclude(me: int, mine: Note, notes: Mapping[int, Note]) -> Conclusion:
     if missing:
         whose = "their logs and processes" if len(missing) > 1 else "its log and process"
         why = f" (not in {mine.operation.call}, or ended)" if mine.operation.call else ""
-        sentences.append(f"Missing: {_names(missing)}{why}; look at {whose} first")
+        sentences.append(f"Missing: {names_of(missing)}{why}; look at {whose} first")
     if out_of_step:
         said = f"The ranks launched different operations: {_places(out_of_step)}"
         sentences.append(f"{said}; all must launch the same ones in the same order")
@@ -187,15 +187,15 @@ def conclude(me: int, mine: Note, notes: Mapping[int, Note]) -> Conclusion:
         sentences.append(f"Waiting elsewhere: {_places(elsewhere)}")
     impatient = {peer for peer, note in notes.items() if note.gave_up and me in note.misses}
     if not sentences and impatient and not mine.gave_up:
-        sentences.append(f"This rank came too late: {_names(impatient)} had given up waiting for it")
+        sentences.append(f"This rank came too late: {names_of(impatient)} had given up waiting for it")
     if not sentences and blamed:
-        sentences.append(f"Missing: {_names(blamed)}, in the same operation by now: late, or cut off from this rank")
+        sentences.append(f"Missing: {names_of(blamed)}, in the same operation by now: late, or cut off from this rank")
     here = {me: mine.operation} | {peer: note.operation for peer, note in notes.items() if not note.ended}
     calls = sorted({operation.call for operation in here.values()} - {""})
     others = {call: {rank for rank, operation in here.items() if operation.call != call} for call in calls}
     for call in calls if missing or any(others.values()) else ():
-        did_not = f", {_names(others[call])} did not" if others[call] else ""
-        sentences.insert(0, f"Every rank must call {call}: {_names(here.keys() - others[call])} did{did_not}")
+        did_not = f", {names_of(others[call])} did not" if others[call] else ""
+        sentences.insert(0, f"Every rank must call {call}: {names_of(here.keys() - others[call])} did{did_not}")
     is_silence = not calls and (bool(missing) or not (ended or out_of_step or elsewhere))
     return Conclusion(tuple(sorted(blamed)), ". ".join(sentences), is_silence)
 
@@ -204,6 +204,7 @@ def _places(operations: Mapping[int, Operation]) -> str:
     return "; ".join(f"rank {peer} {operation}" for peer, operation in sorted(operations.items()))
 
 
-def _names(ranks: Iterable[int]) -> str:
+def names_of(ranks: Iterable[int]) -> str:
+    """For messages: "rank 1", "ranks 1, 2"."""
     listed = sorted(ranks)
     return f"rank{'s' * (len(listed) > 1)} {', '.join(map(str, listed))}"

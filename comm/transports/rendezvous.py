@@ -22,6 +22,7 @@ from .arrivals import Arrival, End, Start, from_where, listed
 from .base import PeerError
 from .edge import ANSWER_S, STORE_S, reason
 from .hanging import call_within, connections
+from .notes import names_of
 
 T = TypeVar("T")
 
@@ -133,7 +134,7 @@ class Rendezvous:
 
     def _missing(self, what: str, absent: Sequence[int]) -> PeerError:
         hint = (
-            f"Missing: rank {listed(absent)}; look at the logs of missing ranks first, then check WORLD_SIZE and RANK"
+            f"Missing: {names_of(absent)}; look at the logs of missing ranks first, then check WORLD_SIZE and RANK"
             if absent
             else "None is missing; check for a firewall between their hosts, and the interfaces (GLOO_SOCKET_IFNAME)"
         )

@@ -82,12 +82,13 @@ class Masters:
         self.flat = torch.zeros(sum(sizes), device=device, dtype=torch.float32)
         parts = zip(params, self.flat.split(sizes), strict=True)
         self.views = [part.view(local(p).shape) if is_low(p) else None for p, part in parts]
+        self._has_any = any(view is not None for view in self.views)
         self._versions: list[int] | None = None
         self.settle()
 
     def __bool__(self) -> bool:
         """Whether there is any master, maybe of no elements."""
-        return any(view is not None for view in self.views)
+        return self._has_any
 
     @property
     def local_values(self) -> list[Tensor]:

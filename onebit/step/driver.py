@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from typing import Generic, TypeAlias
 
@@ -116,6 +116,7 @@ class Driver(Generic[B]):
         self.tasks: list[BucketTask[B]] = []
         self.due: deque[BucketTask[B]] = deque()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._sending_from: torch.device | None = None
 
     @property
     def launched(self) -> int:
@@ -141,8 +142,15 @@ class Driver(Generic[B]):
             return
         with self._sending(bucket.device):
             self.tasks.append(BucketTask(bucket, step))
-        self.due.extend(reversed(self.tasks[-self._phases : -1]))
-        self.catch_up()
+            self.due.extend(reversed(self.tasks[-self._phases : -1]))
+            self.catch_up()
+
+    @contextmanager
+    def sending(self, buckets: Sequence[B]) -> Iterator[None]:
+        """These are launched in here, of which all gradients are there: the channel and the stream are entered once."""
+        devices = {bucket.device for bucket in buckets}
+        with self._sending(devices.pop()) if len(devices) == 1 else nullcontext():
+            yield
 
     def catch_up(self, patience_s: float = 0.0) -> bool:
         """Launch what is due, as far as other ranks have sent what that waits for, or do in time. Whether it is all."""
@@ -253,13 +261,21 @@ class Driver(Generic[B]):
     @contextmanager
     def _sending(self, device: torch.device) -> Iterator[None]:
         """In the channel. On CUDA, on a stream after what was computed so far: backward does not wait for it."""
-        with self.channel():
-            if device.type != "cuda" or not self._has_stream:
+        if device == self._sending_from:
+            yield
+            return
+        with self.channel(), self._stream(device):
+            before, self._sending_from = self._sending_from, device
+            try:
                 yield
-                return
-            if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)
-            stream = self._streams[device]
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                yield
+            finally:
+                self._sending_from = before
+
+    def _stream(self, device: torch.device) -> AbstractContextManager[object]:
+        if device.type != "cuda" or not self._has_stream:
+            return nullcontext()
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(stream)

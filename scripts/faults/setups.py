@@ -130,10 +130,12 @@ PLAIN = {
 }  # fmt: skip
 TWO_LEVELS = Setup(4, plain("OnebitAdam", levels=2))
 ENGINES = {
-    "engine, OneBitAdam, stage 0": Setup(2, engine("OneBitAdam", 0, 1)),
+    "engine, OneBitAdam, stage 0": Setup(2, engine("OneBitAdam", 0, 1, compression="always")),
     "engine, OneBitAdam, stage 1 across nodes": Setup(2, engine("OneBitAdam", 1, 1)),
     "engine, OneBitAdam, stage 2 across nodes": Setup(2, engine("OneBitAdam", 2, 1)),
-    "engine, OneBitAdam, stage 3 inside nodes": Setup(4, engine("OneBitAdam", 3, 2), is_by_fsdp=True),
+    "engine, OneBitAdam, stage 3 inside nodes": Setup(
+        4, engine("OneBitAdam", 3, 2, compression="always"), is_by_fsdp=True
+    ),
     "engine, AdamW, stage 2": Setup(2, engine("AdamW", 2, 2), is_by_fsdp=True),
     "engine, AdamW, stage 0": Setup(2, engine("AdamW", 0, 1)),
 }

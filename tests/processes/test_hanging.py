@@ -1,0 +1,64 @@
+"""A call to a store that hangs ends in time, and its thread does not end the process with SIGABRT afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+HOST = """
+import time
+from datetime import timedelta
+import torch.distributed as dist
+
+store = dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=30), wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(60)
+"""
+
+RANK = """
+import os, signal, sys
+from datetime import timedelta
+import torch.distributed as dist
+from onebit.comm.transports import hanging
+
+hanging._LINGER_S = 0.0  # as on a machine that is too busy for the thread to come back within it
+port, host = map(int, sys.argv[1:])
+store = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=30), wait_for_workers=False)
+connected = hanging.connections(port, set())
+os.kill(host, signal.SIGSTOP)
+try:
+    hanging.call_within(0.3, lambda: store.get("nothing"), port, connected)
+except TimeoutError as error:
+    print(error)
+raise SystemExit(3)
+"""
+
+
+@pytest.fixture
+def host() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The port of a store, and its process."""
+    process = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip(), process
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("life", range(3))  # without the wait for the thread 3 of 4 ended with SIGABRT
+def test_a_process_ends_as_its_script_does_though_a_store_hangs(
+    host: tuple[str, subprocess.Popen[str]], life: int
+) -> None:
+    port, process = host
+    ended = subprocess.run(
+        [sys.executable, "-c", RANK, port, str(process.pid)],
+        capture_output=True, text=True, timeout=60, env=dict(os.environ),
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (3, "no answer for 0.3 s\n"), ended.stderr
