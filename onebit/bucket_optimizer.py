@@ -334,14 +334,14 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         return header, StepVote(self._summary(header, buckets, resends), self._present(buckets), note=note)
 
     def _summary(self, header: Header, buckets: Sequence[B], resends: bool) -> Summary:
-        """The header as it travels in a vote on these buckets, and whether their gradients are somebody else's."""
+        """The header as it travels in a vote on these buckets, and whether their gradients are someone else's."""
         repeats = are_used_again(self.buckets.params, self._used)
         is_watched = self._watch.is_on(self._steps_here)
         gradients = gradient_digest(bucket.gradients() for bucket in buckets) if is_watched else NOT_COMPARED
         return header.summary(resends=resends, repeats=repeats, gradients=gradients)
 
     def _present(self, buckets: Sequence[B]) -> list[bool]:
-        """Which of these buckets' parameters have a gradient here; behind the last bucket's, the frozen ones'."""
+        """Which of these buckets' parameters have a gradient here; after the last bucket's, the frozen ones'."""
         present = self.rule.present([p for bucket in buckets for p in bucket.params])
         if buckets[-1] is self.buckets[-1]:
             present += [gradient_of(p) is not None for p in self.buckets.frozen]

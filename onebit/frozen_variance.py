@@ -50,7 +50,7 @@ class FrozenVariance:
                 self.unseen = dict(enumerate(before))
 
     def seen_steps(self, g: int, step: int) -> int:
-        """Of the first so many steps of group g, those since its model has seen a gradient."""
+        """Of the first `step` steps of group g, those since its model has seen a gradient."""
         return 0 if self.unseen is None else step - self.unseen.get(g, 0)
 
     # ---------------------------------------------------------------- what a gradient weighs

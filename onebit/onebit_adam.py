@@ -202,7 +202,7 @@ class AdamRule(Rule):
         return True
 
     def _is_dense(self, g: int, step: int) -> bool:
-        """Whether gradients of group g travel in the step behind so many."""
+        """Whether gradients of group g travel in the step after this many."""
         return self.policy.compresses is False or self.schedule.is_dense(self.variance.seen_steps(g, step))
 
     def round_name(self) -> str:

@@ -9,7 +9,7 @@ here the steps of all buckets are begun, decided and committed. One step, top to
                 which parameters have a gradient anywhere, the global norm; all buckets come to their meeting
                 the vote and whether what arrived is finite, read in one wait for the device
                 where a gradient has changed since it was sent, on any rank, all buckets begin once more
-                what is not finite on any rank shows in everybody's frames: all skip, nothing was written
+                what is not finite on any rank shows in all ranks' frames: all skip, nothing was written
                 all buckets are told the decision, and commit: errors, momentum, variance, parameters
 
 Nothing is written before the decision, so a skipped step leaves no trace. What surrounds a step is in

@@ -149,7 +149,7 @@ class Rule(BucketRule[Bucket]):
         return False
 
     def meet(self, buckets: Sequence[Bucket], said: Sequence[Meeting]) -> Sequence[Answer]:
-        """The answers to what these buckets have said behind the decision. All ranks, the same buckets."""
+        """The answers to what these buckets have said after the decision. All ranks, the same buckets."""
         raise AssertionError(f"{type(self).__name__} has no further meeting")
 
     # ---------------------------------------------------------------- state

@@ -166,7 +166,7 @@ class Engine:
         return self.grid.transports["shard"].naming_peers("FSDP2's exchange", is_counted=False)
 
     def zero_grad(self) -> None:
-        """Drop the gradients that have added up, for example to `continue` behind a loss that makes no sense.
+        """Drop the gradients that have added up, for example to `continue` after a loss that makes no sense.
 
         Also those that FSDP2 has not reduced yet. The step's next micro-batches go on alone: it has fewer.
         """
@@ -178,7 +178,7 @@ class Engine:
 
     @outside_graphs
     def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
-        """Behind every backward. With the step's last micro-batch: average over ranks, update, drop the gradients.
+        """After every backward. With the step's last micro-batch: average over ranks, update, drop the gradients.
 
         Where a gradient is not finite on any rank, all skip: nothing changes but the loss scale, and the schedule stays
         where it is. Under local steps those of one replica skip, which has its own loss scale, and the schedule
@@ -401,7 +401,7 @@ class Engine:
 
         Exact with a dense optimizer and while gradients travel; where momentum does in their place, the estimate that
         clips (`onebit/step/clip.py`), in a local step of 0/1 Adam each rank's own; under local steps of this
-        replica's own gradient. None without gradient_clipping, at stage 2 across nodes, behind a step that was skipped,
+        replica's own gradient. None without gradient_clipping, at stage 2 across nodes, after a step that was skipped,
         and before the first.
         """
         return self.form.grad_norm

@@ -28,7 +28,7 @@ MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
 @runtime_checkable
 class Schedule(Protocol):
-    """A schedule of the caller's own, as LRScheduler: the engine steps it behind every step that was taken."""
+    """A schedule of the caller's own, as LRScheduler: the engine steps it after every step that was taken."""
 
     def step(self) -> object: ...
     def state_dict(self) -> dict[str, Any]: ...

@@ -149,7 +149,7 @@ def _frame_bytes(codec: str) -> float:
 
 
 def _mean(run: Run, warmup_bits: float, bits: float, dense_steps: int) -> float:
-    """Over the run's steps, of which so many send gradients."""
+    """Over the run's steps, of which this many send gradients."""
     share = dense_steps / run.steps
     return share * warmup_bits + (1.0 - share) * bits
 
@@ -213,12 +213,12 @@ def _two_levels(run: Run, stage: int) -> tuple[int, int]:
 
 
 def _bits(run: Run, ranks: int, bytes_per_element: float) -> float:
-    """To other hosts in an exchange of all elements between so many ranks, over the ranks of a host."""
+    """To other hosts in an exchange of all elements between this many ranks, over the ranks of a host."""
     return 8 * 2 * (ranks - 1) / ranks * bytes_per_element / run.ranks_per_host if run.hosts > 1 else 0.0
 
 
 def _exchange_s(run: Run, share: int, ranks: int, bytes_per_element: float, work_s: float) -> float:
-    """Seconds of one exchange between so many ranks, of which `share` on a host exchange a part each, side by side."""
+    """Seconds of one exchange between these ranks, of which `share` on a host exchange a part each, side by side."""
     rate = run.link_bits_per_s / 8 * _PAYLOAD_OF_FRAME / share if run.hosts > 1 else math.inf
     link = LinkCost(_LATENCY_S, rate, _START_S)
     codec = CodecCost(bytes_per_element, work_s, _UNHIDDEN)
@@ -226,6 +226,6 @@ def _exchange_s(run: Run, share: int, ranks: int, bytes_per_element: float, work
 
 
 def _step_s(run: Run, during: float, behind: float = 0.0) -> tuple[float, float]:
-    """A step of which so many seconds of traffic go on while backward computes, or not, and so many behind it."""
+    """A step of which this many seconds of traffic go on while backward computes, or not, and this many after it."""
     least = run.compute_s + max(0.0, during - _HIDDEN_BY_BACKWARD * run.compute_s) + behind
     return least, run.compute_s + during + behind

@@ -136,7 +136,7 @@ def _values_of(codes_KB: Tensor, s_KJ1: Tensor, block: int) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _pairs(device: torch.device) -> Tensor:
-    """What a byte's two codes are times s: two float32 in the memory of an int64, [512]; behind 256 with a zero."""
+    """What a byte's two codes are times s: two float32 in the memory of an int64, [512]; after 256 with a zero."""
     codes = torch.arange(256, device=device).unsqueeze(-1) >> torch.tensor([0, 4], device=device, dtype=torch.int64)
     powers = torch.exp2(-(codes & 7).to(torch.float32))
     signed = torch.where((codes & 8) > 0, -powers, powers)

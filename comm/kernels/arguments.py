@@ -54,7 +54,7 @@ INT4 = Frame("int4", element_bits=4, block_multiple=32)
 
 
 def check_shape(frames_KB: Tensor, rows: int, used_bytes: int) -> None:
-    """Raise ValueError unless these are so many frames, each of so many bytes and zeros up to a multiple of 16."""
+    """Raise ValueError unless these are this many frames, each of this many bytes and zeros up to a multiple of 16."""
     expected = rows, -(-used_bytes // 16) * 16
     if tuple(frames_KB.shape) != expected:
         raise ValueError(f"frames must have shape {expected}, got shape {tuple(frames_KB.shape)}")

@@ -396,7 +396,7 @@ def _module(block: int, capability: str) -> Module:
 def _compiled(block: int, capability: str) -> Path:
     """The file of machine code for such devices, made where CuPy's cache does not hold it.
 
-    CuPy's own way there (`RawModule(code=...)`) puts --ftz=true behind all options, and a kernel loses subnormals.
+    CuPy's own way there (`RawModule(code=...)`) puts --ftz=true after all options, and a kernel loses subnormals.
     """
     compiler = importlib.import_module("cupy.cuda.compiler")
     code, options = source(), (*OPTIONS, f"-DONEBIT_BLOCK={block}")

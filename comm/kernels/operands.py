@@ -18,7 +18,7 @@ from torch import Tensor
 class Segments:
     """Tensor s has numels[s] elements, of which the first lies at the start of block first[s].
 
-    In ascending order, without overlap; what lies between them or behind the last is padding. block: elements of one.
+    In ascending order, without overlap; what lies between them or after the last is padding. block: elements of one.
     """
 
     first: tuple[int, ...]

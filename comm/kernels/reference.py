@@ -37,7 +37,7 @@ A step of the rank that owns a chunk, of which W ranks have sent it frames, with
    inverse_limit, the sum in row order. v ← v + ((m̂·common + g·own)·g - v)·weight; v̂ = larger(0, v)·correction2;
    least = larger(s̄·s̄, (Σ v̂·floor)/n); D = sqrt(larger(v̂, least)) + eps; direction = m̂/D. Sums of a block, also those
    of g², q², g·q̂ and g·m̂, as in rule 2; n is its count, at least 1. larger(a, b) is a where a > b and else b, so that
-   a NaN in a variance is one in D. Behind the count v stays, D is 1, the direction +0.0, and all sums take +0.0.
+   a NaN in a variance is one in D. After the count v stays, D is 1, the direction +0.0, and all sums take +0.0.
    Everything in float32, each operation rounded once.
 
 Frames of a sum that a rank keeps, in the memory in which it is kept:
@@ -292,7 +292,7 @@ def quantise_(
 
 
 def write_scales(frames_KB: Tensor, offset: int, bits_KJ: Tensor) -> None:
-    """The bits of scales, int16, from byte `offset` on, and zeros behind them."""
+    """The bits of scales, int16, from byte `offset` on, and zeros after them."""
     K, J = bits_KJ.shape
     frames_KB[:, offset : offset + 2 * J] = bits_KJ.contiguous().view(-1).view(torch.uint8).view(K, 2 * J)
     frames_KB[:, offset + 2 * J :] = 0

@@ -63,7 +63,7 @@ def listed(numbers: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class End:
-    """Of a list on which not all have met. problem: "" where somebody's time is up, after timeout_s."""
+    """Of a list on which not all have met. problem: "" where someone's time is up, after timeout_s."""
 
     problem: str
     timeout_s: float = 0.0
@@ -112,7 +112,7 @@ def sees(me: Arrival, start: Start) -> str:
 
 
 def ends(end: End, start: Start) -> str:
-    """The line that ends a start, unless somebody has come meanwhile: who wrote it then looks again."""
+    """The line that ends a start, unless someone has come meanwhile: who wrote it then looks again."""
     return _line(_ENDS, end.problem, end.timeout_s, start.lines)
 
 

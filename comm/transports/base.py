@@ -176,5 +176,5 @@ class Transport(ABC):
         return
 
     def naming_peers(self, what: str, *, is_counted: bool = True) -> AbstractContextManager[None]:
-        """Around operations that somebody else sends over the same group: a failure becomes a PeerError."""
+        """Around operations that someone else sends over the same group: a failure becomes a PeerError."""
         return nullcontext()

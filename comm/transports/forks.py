@@ -39,7 +39,7 @@ def _register() -> None:
 
 
 def _release() -> None:
-    """Put /dev/null in the place of each: what a C++ object closes later must not be somebody else's by then."""
+    """Put /dev/null in the place of each: what a C++ object closes later must not be someone else's by then."""
     released = [each for each in sockets() if _is_gloos(each) or _is_of_a_store(each)]
     if released:
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -49,7 +49,7 @@ def _release() -> None:
 
 
 def _is_gloos(descriptor: int) -> bool:
-    """By the options that it sets, even in the group of somebody else: no other library binds a client to reuse its
+    """By the options that it sets, even in the group of someone else: no other library binds a client to reuse its
     address, and bounds its sends.
     """
     with socket.socket(fileno=os.dup(descriptor)) as each:

@@ -1,6 +1,6 @@
 """The thread that drives MPI's non-blocking operations, and what it is given to drive.
 
-MPI moves a non-blocking operation only while somebody tests it (Open MPI, MPICH and Intel MPI, measured), so a thread
+MPI moves a non-blocking operation only while someone tests it (Open MPI, MPICH and Intel MPI, measured), so a thread
 does that while the caller computes. Rests on `notes.py`; `mpi.py` posts the operations and waits for them.
 """
 

@@ -134,7 +134,7 @@ class Note:
 class Conclusion(NamedTuple):
     """ranks: whom to blame, as far as notes tell. text: sentences about them, "" where there is nothing to say.
 
-    is_silence: somebody is missing, which the network may explain.
+    is_silence: someone is missing, which the network may explain.
     """
 
     ranks: tuple[int, ...] = ()

@@ -1,7 +1,7 @@
 """Where the ranks of a new process group find each other: a store, and the list in it of who has come.
 
 Every rank adds itself to the list and waits until all have met. Where the list is not complete in time, or contradicts
-itself, somebody ends it, and every rank on it raises the same error: who is there and from where, who is missing.
+itself, someone ends it, and every rank on it raises the same error: who is there and from where, who is missing.
 `arrivals.py` says what a list comes to. Rests on `torch.distributed.TCPStore`; `launch.py` says where the store is.
 """
 

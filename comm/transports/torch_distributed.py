@@ -84,7 +84,7 @@ class TorchTransport(NetworkedTransport):
        sums the chunk that it owns, then gives it to all. A broadcast is Gloo's, whose tags are not ours: ranks meet
        first, in pairs without bytes.
     2. Tensors on a device which the group serves natively (NCCL): the library's collectives. `wait()` orders the
-       current stream behind them and returns; a missing peer is found by NCCL's watchdog after the *group's* timeout.
+       current stream after them and returns; a missing peer is found by NCCL's watchdog after the *group's* timeout.
     3. Device tensors on a Gloo group: through host memory.
 
     4. A rank whose operation fails closes its connections, at which all that wait for it fail too, and leaves a note in

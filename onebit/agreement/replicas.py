@@ -1,6 +1,6 @@
 """What the ranks must agree on: the same parameters, in the same order, with the same bits, forever.
 
-Checked at construction (descriptions, then values) and by a vote every so many steps. All functions are called by all
+Checked at construction (descriptions, then values) and by a vote every N steps. All functions are called by all
 ranks and end the same way on all of them.
 """
 
@@ -29,7 +29,7 @@ class ReplicaError(RuntimeError):
 
 @dataclass
 class ReplicaCheck:
-    """When replicas are compared: every so many steps, taken or skipped (0: never), but while they are meant to differ.
+    """When replicas are compared: every N steps, taken or skipped (0: never), but while they are meant to differ.
 
     counted: steps so far. compared: how many there were when they were last compared.
     """
@@ -47,7 +47,7 @@ class ReplicaCheck:
         return True
 
     def restart(self, step: int) -> None:
-        """A state was loaded that has taken so many steps."""
+        """A state was loaded that has taken this many steps."""
         self.counted = self.compared = step
 
 

@@ -54,7 +54,7 @@ class VarianceUpdates:
         return (step - self.var_update_scaler * (gap - 1)) % gap == 0
 
     def count(self, steps: int) -> int:
-        """Updates in the first so many steps."""
+        """Updates in the first `steps` steps."""
         return sum(map(self.is_due, range(steps)))
 
 
@@ -87,7 +87,7 @@ class DenseSteps:
         return step < self.warmup or self.refreshes.is_due(step)
 
     def count(self, steps: int) -> int:
-        """Of the first so many steps, those in which gradients travel."""
+        """Of the first `steps` steps, those in which gradients travel."""
         return sum(map(self.is_dense, range(steps)))
 
     def rests(self, step: int, steps: int = 16) -> bool:

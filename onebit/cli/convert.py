@@ -174,7 +174,7 @@ def _of_deepspeed(folder: Path) -> Weights:
 
 
 def _of_stage_2(groups: Sequence[Mapping[str, torch.Size]], flats: Sequence[Sequence[Tensor]]) -> Weights:
-    """A group's parameters lie behind one another in the ranks' partitions, which are padded at the end."""
+    """A group's parameters lie one after another in the ranks' partitions, which are padded at the end."""
     found: Weights = {}
     for g, shapes in enumerate(groups):
         whole, at = torch.cat([rank[g] for rank in flats]), 0
@@ -188,7 +188,7 @@ def _of_stage_2(groups: Sequence[Mapping[str, torch.Size]], flats: Sequence[Sequ
 
 
 def _of_stage_3(groups: Sequence[Mapping[str, torch.Size]], flats: Sequence[Sequence[Tensor]]) -> Weights:
-    """Every parameter is cut over the ranks, padded to equal shards; a rank's shards lie behind one another."""
+    """Every parameter is cut over the ranks, padded to equal shards; a rank's shards lie one after another."""
     ranks = [torch.cat(list(rank)) for rank in flats]
     found: Weights = {}
     at = 0

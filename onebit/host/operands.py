@@ -102,7 +102,7 @@ class AdamChunk:
             )
 
     def piece(self, begin: int, end: int) -> AdamChunk:
-        """Elements [begin, end), as far as there are so many. begin: a multiple of a block."""
+        """Elements [begin, end), as far as there are this many. begin: a multiple of a block."""
         v = self.v
         if isinstance(v, EightBitVariance):
             v = EightBitVariance(v.codes[begin:end], v.scales[begin // BLOCK : -(-end // BLOCK)])

@@ -8,7 +8,7 @@ Each bucket's gradient goes through the compressed all-reduce (`comm/allreduce.p
 after a warm-up in which DDP's own mean is taken. All else is DDP's: when buckets leave, `no_sync`, unused parameters.
 
 What it loses against the optimizers: a gradient has far more noise for its signs to carry than the momentum that
-`OnebitAdam` sends, and an Adam behind it takes its variance from what has been through one bit. See
+`OnebitAdam` sends, and an Adam after it takes its variance from what has been through one bit. See
 `docs/frameworks.md` for losses beside PowerSGD's hook. Where the model can be unwrapped, unwrap it.
 """
 

@@ -192,7 +192,7 @@ class OptimizersContainer:
         self.optimizer.zero_grad(*args, **kwargs)
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
-        """As torch.optim.Optimizer's; also for what runs behind a step."""
+        """As torch.optim.Optimizer's; also for what runs after a step."""
         return self.optimizer.register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:

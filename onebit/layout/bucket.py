@@ -71,7 +71,7 @@ class Bucket:
         """float32 [W·N], zeros when first asked for: gradients at the beginning of a step, its move at the end.
 
         Where the next worker error has this shape and type, it is that one's memory, which holds nothing between steps
-        either. `ErrorFeedback.commit` makes that the error: ask for the buffer anew behind it.
+        either. `ErrorFeedback.commit` makes that the error: ask for the buffer anew after it.
         """
         if self.ef is not None and self.has_spare_error:
             return self.ef.worker_next

@@ -74,7 +74,7 @@ class BucketOwner(Protocol[B]):
 
 
 def elements_of(bucket_cap_mb: float) -> int:
-    """Elements of a bucket of so many float32 MiB. Raises ValueError, which needs no other rank to be told."""
+    """Elements of a bucket of this many float32 MiB. Raises ValueError, which needs no other rank to be told."""
     if not 0 < bucket_cap_mb < math.inf:
         raise ValueError(f"bucket_cap_mb must be above 0 and finite, got {bucket_cap_mb}")
     return max(1, int(bucket_cap_mb * 2**20 / 4))

@@ -103,7 +103,7 @@ def partition(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     Backward produces gradients from the last layer to the first, so this is the order in which buckets fill. A
     parameter larger than the capacity has a bucket to itself; empty parameters belong to none.
 
-    A bucket leaves when it is full, and behind backward the last one is waited for. So no bucket beyond SMALL elements
+    A bucket leaves when it is full, and after backward the last one is waited for. So no bucket beyond SMALL elements
     is more than a twelfth of the whole, and they are smaller at both ends: as large as what has left before, or as
     half of what is left.
     """

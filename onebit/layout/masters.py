@@ -34,7 +34,7 @@ def master_of(optimizer: torch.optim.Optimizer, p: Tensor) -> Tensor:
 
 
 def settled_(master: Tensor, held: Tensor) -> Tensor:
-    """master ← held in the elements that are not their rounded master any more: somebody has written them."""
+    """master ← held in the elements that are not their rounded master any more: someone has written them."""
     return master.copy_(torch.where(master.to(held.dtype) == held, master, held.to(master.dtype)))
 
 

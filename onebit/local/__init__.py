@@ -1,4 +1,4 @@
-"""Local steps: any optimizer on each rank, parameter differences in one-bit frames every so many steps.
+"""Local steps: any optimizer on each rank, parameter differences in one-bit frames every N steps.
 
 `local_steps.py` is the optimizer, put together from these:
 

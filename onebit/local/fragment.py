@@ -9,7 +9,7 @@
 With a correction (SCAFFOLD's control variate, arXiv 1910.06378, option II, of what frames say and in moves per learning
 rate, which suits any inner optimizer):
 
-    w ← w + lr·v                                    behind each step of the inner optimizer
+    w ← w + lr·v                                    after each step of the inner optimizer
     v ← v + min(.3/H, 1/τ)·(q/γ - Q)/lr             at a round; lr: the largest so far
 
 A rank that does not take part in a round sends empty frames (scale 0), so that q = 0 and e takes all of c: the mean is
@@ -179,7 +179,7 @@ class LocalBucket:
     # ---------------------------------------------------------------- a round
 
     def send(self, codec: Codec, transport: Transport, share: Share, *, keeps_weights: bool) -> Exchange:
-        """Both phases, from the parameters as they are now. Yields Works; at the end the wire has everybody's frames.
+        """Both phases, from the parameters as they are now. Yields Works; at the end the wire has all ranks' frames.
 
         keeps_weights: w goes on while this travels; see `land`.
         """
@@ -338,7 +338,7 @@ class Fragment:
 
 
 def divide(buckets: Sequence[LocalBucket], parts: int) -> list[list[LocalBucket]]:
-    """The buckets in so many runs of about equally many elements; fewer where there are fewer buckets."""
+    """The buckets in this many runs of about equally many elements; fewer where there are fewer buckets."""
     total, runs, before = sum(bucket.layout.numel for bucket in buckets), {}, 0  # type: ignore[var-annotated]
     for bucket in buckets:
         middle = before + bucket.layout.numel / 2

@@ -40,7 +40,7 @@ class IntervalPolicy:
         self.computing = StopWatch()
 
     def next(self, step: int) -> int:
-        """Steps to the next round, after so many steps, at the learning rates as they are."""
+        """Steps to the next round, after this many steps, at the learning rates as they are."""
         rates = [float(group["lr"]) for group in self._inner.param_groups]
         return self._schedule.steps(step, max(rates, default=0.0))
 

@@ -21,7 +21,7 @@ class Interval(Protocol):
     def smallest(self) -> int: ...
 
     def steps(self, step: int, lr: float) -> int:
-        """Local steps to the next round, at least 1, decided after so many steps at this learning rate."""
+        """Local steps to the next round, at least 1, decided after this many steps at this learning rate."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""LocalSteps: any torch optimizer on each rank by itself, and every so many steps one round in one bit.
+"""LocalSteps: any torch optimizer on each rank by itself, and every N steps one round in one bit.
 
     optimizer = onebit.LocalSteps(torch.optim.AdamW(model.parameters(), lr=1e-3), every=32)
 
@@ -302,7 +302,7 @@ class LocalSteps(Wrapped):
     def adopt_parameters(self) -> None:
         """The anchors become the parameters as they are: others' weights, alike on all ranks. Nothing is owed then.
 
-        All ranks, between a round and the next step: behind `sync`, or before the first step.
+        All ranks, between a round and the next step: after `sync`, or before the first step.
         """
         self.replica.adopt_parameters()
 
@@ -331,7 +331,7 @@ class LocalSteps(Wrapped):
         """Around a loop over batches of which ranks may have different numbers. All ranks. As torch's Join.
 
         A rank that is through takes part in the others' rounds: in the first with what it has left, then with nothing.
-        The last round is when all are through: behind it all ranks hold the same parameters.
+        The last round is when all are through: after it all ranks hold the same parameters.
         """
         self._is_finished = False
         if len(self.fragments) > 1 or self.options.delay:

@@ -1,4 +1,4 @@
-"""Rounds: what ranks do together every so many steps, for one fragment at a time.
+"""Rounds: what ranks do together every N steps, for one fragment at a time.
 
     vote        what is not finite returns to the anchor; every rank says where it is, and whether its difference counts
     send        this rank's share of each bucket; both phases begin, and without delay they land at once
@@ -62,7 +62,7 @@ class Rounds:
     # ---------------------------------------------------------------- the vote
 
     def note_gradients(self) -> None:
-        """In the first step: where all ranks have the same gradients, somebody has averaged them."""
+        """In the first step: where all ranks have the same gradients, someone has averaged them."""
         if not self._has_looked and self._transport.world_size > 1:
             dense = [[g for g in bucket.gradients() if g is not None and not g.is_sparse] for bucket in self._buckets]
             self._gradients = gradient_digest(dense)

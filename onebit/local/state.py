@@ -1,7 +1,7 @@
 """The state of local steps as a dict: what is saved, checked and taken back, and what another world takes over.
 
 As the inner optimizer's own, with "anchor", "worker_error", "outer_momentum" and "correction" among each parameter's
-entries; the rest is under "onebit". Right behind a round parameters are the anchors, and are left out; otherwise each
+entries; the rest is under "onebit". Right after a round parameters are the anchors, and are left out; otherwise each
 rank's are in. An exchange under way is saved as the frames that were sent, and is sent again when it is loaded.
 """
 
@@ -295,7 +295,7 @@ def _own_chunk(bucket: LocalBucket, server_error: Tensor | None) -> Tensor:
 
 
 def _landed(state: State, codec: Codec) -> State:
-    """The state as if what is under way had not been sent: it is owed, and parameters have what came behind it."""
+    """The state as if what is under way had not been sent: it is owed, and parameters have what came after it."""
     record = state.get("onebit")
     if record is None or all(saved["lands_at"] is None for saved in record.get("timetable", ())):
         return state

@@ -49,7 +49,7 @@ class LocalTraffic:
     """The bytes of each step and of the run, and how long this rank waits for others.
 
     sent_in_run: to other nodes. elements: that this rank trains. in_backward: gradients travel inside the node during
-    backward, and count in the step; otherwise what is sent between two steps is somebody else's.
+    backward, and count in the step; otherwise what is sent between two steps is someone else's.
     """
 
     def __init__(self, transport: Transport):

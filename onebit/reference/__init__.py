@@ -5,7 +5,7 @@
     zero_one_adam  0/1 Adam
     onebit_muon    Muon in one bit
     laprop         LaProp
-    local_steps    AdamW on each worker, a round in one bit every so many steps
+    local_steps    AdamW on each worker, a round in one bit every N steps
     sharded        the first three with their state divided over the workers
     codecs         one bit, four and eight
 

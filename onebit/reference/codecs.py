@@ -47,7 +47,7 @@ def scale_above(largest: float) -> float:
 
 
 def whole_steps(c: Array, blocks: Blocks, most: int) -> Array:
-    """Whole steps, at most so many, of each block's max/most."""
+    """Whole steps, at most this many, of each block's max/most."""
     q = np.zeros_like(c)
     for block in blocks:
         s = scale_above(np.float32(np.abs(c[block]).max()) / np.float32(most))

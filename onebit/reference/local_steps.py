@@ -1,4 +1,4 @@
-"""Local steps: AdamW on each worker, differences in one bit every so many steps, error feedback on both phases.
+"""Local steps: AdamW on each worker, differences in one bit every N steps, error feedback on both phases.
 
 DiLoCo (arXiv 2311.08105) with its outer step, and with weights averaged where that step is 1 and 0; SCAFFOLD's control
 variates (arXiv 1910.06378) in moves per learning rate.
@@ -16,7 +16,7 @@ from .codecs import Array
 
 @dataclass
 class LocalSteps:
-    """AdamW on each worker, differences in compressed frames every so many steps, error feedback on both phases.
+    """AdamW on each worker, differences in compressed frames every N steps, error feedback on both phases.
 
     w: [n, d], one row per worker. theta: what all agree on. e: [n, d]; E: [d], all owners' chunks together. C: the
     compression of one message. Decay acts on w in every step and on theta for as many, so that it is in no difference.

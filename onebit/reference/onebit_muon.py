@@ -23,7 +23,7 @@ def orthogonalised(x: Array, steps: int = 5) -> Array:
 class OnebitMuon:
     """Muon for n workers whose momentum is made of increments in one bit, with error feedback in both phases.
 
-    shapes: of the matrices, which lie one behind the other in x. dense: how many steps take the mean gradient first.
+    shapes: of the matrices, which lie one after another in x. dense: how many steps take the mean gradient first.
     """
 
     x: Array

@@ -162,7 +162,7 @@ class ShardedZeroOneAdam(ShardedAdam):
     moved_lr: float = 0.0
 
     def take(self, grads: Array, lr: float, interval: int) -> None:
-        """One step of a cycle of so many."""
+        """One step of a cycle of this many."""
         (b1, _), n = self.betas, self.workers
         self.share, self.waited = 1 / interval, self.waited + 1
         self.moved_lr += lr

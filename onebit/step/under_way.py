@@ -25,7 +25,7 @@ NAME = "under_way"
 
 
 def check_delay(name: str, rule: object, delay: int) -> None:
-    """Raise ValueError where a rule's steps cannot land so many steps later. name: the optimizer's."""
+    """Raise ValueError where a rule's steps cannot land this many steps later. name: the optimizer's."""
     if delay not in (0, 1):
         raise ValueError(f"delay must be 0 or 1 (land a step at the end of the next), got {delay!r}")
     if delay and not getattr(rule, "can_be_delayed", False):
@@ -61,7 +61,7 @@ class StepUnderWay:
         return options_of(self.ballot.header.numbers)
 
     def due(self, parameters: int) -> range:
-        """Another gradient of so many has come: the buckets whose second phase is to be launched now.
+        """Another gradient of this many has come: the buckets whose second phase is to be launched now.
 
         The first bucket's with the first gradient; the last one's while a bucket's share of them has yet to come.
         """

@@ -55,7 +55,7 @@ class SharedOptions(TorchOptions, total=False):
     max_grad_norm: clip by the norm of the mean gradient (0: off). transport: default `onebit.comm.init()`.
     bucket_cap_mb: float32 MiB per bucket at most; see `layout.flat.partition`. check_replicas_every: steps, taken or
     skipped, between votes on the bits of what replicas have in common (0: never).
-    max_consecutive_skips: so many skipped steps in a row are an error (0: never); see `agreement/skips.py`.
+    max_consecutive_skips: this many skipped steps in a row are an error (0: never); see `agreement/skips.py`.
     """
 
     max_grad_norm: float
@@ -195,7 +195,7 @@ def check_parameters(rank: int, named: Iterable[tuple[Tensor, str]]) -> None:
 
 
 def load_checked(optimizer: torch.optim.Optimizer, state_dict: State, check: Callable[[State], None]) -> State:
-    """As torch.optim.Optimizer.load_state_dict, which also casts; the state behind the user's hooks, not cast.
+    """As torch.optim.Optimizer.load_state_dict, which also casts; the state after the user's hooks, not cast.
 
     check: raises, before anything has changed, where that state does not fit.
     """

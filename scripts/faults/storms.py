@@ -25,6 +25,7 @@ from faults.training import OPTIMIZERS, Spoil, Training
 from onebit import zero
 from onebit.comm import SimTransport
 from onebit.zero import grid as grids
+from onebit.zero.sharded.optimizer import ShardedOnebitOptimizer
 
 _RANKS, _VICTIM = 3, 1
 _MOST = 1.5  # times the loss that a storm is held to: so far apart are two seeds of a one-bit run of 110 steps
@@ -154,8 +155,9 @@ def _copies(training: Stormy) -> list[Tensor]:
 
 def _masters(training: Stormy) -> list[Tensor]:
     """What a learning rate of 0 leaves alone: of sharded optimizers the owners' values, which replicas approach."""
-    owned = [bucket.owned.clone() for bucket in getattr(training.optimizer, "_buckets", ()) if hasattr(bucket, "owned")]
-    return owned or [p.detach().clone() for p in training.params]
+    if isinstance(training.optimizer, ShardedOnebitOptimizer):
+        return [bucket.owned.clone() for bucket in training.optimizer.buckets]
+    return [p.detach().clone() for p in training.params]
 
 
 def _moved(training: Stormy, before: list[Tensor]) -> float:

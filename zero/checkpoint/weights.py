@@ -112,7 +112,7 @@ def import_weights(
     file: of a folder, each rank reads the slices that it holds; errors are those of `materialize` then. Dtypes are
     converted. grid: where the model is one of several pipeline stages; it takes what is its own. Raises ValueError, on
     all ranks, before anything is changed, where names or shapes differ, and where the file is damaged (in a file of
-    somebody else's, as far as safetensors sees it) or not there.
+    someone else's, as far as safetensors sees it) or not there.
     """
     path, problem = Path(file), None
     if path.is_dir():
@@ -217,7 +217,7 @@ def write_weights(path: Path, tensors: dict[str, Tensor], about: Mapping[str, st
 
 
 def pieces_of(x: Tensor, count: int) -> Sequence[Tensor]:
-    """So many runs of rows of equal length, the last one shorter: what a sum is of. Each can be read alone."""
+    """This many runs of rows of equal length, the last one shorter: what a sum is of. Each can be read alone."""
     return x.chunk(count) if count > 1 else [x]
 
 

@@ -56,7 +56,7 @@ class Armed:
         return any(pruning.is_due(self.step, step) for _, pruning in self.pruning)
 
     def advance(self, step: int) -> None:
-        """So many steps are done, one more than before. All ranks, where weights are sharded: masks need them whole."""
+        """`step` steps are done, one more than before. All ranks, where weights are sharded: masks need them whole."""
         before, self.step = self.step, step
         self._choose(before)
         self._tell()
@@ -167,7 +167,7 @@ def disarm(armed: Armed) -> None:
 
 
 def _resume(module: nn.Module, incompatible: object) -> None:
-    """A hook behind load_state_dict."""
+    """A hook after load_state_dict."""
     armed: Armed | None = module.__dict__.get(_ARMED)
     if armed is not None:
         armed.resume()

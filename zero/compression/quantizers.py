@@ -191,7 +191,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, bits: int, n: int) -> Tensor:
-    """n codes, int32. Raises ValueError where the bytes are not those of so many."""
+    """n codes, int32. Raises ValueError where the bytes are not those of this many."""
     if packed.numel() != -(-n * bits // 8):
         raise ValueError(f"{n} codes of {bits} bits take {-(-n * bits // 8)} bytes, got {packed.numel()}")
     stream = ((packed.reshape(-1, 1).int() >> torch.arange(8, device=packed.device)) & 1).reshape(-1)[: n * bits]

@@ -1,4 +1,4 @@
-"""What a technique does after so many optimizer steps: pure functions of the step, so that a resumed run goes on.
+"""What a technique does after this many optimizer steps: pure functions of the step, so that a resumed run goes on.
 
 bits     start_bits at the offset; one less after P, 2P, 4P, ... steps, down to target_bits
 mix      r of w ← r·w + (1-r)·q(w): 1 whenever the bits fall, then less by the change ratio each step

@@ -1,7 +1,7 @@
 """The scheduler: counts optimizer steps and switches techniques on, in an engine and in plain loops.
 
     scheduler = CompressionScheduler(model)
-    handle = scheduler.attach(optimizer)             # behind every optimizer.step(); or call scheduler.step() there
+    handle = scheduler.attach(optimizer)             # after every optimizer.step(); or call scheduler.step() there
 
 An engine whose model is armed has one as `engine.compression_scheduler`, which it steps itself.
 """
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class CompressionScheduler:
     """Moves the techniques of an armed model. It keeps nothing: the step and the masks are the model's buffers.
 
-    step: call it behind every optimizer step, on all ranks, unless `attach` does. synchronise: called before masks are
+    step: call it after every optimizer step, on all ranks, unless `attach` does. synchronise: called before masks are
     chosen, where ranks hold weights that differ (local steps of 0/1 Adam): `optimizer.sync`, `engine.synchronise`.
     Raises ValueError where the model is not armed.
     """
@@ -62,7 +62,7 @@ class CompressionScheduler:
                 )
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Step behind every step of this optimizer; `remove()` of what is returned ends that. As `check_trains`."""
+        """Step after every step of this optimizer; `remove()` of what is returned ends that. As `check_trains`."""
         self.check_trains(optimizer)
         if self._synchronise is None and hasattr(optimizer, "sync"):
             self._synchronise = optimizer.sync

@@ -37,7 +37,7 @@ class WeightQuantization(nn.Module):
         self.reach(0)
 
     def reach(self, step: int) -> None:
-        """So many steps are done."""
+        """This many steps are done."""
         self.step, self.bits, self.mix = step, self.schedule.bits(step), self.schedule.mix(step)
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class Pruning(nn.Module):
         self._stack = (stack,)
 
     def reach(self, step: int) -> None:
-        """So many steps are done."""
+        """This many steps are done."""
         self.density = self.schedule.density(step)
 
     def is_due(self, before: int | None, step: int) -> bool:
@@ -245,7 +245,7 @@ class ActivationQuantization(nn.Module):
         self.reach(0)
 
     def reach(self, step: int) -> None:
-        """So many steps are done."""
+        """This many steps are done."""
         self.is_on = self.offset is None or step >= self.offset
 
     def without(self, dropping: tuple[tuple[Pruning, int], ...]) -> None:

@@ -116,7 +116,7 @@ class Efficiency:
         return tokens
 
     def go_to(self, step: int) -> None:
-        """Behind a step, and behind loading a checkpoint: the next one is this, counted from 0."""
+        """After a step, and after loading a checkpoint: the next one is this, counted from 0."""
         self._mine = 0
         if self.dropping is not None:
             self.dropping.advance(step)

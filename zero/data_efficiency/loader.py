@@ -1,7 +1,7 @@
 """The loader over a sampler: this rank's micro-batches, cut to the curriculum's length, and an exact place to resume.
 
 Every rank draws all global batches, numbers only, and reads its own parts: nothing is sent. Batches read ahead by
-workers do not count: the state is that behind the micro-batch yielded last.
+workers do not count: the state is that after the micro-batch yielded last.
 """
 
 from __future__ import annotations

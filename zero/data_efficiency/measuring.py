@@ -224,7 +224,7 @@ class Progress:
             self._out.write("\n")
 
     def at(self, done: int) -> None:
-        """So many samples are done."""
+        """This many samples are done."""
         share = done / self._total
         step = int(share * (200 if self._is_terminal else 10))
         if not self._is_shown or step == self._said:

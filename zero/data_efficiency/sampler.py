@@ -62,7 +62,7 @@ class CurriculumMetric:
     """How one metric paces the samples.
 
     values: of each sample; None: the metric selects no samples ("single_cluster"), its difficulty is there for others,
-    as for truncation. difficulty_type: "value": samples with at most this value; "percentile": the easiest so many per
+    as for truncation. difficulty_type: "value": samples with at most this value; "percentile": the easiest such per
     cent of the samples, ties in the order of their numbers.
     """
 
@@ -241,7 +241,7 @@ class _Cluster:
         self._pass, self._order = -1, members
 
     def take(self, count: int) -> Array:
-        """The next so many."""
+        """The next this many."""
         taken = []
         while count:
             number, first = divmod(self.read, len(self.members))

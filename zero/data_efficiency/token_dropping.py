@@ -92,7 +92,7 @@ class TokenDropping:
         return self._kept
 
     def advance(self, step: int | None = None) -> None:
-        """On to the next step, or to this one: behind every optimizer step, and behind loading a checkpoint."""
+        """On to the next step, or to this one: after every optimizer step, and after loading a checkpoint."""
         self.step = self.step + 1 if step is None else step
         self._kept = self.pacing(self.step + 1)
         self._calls.clear()
@@ -107,7 +107,7 @@ class TokenDropping:
         self.advance(state_dict["step"])
 
     def layer_tokens(self, length: int, layers: int) -> int:
-        """What a sequence of this length costs a model of so many layers, in tokens times layers."""
+        """What a sequence of this length costs a model of this many layers, in tokens times layers."""
         kept = min(self.kept, length)
         return length * (layers - len(self.layers)) + kept * len(self.layers)
 
@@ -306,7 +306,7 @@ def arm(dropping: TokenDropping, model: nn.Module, names: Sequence[str], *, is_s
 
 
 def disarm(dropping: TokenDropping) -> None:
-    """Give the layers their class back. Raises RuntimeError behind FSDP2, whose classes are built on these."""
+    """Give the layers their class back. Raises RuntimeError after FSDP2, whose classes are built on these."""
     for name, layer in dropping.layers.items():
         if _Dropping not in type(layer).__bases__:
             raise RuntimeError(f"{name} is sharded since it drops tokens; call model.eval(), which keeps all")
@@ -336,7 +336,7 @@ def middle_layers(model: nn.Module, pattern: str, *, with_ends: bool = False) ->
 
 
 def stack_of(model: nn.Module, layers: int) -> list[str]:
-    """The names of the model's `layers` layers: of its only list of so many modules of one class.
+    """The names of the model's `layers` layers: of its only list of this many modules of one class.
 
     Raises ValueError where there is none, or several.
     """

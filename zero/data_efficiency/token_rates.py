@@ -54,7 +54,7 @@ class TokenLR(LRScheduler):
         return [float(lr) * self.fraction() for lr in self.base_lrs]
 
     def step(self, epoch: int | None = None, *, tokens: int = 0) -> None:
-        """Behind an optimizer step that has consumed so many tokens, over all ranks."""
+        """After an optimizer step that has consumed this many tokens, over all ranks."""
         self.tokens += tokens
         super().step(epoch)
 

@@ -294,7 +294,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:
-        """Stepped behind every step that was taken."""
+        """Stepped after every step that was taken."""
         return self.scheduler
 
     @property

@@ -115,7 +115,7 @@ def GatheredParameters(
 ) -> Iterator[list[Tensor]]:
     """In this block the module's attributes are these parameters whole, float32 masters; gives them, in order.
 
-    params: of an engine's module; of no engine: they are whole already. modifier_rank: behind the block, all ranks take
+    params: of an engine's module; of no engine: they are whole already. modifier_rank: after the block, all ranks take
     what this one has made of them. None: what is written is lost, where the parameters are shards. A parameter in a
     variable from before the block stays a shard: take it from the module, or from what the block gives.
     """
@@ -221,7 +221,7 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """The mean over all ranks of the gradient, whole, without loss scale; float32. Between backward and step().
 
     Sent in float32 for this answer: a one-bit optimizer averages momentum, or leaves a gradient to its owner. None
-    where no rank has a gradient: before backward, behind step(), and where backward frees it (stage 2 across nodes).
+    where no rank has a gradient: before backward, after step(), and where backward frees it (stage 2 across nodes).
     """
     held = _held(param)
     transport = held.engine.grid.transport

@@ -1,7 +1,7 @@
 """The registry of forms: which one a configuration takes on this grid, and what it makes.
 
     local        Adam, AdamW, LaProp,     as dense inside a replica; between replicas `LocalSteps` exchanges differences
-                 Lamb, local_steps        every so many steps, and no gradients
+                 Lamb, local_steps        every N steps, and no gradients
     offloaded    the same, offload_param  as dense, with parameters in files; in checkpoints it is dense
     dense        the same                 as intra_node, with gradients averaged between replicas in float32; stage 0:
                                           as replicated

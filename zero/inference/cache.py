@@ -17,7 +17,7 @@ class StaticCache:
         self.values: dict[int, Tensor] = {}
 
     def fit(self, rows: int) -> None:
-        """Hold so many rows; what another number of rows has is dropped."""
+        """Hold this many rows; what another number of rows has is dropped."""
         if self.keys and next(iter(self.keys.values())).shape[0] != rows:
             self.keys, self.values = {}, {}
 

@@ -20,7 +20,7 @@ Join = Callable[[Tensor], Tensor]
 class Rows(nn.Module):
     """A matrix in int8 with a float32 scale for each row: w ≈ rows · scale. dtype: of what comes out.
 
-    Rows end in zeros up to a multiple of 16: torch's product reads what lies behind shorter ones, which is another
+    Rows end in zeros up to a multiple of 16: torch's product reads what lies beyond shorter ones, which is another
     number or no memory of this process; that of int8 with int8 is wrong for rows of 1.
     """
 
@@ -70,7 +70,7 @@ def _lengthened(x_BK: Tensor, width: int) -> Tensor:
 
 @functools.cache
 def _ones(n: int, device: torch.device) -> Tensor:
-    """One for all matrices of so many rows."""
+    """One for all matrices of this many rows."""
     return torch.ones(n, dtype=torch.bfloat16, device=device)
 
 

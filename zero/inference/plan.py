@@ -2,7 +2,7 @@
 
     onebit plan --params 124m --hosts 2 --link 1gbit --serve 12x768
 
-A decode step reads every weight once, and sends two sums of a layer's features, one behind the other: nothing hides
+A decode step reads every weight once, and sends two sums of a layer's features, one after another: nothing hides
 them. So a token costs, on W ranks of which each reads M bytes a second:
 
     overhead_s, and
@@ -54,7 +54,7 @@ class ServeRun:
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """Of one decode step on so many ranks: what a rank holds and sends, in bytes, and seconds. sums: one after the
+    """Of one decode step on this many ranks: what a rank holds and sends, in bytes, and seconds. sums: one after the
     other."""
 
     ranks: int

@@ -1,7 +1,7 @@
 """Tensor parallelism for inference: a model's linear layers, each rank's part of each, over any transport.
 
 1. A plan gives each layer a style by name: injection_policy, else the model's own `_tp_plan`, else `KNOWN` here.
-2. "colwise": a rank keeps its part of the outputs; "packed_colwise:P": of each of P matrices that lie one behind the
+2. "colwise": a rank keeps its part of the outputs; "packed_colwise:P": of each of P matrices that lie one after the
    other; "colwise_gather_output": and all ranks get all outputs. "rowwise": a rank keeps its part of the inputs, and
    the ranks add up their products; so of "moe_tp_experts", the experts of a mixture in one module. Embeddings, norms
    and whatever has no style stay whole on every rank.

@@ -216,7 +216,7 @@ class FileStore:
                 os.posix_fadvise(self._fd, extent.offset, extent.nbytes, os.POSIX_FADV_DONTNEED)
 
     def _check_size(self) -> None:
-        """A write behind the end of a file that was cut would fill the gap with zeros, without a word."""
+        """A write beyond the end of a file that was cut would fill the gap with zeros, without a word."""
         if (found := os.fstat(self._fd).st_size) != self.nbytes:
             raise StoreError(
                 errno.EIO,

@@ -244,7 +244,7 @@ class StoredGradients:
         return self._scratch[: held.numel()].copy_(held)
 
     def collect(self) -> None:
-        """What somebody has written to `p.grad` without a backward pass."""
+        """What someone has written to `p.grad` without a backward pass."""
         for k, p in enumerate(self.params):
             self._take(k, p)
 

@@ -1,4 +1,4 @@
-"""What lies where in a store: parameters one behind the other, cut into chunks, for each field of their state.
+"""What lies where in a store: parameters one after another, cut into chunks, for each field of their state.
 
 A field (master, exp_avg, ...) is one array of all elements, so a parameter's values of a field lie together and a
 checkpoint can show them as one tensor. A chunk is a range of elements: an extent in each field. A piece is what a chunk
@@ -24,7 +24,7 @@ _ALIGNED = 64
 
 
 def elements_of(chunk_mb: float, fields: Mapping[str, torch.dtype]) -> int:
-    """At most, of a chunk with so many MB of these fields: a multiple of UNIT."""
+    """At most, of a chunk with this many MB of these fields: a multiple of UNIT."""
     per_element = max(4, sum(dtype.itemsize for dtype in fields.values()))
     return max(1, int(chunk_mb * 2**20 / per_element) // UNIT) * UNIT
 

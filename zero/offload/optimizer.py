@@ -243,7 +243,7 @@ class Offload(torch.optim.Optimizer):
         return loss
 
     def _chunks(self) -> list[tuple[Place, Chunk]]:
-        """All of them. Raises RuntimeError behind `close`."""
+        """All of them. Raises RuntimeError after `close`."""
         if not self._places:
             raise RuntimeError("this Offload is closed; make another one")
         return [(place, chunk) for place in self._places for chunk in place.layout.chunks]

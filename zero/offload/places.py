@@ -59,7 +59,7 @@ class Stores:
         return StagedStore(store, streams, device, lease_bytes, self.buffer_count)
 
     def host_buffers(self, nbytes: int) -> HostBuffers:
-        """For copies of so many bytes at once."""
+        """For copies of this many bytes at once."""
         made = HostBuffers(nbytes, is_pinned=self.is_pinned)
         self.buffers.append(made)
         return made

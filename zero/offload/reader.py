@@ -66,7 +66,7 @@ class _Load:
 
 @dataclass
 class _Order:
-    """Who came behind whom, so that the next can be read ahead: of the last two, which tell forward from backward."""
+    """Who came after whom, so that the next can be read ahead: of the last two, which tell forward from backward."""
 
     follows: dict[tuple[object, object], tuple[Stored, ...]] = field(default_factory=dict)
     last: tuple[object, object] = (None, None)

@@ -49,7 +49,7 @@ class StagedStore:
     """A `Lender` whose leases lie on `device`, of a store whose bytes lie elsewhere.
 
     What a lease reads is copied as soon as the store has it, while the device computes; what it writes goes to the
-    store behind what the device has been given to do. The host waits in `settle`, for bytes that are just leaving, and
+    store after what the device has been given to do. The host waits in `settle`, for bytes that are just leaving, and
     where the store has no lease for one more copy. lease_bytes: of the largest lease. count: of leases at once.
     """
 

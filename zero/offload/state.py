@@ -19,7 +19,7 @@ from .store import Store
 
 @dataclass
 class OffloadStats:
-    """Since construction. grad_norm: of the last step, before clipping; None behind a skipped one.
+    """Since construction. grad_norm: of the last step, before clipping; None after a skipped one.
 
     wait_s: seconds that steps and hooks waited for the stores; network_s: for other ranks. read_bytes, written_bytes:
     of files.

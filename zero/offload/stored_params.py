@@ -25,8 +25,8 @@ from .store import PAGE, Extent, Lender, MemoryStore, Store, rounded
 class StoredParams:
     """All parameters of a model, in a store. trained: the first ones, in the order of the chunks' pieces.
 
-    open_store: makes a store of so many bytes and so large leases; staged: the store as the parameters' device sees it,
-    in leases of so many bytes. ahead: leases read ahead. device: where parameters come, and buffers go; None: where
+    open_store: makes a store of such a size and such leases; staged: the store as the parameters' device sees it,
+    in leases of this many bytes. ahead: leases read ahead. device: where parameters come, and buffers go; None: where
     each is. fill: called once with the model, some of which may be on "meta": what it writes are their first values.
     Raises TypeError and ValueError on parameters that cannot be moved, StoreError.
     """

@@ -147,7 +147,7 @@ def begin_micro_batch(model: nn.Module, stage: int, *, is_last: bool) -> None:
 def reduce_each(model: nn.Module, stage: int) -> None:
     """Stages 2 and 3, where forward passes of other micro-batches come in between (a pipeline): reduce with each.
 
-    Behind the last micro-batch call `reshard`: stage 2 keeps the gathered parameters until then.
+    After the last micro-batch call `reshard`: stage 2 keeps the gathered parameters until then.
     """
     root = _root(model)
     root.set_requires_gradient_sync(True)

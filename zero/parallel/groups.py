@@ -1,4 +1,4 @@
-"""What to train, given before sharding, found again behind it: FSDP2 puts new parameters in the place of the old."""
+"""What to train, given before sharding, found again after it: FSDP2 puts new parameters in the place of the old."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ another expert than the next, each meets the other's collective: parameters and 
 without a word if their sizes agree. `take_turns` makes a parameter without a gradient on this rank count as a zero one:
 
 1. Stages 1 and 2: gathers go through the modules in one order. Who needs the fifth gathers the first four as well;
-   behind the model's forward pass the rest. Everything stays gathered until backward, as it would have.
-2. A module's gradients are reduced once in a backward pass, behind its last use; in the same order backwards, those of
+   after the model's forward pass the rest. Everything stays gathered until backward, as it would have.
+2. A module's gradients are reduced once in a backward pass, after its last use; in the same order backwards, those of
    modules that this rank did not run at the end.
 3. Before each reduction the ranks tell which gradients they have: a bit for each parameter, sent with no waiting. Who
    misses one waits for the answer, and makes zeros of what others have. What nobody has stays without a gradient.

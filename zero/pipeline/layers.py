@@ -74,7 +74,7 @@ Layer = LayerSpec | nn.Module | Call
 class Stage(nn.Module):
     """Some layers, one after the other. calls: these, in order, each a module of the two dicts or a function.
 
-    interval: activations of so many calls at a time are computed again in the backward pass; 0: all are kept.
+    interval: activations of this many calls at a time are computed again in the backward pass; 0: all are kept.
     """
 
     def __init__(self, layers: nn.ModuleDict, tied: nn.ModuleDict, calls: Sequence[Call], interval: int):

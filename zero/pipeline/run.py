@@ -295,7 +295,7 @@ class _Reducing(nn.Module):
 
 
 def _columns(batches: Sequence[Batch]) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The inputs and the targets of all micro-batches, one behind the other. Raises ValueError where they differ."""
+    """The inputs and the targets of all micro-batches, one after another. Raises ValueError where they differ."""
     rows = [(_tensors(inputs), target) for inputs, target in batches]
     shapes = {(*map(_shape, inputs), _shape(target)) for inputs, target in rows}
     if len(shapes) > 1:
@@ -355,7 +355,7 @@ class Ties:
 
     @torch.no_grad()
     def add_gradients(self) -> None:
-        """Each tied gradient ← the sum over its holders: the same bits on all. Behind the last backward pass.
+        """Each tied gradient ← the sum over its holders: the same bits on all. After the last backward pass.
 
         Sends 4 bytes per element, as the gradients are; a parameter without a gradient anywhere has none.
         """

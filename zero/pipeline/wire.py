@@ -29,7 +29,7 @@ WIRES: dict[str, Codec | None] = {
 
 
 def frame_bytes(codec: Codec, numel: int) -> int:
-    """What a tensor of so many elements is on the wire, padded to whole blocks."""
+    """What a tensor of this many elements is on the wire, padded to whole blocks."""
     return codec.frame_bytes(_padded(codec, numel))
 
 
@@ -150,7 +150,7 @@ class CompressedStage(PipelineStage):
 
     @contextmanager
     def _leaving_no_trace(self) -> Iterator[None]:
-        """Behind it buffers (running statistics) are as they were; so are random streams, by torch's own doing."""
+        """After it buffers (running statistics) are as they were; so are random streams, by torch's own doing."""
         held = [(buffer, buffer.detach().clone()) for buffer in self.submod.buffers()]
         yield
         for buffer, before in held:

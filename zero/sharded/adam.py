@@ -59,7 +59,7 @@ class ShardedAdamRule(ShardedRule):
     def direction(
         self, bucket: ShardedBucket, numbers: StepNumbers, arrived: Received, D: Tensor | None = None
     ) -> Tensor:
-        """m̂/D of the own chunk, float32 [N]; D is written, where somebody asks. Advances the variance."""
+        """m̂/D of the own chunk, float32 [N]; D is written, where someone asks. Advances the variance."""
         make = self._in_one_pass if arrived.heard is None else self._in_warmup
         direction = make(bucket, numbers, arrived, D)
         self.placement.keep_mean(bucket, arrived)

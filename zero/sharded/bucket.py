@@ -55,7 +55,7 @@ class ShardedBucket:
     owned: float32 [N], the master weights; at stage 0 the error of the updates that were sent, and masters are whole on
     every rank, of parameters of less than float32. steps: per parameter,
     the steps in which some rank had a gradient for it, 0-dimensional. is_warm: whether the last step was one of the
-    warm-up, and until the first, whether there is one. received: everybody's last frames of the own chunk, kept only
+    warm-up, and until the first, whether there is one. received: all ranks' last frames of the own chunk, kept only
     for clipping. mean: float32 [N], their mean: in the warm-up, and where they were loaded from a checkpoint.
     grad_stats: of the last step, float32 numbers of no dimensions; see `health.GradStats`. ready: at stage 2, the
     parameters whose gradients have come in this backward pass. gate: bool, of no dimensions, of the step under way

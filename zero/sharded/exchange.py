@@ -64,7 +64,7 @@ class ShardedConfig:
             )
 
     def warms_up(self, bucket: ShardedBucket, ahead: int = 0) -> bool:
-        """Whether the step that this bucket has begun, or the one so many ahead, is one of its warm-up.
+        """Whether the step that this bucket has begun, or the one this many ahead, is one of its warm-up.
 
         Once a bucket has sent one bit, its warm-up is over, whatever the count: it needs the last step's mean.
         """
@@ -123,7 +123,7 @@ class Heard(NamedTuple):
 class Received(NamedTuple):
     """What an owner has of its chunk when all frames are there. g: its own gradient, float32 [N]. frames: [W, B].
 
-    heard: what they say; None behind the warm-up, where they are read in one pass with what is made of them.
+    heard: what they say; None after the warm-up, where they are read in one pass with what is made of them.
     """
 
     g: Tensor
@@ -140,7 +140,7 @@ class Sharded:
     config: ShardedConfig
 
     def send_early(self, bucket: ShardedBucket, numbers: StepNumbers, scale: float) -> Generator[Work, None, Tensor]:
-        """The frames of `send_up` behind the warm-up, to the owners; uint8 [W, B], everybody's. Writes nothing.
+        """The frames of `send_up` after the warm-up, to the owners; uint8 [W, B], all ranks'. Writes nothing.
 
         Once it is known that the step counts, `send_up` makes them once more: the gradients are there still, and so no
         state has to be kept that a step given up would need. Sends (W-1)·B per rank.
@@ -161,7 +161,7 @@ class Sharded:
         scale: float | Tensor,
         early_WB: Tensor | None,
     ) -> Generator[Work, None, Received]:
-        """Everybody's gradients into the momentum, and frames of that to the owners. Sends (W-1)·B per rank.
+        """All ranks' gradients into the momentum, and frames of that to the owners. Sends (W-1)·B per rank.
 
         seen: by parameter, whether any rank has a gradient for it; the others stay as they are. scale: what gradients
         are to be multiplied by. early: the frames, where `send_early` has sent them. At stage 2 gradients are freed
@@ -214,7 +214,7 @@ class Sharded:
 
     @staticmethod
     def _means(bucket: ShardedBucket, codec: Codec, received_WB: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's q of its own chunk, and the mean of everybody's; zeros in the padding."""
+        """This rank's q of its own chunk, and the mean of all ranks'; zeros in the padding."""
         q, mean = (torch.empty(bucket.layout.chunk, device=bucket.device, dtype=torch.float32) for _ in range(2))
         codec.decode_mean(received_WB, mean)
         codec.decode(received_WB[bucket.rank : bucket.rank + 1], q.view(1, -1))

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class TakenMasters:
-    """Whether masters have been taken, and whether somebody has changed the parameters since. Stage 0 has none."""
+    """Whether masters have been taken, and whether someone has changed the parameters since. Stage 0 has none."""
 
     def __init__(self, rank: int, buckets: Buckets[ShardedBucket], *, are_kept: bool):
         self._rank, self._buckets, self._are_kept = rank, buckets, are_kept
@@ -45,7 +45,7 @@ class TakenMasters:
         self._versions = None
 
     def check(self) -> None:
-        """Take them before the first step; later on say so, once, where somebody has changed the parameters."""
+        """Take them before the first step; later on say so, once, where someone has changed the parameters."""
         if not self.are_taken:
             self.take()
         for bucket in self._buckets:  # at stage 0

@@ -4,7 +4,7 @@ A rule (`adam.py`, `lamb.py`, `zero_one_adam.py`) is the step of one bucket: a v
 `exchange.py`. Here is who votes, and when:
 
     stages 0, 1   step(): one vote on all gradients, then all buckets' steps, a few on the wire at a time
-                  with overlap, behind the warm-up: frames go up during backward, and the vote comes behind them
+                  with overlap, after the warm-up: frames go up during backward, and the vote comes after them
     stage 2       backward: a bucket whose gradients are complete begins its step, with a vote of its own; the bucket
                   before it goes up, the one before that comes down
                   step(): the other buckets begin theirs; all are brought home
@@ -89,10 +89,10 @@ class ShardedOptions(SharedOptions, total=False):
     for a variance that is still young, and some runs never make it up (scripts/records/sharded_2026-11.md). 0: none.
     warmup_codec: what gradients travel up in, in these steps: `Log4Codec` halves their bytes. None: momentum goes up,
     in eight bits, and what they leave out of it is returned.
-    overlap: at stages 0 and 1 behind the warm-up, without max_grad_norm, frames go up during backward. They are made
+    overlap: at stages 0 and 1 after the warm-up, without max_grad_norm, frames go up during backward. They are made
     once more when the step is known to count, so that nothing is written before. Where gradients change before step()
     all the same, they are sent once more, and after three such steps in a row nothing is sent during backward any more.
-    max_consecutive_skips: so many steps in a row of which anything was skipped are an error (0: never).
+    max_consecutive_skips: this many steps in a row of which anything was skipped are an error (0: never).
     """
 
     stage: int
@@ -290,7 +290,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         return has_caught_up
 
     def _count_vain(self) -> None:
-        """Once no peer has answered in backward in so many steps in a row, none is waited for there any more."""
+        """Once no peer has answered in backward in this many steps in a row, none is waited for there any more."""
         self._vain_steps, self._was_in_vain = self._vain_steps + 1 if self._was_in_vain else 0, False
         if self._vain_steps == VAIN_STEPS:
             log.warning(

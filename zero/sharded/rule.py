@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ShardedRule(BucketRule[ShardedBucket]):
-    """An algorithm whose state is sharded. Its step yields a `Ready`, and exchanges behind the decision.
+    """An algorithm whose state is sharded. Its step yields a `Ready`, and exchanges after the decision.
 
     works: how many operations its exchange takes, one after the other.
     """
@@ -33,7 +33,7 @@ class ShardedRule(BucketRule[ShardedBucket]):
         yield from self.take(bucket, decision, scale, None)
 
     def step_early(self, bucket: ShardedBucket, scale: float) -> BucketStep:
-        """As `step`, to the bit, but that frames go up before the decision: it yields an `Arrived` behind them."""
+        """As `step`, to the bit, but that frames go up before the decision: it yields an `Arrived` after them."""
         frames_WB = yield from self.placement.send_early(bucket, self.numbers(bucket), scale)
         decision: Decision = yield Arrived()
         yield from self.take(bucket, decision, scale, frames_WB)
@@ -42,7 +42,7 @@ class ShardedRule(BucketRule[ShardedBucket]):
     def take(
         self, bucket: ShardedBucket, decision: Decision, scale: float, early_WB: Tensor | None
     ) -> Generator[Work | Meeting, Answer, None]:
-        """The step behind the decision. early: the frames of `step_early`."""
+        """The step after the decision. early: the frames of `step_early`."""
 
     def bind(self, placement: Sharded, buckets: Buckets[ShardedBucket]) -> None:
         """Take over the optimizer's parts."""

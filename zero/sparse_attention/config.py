@@ -63,10 +63,10 @@ class SparsityConfig:
     different_layout_per_head: each head draws its own random blocks and takes its own global pattern. seed: of the
     random blocks, which depend on (seed, head, row) and so are equal on all ranks and after a resume.
 
-    fixed: windows of num_local_blocks, the last num_global_blocks columns of each window for everybody
+    fixed: windows of num_local_blocks, the last num_global_blocks columns of each window for all
     (num_different_global_patterns: heads take the columns before these in turn), with horizontal_global_attention
     their rows too. variable: windows of local_window_blocks, the last of which repeats, columns
-    [global_block_indices, global_block_end_indices) for everybody, num_random_blocks in each row (null: 0). bigbird:
+    [global_block_indices, global_block_end_indices) for all, num_random_blocks in each row (null: 0). bigbird:
     num_sliding_window_blocks around the diagonal, the first num_global_blocks rows and columns, num_random_blocks in
     each row (null: 1). bslongformer: the same window, rows and columns of the global indices.
     """

@@ -131,7 +131,7 @@ def _fixed(config: SparsityConfig, N: int, head: int) -> Tensor:
 
 
 def _variable(config: SparsityConfig, N: int, head: int) -> Tensor:
-    """Windows of the listed sizes one behind the other, the last of which repeats; random and global blocks."""
+    """Windows of the listed sizes one after another, the last of which repeats; random and global blocks."""
     sizes, window = config.local_window_blocks, torch.zeros(N, dtype=torch.long, device="cpu")
     start = k = 0
     while start < N:
@@ -184,7 +184,7 @@ def _with_global(seen_NN: Tensor, ranges: tuple[tuple[int, int], ...] | list[tup
 
 
 def _random(config: SparsityConfig, N: int, head: int) -> Tensor:
-    """So many blocks of each row; of a causal layout, of the row's past and itself, as many as there are."""
+    """This many blocks of each row; of a causal layout, of the row's past and itself, as many as there are."""
     seen = torch.zeros(N, N, dtype=torch.bool, device="cpu")
     for row in range(N) if config.random_blocks else ():
         digest = hashlib.sha256(f"{config.seed}/{head}/{row}".encode()).digest()

@@ -43,7 +43,7 @@ class Bucket:
     key_blocks_TC: Tensor
 
     def chunks(self, tasks: int) -> Iterator[Bucket]:
-        """The same in pieces of so many tasks."""
+        """The same in pieces of this many tasks."""
         for start in range(0, len(self.rows_TR), tasks):
             here = slice(start, start + tasks)
             yield Bucket(
@@ -69,7 +69,7 @@ def cost(query_blocks: int, key_blocks: Tensor | int, block: int) -> Tensor | in
 
 @functools.lru_cache(maxsize=64)
 def plan(layout: Layout, sequences: int, key_heads: int, device: torch.device) -> tuple[Bucket, ...]:
-    """The buckets of a layout for so many sequences. Kept."""
+    """The buckets of a layout for this many sequences. Kept."""
     made = []
     for joined, tasks in _tasks(layout).items():
         seen_HMN = _joined(layout, joined)
@@ -85,7 +85,7 @@ def plan(layout: Layout, sequences: int, key_heads: int, device: torch.device) -
 
 
 def _joined(layout: Layout, joined: int) -> Tensor:
-    """What so many neighbouring query blocks see together, [H, M, N]; of a causal layout also themselves."""
+    """What this many neighbouring query blocks see together, [H, M, N]; of a causal layout also themselves."""
     H, N, M = layout.heads, layout.rows, layout.rows // joined
     seen = layout.blocks_HNN[:, : M * joined].view(H, M, joined, N).any(2)
     if layout.is_causal:

@@ -75,7 +75,7 @@ def attention_of(
 
 
 def place_heads(model: nn.Module, rank: int, ranks: int) -> None:
-    """Tell sparse attention which heads this one of so many tensor-parallel ranks has: the rank-th part of them."""
+    """Tell sparse attention which heads this one of this many tensor-parallel ranks has: the rank-th part of them."""
     for module in model.modules():
         if isinstance(module, SparseSelfAttention):
             if module.heads % ranks:
@@ -84,7 +84,7 @@ def place_heads(model: nn.Module, rank: int, ranks: int) -> None:
 
 
 def extend_positions(model: nn.Module, positions: int) -> None:
-    """Let a model take sequences of so many tokens: its learned tables of positions are repeated up to there.
+    """Let a model take sequences of this many tokens: its learned tables of positions are repeated up to there.
 
     The table's rows repeat from the first one on. The table is a new parameter: call it before the optimizer is made.
     Rotary positions have no table; their limit is raised. Raises ValueError where a table is longer already.

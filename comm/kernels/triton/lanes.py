@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 
 
 class Frames(NamedTuple):
-    """Frames, seen twice. codes: words of 64 sign bits, int64, or int8; halves: int16, as scales are, behind the codes.
+    """Frames, seen twice. codes: words of 64 sign bits, int64, or int8; halves: int16, as scales are, after the codes.
 
     Strides are from frame to frame, each in its elements. halves_per_row: of a frame.
     """

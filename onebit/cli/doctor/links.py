@@ -92,7 +92,7 @@ def _between_two(part: Transport) -> tuple[float, float]:
 
 
 def _exchange_s(part: Transport, size: int) -> float:
-    """Seconds in which each of two ranks gets so many bytes of the other; the slower one's."""
+    """Seconds in which each of two ranks gets this many bytes of the other; the slower one's."""
     sent = torch.zeros(2, size, dtype=torch.uint8, device=part.device)
     received = torch.empty_like(sent)
     gather_bytes(part, b"ready", part.device)

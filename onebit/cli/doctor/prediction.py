@@ -73,7 +73,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What samples say of a contender's step. All three in seconds of so many elements."""
+    """What samples say of a contender's step. All three in seconds of this many elements."""
 
     exchange: Line
     launching: Line
@@ -148,7 +148,7 @@ def verdict(dense: dict[str, float], ours: dict[str, float], compute_s: float) -
 
 
 def shapes_of(params: float, width: int | None = None) -> list[tuple[int, int]]:
-    """The matrices of a transformer of so many parameters, first layer first: blocks of 12·d² elements, d a power of 2
+    """The matrices of a transformer with these parameters, first layer first: blocks of 12·d² elements, d a power of 2
     or three quarters of one. width: d, where it is known."""
     d = width or width_of(params)
     block = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)]

@@ -40,7 +40,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Sample:
-    """Median steps of a method with so many elements. buckets: in how many its traffic left."""
+    """Median steps of a method with this many elements. buckets: in how many its traffic left."""
 
     elements: int
     buckets: int
@@ -52,7 +52,7 @@ def numels_of(shapes: Shapes) -> list[int]:
 
 
 def cut(shapes: Shapes, elements: float) -> Shapes:
-    """The first matrices that hold so many elements together, or all of them; at least one."""
+    """The first matrices that hold this many elements together, or all of them; at least one."""
     taken, total = 0, 0
     while taken < len(shapes) and total < elements:
         total += shapes[taken][0] * shapes[taken][1]
@@ -74,7 +74,7 @@ def sample_shapes(shapes: Shapes, method: Method, world_size: int, bytes_per_s: 
 def measure(
     method: Method, shapes: Shapes, transport: Transport, *, compute_s: float = 0.0, repeats: int = REPEATS
 ) -> dict[str, Timed]:
-    """Median steps of a model of these shapes, by row: the method's name, and with WARMUP behind it. All ranks."""
+    """Median steps of a model of these shapes, by row: the method's name, and with WARMUP after it. All ranks."""
     model = EmulatedModel(shapes, transport, compute_s)
     contender = method.make(model, transport)
     rows: dict[str, Timed] = {}
@@ -162,5 +162,5 @@ def predictions(
 
 
 def model_shapes(params: float) -> Shapes:
-    """Of a transformer of about so many parameters."""
+    """Of a transformer of about this many parameters."""
     return shapes_of(params)

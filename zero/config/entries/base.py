@@ -116,7 +116,7 @@ class Footprint:
     """What a rank holds and sends, in bytes per parameter of those that it holds, once any warm-up is over.
 
     moments: optimizer state without errors; sent: each way of an exchange. Both of a frame's bytes per parameter.
-    dense_steps: of a run's first so many steps, how many send gradients in place of momentum, with nothing said.
+    dense_steps(steps): of a run's first steps, how many send gradients in place of momentum, with nothing said.
     """
 
     moments: Callable[[float], float]
