@@ -43,9 +43,10 @@ if TYPE_CHECKING:
     from . import runtime as runtime
     from . import utils as utils
     from . import zero as zero
+    from .checkpoint.exporting import export_weights
     from .checkpoint.files import Checkpoints
+    from .checkpoint.importing import import_weights
     from .checkpoint.materialize import materialize
-    from .checkpoint.weights import export_weights, import_weights
     from .checkpoint.whole import read_checkpoint_weights
     from .compression import export_compressed, import_compressed, init_compression, redundancy_clean
     from .config.whole import Config, read_config
@@ -106,10 +107,10 @@ else:
         "TiedLayerSpec": ".pipeline.layers",
         "add_config_arguments": ".deepspeed.initializing",
         "export_compressed": ".compression",
-        "export_weights": ".checkpoint.weights",
+        "export_weights": ".checkpoint.exporting",
         "get_accelerator": ".deepspeed.accelerator",
         "import_compressed": ".compression",
-        "import_weights": ".checkpoint.weights",
+        "import_weights": ".checkpoint.importing",
         "init_compression": ".compression",
         "init_distributed": ".deepspeed.comm",
         "init_inference": ".inference",

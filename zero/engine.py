@@ -31,8 +31,8 @@ from ..comm.messages import call_of_all, gather_bytes
 from ..usage.buffers import averaged_buffers, persistent_buffers, sync_tensors
 from ..usage.graphs import outside_graphs
 from .checkpoint import engine_state, tags
+from .checkpoint.exporting import export_weights
 from .checkpoint.files import Checkpoints
-from .checkpoint.weights import export_weights
 from .data import Loader, forever
 from .feature import F, Feature
 from .form import Form

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from onebit.comm import SimTransport
-from onebit.zero.checkpoint.weights import export_weights, import_weights
+from onebit.zero.checkpoint.exporting import export_weights
+from onebit.zero.checkpoint.importing import import_weights
 
 
 class Tied(nn.Module):

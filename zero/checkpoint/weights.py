@@ -1,4 +1,4 @@
-"""A model's weights as one safetensors file, whole, and back into a model however it is sharded."""
+"""Safetensors files with a checksum of each piece: written, read, checked. Extra `[zero]`."""
 
 from __future__ import annotations
 
@@ -10,147 +10,15 @@ import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    ValueType,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 
-from ...checkpoint.files import make_folder, reason, remove, sync_folder
-from ...comm import Transport
-from ...comm.messages import call_of_all, gather_texts, raise_on_all_ranks
-from ..grid import Grid
+from ...checkpoint.files import make_folder, remove, sync_folder
 
 _SUMS = "onebit.crc32"  # in the metadata of a file: {name: `sums_of` the tensor}, as JSON
 _PIECE_BYTES = 1 << 20
-
-
-def export_weights(
-    model: nn.Module,
-    file: str | os.PathLike[str],
-    transport: Transport,
-    dtype: torch.dtype | None = None,
-    *,
-    grid: Grid | None = None,
-    max_file_bytes: int | None = None,
-) -> None:
-    """Write the weights under their names in the model, gathered from all shards. All ranks; rank 0 writes.
-
-    dtype: of floating-point weights in the file; None: as they are. Tied weights are written once, under the first of
-    their names. grid: where the model is one of several pipeline stages; rank 0 then takes the others' weights too.
-    max_file_bytes: `file` is a folder, for several files of at most so many bytes of tensors (one that is larger has a
-    file of its own) and an index, as Hugging Face's: no rank ever holds more than a file, see `export_folder`. Written
-    in a hidden folder, flushed and renamed, with a CRC-32 of each MiB of a tensor among its metadata and mode 0600
-    (chmod it to share it). Raises ImportError without safetensors, and OSError, on all ranks, where the file cannot be
-    written: an older one is as it was then.
-    """
-    check_can_export()
-    with call_of_all(transport, "export_weights()"):
-        if max_file_bytes is not None:
-            from .weight_folder import export_folder
-
-            export_folder(model, Path(file), transport, dtype, grid=grid, max_file_bytes=max_file_bytes)
-        else:
-            _export_file(model, Path(file), transport, dtype, grid)
-
-
-def _export_file(
-    model: nn.Module, path: Path, transport: Transport, dtype: torch.dtype | None, grid: Grid | None
-) -> None:
-    if grid is not None and grid.shape.size("pipe") > 1:
-        whole = _of_all_stages(model, grid)
-    else:
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        whole = cast(dict[str, Tensor], get_model_state_dict(model, options=options))
-    problem = None
-    if transport.rank == 0:
-        try:
-            write_weights(path, {name: _in(dtype, x) for name, x in whole.items()})
-        except (OSError, error_of_safetensors()) as error:
-            problem = f"rank 0: {path} cannot be written: {reason(error)}"
-    raise_on_all_ranks(transport, problem, OSError)
-
-
-@torch.no_grad()
-def _of_all_stages(model: nn.Module, grid: Grid) -> dict[str, Tensor]:
-    """On rank 0 every stage's weights, in host memory; elsewhere nothing that lasts. A stage sends its weights once."""
-    here, pipe, whole = grid.coordinates, grid.transports["pipe"], {}
-    is_first = not any(place for axis, place in here.items() if axis != "pipe")
-    for name, x in model.state_dict().items():
-        gathered = x.full_tensor() if hasattr(x, "full_tensor") else x
-        if is_first:  # of its stage
-            whole[name] = gathered.cpu()
-    if not is_first:
-        return {}
-    held = {name: (list(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in whole.items()}
-    every = [json.loads(text) for text in gather_texts(pipe, json.dumps(held))]
-    known = dict(every[0])
-    for stage, names in enumerate(every):
-        for name, (shape, dtype) in names.items():
-            if name in known and stage > 0:
-                continue
-            known[name] = (shape, dtype)
-            if stage > 0:
-                x = whole[name] if pipe.rank == stage else torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-                x = x.to(grid.device).contiguous()
-                pipe.broadcast(x, stage).wait()
-                if pipe.rank == 0:
-                    whole[name] = x.cpu()
-    return whole if pipe.rank == 0 else {}
-
-
-def import_weights(
-    model: nn.Module, file: str | os.PathLike[str], transport: Transport, *, grid: Grid | None = None
-) -> None:
-    """Read weights that `export_weights` wrote into a model, sharded or not, in place. All ranks; each reads the file.
-
-    file: of a folder, each rank reads the slices that it holds; errors are those of `materialize` then. Dtypes are
-    converted. grid: where the model is one of several pipeline stages; it takes what is its own. Raises ValueError, on
-    all ranks, before anything is changed, where names or shapes differ, and where the file is damaged (in a file of
-    someone else's, as far as safetensors sees it) or not there.
-    """
-    path, problem = Path(file), None
-    if path.is_dir():
-        from .materialize import materialize
-
-        materialize(model, path, transport=transport, is_stage=grid is not None and grid.shape.size("pipe") > 1)
-        return
-    whole: dict[str, Tensor] = {}
-    try:
-        whole = read_weights(path)
-    except ImportError:
-        raise
-    except Exception as error:
-        problem = f"rank {transport.rank}: {path} cannot be read: {error}"
-    state = model.state_dict()
-    if problem is None:
-        whole |= {name: whole[first] for name, first in tied(model).items() if first in whole and name not in whole}
-        if grid is not None and grid.shape.size("pipe") > 1:
-            whole = {name: x for name, x in whole.items() if name in state}
-        problem = _difference(path, whole, state)
-    raise_on_all_ranks(transport, problem, ValueError)
-    own: dict[str, ValueType] = {name: x.to(state[name].dtype) for name, x in whole.items()}
-    set_model_state_dict(model, own, options=StateDictOptions(full_state_dict=True))
-
-
-def _difference(path: Path, whole: dict[str, Tensor], state: dict[str, Tensor]) -> str | None:
-    if names := sorted(whole.keys() ^ state.keys()):
-        where = "the model has no" if names[0] in whole else "the file has no"
-        return f"{path} is of another model: {where} {names[0]}"
-    for name, x in state.items():
-        if whole[name].shape != x.shape:
-            shapes = f"shape {tuple(whole[name].shape)} there and {tuple(x.shape)} here"
-            return f"{path} is of another model: {name} has {shapes}"
-    return None
-
-
-def _in(dtype: torch.dtype | None, x: Tensor) -> Tensor:
-    return x if dtype is None or not x.is_floating_point() else x.to(dtype)
 
 
 def _once(whole: dict[str, Tensor]) -> dict[str, Tensor]:

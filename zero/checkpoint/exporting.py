@@ -1,0 +1,95 @@
+"""A model's weights, whole, into safetensors files, however the model is sharded."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from ...checkpoint.files import reason
+from ...comm import Transport
+from ...comm.messages import call_of_all, gather_texts, raise_on_all_ranks
+from ..grid import Grid
+from .weight_folder import export_folder
+from .weights import check_can_export, error_of_safetensors, write_weights
+
+
+def export_weights(
+    model: nn.Module,
+    file: str | os.PathLike[str],
+    transport: Transport,
+    dtype: torch.dtype | None = None,
+    *,
+    grid: Grid | None = None,
+    max_file_bytes: int | None = None,
+) -> None:
+    """Write the weights under their names in the model, gathered from all shards. All ranks; rank 0 writes.
+
+    dtype: of floating-point weights in the file; None: as they are. Tied weights are written once, under the first of
+    their names. grid: where the model is one of several pipeline stages; rank 0 then takes the others' weights too.
+    max_file_bytes: `file` is a folder, for several files of at most so many bytes of tensors (one that is larger has a
+    file of its own) and an index, as Hugging Face's: no rank ever holds more than a file, see `export_folder`. Written
+    in a hidden folder, flushed and renamed, with a CRC-32 of each MiB of a tensor among its metadata and mode 0600
+    (chmod it to share it). Raises ImportError without safetensors, and OSError, on all ranks, where the file cannot be
+    written: an older one is as it was then.
+    """
+    check_can_export()
+    with call_of_all(transport, "export_weights()"):
+        if max_file_bytes is not None:
+            export_folder(model, Path(file), transport, dtype, grid=grid, max_file_bytes=max_file_bytes)
+        else:
+            _export_file(model, Path(file), transport, dtype, grid)
+
+
+def _export_file(
+    model: nn.Module, path: Path, transport: Transport, dtype: torch.dtype | None, grid: Grid | None
+) -> None:
+    if grid is not None and grid.shape.size("pipe") > 1:
+        whole = _of_all_stages(model, grid)
+    else:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole = cast(dict[str, Tensor], get_model_state_dict(model, options=options))
+    problem = None
+    if transport.rank == 0:
+        try:
+            write_weights(path, {name: _in(dtype, x) for name, x in whole.items()})
+        except (OSError, error_of_safetensors()) as error:
+            problem = f"rank 0: {path} cannot be written: {reason(error)}"
+    raise_on_all_ranks(transport, problem, OSError)
+
+
+@torch.no_grad()
+def _of_all_stages(model: nn.Module, grid: Grid) -> dict[str, Tensor]:
+    """On rank 0 every stage's weights, in host memory; elsewhere nothing that lasts. A stage sends its weights once."""
+    here, pipe, whole = grid.coordinates, grid.transports["pipe"], {}
+    is_first = not any(place for axis, place in here.items() if axis != "pipe")
+    for name, x in model.state_dict().items():
+        gathered = x.full_tensor() if hasattr(x, "full_tensor") else x
+        if is_first:  # of its stage
+            whole[name] = gathered.cpu()
+    if not is_first:
+        return {}
+    held = {name: (list(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in whole.items()}
+    every = [json.loads(text) for text in gather_texts(pipe, json.dumps(held))]
+    known = dict(every[0])
+    for stage, names in enumerate(every):
+        for name, (shape, dtype) in names.items():
+            if name in known and stage > 0:
+                continue
+            known[name] = (shape, dtype)
+            if stage > 0:
+                x = whole[name] if pipe.rank == stage else torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+                x = x.to(grid.device).contiguous()
+                pipe.broadcast(x, stage).wait()
+                if pipe.rank == 0:
+                    whole[name] = x.cpu()
+    return whole if pipe.rank == 0 else {}
+
+
+def _in(dtype: torch.dtype | None, x: Tensor) -> Tensor:
+    return x if dtype is None or not x.is_floating_point() else x.to(dtype)
