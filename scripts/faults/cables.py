@@ -140,7 +140,7 @@ TROUBLES: dict[str, Trouble] = {
     "slow, 1 Mbit/s": Trouble(_shape("tbf rate 1mbit burst 3000 limit 60000"), is_harmless=True),
     "slow, 200 kbit/s": Trouble(_shape("tbf rate 200kbit burst 3000 limit 60000"), is_harmless=True),
     "lossy, a queue of two packets": Trouble(_shape("tbf rate 2mbit burst 3000 limit 4600"), is_harmless=True),
-    "slower than the timeout, 4 kbit/s": Trouble(_shape("tbf rate 4kbit burst 1600 limit 60000")),
+    "slower than the timeout, 400 bit/s": Trouble(_shape("tbf rate 400bit burst 1600 limit 60000")),
 }
 
 
