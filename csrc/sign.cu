@@ -56,7 +56,7 @@ struct Signs {
 };
 
 // Where nothing is summed over lanes a thread may take any elements: four neighbours of each 64, thread l those from 4·l
-// on. One load brings them, where they lie at a multiple of their four sizes, and their signs are bits of one word.
+// on. One load brings them if their address is a multiple of their four sizes; their signs are bits of one word.
 constexpr int kQuads = kBlock / 64;
 constexpr int kQuadBatch = kQuads % 4 == 0 ? 4 : kQuads % 2 == 0 ? 2 : 1;  // loaded at a time
 typedef u32 Quads[kQuadBatch][4];
@@ -66,7 +66,7 @@ struct alignas(4 * sizeof(Word)) Four {
   Word words[4];
 };
 
-__device__ __forceinline__ bool lies_in_fours(const void* data, int kind, i64 at) {
+__device__ __forceinline__ bool is_aligned_in_fours(const void* data, int kind, i64 at) {
   const int size = kind == kFloat32 ? 4 : 2;
   return (reinterpret_cast<u64>(data) + static_cast<u64>(at * size)) % (4 * size) == 0;
 }
@@ -92,7 +92,7 @@ __device__ __forceinline__ void store_four_words(Word* to, const Quads& raw) {
   }
 }
 
-// data: lies in fours; of kind kFloat32, kBfloat16 or kFloat16. at: of this thread's first.
+// data: aligned in fours; of kind kFloat32, kBfloat16 or kFloat16. at: of this thread's first.
 __device__ __forceinline__ void load_quads(Quads& raw, const void* data, int kind, i64 at) {
   if (kind == kFloat32)
     load_four_words(raw, static_cast<const u32*>(data) + at);
@@ -420,24 +420,6 @@ ONEBIT_KERNEL sign_decode(const u8* frames, i64 frame_stride, float* out, i64 ou
   const u8* frame = frames + at.k * frame_stride;
   const float magnitude = float_from_bf16(*sign::scale_of(frame, J, at.j)) * weight;
   float* mine = out + at.k * out_stride + static_cast<i64>(at.j) * kBlock;
-  if (sign::lies_in_fours(mine, kFloat32, 0)) {
-#pragma unroll kUnrolled
-    for (int quad = 0; quad < sign::kQuads; quad += sign::kQuadBatch) {
-      const i64 from = 64 * quad + 4 * lane();
-      sign::QuadSigns signs;
-      sign::Quads old;
-      float values[sign::kQuadBatch][4];
-      signs.load(frame + at.j * sign::kBitBytes, quad);
-      if (reads_out) sign::load_quads(old, mine, kFloat32, from);
-#pragma unroll
-      for (int n = 0; n < 4 * sign::kQuadBatch; ++n) {
-        const float value = signs.value(n / 4, n % 4, magnitude);
-        values[n / 4][n % 4] = reads_out ? __uint_as_float(old[n / 4][n % 4]) * keep + value : value;
-      }
-      sign::store_quads(mine, kFloat32, from, values);
-    }
-    return;
-  }
 #pragma unroll kUnrolled
   for (int row = 0; row < kRows; row += kBatch) {
     sign::Signs signs;
@@ -457,28 +439,6 @@ ONEBIT_KERNEL sign_decode(const u8* frames, i64 frame_stride, float* out, i64 ou
 ONEBIT_KERNEL sign_decode_mean(const u8* frames, i64 frame_stride, i64 K, float* out, i64 J, float share) {
   const Place at(static_cast<u32>(J), static_cast<u32>(J));
   if (!at.inside) return;
-  float* mine = out + static_cast<i64>(at.j) * kBlock;
-  if (sign::lies_in_fours(mine, kFloat32, 0)) {
-#pragma unroll 1
-    for (int quad = 0; quad < sign::kQuads; quad += sign::kQuadBatch) {
-      float values[sign::kQuadBatch][4];
-#pragma unroll
-      for (int n = 0; n < 4 * sign::kQuadBatch; ++n) values[n / 4][n % 4] = -0.0f;  // -0.0 + value is value, also where that is -0.0
-#pragma unroll 4
-      for (int k = 0; k < static_cast<int>(K); ++k) {
-        const u8* frame = frames + k * frame_stride;
-        sign::QuadSigns signs;
-        signs.load(frame + at.j * sign::kBitBytes, quad);
-        const float magnitude = float_from_bf16(*sign::scale_of(frame, J, at.j));
-#pragma unroll
-        for (int n = 0; n < 4 * sign::kQuadBatch; ++n) values[n / 4][n % 4] = values[n / 4][n % 4] + signs.value(n / 4, n % 4, magnitude);
-      }
-#pragma unroll
-      for (int n = 0; n < 4 * sign::kQuadBatch; ++n) values[n / 4][n % 4] = values[n / 4][n % 4] * share;
-      sign::store_quads(mine, kFloat32, 64 * quad + 4 * lane(), values);
-    }
-    return;
-  }
   sign::MeanSource source;
   source.bits = frames + at.j * sign::kBitBytes, source.scale = sign::scale_of(frames, J, at.j);
   source.stride = frame_stride, source.K = static_cast<int>(K), source.share = share;
@@ -487,7 +447,7 @@ ONEBIT_KERNEL sign_decode_mean(const u8* frames, i64 frame_stride, i64 K, float*
     float values[kBatch];
     source.load(row);
     source.compute(values);
-    store_floats(mine, kFloat32, row * kLanes + lane(), values);
+    store_floats(out, kFloat32, static_cast<i64>(at.j) * kBlock + row * kLanes + lane(), values);
   }
 }
 
@@ -608,7 +568,7 @@ ONEBIT_KERNEL sign_apply(const u8* frames, i64 frame_stride, i64 K, i64 J, const
   const u8* frame = frames + at.k * frame_stride;
   const float magnitude = float_from_bf16(*sign::scale_of(frame, J, at.j)) * weight[s], kept = keep[s];
   const i64 start = tensors.start(s, at.b);
-  if (left >= kBlock && sign::lies_in_fours(p, kind, start)) {
+  if (left >= kBlock && sign::is_aligned_in_fours(p, kind, start)) {
 #pragma unroll kUnrolled
     for (int quad = 0; quad < sign::kQuads; quad += sign::kQuadBatch) {
       const i64 from = start + 64 * quad + 4 * lane();

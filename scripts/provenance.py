@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import subprocess
 from datetime import date
 from functools import cache
@@ -92,12 +91,7 @@ def changed_files(root: Path = ROOT) -> list[str]:
 
 @cache
 def revision() -> str:
-    """The commit, with a + where tracked files outside the records differ from it.
-
-    Of a copy on another machine, what the environment's ONEBIT_REVISION says; "unknown" outside a checkout.
-    """
-    if named := os.environ.get("ONEBIT_REVISION"):
-        return named
+    """The commit, with a + where tracked files outside the records differ from it; "unknown" outside a checkout."""
     try:
         (commit,) = _git(ROOT, "rev-parse", "--short", "HEAD")
         return commit + ("+" if changed_files() else "")

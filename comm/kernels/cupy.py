@@ -402,7 +402,7 @@ def _compiled(block: int, capability: str) -> Path:
     code, options = source(), (*OPTIONS, f"-DONEBIT_BLOCK={block}")
     version = _cupy().cuda.nvrtc.getVersion()
     digest = hashlib.sha256(repr((code, options, version, capability)).encode()).hexdigest()
-    folder = _writable(Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache"))
+    folder = _writable(Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")))
     file = folder / f"onebit_{digest}.cubin"
     if not file.exists():
         machine_code, _ = compiler.compile_using_nvrtc(code, options, capability)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from onebit.zero.sparse_attention import (
     sparse_attention,
 )
 from onebit.zero.sparse_attention.attention import chosen_executor
-from onebit.zero.sparse_attention.flex import covers
+from onebit.zero.sparse_attention.flex import _compiled, _kernel, block_mask, covers
 from onebit.zero.sparse_attention.plan import LEAST_SHARE, cost, plan
 
 B, H, S, D, BLOCK = 2, 4, 53, 8, 8
@@ -304,3 +305,25 @@ def test_bad_input_is_refused_by_name(name: str) -> None:
     call, error = BAD[name]
     with pytest.raises((ValueError, TypeError), match=error):
         call(torch.zeros(B, H, S, D), build_layout(CONFIGS["window"], H, S))
+
+
+def test_each_kind_of_call_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch counts variants by code, and runs those beyond the eighth uncompiled: lengths in one padded block, too."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    _compiled.cache_clear()
+    layout = build_layout(CONFIGS["window"], H, 256)
+
+    def kernel(length: int, scale: float = 0.125) -> Callable[..., object]:
+        shape = torch.Size((1, H, length, 8))
+        on_gpu = SimpleNamespace(device=torch.device("cuda"), shape=shape, dtype=torch.float32, requires_grad=False)
+        return _kernel(on_gpu, on_gpu, on_gpu, layout, None, None, scale)  # type: ignore[arg-type]
+
+    kernels = [kernel(length) for length in range(130, 150)] + [kernel(130, scale=0.25)]
+    assert len({id(each.__code__) for each in kernels}) == 21 and kernel(130) is kernels[0]
+    _compiled.cache_clear()
+
+
+def test_a_mask_that_inference_has_made_serves_training() -> None:
+    with torch.inference_mode():
+        mask = block_mask(build_layout(CONFIGS["window"], H, 256), 256, torch.device("cpu"))
+    assert not mask.kv_num_blocks.is_inference() and not mask.kv_indices.is_inference()

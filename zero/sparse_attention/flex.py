@@ -41,11 +41,12 @@ def flex_attention(
             f'FlexAttention has no backward pass on {query.device.type}; take executor="gather", or torch.no_grad()'
         )
     S, size = query.shape[2], kernel_block(layout.block)
+    kernel = _kernel(query, key, value, layout, visible, bias, scale)
     missing = -S % size
     if missing:
         query, key, value = (F.pad(x, (0, 0, 0, missing)) for x in (query, key, value))
     mask = block_mask(layout, S, query.device) if visible is None else _block_mask(layout, S, visible, query.device)
-    mixed = _kernel(query, key, layout, visible, bias)(
+    mixed = kernel(
         query,
         key,
         value,
@@ -65,8 +66,9 @@ def kernel_block(block: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def block_mask(layout: Layout, length: int, device: torch.device) -> BlockMask:
-    """The layout in blocks of the kernel, for sequences padded to them. Kept."""
-    return _block_mask(layout, length, None, device)
+    """The layout in blocks of the kernel, for sequences padded to them. Kept: also from inference for training."""
+    with torch.inference_mode(False):
+        return _block_mask(layout, length, None, device)
 
 
 def _block_mask(layout: Layout, length: int, visible: Tensor | None, device: torch.device) -> BlockMask:
@@ -144,16 +146,27 @@ def _added(bias: Tensor, length: int) -> Callable[..., Tensor]:
 
 
 def _kernel(
-    query: Tensor, key: Tensor, layout: Layout, visible: Tensor | None, bias: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
 ) -> Callable[..., Any]:
-    """FlexAttention; compiled where there is a kernel to compile, once for each kind of call."""
+    """FlexAttention; compiled where there is a kernel to compile, once for each kind of call.
+
+    Of one kind are calls for which torch compiles the same: the sequences are not padded yet, as `mask_mod` has their
+    length as a constant.
+    """
     if query.device.type != "cuda":
         from torch.nn.attention.flex_attention import flex_attention as flex
 
         return flex
-    is_trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, bias))
-    padding, added = visible is not None, None if bias is None else bias.shape
-    return _compiled(query.shape, key.shape, query.dtype, layout.block, layout.is_causal, padding, added, is_trained)
+    given = [(x.shape, x.dtype, x.requires_grad) for x in (query, key, value, bias) if x is not None]
+    table = layout.blocks_HNN
+    shown = (layout.block, layout.is_causal, table.shape, table.stride(), visible is None)
+    return _compiled(query.device, torch.is_grad_enabled(), scale, shown, *given)
 
 
 @functools.cache
@@ -161,7 +174,7 @@ def _compiled(*kind: object) -> Callable[..., Any]:
     """A kernel for such calls, compiled at the first.
 
     Of one function torch compiles 8 variants, by default, and runs each further one uncompiled: it then computes all
-    that a layout hides. Variants are counted by the function's code, so each kind of call has a code of its own.
+    that a layout hides. Variants are counted by the function's code, so each kind of call has its own code.
     """
     from torch.nn.attention.flex_attention import flex_attention as flex
 
