@@ -309,7 +309,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             ballot = None if self.rule.is_silent() else self._send(scale, resends)
         finally:
             if self.delay:
-                self._delayed.follow()  # behind what has been launched: the wire need not wait for it
+                self._delayed.follow()  # after what has been launched: the wire need not wait for it
         if self.rule.is_silent():
             decision: Decision | None = self._decide_alone(scale)
         else:

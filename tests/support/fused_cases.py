@@ -189,7 +189,7 @@ def check_encode_mean(
 
 
 def inside(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Of `wide` tensors, what the kernel is given: it lies at no multiple of two elements."""
+    """Of `wide` tensors, what the kernel is given: its address is no multiple of two elements."""
     return [None if p is None else p[7:-8] for p in tensors]
 
 
