@@ -39,10 +39,6 @@ def _ours(name: str, kind: Callable[..., Optimizer], **options: object) -> Side:
     return Side(name, lambda params: kind(params, lr=1e-4, transport=Silent(0, RANKS), **options))
 
 
-def _local(params: list[nn.Parameter]) -> Optimizer:
-    return LocalSteps(AdamW(params, lr=1e-4, fused=True), 8, transport=Silent(0, RANKS))
-
-
 SIDES = (
     Side("AdamW(fused=True)", lambda params: AdamW(params, lr=1e-4, fused=True)),
     Side("AdamW(foreach=True)", lambda params: AdamW(params, lr=1e-4, foreach=True)),
@@ -53,7 +49,10 @@ SIDES = (
     _ours("ZeroOneAdam, a local step", ZeroOneAdam, **LOCAL, **ALWAYS),
     _ours("ShardedOnebitAdam, stage 1", ShardedOnebitAdam, warmup_steps=WARM),
     _ours("ShardedOnebitAdam, stage 1, overlap=False", ShardedOnebitAdam, warmup_steps=WARM, overlap=False),
-    Side("LocalSteps of AdamW(fused=True), between rounds", _local),
+    Side(
+        "LocalSteps of AdamW(fused=True), between rounds",
+        lambda params: LocalSteps(AdamW(params, lr=1e-4, fused=True), 8, transport=Silent(0, RANKS)),
+    ),
 )
 
 
