@@ -53,8 +53,8 @@ def call_within(timeout_s: float, call: Callable[[], T], port: int | None, conne
 class _Left:
     """A thread in a call to a store. before: sockets that are not its own.
 
-    Python ends with SIGABRT if a thread comes back from C++ while it ends: 3 of 4 times in tests/processes/test_hanging.py
-    without a wait at the end, and on a busy machine after a wait of half a second.
+    Python ends with SIGABRT if a thread comes back from C++ while it ends: 3 of 4 times in
+    tests/processes/test_hanging.py without a wait at the end, and on a busy machine after a wait of half a second.
     """
 
     thread: threading.Thread
