@@ -131,7 +131,7 @@ class AdamRule(Rule):
         return weight
 
     def look_ahead(self, bucket: Bucket, decision: Decision, weight: float) -> None:
-        if bucket not in self.masks:
+        if bucket.masks is None:
             number, one = self.placement.constant(bucket, weight), self.placement.constant(bucket, 1.0)
             self.placement.apply(bucket, decision, bucket.frames, number, one)
             return
@@ -146,7 +146,7 @@ class AdamRule(Rule):
         bucket.ef.commit()
         frames = self.placement.swap_frames(bucket)  # what has arrived is the new m/D
         self.mask_state(bucket)
-        if bucket in self.masks:
+        if bucket.masks is not None:
             weight_K, decay_K = yield from self.weights(bucket, was_dense=False)
             weight_K.mul_(self._correction(bucket))
             self.codec.decode(frames, bucket.rows(bucket.buffer))
@@ -156,7 +156,7 @@ class AdamRule(Rule):
             self.placement.apply(bucket, decision, frames, weight_K, keep_K)
 
     def follow(self, bucket: Bucket, decision: Decision) -> None:
-        if bucket not in self.masks:  # those have moved: their moves lie in memory that the next exchange writes
+        if bucket.masks is None:  # those have moved: their moves lie in memory that the next exchange writes
             self.placement.apply(bucket, decision, bucket.frames, *self._moves(bucket))
 
     def observe(self, bucket: Bucket, scale: float, own: float) -> None:
@@ -249,7 +249,7 @@ class AdamRule(Rule):
         seen = [self.variance.seen_steps(g, int(count)) for g, count in enumerate(self.steps)]
         rests = [self.schedule.rests(steps) for steps in seen]
         for bucket in filter(self.keeps_variance, self.buckets):
-            if rests[bucket.group_index] and bucket not in self.masks:
+            if rests[bucket.group_index] and bucket.masks is None:
                 bucket.release_buffer()
 
     def _look(self, before: Sequence[int]) -> None:
@@ -353,12 +353,12 @@ class AdamRule(Rule):
         return self.last_average(bucket).mul_(bucket.flat["denominator"]).mul_(correction)
 
     def last_average(self, bucket: Bucket) -> Tensor:
-        update, may_move = self.placement.unpacked(bucket, bucket.frames), self.masks.may_move(bucket)
+        update, may_move = self.placement.unpacked(bucket, bucket.frames), bucket.may_move()
         return update if may_move is None else update.mul_(may_move)
 
     def mask_state(self, bucket: Bucket) -> None:
         super().mask_state(bucket)
-        may_move = self.masks.may_move(bucket)
+        may_move = bucket.may_move()
         if may_move is not None and bucket.frames is not None and bucket.ef is not None:
             # A frame of signs holds no zeros. Every rank owes what it says too much, so that β1·m + owed is 0 there.
             too_much = self.placement.unpacked(bucket, bucket.frames).mul_(1.0 - may_move)

@@ -118,7 +118,7 @@ class LambRule(AdamRule):
         update = self.last_average(bucket).mul_(self._correction(bucket))
         views = (bucket.layout.views(flat) for flat in (bucket.flat["denominator"], update))
         table = torch.zeros(len(bucket.params), 2, device=bucket.device, dtype=torch.float32)
-        for row, g, D, u in zip(table, self.masks.gradients(bucket), *views, strict=True):
+        for row, g, D, u in zip(table, bucket.masked_gradients(), *views, strict=True):
             if g is not None:
                 y = normalised(g.float() * scale, D, own).flatten()
                 row[0], row[1] = torch.dot(y, y), torch.dot(y, u.flatten())

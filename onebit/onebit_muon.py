@@ -74,13 +74,13 @@ class MuonRule(AdamRule):
             g, decision = yield from self.placement.mean_gradient(bucket, self._codec_of_gradients(), scale)
             increment = g.mul_(1.0 - beta)
         else:
-            increment = bucket.gather(self.masks.gradients(bucket), scale * (1.0 - beta))
+            increment = bucket.gather(bucket.masked_gradients(), scale * (1.0 - beta))
             decision = yield from self.placement.average(bucket)  # in one bit, with what is owed
             assert bucket.ef is not None
             bucket.ef.commit()
             increment = bucket.buffer  # which may be another one from here
             self.codec.decode(self.placement.frames(bucket), bucket.rows(increment))
-        if (may_move := self.masks.may_move(bucket)) is not None:
+        if (may_move := bucket.may_move()) is not None:
             increment.mul_(may_move)  # a frame of signs holds no zeros
         m.mul_(beta).add_(increment)
         self.mask_state(bucket)

@@ -46,7 +46,7 @@ from .comm import FusedCodec, SignCodec, Transport, check_fused
 from .comm.transports.notes import calling
 from .layout.bucket import Bucket
 from .layout.flat import lay_out
-from .layout.masks import Masks
+from .layout.masks import read_masks
 from .model_parallel import ModelParallelGroup, detach_version_, local
 from .rule import Rule
 from .step.bucket_step import Arrived, Decision
@@ -130,12 +130,12 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self.rule, self.policy = rule, CompressionPolicy(compression)
         self.codec = SignCodec() if codec is None else check_fused(codec)
         super().__init__(model_parallel_group, True, **shared)
-        self.masks = Masks()
-        self.placement = Replicated(self.transport, self.codec, error_dtype, self.masks)
+        self.placement = Replicated(self.transport, self.codec, error_dtype)
         self.steps: list[Tensor] = []  # by group
-        self.rule.bind(self.placement, self.buckets, self.masks, self.policy, self.model_parallel_group, self.steps)
+        self._masks: list[dict[Tensor, Tensor] | None] = []  # by group
+        self.rule.bind(self.placement, self.buckets, self.policy, self.model_parallel_group, self.steps)
         self.overlap = Overlap(self.transport.rank, overlap)
-        self._norm = GradientNorm(self.transport, self.model_parallel_group, self.buckets, self.masks, self.rule)
+        self._norm = GradientNorm(self.transport, self.model_parallel_group, self.buckets, self.rule)
         self.policy.bind(
             self.transport, self.codec, self.buckets, self.model_parallel_group, self._traffic, self.computing
         )
@@ -190,12 +190,19 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def begin_group(self, g: int) -> None:
         """Called by `Buckets`: the group's masks and its count of steps."""
-        self.read_masks(g)
+        self._masks.append(read_masks(self.transport.rank, g, self.param_groups[g], self.buckets.named(g)))
         self.steps.append(torch.tensor(0.0, dtype=torch.float32, device="cpu"))
 
-    def read_masks(self, g: int) -> None:
-        """Take over the group's "exp_avg_mask". Raises ValueError where it does not fit."""
-        self.masks.read(self.transport.rank, g, self.param_groups[g], self.buckets.named(g))
+    def read_masks(self) -> None:
+        """Take over the groups' "exp_avg_mask" as they are now. Raises ValueError if one does not fit."""
+        rank, groups = self.transport.rank, enumerate(self.param_groups)
+        self._masks = [read_masks(rank, g, group, self.buckets.named(g)) for g, group in groups]
+        for bucket in self.buckets:
+            bucket.masks = self._masks_of(bucket.group_index, bucket.params)
+
+    def _masks_of(self, g: int, params: Sequence[Tensor]) -> list[Tensor] | None:
+        masks = self._masks[g]
+        return None if masks is None else [masks[p] for p in params]
 
     def new_bucket(self, g: int, members: Sequence[tuple[Tensor, str]], device: torch.device) -> Bucket:
         """Called by `Buckets`: a bucket of these parameters of group g, in warm-up."""
@@ -215,6 +222,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             counts=layout.counts(device),
             share_K=tuple(1.0 / self.model_parallel_group.copies(p) for p in params),
             steps=self.steps[g],
+            masks=self._masks_of(g, params),
         )
         self.rule.allocate(bucket, "warmup")
         self.publish(bucket)

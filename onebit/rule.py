@@ -19,7 +19,6 @@ from .comm import CODECS, Codec, FusedCodec, Int8Codec, SignCodec, check_fused
 from .layout.bucket import Bucket
 from .layout.buckets import B, Buckets
 from .layout.flat import Layout
-from .layout.masks import Masks
 from .model_parallel import ModelParallelGroup
 from .step.bucket_step import Answer, BucketStep, Decision, Meeting
 from .step.link_probe import CompressionPolicy
@@ -98,7 +97,6 @@ class Rule(BucketRule[Bucket]):
 
     placement: Replicated
     buckets: Buckets[Bucket]
-    masks: Masks
     policy: CompressionPolicy
     parts: ModelParallelGroup
     steps: Sequence[Tensor]  # by group
@@ -107,14 +105,12 @@ class Rule(BucketRule[Bucket]):
         self,
         placement: Replicated,
         buckets: Buckets[Bucket],
-        masks: Masks,
         policy: CompressionPolicy,
         parts: ModelParallelGroup,
         steps: Sequence[Tensor],
     ) -> None:
         """Take over the optimizer's parts."""
-        self.placement, self.buckets, self.masks, self.policy = placement, buckets, masks, policy
-        self.parts, self.steps = parts, steps
+        self.placement, self.buckets, self.policy, self.parts, self.steps = placement, buckets, policy, parts, steps
 
     @property
     def codec(self) -> FusedCodec:
@@ -168,7 +164,7 @@ class Rule(BucketRule[Bucket]):
 
     def mask_state(self, bucket: Bucket) -> None:
         """What may not move has no momentum, owes nothing, and is owed nothing."""
-        may_move = self.masks.may_move(bucket)
+        may_move = bucket.may_move()
         if may_move is None:
             return
         for name in {"exp_avg", "exp_avg_update", "accumulated", "momentum_buffer"} & bucket.flat.keys():

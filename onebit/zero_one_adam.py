@@ -186,13 +186,13 @@ class ZeroOneRule(Rule):
     def local_step(self, bucket: Bucket, scale: float) -> BucketStep:
         """This rank's own parameters move by γ·m_i; nothing is sent."""
         group, weight, m = bucket.group, self._weights[bucket.group_index], bucket.flat["exp_avg_update"]
-        grads = self.masks.gradients(bucket)
+        grads = bucket.masked_gradients()
         decision: Decision = yield Arrived(grads=grads, scale=scale)
         if decision.grads_nonfinite:
             grads = [None] * len(grads)
         beta1, own = group["betas"][0], self._share_of_a_gradient(bucket) / self.placement.world_size
         weights = MomentumWeights(keep=beta1, add=1.0 - beta1, own=own, unscale=scale)
-        is_masked = bucket in self.masks
+        is_masked = bucket.masks is not None
         moving = zip(bucket.local_values, decision.of(bucket), strict=True)
         params = [p if is_seen and not is_masked else None for p, is_seen in moving]
         if self.since_sync == 0:
@@ -216,7 +216,7 @@ class ZeroOneRule(Rule):
 
     def idle_step(self, bucket: Bucket, scale: float) -> BucketStep:
         """Nothing moves; the gradient is dropped, and looked at."""
-        yield Arrived(grads=self.masks.gradients(bucket), scale=scale)
+        yield Arrived(grads=bucket.masked_gradients(), scale=scale)
 
     # ---------------------------------------------------------------- parts of steps
 
@@ -226,7 +226,7 @@ class ZeroOneRule(Rule):
         if self._is_forced:
             bucket.buffer.copy_(u)
             return
-        bucket.gather(self.masks.gradients(bucket), weights.unscale)
+        bucket.gather(bucket.masked_gradients(), weights.unscale)
         for x, D in self._with_denominators(bucket):
             x.copy_(normalised(x, D, weights.own))
         bucket.buffer.mul_(weights.add).add_(bucket.flat["exp_avg_update"], alpha=weights.keep).add_(u)
@@ -234,7 +234,7 @@ class ZeroOneRule(Rule):
     def _move_all(self, bucket: Bucket, decision: Decision, kept: float) -> None:
         """p ← kept·p less what the frames say that have arrived."""
         frames = self.placement.frames(bucket)
-        if bucket in self.masks:
+        if bucket.masks is not None:
             self.codec.decode(frames, bucket.rows(bucket.buffer))
             if kept != 1.0:
                 torch._foreach_add_(bucket.views, bucket.local_values, alpha=1.0 - kept)

@@ -185,8 +185,7 @@ def restore(optimizer: CompressedOptimizer, state: State) -> None:
         optimizer.rule.load_record(record)
     else:
         optimizer.rule.adopt_dense_state()
-    for g in range(len(optimizer.param_groups)):
-        optimizer.read_masks(g)
+    optimizer.read_masks()
     for bucket in optimizer.buckets:
         optimizer.rule.mask_state(bucket)
     if record is not None and under_way.NAME in record:

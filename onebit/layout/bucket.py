@@ -30,7 +30,8 @@ class Bucket:
     phase: "warmup", and what the rule calls those after it. flat: the state that has one element per element, by name.
     layers: what a rule knows of each parameter, by name. live_J: which blocks have ever seen a gradient. floor_J: the
     least variance in each block. frames: the packed m/D, uint8 [W, B], once compression has begun. wires: buffers of
-    exchanges, by codec. masters: float32, of parameters of less.
+    exchanges, by codec. masters: float32, of parameters of less. masks: by parameter, 0 where an
+    element may not move; None: all may.
     """
 
     index: int
@@ -55,6 +56,7 @@ class Bucket:
     ef: ErrorFeedback | None = None
     masters: Masters = field(init=False)
     wires: dict[Codec, Wire] = field(default_factory=dict)
+    masks: list[Tensor] | None = None
     _buffer: Tensor | None = None
     _views: dict[int, list[Tensor]] = field(default_factory=dict)
 
@@ -123,6 +125,22 @@ class Bucket:
     def gradients(self) -> list[Tensor | None]:
         """The gradients where they lie, of what this rank holds; see `dense_gradients`."""
         return dense_gradients(self.rank, self.params, self.names, self.layout.shapes, self.device)
+
+    def masked_gradients(self) -> list[Tensor | None]:
+        """The gradients, in new tensors if the bucket has masks. Raises as `gradients`."""
+        grads = self.gradients()
+        if self.masks is None:
+            return grads
+        return [None if g is None else g * mask for g, mask in zip(grads, self.masks, strict=True)]
+
+    def may_move(self) -> Tensor | None:
+        """Flat, 1 where the masks let an element move, else 0; None if there are none."""
+        if self.masks is None:
+            return None
+        flat = torch.ones(self.layout.numel, device=self.device, dtype=torch.float32)
+        for mask, view in zip(self.masks, self.layout.views(flat), strict=True):
+            view.copy_(mask != 0)
+        return flat
 
     def gather(self, grads: Sequence[Tensor | None], scale: float = 1.0) -> Tensor:
         """The buffer ← scale · the gradients; zeros where there is none."""

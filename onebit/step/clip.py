@@ -24,7 +24,6 @@ from ..model_parallel import ModelParallelGroup
 if TYPE_CHECKING:
     from ..layout.bucket import Bucket
     from ..layout.buckets import Buckets
-    from ..layout.masks import Masks
     from ..rule import Rule
 
 Number = TypeVar("Number", float, Tensor)
@@ -90,11 +89,8 @@ def estimated_norm(sums: Sequence[Sequence[Number]], world_size: int, mean_clip_
 class GradientNorm:
     """What the clipper asks of a step's gradients: of all buckets, and all parts of the model."""
 
-    def __init__(
-        self, transport: Transport, parts: ModelParallelGroup, buckets: Buckets[Bucket], masks: Masks, rule: Rule
-    ):
-        self._transport, self._parts = transport, parts
-        self._buckets, self._masks, self._rule = buckets, masks, rule
+    def __init__(self, transport: Transport, parts: ModelParallelGroup, buckets: Buckets[Bucket], rule: Rule):
+        self._transport, self._parts, self._buckets, self._rule = transport, parts, buckets, rule
 
     def of_means(self, means: Sequence[Tensor | None]) -> float:
         """Of mean gradients, float32 [W·N], one for each bucket that has one. All ranks; see `exact_norm`."""
@@ -124,7 +120,7 @@ class GradientNorm:
         """Of every parameter that has a gradient here; a momentum may be a copy."""
         for bucket in self._buckets:
             m_views = bucket.layout.flat_views(self._rule.momentum(bucket))
-            pairs = zip(self._masks.gradients(bucket), m_views, strict=True)
+            pairs = zip(bucket.masked_gradients(), m_views, strict=True)
             yield from ((g, m) for g, m in pairs if g is not None)
 
 

@@ -35,7 +35,6 @@ from ..comm import (
 )
 from ..comm.codecs import Witness
 from ..layout.bucket import Bucket
-from ..layout.masks import Masks
 from .bucket_step import Answer, Arrived, Decision, Meeting
 
 MOST_CONSTANTS = 16  # a few for each group; those of other learning rates go
@@ -43,12 +42,11 @@ MOST_CONSTANTS = 16  # a few for each group; those of other learning rates go
 
 @dataclass
 class Replicated:
-    """codec: what momentum travels in. error_dtype: of what is owed. masks: of elements that may not move."""
+    """codec: what momentum travels in. error_dtype: of the worker and server errors."""
 
     transport: Transport
     codec: FusedCodec
     error_dtype: torch.dtype
-    masks: Masks
     _constants: dict[tuple[torch.device, str], Tensor] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -110,7 +108,7 @@ class Replicated:
 
         Meets the other buckets. Sends 2·(W-1)/W frames of the bucket in this codec, per rank.
         """
-        g = bucket.gather(self.masks.gradients(bucket), scale)
+        g = bucket.gather(bucket.masked_gradients(), scale)
         wire = self.gradient_wire(bucket, codec)
         yield from comm.compressed_allreduce(g, None, codec, self.transport, wire, bucket.counts)
         frames_WB = wire.frames_WB.clone() if wire.is_inside else wire.frames_WB
@@ -149,7 +147,7 @@ class Replicated:
         the ranks of a node add them up first, in the buffer, and each encodes its own rows of their mean. added: what
         travels with it, float32 [W·N], in a flat world. grads: others than the parameters'.
         """
-        own = self.masks.gradients(bucket) if grads is None else grads
+        own = bucket.masked_gradients() if grads is None else grads
         exchange = self._exchange_momentum(bucket, self.wire(bucket, self.codec), own, D_WN, momentum_W, weights, added)
         del own, grads  # while it is under way, nothing here keeps them alive
         yield from exchange
@@ -246,7 +244,8 @@ class Replicated:
 
     def move(self, bucket: Bucket, decision: Decision) -> None:
         """p ← p - the buffer, for every parameter that some rank had a gradient for, where no mask forbids it."""
-        self.masks.apply_(bucket)
+        if bucket.masks is not None:
+            torch._foreach_mul_(bucket.views, bucket.masks)
         moved = [
             (p, view)
             for p, view, is_seen in zip(bucket.local_values, bucket.views, decision.of(bucket), strict=True)
