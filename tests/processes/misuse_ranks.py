@@ -85,6 +85,24 @@ def _train(engine: zero.Engine, kind: str) -> None:
         engine.step()
 
 
+def unlike_models(config: dict, shards: int) -> list[str]:
+    """What a rank is told if the last rank has a layer less than the others; then it has as many."""
+    torch.set_num_threads(1)
+    grid, found = grids.start(shard=shards, timeout_s=15), []
+    for lacks in (grid.world.rank == grid.world.world_size - 1, False):
+        model = Net()
+        model.layers = model.layers[:2] if lacks else model.layers
+        try:
+            engine = zero.initialize(model=model, config=config, grid=grid)[0]
+            engine.backward(engine(torch.randn(BATCH, 8)).square().mean())
+            engine.step()
+            found.append(f"{engine.global_steps} step")
+        except ValueError as error:
+            found.append(str(error))
+    grid.close()
+    return found
+
+
 def alone(call: str, folder: str, config: dict, shards: int) -> list[str]:
     """Rank 0 makes a call that is every rank's, while the others go on training: what each of them is told."""
     torch.set_num_threads(1)

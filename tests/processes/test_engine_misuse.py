@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from misuse_ranks import alone, config_of, empty_batches, half_saved
+from misuse_ranks import alone, config_of, empty_batches, half_saved, unlike_models
 from ranks import run_torchrun
 
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
@@ -34,6 +34,17 @@ def test_a_loss_without_a_graph_counts_as_a_zero_gradient() -> None:
     ended = run_torchrun(2, empty_batches, FOUND_EMPTY, timeout_s=90)
     found = ended.check().results[0]
     assert found == [""] * len(FOUND_EMPTY), list(zip(FOUND_EMPTY, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name", "stage", "shards"), [(2, "AdamW", 0, 1), (2, "OneBitAdam", 2, 2), (4, "AdamW", 3, 2)]
+)
+def test_ranks_with_unlike_models_are_told_the_parameter(ranks: int, name: str, stage: int, shards: int) -> None:
+    """All of them, those of other shard groups too, before any value is sent."""
+    ended = run_torchrun(ranks, unlike_models, config_of(name, stage), shards, timeout_s=50)
+    for refused, accepted in ended.check().results:
+        assert "the model's parameters differ between ranks: entry 6 is layers.2.weight" in refused, ended.output
+        assert accepted == "1 step"
 
 
 CALLS = [

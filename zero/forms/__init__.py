@@ -19,12 +19,16 @@ import logging
 import math
 from dataclasses import replace
 
+from torch import nn
+
+from ...agreement.replicas import check_same_lines, make_equal
 from ...comm.launch import Launch
-from ...dense import broadcast_parameters
+from ...comm.messages import raise_on_all_ranks
+from ...model_parallel import local as held  # `local` is a module here
 from ...usage.buffers import begin_equal
 from ..config.whole import Config
 from ..form import Form, Given
-from ..grid import GridShape
+from ..grid import Grid, GridShape
 from ..pipeline.run import Ties
 from .dense import Dense
 from .inter_node import InterNode
@@ -74,6 +78,27 @@ def shard_ranks(config: Config, launch: Launch) -> int:
     return shards if stages == 1 else math.gcd(shards, launch.world_size // (stages * tensor))
 
 
+def _begin_equal(model: nn.Module, grid: Grid) -> None:
+    """Give every rank the values of its stage's first rank, if they are not the same already. All ranks.
+
+    Sends votes alone if ranks have loaded the same file or used the same seed. Raises ValueError, on all
+    ranks, if names, shapes or dtypes of parameters differ.
+    """
+    params = {name: p for name, p in model.named_parameters() if not p.is_meta}
+    lines = [f"{name}: {p.dtype} {tuple(p.shape)}" for name, p in params.items()]
+    transports = [grid.transports[axis] for axis in ("tensor", "shard", "replica")]  # pipe: stages have other layers
+    problem = None
+    for transport in transports:
+        try:
+            check_same_lines(transport, "the model's parameters", lines, transport.device)
+        except ValueError as error:
+            problem = problem or str(error)
+    raise_on_all_ranks(grid.world, problem, ValueError)
+    for transport in transports:
+        make_equal(transport, [held(p) for p in params.values() if held(p).numel() > 0])
+        begin_equal(model, transport)
+
+
 def build(given: Given) -> Form:
     """Rank 0's values to all ranks; then shard the model in place and make its optimizer. All ranks."""
     config, grid, model = given.config, given.grid, given.model
@@ -82,9 +107,7 @@ def build(given: Given) -> Form:
     if grid.world.rank == 0:
         for warning in form.without_effect(config, grid.shape):
             log.warning("%s", warning)
-    for axis in ("tensor", "shard", "replica"):  # not pipe: other stages have other layers
-        broadcast_parameters([p for p in model.parameters() if not p.is_meta], grid.transports[axis])
-        begin_equal(model, grid.transports[axis])
+    _begin_equal(model, grid)
     if grid.shape.size("pipe") > 1:
         ties = Ties(model, grid)
         if given.fill is None:

@@ -38,7 +38,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ...agreement.replicas import make_equal
-from ...dense import broadcast_parameters
 from ..grid import Grid
 
 # Patterns of module names to styles. "layers.*.up": part by part, as fnmatch has it, so that * is one part.
@@ -64,8 +63,7 @@ def parallelize(model: nn.Module, grid: Grid, plan: Plan, *, is_stage: bool = Fa
         return model
     mesh, transport = grid.mesh["tensor"], grid.transports["tensor"]
     tensors = [x for x in (*model.parameters(), *model.buffers()) if not x.is_meta]
-    make_equal(transport, [x for x in tensors if x.is_floating_point() and x.element_size() in (2, 4)])
-    broadcast_parameters([x for x in tensors if not (x.is_floating_point() and x.element_size() in (2, 4))], transport)
+    make_equal(transport, tensors)
     ties = [places for places in _holders(model).values() if len(places) > 1]
     trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
     for _, module, style in found:
