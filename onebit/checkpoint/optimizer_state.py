@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -30,9 +30,7 @@ from .change_world_size import (
     resize,
     warn_of_other_rank,
 )
-
-if TYPE_CHECKING:
-    from ..optimizer import CompressedOptimizer
+from .owner import StateOwner
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +38,7 @@ _VERSION = 1
 _FORMER: State = {"local_size": 1, "shard": 0, "shards": 1, "codec": "sign"}  # of the first files, which do not say so
 
 
-def identity(optimizer: CompressedOptimizer) -> dict[str, object]:
+def identity(optimizer: StateOwner) -> dict[str, object]:
     """What a state must say to be this rank's."""
     return {
         "kind": optimizer.rule.kind,
@@ -58,7 +56,7 @@ def identity(optimizer: CompressedOptimizer) -> dict[str, object]:
 # ---------------------------------------------------------------- save
 
 
-def save(optimizer: CompressedOptimizer, state: State) -> State:
+def save(optimizer: StateOwner, state: State) -> State:
     """torch's state, and what is this rank's of the compression."""
     for key, entry in state["state"].items():
         # One tensor counts for a whole group here; torch's optimizers take each parameter's for its own.
@@ -97,13 +95,15 @@ def save(optimizer: CompressedOptimizer, state: State) -> State:
 # ---------------------------------------------------------------- check
 
 
-def check_and_load_groups(optimizer: CompressedOptimizer, state_dict: State) -> State:
+def check_and_load_groups(optimizer: StateOwner, state_dict: State) -> State:
     """As torch.optim's load_state_dict, but for masks, which stay as they were given; the checked state.
 
     Raises ValueError, before anything is changed, where the state is not this rank's.
     """
     masks = [group.get("exp_avg_mask") for group in optimizer.param_groups]
-    given = load_checked(optimizer, state_dict, lambda state: _check(optimizer, _as_own(optimizer, state)))
+    given = load_checked(
+        cast(torch.optim.Optimizer, optimizer), state_dict, lambda state: _check(optimizer, _as_own(optimizer, state))
+    )
     if (saved := _as_own(optimizer, given)) is not given:
         warn_of_other_rank(log, given["onebit"], optimizer.transport.rank)
     for g, (group, mask) in enumerate(zip(optimizer.param_groups, masks, strict=True)):
@@ -118,7 +118,7 @@ def check_and_load_groups(optimizer: CompressedOptimizer, state_dict: State) -> 
     return saved
 
 
-def check_kind(optimizer: CompressedOptimizer, record: State) -> None:
+def check_kind(optimizer: StateOwner, record: State) -> None:
     """Raise ValueError unless the record is of an optimizer of this kind."""
     of_old = "1-bit LAMB" if "layers" in record else "1-bit Adam" if "last_dense" in record else "0/1 Adam"
     kind, mine = record.get("kind", of_old), optimizer.rule.kind
@@ -129,7 +129,7 @@ def check_kind(optimizer: CompressedOptimizer, record: State) -> None:
         )
 
 
-def _check(optimizer: CompressedOptimizer, state: State) -> None:
+def _check(optimizer: StateOwner, state: State) -> None:
     where = f"rank {optimizer.transport.rank}: cannot load this optimizer state: "
     check_saved_groups(where, state["param_groups"], optimizer.param_groups)
     record = state.get("onebit")
@@ -152,7 +152,7 @@ def _check(optimizer: CompressedOptimizer, state: State) -> None:
                 raise ValueError(f"{where}{key} of {name} is {value.dtype}, expected {expected or 'floating point'}")
 
 
-def _check_record(optimizer: CompressedOptimizer, record: State, where: str) -> None:
+def _check_record(optimizer: StateOwner, record: State, where: str) -> None:
     record = _FORMER | {"kind": optimizer.rule.kind} | record
     check_identity(where, record, identity(optimizer), [bucket.layout.numel for bucket in optimizer.buckets])
     if under_way.NAME in record:
@@ -162,7 +162,7 @@ def _check_record(optimizer: CompressedOptimizer, record: State, where: str) -> 
 # ---------------------------------------------------------------- take back
 
 
-def restore(optimizer: CompressedOptimizer, state: State) -> None:
+def restore(optimizer: StateOwner, state: State) -> None:
     """Take over a checked state: of this rank, or of a dense optimizer."""
     record = state.get("onebit")
     if record is not None:
@@ -192,9 +192,7 @@ def restore(optimizer: CompressedOptimizer, state: State) -> None:
         optimizer.send_again(record[under_way.NAME])
 
 
-def _restore_bucket(
-    optimizer: CompressedOptimizer, bucket: Bucket, saved: Group | None, entries: Sequence[State]
-) -> None:
+def _restore_bucket(optimizer: StateOwner, bucket: Bucket, saved: Group | None, entries: Sequence[State]) -> None:
     optimizer.rule.allocate(bucket, "warmup" if saved is None else saved["phase"])
     for name, flat in bucket.flat.items():
         for entry, view in zip(entries, bucket.layout.views(flat), strict=True):
@@ -219,7 +217,7 @@ def _restore_bucket(
 # ---------------------------------------------------------------- of another rank
 
 
-def _as_own(optimizer: CompressedOptimizer, state: State) -> State:
+def _as_own(optimizer: StateOwner, state: State) -> State:
     """Another replica's state as this rank's: what is the same on all ranks stays, and nothing is owed.
 
     Else the state itself. A step that is under way is sent again, with that replica's frames, by as many ranks as sent
@@ -246,7 +244,7 @@ def _as_own(optimizer: CompressedOptimizer, state: State) -> State:
     return _placed(optimizer, {**state, "state": owing_nothing(state), "onebit": record}, errors)
 
 
-def _placed(optimizer: CompressedOptimizer, state: State, server_errors: Sequence[Tensor | None]) -> State:
+def _placed(optimizer: StateOwner, state: State, server_errors: Sequence[Tensor | None]) -> State:
     """The state of a whole world as that of this rank of this one. server_errors: those of all ranks, by bucket."""
     own, codec = identity(optimizer), optimizer.codec
     record = state["onebit"] | {key: own[key] for key in PLACE}
@@ -260,7 +258,7 @@ def _placed(optimizer: CompressedOptimizer, state: State, server_errors: Sequenc
 # ---------------------------------------------------------------- of all ranks of another world
 
 
-def load_of_all_ranks(optimizer: CompressedOptimizer, states: Sequence[State]) -> None:
+def load_of_all_ranks(optimizer: StateOwner, states: Sequence[State]) -> None:
     """See `CompressedOptimizer.load_state_dicts`."""
     transport, local_size = optimizer.transport, optimizer.placement.hierarchy.local_size
     if len(states) == transport.world_size:
@@ -281,7 +279,7 @@ def load_of_all_ranks(optimizer: CompressedOptimizer, states: Sequence[State]) -
         )
 
 
-def _adapt(optimizer: CompressedOptimizer, bucket: Bucket, saved: Group, server_error: Tensor | None) -> State:
+def _adapt(optimizer: StateOwner, bucket: Bucket, saved: Group, server_error: Tensor | None) -> State:
     """A bucket's record, for this rank of this world."""
     layout, frames = bucket.layout, saved["frames"]
     return {

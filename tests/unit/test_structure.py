@@ -109,7 +109,6 @@ ROOMS = {
 KNOWN_CIRCLES: set[tuple[str, str]] = set()
 """Imports (who, whom) that close a circle and wait for their repair."""
 CIRCLES_BY_TYPE = [
-    ["onebit.checkpoint.optimizer_state", "onebit.optimizer"],
     ["onebit.local.local_steps", "onebit.local.state"],
     ["onebit.zero.checkpoint.engine_state", "onebit.zero.engine", "onebit.zero.feature", "onebit.zero.guards"],
     ["onebit.zero.sharded.optimizer", "onebit.zero.sharded.state"],
