@@ -28,8 +28,10 @@ from .agreement.replicas import ReplicaCheck
 from .agreement.skips import MOST_SKIPS, SkipLimit
 from .agreement.step_vote import Header, StepVote, Summary, check_headers, gather_headers
 from .agreement.wrappers import NOT_COMPARED, WrapperWatch, gradient_digest, refuse_wrapper
-from .comm import Transport
+from .comm import PeerError, Transport
 from .layout.buckets import B, Buckets, elements_of
+from .membership.change import change
+from .membership.members import Members
 from .model_parallel import ModelParallelGroup, model_parallel_group_of
 from .rule import BucketRule
 from .step.clip import Clipper
@@ -100,6 +102,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         self.skip_limit, self.replica_check = SkipLimit(max_consecutive_skips), ReplicaCheck(check_replicas_every)
         self.transport = comm.init() if transport is None else transport
         comm.check_transport(self.transport)
+        self._members = self.transport if isinstance(self.transport, Members) else None
         self.model_parallel_group = model_parallel_group_of(parts)
         self.buckets: Buckets[B] = Buckets(self, self.transport, self.model_parallel_group, elements, hooks=hooks)
         self.stats = self._new_stats()
@@ -110,6 +113,8 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         self._edit = ""  # what was found replaced; see `_look_for_edits`
         self._used: list[GradientMark] = []  # the gradients of the last step
         self._steps_here = 0  # of this object, whatever was loaded
+        self._lost: PeerError | None = None  # in backward, by a member of a run that goes on without it
+        self._change_is_due = False  # all have agreed to let newcomers in before the next step
 
     def _construct(self, params: object, defaults: dict[str, object]) -> None:
         """torch's own construction, and the buckets of these parameters."""
@@ -204,9 +209,20 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
 
     # ---------------------------------------------------------------- step
 
+    def gradient_is_ready(self, p: Tensor) -> None:
+        """p's gradient has just been accumulated. Called by its hook."""
+        if self._lost is not None or self._change_is_due:
+            return  # this step is sent in step()
+        try:
+            self.on_gradient(p)
+        except PeerError as error:
+            if self._members is None:
+                raise
+            self._lost = error
+
     @abstractmethod
     def on_gradient(self, p: Tensor) -> None:
-        """p's gradient has just been accumulated. Called by its hook."""
+        """As `gradient_is_ready`, for the family."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -243,7 +259,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         self._waited.total_s, self.stats.clip_factor, self.clipper.norm = 0.0, 1.0, None
         if self._join.is_on and not self._any_rank_has_data():
             return loss
-        bad = self._take_step(self._unscale())
+        bad = self._take_step(self._unscale()) if self._members is None else self._take_step_of(self._members)
         if self.replica_check.is_due(are_synchronised=self.rule.is_synchronised()):
             self.check_replicas()
         self._fill_stats()
@@ -253,6 +269,42 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
             self.skip_limit.observe(bad is not None, bad or (), self.transport, self.model_parallel_group.whole)
         self.computing.start()
         return loss
+
+    def _take_step_of(self, members: Members) -> Sequence[str] | None:
+        """`_take_step` among members that come and go: once more, among those who are left, if one is lost meanwhile.
+
+        If the others have taken this step, and this rank was cut off before it could, it takes over what they have.
+        """
+        while True:
+            why, self._lost = self._lost, None
+            try:
+                if why is not None or self._change_is_due:
+                    self._change_is_due = False
+                    if change(self, members, why).took_step:
+                        return None
+                return self._take_step(self._unscale())
+            except PeerError as error:
+                self._lost = error
+
+    def leave_world(self) -> State:
+        """This and the next three: see `membership.change.Changing`."""
+        raise NotImplementedError
+
+    def for_others(self, state: State) -> State:
+        raise NotImplementedError
+
+    def enter_world(self, state: State) -> None:
+        raise NotImplementedError
+
+    def take_over(self, theirs: State, own: State | None) -> None:
+        raise NotImplementedError
+
+    def _forget_step(self) -> None:
+        """Drop the step under way without waiting for anybody. Nothing of it was written; gradients stay."""
+        if self._driver.state is not StepState.IDLE:
+            self._driver.skip()
+        self.overlap.end_step()
+        self.rule.end_step()
 
     def _unscale(self) -> float:
         """What gradients are to be multiplied by: GradScaler sets grad_scale."""
@@ -338,7 +390,8 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         repeats = are_used_again(self.buckets.params, self._used)
         is_watched = self._watch.is_on(self._steps_here)
         gradients = gradient_digest(bucket.gradients() for bucket in buckets) if is_watched else NOT_COMPARED
-        return header.summary(resends=resends, repeats=repeats, gradients=gradients)
+        changes = self._members is not None and self._members.is_awaited()
+        return header.summary(resends=resends, repeats=repeats, changes=changes, gradients=gradients)
 
     def _present(self, buckets: Sequence[B]) -> list[bool]:
         """Which of these buckets' parameters have a gradient here; after the last bucket's, the frozen ones'."""

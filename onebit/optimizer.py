@@ -41,7 +41,7 @@ from .agreement.step_vote import (
 )
 from .arithmetic.squares import dot
 from .bucket_optimizer import BucketOptimizer
-from .checkpoint import optimizer_state
+from .checkpoint import new_world, optimizer_state
 from .comm import FusedCodec, SignCodec, Transport, check_fused
 from .comm.transports.notes import calling
 from .layout.bucket import Bucket
@@ -231,6 +231,12 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def states_of(self, bucket: Bucket) -> list[State]:
         """As `BucketOptimizer.states_of`."""
         return [{"step": bucket.steps, **state} for state in bucket.states()]
+
+    def relay(self) -> None:
+        """Lay all buckets out for the transport's ranks as they are now. Their flat state is to be made anew."""
+        for bucket in self.buckets:
+            layout = lay_out(bucket.layout.shapes, self.codec.block, self.transport.world_size)
+            bucket.relay(layout, self.transport.rank)
 
     def buffer_bytes(self) -> int:
         """Bytes of buckets and wire buffers on this rank; what DDP calls its buckets."""
@@ -521,6 +527,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         is_news = not ballot.votes
         with self._waited.running():
             are_true = ballot.read(flags)
+        if is_news:
+            self._change_is_due |= any(vote.summary.changes for vote in ballot.votes)
         if is_news and self._watch.is_on(self._steps_here):
             self._watch.note([vote.summary.gradients for vote in ballot.votes])
             self._watch.look(self.buckets.params)
@@ -570,6 +578,31 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
                 owed += sum(dot(e, e) for e in bucket.layout.views(bucket.spread(bucket.ef.worker.float())))
                 brought += sum(dot(x, x) for x in bucket.layout.views(average))
         return math.sqrt(owed / brought) if brought > 0 else 0.0
+
+    # ---------------------------------------------------------------- members that come and go
+
+    def leave_world(self) -> State:
+        """See `membership.change.Changing`."""
+        self._forget_step()
+        return new_world.leave(self)
+
+    def for_others(self, state: State) -> State:
+        """See `membership.change.Changing`."""
+        return new_world.for_others(self, state)
+
+    def enter_world(self, state: State) -> None:
+        """See `membership.change.Changing`."""
+        new_world.enter(self, state)
+        self._resume()
+
+    def take_over(self, theirs: State, own: State | None) -> None:
+        """See `membership.change.Changing`."""
+        new_world.take_over(self, theirs, own)
+        self._resume()
+
+    def _forget_step(self) -> None:
+        super()._forget_step()
+        self._roll = None
 
     # ---------------------------------------------------------------- states
 

@@ -193,6 +193,10 @@ class SimTransport(Transport):
     def close(self) -> None:
         """Nothing is held."""
 
+    def abandon(self, why: str = "") -> None:
+        """See `Transport`: whoever waits for this rank learns at once that it has gone."""
+        self.network.leave(self.rank)
+
     @property
     def has_network(self) -> bool:
         return False

@@ -26,7 +26,7 @@ NUMBERS_OF_A_GROUP = ("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
 
 _KIND_BYTES = 32
 _HEADER = struct.Struct(f"<q{_KIND_BYTES}sB")
-_SUMMARY = struct.Struct("<q8s??8s")
+_SUMMARY = struct.Struct("<q8s?B8s")
 _SAME_BYTES = 16  # those that begin a vote, of step and digest
 _SUMS = struct.Struct("<2d")
 
@@ -47,22 +47,24 @@ class Summary:
     """A header as it travels in a vote.
 
     resends: a gradient of this rank has changed since it was sent. repeats: its gradients are those of the last step.
+    changes: a newcomer waits to be let in before the next step.
     gradients: see `wrappers.gradient_digest`.
     """
 
     step: int
     resends: bool
     repeats: bool
+    changes: bool
     gradients: bytes
     digest: bytes
 
     def to_bytes(self) -> bytes:
-        return _SUMMARY.pack(self.step, self.digest, self.resends, self.repeats, self.gradients)
+        return _SUMMARY.pack(self.step, self.digest, self.resends, self.repeats | self.changes << 1, self.gradients)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Summary:
-        step, digest, resends, repeats, gradients = _SUMMARY.unpack(data)
-        return cls(step, resends, repeats, gradients, digest)
+        step, digest, resends, flags, gradients = _SUMMARY.unpack(data)
+        return cls(step, resends, bool(flags & 1), bool(flags & 2), gradients, digest)
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,12 @@ class Header:
         """The header of a step over these parameter groups."""
         return cls(step, kind, tuple(x for group in groups for x in numbers_of(group)), is_finished, edit)
 
-    def summary(self, *, resends: bool = False, repeats: bool = False, gradients: bytes = NOT_COMPARED) -> Summary:
+    def summary(
+        self, *, resends: bool = False, repeats: bool = False, changes: bool = False, gradients: bytes = NOT_COMPARED
+    ) -> Summary:
         """What is sent as long as all agree."""
         digest = hashlib.blake2b(self.to_bytes(), digest_size=8).digest()
-        return Summary(self.step, resends, repeats, gradients, digest)
+        return Summary(self.step, resends, repeats, changes, gradients, digest)
 
     def to_bytes(self) -> bytes:
         numbers = struct.pack(f"<{len(self.numbers)}d", *self.numbers)

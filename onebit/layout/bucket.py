@@ -103,6 +103,14 @@ class Bucket:
         """What a buffer of its own takes now."""
         return 0 if self._buffer is None else self._buffer.nbytes
 
+    def relay(self, layout: Layout, rank: int) -> None:
+        """Lay the bucket out for other ranks, of which this one is `rank`. Its flat state is to be made anew."""
+        self.layout, self.rank = layout, rank
+        self.counts = layout.counts(self.device)
+        self.__dict__.pop("share_J", None)
+        self.wires.clear()
+        self.release_buffer()
+
     def release_buffer(self) -> None:
         """Give its memory back until it is asked for again."""
         self._buffer = None

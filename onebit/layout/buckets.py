@@ -69,7 +69,7 @@ class BucketOwner(Protocol[B]):
     def publish(self, bucket: B) -> None:
         """Show a bucket's state in optimizer.state, which now has other tensors."""
 
-    def on_gradient(self, p: Tensor) -> None:
+    def gradient_is_ready(self, p: Tensor) -> None:
         """p's gradient has just been accumulated."""
 
 
@@ -83,9 +83,10 @@ def elements_of(bucket_cap_mb: float) -> int:
 class Buckets(list[B]):
     """A list of all groups' buckets, in the order in which backward produces gradients. All ranks build them together.
 
-    elements: of a bucket at most, see `elements_of`; a larger parameter has its own. hooks: whether `on_gradient` is
-    asked for. params: those that are trained, in the order of buckets; of: the bucket of each. frozen: the others, by
-    name; they have no state. groups: the optimizer's param groups; each bucket's `group` is one of them.
+    elements: of a bucket at most, see `elements_of`; a larger parameter has its own. hooks: whether
+    `gradient_is_ready` is asked for. params: those that are trained, in the order of buckets; of: the bucket of each.
+    frozen: the others, by name; they have no state. groups: the optimizer's param groups; each bucket's `group` is one
+    of them.
     """
 
     def __init__(
@@ -231,6 +232,6 @@ class Buckets(list[B]):
         def gradient_is_ready(param: Tensor) -> None:
             owner = mine()
             if owner is not None:
-                owner.on_gradient(param)
+                owner.gradient_is_ready(param)
 
         p.register_post_accumulate_grad_hook(gradient_is_ready)

@@ -78,7 +78,7 @@ class Replica:
     def publish(self, bucket: LocalBucket) -> None:
         """optimizer.state is the inner optimizer's, and shows nothing of ours."""
 
-    def on_gradient(self, p: Tensor) -> None:
+    def gradient_is_ready(self, p: Tensor) -> None:
         """Called by hooks, of which there are none."""
 
     # ---------------------------------------------------------------- masters

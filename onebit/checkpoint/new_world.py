@@ -1,0 +1,116 @@
+"""A state that stays in its process while the world around it changes: other ranks, another number of them.
+
+What all ranks have (moments, D, frames) is cut into other chunks, without loss. Residuals are each rank's own. A rank
+counts 1/W in every mean, so a worker error e becomes e·W'/W: what is not sent yet keeps its weight. A server error of
+elements that this rank still owns stays; the rest goes into its worker error, times W', as nobody else can send it.
+
+`onebit/membership/` moves an optimizer from one world to the next; the files of another world are taken over by
+`change_world_size.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..layout.bucket import Bucket
+from ..layout.flat import Layout, lay_out
+from ..model_parallel import local
+from ..usage.contract import State
+from .change_world_size import PLACE, reframe, resize
+from .optimizer_state import identity, restore
+from .owner import StateOwner
+
+_APART = ("params", "param_names", "exp_avg_mask")
+"""Of a group, what is not an option."""
+
+
+def leave(optimizer: StateOwner) -> State:
+    """This rank's state, with what the step under way would make of its residuals, for ranks that lack that step."""
+    state = optimizer.state_dict()
+    for bucket, record in zip(optimizer.buckets, state["onebit"]["buckets"], strict=True):
+        is_sent = bucket.ef is not None and not optimizer.rule.averages_gradients(bucket)
+        record["next"] = (bucket.ef.worker_next, bucket.ef.server_next) if is_sent and bucket.ef is not None else None
+    return state
+
+
+def for_others(optimizer: StateOwner, state: State) -> State:
+    """Of such a state, and of the parameters, what every rank has."""
+    entries = {
+        key: {name: x for name, x in entry.items() if name != "worker_error"} for key, entry in state["state"].items()
+    }
+    own = ("server_error", "next")
+    buckets = [{name: x for name, x in one.items() if name not in own} for one in state["onebit"]["buckets"]]
+    return {
+        "groups": [{k: x for k, x in group.items() if k not in _APART} for group in optimizer.param_groups],
+        "parameters": [local(p).detach() for group in optimizer.param_groups for p in group["params"]],
+        "state": entries,
+        "param_groups": [{"params": group["params"]} for group in state["param_groups"]],
+        "onebit": {**state["onebit"], "buckets": buckets},
+    }
+
+
+def enter(optimizer: StateOwner, state: State) -> None:
+    """Go on from a state that `leave` gave, in the transport's world."""
+    residuals: list[tuple[Tensor, Tensor] | None] = []
+    for bucket, record in zip(optimizer.buckets, state["onebit"]["buckets"], strict=True):
+        worker = None if bucket.ef is None else bucket.ef.worker
+        residuals.append(None if worker is None else (worker, record["server_error"]))
+    _settle(optimizer, state, residuals, state["onebit"])
+
+
+def take_over(optimizer: StateOwner, theirs: State, own: State | None) -> None:
+    """Take over what another rank gave `for_others`, a step later than `own`, or into a rank that had no state."""
+    mine = [group for group in optimizer.param_groups]
+    for group, options in zip(mine, theirs["groups"], strict=True):
+        lr = options.pop("lr")
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = float(lr)
+        group.update(options)
+    params = [p for group in mine for p in group["params"]]
+    with torch.no_grad():
+        for p, x in zip(params, theirs["parameters"], strict=True):
+            local(p).copy_(x)
+    residuals: list[tuple[Tensor, Tensor] | None] = [None] * len(optimizer.buckets)
+    if own is not None:
+        residuals = [record["next"] for record in own["onebit"]["buckets"]]
+    _settle(optimizer, theirs, residuals, theirs["onebit"] if own is None else own["onebit"])
+
+
+def _settle(optimizer: StateOwner, state: State, residuals: list[tuple[Tensor, Tensor] | None], was: State) -> None:
+    """was: the record that says in which world these residuals, (worker, server) of each bucket, are a rank's own."""
+    former = [lay_out(bucket.layout.shapes, bucket.layout.block, was["world_size"]) for bucket in optimizer.buckets]
+    optimizer.relay()
+    identified, transport = identity(optimizer), optimizer.transport
+    record = state["onebit"] | {key: identified[key] for key in PLACE}
+    entries, buckets = {key: dict(entry) for key, entry in state["state"].items()}, []
+    for bucket, layout, saved, both in zip(optimizer.buckets, former, record["buckets"], residuals, strict=True):
+        frames, numel = saved["frames"], bucket.layout.numel
+        server = None
+        if frames is not None:
+            kept, rest = _cut(bucket, layout, None if both is None else both[1], was["rank"])
+            worker = rest.mul_(transport.world_size)
+            if both is not None:
+                ratio = transport.world_size / was["world_size"]
+                worker.add_(resize(both[0].to(bucket.device, torch.float32), numel), alpha=ratio)
+            errors = bucket.layout.views(worker.to(optimizer.placement.error_dtype))
+            for key, error in zip(saved["params"], errors, strict=True):
+                entries[key]["worker_error"] = error
+            server = kept.to(optimizer.placement.error_dtype)
+            frames = reframe(frames.to(bucket.device), optimizer.codec, saved["numel"], bucket.layout)
+        buckets.append({**saved, "numel": numel, "frames": frames, "server_error": server})
+    restore(optimizer, {**state, "state": entries, "onebit": {**record, "buckets": buckets}})
+
+
+def _cut(bucket: Bucket, former: Layout, server: Tensor | None, rank: int) -> tuple[Tensor, Tensor]:
+    """A server error of a former layout: of the chunk that this rank owns now, and of all others, flat; float32."""
+    flat = torch.zeros(former.numel, device=bucket.device, dtype=torch.float32)
+    if server is not None:
+        flat.view(former.world_size, -1)[rank] = server.to(bucket.device, torch.float32)
+    rest = resize(flat, bucket.layout.numel)
+    own = bucket.own_chunk(rest)
+    kept = own.clone()
+    own.zero_()
+    return kept, rest

@@ -1,0 +1,16 @@
+"""Members that come and go: a run that loses a machine goes on, and takes a new one in.
+
+    members = onebit.membership.connect("host:29400", members=4)
+    optimizer = onebit.OnebitAdam(model.parameters(), lr=1e-3, transport=members)
+    onebit.membership.begin(optimizer, scheduler=scheduler)
+    ...                                     # the loop as it was
+
+A member is a rank. `rendezvous.py` says who they are, `members.py` is the transport between those of now, `change.py`
+brings an optimizer from one set of members to the next.
+"""
+
+from .change import Change, begin
+from .members import Members
+from .rendezvous import MembershipError, Patience, Rendezvous, Roster
+
+__all__ = ["Change", "Members", "MembershipError", "Patience", "Rendezvous", "Roster", "begin"]

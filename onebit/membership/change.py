@@ -1,0 +1,195 @@
+"""A change of members: from the world of one epoch to that of the next, with an optimizer's state.
+
+    1. The step under way is forgotten: nothing of it was written, its gradients are there. The state is taken as it is.
+    2. The members of the next epoch meet, and tell how many steps each has taken.
+    3. The first of those that have taken the most gives its state to newcomers, and to whoever lacks the last step.
+    4. Each keeps its own residuals, and cuts its chunks for the new number of ranks.
+
+If another member is lost meanwhile, all of it is done once more, from 2. Nothing is written before 4.
+
+Every rank counts 1/W in a mean, so a residual e becomes e·W'/W: what the living have not sent yet keeps its weight. A
+server error of elements that this rank no longer owns goes into its own residual, times W', without any traffic. What
+the lost members had not sent is lost.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from ..agreement.replicas import check_same_lines, make_equal
+from ..checkpoint.archive import read_archive
+from ..comm import PeerError, Transport
+from ..comm.messages import gather_bytes
+from ..usage.contract import Group, State
+from .members import Members, Travels
+from .rendezvous import MembershipError
+
+log = logging.getLogger(__name__)
+
+
+class Changing(Protocol):
+    """An optimizer whose world may change. Parameters are written by `take_over` alone."""
+
+    param_groups: list[Group]
+    transport: Transport
+
+    def steps_taken(self) -> int:
+        """How many steps of the training have been taken."""
+
+    def option_lines(self) -> list[str]:
+        """The options that must be the same on all ranks, as text."""
+
+    def leave_world(self) -> State:
+        """Forget the step under way, and give this rank's state. Local."""
+
+    def enter_world(self, state: State) -> None:
+        """Take back a state that `leave_world` gave, for the transport's world as it is now. Local."""
+
+    def for_others(self, state: State) -> State:
+        """Of such a state, what every rank has. Tensors, lists, dicts and plain values."""
+
+    def take_over(self, theirs: State, own: State | None) -> None:
+        """Take over what another rank gave `for_others`; residuals are this rank's own, or zero. Local."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a change was. took_step: the others had taken the step that this rank was in, and it has it now.
+
+    sent_bytes: what this rank sent for it. seconds: from the news to the first step.
+    """
+
+    took_step: bool
+    lost: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()
+    sent_bytes: int = 0
+    seconds: float = field(default=0.0, compare=False)
+
+
+def begin(optimizer: Changing, **travels: Travels) -> None:
+    """Enter the run. Founders wait for each other; a newcomer is let in before a step, and gets a member's state.
+
+    All members call it once, before the first step. Then they have the same parameters and state, to the bit.
+
+    Args:
+        optimizer: Constructed over a `Members`.
+        travels: What else a newcomer needs, by the same names on all members: objects with `state_dict` and
+            `load_state_dict`, as a schedule.
+
+    Raises:
+        MembershipError: No epoch came about within `Patience.wait_s`, or the run has ended.
+        TypeError: The optimizer's transport is another one.
+        ValueError: On all members, if models or options differ.
+    """
+    members = optimizer.transport
+    if not isinstance(members, Members):
+        raise TypeError(f"expected an optimizer over a Members transport, got one over {type(members).__name__}")
+    members.travels = travels
+    change(optimizer, members, None)
+
+
+def change(optimizer: Changing, members: Members, why: PeerError | None) -> Change:
+    """Bring this member and its optimizer into the next epoch. All members.
+
+    Raises MembershipError as `Rendezvous.meet`, or if nobody is left who has the state; ValueError, on all members, if
+    a newcomer has another model or other options.
+    """
+    began, before, sent = time.monotonic(), members.roster, members.sent_bytes
+    own = optimizer.leave_world()
+    steps = optimizer.steps_taken()
+    while True:
+        try:
+            members.enter_next(why)
+            theirs = _bring_together(optimizer, members, steps, own)
+            gather_bytes(members, b"\0")  # all have what they need
+            break
+        except PeerError as error:
+            why = error
+    assert members.roster is not None
+    if theirs is None:
+        optimizer.enter_world(own)
+    else:
+        optimizer.take_over(theirs["optimizer"], own if members.has_state else None)
+        if not members.has_state:
+            for name, its in members.travels.items():
+                its.load_state_dict(theirs["travels"][name])
+    members.rendezvous.begin()
+    took_step = optimizer.steps_taken() > steps
+    members.has_state = True
+    names, last = members.roster.names, () if before is None else before.names
+    lost, joined = (tuple(n for n in a if n not in b) for a, b in ((last, names), (names, last)))
+    found = Change(took_step, lost, joined, members.sent_bytes - sent, time.monotonic() - began)
+    _report(members, found, optimizer.steps_taken(), why)
+    return found
+
+
+def _bring_together(optimizer: Changing, members: Members, steps: int, own: State) -> State | None:
+    """What this member lacks of the run; None: nothing."""
+    assert members.roster is not None
+    mine = {"steps": steps, "has_state": members.has_state}
+    standing = [json.loads(row) for row in gather_bytes(members, json.dumps(mine).ljust(64).encode())]
+    with_state = [rank for rank, its in enumerate(standing) if its["has_state"]]
+    if len(with_state) < members.world_size:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        lines = [f"parameter {k}: {p.dtype} {tuple(p.shape)}" for k, p in enumerate(params)]
+        check_same_lines(members, "models and options", [*lines, *optimizer.option_lines()], members.device)
+    if not with_state:
+        if members.rendezvous.has_begun:
+            raise MembershipError(
+                f"{members.rendezvous.name}: no member of epoch {members.roster.epoch} has the run's state: those that "
+                "had it are lost; start anew from a checkpoint"
+            )
+        make_equal(members, [p for p in params if p.numel() > 0])
+        return None
+    newest = max(standing[rank]["steps"] for rank in with_state)
+    source = next(rank for rank in with_state if standing[rank]["steps"] == newest)
+    lacking = [rank for rank, its in enumerate(standing) if not its["has_state"] or its["steps"] < newest]
+    if not lacking or members.rank not in (source, *lacking):
+        return None
+    ranks = sorted([source, *lacking])
+    part = members.split(ranks)
+    if members.rank != source:
+        return _receive(part, ranks.index(source))
+    travels = {name: its.state_dict() for name, its in members.travels.items()}
+    _send(part, {"optimizer": optimizer.for_others(own), "travels": travels})
+    return None
+
+
+def _send(part: Transport, state: State) -> None:
+    file = io.BytesIO()
+    torch.save(state, file)
+    data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(part.device)
+    part.broadcast(torch.tensor([len(data)], dtype=torch.int64, device=part.device), part.rank).wait()
+    part.broadcast(data, part.rank).wait()
+
+
+def _receive(part: Transport, source: int) -> State:
+    length = torch.zeros(1, dtype=torch.int64, device=part.device)
+    part.broadcast(length, source).wait()
+    data = torch.empty(int(length), dtype=torch.uint8, device=part.device)
+    part.broadcast(data, source).wait()
+    state: State = read_archive(io.BytesIO(data.cpu().numpy().tobytes()))
+    return state
+
+
+def _report(members: Members, found: Change, steps: int, why: PeerError | None) -> None:
+    assert members.roster is not None
+    if members.rank == 0:
+        lost = f"; lost: {', '.join(found.lost)} ({why})" if found.lost else ""
+        joined = f"; joined: {', '.join(found.joined)}" if found.joined else ""
+        log.info(
+            "epoch %d from step %d on, of %d members, after %.2f s%s%s",
+            members.roster.epoch,
+            steps + 1,
+            members.world_size,
+            found.seconds,
+            lost,
+            joined,
+        )

@@ -1,0 +1,240 @@
+"""Rendezvous: who the members of a run are, epoch by epoch, in a store of torch's that outlives each of them.
+
+An epoch is a set of members, in an order that is their ranks. Whoever wants into the next one writes its name under
+that epoch's number, and waits for the roster. A member of the epoch before closes it once every other one has come or
+has fallen silent: each counts up a number in the store as long as its process lives. `compare_set` lets one roster be
+written. Whoever comes later is a newcomer of the epoch after.
+
+Between changes the store is needed for these numbers alone, and may be away. What is written is JSON with an HMAC of
+the run's token, so that nobody without it has a say; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from torch.distributed import Store
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.02
+
+
+class MembershipError(RuntimeError):
+    """A member has no place in the run: none of the last epoch came, the run has ended, or the store is another's."""
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The members of an epoch. names: in rank order."""
+
+    epoch: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long members wait, in seconds.
+
+    beat_s: between two signs of life. suspect_s: how long a member is silent before it is given up, if a connection to
+    it has broken; silent_s: if none has. busy_s: how long a member that lives is waited for, which may compute. wait_s:
+    how long a newcomer waits to be let in. look_s: how often the first member looks for newcomers.
+    """
+
+    beat_s: float = 0.25
+    suspect_s: float = 1.0
+    silent_s: float = 5.0
+    busy_s: float = 300.0
+    wait_s: float = 300.0
+    look_s: float = 1.0
+
+
+class Rendezvous:
+    """Where one member meets the others.
+
+    Args:
+        store: torch's, reached by all members: a TCPStore in a process that outlives them.
+        beats: The same store over another connection, for the signs of life. Default: the same one.
+        name: This member's, unlike all others'; a process that starts again takes another.
+        token: A secret of the run, the same on all members. Default "".
+        founders: How many members the first epoch waits for, the same on all. Default 1.
+        patience: How long to wait for whom.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        *,
+        beats: Store | None = None,
+        token: str = "",
+        founders: int = 1,
+        patience: Patience | None = None,
+    ):
+        self.name, self.founders, self.patience = name, founders, patience or Patience()
+        self._store, self._beats, self._token = store, beats or store, token
+        self._lock, self._now = threading.Lock(), Roster(0, ())
+        self._ended = threading.Event()
+        self.is_awaited = threading.Event()
+        """Whether a newcomer waits for the next epoch, as far as this member has looked: the first one does."""
+        threading.Thread(target=self._live, name="onebit-members", daemon=True).start()
+
+    def meet(self, last: Roster | None, missed: Collection[str] = ()) -> Roster:
+        """Wait for the next epoch, and be in it.
+
+        Args:
+            last: The epoch that this member was in; None: it is new.
+            missed: Members of that epoch to which a connection has broken, or which were silent.
+
+        Raises:
+            MembershipError: As a newcomer, after `wait_s`, or once the run has ended.
+        """
+        deadline = time.monotonic() + self.patience.wait_s
+        before = last or self._newest()
+        while True:
+            roster = self._next(before, sorted(missed), deadline)
+            if self.name in roster.names:
+                with self._lock:
+                    self._now = roster
+                    self.is_awaited.clear()
+                return roster
+            before, missed = roster, ()  # closed without this one
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an epoch came about: from then on a member has the run's state, or none ever will."""
+        return bool(self._store.check(["begun"]))
+
+    def begin(self) -> None:
+        """The epoch has come about."""
+        self._store.set("begun", "yes")
+
+    def end(self, why: str) -> None:
+        """Tell whoever waits that the run has ended."""
+        self.leave()
+        self._write("ended", {"why": why})
+
+    def leave(self) -> None:
+        """Give no more signs of life."""
+        self._ended.set()
+
+    def _live(self) -> None:
+        looked = time.monotonic()
+        while not self._ended.wait(self.patience.beat_s):
+            try:
+                self._beats.add(_beat(self.name), 1)
+                now = self._now
+                if now.names[:1] == (self.name,) and time.monotonic() - looked >= self.patience.look_s:
+                    looked = time.monotonic()
+                    waits = self._beats.add(_here(now.epoch + 1), 0) > 0
+                    with self._lock:
+                        if waits and now is self._now:
+                            self.is_awaited.set()
+            except RuntimeError as error:  # a store that is away holds nobody up
+                log.debug("the rendezvous does not answer: %s", error)
+
+    # ---------------------------------------------------------------- one epoch
+
+    def _next(self, before: Roster | None, missed: Sequence[str], deadline: float) -> Roster:
+        epoch = 1 if before is None else before.epoch + 1
+        key = f"{_here(epoch)}/{self._store.add(_here(epoch), 1)}"
+        self._write(key, {"name": self.name, "missed": list(missed)})
+        began, silences = time.monotonic(), _Silences(self._store)
+        while (roster := self._read_roster(epoch)) is None:
+            now, (arrived, suspects) = time.monotonic(), self._arrived(epoch)
+            if len(arrived) >= self.founders if before is None else self.name in before.names:
+                absent = [] if before is None else [name for name in before.names if name not in arrived]
+                limits = [self.patience.suspect_s if name in suspects else self.patience.silent_s for name in absent]
+                are_silent = [silences.of(name) > limit for name, limit in zip(absent, limits, strict=True)]
+                if all(are_silent) or now - began > self.patience.busy_s:
+                    self._close(before, epoch, arrived)
+                    continue
+            elif now > deadline or self._store.check(["ended"]):
+                waited = f"{self.name} has waited {self.patience.wait_s - deadline + now:.1f} s for epoch {epoch}: "
+                raise MembershipError(waited + self._why_none(before, arrived))
+            time.sleep(POLL_S)
+        return roster
+
+    def _close(self, before: Roster | None, epoch: int, arrived: Sequence[str]) -> None:
+        stay = [] if before is None else [name for name in before.names if name in arrived]
+        names = [*stay, *(name for name in arrived if name not in stay)]
+        key = f"roster/{epoch}"
+        self._store.compare_set(key, "", self._signed(key, {"epoch": epoch, "names": names}))
+        self._store.set("newest", str(epoch))
+
+    def _why_none(self, before: Roster | None, arrived: Sequence[str]) -> str:
+        if self._store.check(["ended"]):
+            return f"the run has ended: {self._read('ended')['why']}"
+        if before is None:
+            return f"{len(arrived)} of {self.founders} founders have come ({', '.join(arrived)})"
+        names = ", ".join(before.names)
+        return f"no member of epoch {before.epoch} ({names}) has come: they are lost, or stuck in a step"
+
+    def _arrived(self, epoch: int) -> tuple[list[str], set[str]]:
+        """The names of those who have come, in order, and of those whom any of them misses."""
+        names: dict[str, None] = {}
+        missed: set[str] = set()
+        for k in range(1, self._store.add(_here(epoch), 0) + 1):
+            if self._store.check([key := f"{_here(epoch)}/{k}"]):
+                found = self._read(key)
+                names[str(found["name"])] = None
+                missed.update(map(str, found["missed"]))
+        return list(names), missed
+
+    def _newest(self) -> Roster | None:
+        return self._read_roster(int(self._store.get("newest"))) if self._store.check(["newest"]) else None
+
+    def _read_roster(self, epoch: int) -> Roster | None:
+        key = f"roster/{epoch}"
+        return Roster(epoch, tuple(map(str, self._read(key)["names"]))) if self._store.check([key]) else None
+
+    # ---------------------------------------------------------------- signed values
+
+    def _write(self, key: str, value: dict[str, object]) -> None:
+        self._store.set(key, self._signed(key, value))
+
+    def _signed(self, key: str, value: dict[str, object]) -> str:
+        text = json.dumps(value)
+        return f"{self._signature(key, text)} {text}"
+
+    def _read(self, key: str) -> dict[str, list[str]]:
+        signature, _, text = self._store.get(key).decode(errors="replace").partition(" ")
+        if not hmac.compare_digest(signature.encode(), self._signature(key, text).encode()):
+            raise MembershipError(
+                f"{key} in the store was not written with this run's token: another run uses the store, or a stranger; "
+                "give every member the same token, and every run its own rendezvous"
+            )
+        return json.loads(text)  # type: ignore[no-any-return]
+
+    def _signature(self, key: str, text: str) -> str:
+        return hmac.new(self._token.encode(), f"{key}\n{text}".encode(), hashlib.sha256).hexdigest()
+
+
+@dataclass
+class _Silences:
+    """How long members have given no sign of life, as far as this one has looked."""
+
+    store: Store
+    _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    def of(self, name: str) -> float:
+        """Seconds."""
+        count, now = self.store.add(_beat(name), 0), time.monotonic()
+        if name not in self._seen or self._seen[name][0] != count:
+            self._seen[name] = count, now
+        return now - self._seen[name][1]
+
+
+def _here(epoch: int) -> str:
+    return f"here/{epoch}"
+
+
+def _beat(name: str) -> str:
+    return f"beat/{name}"

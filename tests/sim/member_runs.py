@@ -1,0 +1,146 @@
+"""Runs of simulated members that come and go, for test_membership.py: threads over one store, a network each epoch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import HashStore
+
+from onebit.comm import PeerError, SimTransport
+from onebit.comm.transports.notes import Operation
+from onebit.comm.transports.simulated import SimNetwork
+from onebit.membership import Members, Patience, Rendezvous, Roster
+
+
+class Killed(BaseException):
+    """A member has been killed."""
+
+
+class PartialNetwork(SimNetwork):
+    """A network in which what a rank sends as it dies reaches some ranks, and others not."""
+
+    def __init__(self, world_size: int, timeout_s: float):
+        super().__init__(world_size, timeout_s)
+        self._hidden: dict[tuple[int, int], tuple[int, list[int]]] = {}
+
+    def post_last(self, operation: Operation, rank: int, data: Tensor, hidden_from: list[int]) -> None:
+        with self._changed:
+            self._hidden[operation.channel, operation.number] = rank, hidden_from
+        self.post(operation, rank, data)
+        self.leave(rank)
+
+    def collect(self, operation: Operation, rank: int) -> list[Tensor]:
+        posted = super().collect(operation, rank)
+        sender, hidden_from = self._hidden.get((operation.channel, operation.number), (0, []))
+        if rank in hidden_from:
+            raise PeerError(f"rank {rank}: rank {sender} broke off in {operation}", [sender])
+        return posted
+
+
+class MortalTransport(SimTransport):
+    """Of a member that dies at an operation: at its launch, or when it waits for it.
+
+    fuse: how many of both it has left; with a fraction, what it sends last reaches a part of the others.
+    """
+
+    network: PartialNetwork
+    fuse: list[float]
+
+    def burn(self) -> bool:
+        self.fuse[0] -= 1
+        return self.fuse[0] < 0
+
+    def _launch(self, name: str, nbytes: int, data: Tensor, *rest: Any) -> Any:
+        if self.burn():
+            if self.fuse[0] % 1:
+                others = [rank for rank in range(self.world_size) if rank != self.rank]
+                operation = self._numbering.operation(name, nbytes)
+                self.network.post_last(operation, self.rank, data, others[::2])
+            self.network.leave(self.rank)
+            raise Killed
+        work = super()._launch(name, nbytes, data, *rest)
+        wait = work.wait
+
+        def mortal_wait() -> None:
+            if self.burn():
+                self.network.leave(self.rank)
+                raise Killed
+            wait()
+
+        work.wait = mortal_wait
+        return work
+
+
+@dataclass
+class Hub:
+    """Where members meet. networks: by epoch. holds: a member waits for newcomers."""
+
+    founders: int
+    timeout_s: float = 20.0
+    wait_s: float = 20.0
+    store: HashStore = field(default_factory=HashStore)
+    networks: dict[int, PartialNetwork] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    holds: threading.Event = field(default_factory=threading.Event)
+
+    def members(self, name: str, fuse: list[float]) -> Members:
+        patience = Patience(beat_s=0.02, suspect_s=0.3, silent_s=0.6, wait_s=self.wait_s, look_s=0.02)
+        rendezvous = Rendezvous(self.store, name, token="secret", founders=self.founders, patience=patience)
+
+        def connect(roster: Roster, rank: int) -> MortalTransport:
+            with self.lock:
+                network = self.networks.setdefault(roster.epoch, PartialNetwork(len(roster.names), self.timeout_s))
+            transport = MortalTransport(network, rank)
+            transport.fuse = fuse
+            return transport
+
+        return Members(rendezvous, connect)
+
+
+@dataclass
+class Run:
+    """The members of a run as threads. results: what `work(members)` gave, by name; errors: what it raised."""
+
+    hub: Hub
+    work: Callable[[Members], Any]
+    results: dict[str, Any] = field(default_factory=dict)
+    errors: dict[str, BaseException] = field(default_factory=dict)
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    def start(self, name: str, fuse: float = float("inf")) -> None:
+        """fuse: how many operations the member lives."""
+
+        def live() -> None:
+            torch.set_num_threads(1)
+            members = self.hub.members(name, [fuse])
+            try:
+                self.results[name] = self.work(members)
+            except BaseException as error:
+                self.errors[name] = error
+            finally:
+                members.abandon()
+
+        self.threads.append(threading.Thread(target=live, daemon=True, name=name))
+        self.threads[-1].start()
+
+    def join(self, timeout_s: float = 60.0) -> Run:
+        for thread in self.threads:
+            thread.join(timeout_s)
+        assert not any(thread.is_alive() for thread in self.threads), "a member hangs"
+        for name, error in self.errors.items():
+            if not isinstance(error, Killed):
+                raise AssertionError(f"{name} failed") from error
+        return self
+
+
+def founded(hub: Hub, work: Callable[[Members], Any], fuses: Sequence[float]) -> Run:
+    """A run of founders "a", "b", ... with these fuses."""
+    run = Run(hub, work)
+    for name, fuse in zip("abcdefgh", fuses, strict=False):
+        run.start(name, fuse)
+    return run

@@ -1,0 +1,213 @@
+"""Members that come and go: replicas stay the same to the bit, no step is lost, residuals keep their weight."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from member_runs import Hub, founded
+from test_onebit_adam import SIZES, gradient, split, start
+from torch import Tensor, nn
+
+import onebit
+from onebit.comm import IdentityCodec
+from onebit.membership import Members, MembershipError, begin
+from onebit.reference.onebit_adam import OnebitAdam as OnebitAdamOracle
+
+INF = float("inf")
+
+
+def net() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 12))
+
+
+def await_newcomers(members: Members, hub: Hub, newcomers: int) -> None:
+    """Hold a run of founders until so many have come, and its first member has seen it."""
+    hub.holds.set()
+    while members.world_size == hub.founders and (
+        hub.store.add("here/2", 0) < newcomers or (members.rank == 0 and not members.is_awaited())
+    ):
+        time.sleep(0.005)
+
+
+def train(members: Members, steps: int, hub: Hub | None = None, **options: object) -> tuple[int, Tensor]:
+    """Steps taken, and the parameters. hub: a newcomer is waited for."""
+    model = net()
+    common = {"lr": 1e-2, "compression": "always", "bucket_cap_mb": 0.001, "freeze_step": 4}
+    optimizer = onebit.OnebitAdam(model.parameters(), transport=members, **{**common, **options})
+    begin(optimizer)
+    draw = torch.Generator().manual_seed(ord(members.rendezvous.name))
+    while optimizer.steps_taken() < steps:
+        if hub is not None and optimizer.steps_taken() == 8:
+            await_newcomers(members, hub, 1)
+        x = torch.randn(8, 12, generator=draw)
+        (model(x) - x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.check_replicas()
+    return optimizer.steps_taken(), torch.cat([p.detach().view(-1) for p in model.parameters()])
+
+
+@pytest.mark.parametrize("fuse", [9, 31, 60.5, 101, 101.5, 102.5, 103.5, 150])
+def test_survivors_go_on_with_the_same_bits(fuse: float) -> None:
+    """Whatever the lost member was doing: entering, sending a bucket to some and not to others, waiting."""
+    run = founded(Hub(3), lambda members: train(members, 16), [INF, fuse, INF]).join()
+    assert set(run.results) == {"a", "c"} and set(run.errors) == {"b"}
+    (steps, first), (others, second) = run.results.values()
+    assert steps == others == 16 and torch.equal(first, second)
+
+
+def test_a_step_that_others_have_taken_is_taken_over() -> None:
+    """Of the fuses at which a step's last message reaches one survivor alone."""
+    took = []
+
+    def work(members: Members) -> Tensor:
+        model = net()
+        optimizer = onebit.OnebitAdam(
+            model.parameters(), lr=1e-2, transport=members, compression="always", freeze_step=3, overlap=False
+        )
+        begin(optimizer)
+        draw, losses = torch.Generator().manual_seed(ord(members.rendezvous.name)), 0
+        while optimizer.steps_taken() < 12:
+            x = torch.randn(8, 12, generator=draw)
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses += 1
+        took.append(12 - losses)  # a step counts once, whoever took it
+        return torch.cat([p.detach().view(-1) for p in model.parameters()])
+
+    changes = []
+    for fuse in range(30, 66, 3):
+        run = founded(Hub(3), work, [INF, fuse + 0.5, INF]).join()
+        first, second = run.results.values()
+        assert torch.equal(first, second)
+        changes.append(fuse)
+    assert took == [0] * (2 * len(changes))
+
+
+def test_a_newcomer_gets_the_state_and_counts_from_the_next_epoch() -> None:
+    hub = Hub(2)
+    run = founded(hub, lambda members: train(members, 20, hub), [INF, INF])
+    assert hub.holds.wait(30)
+    run.start("n")
+    run.join()
+    (steps, first), *others = run.results.values()
+    assert len(others) == 2 and steps == 20 and max(hub.networks) == 2
+    assert all(count == 20 and torch.equal(first, params) for count, params in others)
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(k, marks=pytest.mark.thorough) for k in range(6, 30))])
+def test_random_changes_leave_replicas_equal(seed: int) -> None:
+    """Members die at random operations, also while others join, change or die; others come."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def fuse() -> float:
+        return INF if torch.rand((), generator=draw) < 0.3 else int(torch.randint(10, 800, (), generator=draw)) / 2
+
+    run = founded(Hub(4), lambda members: train(members, 80), [INF, fuse(), fuse(), fuse()])
+    for name in "wxyz":
+        run.start(name, fuse())
+    run.join()
+    assert run.results
+    params = [found for _, found in run.results.values()]
+    assert all(torch.equal(params[0], other) for other in params)
+
+
+# ---------------------------------------------------------------- an oracle
+
+
+class ElasticOracle(OnebitAdamOracle):
+    """The textbook loop, whose workers change as the module's arithmetic has it, written anew in float64."""
+
+    names: list[str]
+
+    def change(self, names: list[str], owner_before: np.ndarray, owner_now: np.ndarray) -> None:
+        """owner_before, owner_now: the rank that averages each element."""
+        before, was = self.names, self.workers
+        errors, server = np.zeros((len(names), len(self.x))), np.zeros_like(self.x)
+        for rank, name in enumerate(names):
+            if name not in before:
+                continue
+            errors[rank] = self.worker_error[before.index(name)] * len(names) / was
+            mine = np.where(owner_before == before.index(name), self.server_error, 0.0)
+            server += np.where(owner_now == rank, mine, 0.0)
+            errors[rank] += len(names) * np.where(owner_now == rank, 0.0, mine)
+        self.names, self.workers, self.worker_error, self.server_error = names, len(names), errors, server
+
+
+def owners(optimizer: onebit.OnebitAdam) -> np.ndarray:
+    """The rank that averages each element of the parameters."""
+    found = {}
+    for bucket in optimizer.buckets:
+        flat = torch.arange(bucket.layout.numel) // bucket.layout.chunk
+        found |= dict(zip(bucket.params, bucket.layout.views(flat), strict=True))
+    return torch.cat([found[p].view(-1) for p in optimizer.param_groups[0]["params"]]).numpy()
+
+
+FREEZE, STEPS, LR = 12, 34, 0.03
+
+
+def elastic(
+    members: Members, hub: Hub, leaves: dict[str, int], newcomers: int
+) -> tuple[list[tuple[str, ...]], list[np.ndarray], np.ndarray]:
+    """The members of each step, who averaged what in it, and the parameters after the last."""
+    name = members.rendezvous.name
+    params = [nn.Parameter(p.clone()) for p in split(torch.from_numpy(start()).float())]
+    optimizer = onebit.OnebitAdam(
+        params, lr=LR, transport=members, freeze_step=FREEZE, warmup_codec=IdentityCodec(), compression="always"
+    )
+    begin(optimizer)
+    rosters, owned = [], []
+    while (step := optimizer.steps_taken()) < leaves.get(name, STEPS):
+        if newcomers and step == 20:
+            await_newcomers(members, hub, newcomers)
+        x = torch.cat([p.detach() for p in params]).double().numpy()
+        for p, g in zip(params, split(torch.from_numpy(gradient(x, step, ord(name) - 97)).float()), strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+        assert members.roster is not None
+        rosters.append(members.roster.names)
+        owned.append(owners(optimizer))
+    return rosters, owned, torch.cat([p.detach() for p in params]).double().numpy()
+
+
+@pytest.mark.parametrize(
+    ("founders", "leaves", "newcomers"), [(4, {"b": 18, "c": 18}, ""), (2, {}, "cd"), (1, {}, "b"), (2, {"a": 22}, "")]
+)
+def test_equals_the_textbook_loop_whose_workers_change(founders: int, leaves: dict[str, int], newcomers: str) -> None:
+    """As `test_equals_the_textbook_loop`; powers of two alone, as sums of thirds cancel to another sign."""
+    hub = Hub(founders)
+    run = founded(hub, lambda members: elastic(members, hub, leaves, len(newcomers)), [INF] * founders)
+    assert not newcomers or hub.holds.wait(30)
+    for name in newcomers:
+        run.start(name)
+    run.join()
+    stayed = [run.results[name] for name in "abcd" if name in run.results and name not in leaves]
+    rosters, owned, found = max(stayed, key=lambda its: len(its[0]))
+    assert len(set(rosters)) == 2 and all(np.array_equal(found, its[2]) for its in stayed)
+    oracle = ElasticOracle(start(), len(rosters[0]), SIZES, dense=lambda step: step < FREEZE)
+    oracle.names = list(rosters[0])
+    for step, names in enumerate(rosters):
+        if list(names) != oracle.names:
+            oracle.change(list(names), owned[step - 1], owned[step])
+        oracle.step(np.stack([gradient(oracle.x, step, ord(name) - 97) for name in names]), LR)
+    np.testing.assert_allclose(found, oracle.x, atol=2e-4, rtol=0)
+
+
+def test_a_run_that_nobody_carries_on_is_told_apart_from_a_start() -> None:
+    """Its state is gone: a newcomer may not take its own initial values for the run's."""
+
+    def work(members: Members) -> None:
+        optimizer = onebit.OnebitAdam(net().parameters(), lr=1e-2, transport=members)
+        begin(optimizer)
+
+    hub = Hub(1, wait_s=1.0)
+    founded(hub, work, [INF]).join()
+    run = founded(hub, work, [])
+    run.start("n")
+    run.threads[0].join(30)
+    assert isinstance(run.errors["n"], MembershipError) and "no member of epoch 1 (a) has come" in str(run.errors["n"])
