@@ -33,7 +33,7 @@ class Hierarchy:
     @classmethod
     def of(cls, transport: Transport) -> Hierarchy:
         """That of a transport. A flat one crosses from every rank to every other."""
-        check_transport(transport)
+        check_transport(transport, may_change=True)
         return cls(transport.intra_node, transport.inter_node)
 
     @property

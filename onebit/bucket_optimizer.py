@@ -101,7 +101,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         self.clipper = Clipper(max_grad_norm)
         self.skip_limit, self.replica_check = SkipLimit(max_consecutive_skips), ReplicaCheck(check_replicas_every)
         self.transport = comm.init() if transport is None else transport
-        comm.check_transport(self.transport)
+        comm.check_transport(self.transport, may_change=True)
         self._members = self.transport if isinstance(self.transport, Members) else None
         self.model_parallel_group = model_parallel_group_of(parts)
         self.buckets: Buckets[B] = Buckets(self, self.transport, self.model_parallel_group, elements, hooks=hooks)
@@ -118,8 +118,16 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
 
     def _construct(self, params: object, defaults: dict[str, object]) -> None:
         """torch's own construction, and the buckets of these parameters."""
+        if self._members is not None and (why := self._why_members_stay()):
+            raise ValueError(
+                f"{type(self).__name__} cannot go on as its members come and go (onebit.membership): {why}"
+            )
         super().__init__(listed_parameters(type(self).__name__, params), defaults)
         self._build()
+
+    def _why_members_stay(self) -> str:
+        """Why members of a run with this optimizer may not come and go; "" if they may."""
+        return "each rank has the only copy of a part of the state"
 
     def _new_stats(self) -> Stats:
         """What the optimizer says of its last step."""
@@ -275,13 +283,20 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
 
         If the others have taken this step, and this rank was cut off before it could, it takes over what they have.
         """
+        if members.roster is None:
+            raise RuntimeError(
+                f"{members.rendezvous.name} is in no run yet: call onebit.membership.begin(optimizer) before step()"
+            )
         while True:
             why, self._lost = self._lost, None
             try:
                 if why is not None or self._change_is_due:
                     self._change_is_due = False
-                    if change(self, members, why).took_step:
+                    found = change(self, members, why)
+                    if found.took_step:
                         return None
+                    if found.is_back:  # gradients of parameters that the run has left behind count as none
+                        self.zero_grad()
                 return self._take_step(self._unscale())
             except PeerError as error:
                 self._lost = error

@@ -159,6 +159,9 @@ class AdamRule(Rule):
         if bucket.masks is None:  # those have moved: their moves lie in memory that the next exchange writes
             self.placement.apply(bucket, decision, bucket.frames, *self._moves(bucket))
 
+    def why_members_stay(self) -> str:
+        return ""
+
     def observe(self, bucket: Bucket, scale: float, own: float) -> None:
         """What LAMB wants to know of scale·g_i over D before it is sent."""
 

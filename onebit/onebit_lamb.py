@@ -22,7 +22,7 @@ from .layout.bucket import Bucket
 from .layout.flat import Layout
 from .onebit_adam import AdamRule
 from .optimizer import CommonOptions, CompressedOptimizer
-from .rule import codec_of_gradients
+from .rule import MEETS_AGAIN, codec_of_gradients
 from .step.bucket_step import Answer, Meeting
 from .usage.contract import State, eps_of
 from .usage.signature import shows_all_options
@@ -147,6 +147,9 @@ class LambRule(AdamRule):
         return -weight_K.mul_(self._correction(bucket)), 1.0 - decay_K
 
     # ---------------------------------------------------------------- what all layers are asked about together
+
+    def why_members_stay(self) -> str:
+        return MEETS_AGAIN
 
     def meet(self, buckets: Sequence[Bucket], said: Sequence[Meeting]) -> Sequence[Answer]:
         observed = [

@@ -581,10 +581,18 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     # ---------------------------------------------------------------- members that come and go
 
+    def _why_members_stay(self) -> str:
+        if self.delay:
+            return "with delay=1 a step is under way between two; use delay=0"
+        if self.model_parallel_group.whole.world_size > 1:
+            return "a member is one rank, and this model is divided among several"
+        return self.rule.why_members_stay()
+
     def leave_world(self) -> State:
         """See `membership.change.Changing`."""
+        sent = [not self.rule.averages_gradients(bucket) for bucket in self.buckets]  # of the step under way
         self._forget_step()
-        return new_world.leave(self)
+        return new_world.leave(self, sent)
 
     def for_others(self, state: State) -> State:
         """See `membership.change.Changing`."""

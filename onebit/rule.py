@@ -26,6 +26,8 @@ from .step.replicated import Replicated
 from .usage.contract import State
 from .usage.frozen import gradient_of
 
+MEETS_AGAIN = "its ranks tell each other more after a step is decided, when a lost one would leave it half written"
+
 
 class BucketRule(ABC, Generic[B]):
     """One algorithm: the step of a bucket, and what kind of step the next one is. kind: what its states are called."""
@@ -138,6 +140,10 @@ class Rule(BucketRule[Bucket]):
     def look_ahead(self, bucket: Bucket, decision: Decision, weight: float) -> None:
         """p ← p + weight·m/D for the parameters that move by this decision. In a rule that can be delayed."""
         raise AssertionError(f"{type(self).__name__} cannot be delayed")
+
+    def why_members_stay(self) -> str:
+        """Why members of a run may not come and go; "" if they may: all is exchanged before anything is written."""
+        return MEETS_AGAIN
 
     @property
     def asks_first(self) -> bool:

@@ -122,6 +122,10 @@ class ZeroOneRule(Rule):
         # Where rounds follow the learning rate, ranks whose rates differ would be in different ones.
         return self.synchronisations.longest > 1
 
+    def why_members_stay(self) -> str:
+        has_local_steps = self.synchronisations.longest > 1
+        return "between synchronisations each rank has its own parameters; use local_step_clipper=1" * has_local_steps
+
     def is_synchronised(self) -> bool:
         return self.since_sync == 0
 

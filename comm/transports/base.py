@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -50,11 +50,16 @@ Channel: TypeAlias = Callable[[], AbstractContextManager[None]]
 """`with channel():` operations launched in here belong to it; see `Transport.new_channel`."""
 
 
-def check_transport(transport: object) -> None:
-    """Raise TypeError unless this is a transport."""
+def check_transport(transport: object, *, may_change: bool = False) -> None:
+    """Raise TypeError unless this is a transport; ValueError if its ranks come and go, and may not."""
     if not isinstance(transport, Transport):
         example = f"backend={transport!r}" if isinstance(transport, str) else ""
         raise TypeError(f"transport must be a transport, got {transport!r}; make one with onebit.comm.init({example})")
+    if transport.ranks_change and not may_change:
+        raise ValueError(
+            "the ranks of this transport come and go (onebit.membership), which only OnebitAdam and ZeroOneAdam go on "
+            "through so far; take the transport of onebit.comm.init()"
+        )
 
 
 class Transport(ABC):
@@ -80,6 +85,8 @@ class Transport(ABC):
     rank: int
     world_size: int
     timeout_s: float
+    ranks_change: ClassVar[bool] = False
+    """Whether ranks come and go, so that rank and world_size are only those of now: see `onebit/membership/`."""
 
     @property
     @abstractmethod

@@ -29,7 +29,7 @@ from .edge import ANSWER_S, DIAGNOSIS_S, NOTES_S, ROLL_CALL_S, as_bytes, peer_er
 from .forks import release_in_children
 from .hanging import call_within, connections, have_ended, sockets
 from .networked import NetworkedTransport
-from .notes import Conclusion, Note, Numbering, Operation, conclude
+from .notes import Conclusion, Note, Numbering, Operation, conclude, names_of
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,8 @@ class TorchTransport(NetworkedTransport):
        the group's store. Notes say who is missing and who is out of step.
 
     After a PeerError the transport is of no more use. owns_group: `close()` destroys the group. store_host: the rank
-    in whose process the group's store lives; None: in none, or it is not known.
+    in whose process the group's store lives; None: in none, or it is not known. finds_cause: when an operation fails,
+    ask the others who is to blame, which takes up to `edge.DIAGNOSIS_S`; else those count that broke off or are silent.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class TorchTransport(NetworkedTransport):
         owns_group: bool = False,
         whole: TorchTransport | None = None,
         store_host: int | None = None,
+        finds_cause: bool = True,
     ):
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
@@ -111,7 +113,7 @@ class TorchTransport(NetworkedTransport):
         # threads, which now and then abort the exit of Python, and with its store, at whose port no other can listen.
         self._group = weakref.ref(group)
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout_s)
-        self._owns_group = owns_group
+        self._owns_group, self._finds_cause = owns_group, finds_cause
         self._is_part = whole is not None
         self._store_host = None if store_host == self.rank else store_host
         self._backends = _backends_by_device(self.group)
@@ -121,7 +123,7 @@ class TorchTransport(NetworkedTransport):
         self._board: _Board | None = None
         if whole is not None:
             self._board, self._store_host = whole._board, whole._store_host
-        elif self._backends.get("cpu") == "gloo":
+        elif self._backends.get("cpu") == "gloo" and finds_cause:
             self._board = _Board(self.group, self.rank, timeout_s)
         if self._board is not None:
             release_in_children(self._board.port)
@@ -219,7 +221,7 @@ class TorchTransport(NetworkedTransport):
             )
         except RuntimeError as error:
             raise self._collective_error(operation, (), error) from error
-        part = TorchTransport(group, self.timeout_s, whole=self)
+        part = TorchTransport(group, self.timeout_s, whole=self, finds_cause=self._finds_cause)
         part._names = names
         return part
 
@@ -284,7 +286,7 @@ class TorchTransport(NetworkedTransport):
             self._past.held.append(held)
             self._past.failure = operation
             return peer_error(self._names[self.rank], operation, what, Conclusion(), _HINT)
-        suspects = set() if self.has_failed else self._roll_call(operation)
+        suspects = set() if self.has_failed or not self._finds_cause else self._roll_call(operation)
         return self._fail(operation, held, what, suspects, gave_up=_is_timeout(error))
 
     def _fail(self, operation: Operation, held: object, what: str, suspects: set[int], *, gave_up: bool) -> PeerError:
@@ -298,6 +300,9 @@ class TorchTransport(NetworkedTransport):
         misses = tuple(sorted(self._names[rank] for rank in suspects))
         mine = Note(self.group.group_name, operation, tuple(self._launched), misses, gave_up)
         me = self._names[self.rank]
+        if not self._finds_cause:
+            past.missing = misses
+            return peer_error(me, operation, what, Conclusion(misses, f"Lost: {names_of(misses)}", False), _HINT)
         assert self._board is not None  # Gloo's alone come here
         notes = self._board.compare(mine)
         if not notes and past.late_s and not gave_up:

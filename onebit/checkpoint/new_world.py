@@ -10,6 +10,8 @@ elements that this rank still owns stays; the rest goes into its worker error, t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,12 +27,17 @@ _APART = ("params", "param_names", "exp_avg_mask")
 """Of a group, what is not an option."""
 
 
-def leave(optimizer: StateOwner) -> State:
-    """This rank's state, with what the step under way would make of its residuals, for ranks that lack that step."""
+def leave(optimizer: StateOwner, sent: Sequence[bool]) -> State:
+    """This rank's state, with what the step under way would make of its residuals, for ranks that lack that step.
+
+    sent: for each bucket, whether that step sends momentum in one bit.
+    """
     state = optimizer.state_dict()
-    for bucket, record in zip(optimizer.buckets, state["onebit"]["buckets"], strict=True):
-        is_sent = bucket.ef is not None and not optimizer.rule.averages_gradients(bucket)
-        record["next"] = (bucket.ef.worker_next, bucket.ef.server_next) if is_sent and bucket.ef is not None else None
+    for bucket, record, is_sent in zip(optimizer.buckets, state["onebit"]["buckets"], sent, strict=True):
+        ef, record["next"] = bucket.ef, None
+        record["has_errors"] = ef is not None
+        if ef is not None:
+            record["next"] = (ef.worker_next, ef.server_next) if is_sent else (ef.worker, ef.server)
     return state
 
 
@@ -89,7 +96,7 @@ def _settle(optimizer: StateOwner, state: State, residuals: list[tuple[Tensor, T
     for bucket, layout, saved, both in zip(optimizer.buckets, former, record["buckets"], residuals, strict=True):
         frames, numel = saved["frames"], bucket.layout.numel
         server = None
-        if frames is not None:
+        if saved["has_errors"]:
             kept, rest = _cut(bucket, layout, None if both is None else both[1], was["rank"])
             worker = rest.mul_(transport.world_size)
             if both is not None:
@@ -99,6 +106,7 @@ def _settle(optimizer: StateOwner, state: State, residuals: list[tuple[Tensor, T
             for key, error in zip(saved["params"], errors, strict=True):
                 entries[key]["worker_error"] = error
             server = kept.to(optimizer.placement.error_dtype)
+        if frames is not None:
             frames = reframe(frames.to(bucket.device), optimizer.codec, saved["numel"], bucket.layout)
         buckets.append({**saved, "numel": numel, "frames": frames, "server_error": server})
     restore(optimizer, {**state, "state": entries, "onebit": {**record, "buckets": buckets}})

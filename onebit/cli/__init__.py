@@ -22,6 +22,7 @@ COMMANDS = {
     "bench": ("bench", "what codecs and kernels pass on this machine, and exchanges between ranks"),
     "convert": ("convert", "weights of onebit, DeepSpeed or torch as one file; our state as plain AdamW's"),
     "layout": ("layout", "draw a sparse attention layout, and say what it costs and how far a token sees"),
+    "rendezvous": ("rendezvous", "where the members of a run find each other, as they come and go"),
     "emulate": ("cluster.command", "run a command on emulated hosts, joined by links of the rate you name"),
 }
 """By name: the module, and what it does."""
@@ -33,7 +34,7 @@ class UserError(Exception):
 
 def usage() -> str:
     """What `onebit` says without a command."""
-    lines = [f"  {name:<9} {about}" for name, (_, about) in COMMANDS.items()]
+    lines = [f"  {name:<10} {about}" for name, (_, about) in COMMANDS.items()]
     return "\n".join(
         ["usage: onebit COMMAND [options]", "", *lines, "", "`onebit COMMAND --help` lists a command's options."]
     )

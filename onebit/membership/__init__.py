@@ -1,6 +1,6 @@
 """Members that come and go: a run that loses a machine goes on, and takes a new one in.
 
-    members = onebit.membership.connect("host:29400", members=4)
+    members = onebit.membership.connect("host:29400", founders=2)
     optimizer = onebit.OnebitAdam(model.parameters(), lr=1e-3, transport=members)
     onebit.membership.begin(optimizer, scheduler=scheduler)
     ...                                     # the loop as it was
@@ -11,6 +11,7 @@ brings an optimizer from one set of members to the next.
 
 from .change import Change, begin
 from .members import Members
+from .network import connect
 from .rendezvous import MembershipError, Patience, Rendezvous, Roster
 
-__all__ = ["Change", "Members", "MembershipError", "Patience", "Rendezvous", "Roster", "begin"]
+__all__ = ["Change", "Members", "MembershipError", "Patience", "Rendezvous", "Roster", "begin", "connect"]

@@ -63,10 +63,12 @@ class Changing(Protocol):
 class Change:
     """What a change was. took_step: the others had taken the step that this rank was in, and it has it now.
 
+    is_back: the others had gone on without this member, and it has begun anew with their state, before their next step.
     sent_bytes: what this rank sent for it. seconds: from the news to the first step.
     """
 
     took_step: bool
+    is_back: bool = False
     lost: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
     sent_bytes: int = 0
@@ -121,11 +123,12 @@ def change(optimizer: Changing, members: Members, why: PeerError | None) -> Chan
             for name, its in members.travels.items():
                 its.load_state_dict(theirs["travels"][name])
     members.rendezvous.begin()
-    took_step = optimizer.steps_taken() > steps
+    is_back = not members.has_state and before is not None
+    took_step = optimizer.steps_taken() > steps and not is_back
     members.has_state = True
     names, last = members.roster.names, () if before is None else before.names
     lost, joined = (tuple(n for n in a if n not in b) for a, b in ((last, names), (names, last)))
-    found = Change(took_step, lost, joined, members.sent_bytes - sent, time.monotonic() - began)
+    found = Change(took_step, is_back, lost, joined, members.sent_bytes - sent, time.monotonic() - began)
     _report(members, found, optimizer.steps_taken(), why)
     return found
 

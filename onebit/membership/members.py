@@ -36,6 +36,8 @@ class Members(Transport):
     from its roster and this member's rank in it.
     """
 
+    ranks_change = True
+
     def __init__(self, rendezvous: Rendezvous, connect: Connect):
         self.rendezvous, self._connect = rendezvous, connect
         self.roster: Roster | None = None

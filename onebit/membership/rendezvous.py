@@ -17,12 +17,19 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
 
-from torch.distributed import Store
+from ..comm import PeerError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 POLL_S = 0.02
 
@@ -45,7 +52,8 @@ class Patience:
 
     beat_s: between two signs of life. suspect_s: how long a member is silent before it is given up, if a connection to
     it has broken; silent_s: if none has. busy_s: how long a member that lives is waited for, which may compute. wait_s:
-    how long a newcomer waits to be let in. look_s: how often the first member looks for newcomers.
+    how long a newcomer waits to be let in. look_s: how often the first member looks for newcomers. away_s: how long the
+    store may be away at a change.
     """
 
     beat_s: float = 0.25
@@ -54,14 +62,15 @@ class Patience:
     busy_s: float = 300.0
     wait_s: float = 300.0
     look_s: float = 1.0
+    away_s: float = 60.0
 
 
 class Rendezvous:
     """Where one member meets the others.
 
     Args:
-        store: torch's, reached by all members: a TCPStore in a process that outlives them.
-        beats: The same store over another connection, for the signs of life. Default: the same one.
+        connect: Gives a store of torch's that all members reach, over a new connection: a TCPStore in a process that
+            outlives them.
         name: This member's, unlike all others'; a process that starts again takes another.
         token: A secret of the run, the same on all members. Default "".
         founders: How many members the first epoch waits for, the same on all. Default 1.
@@ -70,16 +79,16 @@ class Rendezvous:
 
     def __init__(
         self,
-        store: Store,
+        connect: Callable[[], Store],
         name: str,
         *,
-        beats: Store | None = None,
         token: str = "",
         founders: int = 1,
         patience: Patience | None = None,
     ):
         self.name, self.founders, self.patience = name, founders, patience or Patience()
-        self._store, self._beats, self._token = store, beats or store, token
+        self._store, self._beats = _Steady(connect, self.patience.away_s), _Steady(connect, 0.0)
+        self._token = token
         self._lock, self._now = threading.Lock(), Roster(0, ())
         self._ended = threading.Event()
         self.is_awaited = threading.Event()
@@ -112,14 +121,26 @@ class Rendezvous:
         """Whether an epoch came about: from then on a member has the run's state, or none ever will."""
         return bool(self._store.check(["begun"]))
 
+    def confirm(self, roster: Roster) -> None:
+        """Wait until all members of an epoch have seen that they are in it. Raises PeerError if one falls silent."""
+        self._store.set(f"confirmed/{roster.epoch}/{self.name}", "yes")
+        silences, absent = _Silences(self._store), list(roster.names)
+        while absent := [n for n in absent if not self._store.check([f"confirmed/{roster.epoch}/{n}"])]:
+            silent = [name for name in absent if silences.of(name) > self.patience.suspect_s]
+            if silent:
+                ranks = [roster.names.index(name) for name in silent]
+                raise PeerError(f"{self.name}: {', '.join(silent)} fell silent before epoch {roster.epoch}", ranks)
+            time.sleep(POLL_S)
+
     def begin(self) -> None:
         """The epoch has come about."""
         self._store.set("begun", "yes")
 
     def end(self, why: str) -> None:
-        """Tell whoever waits that the run has ended."""
+        """Tell whoever waits that the run has ended, if the store is there."""
         self.leave()
-        self._write("ended", {"why": why})
+        with suppress(MembershipError):
+            self._beats.set("ended", self._signed("ended", {"why": why}))
 
     def leave(self) -> None:
         """Give no more signs of life."""
@@ -133,12 +154,21 @@ class Rendezvous:
                 now = self._now
                 if now.names[:1] == (self.name,) and time.monotonic() - looked >= self.patience.look_s:
                     looked = time.monotonic()
+                    self._publish_again(now)
                     waits = self._beats.add(_here(now.epoch + 1), 0) > 0
                     with self._lock:
                         if waits and now is self._now:
                             self.is_awaited.set()
-            except RuntimeError as error:  # a store that is away holds nobody up
-                log.debug("the rendezvous does not answer: %s", error)
+            except MembershipError as error:  # a store that is away holds nobody up
+                log.debug("%s", error)
+
+    def _publish_again(self, now: Roster) -> None:
+        """A store that has come back empty learns who the members are, before a newcomer takes it for a new run's."""
+        if not self._beats.check(["newest"]):
+            key = f"roster/{now.epoch}"
+            self._beats.set("begun", "yes")
+            self._beats.set(key, self._signed(key, {"epoch": now.epoch, "names": list(now.names)}))
+            self._beats.set("newest", str(now.epoch))
 
     # ---------------------------------------------------------------- one epoch
 
@@ -217,11 +247,46 @@ class Rendezvous:
         return hmac.new(self._token.encode(), f"{key}\n{text}".encode(), hashlib.sha256).hexdigest()
 
 
+class _Steady:
+    """A store over a connection that is made anew when it breaks. Raises MembershipError if it is away for too long."""
+
+    def __init__(self, connect: Callable[[], Store], away_s: float):
+        self._connect, self._away_s = connect, away_s
+        self._store: Store | None = connect()
+
+    def _do(self, call: Callable[[Store], T]) -> T:
+        deadline = time.monotonic() + self._away_s
+        while True:
+            try:
+                self._store = self._store or self._connect()
+                return call(self._store)
+            except RuntimeError as error:
+                self._store = None
+                if time.monotonic() >= deadline:
+                    raise MembershipError(f"the rendezvous does not answer: {error}") from error
+                time.sleep(0.2)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._do(lambda store: store.add(key, amount))
+
+    def set(self, key: str, value: str) -> None:
+        self._do(lambda store: store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        return self._do(lambda store: store.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._do(lambda store: store.check(keys))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> None:
+        self._do(lambda store: store.compare_set(key, expected, desired))
+
+
 @dataclass
 class _Silences:
     """How long members have given no sign of life, as far as this one has looked."""
 
-    store: Store
+    store: _Steady
     _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def of(self, name: str) -> float:

@@ -73,7 +73,7 @@ def averaged_buffers(model: nn.Module) -> set[str]:
 
 def sync_tensors(named: Sequence[tuple[str, Tensor]], averaged: Collection[str], transport: Transport) -> None:
     """`sync_buffers`, of these. averaged: names of those that become their mean, if they are floats."""
-    check_transport(transport)
+    check_transport(transport, may_change=True)
     device = transport.device  # what lies in other memory (a cached mask under NCCL) travels in a copy
     held = [local(buffer).detach() for _, buffer in named]
     lines = [f"{name}: {x.dtype} {tuple(x.shape)}" for (name, _), x in zip(named, held, strict=True)]
@@ -95,7 +95,7 @@ def begin_equal(model: nn.Module, transport: Transport) -> None:
     Those as well that no state_dict holds: drawn at random, they would make ranks compute different functions. Caches
     whose shapes differ between ranks are left alone.
     """
-    check_transport(transport)
+    check_transport(transport, may_change=True)
     held = {name: local(x).detach() for name, x in model.named_buffers() if not x.is_meta and local(x).numel() > 0}
     lines = {name: f"{name}: {x.dtype} {tuple(x.shape)}" for name, x in held.items()}
     every = [set(text.split("\n")) for text in gather_texts(transport, "\n".join(lines.values()), transport.device)]

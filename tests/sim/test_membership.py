@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from member_runs import Hub, founded
+from member_runs import Hub, Killed, founded
 from test_onebit_adam import SIZES, gradient, split, start
 from torch import Tensor, nn
 
 import onebit
 from onebit.comm import IdentityCodec
+from onebit.dense import DenseAverager, average_gradients
 from onebit.membership import Members, MembershipError, begin
 from onebit.reference.onebit_adam import OnebitAdam as OnebitAdamOracle
+from onebit.zero import ShardedOnebitAdam
 
 INF = float("inf")
 
@@ -172,6 +175,8 @@ def elastic(
         assert members.roster is not None
         rosters.append(members.roster.names)
         owned.append(owners(optimizer))
+    if name in leaves:
+        raise Killed
     return rosters, owned, torch.cat([p.detach() for p in params]).double().numpy()
 
 
@@ -186,7 +191,7 @@ def test_equals_the_textbook_loop_whose_workers_change(founders: int, leaves: di
     for name in newcomers:
         run.start(name)
     run.join()
-    stayed = [run.results[name] for name in "abcd" if name in run.results and name not in leaves]
+    stayed = list(run.results.values())
     rosters, owned, found = max(stayed, key=lambda its: len(its[0]))
     assert len(set(rosters)) == 2 and all(np.array_equal(found, its[2]) for its in stayed)
     oracle = ElasticOracle(start(), len(rosters[0]), SIZES, dense=lambda step: step < FREEZE)
@@ -206,8 +211,83 @@ def test_a_run_that_nobody_carries_on_is_told_apart_from_a_start() -> None:
         begin(optimizer)
 
     hub = Hub(1, wait_s=1.0)
-    founded(hub, work, [INF]).join()
+    lost = hub.members("a", [INF])
+    work(lost)
+    lost.abandon()
     run = founded(hub, work, [])
     run.start("n")
     run.threads[0].join(30)
     assert isinstance(run.errors["n"], MembershipError) and "no member of epoch 1 (a) has come" in str(run.errors["n"])
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda p, t: onebit.OnebitLamb(p, lr=1e-2, transport=t), "half written"),
+        (lambda p, t: onebit.OnebitMuon(p, lr=1e-2, transport=t), "half written"),
+        (lambda p, t: onebit.OnebitAdam(p, lr=1e-2, transport=t, delay=1), "use delay=0"),
+        (lambda p, t: onebit.ZeroOneAdam(p, lr=1e-2, transport=t, local_step_clipper=4), "local_step_clipper=1"),
+        (lambda p, t: ShardedOnebitAdam(p, lr=1e-2, transport=t), "the only copy"),
+        (lambda p, t: onebit.LocalSteps(torch.optim.AdamW(p), every=4, transport=t), "OnebitAdam"),
+        (lambda p, t: DenseAverager(p, t), "OnebitAdam"),
+        (lambda p, t: onebit.Lamb(p, lr=1e-2).step() or average_gradients(p, t), "OnebitAdam"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_by_name(make: Callable[..., object], why: str) -> None:
+    params = list(net().parameters())
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(ValueError, match=why):
+        make(params, Hub(1).members("a", [INF]))
+
+
+def test_a_step_before_begin_is_refused() -> None:
+    """Alone it would train, and nobody would say so."""
+    model = net()
+    optimizer = onebit.OnebitAdam(model.parameters(), lr=1e-2, transport=Hub(1).members("a", [INF]))
+    model(torch.ones(2, 12)).sum().backward()
+    with pytest.raises(RuntimeError, match="begin\\(optimizer\\) before step"):
+        optimizer.step()
+
+
+def test_zero_one_adam_goes_on() -> None:
+    def work(members: Members) -> Tensor:
+        model = net()
+        optimizer = onebit.ZeroOneAdam(model.parameters(), lr=1e-2, transport=members, compression="always")
+        begin(optimizer)
+        draw = torch.Generator().manual_seed(ord(members.rendezvous.name))
+        while optimizer.steps_taken() < 50:
+            x = torch.randn(8, 12, generator=draw)
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.check_replicas()
+        return torch.cat([p.detach().view(-1) for p in model.parameters()])
+
+    for fuse in (60.5, 121.5, 200):
+        run = founded(Hub(3), work, [INF, fuse, INF])
+        run.start("n")
+        run.join()
+        first, *others = run.results.values()
+        assert others and all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("strangers", ["token", "model", "options"])
+def test_strangers_are_not_let_in(strangers: str) -> None:
+    """Whoever has another token, another model or other options; all members are told, before anything is written."""
+    hub = Hub(2, wait_s=10.0)
+
+    def work(members: Members) -> None:
+        is_strange = members.rendezvous.name == "b"
+        if is_strange and strangers == "token":
+            members.rendezvous._token = "guessed"
+        model = nn.Linear(12, 13 if is_strange and strangers == "model" else 12)
+        floor = 0.5 if is_strange and strangers == "options" else 0.01
+        optimizer = onebit.OnebitAdam(model.parameters(), lr=1e-2, transport=members, variance_floor=floor)
+        begin(optimizer)
+
+    run = founded(hub, work, [INF, INF])
+    for thread in run.threads:
+        thread.join(30)
+    said = [str(error) for error in run.errors.values()]
+    assert said and all("token" in text if strangers == "token" else "differ between ranks" in text for text in said)

@@ -1,0 +1,111 @@
+"""Members as processes: a store in a process that outlives them, and a Gloo group for each epoch.
+
+onebit rendezvous --port 29400                                  on a machine that stays
+members = onebit.membership.connect("host:29400", founders=2)   in each member
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from ..comm import PeerError
+from ..comm.transports.edge import STORE_S, reason
+from ..comm.transports.hanging import call_within
+from .members import Members
+from .rendezvous import MembershipError, Patience, Rendezvous, Roster
+
+if TYPE_CHECKING:
+    from ..comm.transports.torch_distributed import TorchTransport
+
+CONNECT_S = 10.0
+"""How long the members of an epoch may take to connect to each other, once all of them have confirmed it."""
+
+
+def connect(
+    address: str,
+    *,
+    founders: int = 1,
+    token: str = "",
+    name: str | None = None,
+    timeout_s: float = 30.0,
+    patience: Patience | None = None,
+) -> Members:
+    """The members of a run that meet at an address. Each member's process makes one, and then calls `begin`.
+
+    It is the transport to construct an optimizer over: `onebit.OnebitAdam(params, transport=members)`. Gloo moves the
+    bytes; the process must have no default process group of torch.distributed, as each epoch is one.
+
+    Args:
+        address: "host:port" of `onebit rendezvous`.
+        founders: How many members the run begins with, the same on all. Default 1.
+        token: A secret of the run, the same on all members. Default "".
+        name: This member's, unlike all others' that ever were. Default: host, process number and a random number.
+        timeout_s: Seconds after which a silent member counts as lost. Default 30.
+        patience: How long members wait for each other at changes.
+
+    Raises:
+        MembershipError: Nobody answers at the address.
+        RuntimeError: torch.distributed has a default process group.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed has a default process group already, and each epoch of members is one: take out "
+            "init_process_group() and onebit.comm.init(), and start one process for each member without torchrun"
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f'address must be "host:port" of `onebit rendezvous`, got {address!r}')
+    name = name or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
+    store = partial(_store, host, int(port))
+    rendezvous = Rendezvous(store, name, token=token, founders=founders, patience=patience)
+    return Members(rendezvous, partial(_group, rendezvous, store, timeout_s))
+
+
+def serve(port: int) -> dist.TCPStore:
+    """The store of a rendezvous, in this process, at this port of all its addresses; 0: a free one."""
+    return dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+
+
+def _store(host: str, port: int) -> dist.Store:
+    try:
+        return call_within(
+            STORE_S,
+            lambda: dist.TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=STORE_S)
+            ),
+            port,
+        )
+    except (RuntimeError, TimeoutError) as error:
+        raise MembershipError(
+            f"no rendezvous answers at {host}:{port} ({reason(error)}): start `onebit rendezvous --port {port}` on a "
+            "machine that all members reach, before the first of them"
+        ) from error
+
+
+def _group(
+    rendezvous: Rendezvous, store: Callable[[], dist.Store], timeout_s: float, roster: Roster, rank: int
+) -> TorchTransport:
+    from ..comm.transports.torch_distributed import TorchTransport
+
+    rendezvous.confirm(roster)  # a peer that dies while groups connect would hold Gloo for ever
+    prefixed = dist.PrefixStore(f"group/{roster.epoch}", store())
+    make = partial(
+        dist.init_process_group,
+        "gloo",
+        store=prefixed,
+        rank=rank,
+        world_size=len(roster.names),
+        timeout=timedelta(seconds=CONNECT_S),
+    )
+    try:
+        call_within(CONNECT_S + STORE_S, make, None)
+    except (RuntimeError, TimeoutError) as error:
+        raise PeerError(f"{rendezvous.name}: epoch {roster.epoch} does not connect: {reason(error)}") from error
+    return TorchTransport(None, timeout_s, owns_group=True, finds_cause=False)

@@ -1,0 +1,49 @@
+"""One member of a run, as a process of its own: `python member_ranks.py ADDRESS NAME FOUNDERS STEPS [SECONDS]`.
+
+It prints a line for each step, "step K of N members", and at its end "done", a digest of its parameters, how many
+members it has seen go and come, and the longest time between two steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+
+import torch
+from torch import nn
+
+import onebit
+from onebit import membership
+
+
+def main(address: str, name: str, founders: str, steps: str, seconds: str = "0.02") -> None:
+    torch.set_num_threads(1)
+    patience = membership.Patience(suspect_s=1.0, silent_s=2.0, look_s=0.2, wait_s=60.0)
+    members = membership.connect(
+        address, founders=int(founders), token="test", name=name, timeout_s=3.0, patience=patience
+    )
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+    optimizer = onebit.OnebitAdam(net.parameters(), lr=1e-3, transport=members, compression="always", freeze_step=10)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    membership.begin(optimizer, schedule=schedule)
+    draw, last, longest = torch.Generator().manual_seed(len(name)), time.monotonic(), 0.0
+    while optimizer.steps_taken() < int(steps):
+        x = torch.randn(8, 64, generator=draw)
+        (net(x) - x).square().mean().backward()
+        time.sleep(float(seconds))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        print(f"step {optimizer.steps_taken()} of {members.world_size} members", flush=True)
+    optimizer.check_replicas()
+    flat = torch.cat([p.detach().view(-1) for p in net.parameters()])
+    digest = hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
+    print(f"done {digest} {members.lost} {members.joined} {longest:.2f}", flush=True)
+    members.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

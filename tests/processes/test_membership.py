@@ -1,0 +1,127 @@
+"""Members as processes over Gloo: killed, stopped and come back, with the rendezvous there and away."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("member_ranks.py")
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+STEPS = 500  # ten seconds: enough for another process to start
+
+
+@dataclass
+class Run:
+    """A rendezvous and its members, whose output lies in folder."""
+
+    folder: Path
+    port: int
+    rendezvous: subprocess.Popen
+    members: dict[str, subprocess.Popen]
+
+    @classmethod
+    def started(cls, folder: Path, port: int = 0) -> Run:
+        rendezvous = cls.serve(port)
+        said = rendezvous.stdout.readline()
+        return cls(folder, int(said.rpartition(":")[2]), rendezvous, {})
+
+    @staticmethod
+    def serve(port: int) -> subprocess.Popen:
+        command = [sys.executable, "-m", "onebit", "rendezvous", "--port", str(port)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENV)
+
+    def start(self, name: str, founders: int) -> None:
+        command = [sys.executable, str(SCRIPT), f"127.0.0.1:{self.port}", name, str(founders), str(STEPS)]
+        with self.output(name).open("w") as file:
+            self.members[name] = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=ENV)
+
+    def output(self, name: str) -> Path:
+        return self.folder / f"{name}.txt"
+
+    def await_line(self, name: str, pattern: str, timeout_s: float = 40.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not re.search(pattern, text := self.output(name).read_text()):
+            assert time.monotonic() < deadline and self.members[name].poll() is None, f"{pattern}: {text[-3000:]}"
+            time.sleep(0.02)
+
+    def ends(self, *names: str) -> list[list[str]]:
+        """What these said at their end: digest, lost, joined, seconds."""
+        found = []
+        for name in names:
+            assert self.members[name].wait(60) == 0, self.output(name).read_text()[-3000:]
+            found.append(re.search(r"(?m)^done (.*)$", self.output(name).read_text())[1].split())
+        return found
+
+    def end(self) -> None:
+        for process in (*self.members.values(), self.rendezvous):
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    started = Run.started(tmp_path)
+    yield started
+    started.end()
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_member_is_missed_for_seconds_and_a_newcomer_let_in(run: Run) -> None:
+    for name in "abc":
+        run.start(name, founders=3)
+    run.await_line("a", "step 20 of 3")
+    run.members["b"].kill()
+    run.start("new", founders=3)
+    run.await_line("a", "of 2 members")
+    run.await_line("new", "of 3 members")
+    a, c, new = run.ends("a", "c", "new")
+    assert a[0] == c[0] == new[0] and a[1:3] == c[1:3] == ["1", "1"] and new[1:3] == ["0", "0"]
+    assert float(a[3]) < 10  # 1.2 on a quiet machine: a second without a sign of life
+
+
+@pytest.mark.timeout(120)
+def test_nothing_stops_while_the_rendezvous_is_away(run: Run) -> None:
+    """Killed amid the run, and empty when it comes back: members tell it who they are, and go on to change."""
+    for name in "ab":
+        run.start(name, founders=2)
+    run.await_line("a", "step 15 of 2")
+    run.rendezvous.kill()
+    run.rendezvous.wait()
+    run.await_line("a", "step 40 of 2")
+    run.rendezvous = run.serve(run.port)
+    run.rendezvous.stdout.readline()
+    time.sleep(1.0)
+    run.start("new", founders=2)
+    run.await_line("new", "of 3 members")
+    a, b, new = run.ends("a", "b", "new")
+    assert a[0] == b[0] == new[0]
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(120)
+def test_a_stopped_member_is_left_behind_and_comes_back(run: Run) -> None:
+    for name in "abc":
+        run.start(name, founders=3)
+    run.await_line("a", "step 20 of 3")
+    run.members["b"].send_signal(signal.SIGSTOP)
+    run.await_line("a", "of 2 members")
+    run.members["b"].send_signal(signal.SIGCONT)
+    a, b, c = run.ends("a", "b", "c")
+    assert a[0] == b[0] == c[0] and a[1] == "1"
+
+
+@pytest.mark.timeout(60)
+def test_without_a_rendezvous_it_says_what_to_start(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, str(SCRIPT), "127.0.0.1:1", "a", "1", "1"], capture_output=True, text=True, env=ENV, timeout=50
+    )
+    assert ended.returncode == 1 and "start `onebit rendezvous --port 1`" in ended.stderr
