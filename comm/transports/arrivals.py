@@ -1,9 +1,9 @@
-"""Who has come to a rendezvous: a list of lines in one order for all, and what it comes to.
+"""Which processes have come to a rendezvous: a list of lines, in one order for all readers, and its meaning.
 
-Every process that comes adds a line. Whether all have met, or who is missing, is decided by a line on the list, so that
-all who read it decide alike, however late they look. Of a process that was killed a line stays: under a launcher's
-agent, which keeps its store when it starts all processes anew, the last that has come as a rank is the one that counts,
-and all say that they see the same processes before they have met. Nothing here communicates.
+Every process that arrives adds a line. Whether all have met, or which are missing, is decided by a line on the list:
+every reader decides the same, however late it looks. The line of a killed process stays. A launcher's agent keeps its
+store when it starts all processes anew; there the latest process of each rank counts, and all must write that they see
+the same processes before they have met. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Arrival:
 
 
 def contradiction(arrivals: Collection[Arrival]) -> str:
-    """What is wrong with these processes as a whole, and what to do; "" where nothing is."""
+    """What is wrong with these processes as a group, and what to do; "" if nothing is."""
     sizes = sorted({arrival.world_size for arrival in arrivals})
     if len(sizes) > 1:
         said = (f"{size} for rank {from_where([a for a in arrivals if a.world_size == size])}" for size in sizes)
@@ -47,7 +47,7 @@ def contradiction(arrivals: Collection[Arrival]) -> str:
 
 
 def from_where(arrivals: Iterable[Arrival]) -> str:
-    """The numbers of ranks and processes, host by host: "0 2 on a (process 110 111), 1 on b (process 120)"."""
+    """Ranks and process ids, host by host: "0 2 on a (process 110 111), 1 on b (process 120)"."""
     by_host: dict[str, list[Arrival]] = {}
     for arrival in sorted(arrivals):
         by_host.setdefault(arrival.host, []).append(arrival)
@@ -63,7 +63,7 @@ def listed(numbers: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class End:
-    """Of a list on which not all have met. problem: "" where someone's time is up, after timeout_s."""
+    """The end of a list on which not all have met. problem: what is wrong; "" if a rank's timeout_s has passed."""
 
     problem: str
     timeout_s: float = 0.0
@@ -71,10 +71,10 @@ class End:
 
 @dataclass
 class Start:
-    """What a list says of one start of all processes, up to the line that decides it.
+    """One start of all processes, as the list describes it up to the line that decides it.
 
-    number: of starts on the list before it; lines: of arrivals, on the whole list; here: who counts as each rank;
-    seeing: the ranks that see all others.
+    number: starts on the list before this one. lines: arrivals on the whole list so far. here: the process that counts
+    as each rank. seeing: ranks that have written that they see all others.
     """
 
     number: int
@@ -84,11 +84,11 @@ class Start:
     has_met: bool = False
     end: End | None = None
     objection: str = ""
-    """What the process that reads has to say: another has come in its place, or with other numbers."""
+    """What contradicts the process that reads: another one has come in its place, or with another world size."""
 
     @property
     def world_size(self) -> int:
-        """Of those who are here, which is one; 0: none is."""
+        """The world size, on which all that are here agree; 0 if none is here."""
         return next((each.world_size for each in self.here.values()), 0)
 
     @property
@@ -96,23 +96,23 @@ class Start:
         return 0 < self.world_size == len(self.here)
 
     def absent(self) -> list[int]:
-        """The ranks that have not come; where all have, those that do not say that they see the others."""
+        """The ranks that have not come; if all have, those that have not written that they see the others."""
         everybody = set(range(self.world_size))
         return sorted(everybody - self.here.keys() or everybody - self.seeing)
 
 
 def comes(token: str, me: Arrival) -> str:
-    """The line of a process that comes. token: which no other line has."""
+    """The line of a process that arrives. token: unique on the list."""
     return _line(_COMES, token, *astuple(me))
 
 
 def sees(me: Arrival, start: Start) -> str:
-    """The line of a process that sees all others. It counts while nobody else comes."""
+    """The line of a process that sees all others. It is void once another process arrives."""
     return _line(_SEES, me.rank, start.lines)
 
 
 def ends(end: End, start: Start) -> str:
-    """The line that ends a start, unless someone has come meanwhile: who wrote it then looks again."""
+    """The line that ends a start. It is void if a process has arrived meanwhile; its writer then looks again."""
     return _line(_ENDS, end.problem, end.timeout_s, start.lines)
 
 
@@ -121,10 +121,10 @@ def _line(*what: object) -> str:
 
 
 def read(text: str, token: str, *, keeps_old_lines: bool) -> Start:
-    """What the list comes to for the process whose line has the token, up to what decides for it.
+    """The start that the list describes for the process with this token, up to the line that decides it.
 
-    keeps_old_lines: it may be older than the processes, as in an agent's store. Else two processes of one rank
-    contradict each other, all have met where all have come, and a list that has ended is of no more use.
+    keeps_old_lines: the list may be older than the processes, as in an agent's store. If not, two processes of one rank
+    are a contradiction, all have met once all have come, and a list that has ended stays so.
     """
     mine: Arrival | None = None
     everybody: set[Arrival] = set()
@@ -158,6 +158,6 @@ def read(text: str, token: str, *, keeps_old_lines: bool) -> Start:
 
 
 def _with(start: Start, arrival: Arrival) -> Start:
-    """One more has come: who stood in its place, or came with another number of ranks, is of an earlier start."""
+    """Add an arrival. Processes of the same rank, or of another world size, belonged to an earlier start."""
     alike = {rank: each for rank, each in start.here.items() if each.world_size == arrival.world_size}
     return Start(start.number, start.lines + 1, alike | {arrival.rank: arrival}, objection=start.objection)

@@ -19,9 +19,14 @@ from torch import Tensor
 
 
 class PeerError(RuntimeError):
-    """A peer died, fell silent or broke off: the collective cannot be completed.
+    """A peer died, did not answer in time or broke off: the collective cannot complete. The transport is then unusable.
 
-    `ranks` holds the peers from which something was still missing when the wait ended (empty: not known).
+    Args:
+        message: What happened on which rank, and where to look.
+        ranks: Peers that are to blame, as far as known. Default (): not known.
+
+    Attributes:
+        ranks: The same, a tuple.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()):
@@ -30,28 +35,38 @@ class PeerError(RuntimeError):
 
 
 class Work(Protocol):
-    """A launched operation."""
+    """A launched operation. Call `wait` before reading its outputs; several may be waited for in any order."""
 
     def wait(self) -> None:
         """Return once the outputs may be read on the current stream and the inputs may be overwritten.
 
-        Raises `PeerError`, naming the ranks that are missing or out of step, within timeout_s and `edge.DIAGNOSIS_S`
-        seconds more, and sooner where a connection breaks.
+        Raises:
+            PeerError: Ranks are missing or out of step. Raised within timeout_s plus `edge.DIAGNOSIS_S` seconds, and
+                sooner if a connection breaks.
         """
 
     def is_ready(self) -> bool:
-        """Whether `wait()` would wait for no other rank: all have launched it, as far as this one can tell yet.
+        """Whether `wait` would return without waiting for another rank, as far as this rank can tell yet.
 
-        For NCCL, whose `wait()` never blocks the host, always.
+        Always True for NCCL, whose `wait` never blocks the host.
         """
 
 
 Channel: TypeAlias = Callable[[], AbstractContextManager[None]]
-"""`with channel():` operations launched in here belong to it; see `Transport.new_channel`."""
+"""`with channel():` operations launched inside the block belong to the channel; see `Transport.new_channel`."""
 
 
 def check_transport(transport: object, *, may_change: bool = False) -> None:
-    """Raise TypeError unless this is a transport; ValueError if its ranks come and go, and may not."""
+    """Raise an error unless this is a `Transport`, with a hint how to make one.
+
+    Args:
+        transport: What a user passed as `transport`.
+        may_change: Whether its ranks may come and go (`onebit.membership`). Default False.
+
+    Raises:
+        TypeError: It is something else, e.g. the name of a backend.
+        ValueError: Its ranks come and go, and may not.
+    """
     if not isinstance(transport, Transport):
         example = f"backend={transport!r}" if isinstance(transport, str) else ""
         raise TypeError(f"transport must be a transport, got {transport!r}; make one with onebit.comm.init({example})")
@@ -63,23 +78,25 @@ def check_transport(transport: object, *, may_change: bool = False) -> None:
 
 
 class Transport(ABC):
-    """Moves tensors between `world_size` ranks.
+    """Moves tensors between `world_size` ranks. `onebit.comm.init` makes one; subclass it for another network.
 
-    Every method is called by all ranks, in the same order (in each channel), with equal shapes and dtypes. Tensors are
-    contiguous and
-    must not be touched between the launch and the return of `wait()`. Several operations may be in flight; they may
-    be waited for in any order. A world of one rank is an ordinary world.
+    All ranks call every method, in the same order (within each channel), with equal shapes and dtypes. Tensors are
+    contiguous and must not be touched between the launch and the return of `wait()`. Several operations may be in
+    flight; they may be waited for in any order. World size 1 takes the same path as any other.
 
-    Ranks that launch different operations (another kind, number or size, or another source of a broadcast) never get
-    each other's bytes. They end with a `PeerError` that says which rank launched what: after the timeout, or at once on
-    the simulated network. NCCL cannot tell: its watchdog ends the process after the timeout.
+    If ranks launch different operations (another kind, number or size, or another source of a broadcast), no rank gets
+    bytes of the wrong one. They raise a `PeerError` that names the operation of each rank: after the timeout, or at
+    once on the simulated network. NCCL cannot tell: its watchdog ends the process after the timeout.
 
     A launch may raise `PeerError` as well. Over Gloo a broadcast waits at its launch until all ranks have launched it:
     ranks with several transports must launch broadcasts in one order over all of them.
 
-    timeout_s: of every wait, in seconds. sent_bytes: payload that this rank has handed to the network for other ranks
-    since construction, without headers. The methods below the abstract ones have defaults; a transport overrides what
-    it knows better.
+    The methods below the abstract ones have defaults; a transport overrides those about which it knows more.
+
+    Attributes:
+        rank: This rank, 0 to world_size - 1.
+        world_size: Number of ranks.
+        timeout_s: Timeout of every wait, in seconds. May be set.
     """
 
     rank: int
@@ -90,98 +107,134 @@ class Transport(ABC):
 
     @property
     @abstractmethod
-    def sent_bytes(self) -> int: ...
+    def sent_bytes(self) -> int:
+        """Payload bytes that this rank has sent to other ranks since construction, without headers."""
 
     @abstractmethod
     def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
-        """out[j] on rank i ← in[i] of rank j. uint8 [W, B] both. Sends (W-1)·B bytes per rank."""
+        """out[j] on rank i ← in[i] of rank j. Sends (W-1)·B bytes per rank. All ranks.
+
+        Args:
+            out_WB: uint8 [W, B], overwritten.
+            in_WB: uint8 [W, B], row j for rank j.
+        """
 
     @abstractmethod
     def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work:
-        """out[j] ← in of rank j. uint8 [W, B] and [B]. Sends (W-1)·B bytes per rank."""
+        """out[j] ← in of rank j. Sends (W-1)·B bytes per rank. All ranks.
+
+        Args:
+            out_WB: uint8 [W, B], overwritten.
+            in_B: uint8 [B].
+        """
 
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Work:
-        """x ← sum over ranks of x, in place: in rank order, but for NCCL, which has an order of its own.
+        """x ← sum of x over ranks, added in rank order, except over NCCL, which chooses the order. All ranks.
 
-        float32, any shape. Sends about 2·(W-1)/W·4 bytes per element and rank. The dense baseline's collective.
+        Sends about 2·(W-1)/W·4 bytes per element and rank. The collective of the dense baseline.
+
+        Args:
+            x: float32, any shape, modified in place.
         """
 
     @abstractmethod
     def broadcast(self, x: Tensor, src: int) -> Work:
-        """x ← x of rank src, in place. Any dtype and shape; sent_bytes counts (W-1)·x.nbytes at src."""
+        """x ← x of rank src. All ranks. sent_bytes counts (W-1)·x.nbytes on rank src, nothing elsewhere.
+
+        Args:
+            x: Any dtype and shape, the same on all ranks; modified in place on all but src.
+            src: The rank that sends.
+        """
 
     @abstractmethod
     def split(self, ranks: Sequence[int]) -> Transport:
-        """A transport between these ranks of mine, ascending, this one among them. Called by them all, alike.
+        """A transport between some of these ranks. All of them call it with the same list, no others.
 
-        It counts its own `sent_bytes`; a `PeerError` of its operations names ranks as they are numbered here. Close it
-        before this one.
+        It counts its own `sent_bytes`; a `PeerError` of its operations uses the rank numbers of this transport. Close
+        it before this one.
+
+        Args:
+            ranks: Ranks of this transport, ascending; this rank is among them.
+
+        Raises:
+            ValueError: They are not ascending, or this rank is not among them.
+            PeerError: One of them does not call it.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Barrier, then release everything. All ranks; idempotent."""
+        """Wait for all ranks, then release everything. All ranks; idempotent. Raises PeerError if a rank is missing."""
 
     def new_channel(self) -> Channel:
-        """A sequence of operations apart from all others, which need not be launched in one order with them.
+        """A separate sequence of operations, whose order relative to other channels may differ between ranks.
 
-        For operations that hooks launch, which on some ranks come later than on others. All ranks make their channels
-        in the same order. Works of a transport without channels are always ready: NCCL's, which has one order for all
-        that travels over a communicator.
+        For operations that hooks launch, which run later on some ranks than on others. All ranks make their channels in
+        the same order. A transport without channels, such as NCCL with its one order per communicator, has Works that
+        are always ready.
         """
         return nullcontext
 
     @property
     def device(self) -> torch.device:
-        """Whose memory small messages travel in."""
+        """Device of the buffers of small messages. Default: the host."""
         return torch.device("cpu")
 
     def reaches(self, device: torch.device) -> bool:
-        """Whether tensors there travel as they lie. Else through host memory: a launch waits for what is sent."""
+        """Whether tensors on this device are sent directly. If not, a launch copies them to host memory and waits.
+
+        Args:
+            device: Device of a tensor to send.
+        """
         return True
 
     @property
     def has_network(self) -> bool:
-        """Whether ranks are processes, with a network between them whose speed can be measured."""
+        """Whether ranks are processes with a network between them, so that its speed can be measured."""
         return True
 
     @property
     def reduces_in_ring(self) -> bool:
-        """Whether a rank sends all of an all_reduce to the next one: only a node's last rank sends to another node."""
+        """Whether an all_reduce is a ring: only the last rank of a node then sends to another node."""
         return False
 
     @property
     def has_failed(self) -> bool:
-        """Whether a PeerError was raised."""
+        """Whether a PeerError was raised: the transport is then unusable."""
         return False
 
     @property
     def intra_node(self) -> Transport | None:
-        """To the ranks of this node, where the transport knows nodes, and they hold several ranks each."""
+        """Transport to the ranks of this node; None if nodes are not known or have one rank each."""
         return None
 
     @property
     def inter_node(self) -> Transport:
-        """To one rank on each node; where nodes are not known, every rank is one."""
+        """Transport to one rank of each node; this transport itself if nodes are not known."""
         return self
 
     @property
     def sent_bytes_inter_node(self) -> int:
-        """Of sent_bytes, what went to other nodes: what a slow network carries."""
+        """The part of sent_bytes that went to other nodes, over the slow network."""
         return self.sent_bytes
 
     def describe(self) -> str:
-        """What moves the bytes, for a log line."""
+        """Name of what moves the bytes, for a log line."""
         return type(self).__name__
 
     def abandon(self, why: str = "") -> None:
-        """Release without the others: for a rank that ends on an error of its own. Idempotent.
+        """Release everything without waiting for the others, on a rank that ends on an error. Idempotent.
 
-        why: the error, which the others are told if the transport can.
+        Args:
+            why: The error, for the messages of the other ranks, if the transport can tell them. Default "".
         """
         return
 
     def naming_peers(self, what: str, *, is_counted: bool = True) -> AbstractContextManager[None]:
-        """Around operations that someone else sends over the same group: a failure becomes a PeerError."""
+        """Wrap operations that other libraries send over the same group: their network errors become PeerErrors.
+
+        Args:
+            what: Name of the operations, for the message.
+            is_counted: Whether all ranks enter this block in the same order as their operations. Default True.
+        """
         return nullcontext()

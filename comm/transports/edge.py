@@ -1,4 +1,4 @@
-"""What the real transports share: tensors checked at the edge, staging through host memory, the text of a `PeerError`.
+"""Shared parts of the real transports: checks of tensors, staging through host memory, the text of a `PeerError`.
 
 Rests on torch alone. Read `networked.py` next.
 
@@ -21,7 +21,7 @@ ROLL_CALL_S = 2.0
 """How long a rank whose library collective failed waits for the others to answer before it names the silent ones."""
 
 NOTES_S = 2.0
-"""How long a rank that failed waits for the notes of those whom it misses."""
+"""How long a rank that failed waits for the notes of the ranks that it misses."""
 
 ANSWER_S = 1.0
 """How much longer than that the group's store may take to answer before it counts as hanging."""
@@ -29,11 +29,12 @@ ANSWER_S = 1.0
 STORE_S = 6.0
 """How long the store may take to answer a rank at the rendezvous before it counts as gone.
 
-torch's store asks for the name of whoever connects, and serves nobody meanwhile: 5 s if a resolver is silent.
+torch's store looks up the host name of each client that connects and serves no other meanwhile: 5 s if the resolver
+does not answer.
 """
 
 DIAGNOSIS_S = ROLL_CALL_S + NOTES_S + ANSWER_S
-"""How long after its timeout an operation that cannot complete may still take to find out who is missing."""
+"""How long after its timeout an operation that cannot complete may still take to find out which ranks are missing."""
 
 
 class DoneWork:
@@ -67,7 +68,7 @@ def check_all_gather(rank: int, world_size: int, out_WB: Tensor, in_B: Tensor) -
 
 
 def check_split(rank: int, world_size: int, ranks: Sequence[int]) -> None:
-    """Raise ValueError unless these are ascending ranks of this world, the own one among them."""
+    """Raise ValueError unless these are ascending ranks of this world, this rank among them."""
     if list(ranks) != sorted(set(ranks)) or rank not in ranks or not 0 <= ranks[0] <= ranks[-1] < world_size:
         raise ValueError(
             f"rank {rank}: split expects ascending ranks below world_size={world_size}, {rank} among them, got "
@@ -85,7 +86,7 @@ def _check_alike(rank: int, operation: str, out: Tensor, in_: Tensor) -> None:
     if out.dtype != in_.dtype or out.device != in_.device:
         raise ValueError(
             f"rank {rank}: {operation} got out {out.dtype} on {out.device} and in {in_.dtype} on {in_.device}; "
-            "they must be alike"
+            "give both the same dtype and device"
         )
     check_contiguous(rank, operation, out, in_)
 
@@ -105,7 +106,7 @@ class _HasCollectives(Protocol):
 
 
 class HostStaged:
-    """The operations of `transport` for tensors it cannot reach: copied to host memory at launch, back in `wait()`.
+    """The operations of `transport` for tensors that it cannot send: copied to host memory at launch, back in `wait()`.
 
     The copy to the host waits for the current stream, so a launch blocks until the input has been computed. The copy
     back is ordered by the stream that is current in `wait()`.
@@ -140,8 +141,8 @@ class _CopyBack:
         if self._work is not None:
             self._work.wait()
             self._work = None
-            # On CUDA the current stream orders it, and nobody waits: torch's allocator of pinned memory gives the host
-            # buffer to nobody until the copy has read it. From other memory the copy is done when it returns.
+            # On CUDA the current stream orders the copy, and the host does not wait: torch's allocator of pinned memory
+            # does not reuse the host buffer until the copy has read it. Elsewhere the copy is done when it returns.
             self._out.detach().copy_(self._host, non_blocking=self._out.is_cuda)
 
     def is_ready(self) -> bool:
@@ -157,17 +158,19 @@ def _host_copy(x: Tensor) -> Tensor:
 
 
 def reason(error: BaseException) -> str:
-    """What torch says in its first line, without the place in its source and advice for all cases."""
+    """The first line of torch's message, without the place in its source and its general advice."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return re.sub(r"^(\[[^\]]*/[^\]]*\] *)+|\. This is typically.*|\.$", "", lines[0])
 
 
 def peer_error(rank: int, operation: Operation, what: str, conclusion: Conclusion, hint: str) -> PeerError:
-    """The PeerError every transport raises: who, in which operation, what happened, who is to blame, where to look."""
+    """The PeerError that every transport raises: which rank, in which operation, what happened, which ranks are to
+    blame, where to look.
+    """
     whom = conclusion.text or "The backend does not say which rank is missing; look for the first rank with an error"
     advice = (
-        f". If it is alive, {hint}, and whether it waits in a collective of the script's own: all ranks must call "
-        "those, backward() and step() in the same order"
+        f". If it is alive, {hint}, and whether it waits in a collective that the script itself calls: all ranks must "
+        "call those, backward() and step() in the same order"
     )
     advice = advice if conclusion.is_silence else ""
     return PeerError(f"rank {rank}: {operation}: {what}. {whom}{advice}", conclusion.ranks)

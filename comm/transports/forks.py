@@ -1,7 +1,7 @@
-"""What a forked child lets go of: the connections of its parent's process group and of the store.
+"""Forked children release the connections of their parent's process group and of the store.
 
-A connection ends when the last process that holds it has closed it. Workers of a DataLoader inherit all of a rank's:
-a rank that was killed seemed alive until they had noticed, after 5 s, or as long as they take to read a sample.
+A connection ends when the last process that holds it has closed it. Workers of a DataLoader inherit those of their
+rank: without this file a killed rank seems alive until its workers notice, after 5 s or the time to read a sample.
 Rests on `hanging.py`, which lists sockets.
 """
 
@@ -18,9 +18,9 @@ _store_ports: set[int] = set()
 
 
 def release_in_children(store_port: int | None) -> None:
-    """From now on children of this process hold neither connections of Gloo's nor those of the store at this port.
+    """From now on, children of this process hold neither connections of Gloo nor those of the store at this port.
 
-    Children that execute another program get none of what is connected by now. To be called after each new group.
+    Children that execute another program do not inherit the connections that exist now. Call it after each new group.
     """
     if store_port is not None:
         _store_ports.add(store_port)
@@ -39,7 +39,7 @@ def _register() -> None:
 
 
 def _release() -> None:
-    """Put /dev/null in the place of each: what a C++ object closes later must not be someone else's by then."""
+    """Replace each by /dev/null: a C++ object closes the descriptor later, and it must not be another file by then."""
     released = [each for each in sockets() if _is_gloos(each) or _is_of_a_store(each)]
     if released:
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -49,8 +49,8 @@ def _release() -> None:
 
 
 def _is_gloos(descriptor: int) -> bool:
-    """By the options that it sets, even in the group of someone else: no other library binds a client to reuse its
-    address, and bounds its sends.
+    """Whether Gloo opened it, by the socket options that it sets: no other library sets SO_REUSEADDR on a client and
+    bounds its sends. So this finds groups that the script made, too.
     """
     with socket.socket(fileno=os.dup(descriptor)) as each:
         if each.family not in (socket.AF_INET, socket.AF_INET6) or each.type != socket.SOCK_STREAM:

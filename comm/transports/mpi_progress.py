@@ -1,6 +1,6 @@
-"""The thread that drives MPI's non-blocking operations, and what it is given to drive.
+"""The thread that drives MPI's non-blocking operations, and the tasks that it drives.
 
-MPI moves a non-blocking operation only while someone tests it (Open MPI, MPICH and Intel MPI, measured), so a thread
+MPI moves a non-blocking operation only while a thread tests it (Open MPI, MPICH and Intel MPI, measured), so a thread
 does that while the caller computes. Rests on `notes.py`; `mpi.py` posts the operations and waits for them.
 """
 
@@ -37,14 +37,14 @@ class Listener(Protocol):
     """A transport whose peers may call the roll."""
 
     def hear(self, task: Task) -> None:
-        """Answer those that do, where this rank waits in the task. From the progress thread."""
+        """Answer those that do, while this rank waits in the task. Called by the progress thread."""
 
     def note(self, task: Task, suspects: Sequence[int]) -> Note:
-        """Where this rank stands that waits in this operation of the transport's."""
+        """A note that this rank waits in this task."""
 
 
 class Task:
-    """What the caller and the progress thread share about one operation."""
+    """One operation, shared by the caller and the progress thread."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Task:
         self._peers = [peer for _, peer in posted]
 
     def test(self) -> bool:
-        """Whether any request completed just now. A phase's last one posts the next, or ends the operation."""
+        """Whether any request completed just now. After the last one, posts the next phase or ends the operation."""
         completed = self._requests[0].Testsome(self._requests) if self._requests else None
         if completed is None or not any(self._requests):
             if self._phases:
@@ -84,7 +84,7 @@ class Task:
         self.ended.set()
 
     def missing(self) -> tuple[int, ...]:
-        """Peers with incomplete requests; empty where the library does not tell."""
+        """Peers with incomplete requests; empty if the library does not tell."""
         peers = {peer for request, peer in zip(self._requests, self._peers, strict=False) if request}
         return tuple(sorted(peer for peer in peers if peer is not None))
 
@@ -92,7 +92,7 @@ class Task:
 class Progress:
     """The thread that makes all MPI calls of one transport and of those split from it.
 
-    waits_in: what the caller waits for, or has failed in.
+    waits_in: task that the caller waits for, or in which it has failed.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Progress:
             self.transports.append(transport)
 
     def forget(self, transport: Listener) -> None:
-        """From here on the thread makes no call on the transport's communicator but for what is in flight."""
+        """From here on the thread makes no call on the transport's communicator, except for operations in flight."""
         with self._hearing:
             self.transports.remove(transport)
 
@@ -120,7 +120,7 @@ class Progress:
             self._changed.notify()
 
     def stop(self) -> None:
-        """End the thread, whatever is still in flight."""
+        """End the thread, even if operations are still in flight."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
@@ -144,11 +144,11 @@ class Progress:
             for transport in self.transports:
                 try:
                     transport.hear(waits_in)
-                except Exception as error:  # of MPI: this thread must go on
+                except Exception as error:  # MPI's errors must not end this thread
                     _log.info("cannot answer a roll call: %s", error)
 
     def _take(self, in_flight: Sequence[Task], pause_s: float) -> list[Task] | None:
-        """New operations, after a pause where some are in flight, after as long as it takes where none is."""
+        """New operations; None: stop. Waits for pause_s if operations are in flight, else until there is a new one."""
         with self._changed:
             if not self._queue and not self._is_stopping:
                 self._changed.wait(pause_s if in_flight or self.waits_in is not None else None)
@@ -160,7 +160,7 @@ class Progress:
 
 
 def _guarded(task: Task, act: Callable[[], bool | None]) -> bool:
-    """Run one step of an operation; what it raises belongs to whoever waits for it."""
+    """Run one step of an operation. An exception goes to the caller that waits for it."""
     if task.ended.is_set():
         return False
     try:

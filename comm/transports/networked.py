@@ -1,4 +1,4 @@
-"""What the transports between processes share: the door to their collectives, and the record of what went through it.
+"""Shared part of the transports between processes: checks before each collective, and the record of the last ones.
 
 Rests on `base.py` (the contract), `edge.py` and `notes.py`. Read `torch_distributed.py` or `mpi.py` next.
 
@@ -21,16 +21,16 @@ from .notes import HISTORY, Numbering, Operation
 
 
 class NetworkedTransport(Transport):
-    """A collective's tensors are checked; where the network cannot reach them, they travel through host memory.
+    """Checks a collective's tensors, and stages them through host memory if the network cannot send them directly.
 
-    Then the operation is numbered, its bytes are counted, and the subclass launches it: `_all_to_all` and the others.
+    Then it numbers the operation, counts its bytes, and the subclass launches it: `_all_to_all` and the others.
     """
 
     sent_bytes = 0
 
     def __init__(self, rank: int, world_size: int, timeout_s: float):
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
-        self._names: Sequence[int] = range(world_size)  # what ranks are called in messages
+        self._names: Sequence[int] = range(world_size)  # rank numbers in messages: those of the transport split from
         self._splits: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._launched: collections.deque[Operation] = collections.deque(maxlen=HISTORY)
         self._numbering = Numbering(itertools.count(1))
@@ -87,27 +87,27 @@ class NetworkedTransport(Transport):
     @abstractmethod
     def _broadcast(self, operation: Operation, x: Tensor, src: int) -> Work: ...
 
-    # ---------------------------------------------------------------- what was launched, and the end
+    # ---------------------------------------------------------------- record of launches, and close
 
     def new_channel(self) -> Channel:
         return self._numbering.new_channel()
 
     def _count(self, name: str, nbytes: int, sent_bytes: int = 0) -> Operation:
-        """The next operation, which all ranks number alike."""
+        """The next operation, with the same number on all ranks. Adds to sent_bytes."""
         self.sent_bytes += sent_bytes
         operation = self._numbering.operation(name, nbytes)
         self._launched.append(operation)
         return operation
 
     def _begin_split(self, ranks: Sequence[int]) -> tuple[list[int], Operation]:
-        """What these ranks are called in messages, and the operation that makes a transport of them."""
+        """The numbers of these ranks in messages, and the operation that splits them off."""
         check_split(self.rank, self.world_size, ranks)
         self._splits[tuple(ranks)] += 1
         names = [self._names[rank] for rank in ranks]
         return names, Operation(f"split {self._splits[tuple(ranks)]} into ranks {names}", 0)
 
     def close(self) -> None:
-        """Barrier; then release everything. After a PeerError: no barrier. Idempotent."""
+        """Wait for all ranks, unless a PeerError was raised; then release everything. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -1,8 +1,8 @@
-"""What a rank whose operation has failed tells the others, and what it concludes from what they tell.
+"""Notes that a rank leaves for the others when its operation fails, and the conclusion that each draws from them.
 
-A `Note` says where a rank stands: the operation it waited in, what it launched last, whom it misses. `conclude` follows
-notes from rank to rank: to those that left none, and to those that launched something else. How notes travel is a
-transport's business: through the store (`torch_distributed.py`) or as messages (`mpi.py`).
+A `Note` describes where a rank stands: the operation in which it waited, its last launches, the ranks that it misses.
+`conclude` follows notes from rank to rank: to those that left none, and to those that launched something else. How
+notes travel depends on the transport: through the store (`torch_distributed.py`) or as messages (`mpi.py`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _call: ContextVar[str] = ContextVar("call", default="")
 
 @contextmanager
 def calling(name: str) -> Iterator[bool]:
-    """Operations launched in here, by this thread, belong to a call that every rank makes: errors name it.
+    """Operations that this thread launches in the block belong to a call that every rank makes: errors name it.
 
-    Gives whether this is the outermost such call, whose name it is.
+    Yields whether this is the outermost such call; errors name the outermost.
     """
     is_outermost = not _call.get()
     token = _call.set(_call.get() or name)
@@ -40,15 +40,15 @@ def calling(name: str) -> Iterator[bool]:
 
 
 def call_under_way() -> str:
-    """What `calling` says of the operation that this thread launches now; "" outside of it."""
+    """The name that `calling` has set for operations that this thread launches now; "" outside of it."""
     return _call.get()
 
 
 class Operation(NamedTuple):
-    """One operation of a transport. number: the n-th launched, the same n on every rank; 0: not in that sequence.
+    """One operation of a transport. number: position among the launches, the same on every rank; 0: outside of them.
 
-    nbytes: what each peer gets, or the whole tensor of an all_reduce or a broadcast. call: see `calling`. channel: see
-    `Transport.new_channel`; 0: none.
+    nbytes: bytes for each peer; for an all_reduce or a broadcast those of the whole tensor. call: see `calling`.
+    channel: see `Transport.new_channel`; 0: none.
     """
 
     name: str
@@ -63,16 +63,16 @@ class Operation(NamedTuple):
         return f"{name} ({', '.join(details)})" if details else name
 
     def tag(self, tags: int) -> int:
-        """A message tag below `tags`, another one for another operation: ranks out of step must not match.
+        """A message tag below `tags` that depends on all fields: ranks that are out of step must not match.
 
-        Where two operations in flight share a tag by chance, they match in the order of their launch, the same
-        everywhere.
+        If two operations in flight share a tag by chance, they match in the order of their launch, which is the same
+        on all ranks.
         """
         return zlib.crc32("/".join(map(str, self)).encode()) % tags
 
 
 class Numbering:
-    """Numbers the operations of a rank, in each channel from 1. channels: gives those of new ones."""
+    """Numbers the operations of a rank, from 1 in each channel. channels: yields the number of each new channel."""
 
     def __init__(self, channels: Iterator[int]):
         self._channels = channels
@@ -80,9 +80,10 @@ class Numbering:
         self._counts: collections.Counter[int] = collections.Counter()
 
     def operation(self, name: str, nbytes: int) -> Operation:
-        """The next one."""
+        """The next operation in the current channel."""
         self._counts[self._channel] += 1
-        call = "" if self._channel else call_under_way()  # hooks or a call: where a rank comes to launch it
+        # Hooks may launch a channel's operation in a call on one rank and outside of it on another: it has no call.
+        call = "" if self._channel else call_under_way()
         return Operation(name, self._counts[self._channel], nbytes, call, self._channel)
 
     def new_channel(self) -> Channel:
@@ -100,9 +101,10 @@ class Numbering:
 
 @dataclass(frozen=True)
 class Note:
-    """Where a rank stands. transport: among which ranks. launched: its last operations. misses: whom it waits for.
+    """Where a rank stands. transport: name of the group of ranks. operation: the one in which it waited.
 
-    gave_up: its own timeout has passed; else a peer broke off. ended: the error of its own that ended it, if one did.
+    launched: its last operations. misses: ranks for which it waits. gave_up: its own timeout has passed; if not, a peer
+    broke off. ended: the error that ended this rank; "" if none did.
     """
 
     transport: str
@@ -120,21 +122,21 @@ class Note:
 
     @classmethod
     def decode(cls, data: bytes) -> Note:
-        """What `encode` gave."""
+        """The inverse of `encode`."""
         transport, operation, launched, misses, *how = json.loads(data)
         return cls(transport, Operation(*operation), tuple(Operation(*each) for each in launched), tuple(misses), *how)
 
     def in_place_of(self, operation: Operation, transport: str) -> Operation | None:
-        """What this rank has launched as that number; None where it has launched nothing there, or too long ago."""
+        """This rank's operation with the same number; None if it has launched none, or too long ago."""
         numbered = [each for each in self.launched if self.transport == transport and each.number > 0]
         same = [each for each in numbered if (each.channel, each.number) == (operation.channel, operation.number)]
         return same[0] if same else None
 
 
 class Conclusion(NamedTuple):
-    """ranks: whom to blame, as far as notes tell. text: sentences about them, "" where there is nothing to say.
+    """ranks: those to blame, as far as the notes tell. text: sentences about them; "" if nothing is known.
 
-    is_silence: someone is missing, which the network may explain.
+    is_silence: a rank is missing, which the network may explain.
     """
 
     ranks: tuple[int, ...] = ()
@@ -143,11 +145,11 @@ class Conclusion(NamedTuple):
 
 
 def conclude(me: int, mine: Note, notes: Mapping[int, Note]) -> Conclusion:
-    """What the notes of others say about those whom I miss.
+    """Which ranks are to blame, by the notes of the ranks that I miss and of those that they miss in turn.
 
-    Who has left no note is missing. Who has ended on an error of its own says on which. Who launched another operation
-    than mine is out of step. Whoever else waits, in the same operation or elsewhere, waits for others in turn, and
-    these count in its place.
+    A rank without a note is missing. A rank that ended on an error names it in its note. A rank that launched another
+    operation than mine is out of step. Any other rank waits, in the same operation or elsewhere, for further ranks,
+    which count in its place.
     """
     missing: set[int] = set()
     ended: dict[int, str] = {}

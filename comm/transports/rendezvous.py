@@ -1,8 +1,8 @@
-"""Where the ranks of a new process group find each other: a store, and the list in it of who has come.
+"""Where the ranks of a new process group find each other: a store that contains a list of arrivals.
 
-Every rank adds itself to the list and waits until all have met. Where the list is not complete in time, or contradicts
-itself, someone ends it, and every rank on it raises the same error: who is there and from where, who is missing.
-`arrivals.py` says what a list comes to. Rests on `torch.distributed.TCPStore`; `launch.py` says where the store is.
+Every rank adds itself to the list and waits until all have met. If the list is not complete in time, or contradicts
+itself, one rank ends it, and every rank on it raises the same error: which ranks came, from where, and which are
+missing. `arrivals.py` interprets the list. Rests on `torch.distributed.TCPStore`; `launch.py` knows its address.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ T = TypeVar("T")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.2
 _LAST_LOOKS_S = 1.0
-"""How long after its time, and a pause, a rank lets those who have all come say that they see each other."""
+"""How long after its timeout, and a pause, a rank waits for the note that all see each other, if all have come."""
 _SECOND_HOST_S = 5.0
-"""How long a second rank 0 waits for the name of the first, which listens in its place."""
+"""How long a second rank 0 waits until the first, which already listens there, has put itself on the list."""
 _LIST, _FAILED = "onebit/arrivals", "onebit/failed"
 _LINGER_S = 1.0
 """How long the rank that hosts the store outlives an error, so that the others can read it."""
 
 _met_at: set[tuple[str, int]] = set()
-"""Where this process has met others."""
+"""Addresses at which this process has met others."""
 
 
 class _EarlierStore(Exception):
-    """The store is that of a group before."""
+    """The store belongs to an earlier group."""
 
 
 class Rendezvous:
     """The store at address (host, port). Rank 0 hosts it there, unless a launcher's agent does (is_hosted).
 
-    Constructed by every rank. Raises PeerError where nobody answers there within timeout_s, ValueError where rank 0
-    cannot listen there.
+    Constructed by every rank. Raises PeerError if there is no answer within timeout_s, ValueError if rank 0 cannot
+    listen there.
     """
 
     def __init__(self, me: Arrival, address: tuple[str, int], timeout_s: float, *, is_hosted: bool = False):
@@ -60,15 +60,15 @@ class Rendezvous:
         self._host_ranks = () if is_hosted else (0,)
         self._came: Collection[Arrival] = ()
         self._may_be_earlier = bool(me.rank) and not is_hosted
-        self._lifeline: socket.socket | None = None  # none to a store of its own
+        self._lifeline: socket.socket | None = None  # None if this process hosts the store
         self.store = self._found_store() if me.rank or is_hosted else self._own_store()
 
     def meet(self) -> dist.Store:
-        """Wait until all ranks have come; the store, under a prefix that no other group has. All ranks, once for each.
+        """Wait until all ranks have come; return the store, under a prefix for this group alone. All ranks, once.
 
-        Raises PeerError, which names the missing ranks, timeout_s after the construction on this rank or any other,
-        about a second later where all have come, but not all say so; ValueError where two processes are the same rank
-        or disagree on the world size. All that have come raise alike.
+        All that have come raise the same error. Raises PeerError, which names the missing ranks, timeout_s after the
+        construction on any rank, or about a second later if all came but not all confirmed it; ValueError if two
+        processes have the same rank or disagree on the world size.
         """
         while True:
             try:
@@ -76,12 +76,12 @@ class Rendezvous:
                 _met_at.add(self._address)
                 self._may_be_earlier = False
                 return self.store
-            except _EarlierStore:  # which rank 0 is about to close: it hosts a new one for each group
+            except _EarlierStore:  # rank 0 is about to close it: it hosts a new store for each group
                 time.sleep(_LONGEST_PAUSE_S)
                 self._lifeline, self.store = None, self._found_store()
 
     def _met(self) -> Start:
-        """What the list came to when all had met."""
+        """Add this rank to the list, and wait until all have met."""
         me, token = self._me, os.urandom(8).hex()
         self._write(_LIST, arrivals.comes(token, me))
         pause_s, has_said = _FIRST_PAUSE_S, 0
@@ -102,7 +102,7 @@ class Rendezvous:
                 self._came = start.here.values()
                 return start
             if start.objection or seconds_left < (-longest_s - _LAST_LOOKS_S if start.is_complete else 0):
-                # Who has come meanwhile is on the list when this rank reads what it comes to, as everybody does.
+                # If a rank has arrived meanwhile, it is on the list, and this line is void: read the list again.
                 self._write(_LIST, arrivals.ends(End(start.objection, self._timeout_s), start))
                 continue
             if start.is_complete and has_said != start.lines:
@@ -113,7 +113,7 @@ class Rendezvous:
             pause_s = min(2 * pause_s, longest_s)
 
     def explain(self, why: str) -> PeerError:
-        """The error for ranks that all came, but did not all connect to each other. Every rank that failed, at once."""
+        """The error if all ranks came, but not all connected to each other. Every rank that failed calls it at once."""
         self._write(_FAILED, f"{self._me.rank}\n")
         time.sleep(_LINGER_S)
         here = set(map(int, self._read(_FAILED).split()))
@@ -147,11 +147,11 @@ class Rendezvous:
         return self._ask(lambda: self.store.get(key)).decode()
 
     def _ask(self, question: Callable[[], T]) -> T:
-        """What the store answers. Raises PeerError where it has ended, or hangs."""
+        """The store's answer. Raises PeerError if the store has ended or hangs."""
         why = self._why_ended()  # torch would print a C++ stack
         try:
             if not why:
-                answer_s = ANSWER_S if self._came else STORE_S  # nobody connects any more
+                answer_s = ANSWER_S if self._came else STORE_S  # once all have come, no client connects any more
                 seconds = max(self._deadline - time.monotonic(), 0.0) + answer_s
                 connected = connections(self._address[1], frozenset())
                 return call_within(seconds, question, self._address[1], connected)
@@ -169,7 +169,7 @@ class Rendezvous:
         )
 
     def _why_ended(self) -> str:
-        """Nothing while the store's process lives, with which a connection ends that says nothing."""
+        """Why the store has ended; "" while its process lives. An idle connection ends when that process does."""
         try:
             if self._lifeline is None or self._lifeline.recv(1, socket.MSG_PEEK):
                 return ""
@@ -187,11 +187,11 @@ class Rendezvous:
         try:
             seconds = max(min(self._deadline - time.monotonic(), _SECOND_HOST_S), 0.1)
             self.store = self._store(is_host=False, timeout_s=seconds)
-            # Whoever listens there may not have put its own name on the list yet.
+            # The process that listens there may not have put itself on the list yet.
             self.store.wait([_LIST], timedelta(seconds=seconds))
             self.meet()  # as a second rank 0
         except RuntimeError:
-            pass  # it is no store, or none of ours
+            pass  # not a store, or not one of onebit's
         raise ValueError(
             f"{self._who()}: cannot listen at {self._place()}: {why}. Another program does, or an earlier run that has "
             "not ended; set MASTER_PORT to a free port of this host, on all ranks"
@@ -227,7 +227,7 @@ class Rendezvous:
             ) from None
 
     def _store(self, *, is_host: bool, timeout_s: float) -> dist.Store:
-        """Raises RuntimeError."""
+        """Host the store, or connect to it. Raises RuntimeError."""
         (host, port), timeout = self._address, timedelta(seconds=timeout_s)
         try:
             return call_within(
@@ -235,7 +235,7 @@ class Rendezvous:
                 lambda: dist.TCPStore(host, port, self._me.world_size, is_host, timeout, wait_for_workers=False),
                 port,
             )
-        except TimeoutError as error:  # somebody listens there, and says nothing
+        except TimeoutError as error:  # a process listens there and does not answer
             raise RuntimeError(str(error)) from None
 
     def _who(self) -> str:

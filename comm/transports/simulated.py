@@ -1,7 +1,7 @@
 """A simulated network: N ranks as threads of one process. For tests, teaching and convergence studies.
 
-`run_ranks(n, f)` calls `f(transport)` in n threads and returns their results in rank order. A rank that raises ends the
-others with a `PeerError` that names it; a rank that is late ends them after the timeout.
+`run_ranks(n, f)` calls `f(transport)` in n threads and returns their results in rank order. If a rank raises, the
+others get a `PeerError` that names it at once; if a rank is late, they get one after the timeout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Slot: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Posted:
-    """What a rank has posted: `data`, a copy. written: recorded after it on that rank's stream; None on the host."""
+    """A rank's part of an operation. data: a copy. written: event after the copy on that rank's stream; None: host."""
 
     operation: Operation
     data: Tensor
@@ -39,7 +39,7 @@ class _Posted:
         return cls(operation, copy, torch.cuda.current_stream(copy.device).record_event() if copy.is_cuda else None)
 
     def read(self) -> Tensor:
-        """The data, for the current stream, which may be another than the one that wrote it: it waits for that one."""
+        """The data, readable on the current stream, which waits for the stream that wrote it."""
         if self.written is not None:
             stream = torch.cuda.current_stream(self.data.device)
             stream.wait_event(self.written)
@@ -48,7 +48,14 @@ class _Posted:
 
 
 class SimNetwork:
-    """The medium that the ranks share: operation k of every rank, in each channel, meets in slot k."""
+    """The network that simulated ranks share: operation k of every rank, in each channel, meets in slot k.
+
+    Construct one, and give it to a `SimTransport` per thread; `run_ranks` does both.
+
+    Args:
+        world_size: Number of ranks.
+        timeout_s: Seconds that a rank waits for another before it raises a PeerError. Default 60.
+    """
 
     def __init__(self, world_size: int, timeout_s: float = 60.0):
         self.world_size = world_size
@@ -60,7 +67,12 @@ class SimNetwork:
         self._parts: dict[tuple[tuple[int, ...], int], SimNetwork] = {}
 
     def part(self, ranks: tuple[int, ...], number: int) -> SimNetwork:
-        """The network that these ranks share apart from the others, the same object for each of them."""
+        """The network of some of the ranks: the same object for each of them.
+
+        Args:
+            ranks: Ranks of this network, ascending.
+            number: How often these ranks have split, from 1: each time they get a new network.
+        """
         with self._changed:
             part = self._parts.setdefault((ranks, number), SimNetwork(len(ranks), self.timeout_s))
             for rank in self._dead.intersection(ranks):
@@ -68,12 +80,17 @@ class SimNetwork:
             return part
 
     def post(self, operation: Operation, rank: int, data: Tensor) -> None:
+        """Offer a copy of this rank's data for an operation. Returns at once."""
         with self._changed:
             self._slots.setdefault(_slot(operation), {})[rank] = _Posted.copied(operation, data)
             self._changed.notify_all()
 
     def collect(self, operation: Operation, rank: int) -> list[Tensor]:
-        """What every rank posted for this operation, once all have. Raises PeerError at once where one has another."""
+        """Wait until all ranks have posted for this operation; their data in rank order.
+
+        Raises:
+            PeerError: A rank posted another operation, or has ended: at once. A rank is late: after the timeout.
+        """
         deadline, place = time.monotonic() + self.timeout_s, _slot(operation)
         with self._changed:
             while True:
@@ -102,7 +119,7 @@ class SimNetwork:
             return posted
 
     def is_decided(self, operation: Operation) -> bool:
-        """Whether `collect` would not wait: all ranks have posted, or those that have not never will."""
+        """Whether `collect` would return or raise at once: all ranks have posted, or a missing one has ended."""
         with self._changed:
             slot = self._slots.get(_slot(operation), {})
             differ = any(its.operation != operation for its in slot.values())
@@ -110,6 +127,7 @@ class SimNetwork:
             return differ or not missing or bool(missing & self._dead)
 
     def leave(self, rank: int) -> None:
+        """Note that a rank has ended: whoever waits for it raises a PeerError."""
         with self._changed:
             self._dead.add(rank)
             self._changed.notify_all()
@@ -137,7 +155,12 @@ class _SimWork:
 
 
 class SimTransport(Transport):
-    """One rank of a `SimNetwork`. Same contract, bytes and order of summation as the real transports."""
+    """One rank of a `SimNetwork`. Same contract, bytes and order of summation as the real transports.
+
+    Args:
+        network: The network, shared by all ranks. Default None: a new one, of one rank.
+        rank: This rank. Default 0.
+    """
 
     sent_bytes = 0
 
@@ -191,7 +214,7 @@ class SimTransport(Transport):
         return self._numbering.new_channel()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: a simulated rank holds no resources, and does not wait for the others."""
 
     def abandon(self, why: str = "") -> None:
         """See `Transport`: whoever waits for this rank learns at once that it has gone."""
@@ -220,18 +243,18 @@ class SimTransport(Transport):
 
 
 def run_ranks(world_size: int, work: Callable[[SimTransport], T], timeout_s: float = 60.0) -> list[T]:
-    """Call work(transport) in one thread per rank.
+    """Run a function on simulated ranks, one thread each, and return the results of all.
 
     Args:
         world_size: Number of ranks.
-        work: What each rank does; gets its `SimTransport`.
+        work: Called once per rank with its `SimTransport`.
         timeout_s: Seconds after which a rank that waits for another raises a PeerError. Default 60.
 
     Returns:
         The results in rank order.
 
     Raises:
-        BaseException: That of the lowest rank which failed by itself; a PeerError only if there is no other.
+        BaseException: The exception of the lowest rank that failed by itself; a PeerError only if there is no other.
     """
     network = SimNetwork(world_size, timeout_s)
     results: dict[int, T] = {}

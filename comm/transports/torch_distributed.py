@@ -1,8 +1,8 @@
 """The transport over torch.distributed: any process group, Gloo and NCCL from the same class.
 
-On Gloo both exchanges are posted isend/irecv pairs: half the wire bytes of its all-to-all, and each pair has a peer
-to name when it fails. Elsewhere they are the library's collectives. Rests on `networked.py`, `edge.py` and `notes.py`;
-`launch.py` makes the process group.
+On Gloo both exchanges are posted isend/irecv pairs: half the wire bytes of its all-to-all, and a pair that fails names
+its peer. Elsewhere they are the library's collectives. Rests on `networked.py`, `edge.py` and `notes.py`; `launch.py`
+makes the process group.
 
 Shape legend: W ranks, B bytes of one frame.
 """
@@ -33,7 +33,7 @@ from .notes import Conclusion, Note, Numbering, Operation, conclude, names_of
 
 _log = logging.getLogger(__name__)
 
-# Above the tags that people give their own isend/irecv on the same group.
+# Above the tags that scripts give their own isend/irecv on the same group.
 _TAG = _TAGS = 1 << 30
 _ROLL_CALL_TAG, _BREAK_OFF_TAG = _TAG - 1, _TAG - 2
 
@@ -46,10 +46,11 @@ _HINT = "check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
 
 @dataclass
 class _Past:
-    """What the transports of a group, and their parts, have in common of what they went through.
+    """The history shared by all transports of a process group and those split from them.
 
-    held: what failed operations may still write to. failure: the first operation that failed. late_s: how long this
-    process had launched nothing before the operations in flight, if for longer than the others wait for it.
+    held: tensors to which failed operations may still write. failure: the first operation that failed. missing: the
+    ranks to blame for it. late_s: seconds without a launch before the operations in flight, if longer than the timeout
+    of the others.
     """
 
     held: list[object] = field(default_factory=list)
@@ -72,27 +73,37 @@ _pasts: weakref.WeakKeyDictionary[dist.ProcessGroup, _Past] = weakref.WeakKeyDic
 _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 _UNWRITTEN = torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8)
-"""What no message ends with: by its end a row that is to be received shows whether it has come."""
+"""Random bytes with which no message ends: written to the end of a row to receive, they show whether it has come."""
 
 
 class TorchTransport(NetworkedTransport):
-    """Ranks of a torch.distributed process group (None: the default one). See `Transport` for the contract.
+    """Ranks of a torch.distributed process group. See `Transport` for the contract. Constructed by all ranks.
 
     1. Host tensors on a Gloo group: all_to_all and all_gather post an irecv and an isend per peer, all in flight, peers
        r-k and r+k for k = 1…W-1. The tag is a digest of the operation's name, number and size: Gloo aborts the process
        at a message longer than expected, and takes a shorter one for whole. all_reduce is two such phases: each rank
-       sums the chunk that it owns, then gives it to all. A broadcast is Gloo's, whose tags are not ours: ranks meet
-       first, in pairs without bytes.
-    2. Tensors on a device which the group serves natively (NCCL): the library's collectives. `wait()` orders the
-       current stream after them and returns; a missing peer is found by NCCL's watchdog after the *group's* timeout.
+       sums the chunk that it owns, then gives it to all. A broadcast is Gloo's, and we cannot choose its tags: ranks
+       meet first, in pairs without bytes.
+    2. Tensors on a device that the group serves natively (NCCL): the library's collectives. `wait()` orders the
+       current stream after them and returns; NCCL's watchdog finds a missing peer after the *group's* timeout.
     3. Device tensors on a Gloo group: through host memory.
+    4. A rank whose operation fails closes its connections, so that all ranks that wait for it fail too, and leaves a
+       note in the group's store. From the notes each rank concludes which ranks are missing and which are out of step.
 
-    4. A rank whose operation fails closes its connections, at which all that wait for it fail too, and leaves a note in
-       the group's store. Notes say who is missing and who is out of step.
+    After a PeerError the transport is unusable.
 
-    After a PeerError the transport is of no more use. owns_group: `close()` destroys the group. store_host: the rank
-    in whose process the group's store lives; None: in none, or it is not known. finds_cause: when an operation fails,
-    ask the others who is to blame, which takes up to `edge.DIAGNOSIS_S`; else those count that broke off or are silent.
+    Args:
+        group: Process group. Default None: the default group.
+        timeout_s: Seconds to wait for other ranks in every operation. Default 300.
+        owns_group: Whether `close()` destroys the group. Default False.
+        whole: Transport from which this one is split. Default None.
+        store_host: Rank in whose process the group's store lives. Default None: in no rank's, or not known.
+        finds_cause: Whether an operation that fails asks the other ranks who is missing, which takes up to
+            `edge.DIAGNOSIS_S` seconds. Default True. Else it names the ranks that broke off or are silent.
+
+    Raises:
+        ValueError: There is no default group.
+        PeerError: The group's store does not answer.
     """
 
     def __init__(
@@ -109,8 +120,8 @@ class TorchTransport(NetworkedTransport):
             group = dist.group.WORLD
         if group is None:
             raise ValueError("torch.distributed has no default process group; call onebit.comm.init() instead")
-        # torch holds a group until it is destroyed. One that this object held beyond that would live on with its
-        # threads, which now and then abort the exit of Python, and with its store, at whose port no other can listen.
+        # A weak reference: torch holds a group until it is destroyed. If this object held it longer, the group's
+        # threads would live on, which sometimes abort Python's exit, and so would its store, which blocks the port.
         self._group = weakref.ref(group)
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout_s)
         self._owns_group, self._finds_cause = owns_group, finds_cause
@@ -118,7 +129,7 @@ class TorchTransport(NetworkedTransport):
         self._store_host = None if store_host == self.rank else store_host
         self._backends = _backends_by_device(self.group)
         self._numbering = Numbering(_channels.setdefault(self.group, itertools.count(1)))
-        # A group fails for all its transports, and with a part the whole: then none waits for a barrier.
+        # If one transport of a group fails, all fail, split ones too: then none waits for a barrier.
         self._past: _Past = _pasts.setdefault(self.group, _Past()) if whole is None else whole._past
         self._board: _Board | None = None
         if whole is not None:
@@ -127,13 +138,14 @@ class TorchTransport(NetworkedTransport):
             self._board = _Board(self.group, self.rank, timeout_s)
         if self._board is not None:
             release_in_children(self._board.port)
-            # A group of our own has a prefix in the store that none had before it, a part the board of the whole.
+            # A group that we own has a fresh prefix in the store, and a part uses the board of the whole: only other
+            # groups can have notes of an earlier start.
             if not (owns_group or whole or self.has_failed):
                 self._board.clear()
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Between whose ranks it moves bytes. Raises RuntimeError once that has been destroyed."""
+        """The process group. Raises RuntimeError once it has been destroyed."""
         group = self._group()
         if group is None:
             raise RuntimeError(
@@ -149,7 +161,7 @@ class TorchTransport(NetworkedTransport):
 
     @property
     def device(self) -> torch.device:
-        """Whose memory small messages may lie in: the host's, where the group serves it."""
+        """Device of the buffers of small messages: the host, if the group serves it; else the group's CUDA device."""
         if "cpu" in self._backends:
             return torch.device("cpu")
         bound = getattr(self.group, "bound_device_id", None)
@@ -160,7 +172,7 @@ class TorchTransport(NetworkedTransport):
         return True
 
     def describe(self) -> str:
-        """What serves which memory, for a log line."""
+        """The backend of each device, for a log line."""
         if len(set(self._backends.values())) == 1:
             return f"torch.distributed ({next(iter(self._backends.values()))})"
         return f"torch.distributed ({', '.join(f'{d}: {b}' for d, b in sorted(self._backends.items()))})"
@@ -191,10 +203,10 @@ class TorchTransport(NetworkedTransport):
 
     @contextmanager
     def naming_peers(self, what: str, *, is_counted: bool = True) -> Iterator[None]:
-        """Where others communicate over this group (pipelining, FSDP2): their errors of the network become PeerErrors.
+        """Wrap operations that others send over this group (pipelining, FSDP2): network errors become PeerErrors.
 
-        All ranks of the group, in the same order as its operations; not is_counted: as they like, and they learn less
-        of who is out of step. Errors of any other kind pass as they are.
+        All ranks of the group, in the same order as its operations. With is_counted=False the order may differ, and
+        errors tell less about which ranks are out of step. Errors of other kinds pass unchanged.
         """
         operation = self._count(what, 0) if is_counted else Operation(what, 0)
         try:
@@ -255,7 +267,7 @@ class TorchTransport(NetworkedTransport):
             self._collective(operation, (), lambda: dist.barrier(group=self.group, async_op=True)).wait()
 
     def reaches(self, device: torch.device) -> bool:
-        """Gloo reaches host memory alone."""
+        """Gloo sends from host memory only."""
         return device.type == "cpu" or self._backends.get(device.type) not in (None, "gloo")
 
     def _is_gloo(self, x: Tensor) -> bool:
@@ -267,7 +279,7 @@ class TorchTransport(NetworkedTransport):
         return work
 
     def _meet(self, operation: Operation, ranks: Sequence[int] | None = None) -> None:
-        """Wait until all ranks, or these, have launched the operation: no bytes, to and from each."""
+        """Wait until all ranks, or these, have launched the operation: empty messages to and from each."""
         nothing = torch.empty(self.world_size, 0, dtype=torch.uint8, device="cpu")
         tag = _TAG + operation.tag(_TAGS)
         _PairsWork(self, operation, nothing, list(nothing), tag, self.timeout_s, ranks).wait()
@@ -290,7 +302,10 @@ class TorchTransport(NetworkedTransport):
         return self._fail(operation, held, what, suspects, gave_up=_is_timeout(error))
 
     def _fail(self, operation: Operation, held: object, what: str, suspects: set[int], *, gave_up: bool) -> PeerError:
-        """Break off, compare notes with the others, say who is to blame. suspects: as numbered here."""
+        """Break off, compare notes with the others, and return the error that names the ranks to blame.
+
+        suspects: by their numbers in this transport.
+        """
         past = self._past
         past.held.append(held)
         if past.failure is not None:
@@ -303,7 +318,7 @@ class TorchTransport(NetworkedTransport):
         if not self._finds_cause:
             past.missing = misses
             return peer_error(me, operation, what, Conclusion(misses, f"Lost: {names_of(misses)}", False), _HINT)
-        assert self._board is not None  # Gloo's alone come here
+        assert self._board is not None  # only Gloo's operations come here
         notes = self._board.compare(mine)
         if not notes and past.late_s and not gave_up:
             said = (
@@ -312,7 +327,7 @@ class TorchTransport(NetworkedTransport):
             )
             conclusion = Conclusion(misses, said, is_silence=False)
         else:
-            if notes is None and self._store_host is not None:  # it is gone or hangs: nobody else could leave a note
+            if notes is None and self._store_host is not None:  # it is gone or hangs: no rank could leave a note
                 mine = replace(mine, misses=(self._store_host,))
             conclusion = conclude(me, mine, notes or {})
         past.missing = conclusion.ranks
@@ -326,7 +341,7 @@ class TorchTransport(NetworkedTransport):
         )
 
     def _roll_call(self, failed: Operation) -> set[int]:
-        """Who does not answer; all, where that tells nothing. A rank that failed calls it: one byte to every peer.
+        """The ranks that do not answer, or all if all do. A rank that failed calls it: one byte to every peer.
 
         A rank that is merely late by more than `ROLL_CALL_S` is suspected, too.
         """
@@ -337,9 +352,9 @@ class TorchTransport(NetworkedTransport):
         return call.suspects() or set(range(self.world_size)) - {self.rank}
 
     def _break_off(self) -> None:
-        """Close all connections, so that whoever waits for this rank learns at once that it has failed.
+        """Close all connections, so that every rank that waits for this one learns at once that it has failed.
 
-        Gloo does that where a wait times out.
+        A wait that times out makes Gloo close them.
         """
         for peer in range(self.world_size):
             if peer != self.rank:
@@ -360,8 +375,9 @@ class TorchTransport(NetworkedTransport):
 class _Board:
     """Where ranks that fail leave notes and read those of others: the group's store, a key for each rank.
 
-    Over a connection of its own. The group's own is locked while another thread waits. It is made at once: torch's
-    store asks for the name of whoever connects, and serves nobody meanwhile, 5 s if a resolver is silent.
+    It uses a separate connection, because the group's is locked while another thread waits. It connects at
+    construction, because torch's store looks up the name of each client that connects and serves no other meanwhile:
+    5 s if the resolver does not answer.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, timeout_s: float):
@@ -380,7 +396,7 @@ class _Board:
         self._connected = connections(self.port, before)
 
     def clear(self) -> None:
-        """Take away the note of an earlier process of this rank: torchrun, which starts all anew, keeps its store."""
+        """Delete the note of an earlier process of this rank: torchrun restarts processes, but keeps its store."""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             self._ask(
                 "look for notes of an earlier start", ANSWER_S, lambda: self._store.delete_key(_key_of(self._rank))
@@ -390,15 +406,15 @@ class _Board:
         self._ask("tell the others", ANSWER_S, lambda: self._store.set(_key_of(self._rank), mine.encode().decode()))
 
     def linger(self) -> None:
-        """The store may end with this rank, and others have just begun to read."""
+        """Give the others time to read: the store may end with this rank."""
         if self._rank == 0:
             time.sleep(_LINGER_S)
 
     def compare(self, mine: Note) -> dict[int, Note] | None:
-        """Leave my note; return those of the ranks that I miss, and that these miss, as far as they come in `NOTES_S`.
+        """Leave my note; return those of the ranks that I miss, and that these miss, if they come within `NOTES_S`.
 
-        Whoever waits for a rank that has failed fails at once, as its connections are closed, and leaves a note.
-        None if the store has died with the rank that hosted it, or hangs in it.
+        A rank that waits for a failed one fails at once, as its connections are closed, and leaves a note. None if the
+        process that hosts the store has died or hangs.
         """
         notes: dict[int, Note] = {}
         has_all = self._ask("ask the others what they know", NOTES_S + ANSWER_S, lambda: self._compare(mine, notes))
@@ -420,13 +436,13 @@ class _Board:
             time.sleep(_POLL_S)
 
     def _ask(self, what: str, seconds: float, question: Callable[[], object]) -> bool:
-        """Whether the store has answered in time. Its host may have ended, or hang."""
+        """Whether the store has answered in time. The process that hosts it may have ended, or may hang."""
         why = _STORE_ENDED if have_ended(self._connected) else ""  # torch would print a C++ stack
         try:
             if not why:
                 call_within(seconds, question, self.port, self._connected)
                 return True
-        except (RuntimeError, TimeoutError) as error:  # who fails later finds that out, too
+        except (RuntimeError, TimeoutError) as error:  # ranks that fail later find that out, too
             why = reason(error)
         _log.info("rank %d: cannot %s: %s", self._rank, what, why)
         return False
@@ -445,9 +461,9 @@ def _innermost(group: dist.ProcessGroup) -> dist.Store:
 
 
 class _PairsWork:
-    """A send and a receive per peer: outs[j] ← what rank j sends me; rows[j] goes to rank j. My own row stays here.
+    """A send and a receive per peer: outs[j] ← the row of rank j for me; rows[j] goes to rank j. Skips my own row.
 
-    ranks: with these peers alone.
+    ranks: peers to exchange with; None: all.
     """
 
     def __init__(
@@ -463,9 +479,9 @@ class _PairsWork:
         self._transport = transport
         self._operation = operation
         self._timeout_s = timeout_s
-        self._tensors = (outs, rows)  # held: staged ones have no other owner
+        self._tensors = (outs, rows)  # keep alive: tensors staged in host memory have no other owner
         self._posted: collections.deque[tuple[int, dist.Work]] = collections.deque()
-        self._ends: list[Tensor] = []  # of the rows to receive, while a channel's operation may be asked for them
+        self._ends: list[Tensor] = []  # last bytes of the rows to receive, for is_ready(); in a channel only
         self._broken: dict[int, str] = {}
         self._silent: set[int] = set()
         if transport.has_failed:
@@ -486,7 +502,7 @@ class _PairsWork:
             work = launch(row, **where)
             assert work is not None  # None: this rank is outside of the group
             self._posted.append((peer, work))
-        except RuntimeError as error:  # the connection is known to be broken; told by wait(), with the others
+        except RuntimeError as error:  # the connection is known to be broken; wait() reports it with the others
             self._broken[peer] = reason(error)
 
     def wait(self) -> None:
@@ -497,18 +513,19 @@ class _PairsWork:
         self._transport._past.completes()
 
     def is_ready(self) -> bool:
-        """In a channel; False elsewhere. Gloo tells of no pair without waiting, but what has come is in its place.
+        """Whether all rows have come; outside of a channel False while any is under way.
 
-        Whoever has sent has posted its receives, too: what goes there waits for the network alone.
+        Gloo has no test without waiting, so we look whether the marked ends are overwritten. A peer that has sent has
+        also posted its receives, so my sends to it wait for the network only.
         """
         if self._broken or not self._posted:
             return True
         return bool(self._ends) and not any(torch.equal(end, _UNWRITTEN[: len(end)]) for end in self._ends)
 
     def suspects(self) -> set[int]:
-        """Wait; then the peers whose connection is broken, or else those from whom something is missing in time.
+        """Wait; then the peers with broken connections, or if there are none, those that did not complete in time.
 
-        Where a connection is broken, the others are not waited for: a wait that times out makes Gloo close all of them.
+        After a broken connection we do not wait for the others: a wait that times out makes Gloo close all of them.
         """
         deadline = time.monotonic() + self._timeout_s
         while self._posted and not self._broken:
@@ -516,7 +533,7 @@ class _PairsWork:
             try:
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
             except RuntimeError as error:
-                # After the first timeout all connections are closed. What had arrived by then still counts as arrived.
+                # After the first timeout all connections are closed. Messages that came before still count.
                 if _is_timeout(error):
                     self._silent.add(peer)
                 else:
@@ -526,16 +543,16 @@ class _PairsWork:
 
 
 def _marked_end(row: Tensor) -> Tensor:
-    """The last bytes of a row that is to be received, which say that it has not been."""
+    """Mark the last bytes of a row to receive with `_UNWRITTEN`, and return a view of them."""
     end = as_bytes(row)[-len(_UNWRITTEN) :]
     return end.copy_(_UNWRITTEN[: len(end)])
 
 
 class _SumWork:
-    """An all_reduce over Gloo, [n]: chunks to those who own them, their sums in rank order to all.
+    """An all_reduce over Gloo, [n]: ranks send chunks to their owners; owners send the sums, in rank order, to all.
 
-    Not Gloo's own: that must be launched at once on all ranks, in one order with all that others do with the group, and
-    a rank that sends during its backward pass cannot wait for that.
+    Gloo's all_reduce would have to be launched at the same time on all ranks, in one order with everything else on the
+    group. A rank that sends during its backward pass cannot wait for that.
     """
 
     def __init__(self, transport: TorchTransport, operation: Operation, x: Tensor):
@@ -547,7 +564,7 @@ class _SumWork:
         self._is_summed = False
 
     def _give_sums(self) -> None:
-        """The second phase, once what others have of the own chunk is here."""
+        """The second phase, once the parts of my chunk have come from all ranks."""
         self._pairs.wait()
         transport, mine = self._transport, self._chunks[self._transport.rank]
         torch.sum(self._received_WN, 0, out=mine)
@@ -567,7 +584,7 @@ class _SumWork:
 
 
 class _CollectiveWork:
-    """A collective of the library; it holds the tensors until it is complete."""
+    """A collective of the library. It keeps the tensors alive until it is complete."""
 
     def __init__(self, transport: TorchTransport, operation: Operation, tensors: tuple[Tensor, ...], work: dist.Work):
         self._transport = transport
@@ -607,7 +624,7 @@ def _all_gather_single(out: Tensor, in_: Tensor, group: dist.ProcessGroup) -> di
 
 
 def _network_error(error: BaseException | None) -> RuntimeError | None:
-    """The error of Gloo or NCCL that is this one or its cause, if any is."""
+    """The error of Gloo or NCCL among this error and its causes, if there is one."""
     while error is not None:
         text = str(error)
         # Not by type alone: Gloo raises plain RuntimeErrors, and pipelining wraps what happens in a stage.
