@@ -101,7 +101,7 @@ class Wire:
 
     @property
     def sent_HB(self) -> Tensor:
-        """My frames, one per owner: in the memory of the own averages, which come when they have been sent."""
+        """My frames, one per owner. A view of frames_WB: the averages replace them after they have been sent."""
         return self.frames_WB[self.own]
 
     @classmethod
@@ -135,9 +135,16 @@ class Wire:
     def inside(
         cls, memory: Tensor, codec: Codec, world_size: int, *, hierarchy: Hierarchy, mean: Tensor | None = None
     ) -> Wire | None:
-        """In the memory of what is exchanged without error feedback, float32 [W·N], as far as it goes; None: no room.
+        """Buffers inside the memory of the tensor to exchange, without error feedback; None if they do not fit.
 
-        For codecs that do not send in place. mean: where the residual goes that nobody wants, if there is a place.
+        For codecs that do not send in place.
+
+        Args:
+            memory: The tensor to exchange, float32 [W·N].
+            codec: Format of the frames.
+            world_size: Number of ranks, W.
+            hierarchy: The two levels of the transport; `Hierarchy.of` also describes a flat one.
+            mean: Place for the unused residual of the second encoding. Default None: in `memory` if it fits.
         """
         own, n = hierarchy.own, memory.numel() // world_size
         B, H = codec.frame_bytes(n), own.stop - own.start
@@ -246,7 +253,14 @@ def interleave(
 
 
 class ExchangeTask:
-    """An exchange under way: its generator and the Work it last yielded. phase: how many it has yielded before."""
+    """An exchange under way: its generator and the Work that it yielded last. The constructor launches the first Work.
+
+    Args:
+        exchange: Generator of Works, e.g. from `compressed_allreduce`.
+
+    Attributes:
+        phase: Number of Works that are complete.
+    """
 
     def __init__(self, exchange: Exchange):
         self.phase = 0
@@ -254,11 +268,11 @@ class ExchangeTask:
         self._work: Work | None = next(exchange, None)
 
     def is_ready(self) -> bool:
-        """Whether `advance` would wait for no other rank."""
+        """Whether `advance` would return without waiting for another rank."""
         return self._work is None or self._work.is_ready()
 
     def advance(self) -> bool:
-        """Wait for the Work under way and launch the next. False once there is none."""
+        """Wait for the Work under way and launch the next one. Returns False when there is none left."""
         if self._work is None:
             return False
         self._work.wait()
@@ -268,7 +282,7 @@ class ExchangeTask:
 
 
 def wait_all(tasks: Sequence[ExchangeTask], on_complete: Callable[[int], None] | None = None) -> None:
-    """Bring tasks to their end. Those in an earlier phase go on first.
+    """Complete these exchanges. Those in an earlier phase go first.
 
     Args:
         tasks: Exchanges under way.
@@ -280,7 +294,7 @@ def wait_all(tasks: Sequence[ExchangeTask], on_complete: Callable[[int], None] |
 
 
 def _advance_first(under_way: deque[tuple[int, ExchangeTask]], on_complete: Callable[[int], None] | None) -> None:
-    """The first goes on to its next phase, and to the end of the queue, or is complete."""
+    """Advance the first task by one phase and move it to the end of the queue, or report that it is complete."""
     k, task = under_way.popleft()
     if task.advance():
         under_way.append((k, task))

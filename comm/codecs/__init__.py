@@ -30,17 +30,24 @@ CODECS = {kind.name: kind for kind in _KINDS}
 
 
 def momentum_codecs() -> tuple[str, ...]:
-    """The names of those in which an optimizer's momentum can travel."""
+    """Names of the codecs in which an optimizer's momentum can travel: those that are a `FusedCodec`."""
     return tuple(name for name, kind in CODECS.items() if issubclass(kind, FusedCodec))
 
 
 def check_fused(codec: object) -> FusedCodec:
-    """The codec, in which a momentum can travel. Raises TypeError for any other."""
+    """Return the codec if an optimizer's momentum can travel in it.
+
+    Args:
+        codec: What a user passed as `codec`.
+
+    Raises:
+        TypeError: It is not a `FusedCodec` object.
+    """
     if not isinstance(codec, FusedCodec):
         raise TypeError(
             f"codec must be one that momentum can travel in, {' or '.join(momentum_codecs())}, or another FusedCodec, "
             "and an object of it, as onebit.comm.Log4Codec(); "
-            f"got {codec!r}. What gradients travel in is another option: warmup_codec, or variance_codec of ZeroOneAdam"
+            f"got {codec!r}. To choose the codec of gradients, set warmup_codec, or variance_codec of ZeroOneAdam"
         )
     return codec
 
@@ -50,7 +57,7 @@ def codec_named(name: str, block: int) -> Codec:
 
     Args:
         name: A key of `CODECS`.
-        block: Elements of a block.
+        block: Elements per block; each codec accepts multiples of its own minimum.
 
     Raises:
         ValueError: No codec has this name.

@@ -1,7 +1,7 @@
 """Codecs: rows of floats to byte frames and back. A codec knows neither ranks nor steps nor where errors are kept.
 
-Here are the two contracts and the lossless member. `__init__.py` registers codecs by name: an addition is a file and a
-line there, which joins every contract test. Frames are what travels: their layout is public, pinned by golden bytes.
+Here are the two contracts and the lossless member. `__init__.py` registers codecs by name: a new codec is a file and a
+line there, and every contract test then covers it. The layout of frames is public and pinned by golden bytes.
 
 Shape legend: K rows (one per receiver), N elements of a row, B bytes of its frame, J blocks of a row.
 """
@@ -23,16 +23,25 @@ from ..kernels.operands import EncodeOutput, LocalStep, MomentumInputs, ParamUpd
 
 
 class Witness(NamedTuple):
-    """Numbers of some frames, [K, M]: `factor` times each is finite exactly where all values of the frames are."""
+    """Numbers that stand for the values of some frames: all values are finite exactly if all these numbers are.
+
+    Attributes:
+        numbers_KM: The numbers, float [K, M]. May be a view of the frames.
+        factor: Multiplied with each number before the check. Default 1.0.
+    """
 
     numbers_KM: Tensor
     factor: float = 1.0
 
 
 def all_finite(witnesses: Sequence[Witness]) -> Tensor:
-    """Whether all values are of all frames that these speak for. A bool tensor of no dimensions; all on one device.
+    """Whether all values are finite, over all frames that the witnesses stand for. A few kernels for any number.
 
-    A handful of operations, however many frames.
+    Args:
+        witnesses: At least one, from `Codec.witness`; all on one device.
+
+    Returns:
+        A bool tensor of no dimensions on that device. Reading it waits for the device.
     """
     alike: dict[tuple[torch.dtype, int, float], list[Tensor]] = {}
     for numbers, factor in witnesses:
@@ -45,13 +54,17 @@ def all_finite(witnesses: Sequence[Witness]) -> Tensor:
 
 
 class Codec(ABC):
-    """K rows of N float32 <-> K frames of B bytes. N is a multiple of `block`.
+    """Converts K rows of N float32 to K frames of B bytes and back. N is a multiple of `block`.
 
-    `counts_KJ` (int32, at most `block` each; None: all full) says how many leading elements of each block are real.
-    The others are padding: they do not enter a scale, and their residual is zero.
+    `counts_KJ` (int32 [K, J], at most `block` each; None: all blocks are full) is the number of real elements at the
+    beginning of each block. The rest is padding: it does not enter a scale, and its residual is zero. Local: a codec
+    sends nothing.
 
-    name: in the registry, and in checkpoints. block: elements per block. leaves_residual: whether frames leave out
-    anything worth returning. sends_in_place: whether frames may lie in the memory of x.
+    Attributes:
+        name: Name in the registry and in checkpoints.
+        block: Elements per block.
+        leaves_residual: Whether the residual is worth adding to the next input. Default True.
+        sends_in_place: Whether frames may share the memory of x. Default False.
     """
 
     name: ClassVar[str]
@@ -61,26 +74,55 @@ class Codec(ABC):
 
     @abstractmethod
     def frame_bytes(self, n: int) -> int:
-        """Bytes of the frame of a row of n elements; a multiple of 16 (NCCL is slow on anything else)."""
+        """Bytes of the frame of a row of n elements; a multiple of 16, because NCCL is slow on other sizes.
+
+        Args:
+            n: Elements of the row.
+
+        Raises:
+            ValueError: n is not a multiple of `block`.
+        """
 
     @abstractmethod
     def encode(self, x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None) -> None:
-        """Write the frames of c = x + error, and leave what they do not say: x ← c - decode(frames).
+        """Write the frames of c = x + error, and leave the residual in x: x ← c - decode(frames).
 
-        x: float32, modified in place. error: float32 or bfloat16, only read. frames: uint8, overwritten.
-        A block holding a NaN or an infinity travels as a non-finite one: every receiver decodes non-finite values.
+        A block that contains a NaN or an infinity stays non-finite: every receiver decodes non-finite values.
+
+        Args:
+            x_KN: float32 [K, N]. Modified in place: becomes the residual.
+            error_KN: Residual of earlier exchanges, float32 or bfloat16 [K, N], only read. None: zeros.
+            frames_KB: uint8 [K, B], overwritten.
+            counts_KJ: int32 [K, J], real elements of each block. None: all are real.
         """
 
     @abstractmethod
     def decode(self, frames_KB: Tensor, out_KN: Tensor, *, weight: float = 1.0, keep: float = 0.0) -> None:
-        """out ← keep·out + weight·values. With keep = 0 the old content of out is not read."""
+        """out ← keep·out + weight·values.
+
+        Args:
+            frames_KB: uint8 [K, B].
+            out_KN: float32 [K, N], modified in place.
+            weight: Factor of the decoded values. Default 1.
+            keep: Factor of the old content. Default 0: it is not read, so `out` may be uninitialised.
+        """
 
     @abstractmethod
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
-        """out ← mean over the K frames, summed in row order. The sum over the frames is never materialised K times."""
+        """out ← mean over the K frames, summed in row order.
+
+        Args:
+            frames_KB: uint8 [K, B], K at least 1.
+            out_N: float32 [N], overwritten.
+        """
 
     def encode_mean(self, received_WB: Tensor, out: EncodeOutput) -> None:
-        """Send the mean of the W frames, and what is owed: one row, whose frame and residual go `out`."""
+        """Encode the mean of W frames plus the residual carried over: the owner's half of the all-reduce.
+
+        Args:
+            received_WB: Frames of one chunk from all ranks, uint8 [W, B].
+            out: Buffers of one row: carried error, new frame, new residual.
+        """
         residual_1N = out.residual_KN
         c_1N = residual_1N if residual_1N.dtype == torch.float32 else torch.empty_like(residual_1N, dtype=torch.float32)
         self.decode_mean(received_WB, c_1N[0])
@@ -88,10 +130,20 @@ class Codec(ABC):
 
     @abstractmethod
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
-        """Whether all values of these frames of n elements are finite. A bool tensor of no dimensions, same device."""
+        """Whether all values of these frames are finite. A bool tensor of no dimensions, on the device of the frames.
+
+        Args:
+            frames_KB: uint8 [K, B].
+            n: Elements of each row.
+        """
 
     def witness(self, frames_KB: Tensor, n: int) -> Witness:
-        """What `all_finite` asks of these frames: of those of several buckets it asks once. May be a view of them."""
+        """The numbers that `all_finite` checks for these frames, so that several buckets take one check.
+
+        Args:
+            frames_KB: uint8 [K, B].
+            n: Elements of each row.
+        """
         is_finite = self.is_finite(frames_KB, n)
         return Witness(torch.where(is_finite, 0.0, float("nan")).view(1, 1))
 
@@ -102,18 +154,24 @@ class Codec(ABC):
 
 
 class FusedCodec(Codec):
-    """A codec in which an optimizer's momentum can travel, and is kept: what its compressed step does in one pass.
+    """A codec in which an optimizer's momentum can travel and be stored between steps.
 
-    What its frames say is encoded into the same frames again, and leaves nothing. Here both methods are plain torch
-    operations over the others; a codec with kernels overrides them. Packed momenta are frames of the same codec.
+    It must be idempotent: encoding decoded values gives the same frames and no residual. The methods below are the
+    parts of a compressed step that kernels do in one pass; here they are plain torch operations over `Codec`, and a
+    codec with kernels overrides them. A packed momentum is frames of the same codec.
     """
 
     def on_host(self) -> FusedCodec:
-        """The same for host tensors, whatever kernel was chosen for those of another device."""
+        """The same codec for host tensors, without a kernel that was chosen for another device."""
         return self
 
     def encode_momentum(self, momentum: MomentumInputs, out: EncodeOutput) -> None:
-        """frames ← frames of c = add·g/√(D² + own·g²) + keep·m + error; residual ← c - decode(frames)."""
+        """frames ← frames of c = add·g/√(D² + own·g²) + keep·m + error; residual ← c - decode(frames).
+
+        Args:
+            momentum: Gradients, denominator, old momentum and weights. Only read.
+            out: Carried error, frames and residual.
+        """
         old_KN = momentum.old
         if momentum.is_packed:
             old_KN = torch.empty(out.residual_KN.shape, device=momentum.old.device, dtype=torch.float32)
@@ -121,23 +179,36 @@ class FusedCodec(Codec):
         self._send(reference.momentum_of(momentum, old_KN), out)
 
     def apply(self, frames_KB: Tensor, n: int, update: ParamUpdate) -> None:
-        """p ← keep·p + weight·value, the values those of frames of rows of n elements."""
+        """p ← keep·p + weight·value, with the values of these frames.
+
+        Args:
+            frames_KB: uint8 [K, B].
+            n: Elements of each row.
+            update: Parameters, modified in place, and the two factors of each.
+        """
         values_KN = torch.empty(len(frames_KB), n, device=frames_KB.device, dtype=torch.float32)
         self.decode(frames_KB, values_KN)
         reference.update_with(values_KN, update)
 
     def local_step(self, step: LocalStep) -> None:
-        """m ← add·y + keep·m, u ← u + weight·m, p ← kept·p - weight·m, in blocks of this size; nothing is encoded."""
+        """m ← add·y + keep·m, u ← u + weight·m, p ← kept·p - weight·m. Nothing is encoded or sent.
+
+        Args:
+            step: Tensors, modified in place as `LocalStep` describes, in blocks of this codec's size.
+        """
         name = "reference" if self.block % SIGN.block_multiple else "auto"
         kernels.select(name, step.momentum.old.device).local_step(step, block=self.block)
 
 
 @dataclass(frozen=True)
 class IdentityCodec(Codec):
-    """Sends float32 as it is: 32 bits per element, nothing left over. Warm-up and exact references use it.
+    """Sends float32 unchanged: 32 bits per element, no residual. Warm-up and exact references use it.
 
-    The frame of a row is its float32 values, little-endian. Where frames and x are the same memory, encode and decode
-    move nothing (and encode leaves x as it is instead of zeroing it): a bucket can then travel from where it lies.
+    The frame of a row is its float32 values, little-endian. If frames and x share their memory, encode and decode
+    copy nothing, and encode leaves x as it is instead of zeroing it: a bucket can then be sent without a copy.
+
+    Args:
+        block: The number of elements of a row must be a multiple of this. Default 4.
     """
 
     name = "fp32"
@@ -177,11 +248,11 @@ class IdentityCodec(Codec):
         return largest.isfinite()
 
 
-# Frames that are the numbers themselves, of one type.
+# ---------------------------------------------------------------- frames that are plain numbers of one type
 
 
 def values_in(frames_KB: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The numbers in the beginning of each frame, of shape [K, n]. A view. Raises ValueError for frames of another."""
+    """The numbers at the beginning of each frame, [K, n]. A view. Raises ValueError for frames of another shape."""
     rows, n = shape
     check_shape(frames_KB, rows, n * dtype.itemsize)
     return frames_KB.view(dtype)[:, :n] if n else frames_KB.new_empty(rows, 0, dtype=dtype)
@@ -196,7 +267,7 @@ def mean_into_(out_N: Tensor, values_KN: Tensor) -> None:
 
 
 def check_block(block: object, multiple: int) -> None:
-    """Raise TypeError or ValueError unless a codec's option `block` is a positive multiple of this."""
+    """Raise TypeError or ValueError unless a codec's option `block` is a positive multiple of `multiple`."""
     if not isinstance(block, int) or isinstance(block, bool):
         raise TypeError(f"block must be a whole number, a positive multiple of {multiple}, got {block!r}")
     if block <= 0 or block % multiple:
@@ -204,6 +275,7 @@ def check_block(block: object, multiple: int) -> None:
 
 
 def check_whole_blocks(n: int, block: int) -> None:
+    """Raise ValueError unless a row of n elements is a whole number of blocks."""
     if n % block:
         raise ValueError(
             f"a row of {n} elements is not a whole number of blocks of {block}; pad it (see onebit/layout/flat.py)"

@@ -1,4 +1,4 @@
-"""The bfloat16 codec: half of float32's bytes, nothing owed. For networks on which compression has nothing to gain."""
+"""The bfloat16 codec: half of float32's bytes, no residual. For networks on which more compression gains nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Bf16Codec(Codec):
     A mean is summed in float32.
 
     Args:
-        block: Number that divides the elements of a row. Default 8.
+        block: The number of elements of a row must be a multiple of this. Default 8.
     """
 
     name = "bf16"

@@ -1,8 +1,7 @@
 """The four-bit codec: a signed nibble per element and a scale per block. For differences of parameters.
 
-An eighth of float32's bytes; what it leaves out is at most half a step of 1/7 of the block's largest value. Sharded
-one-bit Adam (`onebit/zero/sharded/adam.py`) brings its parameters down in it. Byte layout and rules:
-`kernels/int4_reference.py`.
+An eighth of float32's bytes; its error is at most half a step of 1/7 of the block's largest value. Sharded one-bit Adam
+(`onebit/zero/sharded/adam.py`) sends its parameters in it. Byte layout and rules: `kernels/int4_reference.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The eight-bit codec: a signed byte per element and a scale per block. For what one bit is too coarse for.
+"""The eight-bit codec: a signed byte per element and a scale per block. For data that one bit is too coarse for.
 
 Warm-up gradients and variance rounds travel in it: a quarter of float32's bytes, an error of at most half a step of
-1/127 of the block's largest value, which error feedback can return. Byte layout and rules: `kernels/reference.py`.
+1/127 of the block's largest value, which error feedback can carry over. Byte layout and rules: `kernels/reference.py`.
 """
 
 from __future__ import annotations

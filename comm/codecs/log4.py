@@ -1,18 +1,18 @@
 """The four-bit logarithmic codec: a sign and one of eight powers of two below the block's largest, per element.
 
-Values whose magnitudes spread over decades, moments and gradients for two, keep their relative size, where four bits in
-equal steps round most of a block to zero. Frame of a row of N = J·block elements:
+Values that spread over several orders of magnitude, as moments and gradients do, keep their relative size; four bits in
+equal steps would round most of a block to zero. Frame of a row of N = J·block elements:
 
     offset 0      N/2 bytes   code of each element; element 2i in the low half of byte i, 2i+1 above
-    offset N/2    J·2 bytes   scale s of each block, bfloat16, little-endian; -s where the block holds a zero
+    offset N/2    J·2 bytes   scale s of each block, bfloat16, little-endian; -s if the block contains a zero
     then          zero bytes up to a multiple of 16
 
 Rules, each operation in float32, rounded once:
 1. c = x + error; padding is +0.0. s = max|c|, rounded *up* to the next bfloat16. In a block of zeros all bytes are 0.
 2. A code is k + 8·(c < 0), k in 0..7, and is decoded as ±s·2^-k. k is the least with |c| >= 0.75·s·2^-k, or 7: the
    nearest of the eight; half way between two, the larger.
-3. In a block that holds a zero, padding too, code 7 is 0.0, and for all else k is at most 6: what has no gradient, on
-   any rank, must not move.
+3. In a block that contains a zero (padding counts), code 7 is 0.0, and every other k is at most 6: an element without
+   a gradient on any rank must not move.
 4. A block with a NaN or an infinity, or so large that s is one, travels as scale 0x7FC0 and zero bytes, and leaves
    residual 0.
 5. The residual is c less the decoded value, and 0 for padding.
@@ -39,7 +39,7 @@ _MAGNITUDE = 0x7FFFFFFF  # all bits of a float but its sign
 
 @dataclass(frozen=True)
 class Log4Codec(FusedCodec):
-    """4 + 16/block bits per element: a sign and one of eight powers of two. In plain torch.
+    """4 + 16/block bits per element: a sign and one of eight powers of two. Runs in plain torch, without kernels.
 
     Args:
         block: Elements per scale, a multiple of 32. Default 256.
@@ -126,7 +126,7 @@ def _codes_of(c_KJn: Tensor, s_KJ1: Tensor, has_zero_KJ1: Tensor) -> Tensor:
 
 
 def _values_of(codes_KB: Tensor, s_KJ1: Tensor, block: int) -> Tensor:
-    """Of bytes of two codes each, and the signed scales of their blocks, float32 [K, J, n]."""
+    """Decode bytes of two codes each with the signed scales of their blocks: float32 [K, J, n]."""
     K, J, _ = s_KJ1.shape
     bytes_KJb = codes_KB.reshape(K, J, block // 2).to(torch.int32)
     bytes_KJb += (s_KJ1 < 0).to(torch.int32) << 8
@@ -136,7 +136,10 @@ def _values_of(codes_KB: Tensor, s_KJ1: Tensor, block: int) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _pairs(device: torch.device) -> Tensor:
-    """What a byte's two codes are times s: two float32 in the memory of an int64, [512]; after 256 with a zero."""
+    """The factors of s that a byte's two codes stand for: two float32 in the memory of one int64, [512].
+
+    Entries from 256 on are for blocks that contain a zero.
+    """
     codes = torch.arange(256, device=device).unsqueeze(-1) >> torch.tensor([0, 4], device=device, dtype=torch.int64)
     powers = torch.exp2(-(codes & 7).to(torch.float32))
     signed = torch.where((codes & 8) > 0, -powers, powers)

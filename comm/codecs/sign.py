@@ -1,7 +1,7 @@
 """The one-bit codec: a sign per element and a scale per block, in one frame. Byte layout: `kernels/reference.py`.
 
 Source: the compression operator of 1-bit Adam (Tang et al., arXiv 2102.02888, section 3), with a scale per block of
-`block` elements instead of one for the whole tensor; `docs/differences.md` says why.
+`block` elements instead of one for the whole tensor; `docs/differences.md` gives the reason.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from .base import FusedCodec, Witness, all_finite, check_block, check_whole_bloc
 
 @dataclass(frozen=True)
 class SignCodec(FusedCodec):
-    """C(c) = s·sgn(c) per block, 1 + 16/block bits per element.
+    """C(c) = s·sgn(c) per block, 1 + 16/block bits per element. Source: 1-bit Adam, arXiv 2102.02888, section 3.
 
     Args:
         block: Elements per scale, a multiple of 64. Default 256.
-        scale: "rms" (s² = mean c², the default) or "mean_abs" (s = mean |c|).
+        scale: Scale of a block: "rms" (s² = mean c²) or "mean_abs" (s = mean |c|). Default "rms".
         kernel: Name of a backend in `kernels.BACKENDS`. Default "auto": C++ for host tensors if it was built; for CUDA
             tensors CuPy if it is installed, else Triton; else the reference.
+
+    Raises:
+        ValueError: block, scale or kernel is not one of these.
+        TypeError: block is not an int.
     """
 
     name = "sign"
@@ -66,7 +70,7 @@ class SignCodec(FusedCodec):
         kernel.encode_momentum(momentum, out, block=self.block, scale=self.scale)
 
     def apply(self, frames_KB: Tensor, n: int, update: ParamUpdate) -> None:
-        """p ← keep·p + weight·value, the values those of frames of rows of n elements."""
+        """p ← keep·p + weight·value, with the values of frames of rows of n elements."""
         kernels.select(self.kernel, frames_KB.device).apply(frames_KB, n, update, block=self.block)
 
     def local_step(self, step: LocalStep) -> None:
@@ -74,12 +78,12 @@ class SignCodec(FusedCodec):
         kernels.select(self.kernel, step.momentum.old.device).local_step(step, block=self.block)
 
     def encode_gradients(self, step: GradientSum) -> None:
-        """frames ← frames of add·g + owed, g where it lies; owed ← what is left of it, or stays; see `GradientSum`."""
+        """frames ← frames of c = add·g + residual; the residual becomes the rest, or stays; see `GradientSum`."""
         kernel = kernels.select(self.kernel, step.owed_KN.device)
         kernel.encode_gradients(step, block=self.block, scale=self.scale)
 
     def owner_step(self, step: OwnerStep) -> None:
-        """v and m̂/D of the chunk that this rank owns ← those of frames of this codec; see `OwnerStep`."""
+        """Update v and compute m̂/D for the chunk that this rank owns, from frames of this codec; see `OwnerStep`."""
         kernels.select(self.kernel, step.grad_N.device).owner_step(step, block=self.block)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
