@@ -1,11 +1,11 @@
 """Kernels: the same few functions in several implementations, the same bytes from each.
 
 `BACKENDS` is the registry: the codecs' option `kernel`, `describe`, the contract tests and scripts/gpu_check.py read
-it. To add a backend write its file (`contract.py` says what is in it), and its line here. `reference.py` and
-`int4_reference.py` are the specification; `cpu.py` the C++ backend (built by setup.py from csrc/); `cupy.py` that
-for CUDA tensors, compiled at run time; `triton/` another.
+it. To add a backend, write its file (`contract.py` lists its contents) and a line here. `reference.py` and
+`int4_reference.py` are the specification; `cpu.py` is the C++ backend (built by setup.py from csrc/), `cupy.py` the one
+for CUDA tensors, compiled at run time, and `triton/` another.
 
-`select` gives the functions of a frame for tensors of a device, `describe` tells what runs.
+`select` gives the functions of a frame for tensors of a device, `describe` tells which backends run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from . import cpu, cupy, reference, triton
 from .contract import Backend, Int4Kernel, Int8Kernel, SignKernel
 
-# "auto" takes the first that serves the device, computes the frame and is there.
+# "auto" takes the first that serves the device, computes the frame and is installed.
 _BACKENDS: tuple[Backend, ...] = (
     cpu,
     cupy,
@@ -47,7 +47,7 @@ def select(name: str, device: torch.device, frame: Literal["int8"]) -> Int8Kerne
 @overload
 def select(name: str, device: torch.device, frame: Literal["int4"]) -> Int4Kernel: ...
 def select(name: str, device: torch.device, frame: str = "sign") -> object:
-    """The functions of a frame for tensors on `device`. Raises ImportError where the backend asked for is not there."""
+    """The functions of a frame for tensors on `device`. Raises ImportError if the backend of this name is missing."""
     if name == "auto":
         return _functions(_best(device.type, frame), frame)
     backend = BACKENDS[name]
@@ -57,7 +57,7 @@ def select(name: str, device: torch.device, frame: str = "sign") -> object:
 
 
 def describe() -> str:
-    """One line: which backend serves which device on this machine, and why not a faster one."""
+    """One line: the backend of each device on this machine, and why a faster one does not run."""
     served = list(dict.fromkeys(backend.SERVES for backend in _BACKENDS if backend.SERVES is not None))
     parts = [f"{_TITLES.get(device, f'{device} tensors')}: {_describe(device)}" for device in served]
     return "; ".join([*parts, f"other devices: {reference.describe()}"])
@@ -84,5 +84,5 @@ def _candidates(device: str, frame: str) -> tuple[Backend, ...]:
 
 @functools.cache
 def _functions(name: str, frame: str) -> ModuleType:
-    """The module, imported when it is first asked for: it may rest on what is installed on few machines."""
+    """The module, imported on first use: it may need a package that few machines have."""
     return importlib.import_module(BACKENDS[name].FRAMES[frame], __name__)

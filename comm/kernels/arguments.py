@@ -1,6 +1,6 @@
-"""Kernels: the arguments of their functions, checked once; past this edge there are only pointers.
+"""Kernels: the arguments of their functions, checked once; behind these checks there are only pointers.
 
-Rests on torch alone. Each compiled kernel has one `Edge`, which says what memory it takes.
+Rests on torch alone. Each compiled kernel has one `Edge`, which describes the memory that it takes.
 
 Shape legend: K rows, N elements, J blocks, B bytes.
 """
@@ -30,7 +30,7 @@ SCALES = ("rms", "mean_abs")
 
 @dataclass(frozen=True)
 class Frame:
-    """What the edge must know of a frame. element_bits: without the scale."""
+    """The format of a frame, as far as checks need it. element_bits: bits per element without the scale."""
 
     name: str
     element_bits: int
@@ -54,21 +54,24 @@ INT4 = Frame("int4", element_bits=4, block_multiple=32)
 
 
 def check_shape(frames_KB: Tensor, rows: int, used_bytes: int) -> None:
-    """Raise ValueError unless these are this many frames, each of this many bytes and zeros up to a multiple of 16."""
+    """Raise ValueError unless these are `rows` frames of `used_bytes` bytes each, padded to a multiple of 16."""
     expected = rows, -(-used_bytes // 16) * 16
     if tuple(frames_KB.shape) != expected:
         raise ValueError(f"frames must have shape {expected}, got shape {tuple(frames_KB.shape)}")
 
 
 def check_scale(scale: str) -> None:
-    """Raise ValueError unless `scale` is one of a sign frame's."""
+    """Raise ValueError unless `scale` is a scale of the sign frame."""
     if scale not in SCALES:
         raise ValueError(f'scale must be "rms" or "mean_abs", got {scale!r}')
 
 
 @dataclass(frozen=True)
 class Edge:
-    """device: the type of the devices the kernel works on. frame_alignment: of the rows of frames, in bytes."""
+    """The memory that a kernel takes. device: type of its devices. frame_alignment: of the rows of frames, in bytes.
+
+    Each `check_...` returns the numbers of rows and blocks, and raises ValueError or TypeError.
+    """
 
     device: str
     frame_alignment: int = 1
@@ -83,7 +86,7 @@ class Edge:
         *,
         block: int,
     ) -> tuple[int, int]:
-        """(K, J). Raises ValueError or TypeError, as the others do."""
+        """(K, J)."""
         self._check_rows("x", x_KN, (torch.float32,), written=True)
         K, N = x_KN.shape
         J = frame.whole_blocks(N, block)
@@ -278,7 +281,7 @@ class Edge:
             raise ValueError(f"{name} must start at a multiple of {rows.element_size()} bytes; copy it first")
 
     def _is_plain(self, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, int] | None) -> bool:
-        """Whether it is the usual, which all checks let pass: a step makes some thirty of them for each bucket."""
+        """Whether a tensor passes all checks at once. A fast path: a step makes some thirty of them per bucket."""
         return (
             x.is_contiguous()
             and (x.dim() == 2 if shape is None else x.shape == shape)

@@ -1,7 +1,7 @@
-"""Kernels: the contract. What a backend says of itself, and the functions it has for each frame it computes.
+"""Kernels: the contract. The names that a backend has, and its functions for each frame that it computes.
 
 A backend is a module that has the names of `Backend`; `__init__.py` lists them. `reference.py` and `int4_reference.py`
-say what the functions do; `tests/unit/test_kernel_contract.py` holds every backend of the list to both.
+specify the functions; `tests/unit/test_kernel_contract.py` checks both for every backend of the list.
 
 Shape legend: K and W rows, N elements, J blocks, B bytes.
 """
@@ -17,10 +17,10 @@ from .operands import EncodeOutput, GradientSum, LocalStep, MomentumInputs, Owne
 
 
 class Backend(Protocol):
-    """One way to compute frames: a module, which imports nothing that may be missing.
+    """One implementation of the frames: a module that imports no optional package.
 
-    NAME: the codecs' option `kernel`. SERVES: the type of the devices whose tensors it takes; None: any.
-    FRAMES: the frames it computes ("sign", "int8", "int4"), and the module with the functions of each.
+    NAME: value of the codecs' option `kernel`. SERVES: device type of the tensors it takes; None: any.
+    FRAMES: the frames that it computes ("sign", "int8", "int4"), with the module of the functions of each.
     """
 
     @property
@@ -36,7 +36,7 @@ class Backend(Protocol):
         """One sentence: what is missing on this machine and what to do. Empty where the backend runs."""
 
     def describe(self) -> str:
-        """What runs, with its version. Asked where `why_not` is empty."""
+        """Name and version of what runs. Called only if `why_not` is empty."""
 
 
 class SignKernel(Protocol):

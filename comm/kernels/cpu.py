@@ -41,7 +41,7 @@ def encode(
 ) -> None:
     """frames ← frame of c = x + error; x ← c - decode(frames). x float32 in place; error float32/bfloat16, read only.
 
-    One pass over memory. Rows may lie apart (a slice of a wider tensor); elements of a row may not.
+    One pass over memory. Rows may have gaps between them (a slice of a wider tensor); elements of a row are contiguous.
     """
     check_scale(scale)
     _encode(SIGN, x_KN, error_KN, frames_KB, counts_KJ, block=block, options=(scale == "mean_abs",), isa=isa)
@@ -58,7 +58,7 @@ def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int, isa: str = "aut
 
 
 def encode_mean(received_WB: Tensor, out: EncodeOutput, *, block: int, scale: str, isa: str = "auto") -> None:
-    """frame ← frame of the mean of the W frames + error; residual ← what it does not say. Reads each frame once."""
+    """frame ← frame of the mean of the W frames + error; residual ← the rest. Reads each frame once."""
     check_scale(scale)
     W, J = EDGE.check_encode_mean(SIGN, received_WB, out, block=block)
     _library.run(
@@ -79,9 +79,9 @@ def encode_mean(received_WB: Tensor, out: EncodeOutput, *, block: int, scale: st
 
 
 def encode_momentum(momentum: MomentumInputs, out: EncodeOutput, *, block: int, scale: str, isa: str = "auto") -> None:
-    """frames ← frames of the momentum with this rank's gradient and what it owes (rule 6); residual ← the rest.
+    """frames ← frames of c, the new momentum plus the residual (rule 6); residual ← c - decode(frames).
 
-    One pass: reads gradients where they lie, D, the old momentum and the error; writes frames and residual. A gradient
+    One pass: reads gradients in place, D, the old momentum and the error; writes frames and residual. A gradient
     that is neither float32 nor bfloat16, or not contiguous, is copied first.
     """
     check_scale(scale)
@@ -117,7 +117,7 @@ def encode_momentum(momentum: MomentumInputs, out: EncodeOutput, *, block: int, 
 
 
 def apply(frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int, isa: str = "auto") -> None:
-    """p ← keep·p + weight·value for the parameters where they lie, frames of rows of n elements (rule 7).
+    """p ← keep·p + weight·value, parameters in place, with the values of frames of rows of n elements (rule 7).
 
     One pass over each. A parameter that is neither float32 nor bfloat16, or not contiguous, goes through a copy.
     """
@@ -139,9 +139,9 @@ def apply(frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int, isa: st
 
 
 def local_step(step: LocalStep, *, block: int, isa: str = "auto") -> None:
-    """m, u, anchors and parameters ← those of a step by this rank's gradients alone (rule 8).
+    """Update m, u, anchors and parameters in place by this rank's gradients alone (rule 8).
 
-    One pass over each. What is neither float32 nor bfloat16, or not contiguous, goes through a copy.
+    One pass over each. Tensors that are neither float32 nor bfloat16, or not contiguous, go through a copy.
     """
     K, J = EDGE.check_local_step(step, block=block)
     momentum, weights = step.momentum, step.momentum.weights
@@ -175,7 +175,7 @@ def local_step(step: LocalStep, *, block: int, isa: str = "auto") -> None:
 
 
 def encode_gradients(step: GradientSum, *, block: int, scale: str, isa: str = "auto") -> None:
-    """frames ← frames of what gradients add to what is owed; owed ← what is left of it, or stays (rule 10).
+    """frames ← frames of c = add·g + owed, the residual; owed becomes the new residual, or stays (rule 10).
 
     One pass. A gradient that is neither float32 nor bfloat16, or not contiguous, is copied first.
     """
@@ -203,7 +203,7 @@ def encode_gradients(step: GradientSum, *, block: int, scale: str, isa: str = "a
 
 
 def owner_step(step: OwnerStep, *, block: int, isa: str = "auto") -> None:
-    """v and m̂/D of an owner's chunk ← those of the frames of all ranks, and its own gradient (rule 9). One pass."""
+    """Update v and compute m̂/D of the owner's chunk from all ranks' frames and its gradient (rule 9). One pass."""
     W, J = EDGE.check_owner_step(step, block=block)
     corrections, correction1, correction2 = step.correcting
     _library.run(
@@ -300,7 +300,7 @@ int8_decode_mean, int4_decode_mean = (functools.partial(_decode_mean, frame) for
 
 
 def _write_back(tensors: Sequence[Tensor | None], written: Sequence[Tensor | None]) -> None:
-    """Copies what `_readable` had to copy."""
+    """Copy back the tensors that `_readable` had to copy."""
     for x, copy in zip(tensors, written, strict=True):
         if x is not None and copy is not None and copy is not x:
             x.copy_(copy)
@@ -328,7 +328,7 @@ def _typed(x: Tensor | None) -> tuple[int | None, int]:
 
 
 def _pointers(tensors: Sequence[Tensor | None], segments: Segments) -> tuple[object, ...]:
-    """As PointersJob in kernels.cpp."""
+    """The fields of PointersJob in kernels.cpp."""
     S = len(tensors)
     addresses = (ctypes.c_void_p * S)(*(_address(x) for x in tensors))
     kinds = (ctypes.c_int32 * S)(*(_kind(x) for x in tensors))

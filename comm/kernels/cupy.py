@@ -1,8 +1,8 @@
 """Kernels: the frames in CUDA, for CUDA tensors. The same bytes and the same floats as `reference.py`.
 
-The code is csrc/*.cu, which lies beside this file in an installation; CuPy compiles it on first use, once per block
-size and kind of GPU, and keeps the result on disk. Tensors are passed as addresses, launches go to torch's
-current stream of their device, and nothing here waits for the GPU. Arguments are checked in `arguments.py`, once.
+The code is csrc/*.cu, beside this file in an installation; CuPy compiles it on first use, once per block size and kind
+of GPU, and keeps the result on disk. Tensors are passed as addresses, launches go to torch's current stream of their
+device, and nothing here waits for the GPU. Arguments are checked in `arguments.py`, once.
 
 Shape legend: K rows, N elements, J blocks, B bytes, S segments.
 """
@@ -52,7 +52,7 @@ _compile_lock = threading.Lock()
 
 
 class Kernel(Protocol):
-    """A compiled function, as CuPy launches it: integers of 8 bytes, and numpy's float32."""
+    """A compiled function. CuPy passes Python integers as 8 bytes, and numpy's float32 as 4."""
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[object, ...]) -> None: ...
 
@@ -70,7 +70,7 @@ def source() -> str:
 
 @functools.cache
 def why_not() -> str:
-    """One sentence: what is missing and what to do. Empty where CuPy is installed and torch is built for CUDA."""
+    """One sentence: what is missing and what to do. Empty if CuPy is installed and torch is built for CUDA."""
     if torch.version.hip is not None:
         return "the CUDA kernels need a GPU of NVIDIA's"
     if importlib.util.find_spec("cupy") is None:
@@ -88,8 +88,8 @@ def encode(
 ) -> None:
     """frames ← frame of c = x + error; x ← c - decode(frames). x float32 in place; error float32/bfloat16, read only.
 
-    Rows may lie apart (a slice of a wider tensor); elements of a row may not. Rows of frames start at multiples of 8
-    bytes. Asynchronous, as all that follow.
+    Rows may have gaps between them (a slice of a wider tensor); elements of a row are contiguous. Rows of frames start
+    at multiples of 8 bytes. Asynchronous, like all functions below.
     """
     check_scale(scale)
     _encode(SIGN, x_KN, error_KN, frames_KB, counts_KJ, block=block, options=(int(scale == "mean_abs"),))
@@ -106,7 +106,7 @@ def decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
 
 
 def encode_mean(received_WB: Tensor, out: EncodeOutput, *, block: int, scale: str) -> None:
-    """frame ← frame of the mean of the W frames + error; residual ← what it does not say. Reads each frame once."""
+    """frame ← frame of the mean of the W frames + error; residual ← the rest. Reads each frame once."""
     check_scale(scale)
     W, J = EDGE.check_encode_mean(SIGN, received_WB, out, block=block)
     _launch(
@@ -128,9 +128,9 @@ def encode_mean(received_WB: Tensor, out: EncodeOutput, *, block: int, scale: st
 
 
 def encode_momentum(momentum: MomentumInputs, out: EncodeOutput, *, block: int, scale: str) -> None:
-    """frames ← frames of the momentum with this rank's gradient and what it owes (rule 6); residual ← the rest.
+    """frames ← frames of c, the new momentum plus the residual (rule 6); residual ← c - decode(frames).
 
-    One pass: reads gradients where they lie, D, the old momentum and the error; writes frames and residual. A gradient
+    One pass: reads gradients in place, D, the old momentum and the error; writes frames and residual. A gradient
     of another type than float32, bfloat16 and float16, or not contiguous, is copied first.
     """
     check_scale(scale)
@@ -162,7 +162,7 @@ def encode_momentum(momentum: MomentumInputs, out: EncodeOutput, *, block: int, 
 
 
 def apply(frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int) -> None:
-    """p ← keep·p + weight·value for the parameters where they lie, frames of rows of n elements (rule 7).
+    """p ← keep·p + weight·value, parameters in place, with the values of frames of rows of n elements (rule 7).
 
     One pass over each. A parameter of another type than float32, bfloat16 and float16, or not contiguous, goes through
     a copy.
@@ -186,9 +186,9 @@ def apply(frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int) -> None
 
 
 def local_step(step: LocalStep, *, block: int) -> None:
-    """m, u, anchors and parameters ← those of a step by this rank's gradients alone (rule 8).
+    """Update m, u, anchors and parameters in place by this rank's gradients alone (rule 8).
 
-    One pass over each. What is of another type than float32, bfloat16 and float16, or not contiguous, goes through a
+    One pass over each. Tensors of another type than float32, bfloat16 and float16, or not contiguous, go through a
     copy.
     """
     K, J = EDGE.check_local_step(step, block=block)
@@ -221,7 +221,7 @@ def local_step(step: LocalStep, *, block: int) -> None:
 
 
 def encode_gradients(step: GradientSum, *, block: int, scale: str) -> None:
-    """frames ← frames of what gradients add to what is owed; owed ← what is left of it, or stays (rule 10).
+    """frames ← frames of c = add·g + owed, the residual; owed becomes the new residual, or stays (rule 10).
 
     One pass. A gradient of another type than float32, bfloat16 and float16, or not contiguous, is copied first.
     """
@@ -249,7 +249,7 @@ def encode_gradients(step: GradientSum, *, block: int, scale: str) -> None:
 
 
 def owner_step(step: OwnerStep, *, block: int) -> None:
-    """v and m̂/D of an owner's chunk ← those of the frames of all ranks, and its own gradient (rule 9). One pass."""
+    """Update v and compute m̂/D of the owner's chunk from all ranks' frames and its gradient (rule 9). One pass."""
     W, J = EDGE.check_owner_step(step, block=block)
     corrections, *correcting = step.correcting
     numbers = (step.weight, step.own, step.common, step.eps, step.floor, step.inverse_limit)
@@ -353,7 +353,7 @@ def _typed(x: Tensor | None) -> tuple[int, int]:
 
 
 def _launch(name: str, device: torch.device, block: int, blocks: int, *args: object) -> None:
-    """On torch's current stream of the device, 16 threads for each of `blocks` blocks."""
+    """Launch on torch's current stream of the device, with 16 threads for each of `blocks` blocks."""
     if blocks == 0:
         return
     if blocks >= 2**31:
@@ -375,14 +375,14 @@ def _on(device: torch.device) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=256)
 def _stream(address: int, index: int) -> contextlib.AbstractContextManager[object]:
-    """Torch's, as CuPy knows it."""
+    """CuPy's object for a stream of torch."""
     stream: contextlib.AbstractContextManager[object] = _cupy().cuda.ExternalStream(address, index)
     return stream
 
 
 @functools.cache
 def _kernel(name: str, block: int, index: int) -> Kernel:
-    """A device's."""
+    """A kernel, loaded on a device."""
     with _compile_lock:
         return _module(block, _cupy().cuda.Device(index).compute_capability).get_function(name)
 
@@ -394,9 +394,9 @@ def _module(block: int, capability: str) -> Module:
 
 
 def _compiled(block: int, capability: str) -> Path:
-    """The file of machine code for such devices, made where CuPy's cache does not hold it.
+    """The file of machine code for devices of this capability, compiled if it is not in CuPy's cache.
 
-    CuPy's own way there (`RawModule(code=...)`) puts --ftz=true after all options, and a kernel loses subnormals.
+    Not through `RawModule(code=...)`: CuPy puts --ftz=true after all options, and a kernel would lose subnormals.
     """
     compiler = importlib.import_module("cupy.cuda.compiler")
     code, options = source(), (*OPTIONS, f"-DONEBIT_BLOCK={block}")
@@ -413,7 +413,7 @@ def _compiled(block: int, capability: str) -> Path:
 
 
 def _writable(folder: Path) -> Path:
-    """The folder, or a temporary one of this process."""
+    """The folder if it is writable, else a temporary one of this process."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

@@ -1,4 +1,4 @@
-"""The int4 frame in pure torch: its specification, as `reference.py` is that of the others.
+"""The int4 frame in pure torch: its specification; `reference.py` specifies the others.
 
 Frame of a row of N = J·block elements:
 
@@ -8,9 +8,9 @@ Frame of a row of N = J·block elements:
 
 Rules, each operation in float32, rounded once; those of the int8 frame (`kernels/reference.py`) with 7 for 127:
 1. c = x + error; padding is +0.0. s = max|c| / 7, a division, rounded *up* to the next bfloat16.
-2. q = clamp(round(c / s), -7, 7), a division, ties to even; by 1 instead of s where s = 0. The nibble -8 is never sent.
+2. q = clamp(round(c / s), -7, 7), a division, ties to even; by 1 instead of s if s = 0. The nibble -8 is never sent.
 3. A block with a NaN or an infinity, or so large that 8·s is one, travels as scale 0x7FC0 and zero bytes, and leaves
-   residual 0. So a frame is finite where 8·s is finite for all its scales: no nibble decodes to more than that.
+   residual 0. So a frame is finite if 8·s is finite for all its scales: no nibble decodes to more than that.
 4. The residual is c - q·s, where q keeps the sign of a zero: c = -0.0 leaves +0.0.
 5. A decoded value is q·s; means and sums as for the other frames.
 

@@ -1,4 +1,4 @@
-"""The C++ libraries that setup.py builds, one for kernels of frames and one for Adam on the host."""
+"""The C++ libraries that setup.py builds: one for kernels of frames, one for Adam on the host."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _REINSTALL = (
 
 
 class SharedLibrary:
-    """A library that setup.py builds from csrc/, opened with ctypes on first use where it is there and fits.
+    """A library that setup.py builds from csrc/, opened with ctypes on first use if it exists and its ABI fits.
 
-    path: of the file. prefix: of its functions' names, `PREFIX_abi_version` and so on. abi_version: what this package
-    needs. declare: gives its functions their argument types. log: warns once where there is none; without: what that
-    means. torch is imported: they share OpenMP. Any thread may call.
+    path: of the file. prefix: start of its functions' names, as in `PREFIX_abi_version`. abi_version: the one that this
+    package needs. declare: sets the argument types of its functions. log: gets one warning if there is no library.
+    without: the consequence, for that warning. torch must be imported first: they share OpenMP. Any thread may call.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class SharedLibrary:
         self._problem: str | None = None
 
     def is_built(self) -> bool:
-        """Whether the library is there and fits this version of the package."""
+        """Whether the library exists and fits this version of the package."""
         return not self.why_not()
 
     def why_not(self) -> str:
-        """One sentence: what is missing and what to do. Empty where the library is built."""
+        """One sentence: what is missing and what to do. Empty if the library is built."""
         if self._problem is not None:
             return self._problem
         with self._lock:
@@ -61,7 +61,7 @@ class SharedLibrary:
             return self._problem
 
     def get(self) -> ctypes.CDLL:
-        """The library. Raises ImportError where it is missing or another version's."""
+        """The library. Raises ImportError if it is missing or belongs to another version."""
         if self._loaded is None and (problem := self.why_not()):
             raise ImportError(problem)
         assert self._loaded is not None
@@ -76,13 +76,15 @@ class SharedLibrary:
         return ISAS[1 : 1 + self.function("best_isa")()]
 
     def describe(self) -> str:
-        """What runs, e.g. "C++, AVX-512, up to 2 threads"."""
+        """A description, e.g. "C++, AVX-512, up to 2 threads"."""
         threads = torch.get_num_threads() if self.function("has_openmp")() else 1
         return f"C++, {ISA_TITLES[self.available_isas()[-1]]}, up to {threads} thread{'s' if threads > 1 else ''}"
 
     def run(self, name: str, *args: object, isa: str, elements: int) -> None:
-        """Calls a kernel, whose last two arguments are the instruction set and the threads; it gives non-zero where
-        this machine lacks the set. Raises ValueError there, and at a set of no such name.
+        """Call a kernel, with the instruction set and the number of threads as its last two arguments.
+
+        The kernel returns non-zero if this machine lacks the instruction set. Raises ValueError then, and for an
+        unknown name.
         """
         if isa not in ISAS:
             raise ValueError(f"isa must be one of {', '.join(ISAS)}; got {isa!r}")
@@ -92,7 +94,7 @@ class SharedLibrary:
             raise ValueError(f'isa "{isa}" is not available on this machine, which has {there}')
 
     def _open(self) -> str:
-        """Loads the library, or says why not."""
+        """Load the library; "" or why it cannot be loaded."""
         if not self.path.exists():
             return f"the C++ kernel is not built; {_REINSTALL}"
         try:

@@ -1,7 +1,7 @@
-"""What the fused kernels take: a momentum and what it is made of, where its frames go, an update of parameters.
+"""Operands of the fused kernels: the inputs of a momentum, the buffers of its frames, an update of parameters.
 
-Rests on torch alone; `kernels/reference.py` says what is computed with them. Shape legend: K rows, N elements of a row,
-J blocks of a row, S segments.
+Rests on torch alone; `kernels/reference.py` specifies what is computed with them. Shape legend: K rows, N elements of a
+row, J blocks of a row, B bytes of a frame, S segments, W ranks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Segments:
-    """Tensor s has numels[s] elements, of which the first lies at the start of block first[s].
+    """Where the tensors of a bucket are in its flat memory. Each starts at a block; the rest is padding.
 
-    In ascending order, without overlap; what lies between them or after the last is padding. block: elements of one.
+    Attributes:
+        first: Block at which each tensor starts; ascending, without overlap.
+        numels: Elements of each tensor.
+        block: Elements per block.
     """
 
     first: tuple[int, ...]
@@ -39,7 +42,11 @@ class Segments:
         return self.first[-1] + -(-self.numels[-1] // self.block) if self.first else 0
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The segments of a flat tensor, each of one dimension."""
+        """Views of the segments of a flat tensor, each of one dimension.
+
+        Args:
+            flat: Tensor of one dimension that holds all the blocks.
+        """
         starts = [first * self.block for first in self.first]
         return [flat[start : start + numel] for start, numel in zip(starts, self.numels, strict=True)]
 
@@ -50,12 +57,17 @@ class Segments:
 
     @functools.cached_property
     def addresses(self) -> tuple[int, int]:
-        """Of the rows of `table`."""
+        """Addresses of the two rows of `table`."""
         first, numels = self.table
         return first.data_ptr(), numels.data_ptr()
 
     def of_blocks(self, blocks: int, device: torch.device) -> Tensor:
-        """Which segment each of `blocks` blocks belongs to, int32; -1: none. Made once per device."""
+        """The segment of each block, int32 [blocks]; -1: none. Cached per device.
+
+        Args:
+            blocks: Number of blocks.
+            device: Device of the result.
+        """
         return _of_blocks(self, blocks, device)
 
 
@@ -69,7 +81,16 @@ def _of_blocks(segments: Segments, blocks: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class MomentumWeights:
-    """c = (y·add + m·keep) + error with y = (g·unscale)/√(D² + own·(g·unscale)²); see rule 6 of the reference."""
+    """Weights of c = (y·add + m·keep) + error with y = (g·unscale)/√(D² + own·(g·unscale)²).
+
+    See rule 6 of `kernels/reference.py`.
+
+    Attributes:
+        keep: Weight of the old momentum m.
+        add: Weight of this rank's normalised gradient y.
+        own: Weight of the gradient's own square beside D².
+        unscale: Factor of the gradient. Default 1.
+    """
 
     keep: float
     add: float
@@ -79,7 +100,14 @@ class MomentumWeights:
 
 @dataclass(frozen=True)
 class Variance:
-    """What D is made of: D = √max(v·correction, floor) + eps. v: float32 [K, N]; floor: float32 [K, J], per block."""
+    """A denominator that kernels compute themselves: D = √max(v·correction, floor) + eps.
+
+    Attributes:
+        v_KN: Variance, float32 [K, N].
+        floor_KJ: Least value of v·correction in each block, float32 [K, J].
+        correction: Bias correction of the variance.
+        eps: Added to the root.
+    """
 
     v_KN: Tensor
     floor_KJ: Tensor
@@ -87,21 +115,33 @@ class Variance:
     eps: float
 
     def rows(self, own: slice) -> Variance:
-        """Of these rows. Views."""
+        """The same for some of the rows. Views.
+
+        Args:
+            own: Rows.
+        """
         return replace(self, v_KN=self.v_KN[own], floor_KJ=self.floor_KJ[own])
 
     def denominator(self, sqrt: Callable[[Tensor], Tensor] = torch.sqrt) -> Tensor:
-        """D, in a new tensor [K, N]."""
+        """D, in a new tensor [K, N].
+
+        Args:
+            sqrt: Square root to use. Default `torch.sqrt`.
+        """
         v_KJn = (self.v_KN * self.correction).view(*self.floor_KJ.shape, -1)
         return sqrt(torch.maximum(v_KJn, self.floor_KJ.unsqueeze(-1)).view(self.v_KN.shape)) + self.eps
 
 
 @dataclass(frozen=True)
 class MomentumInputs:
-    """What c, the momentum of this step, is made of; see rule 6 of the reference. Only read.
+    """Inputs of c, the momentum of this step, by rule 6 of `kernels/reference.py`. Only read.
 
-    grads: this rank's gradients where they lie, one per segment of the K·J blocks (None: zeros), of any float type.
-    D: float32 [K, N], above 1e-18, or what it is made of. old: sign frames [K, B], or float32 [K, N].
+    Attributes:
+        grads: This rank's gradients, one per segment of the K·J blocks, of any float type; None: zeros.
+        segments: Where they are in the bucket.
+        D_KN: Denominator, float32 [K, N], above 1e-18; or a `Variance`, from which it is computed.
+        old: Momentum of the last step, sign frames [K, B] or float32 [K, N].
+        weights: Factors of the terms.
     """
 
     grads: Sequence[Tensor | None]
@@ -117,17 +157,20 @@ class MomentumInputs:
 
     @property
     def divisor(self) -> tuple[Tensor, Tensor | None, float, float]:
-        """For kernels: D, None, 0, 0; or v, floor, correction and eps, of which they make it."""
+        """For kernels: (D, None, 0, 0), or (v, floor, correction, eps), from which they compute D."""
         D = self.D_KN
         return (D.v_KN, D.floor_KJ, D.correction, D.eps) if isinstance(D, Variance) else (D, None, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class EncodeOutput:
-    """Where some c goes that a fused step makes: frames ← frames of c + error; residual ← what they do not say.
+    """Buffers of a fused encode: frames ← frames of c + error; residual ← (c + error) - decode(frames).
 
-    error: what is owed, only read; float32 or bfloat16 [K, N], as the residual, which may be the same memory. counts:
-    int32 [K, J], real elements of each block (None: all full).
+    Attributes:
+        error_KN: Residual carried over, float32 or bfloat16 [K, N], only read. None: zeros.
+        frames_KB: uint8 [K, B], overwritten.
+        counts_KJ: int32 [K, J], real elements of each block. None: all are real.
+        residual_KN: New residual, float32 or bfloat16 [K, N], overwritten; may be the memory of error_KN.
     """
 
     error_KN: Tensor | None
@@ -138,9 +181,13 @@ class EncodeOutput:
 
 @dataclass(frozen=True)
 class ParamUpdate:
-    """p ← keep·p + weight·value, the values those of frames, on whose device weight and keep are: float32 [S].
+    """An update of parameters from frames: p ← keep·p + weight·value.
 
-    params: where they lie, one per segment of the frames' blocks (None: left alone), of any float type.
+    Attributes:
+        params: Parameters, one per segment of the frames' blocks, of any float type; modified in place. None: skipped.
+        segments: Where they are in the bucket.
+        weight_S: float32 [S], on the device of the frames.
+        keep_S: float32 [S], on the device of the frames.
     """
 
     params: Sequence[Tensor | None]
@@ -151,11 +198,17 @@ class ParamUpdate:
 
 @dataclass(frozen=True)
 class LocalStep:
-    """m ← add·y + keep·m, u ← u + weight·m and p ← kept·p - weight·m, from this rank's gradients alone; see rule 8.
+    """A step by this rank's gradients alone: m ← add·y + keep·m, u ← u + weight·m, p ← kept·p - weight·m.
 
-    momentum: what the new m is made of; `old`, float32 [K, N], is m and becomes it. sum: u, float32 [K, N]. anchor:
-    float32 [K, N], which becomes what the parameters were (None: nobody asks). params: where they lie, one per segment
-    (None: neither it nor its anchor moves), of any float type.
+    See rule 8 of `kernels/reference.py`.
+
+    Attributes:
+        momentum: Inputs of the new m. Its `old`, float32 [K, N], is m, and is overwritten.
+        sum_KN: u, float32 [K, N], modified in place.
+        anchor_KN: float32 [K, N], overwritten with the parameters before the step. None: not kept.
+        params: Parameters, one per segment, of any float type; modified in place. None: it and its anchor stay.
+        weight: Factor of m in u and in the parameters.
+        kept: Factor of the old parameters.
     """
 
     momentum: MomentumInputs
@@ -168,13 +221,26 @@ class LocalStep:
 
 @dataclass(frozen=True)
 class OwnerStep:
-    """What the owner of a chunk makes of the frames of all ranks: its variance, and m̂/D; see rule 9.
+    """A step of the owner of a chunk, from the frames of all ranks: its variance, and the direction m̂/D.
 
-    received: sign frames [W, B], of which row `row` is the owner's own. grad: its gradient g, float32 [N]. counts:
-    int32 [J], real elements of each block, 0 where it stays as it is. variance: float32 [N], in place. direction:
-    float32 [N], becomes m̂/D. D: float32 [N], becomes D; None: nobody asks. sums: float32 [J, 4], become those of g²,
-    q², g·q̂ and g·m̂ of each block. corrections: of the momentum and the variance; or those of each block, float32
-    [2, J]. weight, own, common, eps, floor, inverse_limit: see the rule.
+    See rule 9 of `kernels/reference.py`, also for the numbers at the end.
+
+    Attributes:
+        received_WB: Sign frames, uint8 [W, B].
+        row: The row of the owner's own frame.
+        grad_N: The owner's gradient g, float32 [N].
+        counts_J: int32 [J], real elements of each block; 0: the block stays as it is.
+        variance_N: float32 [N], modified in place.
+        direction_N: float32 [N], overwritten with m̂/D.
+        D_N: float32 [N], overwritten with D. None: not needed.
+        sums_J4: float32 [J, 4], overwritten with the sums of g², q², g·q̂ and g·m̂ of each block.
+        corrections: Bias corrections of momentum and variance: two numbers, or float32 [2, J] for each block.
+        weight: Weight of the new square in the variance.
+        own: Weight of the owner's gradient in it.
+        common: Weight of the mean momentum in it.
+        eps: Added to the root of the variance.
+        floor: Least variance of an element, as a part of the block's mean.
+        inverse_limit: Least root of the variance, in units of the mean scale.
     """
 
     received_WB: Tensor
@@ -195,18 +261,24 @@ class OwnerStep:
 
     @property
     def correcting(self) -> tuple[Tensor | None, float, float]:
-        """For kernels: those of each block, or two numbers."""
+        """For kernels: (corrections of each block, 0, 0), or (None, correction 1, correction 2)."""
         each = self.corrections
         return (each, 0.0, 0.0) if isinstance(each, Tensor) else (None, each[0], each[1])
 
 
 @dataclass(frozen=True)
 class GradientSum:
-    """What gradients add to what is owed, of which frames go out; see rule 10 of the reference.
+    """Frames of c = (g·unscale)·add + residual, by rule 10 of `kernels/reference.py`.
 
-    grads: this rank's, where they lie, one per segment of the K·J blocks (None: zeros), of any float type. owed:
-    float32 or bfloat16 [K, N]. counts: int32 [K, J], real elements of each block (None: all full). returned: None: owed
-    stays as it is; else it becomes what the frames leave, with this share of what they say.
+    Attributes:
+        grads: This rank's gradients, one per segment of the K·J blocks, of any float type; None: zeros.
+        segments: Where they are in the bucket.
+        owed_KN: Residual carried over, float32 or bfloat16 [K, N]; see `returned`.
+        frames_KB: uint8 [K, B], overwritten.
+        counts_KJ: int32 [K, J], real elements of each block. None: all are real.
+        add: Factor of the gradients.
+        unscale: First factor of the gradients. Default 1.
+        returned: The residual becomes the rest, plus this share of the decoded values. Default None: it is only read.
     """
 
     grads: Sequence[Tensor | None]

@@ -12,15 +12,15 @@ Rules that leave no freedom to an implementation:
    to bfloat16 to nearest even. The sum runs in 16 lanes: lane l adds elements l, l+16, l+32, … in this order, padding
    as +0.0; then lanes are added in halves: l + (l+8), l + (l+4), l + (l+2), l + (l+1). Each operation rounds once; no
    fused multiply-add. A block without real elements has scale 0.
-3. Where the bfloat16 scale is not finite, the block travels as scale 0x7FC0 (NaN) and zero bits, and leaves residual 0.
+3. If the bfloat16 scale is not finite, the block travels as scale 0x7FC0 (NaN) and zero bits, and leaves residual 0.
    Squares overflow above 1.8e19 and vanish below 1e-23: the former counts as non-finite, the latter as zero.
 4. The residual is c - (±scale), one float32 subtraction with the *rounded* scale. Padding has zero bits and residual 0.
-5. A decoded value is the scale with the sign bit put in. A mean adds row after row and multiplies by float32(1/K).
+5. A decoded value is the scale with the element's sign bit. A mean adds row after row and multiplies by float32(1/K).
    `keep·out + weight·value` rounds each product and the sum. Values that cancel add up to +0.0, so a tie is a plus when
-   the mean is encoded; whether three or more cancel is decided by float32, in row order. The sign and the payload of a
-   NaN that comes out are left open: machines differ.
+   the mean is encoded; float32 addition in row order decides whether three or more cancel. The sign and the payload of
+   a NaN result are left open: machines differ.
 
-Fused steps over sign frames. They say what c is, and where what comes back goes; the frame is as above:
+Fused steps over sign frames. They define c, and the destination of decoded values; the frame is as above:
 6. `encode_mean`: c = mean + error, the mean by rule 5. `encode_momentum`: c = (y·add + m·keep) + error, where
    y = (g·unscale) / sqrt(D·D + own·(g·unscale)²), the square being one product, and m is a decoded value or a float32.
    D is as given; or, from a variance v, D = sqrt(max(v·correction, floor of the block)) + eps.
@@ -30,21 +30,21 @@ Fused steps over sign frames. They say what c is, and where what comes back goes
 A step without frames, of a rank that exchanges nothing in it:
 8. `local_step`: m ← y·add + m·keep, y as in rule 6, for every element of the rows (without a gradient y is +0.0). With
    s = m·weight, u ← u + s. For parameters: anchor ← p in float32, then p ← p·kept - s, rounded to p's own type.
-   Everything in float32, each operation rounded once. Anchors change where parameters are, and nowhere else.
+   Everything in float32, each operation rounded once. Anchors change where there are parameters, and nowhere else.
 
-A step of the rank that owns a chunk, of which W ranks have sent it frames, with means and values by rule 5:
+A step of the rank that owns a chunk and has received its frames from W ranks, with means and values by rule 5:
 9. `owner_step`: m̂ = mean·correction1, q̂ = q·correction1, q the owner's own values; s̄ = ((Σ scales·1/W)·correction1)·
    inverse_limit, the sum in row order. v ← v + ((m̂·common + g·own)·g - v)·weight; v̂ = larger(0, v)·correction2;
    least = larger(s̄·s̄, (Σ v̂·floor)/n); D = sqrt(larger(v̂, least)) + eps; direction = m̂/D. Sums of a block, also those
-   of g², q², g·q̂ and g·m̂, as in rule 2; n is its count, at least 1. larger(a, b) is a where a > b and else b, so that
+   of g², q², g·q̂ and g·m̂, as in rule 2; n is its count, at least 1. larger(a, b) is a if a > b and else b, so that
    a NaN in a variance is one in D. After the count v stays, D is 1, the direction +0.0, and all sums take +0.0.
    Everything in float32, each operation rounded once.
 
-Frames of a sum that a rank keeps, in the memory in which it is kept:
-10. `encode_gradients`: c = (g·unscale)·add + owed, where the product is +0.0 without a gradient; frames by rules 1 to
-   4. owed stays, or becomes (c - value) + value·returned by rules 4 and 5, rounded to its own type: what `encode` and
-   then `decode` make of it, in one pass. Padding becomes +0.0, a block that travels as NaN becomes NaN, and one without
-   real elements keeps what it has.
+Frames of a residual that accumulates gradients. `owed` is that residual:
+10. `encode_gradients`: c = (g·unscale)·add + owed; without a gradient the product is +0.0; frames by rules 1 to 4.
+   owed stays, or becomes (c - value) + value·returned by rules 4 and 5, rounded to its own type: the result of `encode`
+   and then `decode`, in one pass. Padding becomes +0.0, a block that travels as NaN becomes NaN, and one without real
+   elements stays as it is.
 
 Int8 frame (`int8_encode`, `int8_decode`, `int8_decode_mean`) of a row of N = J·block elements:
 
@@ -54,9 +54,9 @@ Int8 frame (`int8_encode`, `int8_decode`, `int8_decode_mean`) of a row of N = J�
 
 Its rules, each operation in float32, rounded once:
 1. c = x + error; padding is +0.0. s = max|c| / 127, a division, rounded *up* to the next bfloat16.
-2. q = clamp(round(c / s), -127, 127), a division, ties to even; by 1 instead of s where s = 0.
+2. q = clamp(round(c / s), -127, 127), a division, ties to even; by 1 instead of s if s = 0.
 3. A block with a NaN or an infinity, or so large that 128·s is one, travels as scale 0x7FC0 and zero bytes, and leaves
-   residual 0. So a frame is finite where 128·s is finite for all its scales: no byte decodes to more than that.
+   residual 0. So a frame is finite if 128·s is finite for all its scales: no byte decodes to more than that.
 4. The residual is c - q·s, where q keeps the sign of a zero: c = -0.0 leaves +0.0.
 5. A decoded value is q·s; mean and `keep·out + weight·value` as above.
 
@@ -150,7 +150,7 @@ def encode_momentum(momentum: MomentumInputs, out: EncodeOutput, *, block: int, 
 
 
 def momentum_of(momentum: MomentumInputs, old_KN: Tensor) -> Tensor:
-    """c before what is owed: add·y + keep·m with y = g/√(D² + own·g²), float32 [K, N]. old: m, float32 [K, N]."""
+    """c without the residual: add·y + keep·m with y = g/√(D² + own·g²), float32 [K, N]. old: m, float32 [K, N]."""
     weights, D = momentum.weights, momentum.D_KN
     K, N = old_KN.shape
     g = torch.zeros(K * N, device=old_KN.device, dtype=torch.float32)
@@ -169,12 +169,12 @@ def _send(c_KN: Tensor, out: EncodeOutput, *, block: int, scale: str) -> None:
 
 
 def apply(frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int) -> None:
-    """p ← keep·p + weight·value for parameters where they lie, of the K·J blocks of frames of rows of n elements."""
+    """p ← keep·p + weight·value, parameters in place, with the values of frames of rows of n elements (rule 7)."""
     update_with(_values(frames_KB, n, block), update)
 
 
 def update_with(values_KN: Tensor, update: ParamUpdate) -> None:
-    """p ← keep·p + weight·value, for parameters where they lie."""
+    """p ← keep·p + weight·value, parameters in place."""
     values = update.segments.views(values_KN.view(-1))
     for p, value, weight, keep in zip(update.params, values, update.weight_S, update.keep_S, strict=True):
         if p is not None:
@@ -182,7 +182,7 @@ def update_with(values_KN: Tensor, update: ParamUpdate) -> None:
 
 
 def local_step(step: LocalStep, *, block: int) -> None:
-    """m, u, anchors and parameters ← those of a step by this rank's gradients alone (rule 8)."""
+    """Update m, u, anchors and parameters in place by this rank's gradients alone (rule 8)."""
     momentum, segments = step.momentum, step.momentum.segments
     m = momentum.old.copy_(momentum_of(momentum, momentum.old))
     moved = m * step.weight
@@ -196,7 +196,7 @@ def local_step(step: LocalStep, *, block: int) -> None:
 
 
 def encode_gradients(step: GradientSum, *, block: int, scale: str) -> None:
-    """frames ← frames of what gradients add to what is owed; owed ← what is left of it, or stays (rule 10)."""
+    """frames ← frames of c = add·g + owed, the residual; owed becomes the new residual, or stays (rule 10)."""
     K, N = step.owed_KN.shape
     g = torch.zeros(K * N, device=step.owed_KN.device, dtype=torch.float32)
     for view, grad in zip(step.segments.views(g), step.grads, strict=True):
@@ -271,7 +271,7 @@ def int8_encode(
 def quantise_(
     x_KN: Tensor, error_KN: Tensor | None, counts_KJ: Tensor | None, *, block: int, top: int
 ) -> tuple[Tensor, Tensor]:
-    """The int8 frame's rules 1 to 4, `top` for 127: q, int8 [K, N], and the bits of s, int16 [K, J]; x ← residual."""
+    """The int8 frame's rules 1 to 4, `top` for 127: q, int8 [K, N], and the bits of s, int16 [K, J]. x ← residual."""
     K, N = x_KN.shape
     if error_KN is not None:
         x_KN.add_(error_KN)
@@ -292,7 +292,7 @@ def quantise_(
 
 
 def write_scales(frames_KB: Tensor, offset: int, bits_KJ: Tensor) -> None:
-    """The bits of scales, int16, from byte `offset` on, and zeros after them."""
+    """Write the bits of scales, int16, from byte `offset` on, and zeros after them."""
     K, J = bits_KJ.shape
     frames_KB[:, offset : offset + 2 * J] = bits_KJ.contiguous().view(-1).view(torch.uint8).view(K, 2 * J)
     frames_KB[:, offset + 2 * J :] = 0
@@ -314,7 +314,7 @@ def int8_scales(frames_KB: Tensor, n: int, *, block: int) -> Tensor:
 
 
 def decodes_finite(s: Tensor, steps: float) -> Tensor:
-    """Whether `steps` steps of each scale are finite."""
+    """Whether each scale times `steps` is finite."""
     return (s.to(torch.float32) * steps).isfinite()
 
 
@@ -343,7 +343,7 @@ def scales_at(frames_KB: Tensor, offset: int, J: int) -> Tensor:
 
 
 def scales_in_place(frames_KB: Tensor, offset: int, J: int) -> Tensor:
-    """As `scales_at`, but where they lie, unless that is at an odd address."""
+    """As `scales_at`, but a view if possible: a bfloat16 cannot start at an odd address."""
     is_even = (frames_KB.storage_offset() + offset) % 2 == 0 and frames_KB.stride(0) % 2 == 0
     if not (J and is_even and frames_KB.stride(1) == 1):
         return scales_at(frames_KB, offset, J)

@@ -1,6 +1,6 @@
-"""Kernels: the frames in Triton. Here is what the backend says of itself; `backend.py` has its functions.
+"""Kernels: the frames in Triton. Here is the backend's description; `backend.py` has its functions.
 
-Triton is imported with those, and not with this module.
+Triton is imported with `backend.py`, not with this module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FRAMES = dict.fromkeys(("sign", "int8", "int4"), ".triton.backend")
 
 @functools.cache
 def why_not() -> str:
-    """One sentence: what is missing and what to do. Empty where Triton is installed."""
+    """One sentence: what is missing and what to do. Empty if Triton is installed."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; pip install 'onebit[triton]' (Linux; CUDA builds of torch bring it)"
     return ""

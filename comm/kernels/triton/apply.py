@@ -1,7 +1,7 @@
 """Kernels: decode and update of parameters in one pass, in Triton.
 
-Rule 7 of `reference.py`. Parameters stay where they lie. Rests on `decode.py` and `tensors.py`;
-`backend.py` offers this function with the others.
+Rule 7 of `reference.py`. Parameters are updated in place. Rests on `decode.py` and `tensors.py`; `backend.py` offers
+this function with the others.
 
 Shape legend: K rows, J blocks, B bytes, S segments. In the kernel: W words of 64 elements per program.
 """
@@ -21,7 +21,7 @@ from .tensors import Tensors, load_where_they_lie, pieces_of, store_where_they_l
 
 
 def apply(frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int) -> None:
-    """p ← keep·p + weight·value for the parameters where they lie, frames of rows of n elements (rule 7).
+    """p ← keep·p + weight·value, parameters in place, with the values of frames of rows of n elements (rule 7).
 
     One pass over each. A parameter of another type than float32, bfloat16 and float16, or not contiguous, goes through
     a copy.
@@ -60,7 +60,7 @@ def apply_words(
     BLOCK: tl.constexpr,
     W: tl.constexpr,
 ) -> None:
-    """W words of 64 elements each. weight, keep: float32 [S]."""
+    """A program of W words of 64 elements each. weight, keep: float32 [S]."""
     g = tl.program_id(0) * W + tl.arange(0, W)
     inside = g < K * words_per_row
     k = (g // words_per_row).to(tl.int64)

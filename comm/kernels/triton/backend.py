@@ -1,13 +1,13 @@
 """Kernels: the frames in Triton, for CUDA tensors. The same bytes and the same floats as `reference.py`.
 
-One pass over memory each. `encode.py` has the one loop that encodes, `codes.py` what differs between the frames,
-`momentum.py` and `mean.py` what an optimizer's step encodes, `decode.py` and `apply.py` what it does with frames,
-`local.py` a step without any, `owner.py` what a chunk's owner makes of frames.
+Each function makes one pass over memory. `encode.py` has the one loop that encodes, `codes.py` the differences between
+the frames, `momentum.py` and `mean.py` the inputs that an optimizer's step encodes, `decode.py` and `apply.py` decoding
+and updates, `local.py` a step without frames, `owner.py` the step of a chunk's owner.
 Rests on Triton, which is imported with this module; arguments are checked in `arguments.py`.
 
-What Triton would round otherwise than rule 2 of reference.py: a / b and sqrt are approximate (div_rn and sqrt_rn are
-not), -x is 0 - x (a sign is set as a bit here), a·b + c is fused (`enable_fp_fusion=False` at each launch), and a sum
-takes any order (lanes are added by hand here). bfloat16 is made of integers: rounding is then the same in all versions.
+Where Triton would round differently from rule 2 of reference.py: a / b and sqrt are approximate (div_rn and sqrt_rn are
+not), -x is 0 - x (here a sign is set as a bit), a·b + c is fused (`enable_fp_fusion=False` at each launch), and a sum
+takes any order (here lanes are added by hand). bfloat16 is made of integers: rounding is then the same in all versions.
 """
 
 from __future__ import annotations

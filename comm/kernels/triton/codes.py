@@ -1,4 +1,4 @@
-"""Kernels: what makes sign, int8 and int4 frames of c, in Triton. In nothing else do their encodings differ.
+"""Kernels: the only parts in which the encodings of sign, int8 and int4 frames differ, in Triton.
 
 SCALE, everywhere: "rms" or "mean_abs", of a sign frame, or "largest". BITS: of an element's code, 1, 8 or 4.
 Rests on `lanes.py`; `encode.py` calls it.
@@ -34,10 +34,10 @@ class Blocks(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Where the output of a program's blocks goes, and what enters it: what is owed, and counts of real elements.
+    """Addresses of the output of a program's blocks, of the residual carried over, and the counts of real elements.
 
     error_at, residual_at: [P, 16] or None. count: [P] or None. codes_at: [P] words of sign bits, or [P, 2·BITS] bytes.
-    returned: see rule 10; None: the residual is what is left.
+    returned: see rule 10; None: the residual is c less the decoded value.
     """
 
     error_at: tl.tensor
@@ -55,7 +55,7 @@ def nothing_measured(P: tl.constexpr, SCALE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def measured(acc: tl.tensor, rows: tl.tuple, ROWS: tl.constexpr, SCALE: tl.constexpr) -> tl.tensor:
-    """What scales are made of, in 16 lanes [P, 16]: sums of squares or of sizes, in the order of the rows.
+    """The measure from which scales are computed, in 16 lanes [P, 16]: sums of squares or of sizes, in row order.
 
     For "largest" the bits of the largest size: an infinity is above every number, and a NaN above both.
     """
@@ -72,7 +72,7 @@ def measured(acc: tl.tensor, rows: tl.tuple, ROWS: tl.constexpr, SCALE: tl.const
 def scale_of(
     acc: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr, P: tl.constexpr, SCALE: tl.constexpr, BITS: tl.constexpr
 ) -> tl.tensor:
-    """The bits of bfloat16 scales, int32 [P], of what was measured; 0x7FC0 for blocks that travel as NaN."""
+    """The bits of bfloat16 scales, int32 [P], from the measure; 0x7FC0 for blocks that travel as NaN."""
     return _step_of(acc, P, BITS) if SCALE == "largest" else _sign_scale(acc, count, BLOCK, P, SCALE)
 
 
@@ -109,7 +109,7 @@ def leave_rows(
     P: tl.constexpr,
     BITS: tl.constexpr,
 ) -> None:
-    """codes ← those of rows of c [P, 16], elements `at` and on; residual ← c - what they say.
+    """codes ← those of rows of c [P, 16], from element `at` on; residual ← c less the decoded values.
 
     Four rows are a word of 64 sign bits; one row is 16 bytes of int8, or 8 of int4.
     """

@@ -1,4 +1,4 @@
-"""Kernels: decoding in Triton. The frames differ in how a code becomes a value, and in nothing else here.
+"""Kernels: decoding in Triton. The frames differ only in how a code becomes a value.
 
 BITS, everywhere: of an element's code, 1, 8 or 4. Rests on `lanes.py`; `backend.py` offers these functions for every
 frame.
@@ -75,7 +75,7 @@ def decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int) -
 
 
 class Units(NamedTuple):
-    """Where the codes of units lie, and the scales of their blocks: [U]."""
+    """Addresses of the codes of units, and the scales of their blocks: [U]."""
 
     codes_at: tl.tensor
     scale_at: tl.tensor
@@ -126,7 +126,7 @@ def decode_units(
     WEIGHTED: tl.constexpr,
     READS_OUT: tl.constexpr,
 ) -> None:
-    """U units."""
+    """A program of U units."""
     UNIT: tl.constexpr = 64 if BITS == 1 else 16
     g = tl.program_id(0) * U + tl.arange(0, U)
     inside = g < K * units_per_row
@@ -155,7 +155,7 @@ def decode_mean_units(
     U: tl.constexpr,
     BITS: tl.constexpr,
 ) -> None:
-    """U units, their sum over the K rows in registers."""
+    """A program of U units, with their sum over the K rows in registers."""
     UNIT: tl.constexpr = 64 if BITS == 1 else 16
     u = (tl.program_id(0) * U + tl.arange(0, U)).to(tl.int64)
     inside = u < units_per_row

@@ -1,7 +1,7 @@
-"""Kernels: encoding in Triton, one loop for all frames and for whatever c is made of.
+"""Kernels: encoding in Triton, one loop for all frames and all inputs.
 
-`Source` says what c is made of: floats in place (here), a momentum (`momentum.py`) or a mean (`mean.py`); `codes.py`
-what a frame makes of it. One pass over memory: c stays in registers between its scale and its residual. Blocks above
+`Source` computes c: from floats in place (here), a momentum (`momentum.py`) or a mean (`mean.py`); `codes.py` makes the
+codes of a frame from it. One pass over memory: c stays in registers between its scale and its residual. Blocks above
 `LARGEST_KEPT` are read twice, the second time from a cache. `backend.py` offers the functions.
 
 Shape legend: K rows, N elements, J blocks, B bytes. In the kernel: P blocks per program.
@@ -24,11 +24,11 @@ LARGEST_KEPT = 512  # elements of a block; 1024 compile for 24 s (Triton 3.7.1, 
 
 
 class Source(NamedTuple):
-    """What c is made of, before what is owed is added: its operands, and two functions of them in the kernel.
+    """How to compute c before the residual is added: its operands, and two functions of them in the kernel.
 
-    locate(operands, blocks, BLOCK): where the operands of these blocks lie, asked once. It does not return None, which
-    Triton 3.6 refuses. rows(operands, places, out, blocks, at, ROWS, BLOCK): elements at .. at + 16·ROWS of each block,
-    as ROWS rows [P, 16].
+    locate(operands, blocks, BLOCK): addresses of the operands of these blocks, called once. It must not return None,
+    which Triton 3.6 refuses. rows(operands, places, out, blocks, at, ROWS, BLOCK): elements at .. at + 16·ROWS of each
+    block, as ROWS rows [P, 16].
     """
 
     locate: triton.JITFunction | None
@@ -39,7 +39,7 @@ class Source(NamedTuple):
 class Destination(NamedTuple):
     """`EncodeOutput` for the kernel. error, residual: float32, or int16 (the bits of bfloat16).
 
-    residual: None where what is owed stays. returned: the share of what is sent that the residual has, too.
+    residual: None if the old residual stays. returned: share of the sent values that is added to the new residual.
     """
 
     error: Rows | None
@@ -54,8 +54,8 @@ def encode(
 ) -> None:
     """frames ← frame of c = x + error; x ← c - decode(frames). x float32 in place; error float32/bfloat16, read only.
 
-    Rows may lie apart (a slice of a wider tensor); elements of a row may not. Rows of frames start at multiples of 8
-    bytes. Asynchronous, on the current stream of x's device.
+    Rows may have gaps between them (a slice of a wider tensor); elements of a row are contiguous. Rows of frames start
+    at multiples of 8 bytes. Asynchronous, on the current stream of x's device.
     """
     check_scale(scale)
     _encode_floats(SIGN, EncodeOutput(error_KN, frames_KB, counts_KJ, x_KN), block=block, scale=scale)
@@ -97,7 +97,8 @@ def launch_encode(
 ) -> None:
     """Launch the kernel over all blocks. Arguments have been checked. scale: "rms", "mean_abs" or "largest".
 
-    inputs: how many tensors or frames c is made of. is_left: whether the residual is written. returned: see rule 10.
+    inputs: number of tensors or frames that c is computed from. is_left: whether the residual is written. returned: see
+    rule 10.
     """
     if K * J == 0:
         return
@@ -144,7 +145,7 @@ def encode_blocks(
     P: tl.constexpr,
     KEEP: tl.constexpr,
 ) -> None:
-    """P blocks, a word of 64 elements of each at a time, or where a code is more than a sign a row of 16."""
+    """A program of P blocks: a word of 64 elements of each at a time, or a row of 16 if codes are longer than a bit."""
     ROWS: tl.constexpr = 4 if BITS == 1 else 1
     STEP: tl.constexpr = 16 * ROWS
     SCALES: tl.constexpr = BLOCK * BITS // 16  # halves of a block's codes
@@ -159,7 +160,7 @@ def encode_blocks(
         returned=to.returned,
     )
 
-    # 1. Rows of c, and what their scale is made of
+    # 1. Rows of c, and the measure for their scale
     acc = nothing_measured(P, SCALE)
     kept = ()
     if KEEP:
@@ -186,7 +187,7 @@ def encode_blocks(
             rows = _rows_of_c(source, places, out, blocks, STEP * g, ROWS, BLOCK)
             leave_rows(rows, out, blocks, STEP * g, scale, P, BITS)
 
-    # 4. The zeros behind the last scale of a row, less than 16 bytes
+    # 4. The zeros after the last scale of a row, less than 16 bytes
     tail = J * (SCALES + 1) + tl.arange(0, 8)[None, :]
     is_tail = (blocks.inside & (blocks.j == J - 1))[:, None] & (tail < to.frames.halves_per_row)
     tl.store(halves_at[:, None] + tail, tl.zeros([P, 8], tl.int16), mask=is_tail)
@@ -213,7 +214,7 @@ def _codes_at(frames: Frames, blocks: Blocks, BLOCK: tl.constexpr, BITS: tl.cons
 
 @triton.jit
 def row_at(rows: Rows, blocks: Blocks, BLOCK: tl.constexpr) -> tl.tensor:
-    """Where the first 16 elements of each block lie, [P, 16]."""
+    """Addresses of the first 16 elements of each block, [P, 16]."""
     return rows.at + (blocks.k * rows.stride + blocks.j * BLOCK)[:, None] + blocks.lane
 
 
@@ -227,7 +228,7 @@ def _rows_of_c(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tuple:
-    """With what is owed; +0.0 in padding, which is read whole (a mask by element would read it one by one)."""
+    """Rows of c plus the residual. Padding is read, too, and set to +0.0: a mask by element would read one by one."""
     made = source.rows(source.operands, places, out, blocks, at, ROWS, BLOCK)
     rows = ()
     for q in tl.static_range(ROWS):
@@ -251,7 +252,7 @@ def rows_in_place(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tuple:
-    """Floats that lie where the residual goes. With a pointer of their own int8 took 153 registers, not 106 (sm_90)."""
+    """Floats in the memory of the residual. With a separate pointer int8 took 153 registers, not 106 (sm_90)."""
     rows = ()
     for q in tl.static_range(ROWS):
         rows += (tl.load(out.residual_at + at + 16 * q, mask=blocks.mask, other=0.0),)  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""Kernels: what gradients add to what a rank owes, in frames, in one pass, in Triton.
+"""Kernels: gradients plus the residual carried over, encoded in one pass, in Triton.
 
-Rule 10 of `reference.py`. Gradients are read where they lie. Here is what c is made of; `encode.py` makes the frames
-and leaves what is owed. `backend.py` offers this function with the others.
+Rule 10 of `reference.py`. Gradients are read in place. Here c is computed; `encode.py` makes the frames and the new
+residual. `backend.py` offers this function with the others.
 
 Shape legend: K rows, N elements, J blocks, B bytes, S segments. In the kernel: P blocks per program.
 """
@@ -23,7 +23,7 @@ from .tensors import Pieces, Tensors, load_where_they_lie, pieces_of, tensors_of
 
 
 class Gradients(NamedTuple):
-    """`GradientSum` for the kernel: what is not in its `Destination`."""
+    """`GradientSum` for the kernel, without the parts in its `Destination`."""
 
     grads: Tensors
     add: float
@@ -31,7 +31,7 @@ class Gradients(NamedTuple):
 
 
 def encode_gradients(step: GradientSum, *, block: int, scale: str) -> None:
-    """frames ← frames of what gradients add to what is owed; owed ← what is left of it, or stays (rule 10).
+    """frames ← frames of c = add·g + owed, the residual; owed becomes the new residual, or stays (rule 10).
 
     One pass. A gradient of another type than float32, bfloat16 and float16, or not contiguous, is copied first.
     """

@@ -1,7 +1,7 @@
-"""Kernels: what those in Triton share: where they run, what they are told of tensors, and the operations of rule 2.
+"""Kernels: shared parts of those in Triton: the launch, the description of tensors, and the operations of rule 2.
 
-Arguments travel as named tuples, made on the host of tensors and integers, which in a kernel are pointers and scalars.
-Rests on Triton, which is imported with this module. `backend.py` says how these operations differ from Triton's own.
+Arguments are named tuples of tensors and integers, which in a kernel are pointers and scalars. Rests on Triton, which
+is imported with this module. `backend.py` describes how these operations differ from Triton's own.
 
 Shape legend: K rows, J blocks, B bytes. In the kernel: P blocks of a program.
 """
@@ -28,7 +28,7 @@ VERSION: str = triton.__version__
 EDGE = Edge("cpu" if INTERPRETED else "cuda", frame_alignment=8)
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
-# Ranks may be threads (`SimTransport`); Triton's launch cache and its interpreter were not made for that.
+# Ranks may be threads (`SimTransport`); Triton's launch cache and its interpreter are not thread-safe.
 _launch_lock = threading.Lock()
 
 
@@ -39,14 +39,14 @@ def launching_on(device: torch.device) -> Iterator[None]:
 
 
 class Rows(NamedTuple):
-    """Rows that may lie apart, their elements next to each other. stride: from row to row, in elements."""
+    """Rows with contiguous elements, perhaps with gaps between them. stride: from row to row, in elements."""
 
     at: tl.tensor
     stride: tl.tensor
 
 
 class Frames(NamedTuple):
-    """Frames, seen twice. codes: words of 64 sign bits, int64, or int8; halves: int16, as scales are, after the codes.
+    """Frames, in two views. codes: words of 64 sign bits, int64, or int8; halves: int16, the scales after the codes.
 
     Strides are from frame to frame, each in its elements. halves_per_row: of a frame.
     """
@@ -59,7 +59,7 @@ class Frames(NamedTuple):
 
 
 def rows_of(x: Tensor) -> Rows:
-    """bfloat16 goes as its bits, int16, of which the kernels make floats themselves."""
+    """Rows for a kernel. bfloat16 is passed as its bits, int16, which the kernels convert themselves."""
     x = x.view(torch.int16) if x.dtype == torch.bfloat16 else x
     return Rows(x, x.stride(0))
 

@@ -1,6 +1,6 @@
 """Kernels: a step by a rank's own gradients, without frames, in one pass, in Triton.
 
-Rule 8 of `reference.py`. Gradients and parameters stay where they lie. Rests on `momentum.py` and `tensors.py`;
+Rule 8 of `reference.py`. Gradients and parameters are used in place. Rests on `momentum.py` and `tensors.py`;
 `backend.py` offers this function with the others.
 
 Shape legend: K rows, N elements, J blocks, S segments. In the kernel: W words of 64 elements per program.
@@ -24,7 +24,7 @@ WORDS_PER_PROGRAM = 16
 
 
 class Flat(NamedTuple):
-    """Rows without gaps, from their first element: D or the variance, the floor of each block, m, u and the anchor."""
+    """Contiguous operands: D or the variance, the floor of each block, m, u and the anchor."""
 
     D: tl.tensor
     floor: tl.tensor | None
@@ -34,7 +34,7 @@ class Flat(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Of D, and of the parameters' move."""
+    """Numbers of D and of the update of parameters."""
 
     correction: float
     eps: float
@@ -43,9 +43,9 @@ class Numbers(NamedTuple):
 
 
 def local_step(step: LocalStep, *, block: int) -> None:
-    """m, u, anchors and parameters ← those of a step by this rank's gradients alone (rule 8).
+    """Update m, u, anchors and parameters in place by this rank's gradients alone (rule 8).
 
-    One pass over each. What is of another type than float32, bfloat16 and float16, or not contiguous, goes through a
+    One pass over each. Tensors of another type than float32, bfloat16 and float16, or not contiguous, go through a
     copy.
     """
     K, J = EDGE.check_local_step(step, block=block)
@@ -86,7 +86,7 @@ def local_words(
     BLOCK: tl.constexpr,
     W: tl.constexpr,
 ) -> None:
-    """W words of 64 elements each. held: the parameters; Triton has a `params` of its own."""
+    """A program of W words of 64 elements each. held: the parameters; `params` would clash with a name of Triton's."""
     g = tl.program_id(0) * W + tl.arange(0, W)
     inside = g < words
     WORDS: tl.constexpr = BLOCK // 64

@@ -1,6 +1,6 @@
-"""Kernels: the mean of sign frames and its own frame in one pass, in Triton.
+"""Kernels: the mean of sign frames, encoded in the same pass, in Triton.
 
-Rule 6 of `reference.py`. Here is what c is made of; `encode.py` makes the frame. `backend.py` offers this function.
+Rule 6 of `reference.py`. Here c is computed; `encode.py` makes the frame. `backend.py` offers this function.
 
 Shape legend: W rows, J blocks, B bytes. In the kernel: P blocks per program.
 """
@@ -21,7 +21,7 @@ from .lanes import EDGE, Frames, frames_of, signed_row
 
 
 class Received(NamedTuple):
-    """Frames, one row of the mean from each. share: one over their number."""
+    """The frames whose mean is taken. share: one over their number."""
 
     frames: Frames
     share: float
@@ -35,7 +35,7 @@ class Words(NamedTuple):
 
 
 def encode_mean(received_WB: Tensor, out: EncodeOutput, *, block: int, scale: str) -> None:
-    """frame ← frame of the mean of the W frames + error; residual ← what it does not say. Reads each frame once."""
+    """frame ← frame of the mean of the W frames + error; residual ← the rest. Reads each frame once."""
     check_scale(scale)
     W, J = EDGE.check_encode_mean(SIGN, received_WB, out, block=block)
     source = Source(locate_words, mean_rows, Received(frames_of(SIGN, received_WB), 1.0 / W))

@@ -1,7 +1,7 @@
-"""Kernels: the momentum with this rank's gradient, in frames, in one pass, in Triton.
+"""Kernels: the momentum with this rank's gradient, encoded in one pass, in Triton.
 
-Rule 6 of `reference.py`. Gradients are read where they lie. Here is what c is made of; `encode.py` makes the frames.
-`backend.py` offers this function with the others.
+Rule 6 of `reference.py`. Gradients are read in place. Here c is computed; `encode.py` makes the frames. `backend.py`
+offers this function with the others.
 
 Shape legend: K rows, N elements, J blocks, B bytes, S segments. In the kernel: P blocks per program.
 """
@@ -23,7 +23,7 @@ from .tensors import Pieces, Tensors, load_where_they_lie, pieces_of, tensors_of
 
 
 class Divisor(NamedTuple):
-    """D; or the variance it is made of, where there is a floor, of each block."""
+    """D; or, with a floor for each block, the variance from which D is computed."""
 
     D: Rows
     floor: tl.tensor | None
@@ -51,7 +51,7 @@ class Momentum(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Of a program's blocks: their gradients, D [P, 16], floors [P] (or () without), and the old momentum.
+    """Operands of a program's blocks: their gradients, D [P, 16], floors [P] (() without), and the old momentum.
 
     old: float32 [P, 16], or words of frames.
     """
@@ -63,16 +63,16 @@ class Places(NamedTuple):
 
 
 class Words(NamedTuple):
-    """Of frames: where the first words of blocks lie, and the bits of their scales, [P]."""
+    """Addresses of the first words of blocks in frames, and the bits of their scales, [P]."""
 
     at: tl.tensor
     scale: tl.tensor
 
 
 def encode_momentum(momentum: MomentumInputs, out: EncodeOutput, *, block: int, scale: str) -> None:
-    """frames ← frames of the momentum with this rank's gradient and what it owes (rule 6); residual ← the rest.
+    """frames ← frames of c, the new momentum plus the residual (rule 6); residual ← c - decode(frames).
 
-    One pass: reads gradients where they lie, D, the old momentum and the error; writes frames and residual. A gradient
+    One pass: reads gradients in place, D, the old momentum and the error; writes frames and residual. A gradient
     of another type than float32, bfloat16 and float16, or not contiguous, is copied first.
     """
     check_scale(scale)
@@ -143,7 +143,7 @@ def _momentum_row(
     q: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Row q of the word, elements `at` and on of each block."""
+    """Row q of the word, from element `at` of each block on."""
     divisor, weights = momentum.divisor, momentum.weights
     d = tl.load(places.D_at + at, mask=blocks.mask, other=1.0)
     if word is None:

@@ -1,4 +1,4 @@
-"""Kernels: what the owner of a chunk makes of the frames of all ranks, in Triton.
+"""Kernels: the step of a chunk's owner, from the frames of all ranks, in Triton.
 
 Rule 9 of `reference.py`. Rests on `mean.py`; `backend.py` offers this function with the others.
 
@@ -23,7 +23,7 @@ BLOCKS_PER_PROGRAM = 32
 
 
 class Chunk(NamedTuple):
-    """The operands of the step that lie in memory, from their first element."""
+    """The tensors of the step, contiguous."""
 
     grad: tl.tensor
     counts: tl.tensor
@@ -35,7 +35,7 @@ class Chunk(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Those of `OwnerStep`. The corrections are of all blocks, or of a program's, [P, 1]."""
+    """The numbers of `OwnerStep`. The corrections are the same for all blocks, or one per block, [P, 1]."""
 
     correction1: tl.tensor
     correction2: tl.tensor
@@ -48,7 +48,7 @@ class Numbers(NamedTuple):
 
 
 class Own(NamedTuple):
-    """Of a program's blocks: the words of the owner's own frame, their scales, and how many elements are real: [P]."""
+    """The owner's own frame in a program's blocks: words, scales, and numbers of real elements: [P]."""
 
     words_at: tl.tensor
     scale: tl.tensor
@@ -56,7 +56,7 @@ class Own(NamedTuple):
 
 
 class Row(NamedTuple):
-    """16 elements of each block, [P, 16]. after: the variance; there: where they lie."""
+    """16 elements of each block, [P, 16]. after: the new variance; there: their addresses."""
 
     g: tl.tensor
     q: tl.tensor
@@ -68,7 +68,7 @@ class Row(NamedTuple):
 
 
 def owner_step(step: OwnerStep, *, block: int) -> None:
-    """v and m̂/D of an owner's chunk ← those of the frames of all ranks, and its own gradient (rule 9). One pass."""
+    """Update v and compute m̂/D of the owner's chunk from all ranks' frames and its gradient (rule 9). One pass."""
     W, J = EDGE.check_owner_step(step, block=block)
     if J == 0:
         return
@@ -100,7 +100,7 @@ def owner_blocks(
     BLOCK: tl.constexpr,
     P: tl.constexpr,
 ) -> None:
-    """P blocks, in two passes: one for their sums, one for what needs them. Nothing is written in the first."""
+    """A program of P blocks, in two passes: one for their sums, one for the values that need them, which writes."""
     b = tl.program_id(0) * P + tl.arange(0, P)
     inside = b < J
     lane = tl.arange(0, 16)[None, :]
@@ -120,7 +120,7 @@ def owner_blocks(
         c2 = tl.load(chunk.corrections + J + j, mask=inside, other=0.0)[:, None]
     n = Numbers(c1, c2, numbers.weight, numbers.own, numbers.common, numbers.eps, numbers.floor, numbers.inverse_limit)
 
-    # 1. Sums; -0.0 + value is value, also where that is -0.0
+    # 1. Sums; they start at -0.0, because -0.0 + value is value, even for -0.0
     v_hats = tl.full([P, 16], -0.0, tl.float32)
     gg, qq, gq, gm = v_hats, v_hats, v_hats, v_hats
     for word in range(BLOCK // 64):
@@ -138,7 +138,7 @@ def owner_blocks(
     tl.store(sums_at + 2, sum_in_halves(gq, P), mask=inside)
     tl.store(sums_at + 3, sum_in_halves(gm, P), mask=inside)
 
-    # 2. The least that D² may be
+    # 2. The least value of D²
     scale_at = words.scales_at
     scale = from_bfloat16(tl.load(scale_at, mask=inside, other=0))
     for _ in range(1, W):
@@ -149,7 +149,7 @@ def owner_blocks(
     floor = tl.div_rn(sum_in_halves(v_hats, P) * n.floor, real)[:, None]
     least = tl.where(s * s > floor, s * s, floor)
 
-    # 3. What is left
+    # 3. Variance, D and direction
     for word in range(BLOCK // 64):
         means = mean_rows(received, words, None, blocks, 64 * word, 4, BLOCK)
         for k in tl.static_range(4):

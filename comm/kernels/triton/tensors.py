@@ -1,4 +1,4 @@
-"""Kernels: how those in Triton read and write tensors where they lie, of several types, through their addresses.
+"""Kernels: reading and writing tensors of several types in place, through their addresses, in Triton.
 
 Rests on `lanes.py`; the tables are those of `gpu_tables.py`. Shape legend: in the kernel, P pieces of a program.
 """
@@ -17,8 +17,8 @@ from .lanes import from_bfloat16, nearest_bfloat16
 class Tensors(NamedTuple):
     """A `Table` for the kernel.
 
-    pointers, layout: int64 [2, S]. KINDS: bit k says that some tensor is of kind k; what is not there costs nothing.
-    ALIGNED: whether all start at multiples of 16 bytes.
+    pointers, layout: int64 [2, S]. KINDS: bit k is set if some tensor is of kind k; code for other kinds is not
+    compiled. ALIGNED: whether all start at multiples of 16 bytes.
     """
 
     owners: tl.tensor
@@ -31,7 +31,7 @@ class Tensors(NamedTuple):
 class Pieces(NamedTuple):
     """P pieces of tensors: the tensor of each [P], its kind, the address of the piece, int64, and the elements left.
 
-    s: -1 where no tensor lies. The others: [P, 1].
+    s: -1 if there is no tensor. The others: [P, 1].
     """
 
     s: tl.tensor
@@ -70,10 +70,10 @@ def pieces_of(
 def load_where_they_lie(
     tensors: Tensors, pieces: Pieces, offset: tl.tensor, element: tl.tensor, SIZE: tl.constexpr
 ) -> tl.tensor:
-    """Elements offset + `element` of each piece, float32; 0 where the tensor has ended.
+    """Elements offset + `element` of each piece, float32; 0 after the end of the tensor.
 
-    A piece that is there as a whole, SIZE elements, is read 16 bytes at a time where ALIGNED; a rest one by one, for a
-    mask by element allows nothing else.
+    A whole piece of SIZE elements is read 16 bytes at a time if ALIGNED. The last, shorter piece is read element by
+    element, because a mask by element allows nothing else.
     """
     kind, left = pieces.kind, pieces.left
     is_whole = (left >= SIZE) & (element >= 0)
