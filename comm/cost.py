@@ -1,6 +1,6 @@
-"""What an exchange costs, from a handful of measured numbers: seconds and bytes, without tensors or a network.
+"""The cost of an exchange, from a few measured numbers: seconds and bytes, without tensors or a network.
 
-For deciding whether compression pays on a link, and for estimating worlds that nobody has at hand. Fitted to 63 points
+For deciding whether compression pays on a link, and for estimating worlds that are not at hand. Fitted to 63 points
 of up to 8 hosts, it predicts left-out ones within 15 % for 28 of 36 one-bit and 22 of 27 dense points
 (`git show d6719c2:scripts/records/growth_2026-11.md`).
 
@@ -11,9 +11,9 @@ The formula, for n elements on W ranks, in pieces that are under way side by sid
     time = max(wire, work) + unhidden · min(wire, work)
 
 It assumes that every rank sends as fast as it receives, that all are equally fast and start together, that the switch
-is not the bottleneck, and that a message's latency is processor time, as it is where many are in flight; so is the
-start, which every exchange pays once, however small: waking the ranks up and the first touch of its buffers. Padding to
-whole blocks and to 16 bytes per frame is left out: below 1 % while a chunk has more than 10,000 elements.
+is not the bottleneck, and that a message's latency is processor time, as it is when many are in flight. So is the
+start, which every exchange pays once, whatever its size: waking the ranks and touching the buffers for the first time.
+Padding to whole blocks and to 16 bytes per frame is left out: below 1 % if a chunk has more than 10,000 elements.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class LinkCost:
-    """A rank's link. latency_s: per message, beside its bytes. bytes_per_s: payload in each direction; may be inf.
-    start_s: per exchange, beside its messages; nothing where no message is sent.
+    """A rank's link.
+
+    Attributes:
+        latency_s: Seconds per message, on top of its bytes.
+        bytes_per_s: Payload bandwidth in each direction; may be inf.
+        start_s: Seconds per exchange, on top of its messages; 0 if no message is sent. Default 0.
     """
 
     latency_s: float
@@ -41,11 +45,13 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class CodecCost:
-    """What becomes of an element. bytes_per_element: of its frame, on one phase. s_per_element: a rank's processor time
-    for all phases together: encode, decode, errors, and the transport's copies. unhidden: the share of the shorter of
-    wire and work that the longer does not hide; 0: nothing shows, 1: one after the other.
+    """The cost of an element. A dense all-reduce has 4 bytes per element, and the s_per_element of its addition.
 
-    A dense all-reduce is one of 4 bytes per element whose s_per_element is that of the addition.
+    Attributes:
+        bytes_per_element: Bytes of its frame in one phase.
+        s_per_element: A rank's processor time for all phases together: encode, decode, errors, the transport's copies.
+        unhidden: Share of the shorter of wire and work that the longer does not hide: 0, all is hidden; 1, one after
+            the other. Default 0.
     """
 
     bytes_per_element: float
@@ -65,13 +71,13 @@ def payload_bytes(elements: int, world_size: int, codec: CodecCost) -> float:
 
 
 def messages(elements: int, world_size: int, piece: int | None = PIECE) -> int:
-    """How many each rank sends. piece: elements exchanged as one bucket; None: all of them."""
+    """Number of messages that each rank sends. piece: elements exchanged as one bucket; None: all of them."""
     pieces = 1 if piece is None else -(-elements // piece)
     return PHASES * (world_size - 1) * pieces
 
 
 def wire_s(elements: int, world_size: int, codec: CodecCost, link: LinkCost) -> float:
-    """The limit that no implementation passes: payload over bandwidth."""
+    """Seconds of the payload at full bandwidth: the lower bound for every implementation."""
     return payload_bytes(elements, world_size, codec) / link.bytes_per_s
 
 
@@ -84,9 +90,9 @@ def exchange_s(
     piece: int | None = PIECE,
     ranks_per_core: float = 1.0,
 ) -> float:
-    """Seconds of one exchange, from its start on all ranks to its end on the slowest; formula: see above.
+    """Seconds of one exchange, from its start on all ranks to its end on the slowest; the module's formula.
 
-    ranks_per_core: how many ranks share a processor, at least 1; more than one only where hosts are emulated.
+    ranks_per_core: how many ranks share a processor, at least 1; more only if hosts are emulated.
     """
     if elements < 0 or world_size < 1 or ranks_per_core < 1:
         raise ValueError(

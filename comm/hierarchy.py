@@ -1,11 +1,10 @@
 """Two levels: full precision between the ranks of a node, compressed between nodes, on a share of the data each.
 
 `hierarchical` makes a `HierarchicalTransport` of a flat one; `allreduce.py` asks `Hierarchy.of` what its transport has.
-Whether the nodes are there is `decide`'s to say, from what every rank sees; `launch.py` asks it. Rests on
-`transports/base.py`.
+`decide` finds the nodes from what every rank sees; `launch.py` calls it. Rests on `transports/base.py`.
 
-A bucket keeps its W chunks, one per rank, as rows. Those with local rank l exchange rows l·H to l·H + H - 1, of which
-the one on node h owns row l·H + h. In a flat world every rank is a node of its own: L = 1.
+A bucket keeps its W chunks, one per rank, as rows. Ranks with local rank l exchange rows l·H to l·H + H - 1, of which
+the one on node h owns row l·H + h. In a flat world every rank counts as a node: L = 1.
 
 Shape legend: W = L·H ranks, L on each of H nodes.
 """
@@ -25,25 +24,34 @@ from .transports.base import Channel, Transport, Work, check_transport
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """One rank's transports: to the ranks of its node (None where it is alone), and to one rank of each node."""
+    """The two transports of one rank.
+
+    Attributes:
+        intra_node: Transport to the ranks of its node; None in a flat world.
+        inter_node: Transport to the ranks with the same local rank, one per node; to all ranks in a flat world.
+    """
 
     intra_node: Transport | None
     inter_node: Transport
 
     @classmethod
     def of(cls, transport: Transport) -> Hierarchy:
-        """That of a transport. A flat one crosses from every rank to every other."""
+        """The hierarchy of a transport; a flat one has L = 1.
+
+        Raises:
+            TypeError: This is not a transport.
+        """
         check_transport(transport, may_change=True)
         return cls(transport.intra_node, transport.inter_node)
 
     @property
     def local_size(self) -> int:
-        """L."""
+        """Ranks per node, L."""
         return 1 if self.intra_node is None else self.intra_node.world_size
 
     @property
     def nodes(self) -> int:
-        """H."""
+        """Number of nodes, H."""
         return self.inter_node.world_size
 
     @property
@@ -54,24 +62,27 @@ class Hierarchy:
 
     @property
     def owner(self) -> int:
-        """The row which this rank averages."""
+        """The row that this rank averages."""
         first: int = self.own.start
         return first + self.inter_node.rank
 
     @property
     def phases(self) -> int:
-        """How many operations an exchange takes, one after the other."""
+        """Number of operations of an exchange, one after the other: 2 in a flat world, else 4."""
         return 2 if self.intra_node is None else 4
 
     def rows(self, x: Tensor) -> Tensor:
-        """The own rows of a flat tensor, [H, N]. A view."""
+        """This rank's rows of a flat tensor of W·N elements, [H, N]. A view."""
         return x.view(self.local_size * self.nodes, -1)[self.own]
 
     def sum_intra_node(self, x: Tensor) -> Generator[Work, None, None]:
         """Own rows of x ← their sum over the ranks of this node, in rank order: the same bits over every transport.
 
-        x: float32 [W·N]; its other rows stay as they are. Yields one Work, none in a flat world. Sends (L-1)/L·4 bytes
-        per element: half of what Gloo's own reduce-scatter does.
+        Yields one Work, none in a flat world. All ranks of the node. Sends (L-1)/L·4 bytes per element: half of what
+        Gloo's own reduce-scatter does.
+
+        Args:
+            x: float32 [W·N]. Own rows are modified in place, the others stay as they are.
         """
         if self.intra_node is None:
             return
@@ -85,9 +96,15 @@ class Hierarchy:
             own.add_(share)
 
     def gather_intra_node(self, frames_HB: Tensor) -> Generator[Work, None, Tensor]:
-        """The frames of this node's ranks, uint8 [W, B], a row for each row of a bucket; in a flat world the own ones.
+        """Collect the frames of all ranks of this node. All ranks of the node. Sends (L-1)·H·B bytes inside it.
 
-        Yields one Work, none in a flat world. Sends (L-1)·H·B bytes inside the node.
+        Yields one Work, none in a flat world.
+
+        Args:
+            frames_HB: This rank's frames, uint8 [H, B].
+
+        Returns:
+            uint8 [W, B], a row for each row of a bucket; in a flat world frames_HB itself.
         """
         if self.intra_node is None:
             return frames_HB
@@ -99,9 +116,16 @@ class Hierarchy:
 class HierarchicalTransport(Transport):
     """A transport over all ranks that knows which of them share a node. See `Transport` for the contract.
 
-    Operations are those of `world`. intra_node: the L ranks of this node. inter_node: the H ranks with this local rank,
-    one per node, in order of nodes. Ranks are numbered node by node. An optimizer, or `compressed_allreduce`, exchanges
-    over these two instead.
+    Its operations are those of `world`. An optimizer, or `compressed_allreduce`, exchanges over the other two instead:
+    in full precision inside a node, compressed between nodes. Ranks are numbered node by node.
+
+    Args:
+        world: Transport over all ranks.
+        intra_node: Transport over the L ranks of this node.
+        inter_node: Transport over the H ranks with this local rank, one per node, in order of nodes.
+
+    Raises:
+        ValueError: The rank numbers do not fit: expected rank = node·L + local rank.
     """
 
     def __init__(self, world: Transport, intra_node: Transport, inter_node: Transport):
@@ -117,7 +141,7 @@ class HierarchicalTransport(Transport):
 
     @property
     def timeout_s(self) -> float:
-        """Of all three transports."""
+        """Timeout of every wait in seconds; setting it sets that of all three transports."""
         return self.world.timeout_s
 
     @timeout_s.setter
@@ -127,12 +151,12 @@ class HierarchicalTransport(Transport):
 
     @property
     def sent_bytes(self) -> int:
-        """Payload bytes this rank has handed to any other rank."""
+        """Payload bytes that this rank has sent to other ranks, over all three transports."""
         return self.world.sent_bytes + self.intra_node.sent_bytes + self.inter_node.sent_bytes
 
     @property
     def sent_bytes_inter_node(self) -> int:
-        """Those of them that went to other nodes: what the slow wire carries."""
+        """The part of sent_bytes that went to other nodes, over the slow network."""
         return self._sent_inter_node + self.inter_node.sent_bytes
 
     @property
@@ -194,7 +218,7 @@ class HierarchicalTransport(Transport):
         return in_channel
 
     def close(self) -> None:
-        """Barriers, then release all three transports, also where a barrier fails. All ranks; idempotent."""
+        """Barriers, then release all three transports, even if a barrier fails. All ranks; idempotent."""
         with ExitStack() as closing:
             for transport in (self.world, self.inter_node, self.intra_node):
                 closing.callback(transport.close)
@@ -205,7 +229,7 @@ class HierarchicalTransport(Transport):
             transport.abandon(why)
 
     def _counted(self, launch: Callable[[], Work], *, in_ring: bool = False) -> Work:
-        """Every peer is taken to get the same share of what an operation sends; in a ring the next rank gets all."""
+        """Launch, and count bytes that leave the node: each peer gets an equal share, in a ring the next rank all."""
         before = self.world.sent_bytes
         work = launch()
         peers, others = max(self.world_size - 1, 1), self.world_size - self.intra_node.world_size
@@ -238,17 +262,20 @@ def hierarchical(transport: Transport, local_size: int) -> Transport:
 
 
 class Seen(NamedTuple):
-    """What one rank sees of its node. local_size: how many ranks the launcher says it has; None: it does not say."""
+    """What one rank knows of its node.
+
+    host: a digest of the host's name. local_size: ranks on it by the launcher's variables; None: they do not tell.
+    """
 
     host: str
     local_size: int | None
 
 
 def decide(seen: Sequence[Seen]) -> tuple[int, str]:
-    """(L, why not more) from what all ranks see, in rank order. L = 1: flat, where "" is the reason if none is needed.
+    """(L, why not more) from what all ranks know, in rank order. L = 1: flat; the reason is "" if it is obvious.
 
-    Two levels take a launcher that says how many ranks share a node, and host names that agree: the same number on
-    every node, ranks numbered node by node, more than one node. Where all share one there is no slow wire.
+    Two levels need a launcher that tells how many ranks share a node, and host names that agree with it: the same
+    number on every node, ranks numbered node by node, more than one node. On a single node there is no slow network.
     """
     W, sizes, hosts = len(seen), {rank.local_size for rank in seen}, [rank.host for rank in seen]
     if len(set(hosts)) in (1, W) and sizes <= {None, 1, W}:
@@ -256,7 +283,7 @@ def decide(seen: Sequence[Seen]) -> tuple[int, str]:
     if None in sizes:
         return 1, "the launcher does not say how many ranks share a node"
     if len(sizes) > 1:
-        return 1, f"nodes have unlike numbers of ranks: {', '.join(map(str, sorted(s for s in sizes if s)))}"
+        return 1, f"nodes have different numbers of ranks: {', '.join(map(str, sorted(s for s in sizes if s)))}"
     L = seen[0].local_size
     assert L is not None
     nodes = [hosts[start : start + L] for start in range(0, W, L)]

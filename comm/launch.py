@@ -1,7 +1,7 @@
 """Start-up: which launcher started this process, and the transport that follows from it.
 
-`detect` is pure: environment in, a `Launch` out, one clear ValueError where the environment contradicts itself. `init`
-acts on it. The only module of onebit that reads environment variables.
+`detect` is pure: environment in, a `Launch` out, one clear ValueError if the environment contradicts itself. `init`
+acts on it. The variables of launchers are read here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BACKENDS = ("gloo", "nccl", "mpi")
 _SINGLE = "a single process"
 
 _REASON = 300
-"""Letters of its error that a rank tells the others."""
+"""Characters of its error that a rank tells the others."""
 
 _AT_EXIT_S = 10.0
 """How long a rank that ends without close() waits for the others to do the same."""
@@ -52,7 +52,7 @@ _AT_EXIT_S = 10.0
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says about this process. None: it does not say."""
+    """What the launcher's variables tell about this process. None: they do not tell."""
 
     launcher: str
     rank: int
@@ -89,11 +89,13 @@ _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def detect(env: Mapping[str, str]) -> Launch:
-    """Who launched a process with this environment, and as which rank.
+    """Which launcher started a process with this environment, and as which rank.
 
-    torchrun is the innermost launcher where it ran. Else MPI, else Slurm's srun, else RANK and WORLD_SIZE as they
-    stand; these two, where set, must agree with MPI and srun. Without LOCAL_RANK the rank stands in for it.
-    Raises ValueError.
+    torchrun counts first: it is the innermost launcher. Then MPI, then Slurm's srun, then plain RANK and WORLD_SIZE; if
+    these two are set, they must agree with MPI and srun. Without LOCAL_RANK, the rank is used in its place.
+
+    Raises:
+        ValueError: The environment contradicts itself.
     """
     torch_launch = _from_torch(env)
     if torch_launch is not None and "TORCHELASTIC_RUN_ID" in env:
@@ -173,7 +175,7 @@ def first_host(nodes: str) -> str:
 
 
 def _ranks(env: Mapping[str, str], names: tuple[str, str, str, str]) -> tuple[int, int, int, int | None] | None:
-    """(rank, world size, local rank, local size) from these variables. None where neither of the first two is set."""
+    """(rank, world size, local rank, local size) from these variables. None if neither of the first two is set."""
     rank_name, size_name, local_rank_name, local_size_name = names
     if rank_name not in env and size_name not in env:
         return None
@@ -267,7 +269,7 @@ def describe(transport: Transport, launch: Launch | None = None) -> str:
 
 
 def _in_hierarchy(transport: Transport, levels: int | str) -> Transport:
-    """The transport itself, or in two levels; the same choice on all ranks. Sends 48 bytes to each peer."""
+    """The transport itself, or one with two levels; the same choice on all ranks. Sends 48 bytes to each peer."""
     if transport.world_size == 1:
         return hierarchical(transport, 1 if levels == "auto" else int(levels))
     every = gather_bytes(transport, struct.pack("<32sqq", *_seen_here(transport), 0 if levels == "auto" else levels))
@@ -277,15 +279,15 @@ def _in_hierarchy(transport: Transport, levels: int | str) -> Transport:
     if levels == "auto":
         levels, why = decide([Seen(host.hex(), size or None) for host, size in zip(hosts, sizes, strict=True)])
         if why and transport.rank == 0:
-            _log.info("one level between %d ranks: %s; init(levels=L) makes two of it", transport.world_size, why)
+            _log.info("one level between %d ranks: %s; init(levels=L) makes two", transport.world_size, why)
     return hierarchical(transport, int(levels))
 
 
 def _seen_here(transport: Transport) -> tuple[bytes, int]:
-    """A digest of the host's name, and how many ranks the launcher says it has; 0: it says nothing, or of others."""
+    """A digest of the host's name, and its number of ranks by the launcher; 0: unknown, or about another world."""
     try:
         launch = detect(os.environ)
-    except ValueError:  # a group that somebody else has made need not know an environment that makes sense
+    except ValueError:  # the caller made the process group: the variables need not describe it
         launch = Launch("unknown", 0, 0, 0)
     fits = (launch.rank, launch.world_size) == (transport.rank, transport.world_size)
     return hashlib.sha256(socket.gethostname().encode()).digest(), (launch.local_size or 0) if fits else 0
@@ -358,9 +360,10 @@ def _on_new_group(launch: Launch, backend: str, timeout_s: float) -> TorchTransp
     )
     try:
         if backend == "gloo":
-            # A peer that dies amid it can hold Gloo for ever.
+            # If a peer dies while connecting, Gloo can wait for ever.
             call_within(timeout_s + ANSWER_S, connect, getattr(store, "port", launch.master_port))
-            # Others may use the group, too: Gloo closes all connections after their timeout, which must come second.
+            # The script may use the group, too. When its timeout passes, Gloo closes all connections, so ours must
+            # pass first: only then can the ranks still find out who is missing.
             _set_timeout(timeout_s + DIAGNOSIS_S)
         else:
             connect()
@@ -375,14 +378,14 @@ def _on_new_group(launch: Launch, backend: str, timeout_s: float) -> TorchTransp
 
 
 def _set_timeout(timeout_s: float) -> None:
-    """Of the default group's operations from now on."""
+    """Set the timeout of the default group's operations from now on."""
     group = torch.distributed.group.WORLD
     assert group is not None
     group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout_s))
 
 
 def _meet(launch: Launch, timeout_s: float) -> tuple[Rendezvous | None, torch.distributed.Store]:
-    """Where the ranks of a new group find each other, once all of them have come."""
+    """The store in which the ranks of a new group find each other, once all of them have come."""
     if launch.world_size == 1:
         return None, torch.distributed.HashStore()
     if launch.is_mpi:
@@ -398,7 +401,7 @@ def _meet(launch: Launch, timeout_s: float) -> tuple[Rendezvous | None, torch.di
 
 
 def _store_found_by_mpi(launch: Launch, timeout_s: float) -> torch.distributed.Store:
-    """Rank 0 opens a store on a free port of its own and tells the others over MPI."""
+    """Rank 0 opens a store on a free port and tells the others its address over MPI."""
     from .transports.mpi import import_mpi, meet
 
     comm = import_mpi().COMM_WORLD
@@ -415,7 +418,7 @@ def _store_found_by_mpi(launch: Launch, timeout_s: float) -> torch.distributed.S
 
 
 def _tie_to_process(transport: MpiTransport | TorchTransport | HierarchicalTransport, launch: Launch) -> None:
-    """Close at exit; abandon on an uncaught exception, whose traceback is printed first, as ever."""
+    """Close at exit; abandon on an uncaught exception, after its traceback is printed as usual."""
     report, process = sys.excepthook, os.getpid()
 
     def end(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
@@ -442,7 +445,7 @@ def _tie_to_process(transport: MpiTransport | TorchTransport | HierarchicalTrans
 
 
 def _explain(transport: Transport, error: BaseException) -> None:
-    """Where what torch itself sent over this group has failed, a barrier for one, log who is missing."""
+    """If an operation of torch itself on this group has failed (e.g. a barrier), log which ranks are missing."""
     try:
         with transport.naming_peers("an operation of torch's own"):
             raise error
@@ -450,7 +453,7 @@ def _explain(transport: Transport, error: BaseException) -> None:
         if explained is not error:
             _log.error("%s", explained)
     except BaseException:
-        pass  # not of the network
+        pass  # not an error of the network
 
 
 def _abandon(transport: Transport, launch: Launch, why: str = "") -> None:

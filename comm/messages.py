@@ -1,7 +1,7 @@
 """Small messages between all ranks: bytes, texts and tensors of each, and an error that all of them raise.
 
 Every function is called by all ranks, in the same order, and ends the same way on all of them. Rests on
-`transports/base.py`. Shape legend: W ranks.
+`transports/base.py`. Shape legend: W ranks, B bytes of a rank's message.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 QUIET_S = 10.0
-"""How long a rank waits for the others to make the same call before it says so."""
+"""How long a rank waits for the others to make the same call before it logs a warning."""
 
 _TYPE_CODES = {torch.float32: "f", torch.float64: "d", torch.bool: "B", torch.uint8: "B"}
 
 
 def bytes_on(device: torch.device | str, data: bytes) -> Tensor:
-    """These bytes as uint8 on a device, without waiting for it.
+    """These bytes as a uint8 tensor on a device, without waiting for the device.
 
     On CUDA a copy from pinned memory, which torch's allocator keeps until the copy has read it.
     """
@@ -40,7 +40,7 @@ def bytes_on(device: torch.device | str, data: bytes) -> Tensor:
 
 
 def numbers_on(device: torch.device | str, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """The same of numbers, at least one: [len(numbers)]. dtype: float32, float64, bool or uint8."""
+    """As `bytes_on`, for one or more numbers: [len(numbers)]. dtype: float32, float64, bool or uint8."""
     row = torch.frombuffer(array(_TYPE_CODES[dtype], numbers), dtype=dtype)
     if torch.device(device).type == "cuda":
         return row.pin_memory().to(device, non_blocking=True)
@@ -49,21 +49,21 @@ def numbers_on(device: torch.device | str, numbers: Sequence[float], dtype: torc
 
 @dataclass
 class BytesUnderWay:
-    """Every rank's bytes, on their way into `rows`, uint8 [W, B]: `work` says when they are there."""
+    """Every rank's bytes, on their way into `rows`, uint8 [W, B]; `work` completes when they have arrived."""
 
     work: Work
     rows: Tensor
 
     @classmethod
     def launch(cls, transport: Transport, mine_B: Tensor) -> BytesUnderWay:
-        """Send mine to all, uint8, of one common length. All ranks. Sends (W-1)·len bytes per rank."""
+        """Send this rank's bytes to all, uint8 [B] with the same B on all ranks. Sends (W-1)·B bytes per rank."""
         rows = torch.empty(transport.world_size, len(mine_B), dtype=torch.uint8, device=mine_B.device)
         return cls(transport.all_gather(rows, mine_B), rows)
 
     def read(self, *flags: Tensor) -> tuple[list[bytes], bool]:
-        """Every rank's bytes once they are there, and whether all flags are true: one wait for the device.
+        """Wait; then every rank's bytes, and whether all flags are true. Waits for the device once.
 
-        flags: bool, of no dimensions, on the device of the bytes.
+        flags: bool tensors of no dimensions, on the device of the bytes.
         """
         self.work.wait()
         flat = self.rows.view(-1)
@@ -76,9 +76,9 @@ class BytesUnderWay:
 def read_together(
     messages: Sequence[BytesUnderWay], numbers: Sequence[Tensor]
 ) -> tuple[list[list[bytes]], list[float]]:
-    """Every rank's bytes of each message, and these numbers: one wait for each device.
+    """Every rank's bytes of each message, and the values of these numbers. Waits for each device once.
 
-    numbers: float32, of no dimensions.
+    numbers: float32 tensors of no dimensions.
     """
     for message in messages:
         message.work.wait()
@@ -105,7 +105,7 @@ def exchange_bytes(
 ) -> Generator[Work, None, list[bytes]]:
     """Every rank's bytes, of one common length. Yields one Work. Sends (W-1)·len bytes per rank.
 
-    device: whose memory they travel in; None: the transport's own.
+    device: device of the buffers; None: the transport's own choice.
     """
     device = transport.device if device is None else device
     under_way = BytesUnderWay.launch(transport, bytes_on(device, mine))
@@ -114,12 +114,12 @@ def exchange_bytes(
 
 
 def gather_bytes(transport: Transport, mine: bytes, device: torch.device | str | None = None) -> list[bytes]:
-    """As `exchange_bytes`, and waits."""
+    """As `exchange_bytes`, but waits."""
     return wait_for(exchange_bytes(transport, mine, device))
 
 
 def wait_for(exchange: Generator[Work, None, T]) -> T:
-    """Run an exchange to its end, alone; what it returns."""
+    """Run one exchange to its end, and return its result."""
     try:
         while True:
             next(exchange).wait()
@@ -135,7 +135,7 @@ def gather_tensors(transport: Transport, mine: Tensor) -> Tensor:
 
 
 def sum_in_order(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The sum over the first dimension, in rank order: the same bits on every device. dtype: of the sum, if another."""
+    """The sum over the first dimension, in rank order: the same bits on every device. dtype: of the sum; None: same."""
     total = rows[0].to(dtype or rows.dtype, copy=True)
     for row in rows[1:]:
         total += row
@@ -157,7 +157,7 @@ def raise_on_all_ranks(
     device: torch.device | str | None = None,
     hint: Callable[[], str] = lambda: "",
 ) -> None:
-    """Raise on all ranks where any of them has a problem: the lowest such rank's text, followed by `hint()`."""
+    """Raise on all ranks if any of them has a problem: the lowest such rank's text, followed by `hint()`."""
     problems = [text for text in gather_texts(transport, problem or "", device) if text]
     if problems:
         raise error(problems[0] + hint())
@@ -165,11 +165,11 @@ def raise_on_all_ranks(
 
 @contextmanager
 def call_of_all(transport: Transport, name: str) -> Iterator[None]:
-    """Around the body of a function that every rank must call: one that calls it alone learns so, by its name.
+    """Wrap the body of a function that every rank must call, so that a rank which calls it alone gets a clear error.
 
     The ranks meet first. A rank that has waited for `QUIET_S` logs a warning; the `PeerError` at the end of the wait
-    says who made the call and who did not. Inside of another such call nothing is sent, and that one's name stands.
-    Sends a byte to each peer.
+    names the ranks that made the call and those that did not. A nested call sends nothing, and errors name the outer
+    one. Sends a byte to each peer.
     """
     with calling(name) as is_outermost:
         if is_outermost and transport.world_size > 1:
