@@ -1,4 +1,4 @@
-"""BufferMean: module buffers, such as BatchNorm's statistics, which rounds make equal. Rests on `usage/buffers.py`."""
+"""BufferMean: rounds make module buffers, such as BatchNorm's statistics, equal. Rests on `usage/buffers.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..usage.buffers import averaged_buffers, begin_equal, persistent_buffers, s
 
 
 class BufferMean:
-    """A model's persistent buffers: of running statistics the mean over ranks, of the others rank 0's.
+    """A model's persistent buffers: running statistics become the mean over ranks, others become rank 0's.
 
     model: None: nothing is averaged or sent.
     """
@@ -23,17 +23,17 @@ class BufferMean:
         self._finite: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """All have rank 0's. All ranks."""
+        """Give all ranks the buffers of rank 0. All ranks."""
         if self._model is not None:
             begin_equal(self._model, self._transport)
             self.remember()
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """Those that rounds make equal."""
+        """The buffers that rounds make equal."""
         return [] if self._model is None else list(persistent_buffers(self._model))
 
     def average(self) -> None:
-        """Make them equal. A statistic that is not finite here counts as it last was. All ranks."""
+        """Make them equal. For a statistic that is not finite here, its last finite value counts. All ranks."""
         if self._model is None:
             return
         named = self.named()
@@ -45,5 +45,5 @@ class BufferMean:
         self.remember()
 
     def remember(self) -> None:
-        """Keep the statistics as they are now, which is finite."""
+        """Keep a copy of the statistics, which are finite now."""
         self._finite = {name: local(buffer).detach().clone() for name, buffer in self.named() if name in self._averaged}

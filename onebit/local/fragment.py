@@ -6,20 +6,20 @@
     a = mean q + E;  Q = C(a);  E ← a - Q           phase 2, on the owner of a chunk
     u ← μ·u + Q;  θ ← k·θ - η·(Q + μ·u);  w ← θ     μ = 0: θ ← k·θ - η·Q
 
-With a correction (SCAFFOLD's control variate, arXiv 1910.06378, option II, of what frames say and in moves per learning
-rate, which suits any inner optimizer):
+With a correction (SCAFFOLD's control variate, arXiv 1910.06378, option II, from decoded frames and in moves per
+learning rate, which suits any inner optimizer):
 
     w ← w + lr·v                                    after each step of the inner optimizer
     v ← v + min(.3/H, 1/τ)·(q/γ - Q)/lr             at a round; lr: the largest so far
 
 A rank that does not take part in a round sends empty frames (scale 0), so that q = 0 and e takes all of c: the mean is
-over all ranks, always, and nothing is lost. The decay is that of w's own steps, whose share in Δ is taken out by k: the
-anchor decays exactly, and no decay travels in one bit; k = 1 for a parameter that had no gradient in some step on some
-rank, whose decay stays in Δ. Where frames are lossless, w itself travels in place of Δ, which
-subtracting from θ twice would round.
+always over all ranks, and nothing is lost. w decays in its own steps; k takes that share out of Δ, so the anchor decays
+exactly, and no decay travels in one bit. k = 1 for a parameter that had no gradient in some step on some rank: its
+decay stays in Δ. If frames are lossless, w itself travels in place of Δ, because subtracting from θ twice would round.
 
-Δ, not the gradient, is what fits signs: it is dense and of one size. The exchange is `comm/allreduce.py`'s. Sources:
-DiLoCo (arXiv 2311.08105) for the outer step; 1-bit Adam (arXiv 2102.02888), Algorithm 1, for both errors.
+Δ suits signs better than the gradient: it is dense, and its elements are of similar size. The exchange is in
+`comm/allreduce.py`. Sources: DiLoCo (arXiv 2311.08105) for the outer step; 1-bit Adam (arXiv 2102.02888), Algorithm 1,
+for both errors.
 
 Shape legend: W ranks, N elements of a chunk; H ranks exchange compressed, see `comm/hierarchy.py`.
 """
@@ -45,7 +45,7 @@ from ..usage.frozen import check_place, gradient_of
 
 @dataclass(frozen=True)
 class OuterStep:
-    """What becomes of a mean difference. lr: η. momentum: μ, Nesterov's. error_decay: ρ."""
+    """The outer step, which applies a mean difference. lr: η. momentum: μ, Nesterov's. error_decay: ρ."""
 
     lr: float = 1.0
     momentum: float = 0.0
@@ -68,8 +68,8 @@ class OuterStep:
 class Share:
     """This rank's part in a round of a bucket. keep_K: k, by parameter; the same on all ranks. weight: γ.
 
-    is_present: False: its difference is owed. sends_weights: w travels in place of Δ; the same on all ranks.
-    correction: what v takes of (q/γ - Q)/lr, min(.3/H, 1/τ); 0: nothing in this round.
+    is_present: if False, its difference is carried over. sends_weights: w travels in place of Δ; the same on all ranks.
+    correction: factor of (q/γ - Q)/lr in v, min(.3/H, 1/τ); 0: no correction in this round.
     """
 
     keep_K: tuple[float, ...]
@@ -81,15 +81,14 @@ class Share:
 
 @dataclass(eq=False)
 class LocalBucket:
-    """Some parameters of one group, and what is kept of them beside the inner optimizer's state.
+    """Some parameters of one group, and the state of local steps for them, beside the inner optimizer's.
 
     masters: w of parameters in bfloat16 or float16. anchor: θ, float32 [W·N], the same bits on all ranks. velocity: u,
-    likewise; None where μ = 0. correction: v, float32 [W·N]; None without one. peak_lr:
-    the largest learning rate so far, where there is one. ef: e and E. wire and at_send: of an
-    exchange under way: its frames, and w as it was sent, where w has gone on since. sent_HB: a copy of the frames that
-    were sent, for a checkpoint. said_WB: what this node has said in an exchange that is over, for the correction.
-    paces: by parameter, the most that it has moved in a round of late per step and learning rate, and the same per norm
-    of its gradient; empty before the first.
+    likewise; None if μ = 0. correction: v, float32 [W·N]; None without one. peak_lr: the largest learning rate so far,
+    if there is a correction. ef: e and E. wire, at_send: frames of an exchange under way, and w as it was sent, if w
+    moves on meanwhile. sent_HB: a copy of the sent frames, for a checkpoint. said_WB: frames of this node from the last
+    exchange, for the correction. paces: by parameter, the largest recent move in a round per step and learning rate,
+    and the same per norm of its gradient; empty before the first round.
     """
 
     index: int
@@ -116,7 +115,7 @@ class LocalBucket:
     paces: list[tuple[float, float]] = field(default_factory=list)
 
     def gradients(self) -> list[Tensor | None]:
-        """The gradients where they lie, of what this rank holds; None for what is frozen now. They may be sparse."""
+        """This rank's gradients, not copied; None for parameters that are frozen now. They may be sparse."""
         grads = map(gradient_of, self.params)
         return [None if grad is None else local(grad) for grad in grads]
 
@@ -128,11 +127,11 @@ class LocalBucket:
 
     @property
     def local_values(self) -> list[Tensor]:
-        """w, float32: what this rank holds of the parameters, where it lies, or their masters."""
+        """w, float32: this rank's part of the parameters, not copied, or their masters."""
         return self.masters.local_values
 
     def rows(self, flat: Tensor) -> Tensor:
-        """A flat tensor, one row for each owner."""
+        """A flat tensor as one row per owner. A view."""
         return flat.view(self.layout.world_size, -1)
 
     def flatten(self) -> Tensor:
@@ -153,8 +152,8 @@ class LocalBucket:
         return flat
 
     def can_travel(self) -> bool:
-        """Whether the parameters are finite, and so that frames can hold their differences."""
-        # aminmax: NaN where there is one; 40 times as fast as a largest-norm on the CPU (6 M elements, 2026-11).
+        """Whether the parameters are finite, and small enough for frames of their differences."""
+        # aminmax: NaN if there is one; 40 times as fast as a largest-norm on the CPU (6 M elements, 2026-11).
         extremes = [torch.stack(torch.aminmax(w)).abs().max() for w in self.local_values if w.numel() > 0]
         return not extremes or bool((torch.stack(extremes) <= LARGEST_GRADIENT).all())
 
@@ -163,11 +162,11 @@ class LocalBucket:
         torch._foreach_copy_(self.local_values, self.layout.views(self.anchor))
 
     def owes(self) -> bool:
-        """Whether the worker error holds anything."""
+        """Whether the worker error has an element other than 0."""
         return bool(self.ef.worker.any())
 
     def correct(self, moved: Collection[Tensor], lr: float) -> None:
-        """w ← w + lr·v of those parameters, which the inner optimizer has just moved at this rate."""
+        """w ← w + lr·v for the parameters that the inner optimizer has just moved at this rate."""
         assert self.correction is not None
         self.peak_lr = max(self.peak_lr, lr)
         views = self.layout.views(self.correction)
@@ -179,17 +178,17 @@ class LocalBucket:
     # ---------------------------------------------------------------- a round
 
     def send(self, codec: Codec, transport: Transport, share: Share, *, keeps_weights: bool) -> Exchange:
-        """Both phases, from the parameters as they are now. Yields Works; at the end the wire has all ranks' frames.
+        """Both phases, from the current parameters. Yields Works; at the end the wire has all ranks' frames.
 
-        keeps_weights: w goes on while this travels; see `land`.
+        keeps_weights: whether w moves on while this travels; see `land`.
         """
         self._encode(codec, share, keeps_weights=keeps_weights)
         yield from self._exchange(codec, transport)
 
     def _encode(self, codec: Codec, share: Share, *, keeps_weights: bool) -> None:
-        """This rank's share onto the wire; what that leaves becomes the worker error.
+        """Encode this rank's share into the wire's buffers; the residual becomes the worker error.
 
-        Apart from `send`, which would hold what is large here until the exchange lands.
+        Not a part of `send`: that generator would keep the large tensors here alive until the exchange lands.
         """
         for p, name, shape in zip(self.params, self.names, self.layout.shapes, strict=True):
             check_place(self.rank, p, name, shape, self.device)
@@ -202,22 +201,22 @@ class LocalBucket:
             codec, self.layout.numel, self.layout.world_size, hierarchy=self.hierarchy, device=self.device
         )
         counts_HJ = self.hierarchy.rows(self.counts)
-        x_HN = self.hierarchy.rows(x)  # the ranks of a node have averaged gradients: theirs is the same x
+        x_HN = self.hierarchy.rows(x)  # the ranks of a node average gradients, so all have the same x
         e_HN = self.ef.worker.view(x_HN.shape)
         if share.is_present:
             codec.encode(x_HN, e_HN, self.wire.sent_HB, counts_HJ)
         else:
             codec.encode(torch.zeros_like(x_HN), None, self.wire.sent_HB, counts_HJ)
             x_HN.add_(e_HN)
-        # In a flat world x is the next error; of a node's ranks each keeps its own rows.
+        # In a flat world x is the next error; in two levels each rank of a node keeps its own rows.
         residual = x if len(x_HN) == self.layout.world_size else x_HN.reshape(-1).clone()
-        # A round that has left is not taken back: the error before it is not needed again, and makes room.
+        # A round that has been sent is never taken back: the error before it is not needed, and its memory is freed.
         self.ef.worker = self.ef.worker_next = residual.to(self.ef.worker.dtype)
         if keeps_weights:
             self.sent_HB = self.wire.sent_HB.clone()
 
     def send_again(self, codec: Codec, transport: Transport, sent_HB: Tensor) -> Exchange:
-        """The same from the frames of a checkpoint; at_send is there, and ef.worker what this leaves."""
+        """As `send`, from the frames of a checkpoint; at_send and ef.worker have been restored."""
         self.wire = Wire.empty(
             codec, self.layout.numel, self.layout.world_size, hierarchy=self.hierarchy, device=self.device
         )
@@ -226,7 +225,7 @@ class LocalBucket:
         yield from self._exchange(codec, transport)
 
     def _exchange(self, codec: Codec, transport: Transport) -> Exchange:
-        """Both phases of what is on the wire, and for a correction the frames of this node."""
+        """Both phases of the frames in the wire's buffers; for a correction, also gather the frames of this node."""
         assert self.wire is not None
         said_HB = None if self.correction is None else self.wire.sent_HB.clone()
         yield from comm.exchange(self.ef, codec, transport, self.wire, self.layout.chunk, self.counts)
@@ -234,9 +233,9 @@ class LocalBucket:
             self.said_WB = yield from self.hierarchy.gather_intra_node(said_HB)
 
     def land(self, codec: Codec, outer: OuterStep, share: Share) -> None:
-        """Take over what has arrived: errors, anchor, parameters.
+        """Apply an exchange that has arrived: errors, anchor, parameters.
 
-        Raises RuntimeError, on all ranks, where frames are not finite: senders had checked what they sent.
+        Raises RuntimeError, on all ranks, if frames are not finite: senders had checked their differences.
         """
         wire, self.wire = self.wire, None
         assert wire is not None
@@ -264,9 +263,9 @@ class LocalBucket:
         self._follow_anchor()
 
     def _learn_correction(self, codec: Codec, frames_WB: Tensor, share: Share) -> None:
-        """v ← v + share.correction·(q/γ - Q)/lr. Weights that travel whole say -Δ, but for the anchor, which cancels.
+        """v ← v + share.correction·(q/γ - Q)/lr. If weights travel, frames give -Δ plus the anchor, which cancels.
 
-        lr: the largest so far, so that what is owed from large steps is not held against small ones.
+        lr: the largest so far: a residual carried over from large steps must not count as moves at a small rate.
         """
         said_WB, self.said_WB = self.said_WB, None
         if self.correction is None or said_WB is None or share.correction == 0.0 or self.peak_lr == 0.0:
@@ -276,7 +275,7 @@ class LocalBucket:
         codec.decode(frames_WB, self.rows(self.correction), weight=-per_move, keep=1.0)
 
     def _follow_anchor(self) -> None:
-        """w ← θ, and what w has gained since it was sent."""
+        """w ← θ, plus the change of w since it was sent."""
         if self.at_send is not None:
             gained = zip(
                 self.local_values, self.layout.views(self.anchor), self.layout.views(self.at_send), strict=True
@@ -289,7 +288,7 @@ class LocalBucket:
 
 
 def is_lossless(codec: Codec) -> bool:
-    """Whether frames hold float32 as it is."""
+    """Whether frames contain float32 unchanged."""
     return isinstance(codec, IdentityCodec)
 
 
@@ -297,10 +296,10 @@ def is_lossless(codec: Codec) -> bool:
 class Fragment:
     """Buckets that travel together. due: the step after which they are sent next.
 
-    state: of its exchange; suspended: it lands some steps later. sent_at, lands_at: of that one; None: there is none.
-    shares, tasks: of it, by bucket. keeps: by group, k since they were sent last; decays: by parameter, whether it had
-    a gradient in every step since. tokens: those since then. synced_at: the step after which its parameters were last
-    the anchor.
+    state: state of its exchange; suspended: it lands some steps later. sent_at, lands_at: steps of that exchange; None:
+    there is none. shares, tasks: its parts, by bucket. keeps: by group, k since the last round. decays: by parameter,
+    whether it had a gradient in every step since. tokens: counted since then. synced_at: the last step after which its
+    parameters were the anchor.
     """
 
     index: int
@@ -323,22 +322,22 @@ class Fragment:
 
     @property
     def params(self) -> list[Tensor]:
-        """In the order of `decays`."""
+        """Parameters, in the order of `decays`."""
         return [p for bucket in self.buckets for p in bucket.params]
 
     def move(self, event: str) -> None:
-        """What becomes of its exchange; see `TRANSITIONS`."""
+        """Change the state of its exchange by an event of `TRANSITIONS`."""
         self.state = moved(self.state, event)
 
     def begin(self, step: int) -> None:
-        """Its parameters are sent after this step: the next round begins."""
+        """Begin the next round: its parameters are sent after this step."""
         self.move("begin")
         self.tokens, self.keeps = 0.0, [1.0] * len(self.keeps)
         self.decays, self.sent_at = [True] * len(self.decays), step
 
 
 def divide(buckets: Sequence[LocalBucket], parts: int) -> list[list[LocalBucket]]:
-    """The buckets in this many runs of about equally many elements; fewer where there are fewer buckets."""
+    """The buckets in this many runs with about the same number of elements; fewer if there are fewer buckets."""
     total, runs, before = sum(bucket.layout.numel for bucket in buckets), {}, 0  # type: ignore[var-annotated]
     for bucket in buckets:
         middle = before + bucket.layout.numel / 2

@@ -1,7 +1,7 @@
-"""InnerState: the inner optimizer's state, looked at once a round for what none of its steps would mend.
+"""InnerState: checks the inner optimizer's state once a round for damage that its own steps cannot repair.
 
 A gradient whose square is beyond float32 leaves Adam's variance infinite, and one of 1e15 leaves it so large that the
-rank stands still: then it takes part in every round and brings nothing. Such state begins anew.
+rank stops moving: it then takes part in every round and contributes nothing. Such state is reset.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from .fragment import LocalBucket
 from .stats import LocalStats
 from .wrapped import are_finite
 
-_STANDS_STILL = 0.01  # of what a parameter moved in rounds before, per step and learning rate
-_MEMORY = 0.9  # of that, from one round to the next
+_STANDS_STILL = 0.01  # share of a parameter's earlier pace, i.e. move per step and learning rate
+_MEMORY = 0.9  # decay of the remembered pace from one round to the next
 
 log = logging.getLogger(__name__)
 
 
 class InnerState:
-    """stats: counts the parameters whose state was dropped."""
+    """The inner optimizer's state. stats: counts the parameters whose state was dropped."""
 
     def __init__(self, inner: torch.optim.Optimizer, rank: int, stats: LocalStats):
         self._inner, self._rank, self._stats = inner, rank, stats
 
     def drop(self, p: Tensor) -> None:
-        """The next step of p is as its first."""
+        """Reset the state of p: its next step is like its first."""
         if self._inner.state.pop(p, None) is not None:
             self._stats.dropped_states += 1
-        if isinstance(self._inner, torch.optim.Adagrad):  # makes its state at construction, and only there
+        if isinstance(self._inner, torch.optim.Adagrad):  # it makes its state only at construction
             fresh = type(self._inner)([p], initial_accumulator_value=self._inner.defaults["initial_accumulator_value"])
             self._inner.state[p] = fresh.state[p]
 
     def drop_not_finite(self, bucket: LocalBucket, step: int) -> None:
-        """Of the bucket's parameters, whatever is not finite. One pass over the state."""
+        """Reset the state of the bucket's parameters if it is not finite. One pass over the state."""
         if not self._are_finite(bucket.params):
             spoilt = [k for k, p in enumerate(bucket.params) if not self._are_finite([p])]
             self._drop(bucket, spoilt, step, "is not finite: a gradient was too large to be squared in float32")
 
     def drop_still(self, bucket: LocalBucket, step: int, steps: int, keep: float) -> None:
-        """Of parameters that move by a hundredth of what they did, and for the same gradient, too. steps: of the round.
+        """Reset the state of parameters whose pace has fallen to a hundredth, also relative to the gradient.
 
-        Both: a run that converges moves less because its gradients shrink, and one whose gradients grow moves less for
-        each. keep: what weight decay has left of the anchor.
+        Both conditions are needed: a run that converges moves less because its gradients shrink, and one whose
+        gradients grow moves less per gradient. steps: length of the round. keep: factor of the anchor by weight decay.
         """
         lr, K = float(self._inner.param_groups[bucket.group_index]["lr"]), len(bucket.params)
         grads = [(k, g._values() if g.is_sparse else g) for k, g in enumerate(bucket.gradients()) if g is not None]
@@ -65,7 +65,7 @@ class InnerState:
                 still += [k] if is_still else []
                 fading = [max(now, _MEMORY * then) for now, then in zip(pace, before, strict=True)]
                 bucket.paces[k] = (0.0, 0.0) if is_still else (fading[0], fading[1])
-        self._drop(bucket, still, step, "lets it stand still: a gradient was far larger than all others")
+        self._drop(bucket, still, step, "stops it from moving: a gradient was far larger than all others")
 
     def _drop(self, bucket: LocalBucket, which: Sequence[int], step: int, why: str) -> None:
         dropped = [k for k in which if bucket.params[k] in self._inner.state]
@@ -74,7 +74,7 @@ class InnerState:
         if dropped:
             names = ", ".join(bucket.names[k] for k in dropped[:5])
             log.warning(
-                "rank %d: after step %d the inner optimizer's state of %s%s %s; it begins anew; look at the data and "
+                "rank %d: after step %d the inner optimizer's state of %s%s %s; it is reset; look at the data and "
                 "the loss here, or clip gradients",
                 self._rank,
                 step,

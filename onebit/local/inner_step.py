@@ -1,7 +1,7 @@
 """InnerStep: a step of this rank alone, taken or left out.
 
-It works on float32 masters (`replica.py`). Fragments count what weight decay has left of their anchors, which takes the
-decay out of the differences (`fragment.py`).
+It works on float32 masters (`replica.py`). Fragments keep the product of the weight decays since their last round, by
+which the decay is taken out of the differences (`fragment.py`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class InnerStep:
         self._inner, self._replica, self._parts = inner, replica, parts
 
     def take(self, fragments: Sequence[Fragment], scale: float, *, is_frozen: bool) -> bool:
-        """Step from the gradients times scale; weight decay alone where one is not finite, or the rank is frozen.
+        """Step from the gradients times scale; only weight decay if one is not finite or the rank is frozen.
 
-        Whether all gradients are finite, on all parts of the replica.
+        Returns whether all gradients are finite, on all parts of the replica.
         """
         params = self._replica.buckets.params
         grads = {p: grad for p in params if (grad := gradient_of(p)) is not None}
@@ -43,7 +43,7 @@ class InnerStep:
         if is_taken:
             self._correct(grads)
         else:
-            self._decay_alone(grads, kept)  # as the others' parameters, and the anchor
+            self._decay_alone(grads, kept)  # the others' parameters and the anchor decay, too
         for fragment in fragments:
             fragment.keeps = [before * keep for before, keep in zip(fragment.keeps, kept, strict=True)]
             decays = zip(fragment.decays, fragment.params, strict=True)
@@ -62,6 +62,6 @@ class InnerStep:
                     w.mul_(kept[bucket.group_index])
 
     def load(self, state: State) -> None:
-        """The inner optimizer takes this state, in float32 where its parameters have masters."""
+        """Load a state of the inner optimizer, in float32 for parameters with masters."""
         with self._replica.on_masters():
             self._inner.load_state_dict(state)

@@ -1,6 +1,6 @@
-"""IntervalPolicy: when the next round is, and the network's answer where `every="auto"` asks for it.
+"""IntervalPolicy: when the next round is due; with `every="auto"` from a measurement of the network.
 
-The intervals themselves are in `intervals.py`; the measurement is that of `step/link_probe.py`.
+The intervals themselves are in `intervals.py`, the measurement is in `step/link_probe.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class IntervalPolicy:
-    """How many steps lie between two rounds. computing: how long a step computes."""
+    """The number of steps between two rounds. computing: measures how long a step computes."""
 
     def __init__(
         self,
@@ -40,12 +40,12 @@ class IntervalPolicy:
         self.computing = StopWatch()
 
     def next(self, step: int) -> int:
-        """Steps to the next round, after this many steps, at the learning rates as they are."""
+        """Steps to the next round, after `step` steps, at the current learning rates."""
         rates = [float(group["lr"]) for group in self._inner.param_groups]
         return self._schedule.steps(step, max(rates, default=0.0))
 
     def decide(self, agreed: RoundVote) -> int:
-        """The same, from what a round agreed on; once enough steps were timed, as the network says. All ranks."""
+        """The interval that a round agreed on; with "auto", after enough steps, from a measurement. All ranks."""
         interval = self._schedule.interval
         if not isinstance(interval, Auto) or interval.chosen is not None or agreed.step < MEASURED_STEPS:
             return agreed.interval

@@ -1,6 +1,6 @@
-"""How many local steps there are between two rounds: fixed, by a table, from the learning rate, or from the network.
+"""The number of local steps between two rounds: fixed, by a table, from the learning rate, or from the network.
 
-Pure functions of numbers that all ranks share. Sources: QSR, the quadratic synchronisation rule (arXiv 2310.14423,
+Pure functions of numbers that all ranks share. Source: QSR, the quadratic synchronisation rule (arXiv 2310.14423,
 section 2): H = max(H_least, ⌊(a/lr)²⌋).
 """
 
@@ -15,7 +15,7 @@ from ..arithmetic.schedule import whole_steps
 
 
 class Interval(Protocol):
-    """When the next round is. smallest: the least that `steps` ever says."""
+    """When the next round is due. smallest: the smallest value that `steps` can return."""
 
     @property
     def smallest(self) -> int: ...
@@ -49,10 +49,10 @@ class Table:
 
     @classmethod
     def of(cls, table: Mapping[int, int]) -> Table:
-        """Raises ValueError where it does not begin at step 0, or an interval is below 1."""
+        """Raises ValueError if the table does not begin at step 0, or an interval is below 1."""
         pairs = sorted((whole_steps("a step of every", s), whole_steps("every", h)) for s, h in table.items())
         if not pairs or pairs[0][0] != 0:
-            raise ValueError(f"every={dict(table)} must say what holds from step 0 on, as {{0: 4, 1000: 32}}")
+            raise ValueError(f"every={dict(table)} must have an interval from step 0 on, as {{0: 4, 1000: 32}}")
         for _, interval in pairs:
             _check_at_least_one("every", interval)
         return cls(tuple(pairs))
@@ -69,13 +69,16 @@ class Table:
 class QSR:
     """H = ⌊(scale/lr)²⌋, between least and most: rounds become rare as the learning rate falls.
 
-    lr is the largest of all groups. Source: arXiv 2310.14423.
+    lr is the largest of all groups. Source: arXiv 2310.14423, section 2.
 
     Args:
-        scale: Learning rate at which H is 1. With a peak rate p and `least` there, p·√(least + 1) lets H grow as soon
-            as the rate has left its peak.
+        scale: Learning rate at which H is 1. With a peak rate p and H = `least` there, p·√(least + 1) lets H grow as
+            soon as the rate has left its peak.
         least: Smallest H, in steps. Default 4.
         most: Largest H, in steps. Default 128.
+
+    Raises:
+        ValueError: A number is out of its range.
     """
 
     scale: float
@@ -103,13 +106,16 @@ class QSR:
 class Auto:
     """The smallest H at which a round takes at most `share` of the time that H steps compute.
 
-    Measured once, `MEASURED_STEPS` steps after the start; until then rounds are `least` steps apart.
+    Measured once, 12 steps after the start; until then rounds are `least` steps apart.
 
     Args:
         least: Smallest H, in steps. Default 4.
         most: Largest H, in steps. Default 64.
-        share: A round's seconds over those of H steps, at most. Default .05.
-        chosen: The H that was measured; None before. Saved, so that a resumed run does not measure again.
+        share: Largest ratio of a round's seconds to those of H steps. Default .05.
+        chosen: The measured H. It is saved, so that a resumed run does not measure again. Default None: not measured.
+
+    Raises:
+        ValueError: A number is out of its range.
     """
 
     least: int = 4
@@ -129,7 +135,12 @@ class Auto:
         return self.least
 
     def decide(self, compute_s: float, exchange_s: float) -> int:
-        """Take the measured seconds in: of a step's computing, and of a round. The same numbers on all ranks."""
+        """Choose H from measured seconds, and return it.
+
+        Args:
+            compute_s: Seconds that a step computes, the same on all ranks.
+            exchange_s: Seconds of a round, the same on all ranks.
+        """
         enough = math.inf if compute_s <= 0.0 else exchange_s / (self.share * compute_s)
         self.chosen = int(min(max(math.ceil(min(enough, self.most)), self.least), self.most))
         return self.chosen
@@ -167,7 +178,7 @@ Every: TypeAlias = "int | str | Mapping[int, int] | QSR | Auto"
 
 
 def interval_of(every: Every) -> Interval:
-    """What `every=` says. Raises ValueError and TypeError."""
+    """The interval of the option `every`. Raises ValueError or TypeError."""
     if isinstance(every, QSR | Auto):
         return every
     if isinstance(every, str):

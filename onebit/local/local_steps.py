@@ -1,17 +1,17 @@
-"""LocalSteps: any torch optimizer on each rank by itself, and every N steps one round in one bit.
+"""LocalSteps: any torch optimizer on each rank separately, and every N steps one exchange in one bit.
 
     optimizer = onebit.LocalSteps(torch.optim.AdamW(model.parameters(), lr=1e-3), every=32)
 
 One step, top to bottom:
 
-    step()   inside a node gradients are averaged, where the transport knows nodes
-             the inner optimizer's step; a gradient that is not finite freezes this rank until the next round
-             fragments that have arrived land: errors, anchor, parameters
-             fragments that are due: a vote, and they are sent
-             now and then a vote on the anchors' bits
+    step()   average gradients inside a node, if the transport knows nodes
+             take the inner optimizer's step; a gradient that is not finite freezes this rank until the next round
+             land fragments that have arrived: errors, anchor, parameters
+             vote on fragments that are due, and send them
+             every `check_replicas_every` steps, vote on the anchors' bits
 
-Replicas differ between rounds on purpose: what they agree on is the anchor. A step of one rank is in `inner_step.py`,
-a round in `rounds.py`, the recursion of one bucket in `fragment.py`, states in `state.py`.
+Replicas differ between rounds on purpose; they agree on the anchor. A step of one rank is in `inner_step.py`, a round
+in `rounds.py`, the recursion of one bucket in `fragment.py`, states in `state.py`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,14 @@ log = logging.getLogger(__name__)
 
 
 class LocalSteps(Wrapped):
-    """Wraps an optimizer, whose param_groups and state it shows. All ranks construct, step, load and save together.
+    """Lets each rank step with its own optimizer, and brings the ranks together every N steps in one bit.
+
+    It shows param_groups and state of the wrapped optimizer. All ranks construct, step, load and save together.
+    Sources: DiLoCo (arXiv 2311.08105), 1-bit Adam's error feedback (arXiv 2102.02888).
+
+    Sends 2·(n-1)/n frames of the model each round, and 44 bytes to each peer: 2.125/H·(n-1)/n bits per parameter and
+    step. A correction sends (L-1)/L frames more inside a node of L ranks. Keeps 4 (anchor) + 4 (worker error) + 8/n
+    (server error) bytes per parameter, 4 more with outer momentum, 4 with a correction, and 4 with a master.
 
     Args:
         inner: Any torch optimizer that steps without a closure. It works on float32 masters of parameters in bfloat16
@@ -66,7 +73,7 @@ class LocalSteps(Wrapped):
         fragments: Parts of the model that travel in turn, every/fragments steps apart. Default 1.
         delay: Steps between sending a fragment and applying it, while training goes on. Default 0.
         correction_steps: Steps over which a rank learns how the mean moves differently from it (SCAFFOLD's control
-            variate, τ); each step then adds this. 80, for example. Default 0: none.
+            variate, τ), e.g. 80; each step then adds the difference. Default 0: no correction.
         model: Model whose buffers start as rank 0's and become equal in each round, as by `sync_buffers`. Default None:
             each rank keeps its own.
         transport: Connection to the other ranks. Default `onebit.comm.init()`. In two levels gradients are averaged
@@ -76,11 +83,12 @@ class LocalSteps(Wrapped):
         bucket_cap_mb: Largest bucket, in MiB of float32. Default 16.
         error_dtype: dtype of the residuals: torch.float32 (default) or torch.bfloat16.
         check_replicas_every: Steps between comparisons of the anchors, in the first round after them. Default 100.
-        max_consecutive_skips: Rounds in a row without a finite difference on any rank that are an error.
+        max_consecutive_skips: Number of consecutive rounds without a finite difference on any rank that raises
+            SkippedStepsError.
 
-    Sends 2·(n-1)/n frames of the model each round, and 44 bytes to each peer: 2.125/H·(n-1)/n bits per parameter and
-    step. A correction sends (L-1)/L frames more inside a node of L ranks. Keeps 4 (anchor) + 4 (worker error) + 8/n
-    (server error) bytes per parameter, 4 more with outer momentum, 4 with a correction, and 4 with a master.
+    Raises:
+        ValueError: An option is out of its range, or parameters or options differ between ranks.
+        TypeError: inner is not a torch optimizer, exchanges gradients itself, or needs a closure.
     """
 
     _step_supports_amp_scaling = True
@@ -140,7 +148,7 @@ class LocalSteps(Wrapped):
         self.fragments: list[Fragment] = []
         self.steps = 0
         self.is_away = self.is_frozen = self._is_finished = False
-        self._edit = ""  # what was found replaced in the groups: this rank takes no more steps
+        self._edit = ""  # description of a replaced parameter in the groups: this rank then takes no more steps
         self._averager: DenseAverager | None = None
         self.build()
 
@@ -148,7 +156,7 @@ class LocalSteps(Wrapped):
 
     @torch.no_grad()
     def build(self) -> None:
-        """The buckets and fragments of groups that are new. All ranks."""
+        """Make buckets and fragments of new groups. All ranks."""
         for g, group in enumerate(self.param_groups):
             check_group(f"group {g}", group)
         known = len(self.buckets)
@@ -174,24 +182,28 @@ class LocalSteps(Wrapped):
         if self.hierarchy.intra_node is not None:
             self._averager = DenseAverager(self.buckets.params, self.hierarchy.intra_node)
         if self.inner.state and any(bucket.masters for bucket in self.buckets[known:]):
-            self.inner_step.load(self.inner.state_dict())  # what it has of these parameters becomes float32
+            self.inner_step.load(self.inner.state_dict())  # its state of these parameters becomes float32
         if not known:
             self.buffers.begin()
         self.traffic.elements = max(sum(bucket.layout.parameter_numel for bucket in self.buckets), 1)
         self.traffic.begin(in_backward=False)
 
     def state_bytes(self) -> int:
-        """Bytes that are kept beside the inner optimizer's state, on this rank."""
+        """Bytes of this rank's state, without the inner optimizer's."""
         return sum(bucket.state_bytes() for bucket in self.buckets)
 
     # ---------------------------------------------------------------- step
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes in here only accumulate. Needed where a node averages gradients; elsewhere without effect."""
+        """Backward passes in this block only accumulate. Needed if nodes average gradients; else without effect."""
         return nullcontext() if self._averager is None else self._averager.no_sync()
 
     def add_tokens(self, count: float) -> None:
-        """Count what this rank trains on: differences weigh by it in the next round. Any unit; all ranks, or none."""
+        """Count training data of this rank: differences are weighted by it in the next round. All ranks, or none.
+
+        Args:
+            count: Number of tokens, or of another unit that all ranks use; added to earlier counts of the round.
+        """
         check_number(f"rank {self.transport.rank}: add_tokens", "count", count)
         for fragment in self.fragments:
             fragment.tokens += float(count)
@@ -199,11 +211,22 @@ class LocalSteps(Wrapped):
     @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """The inner optimizer's step; where a round is due, all ranks' exchange. All ranks, equally often.
+        """Take the inner optimizer's step, and a round if one is due. All ranks call it the same number of times.
 
-        A step whose gradients are not finite is left out. Under GradScaler that is all; otherwise this rank stays where
-        it is until the next round, in which its difference is owed and not counted. Raises PeerError if a peer is lost,
-        DesyncError if the ranks' rounds or schedules differ, ReplicaError if anchors are no longer identical.
+        A step whose gradients are not finite is left out. Without GradScaler, this rank then also stops moving until
+        the next round, in which its difference does not count and is carried over.
+
+        Args:
+            closure: Evaluates the model again and returns the loss. Default None.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            PeerError: A peer is lost.
+            DesyncError: The ranks' rounds or schedules differ.
+            ReplicaError: Anchors are no longer identical.
+            SkippedStepsError: Too many rounds in a row had no finite difference on any rank.
         """
         self.policy.computing.stop()
         loss = loss_of(closure)
@@ -241,12 +264,12 @@ class LocalSteps(Wrapped):
         is_good = self.inner_step.take(self.fragments, scale, is_frozen=self.is_frozen)
         self.stats.skipped_steps += self.is_frozen or not is_good
         is_scaled = scaler_scale is not None or getattr(self, "found_inf", None) is not None
-        self.is_frozen |= not is_good and not is_scaled  # an overflow is the scale's fault
+        self.is_frozen |= not is_good and not is_scaled  # under a scaler, overflows are expected
 
     def _take_round(self, fragment: Fragment, *, is_delayed: bool) -> bool:
-        """A vote, and the fragment is sent; without delay it lands too. All ranks.
+        """Vote, and send the fragment; without delay, land it too. All ranks.
 
-        False: all had finished (`join`), and this was the last round.
+        Returns False if all ranks have finished (`join`): this was the last round.
         """
         is_here = not (self.is_frozen or self.is_away)
         interval = self.policy.next(self.steps)
@@ -267,17 +290,18 @@ class LocalSteps(Wrapped):
         return ballot.goes_on
 
     def _end_step(self) -> None:
-        """Parameters follow their masters, and stats say what has been sent."""
+        """Copy masters into parameters, and update stats."""
         self.replica.show()
         self.traffic.end(self.stats, self.steps)
 
-    # ---------------------------------------------------------------- what the ranks agree on
+    # ---------------------------------------------------------------- agreement of the ranks
 
     @calling("optimizer.sync()")
     def sync(self) -> None:
-        """A round of all fragments now, whatever was due: all ranks hold the same parameters. All ranks, alike.
+        """Take a round of all fragments now: afterwards all ranks have the same parameters. All ranks, same step.
 
-        Before a model is saved alone, or at the end of a run. Nothing is sent where nothing has moved since the last.
+        Call it before a model is saved alone, and at the end of a run. Sends nothing if nothing has moved since the
+        last round.
         """
         with torch.no_grad():
             self._begin_round()
@@ -294,31 +318,32 @@ class LocalSteps(Wrapped):
             self._end_step()
 
     def _begin_round(self) -> None:
-        """One that is between two steps."""
+        """Begin a round between two steps."""
         self.traffic.begin(in_backward=self._averager is not None)
         self.replica.settle()
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:
-        """The anchors become the parameters as they are: others' weights, alike on all ranks. Nothing is owed then.
+        """Make the current parameters the anchors, and reset all residuals: for weights from elsewhere.
 
-        All ranks, between a round and the next step: after `sync`, or before the first step.
+        They must be the same on all ranks. All ranks, between a round and the next step: after `sync`, or before the
+        first step.
         """
         self.replica.adopt_parameters()
 
     def is_at_anchor(self) -> bool:
-        """Whether no step was taken since all parameters were the anchors. The same on all ranks."""
+        """Whether all parameters are the anchors: no step was taken since. The same on all ranks."""
         return all(not fragment.is_under_way and fragment.synced_at == self.steps for fragment in self.fragments)
 
     def anchors(self) -> AbstractContextManager[None]:
-        """In here the parameters are the anchors, which are the same on all ranks: for an evaluation. Sends nothing."""
+        """In this block the parameters are the anchors, the same on all ranks, for an evaluation. Sends nothing."""
         return self.replica.at_anchors()
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Rounds in here go without this rank's difference, which it owes: the others need not wait for its steps.
+        """Rounds in this block do not count this rank's difference, which is carried over.
 
-        It takes part in the traffic all the same, and goes on from each new anchor.
+        The rank still takes part in the traffic, and continues from each new anchor.
         """
         self.is_away, before = True, self.is_away
         try:
@@ -328,16 +353,19 @@ class LocalSteps(Wrapped):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Around a loop over batches of which ranks may have different numbers. All ranks. As torch's Join.
+        """Wrap a loop over batches whose number may differ between ranks, as torch's Join. All ranks.
 
-        A rank that is through takes part in the others' rounds: in the first with what it has left, then with nothing.
-        The last round is when all are through: after it all ranks hold the same parameters.
+        A rank that has finished takes part in the others' rounds: in the first with its last difference, then with
+        none. The last round is when all have finished; after it all ranks have the same parameters.
+
+        Raises:
+            RuntimeError: There are several fragments, or a delay.
         """
         self._is_finished = False
         if len(self.fragments) > 1 or self.options.delay:
             raise RuntimeError(
-                f"rank {self.transport.rank}: join() is for one fragment without delay; with several, give all ranks "
-                "equally many batches"
+                f"rank {self.transport.rank}: join() needs fragments=1 and delay=0; otherwise give all ranks the same "
+                "number of batches"
             )
         try:
             yield
@@ -351,16 +379,19 @@ class LocalSteps(Wrapped):
             self._is_finished = False
 
     def check_replicas(self) -> None:
-        """Vote on the anchors' bits. All ranks; ReplicaError on all where they differ."""
+        """Compare the anchors' bits. All ranks; raises ReplicaError on all if they differ."""
         with self.traffic.waited.running():
             self.replica.check_anchors(self.steps)
 
     # ---------------------------------------------------------------- states
 
     def state_dict(self) -> State:
-        """The inner optimizer's, and this rank's share of local steps under "onebit": each saves and loads its own.
+        """The inner optimizer's state, and this rank's part of local steps under "onebit". Every rank saves its own.
 
-        Between rounds this rank's parameters are a part of it. Tensors are the living ones, as in torch.
+        Between rounds it contains this rank's parameters. Tensors are not copied, as in torch.
+
+        Raises:
+            RuntimeError: A parameter of a group was replaced.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -376,10 +407,15 @@ class LocalSteps(Wrapped):
     def load_state_dict(self, state_dict: State) -> None:
         """Continue exactly where `state_dict` was taken, on the same rank of a world of the same size. All ranks.
 
-        Sets the parameters, to this rank's own: load the model before. Of another rank's state, as where rank 0 alone
-        has saved, its parameters and inner state are taken, and this rank owes nothing: with a warning. The inner
-        optimizer's own state is taken too: then local steps begin here. Raises ValueError, before anything is changed,
-        where it does not fit.
+        It also sets the parameters to this rank's: load the model before. If the state is another rank's (only rank 0
+        has saved), this rank takes its parameters and inner state, with residuals of zero, and logs a warning. A plain
+        state of the inner optimizer loads, too: local steps then begin here.
+
+        Args:
+            state_dict: From `state_dict()`.
+
+        Raises:
+            ValueError: It does not fit. Nothing has changed.
         """
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -391,11 +427,15 @@ class LocalSteps(Wrapped):
             after(self)
 
     def resume(self, record: State) -> None:
-        """Called when a state is loaded: the place in the run, and what is counted from there."""
+        """Restore the position in the run and the counts. Called when a state is loaded.
+
+        Args:
+            record: The part of the state under "onebit".
+        """
         self._edit = ""
         self.steps, self.stats.interval, self.is_frozen = record["steps"], record["interval"], record["is_frozen"]
         self.stats.rounds, self.stats.missed_rounds, self.stats.skipped_steps = record["counts"]
-        self.stats.dropped_states = record.get("dropped_states", 0)  # older states have dropped none
+        self.stats.dropped_states = record.get("dropped_states", 0)  # older states have no such count
         self.traffic.sent_in_run = record["sent_bytes"]
         if isinstance(self.interval, Auto):
             self.interval.chosen = record["chosen"]
@@ -405,9 +445,12 @@ class LocalSteps(Wrapped):
         self.buffers.remember()
 
     def load_state_dicts(self, state_dicts: Sequence[State]) -> None:
-        """Continue from the states of all ranks of a world of any size, in rank order. All ranks, all the states.
+        """Continue from the states of all ranks of a world of any size. All ranks, with the same states.
 
-        In a world of the same size and levels, this rank's own is loaded, exactly. Otherwise anchors stay, and each
-        rank takes the mean of the others' parameters, inner states and errors, which keeps the sum of what is owed.
+        In a world of the same size and levels, this rank's own state is loaded exactly. If not, anchors stay, and each
+        rank takes the mean of the old ranks' parameters, inner states and residuals.
+
+        Args:
+            state_dicts: The states of all ranks, in rank order.
         """
         states.load_of_all_ranks(self, state_dicts)

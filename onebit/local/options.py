@@ -1,4 +1,4 @@
-"""What `LocalSteps` was constructed with, checked; ranks compare it before they build their buckets."""
+"""The options of `LocalSteps`, checked; ranks compare them before they build their buckets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .intervals import Started
 class LocalOptions:
     """The arguments of `LocalSteps` that must be the same on all ranks. bucket_elements: see `Buckets`.
 
-    Raises TypeError and ValueError.
+    Raises TypeError or ValueError if one is out of its range.
     """
 
     schedule: Started
@@ -48,7 +48,7 @@ class LocalOptions:
             raise ValueError(f"error_dtype must be torch.float32 or torch.bfloat16, got {self.error_dtype!r}")
 
     def lines(self, inner: torch.optim.Optimizer) -> list[str]:
-        """As text, a line each, with the inner optimizer's kind."""
+        """The options as text, a line each, with the inner optimizer's kind."""
         options = {
             "inner": type(inner).__name__,
             "every": self.schedule.interval,

@@ -1,4 +1,4 @@
-"""Replica: this rank's parameters in buckets, their float32 masters, and the anchors, which all ranks agree on.
+"""Replica: this rank's parameters in buckets, their float32 masters, and the anchors, on which all ranks agree.
 
 Between rounds replicas differ and anchors do not. A bucket is in `fragment.py`, masters are in `layout/masters.py`.
 """
@@ -31,7 +31,7 @@ class Replica:
         self.hierarchy = Hierarchy.of(transport)
         self.buckets: Buckets[LocalBucket] = Buckets(self, transport, parts, options.bucket_elements, hooks=False)
 
-    # ---------------------------------------------------------------- what `Buckets` asks for
+    # ---------------------------------------------------------------- the interface that `Buckets` calls
 
     @property
     def param_groups(self) -> list[Group]:
@@ -43,10 +43,10 @@ class Replica:
         return self._options.lines(self._optimizer.inner)
 
     def begin_group(self, g: int) -> None:
-        """Nothing is kept of a group before its buckets."""
+        """Does nothing: a group has no state before its buckets."""
 
     def new_bucket(self, g: int, members: Sequence[tuple[Tensor, str]], device: torch.device) -> LocalBucket:
-        """A bucket of these parameters of group g, whose anchor is what they are now."""
+        """A bucket of these parameters of group g; their current values are its anchor."""
         params = [p for p, _ in members]
         layout = lay_out([local(p).shape for p in params], self._options.codec.block, self._transport.world_size)
         worker, server = (
@@ -76,15 +76,15 @@ class Replica:
         return bucket
 
     def publish(self, bucket: LocalBucket) -> None:
-        """optimizer.state is the inner optimizer's, and shows nothing of ours."""
+        """Does nothing: optimizer.state is the inner optimizer's, and does not show ours."""
 
     def gradient_is_ready(self, p: Tensor) -> None:
-        """Called by hooks, of which there are none."""
+        """Does nothing: there are no hooks to call it."""
 
     # ---------------------------------------------------------------- masters
 
     def settle(self) -> None:
-        """Masters take what others have written into parameters. RuntimeError where one has another dtype now."""
+        """Copy values that other code wrote into parameters to masters. RuntimeError if a parameter's dtype changed."""
         for bucket in self.buckets:
             bucket.masters.check(self._transport.rank, bucket.names)
             bucket.masters.settle()
@@ -96,7 +96,7 @@ class Replica:
 
     @contextmanager
     def on_masters(self) -> Iterator[None]:
-        """In here parameters are their masters, for an optimizer that knows of none."""
+        """In this block parameters are their masters, for an optimizer without masters."""
         with ExitStack() as stack:
             for bucket in self.buckets:
                 stack.enter_context(bucket.masters.standing_in())
@@ -117,7 +117,7 @@ class Replica:
 
     @contextmanager
     def at_anchors(self) -> Iterator[None]:
-        """In here the parameters are the anchors."""
+        """In this block the parameters are the anchors."""
         with torch.no_grad():
             self.settle()
             kept = [[w.clone() for w in bucket.local_values] for bucket in self.buckets]
@@ -133,7 +133,7 @@ class Replica:
                 self.show()
 
     def check_anchors(self, step: int) -> None:
-        """Vote on the anchors' bits. All ranks; ReplicaError on all where they differ."""
+        """Compare the anchors' bits. All ranks; raises ReplicaError on all if they differ."""
         anchors = [bucket.anchor for bucket in self.buckets]
         names = [f"the anchor of {bucket.names[0]} and its bucket" for bucket in self.buckets]
         replicas.check_replicas(self._transport, anchors, names, step)

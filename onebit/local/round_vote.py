@@ -1,7 +1,7 @@
-"""What every rank says before a round: where it is, whether its differences count, and how much they weigh.
+"""The vote of every rank before a round: its step, whether its differences count, and their weight.
 
-Ranks that are not in the same step, or whose schedules differ, end with a `DesyncError` on all of them before anything
-of the round is sent. Rests on `comm/messages.py`.
+If ranks are not in the same step, or their schedules differ, all raise a `DesyncError` before anything of the round is
+sent. Rests on `comm/messages.py`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _FIXED = struct.Struct("<qq??Bd8s")
 
 @dataclass(frozen=True)
 class RoundVote:
-    """One rank's.
+    """One rank's vote.
 
-    step: local steps so far. interval: those to the next round. is_present: whether its difference counts now, and is
-    not only owed. is_finished: it has no batches left (`join`). owes: whether anything is owed to it by earlier rounds.
-    tokens: what it has trained on since the last round, in its own unit. gradients: see `wrappers.gradient_digest`.
-    edit: what this rank has found replaced in its groups, for the error; of another rank, whether there is anything.
-    keeps: by group, what weight decay has left of the anchor since the last round. decays: by parameter, whether it had
-    a gradient in every step since then: only then has the inner optimizer decayed it each time.
+    step: local steps so far. interval: steps to the next round. is_present: whether its difference counts now; if not,
+    it is carried over. is_finished: it has no batches left (`join`). owes: whether it has a residual of earlier rounds.
+    tokens: its training data since the last round, from `add_tokens`. gradients: see `wrappers.gradient_digest`. edit:
+    a replaced parameter that this rank has found in its groups, for the error; for another rank, whether there is one.
+    keeps: by group, the product of the weight decays since the last round. decays: by parameter, whether it had a
+    gradient in every step since then: only then has the inner optimizer decayed it each time.
     """
 
     step: int
@@ -62,12 +62,12 @@ class RoundVote:
 
 @dataclass(frozen=True)
 class Ballot:
-    """What all ranks have said, and what follows from it. The same on all of them, but for `mine`, this one's vote.
+    """All votes, and the decisions that follow from them. The same on all ranks, except `mine`, this rank's vote.
 
-    votes: in rank order. goes_on: whether any rank has batches left. agreed: the vote of those that have; where none
-    has, of the one furthest on. is_counted: whether any rank's difference counts. owes_nothing: all count, and nothing
-    is owed of earlier ones. decays: as `RoundVote`'s, on every rank. By node, whose ranks have one difference:
-    presents, whether it counts, and weights, how much.
+    votes: in rank order. goes_on: whether any rank has batches left. agreed: the vote of the ranks that have; if none
+    has, of the one with the most steps. is_counted: whether any rank's difference counts. owes_nothing: all count, and
+    no rank has a residual of earlier rounds. decays: as in `RoundVote`, on every rank. presents, weights: by node, as
+    its ranks share one difference: whether it counts, and its weight.
     """
 
     mine: RoundVote
@@ -100,11 +100,9 @@ class Ballot:
 
 
 def cast_votes(transport: Transport, mine: RoundVote, device: torch.device | str, local_size: int) -> Ballot:
-    """Every rank's. All ranks. Raises DesyncError, and RuntimeError where a rank's groups were edited.
+    """Exchange the votes. All ranks. Raises DesyncError, and RuntimeError if a rank's groups were edited.
 
-    local_size: ranks of a node.
-
-    Sends 35 bytes, 8 for each group and a bit for each parameter to each peer.
+    local_size: ranks of a node. Sends 35 bytes, 8 for each group and a bit for each parameter to each peer.
     """
     messages = gather_bytes(transport, mine.to_bytes(), device)
     votes = [RoundVote.from_bytes(data, len(mine.keeps), len(mine.decays)) for data in messages]
@@ -115,14 +113,15 @@ def cast_votes(transport: Transport, mine: RoundVote, device: torch.device | str
 
 
 def check_votes(rank: int, votes: Sequence[RoundVote]) -> None:
-    """Raise DesyncError, on all ranks, unless those that have batches are in the same place of the same schedule."""
+    """Raise DesyncError, on all ranks, unless those with batches left are at the same step of the same schedule."""
     active = [(k, vote) for k, vote in enumerate(votes) if not vote.is_finished]
     for what, remedy, values in (
-        ("steps since the start", "every rank must call step() equally often, or in `with optimizer.join():`",
+        ("steps since the start",
+         "every rank must call step() the same number of times, or in `with optimizer.join():`",
          [vote.step for _, vote in active]),
-        ("steps to the next round", "give every=, learning rates and their schedules alike on all ranks",
+        ("steps to the next round", "give all ranks the same every=, learning rates and schedules",
          [vote.interval for _, vote in active]),
-        ("weight decay since the last round", "give learning rates, schedules and weight_decay alike on all ranks",
+        ("weight decay since the last round", "give all ranks the same learning rates, schedules and weight_decay",
          [vote.keeps for _, vote in active]),
     ):  # fmt: skip
         if len(set(values)) > 1:
@@ -134,7 +133,7 @@ def check_votes(rank: int, votes: Sequence[RoundVote]) -> None:
 
 
 def weights_of(tokens_by_node: Sequence[float]) -> list[float]:
-    """How much each node's difference weighs in the mean over nodes; they add up to their number. No tokens: 1 each."""
+    """The weight of each node's difference in the mean over nodes. Their sum is their number. No tokens: 1 each."""
     total = sum(tokens_by_node)
     if total <= 0.0 or len(set(tokens_by_node)) == 1:
         return [1.0] * len(tokens_by_node)

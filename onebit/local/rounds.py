@@ -1,11 +1,11 @@
-"""Rounds: what ranks do together every N steps, for one fragment at a time.
+"""Rounds: the joint part of local steps, every N steps, for one fragment at a time.
 
-    vote        what is not finite returns to the anchor; every rank says where it is, and whether its difference counts
-    send        this rank's share of each bucket; both phases begin, and without delay they land at once
-    bring_home  under delay: the second phase begins half-way, and the fragment lands when it is due
+    vote        buckets that are not finite return to the anchor; ranks exchange their step, and whether they count
+    send        encodes this rank's share of each bucket and begins both phases; without delay it also lands them
+    bring_home  with delay: begins the second phase half-way, and lands the fragment when it is due
 
-What all ranks say is in `round_vote.py`, the recursion of one bucket in `fragment.py`; when rounds are due, and what
-follows from them, in `local_steps.py`.
+Votes are in `round_vote.py`, the recursion of one bucket in `fragment.py`; `local_steps.py` decides when rounds are due
+and acts on them.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ log = logging.getLogger(__name__)
 
 
 class Rounds:
-    """The votes and exchanges of fragments. All ranks vote, send and land alike.
+    """The votes and exchanges of fragments. All ranks vote, send and land in the same order.
 
-    inner: whose state begins anew where it or its parameters are spoilt. parts: the ranks that hold one replica.
-    waited: runs while rounds wait for others. stats: learn of the phase and of this rank's weight.
+    inner: its state is reset for parameters that are not finite. parts: the ranks that hold one replica. waited: runs
+    while rounds wait for others. stats: gets the phase and this rank's weight.
     """
 
     def __init__(
@@ -62,22 +62,22 @@ class Rounds:
     # ---------------------------------------------------------------- the vote
 
     def note_gradients(self) -> None:
-        """In the first step: where all ranks have the same gradients, someone has averaged them."""
+        """Digest the gradients of the first step: if all ranks have the same, other code has averaged them."""
         if not self._has_looked and self._transport.world_size > 1:
             dense = [[g for g in bucket.gradients() if g is not None and not g.is_sparse] for bucket in self._buckets]
             self._gradients = gradient_digest(dense)
 
     def stop_looking(self) -> None:
-        """Gradients have been compared, here or in a run that goes on here."""
+        """Compare no more gradients: that is done, here or before a resume."""
         self._has_looked, self._gradients = True, NOT_COMPARED
 
     def vote(
         self, fragment: Fragment, step: int, interval: int, *, is_present: bool, is_finished: bool, edit: str
     ) -> tuple[Ballot, list[LocalBucket]]:
-        """All ranks' votes, and the buckets that were not finite here and are at the anchor now.
+        """Exchange votes. Returns the ballot, and the buckets that were not finite here and are at the anchor now.
 
-        Of this rank: step, interval, is_finished and edit, as in `RoundVote`. is_present: its difference counts if it
-        is finite.
+        step, interval, is_finished, edit: this rank's, as in `RoundVote`. is_present: whether its difference counts if
+        it is finite.
         """
         spoilt = self._restore_spoilt(fragment, step)
         for bucket in (bucket for bucket in fragment.buckets if bucket not in spoilt):
@@ -106,7 +106,7 @@ class Rounds:
         return ballot, spoilt
 
     def _restore_spoilt(self, fragment: Fragment, step: int) -> list[LocalBucket]:
-        """Where parameters are not finite, return to the anchor, and begin their inner state anew. Those buckets."""
+        """Return buckets that are not finite to the anchor, and reset their inner state. Returns these buckets."""
         spoilt = [bucket for bucket in fragment.buckets if not bucket.can_travel()]
         for bucket in spoilt:
             bucket.return_to_anchor()
@@ -115,7 +115,7 @@ class Rounds:
             for p in bucket.params:
                 self._inner_state.drop(p)
             log.warning(
-                "rank %d: parameters were not finite after step %d (%s and its bucket): this rank goes on from the "
+                "rank %d: parameters were not finite after step %d (%s and its bucket): this rank continues from the "
                 "anchor, with a new state of the inner optimizer for them; look at the data and the loss here",
                 self._transport.rank,
                 step,
@@ -133,7 +133,7 @@ class Rounds:
     # ---------------------------------------------------------------- the exchange
 
     def send(self, fragment: Fragment, ballot: Ballot, spoilt: Sequence[LocalBucket], *, is_delayed: bool) -> None:
-        """Send this fragment's differences. It lands now; is_delayed: `delay` steps later."""
+        """Send this fragment's differences. It lands now, or with is_delayed `delay` steps later."""
         step = ballot.agreed.step
         fragment.shares = self._shares(fragment, ballot, spoilt)
         fragment.begin(step)
@@ -152,7 +152,7 @@ class Rounds:
                         exchanges, lambda k: fragment.buckets[k].land(self._codec, self._outer, fragment.shares[k])
                     )
         except BaseException:
-            fragment.move("skip")  # what a further step() says is this error again
+            fragment.move("skip")  # a further step() raises this error again
             raise
         if is_delayed:
             fragment.move("suspend")
@@ -164,8 +164,8 @@ class Rounds:
     def _shares(self, fragment: Fragment, ballot: Ballot, spoilt: Sequence[LocalBucket]) -> list[Share]:
         """This rank's part in the round of each bucket.
 
-        Parameters that have not decayed as all ranks agree do so here: spoilt ones, and those of a rank that had no
-        batches left.
+        Parameters that have not decayed as all ranks agree are decayed here: those that returned to the anchor, and
+        those of a rank that had no batches left.
         """
         keeps, decays, node = ballot.agreed.keeps, ballot.decays, self._hierarchy.inter_node.rank
         self._stats.weight = weight = ballot.weights[node]
@@ -185,15 +185,15 @@ class Rounds:
         return shares
 
     def _correction(self) -> float:
-        """What a correction takes of a round, for each of its steps: min(.3/H, 1/τ)."""
+        """Share of a round in the correction, for each of its steps: min(.3/H, 1/τ)."""
         if self._correction_steps == 0:
             return 0.0
         return min(_MOST_OF_A_ROUND / self._stats.interval, 1.0 / self._correction_steps)
 
-    # ---------------------------------------------------------------- what is under way
+    # ---------------------------------------------------------------- exchanges under way
 
     def bring_home(self, fragment: Fragment, step: int) -> None:
-        """After this step: what is under way enters its second phase when it is half-way, and lands when it is due."""
+        """After this step: begin the second phase of an exchange that is half-way, and land one that is due."""
         if fragment.lands_at is None or fragment.sent_at is None:
             return
         if step >= fragment.lands_at:
@@ -204,7 +204,7 @@ class Rounds:
                     task.advance()
 
     def is_past_first_phase(self, fragment: Fragment, step: int) -> bool:
-        """Whether the second phase of what is under way has been launched, after this step."""
+        """Whether the second phase of the exchange under way has been launched, after this step."""
         return fragment.sent_at is not None and step >= fragment.sent_at + self._half_way
 
     @property
@@ -212,7 +212,7 @@ class Rounds:
         return (self._delay + 1) // 2
 
     def land(self, fragment: Fragment) -> None:
-        """Bring what is under way to its end, if there is anything."""
+        """Complete the exchange under way, if there is one."""
         if not fragment.is_under_way:
             return
         with self._waited.running():

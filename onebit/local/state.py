@@ -1,8 +1,9 @@
-"""The state of local steps as a dict: what is saved, checked and taken back, and what another world takes over.
+"""The state of local steps as a dict: saving, checking and loading it, also in a world of another size.
 
-As the inner optimizer's own, with "anchor", "worker_error", "outer_momentum" and "correction" among each parameter's
-entries; the rest is under "onebit". Right after a round parameters are the anchors, and are left out; otherwise each
-rank's are in. An exchange under way is saved as the frames that were sent, and is sent again when it is loaded.
+It is the inner optimizer's state, with "anchor", "worker_error", "outer_momentum" and "correction" among each
+parameter's entries; the rest is under "onebit". Right after a round parameters are the anchors, and are left out;
+otherwise each rank's are included. An exchange under way is saved as the frames that were sent, which are sent again
+after loading.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ OURS = ("anchor", "worker_error", "outer_momentum", "correction")
 
 
 def identity(optimizer: LocalSteps) -> dict[str, object]:
-    """What a state must say to be this rank's."""
+    """The fields that a state must have to be this rank's."""
     return {
         "kind": KIND,
         "version": _VERSION,
@@ -63,7 +64,7 @@ def identity(optimizer: LocalSteps) -> dict[str, object]:
 
 
 def save(optimizer: LocalSteps, inner: State) -> State:
-    """The inner optimizer's state, and this rank's share of local steps."""
+    """The inner optimizer's state, and this rank's part of local steps."""
     numbers = optimizer.buckets.numbers()
     entries = {key: dict(entry) for key, entry in inner["state"].items()}
     for bucket in optimizer.buckets:
@@ -100,7 +101,7 @@ def save(optimizer: LocalSteps, inner: State) -> State:
 
 
 def _entries(bucket: LocalBucket) -> list[dict[str, Tensor]]:
-    """What is kept of each parameter."""
+    """The state of local steps for each parameter."""
     flats = {"anchor": bucket.anchor, "worker_error": _spread(bucket, bucket.ef.worker)}
     flats |= _optional(bucket)
     views = {name: bucket.layout.views(flat) for name, flat in flats.items()}
@@ -108,13 +109,13 @@ def _entries(bucket: LocalBucket) -> list[dict[str, Tensor]]:
 
 
 def _optional(bucket: LocalBucket) -> dict[str, Tensor]:
-    """What only some options keep."""
+    """State that only some options need."""
     flats = {"outer_momentum": bucket.velocity, "correction": bucket.correction}
     return {name: flat for name, flat in flats.items() if flat is not None}
 
 
 def _spread(bucket: LocalBucket, own: Tensor) -> Tensor:
-    """A flat tensor [W·N] that holds these own rows, zeros where another rank of the node keeps them."""
+    """A flat tensor [W·N] with these own rows, and zeros in rows that another rank of the node keeps."""
     if bucket.hierarchy.local_size == 1:
         return own
     flat = own.new_zeros(bucket.layout.numel)
@@ -124,7 +125,7 @@ def _spread(bucket: LocalBucket, own: Tensor) -> Tensor:
 
 
 def _timetable(fragment: Fragment) -> State:
-    """Where a fragment is in its round, and what of it is under way."""
+    """The position of a fragment in its round, and its exchange under way."""
     found: State = {
         "buckets": len(fragment.buckets),
         "due": fragment.due,
@@ -157,8 +158,8 @@ def load(optimizer: LocalSteps, state: State) -> None:
         return
     if record.get("kind") != KIND:
         raise ValueError(
-            f"{where}it is that of {record.get('kind', 'a one-bit optimizer')}, this is of local steps around "
-            f"{type(optimizer.inner).__name__}; to go on from the model's weights alone load no optimizer state"
+            f"{where}it belongs to {record.get('kind', 'a one-bit optimizer')}, this optimizer is local steps around "
+            f"{type(optimizer.inner).__name__}; to continue from the model's weights alone, load no optimizer state"
         )
     if (mine := _as_own(optimizer, state)) is not state:
         warn_of_other_rank(log, record, optimizer.transport.rank)
@@ -188,7 +189,7 @@ def load(optimizer: LocalSteps, state: State) -> None:
 
 
 def _inner_part(state: State) -> State:
-    """The state without what is ours: the inner optimizer's own."""
+    """The inner optimizer's part of the state."""
     entries = {}
     for key, entry in state["state"].items():
         theirs = {name: value for name, value in entry.items() if name not in OURS}
@@ -198,7 +199,7 @@ def _inner_part(state: State) -> State:
 
 
 def _begin_here(optimizer: LocalSteps) -> None:
-    """Nothing owed, and anchors where the parameters are: the state was of the inner optimizer alone."""
+    """Begin with residuals of zero and the parameters as anchors: the state was the inner optimizer's alone."""
     make_equal(optimizer.transport, [local(p) for p in optimizer.buckets.params if local(p).numel() > 0])
     optimizer.adopt_parameters()
 
@@ -210,7 +211,7 @@ def _restore_bucket(bucket: LocalBucket, entries: Sequence[State], saved: State)
             view.copy_(entry[name])
     bucket.ef.worker.copy_(bucket.hierarchy.rows(worker).reshape(-1))
     bucket.ef.server.copy_(saved["server_error"])
-    bucket.peak_lr = saved.get("peak_lr", 0.0)  # older states have no correction, and no use for it
+    bucket.peak_lr = saved.get("peak_lr", 0.0)  # older states have no correction, which alone needs it
     bucket.paces = [tuple(pace) for pace in saved.get("paces", ())]
     bucket.wire = bucket.at_send = bucket.sent_HB = bucket.said_WB = None
     bucket.return_to_anchor()
@@ -235,7 +236,7 @@ def _restore_timetable(optimizer: LocalSteps, fragment: Fragment, saved: State) 
             task.advance()
 
 
-# ---------------------------------------------------------------- of all ranks of another world
+# ---------------------------------------------------------------- states of another world
 
 
 def load_of_all_ranks(optimizer: LocalSteps, states: Sequence[State]) -> None:
@@ -250,18 +251,18 @@ def load_of_all_ranks(optimizer: LocalSteps, states: Sequence[State]) -> None:
     optimizer.load_state_dict(_placed(optimizer, world.state, world.server_errors))
     if rank == 0:
         log.info(
-            "local steps of %d ranks taken over by %d: anchors stay, each owes the mean of what was owed, its sum is "
-            "kept; parameters between rounds, and inner states, are the mean of the old ranks'",
+            "local steps of %d ranks taken over by %d: anchors stay; residuals, parameters between rounds and inner "
+            "states become the mean of the old ranks'",
             world.size,
             W,
         )
 
 
 def _as_own(optimizer: LocalSteps, state: State) -> State:
-    """Another replica's state as this rank's: that replica's parameters and inner state, and nothing owed.
+    """Another replica's state as this rank's: that replica's parameters and inner state, residuals of zero.
 
-    Else the state itself. What is under way is sent again, with that replica's frames, by as many ranks as sent it; by
-    others it is dropped.
+    A state of this rank is returned unchanged. In a world of the same size an exchange under way is sent again, with
+    that replica's frames; otherwise it is dropped.
     """
     record, own = state["onebit"], identity(optimizer)
     if not is_of_other_rank(record, own):
@@ -270,15 +271,15 @@ def _as_own(optimizer: LocalSteps, state: State) -> State:
         state = _landed(state, optimizer.codec)
     elif any(saved["lands_at"] is not None for saved in record["timetable"]) and own["local_size"] != 1:
         raise ValueError(
-            f"rank {own['rank']}: this state is of rank {record['rank']} within a round on several levels, whose "
-            "frames no other rank has; save on every rank, or between rounds"
+            f"rank {own['rank']}: this state belongs to rank {record['rank']}, and was saved within a round on two "
+            "levels, whose frames no other rank has; save on every rank, or between rounds"
         )
     errors = [saved["server_error"].new_zeros(saved["numel"]) for saved in record["buckets"]]
     return _placed(optimizer, {**state, "state": owing_nothing(state)}, errors)
 
 
 def _placed(optimizer: LocalSteps, state: State, server_errors: Sequence[Tensor | None]) -> State:
-    """The state of a whole world as that of this rank of this one. server_errors: those of all ranks, by bucket."""
+    """The state of a whole world, cut for this rank of this world. server_errors: those of all ranks, by bucket."""
     own, record = identity(optimizer), dict(state["onebit"])
     if len(record["buckets"]) == len(optimizer.buckets):
         record["buckets"] = [
@@ -295,7 +296,10 @@ def _own_chunk(bucket: LocalBucket, server_error: Tensor | None) -> Tensor:
 
 
 def _landed(state: State, codec: Codec) -> State:
-    """The state as if what is under way had not been sent: it is owed, and parameters have what came after it."""
+    """The state as if the exchange under way had not been sent: its values go back to the residual.
+
+    Parameters keep the steps after it was sent.
+    """
     record = state.get("onebit")
     if record is None or all(saved["lands_at"] is None for saved in record.get("timetable", ())):
         return state
@@ -318,7 +322,7 @@ def _landed(state: State, codec: Codec) -> State:
             for number, w_sent, q, keep in views:
                 entry, k = entries[number], place[number]
                 entry["anchor"] = entry["anchor"] * keep
-                if not share["sends_weights"]:  # these were sent whole: nothing of them is owed, or lost
+                if not share["sends_weights"]:  # weights that were sent in full leave no residual
                     entry["worker_error"] = entry["worker_error"] + q.to(entry["worker_error"].dtype)
                     parameters[k] = entry["anchor"] + (parameters[k] - w_sent)
     record |= {"timetable": timetable, "parameters": parameters}
@@ -326,7 +330,7 @@ def _landed(state: State, codec: Codec) -> State:
 
 
 def _decoded(frames_HB: Tensor, codec: Codec, chunk: int, record: State) -> Tensor:
-    """What frames of a rank's own rows say, flat [W·N]; zeros where another rank of the node has sent."""
+    """Decoded frames of a rank's own rows, flat [W·N]; zeros in rows that another rank of the node has sent."""
     values = torch.zeros(record["world_size"], chunk, device=frames_HB.device, dtype=torch.float32)
     nodes = len(frames_HB)
     first = record["rank"] % record["local_size"] * nodes

@@ -1,4 +1,4 @@
-"""What `LocalSteps` says about its last step, and the bytes that belong to it."""
+"""Counts of the last step of `LocalSteps`, and its bytes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,22 @@ from .round_vote import Ballot
 
 @dataclass
 class LocalStats:
-    """What the last step did. Bytes as payload this rank sent to others, without headers; times in milliseconds.
+    """Counts of the last step and of the run, on this rank.
 
-    phase: "local", or "round" where something was sent or has landed. interval: steps to the next round.
-    bits_per_parameter: of the last step, to other nodes; mean_bits_per_parameter: of all steps of the run.
-    rounds: so far. missed_rounds: those of them in which this rank's difference was owed and not counted.
-    skipped_steps: inner steps that this rank left out, because its gradients were not finite. weight: this rank's in
-    the last round. shadow_rounds: rounds of other ranks it has taken part in without batches of its own (`join`).
-    dropped_states: parameters whose inner state was not finite, or let them stand still, and began anew.
+    Attributes:
+        phase: "local", or "round" if something was sent or has landed.
+        interval: Steps to the next round.
+        sent_bytes: Payload bytes of the last step that this rank sent to others, without headers.
+        sent_bytes_inter_node: The part of sent_bytes that went to other nodes.
+        bits_per_parameter: Bits of the last step to other nodes, per parameter.
+        mean_bits_per_parameter: The same, as the mean over all steps of the run.
+        comm_ms: Milliseconds of the last step spent waiting for other ranks.
+        rounds: Rounds so far.
+        missed_rounds: Rounds in which this rank's difference did not count and was carried over.
+        skipped_steps: Inner steps that this rank left out because its gradients were not finite.
+        weight: This rank's weight in the last round.
+        shadow_rounds: Rounds of other ranks in which this rank took part after its last batch (`join`).
+        dropped_states: Parameters whose inner state was reset, because it was not finite or stopped them from moving.
     """
 
     phase: str = "local"
@@ -38,7 +46,7 @@ class LocalStats:
     dropped_states: int = 0
 
     def count_round(self, ballot: Ballot, interval: int) -> None:
-        """A round with these votes. interval: steps to the next one."""
+        """Count a round with these votes. interval: steps to the next one."""
         self.rounds += 1
         self.missed_rounds += not ballot.mine.is_present
         self.shadow_rounds += ballot.mine.is_finished and ballot.goes_on
@@ -48,8 +56,8 @@ class LocalStats:
 class LocalTraffic:
     """The bytes of each step and of the run, and how long this rank waits for others.
 
-    sent_in_run: to other nodes. elements: that this rank trains. in_backward: gradients travel inside the node during
-    backward, and count in the step; otherwise what is sent between two steps is someone else's.
+    sent_in_run: bytes to other nodes. elements: number of elements that this rank trains. in_backward: gradients travel
+    inside the node during backward, and count in the step; if not, bytes between two steps belong to other code.
     """
 
     def __init__(self, transport: Transport):
@@ -57,7 +65,7 @@ class LocalTraffic:
         self.waited, self.sent_in_run, self.elements = WaitClock(), 0, 1
 
     def begin(self, *, in_backward: bool) -> None:
-        """A step, or a round between two, begins."""
+        """Begin a step, or a round between two steps."""
         self.waited.total_s = 0.0
         self._inter_node.begin()
         if not in_backward:
@@ -65,12 +73,12 @@ class LocalTraffic:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """What is sent in here belongs to no step."""
+        """Bytes sent in this block belong to no step."""
         with self._all.left_out(), self._inter_node.left_out():
             yield
 
     def end(self, stats: LocalStats, steps: int) -> None:
-        """What has begun ends: into its stats. steps: taken in the run."""
+        """End the step or round, and write its numbers into stats. steps: steps of the run so far."""
         (sent, _), (_, inter_node) = self._all.take(), self._inter_node.take()
         self.sent_in_run += inter_node
         stats.sent_bytes, stats.sent_bytes_inter_node = sent, inter_node

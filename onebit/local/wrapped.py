@@ -1,4 +1,4 @@
-"""A torch optimizer around another one: what `LocalSteps` shows of it, asks of it, and knows about its steps."""
+"""A torch optimizer around another one: the parts that `LocalSteps` shows of it, and the checks of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..usage.contract import Group, State, check_number, refuse_copy
 
 
 class Wrapped(torch.optim.Optimizer):
-    """param_groups and state are the inner optimizer's. `build` is called for each new group."""
+    """An optimizer that shows param_groups and state of an inner one. `build` is called for each new group."""
 
     def __init__(self, inner: torch.optim.Optimizer):
         self._inner: torch.optim.Optimizer | None = None
@@ -24,7 +24,7 @@ class Wrapped(torch.optim.Optimizer):
         self._inner, self.defaults = inner, inner.defaults
 
     def build(self) -> None:
-        """Take up the groups that are new. Raises TypeError or ValueError where they cannot be."""
+        """Take over new groups. Raises TypeError or ValueError if they are not accepted."""
         raise NotImplementedError
 
     @property
@@ -58,7 +58,11 @@ class Wrapped(torch.optim.Optimizer):
             self._inner.state = state
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group to the inner optimizer; all ranks, at the same step. It travels with the last fragment."""
+        """Add a group to the inner optimizer. All ranks, at the same step. It travels with the last fragment.
+
+        Args:
+            param_group: As in torch.
+        """
         if self._inner is None:
             super().add_param_group(param_group)
             return
@@ -78,7 +82,7 @@ class Wrapped(torch.optim.Optimizer):
 
 
 def check_inner(inner: object) -> None:
-    """Raise TypeError or ValueError where this is no optimizer that can take local steps."""
+    """Raise TypeError or ValueError unless this is an optimizer that can take local steps."""
     if not isinstance(inner, torch.optim.Optimizer):
         raise TypeError(
             f"LocalSteps takes a torch optimizer, got {type(inner).__name__}: "
@@ -86,7 +90,8 @@ def check_inner(inner: object) -> None:
         )
     if isinstance(inner, BucketOptimizer | Wrapped):
         raise TypeError(
-            f"{type(inner).__name__} exchanges by itself; give LocalSteps one that does not, such as torch.optim.AdamW"
+            f"{type(inner).__name__} exchanges with other ranks itself; give LocalSteps an optimizer that does not, "
+            "such as torch.optim.AdamW"
         )
     if isinstance(inner, torch.optim.LBFGS):
         raise TypeError("LBFGS evaluates its closure several times in a step; LocalSteps needs one that steps once")
@@ -112,16 +117,16 @@ def check_group(where: str, group: Group) -> None:
 
 
 def are_finite(grads: Iterable[Tensor]) -> bool:
-    """Whether all elements are. By their sums first: one pass at the speed of memory, and exact where it says yes."""
+    """Whether all elements are finite. Looks at the sums first: one pass at memory speed, and a yes is exact."""
     held = [grad._values() if grad.is_sparse else local(grad) for grad in grads]
     sums: dict[torch.device, list[Tensor]] = {}
     for x in held:
         sums.setdefault(x.device, []).append(x.sum(dtype=torch.float32))
     if all(bool(torch.stack(each).isfinite().all()) for each in sums.values()):
         return True
-    return all(bool(x.isfinite().all()) for x in held)  # sums of finite ones may be beyond float32
+    return all(bool(x.isfinite().all()) for x in held)  # sums of finite elements may overflow float32
 
 
 def kept_by_decay(group: Group) -> float:
-    """What one step's weight decay leaves of a parameter, where it is decoupled from the gradient; else 1."""
+    """Factor of a parameter in one step by weight decay, if that is decoupled from the gradient; else 1."""
     return 1.0 - float(group["lr"]) * float(group["weight_decay"]) if group.get("decoupled_weight_decay") else 1.0

@@ -143,7 +143,7 @@ def test_what_local_steps_do_not_do_is_said() -> None:
         ({"every": "often"}, "expected a number of steps"),
         ({"every": {"shar": 1}}, 'unknown key "shar"; did you mean "share"'),
         ({"every": {"scale": 1, "share": 1}}, 'unknown key "share"; known here: scale, least, most'),
-        ({"every": {"4": 1}}, "must say what holds from step 0 on"),
+        ({"every": {"4": 1}}, "must have an interval from step 0 on"),
         ({"every": {}}, "says no interval"),
         ({"every": 4, "delay": 4}, "cannot land delay=4"),
         ({"every": 0, "outer_lr": 0.5}, "outer_lr is set, but every is 0"),

@@ -539,7 +539,7 @@ def test_wrong_uses_are_refused_with_the_remedy() -> None:
 
         with pytest.raises(TypeError, match=r"LocalSteps\(torch\.optim\.AdamW"):
             make(make_params())
-        with pytest.raises(TypeError, match="exchanges by itself"):
+        with pytest.raises(TypeError, match="exchanges with other ranks itself"):
             make(onebit.OnebitAdam(make_params(), transport=transport))
         with pytest.raises(TypeError, match="closure several times"):
             make(torch.optim.LBFGS(make_params()))
