@@ -1,6 +1,6 @@
 """`HostAdam`: Adam and AdamW for parameters in host memory, one pass over memory for each, with small states.
 
-The arithmetic of a step is `onebit/host/`, in C++ where it is built.
+The arithmetic of a step is in `onebit/host/`, in C++ if the library is built.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _NO_FORM = {
 
 
 class HostAdam(torch.optim.Optimizer):
-    """AdamW, or Adam with decoupled_weight_decay=False, of parameters in host memory.
+    """AdamW, or Adam with decoupled_weight_decay=False, for parameters in host memory. Sends nothing.
 
-    As torch.optim.AdamW, to a few last bits in float32: see `onebit/host/reference.py`. Other types and states:
+    In float32 it equals torch.optim.AdamW to a few last bits: see `onebit/host/reference.py`. Other types and states:
 
     - Parameters in bfloat16 or float16 get float32 masters, which the step moves; the parameter is its master, rounded
       to nearest. If other code has changed a parameter, its master takes the new value.
@@ -50,24 +50,28 @@ class HostAdam(torch.optim.Optimizer):
     - v in 8 bits takes 1.016 bytes, on a logarithmic scale with stochastic rounding that depends only on the step and
       the element. A gradient that is not finite spoils its element, and halts its block of 256.
 
+    It loads the states of torch.optim.Adam and AdamW; with float32 throughout, they load its states.
+
     Args:
         params: Parameters or groups, in host memory.
         lr: Learning rate. Default 1e-3.
         betas: Decay of m and v. Default (.9, .999).
         eps: Added to the denominator. Default 1e-8.
         weight_decay: Weight decay. Default 1e-2.
-        decoupled_weight_decay: AdamW's weight decay, not an L2 term. Default True.
+        decoupled_weight_decay: Whether to use AdamW's weight decay instead of an L2 term. Default True.
         bias_correction: Whether m and v are corrected for their start from zero. Default True.
         moment_dtype: dtype of m: torch.float32 (default) or torch.bfloat16.
         variance_dtype: dtype of v: torch.float32 (default) or torch.uint8.
-        maximize: Move along the gradient, not against it. Default False.
-        foreach: How torch runs the same mathematics; without effect.
-        fused: The same.
-        amsgrad: Not available: False.
-        capturable: Not available: False.
-        differentiable: Not available: False.
+        maximize: Whether to move along the gradient instead of against it. Default False.
+        foreach: Accepted without effect: in torch it selects an implementation.
+        fused: Accepted without effect, as foreach.
+        amsgrad: Not available; must be False.
+        capturable: Not available; must be False.
+        differentiable: Not available; must be False.
 
-    Loads the states of torch.optim.Adam and AdamW, and with float32 throughout they load its own. Sends nothing.
+    Raises:
+        ValueError: An option is not available or out of its range, or a parameter is not in host memory.
+        TypeError: A parameter has an unsupported dtype.
     """
 
     def __init__(
@@ -113,7 +117,7 @@ class HostAdam(torch.optim.Optimizer):
         super().__init__(listed_parameters(type(self).__name__, params), defaults)
 
     def add_param_group(self, param_group: Group) -> None:
-        """As torch's. Raises ValueError/TypeError as the constructor, and is then as it was."""
+        """As torch's. Raises ValueError/TypeError as the constructor does, and then changes nothing."""
         super().add_param_group(param_group)
         g, group = len(self.param_groups) - 1, self.param_groups[-1]
         named = [(p, f"parameter {k} of group {g}") for k, p in enumerate(group["params"])]
@@ -130,13 +134,13 @@ class HostAdam(torch.optim.Optimizer):
     def _check_place(self, p: Tensor, name: str) -> None:
         if p.device.type not in ("cpu", "meta"):
             raise ValueError(
-                f"{name} lies on {p.device}; HostAdam steps parameters in host memory. Give it host copies, or use "
+                f"{name} is on {p.device}; HostAdam steps parameters in host memory. Give it host copies, or use "
                 "torch.optim.AdamW(fused=True)"
             )
         if self.variance_dtype == torch.uint8 and hasattr(p, "to_local"):
             raise ValueError(
-                f"{name} is a DTensor; the scales of a variance in 8 bits are of one shard, which checkpoints of "
-                "DTensors cannot say. Leave variance_dtype=torch.float32"
+                f"{name} is a DTensor; the scales of a variance in 8 bits belong to one shard, which checkpoints of "
+                "DTensors cannot express. Leave variance_dtype=torch.float32"
             )
 
     def state_bytes(self) -> int:
@@ -153,7 +157,17 @@ class HostAdam(torch.optim.Optimizer):
     @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of each parameter that has a gradient. Raises RuntimeError on a sparse gradient."""
+        """One update of each parameter that has a gradient.
+
+        Args:
+            closure: Evaluates the model again and returns the loss. Default None.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            RuntimeError: A gradient is sparse.
+        """
         loss = loss_of(closure)
         for group in self.param_groups:
             _check_forms("a param group", group)
@@ -170,7 +184,7 @@ class HostAdam(torch.optim.Optimizer):
         if grad.dtype not in _MOMENTS:
             grad = grad.float()
         is_narrow = held.dtype != torch.float32
-        if is_narrow and "master" not in entry:  # it was cast since
+        if is_narrow and "master" not in entry:  # the parameter was float32 in the last step
             entry["master"] = p.detach().to(torch.float32, memory_format=torch.contiguous_format)
         if is_narrow and self._versions.get(p) != held._version:
             _follow_(local(entry["master"]), held)
@@ -199,7 +213,7 @@ class HostAdam(torch.optim.Optimizer):
             self._versions[p] = held._version
 
     def _new_entry(self, p: Tensor) -> State:
-        check_parameters(0, [(p, "a parameter")])  # which may have come into its group without add_param_group
+        check_parameters(0, [(p, "a parameter")])  # it may have come into its group without add_param_group
         self._check_place(p, "a parameter")
         entry: State = {
             "step": torch.tensor(0.0, dtype=torch.float32, device="cpu"),
@@ -218,10 +232,16 @@ class HostAdam(torch.optim.Optimizer):
     # ---------------------------------------------------------------- states
 
     def load_state_dict(self, state_dict: State) -> None:
-        """As torch's, but states keep their types. Raises ValueError, before anything has changed, at others' states.
+        """As torch's, but states keep this optimizer's types. States of torch.optim.Adam and AdamW load, too.
 
-        Those of torch.optim.Adam and AdamW will do, and those of another moment_dtype or variance_dtype: they are
-        converted. Where a state has no masters, those of narrow parameters are made of the parameters.
+        A state of another moment_dtype or variance_dtype is converted. If it has no masters, those of bfloat16 and
+        float16 parameters are made from the parameters.
+
+        Args:
+            state_dict: From `state_dict()`.
+
+        Raises:
+            ValueError: It does not fit. Nothing has changed.
         """
         saved = load_checked(self, state_dict, self._check_loadable)
         for p, entry in self._saved_entries(saved):
@@ -300,6 +320,6 @@ def _check_entry(where: str, entry: State, p: Tensor) -> None:
 
 
 def _follow_(master: Tensor, parameter: Tensor) -> None:
-    """Take over what others have written into a narrow parameter; elements that are their masters' stay."""
+    """Take over values that other code has written into a narrow parameter; unchanged elements keep their master."""
     is_same = master.to(parameter.dtype) == parameter
     master.copy_(torch.where(is_same, master, parameter.float()))

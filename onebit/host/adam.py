@@ -49,8 +49,8 @@ def adam_(
         eps: Added to the denominator. Default 1e-8.
         weight_decay: wd above. Default 0.
         step: Number of this step, from 1.
-        is_decoupled: AdamW's weight decay, not an L2 term. Default True.
-        bias_correction: Divide m and v by 1 - β^step. Default True.
+        is_decoupled: Whether to use AdamW's weight decay instead of an L2 term. Default True.
+        bias_correction: Whether to divide m and v by 1 - β^step. Default True.
         grad_scale: Factor of the gradients: 1/(loss scale), times that of clipping. Default 1.
         out: Receives the master, rounded to nearest; float32, bfloat16 or float16. Default None.
         offset: First element of this chunk within its parameter; with v in 8 bits a multiple of 256 (`BLOCK`). Chunks
@@ -78,9 +78,22 @@ def adam_(
 def direction_(
     g: Tensor, m: Tensor, v: Tensor, *, betas: tuple[float, float], eps: float, step: int, bias_correction: bool
 ) -> None:
-    """Advance m and v by the gradient g, and leave the direction in it: g ← m̂/(√v̂ + eps). float32 [n], as in `adam_`.
+    """Advance m and v by the gradient, and replace the gradient by the direction: g ← m̂/(√v̂ + eps).
 
-    What `adam_` with lr = 1 subtracts from a parameter of 0. One pass over memory.
+    The same as the step that `adam_` with lr = 1 subtracts from a parameter of 0. One pass over memory.
+
+    Args:
+        g: Gradient, float32 [n], in host memory. Becomes the direction.
+        m: Momentum, float32 [n]. Modified.
+        v: Variance, float32 [n]. Modified.
+        betas: Decay of m and v.
+        eps: Added to the denominator.
+        step: Number of this step, from 1.
+        bias_correction: Whether to divide m and v by 1 - β^step.
+
+    Raises:
+        TypeError: A tensor has another dtype. Nothing is written.
+        ValueError: A tensor has another size or place. Nothing is written.
     """
     check_tensors([("g", g), ("m", m), ("v", v)], g.numel())
     _run(AdamChunk(g, g, m, v, None), _constants_of_direction(tuple(betas), eps, step, bias_correction), 0)

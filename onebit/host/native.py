@@ -21,7 +21,7 @@ _KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.uint8: 4}
 
 
 def adam_(chunk: AdamChunk, c: AdamConstants, offset: int, isa: str = "auto") -> None:
-    """One step; arguments were checked."""
+    """One step. Arguments have been checked."""
     n, v = chunk.master.numel(), chunk.v
     values, scales = v if isinstance(v, EightBitVariance) else (v, None)
     constants = (c.grad_scale, c.keep, c.l2, c.lerp, c.beta2, 1.0 - c.beta2, c.eps, c.move)

@@ -1,4 +1,4 @@
-"""What a step of Adam on the host takes: tensors, checked once, and the scalars of the step."""
+"""Operands of a step of Adam on the host: tensors, checked once, and the scalars of the step."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ DTYPES = {
 class AdamConstants:
     """The scalars of a step, as the kernels need them; each is rounded to float32 there.
 
-    lerp: m ← base + lerp·(g - m); base is m, or g where from_grad. keep: of the parameter, decoupled decay. l2: times
-    the parameter, added to the gradient. move, eps: p ← p + move·m/(√v + eps), which is -lr·m̂/(√v̂ + eps) with both
-    sides of the fraction times √(1-β2^step).
+    lerp: m ← base + lerp·(g - m); base is m, or g if from_grad. keep: factor of the parameter, from decoupled decay.
+    l2: times the parameter, added to the gradient. move, eps: p ← p + move·m/(√v + eps), which is -lr·m̂/(√v̂ + eps)
+    with both sides of the fraction times √(1-β2^step).
     """
 
     grad_scale: float
@@ -57,7 +57,7 @@ class AdamConstants:
         is_decoupled: bool,
         bias_correction: bool,
     ) -> AdamConstants:
-        """Of the hyper-parameters. Raises ValueError where one is out of its range."""
+        """The constants of these hyper-parameters. Raises ValueError if one is out of its range."""
         beta1, beta2 = betas
         _check_numbers(lr=lr, eps=eps, weight_decay=weight_decay)
         if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
@@ -69,7 +69,7 @@ class AdamConstants:
         corrections = (1.0 - beta1**step, 1.0 - beta2**step) if bias_correction else (1.0, 1.0)
         root = corrections[1] ** 0.5
         weight = 1.0 - beta1
-        from_grad = weight >= 0.5  # as torch.lerp, which then loses nothing at beta1 = 0
+        from_grad = weight >= 0.5  # as in torch.lerp: exact at beta1 = 0
         return cls(
             grad_scale=grad_scale,
             keep=1.0 - lr * weight_decay if is_decoupled else 1.0,
@@ -94,7 +94,7 @@ class AdamChunk:
     out: Tensor | None
 
     def check(self, offset: int) -> None:
-        """Raise TypeError or ValueError, naming the tensor, where one does not do."""
+        """Raise TypeError or ValueError, naming the tensor, if one is not accepted."""
         check_tensors(list(self._named()), self.master.numel())
         if offset < 0 or (isinstance(self.v, EightBitVariance) and offset % BLOCK):
             raise ValueError(
@@ -102,7 +102,7 @@ class AdamChunk:
             )
 
     def piece(self, begin: int, end: int) -> AdamChunk:
-        """Elements [begin, end), as far as there are this many. begin: a multiple of a block."""
+        """Elements [begin, end), or up to the last. begin: a multiple of a block."""
         v = self.v
         if isinstance(v, EightBitVariance):
             v = EightBitVariance(v.codes[begin:end], v.scales[begin // BLOCK : -(-end // BLOCK)])
@@ -127,13 +127,13 @@ class AdamChunk:
 
 
 def check_tensors(named: list[tuple[str, Tensor]], n: int) -> None:
-    """Raise TypeError or ValueError, naming the tensor, where one does not do. n: elements of each but scales."""
+    """Raise TypeError or ValueError, naming the tensor, if one is not accepted. n: elements of each except scales."""
     for name, x in named:
         if x.dtype not in DTYPES[name]:
             allowed = " or ".join(str(dtype) for dtype in DTYPES[name])
             raise TypeError(f"{name} must be {allowed}, got {x.dtype}")
         if x.device.type != "cpu":
-            raise ValueError(f"{name} must lie in host memory, it lies on {x.device}")
+            raise ValueError(f"{name} must be in host memory, it is on {x.device}")
         expected = -(-n // BLOCK) if name == "v.scales" else n
         if x.shape != (expected,) or not x.is_contiguous():
             is_flat = "contiguous" if x.is_contiguous() else "not contiguous"

@@ -3,14 +3,14 @@
 Rules that leave no freedom to an implementation; each operation in float32, rounded once, no fused multiply-add:
 
 1. Gradients and moments in bfloat16 are widened first. g = grad·grad_scale. Without decoupled decay g = g + l2·p.
-2. m = base + lerp·(g - m), base being m, or g where β1 ≤ ½. v = β2·v + ((1-β2)·g)·g.
+2. m = base + lerp·(g - m), base being m, or g if β1 ≤ ½. v = β2·v + ((1-β2)·g)·g.
 3. p = p·keep, then p = p + (m·move)/(√v + eps): the new m and v, before they are rounded.
 4. p, m and v are stored, m in bfloat16 rounded to nearest even. v in 8 bits: `variance.py`. `out` is p, rounded to
    nearest even.
 5. The sign and the payload of a NaN are left open: machines differ.
 
-torch.optim.AdamW(foreach=False) differs in last bits: it divides √v by √(1-β2^step), where move and eps carry it here;
-its lerp is a fused multiply-add on machines that have one; its root is MKL's.
+torch.optim.AdamW(foreach=False) differs in last bits: it divides √v by √(1-β2^step), which here is part of move and
+eps; its lerp is a fused multiply-add on machines that have one; its root is MKL's.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .operands import AdamChunk, AdamConstants
 from .variance import EightBitVariance, from_eight_bits, to_eight_bits
 
 _AT_A_TIME = 1 << 18
-"""Elements of which temporaries are made; a multiple of a block."""
+"""Elements per piece, which bounds the temporaries; a multiple of a block."""
 
 
 @torch.no_grad()
 def adam_(chunk: AdamChunk, constants: AdamConstants, offset: int) -> None:
-    """One step; arguments were checked."""
+    """One step. Arguments have been checked."""
     for begin in range(0, chunk.master.numel(), _AT_A_TIME):
         _step(chunk.piece(begin, begin + _AT_A_TIME), constants, offset + begin)
 

@@ -7,15 +7,17 @@ are an eighth of a power of two. The code of an element is these 11 bits, counte
     value   = the float32 with the bits (code + base)·2^20;  code 0: 0
     scale   = the power of two above the block's largest value, not below 2^-94 and not above infinity
 
-So a code says a value exactly to three bits, over 31 powers of two; decoding needs no arithmetic but a shift. Rules
-that leave no freedom to an implementation:
+So a code holds three bits of mantissa, over 31 powers of two; decoding needs only a shift. Rules that leave no freedom
+to an implementation:
 
-1. code(v) = clamp(((bits(v) + dither) >> 20) - base, 1, 255), and 0 where v is +0.0. The dither has 20 bits. It makes
-   the rounding stochastic: the value decoded is v on average. What is not 0 never becomes 0: a division by its root
-   would explode. It becomes at least 2^-31.75 of the scale, so that the step of such an element is too short.
+1. code(v) = clamp(((bits(v) + dither) >> 20) - base, 1, 255), and 0 if v is +0.0. The dither has 20 bits. It makes
+   the rounding stochastic: the decoded value is v on average. A value that is not 0 never becomes 0, because a division
+   by its root would explode. It becomes at least 2^-31.75 of the scale, so that the step of such an element is too
+   short.
 2. The dither of element i in step t is `dither_of`: a function of the step and of the element's index alone. How
    elements are split among chunks, threads and registers changes no bit.
-3. An infinity or a NaN makes the scale infinity. All of the block are then at least 2^96: its elements stand still.
+3. An infinity or a NaN makes the scale infinity. All values of the block are then at least 2^96: its elements stop
+   moving.
 
 Shape legend: N elements, J blocks.
 """
@@ -34,7 +36,12 @@ T = TypeVar("T", int, Tensor)
 
 
 class EightBitVariance(NamedTuple):
-    """codes: uint8 [n]; scales: float32 [⌈n/256⌉]. 1.016 bytes per element."""
+    """A variance in 8 bits, 1.016 bytes per element, in host memory.
+
+    Attributes:
+        codes: Code of each element, uint8 [n].
+        scales: Scale of each block of 256, float32 [⌈n/256⌉].
+    """
 
     codes: Tensor
     scales: Tensor
@@ -81,7 +88,7 @@ def from_eight_bits(v: EightBitVariance) -> Tensor:
 
 
 def seed_of(step: int) -> int:
-    """32 bits for a step. Those of neighbours have nothing in common."""
+    """32 hashed bits for a step: those of neighbouring steps are unrelated."""
     return _mix(step & _WORD)
 
 
@@ -97,7 +104,7 @@ def dither_of(n: int, seed: int, offset: int) -> Tensor:
 
 
 def _mix(x: T) -> T:
-    """A hash of 32 bits to 32 bits: multiply and shift twice. Of int64 tensors too: products wrap above these bits."""
+    """A hash of 32 bits to 32 bits: multiply and shift twice. Of int64 tensors, too: products wrap above these bits."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _WORD
     x = ((x ^ (x >> 15)) * 0xD35A2D97) & _WORD
     return x ^ (x >> 15)

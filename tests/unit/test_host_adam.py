@@ -225,7 +225,7 @@ def test_arguments_are_checked_before_anything_is_written() -> None:
         m=torch.ones(4 * BLOCK)[::2],
     )
     refused(ValueError, r"it is \(256,\), contiguous", m=m[:BLOCK])
-    refused(ValueError, "host memory, it lies on meta", out=torch.empty(2 * BLOCK, device="meta"))
+    refused(ValueError, "host memory, it is on meta", out=torch.empty(2 * BLOCK, device="meta"))
     refused(ValueError, "overlap in memory", out=g)
     refused(ValueError, "multiple of 256", v=empty_variance(2 * BLOCK), offset=1)
     refused(ValueError, "counts from 1", step=0)
