@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str):
-        """`onebit.zero` and the hook, imported when first asked for: a plain optimizer need not wait for them."""
+        """Import `onebit.zero` and the DDP hook on first use, so that `import onebit` does not wait for them."""
         if name == "zero":
             return import_module(".zero", __name__)
         if name in ("DDPHookState", "ddp_hook"):

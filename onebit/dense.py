@@ -1,8 +1,8 @@
 """The dense baseline: plain data parallelism, every gradient averaged in float32 over the transport's own all-reduce.
 
-In front of `torch.optim.AdamW` it is what the one-bit optimizers are measured against, on the same transport and the
-same network. `DenseAverager` sends during the backward pass, in buckets, as DistributedDataParallel does;
-`average_gradients` is the same without hooks, after the backward pass. `scripts/train.py` shows it in use.
+With `torch.optim.AdamW` it is the baseline of the one-bit optimizers, on the same transport and the same network.
+`DenseAverager` sends during the backward pass, in buckets, as DistributedDataParallel does; `average_gradients` does
+the same without hooks, after the backward pass. `scripts/train.py` shows it in use.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Bucket:
     sent_bits: Tensor | None = None
 
     def launch(self, transport: Transport, channel: Channel = nullcontext, *, with_bits: bool = False) -> None:
-        """Send the gradients; one that is not there counts as zero. with_bits: see `is_edited_unseen`."""
+        """Send the gradients; a missing one counts as zero. with_bits: see `is_edited_unseen`."""
         for parameter, view in zip(self.params, self.views, strict=True):
             grad = gradient_of(parameter)
             if grad is None:
@@ -55,7 +55,7 @@ class _Bucket:
             self.work = transport.all_reduce(self.flat)
 
     def is_stale(self) -> bool:
-        """Whether a gradient is no longer what was sent."""
+        """Whether a gradient has changed since it was sent."""
         return any(not mark.is_still(p) for p, mark in zip(self.params, self.sent, strict=True))
 
     def _gradients(self) -> list[Tensor | None]:
@@ -63,13 +63,13 @@ class _Bucket:
         return [None if grad is None else local(grad) for grad in grads]
 
     def is_edited_unseen(self) -> bool:
-        """Whether gradients have other bits than were sent, though torch has counted no edit."""
+        """Whether gradients have other bits than those sent, although torch has counted no edit."""
         if self.sent_bits is None or self.is_stale():
             return False
         return not torch.equal(self.sent_bits, gradient_bits(self._gradients()))
 
     def wait_all(self, world_size: int) -> None:
-        """Write the means into the gradients, but of what is frozen now."""
+        """Write the means into the gradients, except for parameters that are frozen now."""
         self.flat.div_(world_size)
         for parameter, view in zip(self.params, self.views, strict=True):
             if not parameter.requires_grad:
@@ -82,12 +82,19 @@ class _Bucket:
 
 @torch.no_grad()
 def average_gradients(parameters: Iterable[Tensor], transport: Transport, bucket_cap_mb: float = 25.0) -> float:
-    """Replace each gradient by its mean over all ranks; return the milliseconds spent waiting for the network.
+    """Replace each gradient by its mean over all ranks.
 
-    Gradients travel in flat float32 buckets of up to bucket_cap_mb·2²⁰ bytes (the first of 1 MiB, a larger parameter by
-    itself), last parameter first, all under way at once: buckets are filled and emptied while others are on the wire.
-    A gradient that is not there counts as zero and is made. All ranks, same parameters in the same order, after the
-    backward pass. Sends about 2·(W-1)/W·4 bytes per element and rank.
+    Gradients travel in flat float32 buckets (the first of 1 MiB, a larger parameter by itself), last parameter first,
+    all under way at once: buckets are filled and emptied while others are on the wire. A missing gradient counts as
+    zero and is created. All ranks, after the backward pass. Sends about 2·(W-1)/W·4 bytes per element and rank.
+
+    Args:
+        parameters: The same on all ranks, in the same order. Frozen ones are skipped.
+        transport: Connection to the other ranks.
+        bucket_cap_mb: Largest bucket, in MiB. Default 25.
+
+    Returns:
+        Milliseconds that this rank waited for the network.
     """
     check_transport(transport)
     buckets = _make_buckets((p for p in parameters if p.requires_grad), bucket_cap_mb)
@@ -98,7 +105,7 @@ def average_gradients(parameters: Iterable[Tensor], transport: Transport, bucket
 
 @torch.no_grad()
 def broadcast_parameters(parameters: Iterable[Tensor], transport: Transport, src: int = 0) -> None:
-    """Give every rank the values that rank `src` has. All ranks, same parameters in the same order."""
+    """Copy the values of rank `src` to every rank. All ranks, same parameters in the same order."""
     check_transport(transport)
     held = [local(parameter).detach() for parameter in parameters]
     pairs = [(tensor, tensor.contiguous()) for tensor in held if tensor.numel() > 0]
@@ -112,19 +119,26 @@ def broadcast_parameters(parameters: Iterable[Tensor], transport: Transport, src
 class DenseAverager:
     """Averages gradients over ranks during the backward pass; the gradients are the means once `finish` returns.
 
-    1. Each parameter's gradient hook counts; a bucket whose gradients are all there leaves, in bucket order.
-    2. `finish` sends what is left (parameters that took no part), and a flag for each bucket: whether its gradients
-       have changed here since it left, by another backward pass, by zero_grad(), by an edit in place. All ranks send
-       such a bucket again. Edits of `grad.data`, which torch does not count, are looked for in some steps; once found,
-       they keep this rank from sending before `finish`.
+    1. Each parameter's gradient hook counts; a bucket is sent once all its gradients exist, in bucket order.
+    2. `finish` sends the remaining buckets (parameters that took no part), and a flag for each bucket: whether its
+       gradients have changed here since it was sent, by another backward pass, by zero_grad(), by an edit in place. All
+       ranks send such a bucket again. Edits of `grad.data`, which torch does not count, are looked for in some steps;
+       once found, this rank sends only in `finish`.
     3. It waits, and writes the means into the gradients.
 
-    Parameters that are frozen at construction are taken in with their first gradient on any rank; those frozen later
-    are left alone. Raises RuntimeError where a parameter was moved or resized.
+    Parameters that are frozen at construction join with their first gradient on any rank; those frozen later are
+    skipped. Buckets and bytes as in `average_gradients`, and 4 bytes for each bucket and frozen parameter. A bucket
+    that is sent twice costs twice: if there are several backward passes before one finish(), run all but the last in
+    `no_sync`. All ranks, same parameters in the same order, the same number of calls of finish(); backward passes may
+    differ.
 
-    Buckets and bytes as in `average_gradients`, and 4 bytes for each bucket and frozen parameter; what leaves twice
-    travels twice: of several passes before one finish() run all but the last in `no_sync`. All ranks, same parameters
-    in the same order, as many calls of finish(); backward passes may differ.
+    Args:
+        parameters: Parameters to average.
+        transport: Connection to the other ranks.
+        bucket_cap_mb: Largest bucket, in MiB. Default 25.
+
+    Raises:
+        RuntimeError: A parameter was moved or resized.
     """
 
     def __init__(self, parameters: Iterable[Tensor], transport: Transport, bucket_cap_mb: float = 25.0):
@@ -148,7 +162,7 @@ class DenseAverager:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here only accumulate; the first one outside sends the sums. As in DDP."""
+        """Backward passes in this block only accumulate; the first one outside sends the sums. As in DDP."""
         self._is_paused, before = True, self._is_paused
         try:
             yield
@@ -164,8 +178,8 @@ class DenseAverager:
             log.warning(
                 "rank %d: gradients were edited after backward had sent them, in a way that torch does not count and "
                 "only some steps look for (through .data; or sharded ones by clip_grad_norm_): from here on they are "
-                "sent after the backward pass. Edit the gradients themselves (p.grad.clamp_()), and have an "
-                'engine clip by "gradient_clipping"',
+                "sent after the backward pass. Edit the gradients themselves (p.grad.clamp_()); in an engine, set "
+                '"gradient_clipping"',
                 self._transport.rank,
             )
         for bucket in self._buckets[self._launched :]:
@@ -214,7 +228,7 @@ class DenseAverager:
     def _launch_complete(self) -> None:
         for bucket in self._buckets[: self._launched]:
             assert bucket.work is not None
-            bucket.work.is_ready()  # and goes on, if it is
+            bucket.work.is_ready()  # asking also starts the second phase of a sum that is ready for it
         for bucket in self._buckets[self._launched :]:
             if bucket.complete < len(bucket.params) or self._sends_late:
                 return

@@ -1,4 +1,4 @@
-"""LAMB (You et al., ICLR 2020, arXiv 1904.00962, Algorithm 2): Adam whose layers each move by a share of their norm.
+"""LAMB (You et al., ICLR 2020, arXiv 1904.00962, Algorithm 2): Adam that moves each layer by a share of its norm.
 
 The dense optimizer, and the trust ratio that 1-bit LAMB (`onebit_lamb.py`) shares with it.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def trust_ratio(weight_norm: Tensor, update_norm: Tensor, *, min_coeff: float, max_coeff: float) -> Tensor:
-    """‖p‖/‖u‖ within [min_coeff, max_coeff]; 1 where either norm is zero. Tensors of one shape; stays on the device."""
+    """‖p‖/‖u‖ within [min_coeff, max_coeff]; 1 if either norm is zero. Tensors of one shape; stays on the device."""
     ratio = (weight_norm / update_norm).clamp(min_coeff, max_coeff)
     return torch.where((weight_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
 
@@ -58,16 +58,31 @@ def check_trust_options(min_coeff: float, max_coeff: float) -> None:
 
 
 class Lamb(torch.optim.Optimizer):
-    """Dense LAMB on one process's gradients: the twin of `OnebitLamb`, as torch.optim.AdamW is of `OnebitAdam`.
+    """Dense LAMB on one process's gradients: the baseline of `OnebitLamb`, as torch.optim.AdamW is of `OnebitAdam`.
 
     Per parameter (a layer): u = m̂/(√v̂ + eps) + wd·p, p ← p - lr·r·u with r = `trust_ratio`(‖p‖, ‖u‖). A parameter
-    without a gradient is left alone. Moments are float32 whatever the parameter is, and so is the master of one in
-    bfloat16 or float16, on which the step is taken (`layout/masters.py`). No host synchronisation: the
-    ratios stay on the device. Arguments as in torch.optim.AdamW, and min_coeff, max_coeff: bounds of the ratio.
-    model_parallel_group: as in `CommonOptions`; a layer's norms are then those of all its shards.
+    without a gradient stays as it is. Moments are float32 for every dtype. Parameters in bfloat16 or float16 have
+    float32 masters, on which the step is taken (`layout/masters.py`). No host synchronisation: the ratios stay on the
+    device. Source: arXiv 1904.00962, Algorithm 2.
 
-    State: 8 bytes per element held, 12 of a parameter of less than float32. Sends nothing, but 16 bytes per layer to
-    each other shard.
+    State: 8 bytes per element held, 12 for bfloat16 and float16. Sends nothing, except 16 bytes per layer to each other
+    shard of a sharded model.
+
+    Args:
+        params: Parameters or groups.
+        lr: Learning rate. Default 1e-3.
+        betas: Decay of m and v. Default (.9, .999).
+        eps: Added to the denominator. Default 1e-8.
+        weight_decay: Weight decay, part of u. Default 0.
+        max_coeff: Largest trust ratio. Default 10.
+        min_coeff: Smallest trust ratio. Default .01.
+        bias_correction: Whether m and v are corrected for their start from zero. Default True.
+        model_parallel_group: As in `CommonOptions`; a layer's norms are then those of all its shards. Default None.
+        **torchs: torch.optim.AdamW's other arguments, as far as they have a meaning here.
+
+    Raises:
+        ValueError: An option is out of its range.
+        TypeError: An argument is unknown, or a parameter has an unsupported dtype.
     """
 
     def __init__(
@@ -91,7 +106,7 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(listed_parameters(type(self).__name__, params), defaults)
 
     def add_param_group(self, param_group: Group) -> None:
-        """As torch's. Raises ValueError/TypeError as the constructor, and is then as it was."""
+        """As torch's. Raises ValueError/TypeError as the constructor does, and then changes nothing."""
         super().add_param_group(param_group)
         g, group = len(self.param_groups) - 1, self.param_groups[-1]
         named = [(p, f"parameter {k} of group {g}") for k, p in enumerate(group["params"])]
@@ -109,15 +124,21 @@ class Lamb(torch.optim.Optimizer):
         return super().__getstate__() | {"model_parallel_group": self.model_parallel_group}
 
     def load_state_dict(self, state_dict: State) -> None:
-        """As torch's, but moments stay float32. Raises ValueError, before anything has changed, at a state of others.
+        """As torch's, but moments stay float32. States of torch.optim.Adam and AdamW load, too.
 
-        That of torch.optim.Adam or AdamW will do, and that of `OnebitAdam` or `OnebitLamb` while warming up.
+        So do those of `OnebitAdam` and `OnebitLamb` in their warm-up.
+
+        Args:
+            state_dict: From `state_dict()`.
+
+        Raises:
+            ValueError: It does not fit. Nothing has changed.
         """
         saved = load_checked(self, state_dict, self._check_loadable)
         for p, entry in self._saved_entries(saved):
             names = (*ADAM_STATE, MASTER) if MASTER in entry else ADAM_STATE
             self.state[p] |= {name: entry[name].to(p.device, torch.float32, copy=True) for name in names}
-        for group in self.param_groups:  # Adam's state says nothing of trust ratios
+        for group in self.param_groups:  # Adam's state has no trust ratios
             for name in ("max_coeff", "min_coeff", "bias_correction"):
                 group.setdefault(name, self.defaults[name])
 
@@ -138,7 +159,17 @@ class Lamb(torch.optim.Optimizer):
     @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update. Raises RuntimeError on a sparse gradient."""
+        """One update of each parameter that has a gradient.
+
+        Args:
+            closure: Evaluates the model again and returns the loss. Default None.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            RuntimeError: A gradient is sparse.
+        """
         loss = loss_of(closure)
         for group in self.param_groups:
             self._step_group(group)
@@ -148,7 +179,8 @@ class Lamb(torch.optim.Optimizer):
         params = with_gradient("Lamb", group["params"])
         for p in params:
             if not self.state[p]:
-                check_parameters(self.model_parallel_group.whole.rank, [(p, "a parameter")])  # not by add_param_group
+                # Other code may have put it into its group without add_param_group.
+                check_parameters(self.model_parallel_group.whole.rank, [(p, "a parameter")])
                 self.state[p] = {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu")} | {
                     name: torch.zeros_like(local(p), dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")
                 }

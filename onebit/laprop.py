@@ -1,7 +1,7 @@
 """LaProp (Ziyin et al., arXiv 2002.04839): AdamW whose momentum averages moves, gradients over the D of their step.
 
-The dense twin of `OnebitAdam(momentum_of="moves")` and of `ZeroOneAdam`, whose momenta are of moves as well: a study
-that sets these against AdamW counts the gain of this order as theirs.
+The dense baseline of `OnebitAdam(momentum_of="moves")` and of `ZeroOneAdam`, whose momenta average moves as well: a
+study that compares these with AdamW would count the gain of this order as theirs.
 """
 
 from __future__ import annotations
@@ -37,17 +37,30 @@ _MOMENTS = ("exp_avg_update", "exp_avg_sq")
 
 
 class LaProp(torch.optim.Optimizer):
-    """Dense LaProp on one process's gradients: torch.optim.AdamW, but that it divides before it averages.
+    """Dense LaProp on one process's gradients: torch.optim.AdamW, except that it divides before it averages.
 
     v ← β2·v + (1-β2)·g²;  m ← β1·m + (1-β1)·g/(√v̂ + eps), v̂ = v/(1-β2^t);  p ← (1 - lr·wd)·p - lr·m/(1-β1^t)
 
-    AdamW's m holds old gradients, over the D of today; here each was divided by the D of its own step. With betas[1] =
-    15/16 a new square weighs at least 1/16 in v̂, with .999 at least 1/1000. The paper's code averages lr·g/D, which is
-    the same at a constant learning rate.
+    AdamW divides its average of old gradients by the current D; here each gradient is divided by the D of the step in
+    which it came. With betas[1] = 15/16 a new square weighs at least 1/16 in v̂, with .999 at least 1/1000. The paper's
+    code averages lr·g/D, which is the same at a constant learning rate. Source: arXiv 2002.04839, Algorithm 1.
 
-    Arguments as in torch.optim.AdamW. A parameter without a gradient is left alone. Moments are float32 whatever the
-    parameter is, and so is the master of one in bfloat16 or float16, on which the step is taken
-    (`layout/masters.py`). State: 8 bytes per element, 12 of such a parameter. Sends nothing.
+    A parameter without a gradient stays as it is. Moments are float32 for every dtype. Parameters in bfloat16 or
+    float16 have float32 masters, on which the step is taken (`layout/masters.py`). State: 8 bytes per element, 12 for
+    these. Sends nothing.
+
+    Args:
+        params: Parameters or groups.
+        lr: Learning rate. Default 1e-3.
+        betas: Decay of m and v. Default (.9, .999).
+        eps: Added to the denominator. Default 1e-8.
+        weight_decay: Decoupled weight decay, as in AdamW. Default 1e-2.
+        bias_correction: Whether m and v are corrected for their start from zero. Default True.
+        **torchs: torch.optim.AdamW's other arguments, as far as they have a meaning here.
+
+    Raises:
+        ValueError: An option is out of its range.
+        TypeError: An argument is unknown, or a parameter has an unsupported dtype.
     """
 
     def __init__(
@@ -68,7 +81,7 @@ class LaProp(torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: Group) -> None:
-        """As torch's. Raises ValueError/TypeError as the constructor, and is then as it was."""
+        """As torch's. Raises ValueError/TypeError as the constructor does, and then changes nothing."""
         super().add_param_group(param_group)
         g, group = len(self.param_groups) - 1, self.param_groups[-1]
         try:
@@ -79,7 +92,14 @@ class LaProp(torch.optim.Optimizer):
             raise
 
     def load_state_dict(self, state_dict: State) -> None:
-        """As torch's, but moments stay float32. Raises ValueError, before anything has changed, at others' states."""
+        """As torch's, but moments stay float32.
+
+        Args:
+            state_dict: From `state_dict()`.
+
+        Raises:
+            ValueError: It does not fit, or is not LaProp's. Nothing has changed.
+        """
         saved = load_checked(self, state_dict, self._check_loadable)
         pairs = zip(self.param_groups, saved["param_groups"], strict=True)
         for group, there in pairs:
@@ -91,7 +111,17 @@ class LaProp(torch.optim.Optimizer):
     @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update. Raises RuntimeError on a sparse gradient."""
+        """One update of each parameter that has a gradient.
+
+        Args:
+            closure: Evaluates the model again and returns the loss. Default None.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            RuntimeError: A gradient is sparse.
+        """
         loss = loss_of(closure)
         for group in self.param_groups:
             self._step_group(group)
@@ -101,7 +131,7 @@ class LaProp(torch.optim.Optimizer):
         params = with_gradient("LaProp", group["params"])
         for p in params:
             if not self.state[p]:
-                check_parameters(0, [(p, "a parameter")])  # not by add_param_group
+                check_parameters(0, [(p, "a parameter")])  # it may have come into its group without add_param_group
                 self.state[p] = {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu")}
                 self.state[p] |= {name: torch.zeros_like(p, dtype=torch.float32) for name in _MOMENTS}
             self.state[p]["step"] += 1
@@ -135,7 +165,8 @@ class LaProp(torch.optim.Optimizer):
                 check_master(where, f"parameter {key}", entry, p)
                 if entry and (missing := [name for name in ("step", *_MOMENTS) if name not in entry]):
                     raise ValueError(
-                        f"{where}parameter {key} has no {missing[0]} there, so it is not LaProp's; load one, or none"
+                        f"{where}parameter {key} has no {missing[0]} there, so it is not LaProp's; load a state of "
+                        "LaProp, or none"
                     )
                 if wrong := [name for name in _MOMENTS if entry and entry[name].shape != p.shape]:
                     shapes = f"shape {tuple(entry[wrong[0]].shape)} there and {tuple(p.shape)} here"

@@ -1,6 +1,7 @@
 """1-bit LAMB (Li et al., HiPC 2022, arXiv 2104.06069): LAMB for a short warm-up, then one-bit momentum.
 
-`LambRule` is 1-bit Adam's (`onebit_adam.py`) with a coefficient for each layer; the dense optimizer is in `lamb.py`.
+`LambRule` is the rule of 1-bit Adam (`onebit_adam.py`) with a coefficient for each layer; the dense optimizer is in
+`lamb.py`.
 Shape legend: L layers (parameters), K of them in a bucket, W ranks.
 """
 
@@ -45,13 +46,13 @@ class Coefficients:
             raise ValueError(f"coeff_beta must lie in [0, 1), got {self.beta}")
 
     def trust_ratio(self, weight_norm: Tensor, update_norm: Tensor) -> Tensor:
-        """LAMB's, within the bounds."""
+        """LAMB's trust ratio, within the bounds."""
         return trust_ratio(weight_norm, update_norm, min_coeff=self.least, max_coeff=self.most)
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Bounds of r_l, and by how much of itself it may change in a step. Raises ValueError."""
+    """Bounds of r_l, and the largest relative change of it in a step. Raises ValueError."""
 
     most: float
     least: float
@@ -86,11 +87,11 @@ class ObservedLayers(Meeting):
 
 
 class LambRule(AdamRule):
-    """1-bit Adam's steps, of which each layer's move is multiplied by c_l and r_l (see `OnebitLamb`)."""
+    """1-bit Adam's steps, with each layer's move multiplied by c_l and r_l (see `OnebitLamb`)."""
 
     kind = "1-bit LAMB"
     of_parameters: ClassVar[tuple[str, ...]] = (*AdamRule.of_parameters, "layers")
-    can_be_delayed: ClassVar[bool] = False  # what gradients say of layers waits for the landing, outside of the state
+    can_be_delayed: ClassVar[bool] = False  # `_observed` would have to wait for the landing, and is not in the state
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class LambRule(AdamRule):
     ):
         super().__init__(freeze_step, warmup_codec, bias_correction=bias_correction, variance_floor=variance_floor)
         self.coefficients, self.factors = coefficients, factors
-        self._observed: dict[int, Tensor] = {}  # bucket -> what `ObservedLayers` has of this step
+        self._observed: dict[int, Tensor] = {}  # bucket -> table of `ObservedLayers` in this step
 
     def options(self) -> dict[str, object]:
         return super().options() | {"coefficients": self.coefficients, "factors": self.factors}
@@ -146,7 +147,7 @@ class LambRule(AdamRule):
         weight_K, decay_K = yield from self.weights(bucket, was_dense=False)
         return -weight_K.mul_(self._correction(bucket)), 1.0 - decay_K
 
-    # ---------------------------------------------------------------- what all layers are asked about together
+    # ---------------------------------------------------------------- exchanges for all layers together
 
     def why_members_stay(self) -> str:
         return MEETS_AGAIN
@@ -174,7 +175,7 @@ class LambRule(AdamRule):
             layers["factor"] = self.factors.follow(layers["factor"], layers["fresh"])
 
     def _measure(self, buckets: Sequence[Bucket]) -> None:
-        """c_l of a dense step: a trust ratio in warm-up, in a refresh the mean one scaled with the layer's norm."""
+        """c_l of a dense step: in warm-up a trust ratio; in a refresh the mean ratio, scaled with the layer's norm."""
         table_L3 = self._layer_norms(buckets)
         for bucket, table_K3 in zip(buckets, _split(table_L3, buckets), strict=True):
             layers = bucket.layers
@@ -193,8 +194,8 @@ class LambRule(AdamRule):
     def _layer_norms(self, buckets: Sequence[Bucket]) -> Tensor:
         """‖p‖ and ‖u‖ of each layer, and in warm-up ‖m‖, float32 [L, 3]. Rank k mod W measures ‖p‖ and ‖u‖ of layer k.
 
-        So they have the same bits everywhere; of ‖m‖ all that matters is whether it is 0. A sharded layer's are those
-        of all its shards.
+        So they have the same bits everywhere. Each rank measures ‖m‖ itself: only whether it is 0 matters. Norms of a
+        sharded layer are over all its shards.
         """
         W, rank = self.placement.world_size, self.placement.transport.rank
         pairs = [pair for bucket in buckets for pair in zip(bucket.local_values, bucket.views, strict=True)]
@@ -207,13 +208,13 @@ class LambRule(AdamRule):
         return self.parts.norms(held_L3, [p for bucket in buckets for p in bucket.params])
 
     def _remember(self, bucket: Bucket, lives: Tensor) -> None:
-        """The moving average of c_l takes in this step, for layers that have a momentum."""
+        """Add this step to the moving average of c_l, for layers that have a momentum."""
         layers, beta = bucket.layers, self.coefficients.beta
         layers["mean_ratio"] = beta * layers["mean_ratio"] + (1.0 - beta) * lives * layers["coeff"]
         layers["ratio_total"] = beta * layers["ratio_total"] + (1.0 - beta) * lives
 
     def _mean_ratio(self, bucket: Bucket) -> Tensor:
-        """c̄_l."""
+        """c̄_l, the moving average without bias."""
         layers = bucket.layers
         total = layers["ratio_total"]
         of_ones = self.coefficients.trust_ratio(layers["warmup_norm"], layers["numel"].sqrt())
@@ -256,7 +257,7 @@ class LambRule(AdamRule):
         return super().put_together(of_buckets) | {"layers": layers}
 
     def adopt_dense_state(self) -> None:
-        """The moments of a dense LAMB give the trust ratios of its last step."""
+        """Take the trust ratios from the moments of a dense LAMB, as in its last step."""
         self._count_from_the_first()
         for bucket in self.buckets:
             group = bucket.group
@@ -272,25 +273,45 @@ class LambRule(AdamRule):
 class OnebitLamb(CompressedOptimizer):
     """LAMB whose data-parallel traffic is about two bits per parameter and step, after a short warm-up.
 
-    Used as `OnebitAdam` is, whose momentum m/D it shares. Layer l moves by p ← p - lr·c_l·(r_l·m̂/D + wd·p):
+    Used like `OnebitAdam`, with the same momentum m/D. Layer l moves by p ← p - lr·c_l·(r_l·m̂/D + wd·p):
 
-    - warm-up: r_l = 1 and c_l is LAMB's `trust_ratio`(‖p‖, ‖m̂/D + wd·p‖); its moving average c̄_l starts, without bias.
-    - then, as ‖m̂/D‖ is no longer known without the noise of compression: freeze_step a number, as in the paper:
-      c_l = c̄_l, and r_l says how D would have changed. freeze_step "auto", where D is refreshed: r_l = 1, and each
-      refresh sets c_l = c̄_l · ‖p‖/‖p at the end of warm-up‖, as parameters are known exactly.
+    - In warm-up, r_l = 1 and c_l is LAMB's `trust_ratio`(‖p‖, ‖m̂/D + wd·p‖); c̄_l is its moving average, without bias.
+    - After it, ‖m̂/D‖ is known only with the noise of compression. If freeze_step is a number, as in the paper:
+      c_l = c̄_l, and r_l follows the change that D would have made. With freeze_step "auto" D is refreshed: r_l = 1, and
+      each refresh sets c_l = c̄_l · ‖p‖/‖p at the end of warm-up‖, as parameters are known exactly.
 
-    r_l = 1/√f_l within [factor_min, factor_max], changing by at most factor_threshold of itself per step, where f_l is
-    the moving average (β2, from 1) of the mean square of ḡ/D over the layer. The paper takes ḡ from differences of
-    decoded momenta, which hold ten times their noise, and the largest element; here it is estimated from the ranks' own
-    gradients, as `step/clip.py` estimates a norm. And the paper's r_l multiplies the weight decay as well.
+    r_l = 1/√f_l within [factor_min, factor_max], changing by at most factor_threshold of itself per step. f_l is the
+    moving average (β2, from 1) of the mean square of ḡ/D over the layer. The paper takes ḡ from differences of decoded
+    momenta, which contain ten times their noise, and the largest element; here it is estimated from the ranks' own
+    gradients, as `step/clip.py` estimates a norm. The paper's r_l multiplies the weight decay as well.
 
     A layer that had no momentum in any warm-up step takes ‖p‖/√numel for c̄_l, the ratio of an update of ones.
 
-    Arguments as in `OnebitAdam` and `CommonOptions`, and: max_coeff, min_coeff: bounds of c_l. coeff_beta: of its
-    moving average. factor_max, factor_min, factor_threshold: see r_l. No host synchronisation for any of them.
+    State and traffic as `OnebitAdam`; another 8 bytes per layer travel to each peer in a dense step, 8·W if freeze_step
+    is a number. Layer l is measured by rank l mod W only: the same bits even if machines differ. No host
+    synchronisation. Source: arXiv 2104.06069.
 
-    State and traffic as `OnebitAdam`; another 8 bytes per layer travel to each peer in a dense step, 8·W where
-    freeze_step is a number. Layer l is measured by rank l mod W alone: the same bits on unlike machines.
+    Args:
+        params: Parameters or groups, the same on all ranks.
+        lr: Learning rate. Default 1e-3.
+        betas: Decay of momentum and variance. Default (.9, .999).
+        eps: Added to D. Default 1e-8.
+        weight_decay: Weight decay. Default 0.
+        max_coeff: Largest c_l. Default 10.
+        min_coeff: Smallest c_l. Default .01.
+        coeff_beta: Decay of the moving average c̄_l. Default .9.
+        factor_max: Largest r_l. Default 4.
+        factor_min: Smallest r_l. Default .5.
+        factor_threshold: Largest relative change of r_l per step. Default .1.
+        freeze_step: Warm-up steps, or "auto", as in `OnebitAdam`. Default "auto".
+        warmup_codec: Format of gradients, as in `OnebitAdam`. Default None: `Int8Codec`.
+        bias_correction: Whether m and v are corrected for their start from zero. Default True.
+        variance_floor: Least variance, as in `OnebitAdam`. Default .01.
+        **common: See `CommonOptions`.
+
+    Raises:
+        ValueError: An option is out of its range, or parameters differ between ranks.
+        TypeError: An option has the wrong type, or a parameter an unsupported dtype.
     """
 
     def __init__(
@@ -330,7 +351,7 @@ def _numels(bucket: Bucket) -> Tensor:
 
 
 def _momentum_norms(bucket: Bucket) -> Tensor:
-    """‖m‖ of what this rank holds of each layer, float32 [K]; zeros once it is not kept as it is."""
+    """‖m‖ of this rank's part of each layer, float32 [K]; zeros after the warm-up, when m is not kept in full."""
     if bucket.phase != "warmup":
         return torch.zeros(len(bucket.params), device=bucket.device, dtype=torch.float32)
     return norms(bucket.layout.views(bucket.flat["exp_avg"]))

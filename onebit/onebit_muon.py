@@ -1,7 +1,7 @@
-"""1-bit Muon: Muon (Jordan et al., 2024) whose averaged momentum is built of one bit per parameter and step.
+"""1-bit Muon: Muon (Jordan et al., 2024) whose averaged momentum is built from one bit per parameter and step.
 
-No paper has it. `MuonRule` is the step of one bucket from top to bottom; parameters that are no hidden matrices take
-1-bit Adam's (`onebit_adam.py`). The arithmetic is in `arithmetic/muon.py`.
+There is no paper about it. `MuonRule` is the step of one bucket from top to bottom; parameters that are not hidden
+matrices take 1-bit Adam's step (`onebit_adam.py`). The arithmetic is in `arithmetic/muon.py`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ADJUSTMENTS = ("match_rms_adamw", "original")
 
 
 class Matrices(Meeting):
-    """The buffer holds what is to be orthogonalised, matrix by matrix. The answer: None, when it is done."""
+    """The buffer holds the matrices to orthogonalise. The answer: None, when it is done."""
 
 
 class MuonRule(AdamRule):
     """1-bit Muon's step for groups with use_muon, 1-bit Adam's for the others."""
 
     kind = "1-bit Muon"
-    can_be_delayed: ClassVar[bool] = False  # its gradients lie in the buffer, which no state keeps
+    can_be_delayed: ClassVar[bool] = False  # its gradients are in the buffer, which no state contains
 
     def __init__(
         self,
@@ -75,10 +75,10 @@ class MuonRule(AdamRule):
             increment = g.mul_(1.0 - beta)
         else:
             increment = bucket.gather(bucket.masked_gradients(), scale * (1.0 - beta))
-            decision = yield from self.placement.average(bucket)  # in one bit, with what is owed
+            decision = yield from self.placement.average(bucket)  # in one bit, with error feedback
             assert bucket.ef is not None
             bucket.ef.commit()
-            increment = bucket.buffer  # which may be another one from here
+            increment = bucket.buffer  # the exchange may have replaced it
             self.codec.decode(self.placement.frames(bucket), bucket.rows(increment))
         if (may_move := bucket.may_move()) is not None:
             increment.mul_(may_move)  # a frame of signs holds no zeros
@@ -103,7 +103,7 @@ class MuonRule(AdamRule):
         return MEETS_AGAIN
 
     def meet(self, buckets: Sequence[Bucket], said: Sequence[Meeting]) -> Sequence[Answer]:
-        """Every replica orthogonalises for itself; within one, the ranks that hold a matrix's shards share the work."""
+        """Orthogonalise all matrices. Every replica does so itself; ranks that hold shards of one share the work."""
         pairs = [(u, p) for bucket in buckets for u, p in zip(bucket.views, bucket.params, strict=True)]
         orthogonalise_([u for u, _ in pairs], [p for _, p in pairs], self.ns_steps)
         return [None] * len(buckets)
@@ -129,17 +129,17 @@ class MuonRule(AdamRule):
     # ---------------------------------------------------------------- state
 
     def check_state(self, where: str, state: State) -> None:
-        """A group's use_muon is what its state is of: other groups', and AdamW's, would be lost or be taken for it."""
+        """Check that use_muon agrees group by group: a state of the other kind would be lost or misread."""
         for g, (saved, group) in enumerate(zip(state["param_groups"], self.buckets.groups, strict=True)):
             there, here = saved.get("use_muon"), group["use_muon"]
             if there is not here:
-                said = "does not say use_muon" if there is None else f"has use_muon={there}"
+                said = "has no use_muon" if there is None else f"has use_muon={there}"
                 raise ValueError(
                     f"{where}its group {g} {said}, here it is {here}; load the state of an OnebitMuon with these "
                     "groups, or none"
                 )
         if "onebit" not in state:
-            raise ValueError(f"{where}it is no state of OnebitMuon; load one, or none")
+            raise ValueError(f"{where}it is no state of OnebitMuon; load a state of OnebitMuon, or none")
 
     def allocate(self, bucket: Bucket, phase: str) -> None:
         if not self._is_muon(bucket):
@@ -174,24 +174,40 @@ class OnebitMuon(CompressedOptimizer):
     3. m ← β·m + d;  u = β·m + d (nesterov) or m;  O = `newton_schulz`(u), on each matrix;
        p ← p - lr·(a·O + wd·p), a = `adjustment`.
 
-    What travels is the momentum's increment, not the momentum. Both are one bit; but orthogonalisation gives every
-    direction of its input the same weight, and the noise of compression that is fresh in a momentum of signs is in all
-    of them, while that of increments, of which an error is taken back in the next step, averages out over 1/(1-β)
-    steps (`docs/differences.md` has both). In the warm-up, and in "auto" in a refresh now and then, d is (1-β)·ḡ, the
-    mean gradient in `warmup_codec`: with one bit from the first step on, much is lost that is never made up.
+    The momentum's increment travels, not the momentum. Both take one bit. But orthogonalisation gives every direction
+    of its input the same weight. Signs of a momentum bring fresh noise of compression into all directions in every
+    step; an error in an increment is corrected in the next step, and averages out over 1/(1-β) steps
+    (`docs/differences.md` has both). In the warm-up, and with "auto" in occasional refreshes, d is (1-β)·ḡ, the mean
+    gradient in `warmup_codec`: with one bit from the first step on, the loss never makes up for the start.
 
-    Groups without use_muon (embeddings, head, vectors) take 1-bit Adam's step. See `OnebitAdam` for lr, betas, eps,
-    weight_decay, freeze_step, warmup_codec, bias_correction, variance_floor. momentum: β. nesterov,
-    ns_steps: as in torch.optim.Muon. adjust_lr: see `adjustment`. The others: see `CommonOptions`.
+    Groups without use_muon (embeddings, head, vectors) take 1-bit Adam's step.
 
-    Every replica orthogonalises for itself: on unlike processors matrices may come out with other bits, which
+    Every replica orthogonalises for itself. On different processors matrices may get different bits, which
     `check_replicas_every` finds and ends with ReplicaError.
 
     State on each rank, bytes per parameter of a matrix: m 4, worker error 4 (bf16: 2), server error 4/W (2/W). Sends
     per rank 2·(W-1)/W·(1 + 16/block) bits per parameter.
 
-    Raises ValueError/TypeError at construction as `OnebitAdam`, and where a group does not say use_muon, or has a
-    vector among its matrices.
+    Args:
+        params: Groups with `use_muon`, e.g. from `onebit.muon_groups`; the same on all ranks.
+        lr: Learning rate of all groups. Default 1e-3.
+        betas: Decay of momentum and variance in groups without use_muon. Default (.9, .999).
+        eps: Added to D in groups without use_muon. Default 1e-8.
+        weight_decay: Decoupled weight decay. Default 1e-2.
+        momentum: Decay β of the momentum of matrices. Default .95.
+        nesterov: Whether u looks ahead by one step, as in torch.optim.Muon. Default True.
+        ns_steps: Iterations of `newton_schulz`. Default 5.
+        adjust_lr: Factor a of the learning rate: "match_rms_adamw", with which one rate suits matrices and the rest, or
+            "original". See `adjustment`. Default "match_rms_adamw".
+        freeze_step: Warm-up steps, or "auto", as in `OnebitAdam`. Default "auto".
+        warmup_codec: Format of gradients, as in `OnebitAdam`. Default None: `Int8Codec`.
+        bias_correction: Whether moments are corrected for their start from zero. Default True.
+        variance_floor: Least variance in groups without use_muon, as in `OnebitAdam`. Default .01.
+        **common: See `CommonOptions`.
+
+    Raises:
+        ValueError: As `OnebitAdam`; a group has no use_muon, or a group with use_muon contains a vector.
+        TypeError: As `OnebitAdam`.
     """
 
     rule_type: ClassVar[type[MuonRule]] = MuonRule
@@ -227,12 +243,12 @@ class OnebitMuon(CompressedOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, rule, **common)
 
     def _check_group(self, where: str, group: Group) -> None:
-        """As every optimizer of the family, and that use_muon is said and true of the group's parameters."""
+        """As every optimizer of the family; and check that the group has use_muon, and fits its parameters."""
         super()._check_group(where, group)
         if not isinstance(group.get("use_muon"), bool):
             raise ValueError(
-                f"{where} does not say use_muon, True for hidden matrices, False for embeddings, head and vectors; "
-                "onebit.muon_groups(model, head=...) makes such groups"
+                f"{where} has no use_muon: set it to True for hidden matrices, to False for embeddings, head and "
+                "vectors; onebit.muon_groups(model, head=...) makes such groups"
             )
         vectors = [tuple(p.shape) for p in group["params"] if p.dim() < 2]
         if group["use_muon"] and vectors:

@@ -30,15 +30,15 @@ from .usage.signature import shows_all_options
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# The rounds. Idle: every step synchronises and the learning rate is zero, so there is nothing to say.
+# Kinds of steps. Idle: every step synchronises and the learning rate is zero, so there is nothing to send.
 _VARIANCE, _SYNC, _LOCAL, _IDLE = "variance", "compressed", "local", "idle"
 
 
 class ZeroOneRule(Rule):
-    """Which of 0/1 Adam's kinds a step is, by `VarianceUpdates` and `Synchronisations`; mathematics: `ZeroOneAdam`."""
+    """0/1 Adam's steps, of a kind that `VarianceUpdates` and `Synchronisations` choose. Mathematics: `ZeroOneAdam`."""
 
     kind = "0/1 Adam"
-    adam_names: ClassVar = {"exp_avg_update": "exp_avg"}  # m/D by a name of its own: torch's AdamW takes m for it
+    adam_names: ClassVar = {"exp_avg_update": "exp_avg"}  # m/D has another name: torch's AdamW would take it for m
     of_parameters = ("parameters", "waiting")
 
     def __init__(
@@ -62,9 +62,9 @@ class ZeroOneRule(Rule):
         self._variance_steps = 0  # steps up to and including the last variance step
         self._variance_total: list[float] = []  # the sum of the weights in v, by group
         self._fallback = 1.0
-        self._seen_since_sync: set[Tensor] = set()  # parameters that this rank has had a gradient for since
+        self._seen_since_sync: set[Tensor] = set()  # parameters with a gradient on this rank since the last one
         self._accumulated_weight: list[float] = []  # G, by group
-        self._kept_share: list[float] = []  # what weight decay has left of the anchor, by group
+        self._kept_share: list[float] = []  # product of the weight decays since the last synchronisation, by group
 
     def check(self, name: str) -> None:
         check_number(name, "variance_floor", self.variance_floor)
@@ -93,7 +93,7 @@ class ZeroOneRule(Rule):
 
     @property
     def _seen_steps(self) -> int:
-        """Of the first group's steps, those since the model has seen a gradient: what schedules count."""
+        """The first group's steps since the model's first gradient: the schedules count these."""
         return int(self.steps[0]) - self._unseen[0]
 
     def _weight(self, g: int) -> float:
@@ -101,7 +101,7 @@ class ZeroOneRule(Rule):
         return float(self.buckets.groups[g]["lr"]) / self._correction(g, int(self.steps[g]) + 1)
 
     def begin_forced_sync(self) -> None:
-        """The next step is none of the training's: it brings the replicas together as they are."""
+        """Make the next step an extra one, which brings the replicas together without a gradient."""
         self._round, self._is_forced = _SYNC, True
         self._weights = [0.0] * len(self.steps)
 
@@ -119,7 +119,7 @@ class ZeroOneRule(Rule):
 
     @property
     def asks_first(self) -> bool:
-        # Where rounds follow the learning rate, ranks whose rates differ would be in different ones.
+        # If the kind of a step follows the learning rate, ranks with different rates would choose different kinds.
         return self.synchronisations.longest > 1
 
     def why_members_stay(self) -> str:
@@ -154,11 +154,11 @@ class ZeroOneRule(Rule):
         m.lerp_(g, 1.0 - group["betas"][0])
         torch.mul(m, self._weights[bucket.group_index], out=bucket.buffer)
         self._decay(bucket)
-        bucket.wires.pop(self.variance_codec, None)  # ever rarer: its buffers are not kept
+        bucket.wires.pop(self.variance_codec, None)  # variance steps become rare: free their buffers
         self.placement.move(bucket, decision)
 
     def sync_step(self, bucket: Bucket, scale: float) -> BucketStep:
-        """A synchronisation in every step: γ·(β1·m + (1-β1)·g/D) travels, made and encoded in one pass."""
+        """A step if every step synchronises: γ·(β1·m + (1-β1)·g/D) travels, computed and encoded in one pass."""
         group, weight = bucket.group, self._weights[bucket.group_index]
         beta1, own = group["betas"][0], self._share_of_a_gradient(bucket) / self.placement.hierarchy.nodes
         weights = MomentumWeights(keep=weight * beta1, add=weight * (1.0 - beta1), own=own, unscale=scale)
@@ -168,7 +168,7 @@ class ZeroOneRule(Rule):
         self._move_all(bucket, decision, self._kept_this_step(group))
 
     def end_local_steps(self, bucket: Bucket, scale: float) -> BucketStep:
-        """u + γ·(β1·m + (1-β1)·g/D) travels, or u where it is forced; the replicas meet at the anchor less the mean."""
+        """Send u + γ·(β1·m + (1-β1)·g/D), or u if it is forced; all replicas then take the anchor less the mean."""
         group, u, m = bucket.group, bucket.flat["accumulated"], bucket.flat["exp_avg_update"]
         g, beta1 = bucket.group_index, group["betas"][0]
         weight = self._weights[g]
@@ -179,7 +179,7 @@ class ZeroOneRule(Rule):
             made_of = self._variance(bucket), bucket.rows(m), weights
             decision = yield from self.placement.average_momentum(bucket, *made_of, added=u, grads=grads)
         else:
-            # The ranks of a node add up what each sends, not their gradients.
+            # The ranks of a node add up their updates, not their gradients.
             self._gather_update(bucket, weights)
             decision = yield from self.placement.average(bucket)
         self._take_average(bucket)
@@ -188,7 +188,7 @@ class ZeroOneRule(Rule):
         self._move_all(bucket, decision, self._kept_share[g] * self._kept_this_step(group))
 
     def local_step(self, bucket: Bucket, scale: float) -> BucketStep:
-        """This rank's own parameters move by γ·m_i; nothing is sent."""
+        """Move this rank's own parameters by γ·m_i; nothing is sent."""
         group, weight, m = bucket.group, self._weights[bucket.group_index], bucket.flat["exp_avg_update"]
         grads = bucket.masked_gradients()
         decision: Decision = yield Arrived(grads=grads, scale=scale)
@@ -219,13 +219,13 @@ class ZeroOneRule(Rule):
             self.placement.move(bucket, decision)
 
     def idle_step(self, bucket: Bucket, scale: float) -> BucketStep:
-        """Nothing moves; the gradient is dropped, and looked at."""
+        """Nothing moves. The gradient is dropped after the check that it is finite."""
         yield Arrived(grads=bucket.masked_gradients(), scale=scale)
 
     # ---------------------------------------------------------------- parts of steps
 
     def _gather_update(self, bucket: Bucket, weights: MomentumWeights) -> None:
-        """The buffer ← add·g/D + keep·m + u, or u where the synchronisation is forced."""
+        """The buffer ← add·g/D + keep·m + u, or u if the synchronisation is forced."""
         u = bucket.flat["accumulated"]
         if self._is_forced:
             bucket.buffer.copy_(u)
@@ -236,7 +236,7 @@ class ZeroOneRule(Rule):
         bucket.buffer.mul_(weights.add).add_(bucket.flat["exp_avg_update"], alpha=weights.keep).add_(u)
 
     def _move_all(self, bucket: Bucket, decision: Decision, kept: float) -> None:
-        """p ← kept·p less what the frames say that have arrived."""
+        """p ← kept·p less the values of the frames that have arrived."""
         frames = self.placement.frames(bucket)
         if bucket.masks is not None:
             self.codec.decode(frames, bucket.rows(bucket.buffer))
@@ -248,7 +248,7 @@ class ZeroOneRule(Rule):
             self.placement.apply(bucket, decision, frames, *numbers)
 
     def _take_average(self, bucket: Bucket) -> None:
-        """m ← U/G, from the frames that have arrived; errors are taken over."""
+        """m ← U/G, from the frames that have arrived; the new residuals become current."""
         assert bucket.ef is not None
         g, m = bucket.group_index, bucket.flat["exp_avg_update"]
         bucket.ef.commit()
@@ -258,7 +258,7 @@ class ZeroOneRule(Rule):
         self.mask_state(bucket)
 
     def _variance(self, bucket: Bucket, total: float | None = None) -> Variance:
-        """What D is made of. total: the sum of the weights in v, where it has just changed."""
+        """The inputs of D. total: the sum of the weights in v, if it has just changed."""
         v, eps = bucket.flat["exp_avg_sq"], eps_of(bucket.group)
         total = self._variance_total[bucket.group_index] if total is None else total
         correction = 1.0 / total if self.bias_correction and total > 0.0 else 1.0
@@ -274,7 +274,7 @@ class ZeroOneRule(Rule):
         return Variance(bucket.rows(v), bucket.rows(bucket.floor_J), correction, eps)
 
     def _with_denominators(self, bucket: Bucket, total: float | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """The buffer and D, in parts whose temporaries stay in a cache. total: as for `_variance`."""
+        """The buffer and D, in parts small enough that temporaries stay in a cache. total: as for `_variance`."""
         variance = self._variance(bucket, total)
         block, at_a_time = self.codec.block, BLOCKS_AT_A_TIME
         parts = (bucket.buffer.split(at_a_time * block), variance.v_KN.view(-1).split(at_a_time * block))
@@ -283,7 +283,7 @@ class ZeroOneRule(Rule):
             yield x, part.denominator()[0]
 
     def _share_of_a_gradient(self, bucket: Bucket) -> float:
-        """What a gradient would weigh in a variance step now. Divided among those who send one: see `normalised`."""
+        """The weight of a gradient in a variance step now. Callers divide it by the number of senders: `normalised`."""
         beta2 = bucket.group["betas"][1]
         weight = variance_weight(beta2, self._step_under_way - self._variance_steps)
         return weight / self._total_after(bucket.group_index, weight)
@@ -303,7 +303,7 @@ class ZeroOneRule(Rule):
             torch._foreach_add_(bucket.views, bucket.local_values, alpha=lost)
 
     def _correction(self, g: int, step: int) -> float:
-        """1 - β1^t, t the steps of these that the model had seen a gradient by."""
+        """1 - β1^t, with t the steps since the model's first gradient."""
         t = max(step - self._unseen[g], 1)
         return 1.0 - self.buckets.groups[g]["betas"][0] ** t if self.bias_correction and step > 0 else 1.0
 
@@ -333,7 +333,7 @@ class ZeroOneRule(Rule):
         shares = [bucket.share_J for bucket in self.buckets]
         total, elements = self.parts.total(*sums_of_live_blocks(variances, shares, self.codec.block))
         self._fallback = total / elements if elements else 1.0
-        if not elements:  # a variance that has seen nothing is none to rest on: the schedules begin behind this step
+        if not elements:  # no gradient so far: the schedules begin after this step
             self._unseen = [int(count) for count in self.steps]
             self._variance_total = [0.0] * len(self._variance_total)
         for bucket in self.buckets:
@@ -355,7 +355,7 @@ class ZeroOneRule(Rule):
         bucket.floor_J = None
         bucket.wires.clear()
         bucket.release_buffer()
-        groups = len(self.buckets.groups)  # some may have nothing here: a pipeline stage without norms
+        groups = len(self.buckets.groups)  # a group may have no bucket here, as in a pipeline stage without norms
         self._unseen += [0] * (groups - len(self._unseen))
         self._variance_total += [0.0] * (groups - len(self._variance_total))
         self._accumulated_weight += [0.0] * (groups - len(self._accumulated_weight))
@@ -380,14 +380,14 @@ class ZeroOneRule(Rule):
             "since_sync": self.since_sync,
             "accumulated_weight": list(self._accumulated_weight),
             "kept_share": list(self._kept_share),
-            # Between synchronisations this rank's parameters are its own, and no other file holds them.
+            # Between synchronisations this rank's parameters differ from all others, and no other file contains them.
             "waiting": [p in self._seen_since_sync for p in self.buckets.params] if is_apart else [],
             "parameters": [w.detach().clone() for b in self.buckets for w in b.local_values] if is_apart else [],
         }
 
     def load_record(self, record: State) -> None:
         self._peak_lr = record["peak_lr"]
-        self._unseen = list(record.get("unseen", [0] * len(self._variance_total)))  # older ones have none
+        self._unseen = list(record.get("unseen", [0] * len(self._variance_total)))  # older states have none
         self._variance_steps = record["variance_steps"]
         self._variance_total = list(record["variance_total"])
         self._fallback = record["fallback"]
@@ -395,7 +395,7 @@ class ZeroOneRule(Rule):
         self._accumulated_weight = list(record["accumulated_weight"])
         self._kept_share = list(record["kept_share"])
         params = self.buckets.params
-        waiting = record.get("waiting") or [self.since_sync > 0] * len(params)  # not in the first files
+        waiting = record.get("waiting") or [self.since_sync > 0] * len(params)  # the oldest states have none
         self._seen_since_sync = {p for p, waits in zip(params, waiting, strict=True) if waits}
         with torch.no_grad():
             for p, saved in zip(params, record["parameters"], strict=False):
@@ -429,7 +429,7 @@ class ZeroOneRule(Rule):
 
 @shows_all_options(CommonOptions)
 class ZeroOneAdam(CompressedOptimizer):
-    """AdamW whose ranks talk about two bits per parameter and step, or less: whole steps go by without a word.
+    """AdamW whose ranks send about two bits per parameter and step, or less: some steps send nothing.
 
     Each step t on rank i, with γ = lr/(1-β1^t), D = √max(v̂, floor·blockmean) + eps, and the momentum m averaging
     moves, gradients divided by D:
@@ -437,27 +437,44 @@ class ZeroOneAdam(CompressedOptimizer):
     - *variance step* (`VarianceUpdates`, only while every step synchronises): the mean gradient ḡ travels in
       `variance_codec`; v ← (1-w)·v + w·ḡ² with w = `variance_weight`(β2, steps since the last one);
       m ← β1·m + (1-β1)·ḡ/D; p ← p - γ·m.
-    - *other steps*: m_i ← β1·m_i + (1-β1)·g_i/D; u_i ← u_i + γ·m_i; G ← G + γ. A *local* one moves this rank's own
-      parameters by γ·m_i and sends nothing, not even a vote. One that *synchronises* (`Synchronisations`) sends u_i in
-      one bit with error feedback, takes the mean U back, and sets m ← U/G and p ← anchor - U, where the anchor is what
-      p was after the last one: the replicas are bit-identical again.
+    - *other steps*: m_i ← β1·m_i + (1-β1)·g_i/D; u_i ← u_i + γ·m_i; G ← G + γ. A *local* step moves this rank's own
+      parameters by γ·m_i and sends nothing, not even a vote. A step that *synchronises* (`Synchronisations`) sends u_i
+      in one bit with error feedback, receives the mean U, and sets m ← U/G and p ← anchor - U. The anchor is p after
+      the last synchronisation, so that the replicas are bit-identical again.
 
-    The paper's m averages gradients and is divided by D when it moves. While D stands still that is the same; when D
+    The paper's m averages gradients and is divided by D when it moves. That is the same while D is constant. When D
     changes, the noise of compression in m would be multiplied by the change, and a block whose variance collapses
     (units that die and wake) would blow up. A g_i far beyond an old D counts in D (`normalised`). See
-    `docs/differences.md`.
+    `docs/differences.md`. Source: arXiv 2202.06009.
 
-
-    Weight decay (decoupled) acts in every step and is no part of u. A step with lr = 0 moves nothing; while every step
+    Weight decay (decoupled) acts in every step and is not part of u. A step with lr = 0 moves nothing; while every step
     synchronises, its gradient is dropped. Between synchronisations the replicas differ: call `sync()` on all ranks
-    before evaluation. Arguments as in `OnebitAdam` and `CommonOptions`, and:
-
-    var_update_scaler, var_freeze_step: see `VarianceUpdates`. local_step_scaler, local_step_clipper: see
-    `Synchronisations`; a numeric scaler counts from var_freeze_step. variance_codec: what ḡ travels in.
+    before evaluation.
 
     State on each rank, bytes per parameter: m 4, v 4, worker error 4 (bf16: 2), server error 4/W; with
     local_step_clipper > 1 another 8 (u and the anchor). Sends per rank 2·(W-1)/W·(1 + 16/block) bits per parameter and
     synchronisation, 2·(W-1)/W·(8 + 16/block) per variance step.
+
+    Args:
+        params: Parameters or groups, the same on all ranks.
+        lr: Learning rate. Default 1e-3.
+        betas: Decay of momentum and variance. Default (.9, .999).
+        eps: Added to D. Default 1e-8.
+        weight_decay: Decoupled weight decay. Default 1e-2.
+        var_freeze_step: Last step in which the variance may change. Default None: updates only become rarer.
+        var_update_scaler: Updates of the variance until the gap between two of them doubles. Default 16.
+        local_step_scaler: Steps until the interval between synchronisations doubles, counted from var_freeze_step; or
+            "auto": it doubles whenever the learning rate has halved since its peak. Default "auto".
+        local_step_clipper: Longest interval between synchronisations, in steps; "auto": 8. Default 1: every step
+            synchronises.
+        variance_codec: Format of the gradients in variance steps. Default None: `Int8Codec`.
+        bias_correction: Whether moments are corrected for their start from zero. Default True.
+        variance_floor: Least variance, as in `OnebitAdam`. Default .01.
+        **common: See `CommonOptions`.
+
+    Raises:
+        ValueError: An option is out of its range, or parameters differ between ranks.
+        TypeError: An option has the wrong type, or a parameter an unsupported dtype.
     """
 
     def __init__(
@@ -490,9 +507,9 @@ class ZeroOneAdam(CompressedOptimizer):
     @torch.no_grad()
     @calling("optimizer.sync()")
     def sync(self) -> None:
-        """Make the replicas bit-identical now, if they are not: before evaluation, or before saving the model alone.
+        """Make the replicas bit-identical, before an evaluation or before the model is saved alone. All ranks.
 
-        All ranks. Sends a one-bit round if local steps were taken since the last one, else nothing.
+        Sends a one-bit round if there were local steps since the last one, else nothing.
         """
         if self.rule.since_sync:
             self._drop_step()

@@ -123,7 +123,7 @@ def test_groups_are_hidden_matrices_and_the_rest() -> None:
 
 def test_groups_that_cannot_be_are_refused_and_leave_nothing() -> None:
     p, vector = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match=r"group 0 does not say use_muon.*muon_groups"):
+    with pytest.raises(ValueError, match=r"group 0 has no use_muon.*muon_groups"):
         onebit.OnebitMuon([p], transport=SimTransport())
     with pytest.raises(ValueError, match=r"use_muon and a parameter of shape \(3,\), which is no matrix"):
         onebit.OnebitMuon([{"params": [p, vector], "use_muon": True}], transport=SimTransport())
@@ -231,7 +231,7 @@ def test_a_state_that_is_not_this_muons_is_refused_before_anything_changes() -> 
         group["use_muon"] = not group["use_muon"]
     before = copy.deepcopy(optimizer.state_dict())
     for state, message in (
-        (plain.state_dict(), "group 0 does not say use_muon, here it is True"),
+        (plain.state_dict(), "group 0 has no use_muon, here it is True"),
         (adamw.state_dict(), "no state of OnebitMuon"),
         (crossed, "group 0 has use_muon=False, here it is True"),
     ):
