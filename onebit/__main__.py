@@ -1,4 +1,4 @@
-"""`python -m onebit`: the command `onebit`, for where it is not on the path."""
+"""`python -m onebit`: the command `onebit`, if it is not on the path."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""The command `onebit`: what this machine has, what training would cost on it, and the tools around that.
+"""The command `onebit`: inspects this machine, predicts the cost of training on it, and has the tools around that.
 
-`COMMANDS` is the registry: to add a command write a module here with `main(argv) -> int`, and its line. Modules are
-imported when their command is asked for. This is the outermost layer: it may import `comm`, `onebit` and `zero`, and
-nothing imports it but `__main__` (and scripts/).
+`COMMANDS` is the registry: to add a command, write a module here with `main(argv) -> int`, and a line there. Modules
+are imported when their command runs. This is the outermost layer: it may import `comm`, `onebit` and `zero`, and only
+`__main__` (and scripts/) import it.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from importlib import import_module
 from ..version import VERSION
 
 COMMANDS = {
-    "doctor": ("doctor.command", "what is installed, what the network passes, and whether one bit would pay on it"),
-    "plan": ("plan", "memory, traffic and seconds per step of a run, before it is started"),
+    "doctor": ("doctor.command", "list what is installed, measure the network, and predict whether one bit pays"),
+    "plan": ("plan", "estimate memory, traffic and seconds per step of a run, before it starts"),
     "demo": ("demo", "train a small model with AdamW and with OnebitAdam, and compare loss and traffic"),
-    "bench": ("bench", "what codecs and kernels pass on this machine, and exchanges between ranks"),
-    "convert": ("convert", "weights of onebit, DeepSpeed or torch as one file; our state as plain AdamW's"),
-    "layout": ("layout", "draw a sparse attention layout, and say what it costs and how far a token sees"),
-    "rendezvous": ("rendezvous", "where the members of a run find each other, as they come and go"),
+    "bench": ("bench", "measure codecs and kernels on this machine, and exchanges between ranks"),
+    "convert": ("convert", "write weights of onebit, DeepSpeed or torch as one file; or our state as AdamW's"),
+    "layout": ("layout", "draw a sparse attention layout, with its cost and the range of a token"),
+    "rendezvous": ("rendezvous", "hold the list of a run's members, which come and go"),
     "emulate": ("cluster.command", "run a command on emulated hosts, joined by links of the rate you name"),
 }
-"""By name: the module, and what it does."""
+"""By name: the module, and the command's description."""
 
 
 class UserError(Exception):
-    """What the user asked for cannot be done; the message says what was expected, what came and what to do."""
+    """A command cannot do what the user asked; the message has what was expected, what came and what to do."""
 
 
 def usage() -> str:
-    """What `onebit` says without a command."""
+    """The text that `onebit` prints without a command."""
     lines = [f"  {name:<10} {about}" for name, (_, about) in COMMANDS.items()]
     return "\n".join(
         ["usage: onebit COMMAND [options]", "", *lines, "", "`onebit COMMAND --help` lists a command's options."]
@@ -41,7 +41,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit status: 0 done; 1 it could not be done; 2 wrong arguments; 130 interrupted."""
+    """Run one command. Exit status: 0 success; 1 failure; 2 wrong arguments; 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage(), file=sys.stdout if arguments else sys.stderr)

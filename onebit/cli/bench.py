@@ -1,7 +1,7 @@
-"""`onebit bench`: what this machine's codecs pass, and between ranks what an exchange takes in each of them.
+"""`onebit bench`: the speed of each codec on this machine, and between ranks the seconds of an exchange in each.
 
-The small bench of an installed package. The large ones, against DDP and DeepSpeed on emulated networks with their
-records, are `scripts/bench.py` of the repository.
+This is the small benchmark of an installed package. The large ones, against DDP and DeepSpeed on emulated networks with
+their records, are in `scripts/bench.py` of the repository.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .output import Screen, Table, write_json
 
 BLOCK = 256
 _EPILOG = """\
-encode, decode: on one row. exchange: all ranks' mean, compressed on both ways, in pieces of --piece elements;
-"all-reduce" is the transport's own in float32. Nanoseconds are medians of the slowest rank. Benchmarks of whole steps
-against DDP and DeepSpeed need the repository: python scripts/bench.py
+encode, decode: of one row. exchange: mean over all ranks, compressed in both phases, in pieces of --piece elements;
+"all-reduce" is the transport's own, in float32. Times are medians of the slowest rank. Benchmarks of whole steps
+against DDP and DeepSpeed are in the repository: python scripts/bench.py
 """
 
 
@@ -35,14 +35,15 @@ def main(argv: Sequence[str]) -> int:
         prog="onebit bench", description=(__doc__ or "").partition("\n")[0], epilog=_EPILOG, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--elements", type=number, default=4e6, metavar="N", help="of the tensor (default: 4m)")
-    parser.add_argument("--piece", type=number, default=float(1 << 20), metavar="N", help="elements exchanged as one")
-    parser.add_argument("--repeats", type=int, default=5, metavar="K", help="whose median counts (default: 5)")
-    parser.add_argument("--backend", choices=comm.launch.BACKENDS, help="what moves the bytes; default: as in training")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, too; - is standard output")
+    parser.add_argument("--elements", type=number, default=4e6, metavar="N", help="elements in total (default: 4m)")
+    parser.add_argument("--piece", type=number, default=float(1 << 20), metavar="N", help="elements per exchange "
+                        "(default: 1048576)")  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=5, metavar="K", help="take the median of K runs (default: 5)")
+    parser.add_argument("--backend", choices=comm.launch.BACKENDS, help="transport (default: as in training)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write numbers to FILE; - is standard output")
     args = parser.parse_args(argv)
     if args.repeats < 1:
-        parser.error(f"--repeats {args.repeats}: at least 1")
+        parser.error(f"--repeats {args.repeats}: expected at least 1")
     try:
         transport = comm.init(args.backend)
         rows = measure(transport, int(args.elements), int(args.piece), args.repeats)
@@ -75,7 +76,7 @@ def measure(transport: Transport, elements: int, piece: int, repeats: int) -> di
         frames = torch.empty(1, codec.frame_bytes(x.numel()), dtype=torch.uint8, device=device)
         out = torch.empty_like(x).view(1, -1)
         row: Row = {"bytes_per_element": frames.numel() / x.numel()}
-        # encode leaves what it has not said in its input, so that it needs a new one each time.
+        # encode overwrites its input with the residual, so each run needs a fresh copy.
         copies = [x.clone().view(1, -1) for _ in range(2)]
         row["encode_s"] = _median(transport, repeats, lambda: codec.encode(copies[0], None, frames, None),  # noqa: B023
                                   before=lambda: copies[0].copy_(x.view(1, -1)))  # noqa: B023  # fmt: skip
@@ -107,7 +108,7 @@ def _exchange_s(transport: Transport, codec: Codec, x: torch.Tensor, piece: int,
 def _median(
     transport: Transport, repeats: int, act: Callable[[], object], before: Callable[[], object] = lambda: None
 ) -> float:
-    """Seconds of the slowest rank, all starting together; the first time does not count."""
+    """Median seconds of the slowest rank, with all ranks starting together; the first run does not count."""
     times = []
     for _ in range(repeats + 1):
         before()

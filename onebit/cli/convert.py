@@ -1,8 +1,8 @@
 """`onebit convert`: weights of an engine's, DeepSpeed's or torch's files as one file, and our state as plain AdamW's.
 
-Nothing that a file says is run: DeepSpeed's files are pickles that name classes of its own, which are read as records
-that can do nothing, and no other form of file is read at all (`checkpoint/archive.py`). What each source has is read by
-a function here that gives {name: tensor}.
+No code from a file is run: DeepSpeed's files are pickles that name its classes, which are read as inert records, and no
+other form of file is read at all (`checkpoint/archive.py`). Each kind of source has a function here that returns
+{name: tensor}.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .output import Screen
 Weights = dict[str, Tensor]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ABOUT = """\
-Weights as one file, whatever they were saved by, and the state of OnebitAdam as that of torch.optim.AdamW.
+Writes weights from several kinds of checkpoints as one file, and the state of OnebitAdam as that of torch.optim.AdamW.
 
   onebit convert runs/gpt model.safetensors --dtype bf16        a folder of onebit.zero's checkpoints
   onebit convert global_step500 model.safetensors               DeepSpeed's, ZeRO stages 0 to 3; or the folder above it
@@ -39,9 +39,9 @@ Weights as one file, whatever they were saved by, and the state of OnebitAdam as
   onebit convert --adamw rank0.pt rank1.pt adamw.pt             optimizer states of all ranks, in rank order
 """
 _EPILOG = """\
-The other way needs no conversion: OnebitAdam.load_state_dict takes the state of a torch.optim.AdamW as that of its
+The other direction needs no conversion: OnebitAdam.load_state_dict accepts a state of torch.optim.AdamW, for its
 warm-up, and onebit.zero.import_weights loads a safetensors file into any layout. Checkpoints in DeepSpeed's layout are
-not written. Exit status: 0 done; 1 it could not be read or written; 2 wrong arguments.
+not written. Exit status: 0 success; 1 a file cannot be read or written; 2 wrong arguments.
 """
 
 
@@ -50,10 +50,11 @@ def main(argv: Sequence[str]) -> int:
         prog="onebit convert", description=_ABOUT, epilog=_EPILOG, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("sources", nargs="+", type=Path, metavar="FROM", help="a folder or a file; --adamw: one a rank")
-    parser.add_argument("target", type=Path, metavar="TO", help="a new file: .safetensors, or .pt for torch.load")
-    parser.add_argument("--dtype", choices=DTYPES, help="of floating-point weights; default: as they are")
-    parser.add_argument("--tag", help="of several checkpoints in a folder this one; default: the newest")
+    parser.add_argument("sources", nargs="+", type=Path, metavar="FROM", help="folder or file to read; with --adamw, "
+                        "one file per rank")  # fmt: skip
+    parser.add_argument("target", type=Path, metavar="TO", help="new file: .safetensors, or .pt for torch.load")
+    parser.add_argument("--dtype", choices=DTYPES, help="convert floating-point weights to this (default: keep)")
+    parser.add_argument("--tag", help="read this checkpoint of the folder (default: the newest)")
     parser.add_argument("--adamw", action="store_true", help="convert optimizer states, not weights")
     args = parser.parse_args(argv)
     if args.target.suffix not in (".safetensors", ".pt"):
@@ -64,13 +65,13 @@ def main(argv: Sequence[str]) -> int:
         parser.error("weights come from one folder or file; --adamw takes a file of every rank")
     try:
         if args.target.exists():
-            raise ValueError(f"{args.target} is there already; name a new file, or remove it")
+            raise ValueError(f"{args.target} exists already; name a new file, or remove it")
         if args.adamw:
             states = [_optimizer_state(source) for source in args.sources]
             try:
                 state = adamw_state(states)
             except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
-                raise ValueError(f"{args.sources[0]}: no whole state of OnebitAdam: {reason(error)}") from error
+                raise ValueError(f"{args.sources[0]}: not a complete state of OnebitAdam: {reason(error)}") from error
             _save(state, args.target)
             Screen().line(f"{args.target}: the state of {len(state['state'])} parameters for torch.optim.AdamW")
             return 0
@@ -84,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_weights(source: Path, tag: str | None = None) -> Weights:
-    """By name. Raises ValueError or CheckpointError if there are none that this knows, or they are damaged."""
+    """Weights by name. Raises ValueError or CheckpointError if they are damaged, or of no known kind."""
     from ..zero.checkpoint.whole import checkpoint_in, read_checkpoint_weights
 
     if source.is_file():
@@ -92,11 +93,11 @@ def read_weights(source: Path, tag: str | None = None) -> Weights:
             raise ValueError(f"--tag {tag} chooses among a folder's checkpoints, {source} is a file")
         return _plain(source, read_checkpoint_weights(source) if source.suffix == ".safetensors" else _of_torch(source))
     if not source.is_dir():
-        raise ValueError(f"{source} is not there")
+        raise ValueError(f"{source} does not exist")
     folder = checkpoint_in(source, tag)
     for path in (folder, *folder.iterdir()):
         if not path.resolve().is_relative_to(source.resolve()):
-            raise ValueError(f"{path} is a link to {path.resolve()}, outside of {source}; copy what it names to here")
+            raise ValueError(f"{path} is a link to {path.resolve()}, outside of {source}; replace it by a copy")
     if (folder / STAMP).is_file():
         return _plain(folder, read_checkpoint_weights(folder))
     if any(folder.glob("*_model_states.pt")):
@@ -104,15 +105,15 @@ def read_weights(source: Path, tag: str | None = None) -> Weights:
             return _plain(folder, _of_deepspeed(folder))
         except (ValueError, CheckpointError):
             raise
-        except Exception as error:  # whatever other content makes this reader raise
+        except Exception as error:  # other content can make this reader raise anything
             raise ValueError(f"{folder} is damaged, or not as DeepSpeed 0.19 writes it: {reason(error)}") from error
     raise ValueError(
-        f"{folder} holds no checkpoint that this knows: expected {STAMP} (onebit.zero) or *_model_states.pt (DeepSpeed)"
+        f"{folder} holds no checkpoint of a known kind: expected {STAMP} (onebit.zero) or *_model_states.pt (DeepSpeed)"
     )
 
 
 def _plain(source: Path, weights: Weights) -> Weights:
-    """The same. Raises ValueError unless all have names, and values in memory as those of a layer: one each."""
+    """The same weights. Raises ValueError unless all have names, and a value in memory for each element."""
     for name, x in weights.items():
         if not isinstance(name, str):
             raise ValueError(f"{source}: a tensor's name is {name!r}, expected text: this is no state dict of a model")
@@ -127,7 +128,7 @@ def _plain(source: Path, weights: Weights) -> Weights:
 
 
 def _of_deepspeed(folder: Path) -> Weights:
-    """The float32 masters where the ranks' optimizer files are there, else the module's weights as they are."""
+    """The float32 masters if the ranks' optimizer files exist, else the module's weights as they are."""
     models = _by_rank(folder.glob("*_model_states.pt"))
     if len(parts := {path.name.partition("mp_rank_")[2] for path in models}) > 1:
         raise ValueError(f"{folder} is of a model in {len(parts)} tensor slices; merge them with DeepSpeed's own tools")
@@ -144,7 +145,7 @@ def _of_deepspeed(folder: Path) -> Weights:
         raise ValueError(f"{optimizers[0]} is of ZeRO stage {stage!r}; expected 1, 2 or 3, as DeepSpeed 0.19 writes it")
     for path, state in zip(optimizers, states, strict=True):
         if (state["zero_stage"], state["partition_count"]) != (stage, partitions):
-            raise ValueError(f"{path} is of another run than {optimizers[0]}: its stage or number of ranks is another")
+            raise ValueError(f"{path} is of another run than {optimizers[0]}: its stage or number of ranks differs")
     expected = max(partitions) if isinstance(partitions, list) else partitions
     if [_rank_of(path) for path in optimizers] != list(range(expected)):
         raise ValueError(
@@ -170,11 +171,11 @@ def _of_deepspeed(folder: Path) -> Weights:
     missing = {name: x for name, x in module.items() if name not in found}
     if stage == 3 and missing:
         raise ValueError(f"{models[0]} is damaged: {next(iter(missing))} is in the model, and in no rank's shards")
-    return found | missing  # stage 1 lists no frozen weights: they are whole in the module
+    return found | missing  # stage 1 lists no frozen weights: they are complete in the module
 
 
 def _of_stage_2(groups: Sequence[Mapping[str, torch.Size]], flats: Sequence[Sequence[Tensor]]) -> Weights:
-    """A group's parameters lie one after another in the ranks' partitions, which are padded at the end."""
+    """Stages 1 and 2: a group's parameters are one after another in the ranks' partitions, padded at the end."""
     found: Weights = {}
     for g, shapes in enumerate(groups):
         whole, at = torch.cat([rank[g] for rank in flats]), 0
@@ -188,7 +189,7 @@ def _of_stage_2(groups: Sequence[Mapping[str, torch.Size]], flats: Sequence[Sequ
 
 
 def _of_stage_3(groups: Sequence[Mapping[str, torch.Size]], flats: Sequence[Sequence[Tensor]]) -> Weights:
-    """Every parameter is cut over the ranks, padded to equal shards; a rank's shards lie one after another."""
+    """Every parameter is cut over the ranks, padded to equal shards; a rank's shards are one after another."""
     ranks = [torch.cat(list(rank)) for rank in flats]
     found: Weights = {}
     at = 0
@@ -204,7 +205,7 @@ def _of_stage_3(groups: Sequence[Mapping[str, torch.Size]], flats: Sequence[Sequ
 
 
 def _frozen(model: Mapping[str, Any], models: Sequence[Mapping[str, Any]], stage: int) -> Weights:
-    """Parameters that are not trained: whole, or at stage 3 in shards, one in each rank's model file."""
+    """Parameters that are not trained: complete, or at stage 3 in shards, one in each rank's model file."""
     found: Weights = {}
     for name, shape in model["frozen_param_shapes"].items():
         numel = torch.Size(shape).numel()
@@ -214,7 +215,7 @@ def _frozen(model: Mapping[str, Any], models: Sequence[Mapping[str, Any]], stage
 
 
 def _rank_of(path: Path) -> int:
-    """Of a file of one data-parallel rank; those of all ranks together count as rank 0's."""
+    """The data-parallel rank of a file; 0 for files of all ranks together."""
     found = re.search(r"zero_pp_rank_(\d+)", path.name)
     return int(found[1]) if found else 0
 
@@ -227,7 +228,7 @@ def _by_rank(paths: Iterable[Path]) -> list[Path]:
 
 
 def _of_torch(path: Path) -> Weights:
-    """A state dict, or the one in a dict of more."""
+    """A state dict, or the state dict inside a larger dict."""
     content = load_archive(path)
     for key in ("model", "module", "state_dict", "model_state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
@@ -235,12 +236,14 @@ def _of_torch(path: Path) -> Weights:
             break
     weights = {name: x for name, x in content.items() if isinstance(x, Tensor)} if isinstance(content, dict) else {}
     if not weights:
-        raise ValueError(f'{path} holds no state dict of a model: expected tensors by name, or them under "model"')
+        raise ValueError(
+            f'{path} holds no state dict of a model: expected tensors by name, at the top level or under "model"'
+        )
     return weights
 
 
 class Record:
-    """What stands in a pickle for an object of a class that is not known here. It does nothing."""
+    """Replaces objects of unknown classes in a pickle. It does nothing."""
 
     def __init__(self, *args: object, **named: object) -> None: ...
 
@@ -252,7 +255,7 @@ class Record:
 
 
 def _without_attributes(make: Callable[..., Any], kind: object, args: tuple[object, ...], state: object) -> Any:
-    """A tensor with attributes of its own, as DeepSpeed's shards are. make: one of `_KNOWN`, or Record."""
+    """A tensor, without additional attributes as DeepSpeed's shards have. make: one of `_KNOWN`, or Record."""
     return make(*args)
 
 
@@ -283,20 +286,22 @@ _RECORDS = SimpleNamespace(Unpickler=_Unpickler, __name__="records")
 
 
 def _optimizer_state(path: Path) -> dict[str, Any]:
-    """That of one rank: the file's content, or what it has under "optimizer"."""
+    """The state of one rank: the file's content, or its entry "optimizer"."""
     content = load_archive(path)
     for state in (content, content.get("optimizer") if isinstance(content, dict) else None):
         if isinstance(state, dict) and "onebit" in state:
             return state
-    raise ValueError(f'{path} holds no state of OnebitAdam: expected its state_dict(), or it under "optimizer"')
+    raise ValueError(
+        f'{path} holds no state of OnebitAdam: expected its state_dict(), at the top level or under "optimizer"'
+    )
 
 
 def adamw_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """For torch.optim.AdamW.load_state_dict, of the states of all ranks.
+    """A state for torch.optim.AdamW.load_state_dict, from the states of all ranks.
 
-    exp_avg: m, as the frames hold it; what ranks still owe of it is dropped. exp_avg_sq: (D - eps)², with the bias that
+    exp_avg: m, decoded from the frames; the ranks' residuals are dropped. exp_avg_sq: (D - eps)², with the bias that
     AdamW takes out again: v where it is above `variance_floor` of its block's mean, the floor elsewhere. Raises
-    ValueError where they are another optimizer's, or not of all ranks.
+    ValueError if the states are another optimizer's, or not of all ranks.
     """
     optimizer = OnebitAdam(
         [torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))],
@@ -331,7 +336,7 @@ def adamw_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _gradients_of(elements: dict[str, torch.Tensor], group: dict[str, Any], step: float) -> torch.Tensor:
-    """m of a warm-up whose momentum is of moves, which had D as it is now."""
+    """m of a warm-up whose momentum averages moves, with D as it is now."""
     total = 1.0 - group["betas"][1] ** step if step else 1.0
     D: torch.Tensor = (elements["exp_avg_sq"] / total).sqrt() + group["eps"]
     return elements["exp_avg_update"] * D
@@ -354,7 +359,7 @@ def _write(weights: Weights, target: Path) -> None:
         write_weights(target, {name: x.contiguous() for name, x in weights.items()})
     except (OSError, ImportError):
         raise
-    except Exception as error:  # safetensors' own; a dtype that it does not know
+    except Exception as error:  # safetensors' own errors, e.g. an unknown dtype
         raise ValueError(f"{target} cannot be written: {reason(error)}") from error
 
 

@@ -1,7 +1,7 @@
 """`onebit demo`: a small model trained with AdamW and with OnebitAdam, on ranks that are threads of this process.
 
-What it shows in a quarter of a minute is loss and traffic. What a network makes of it in seconds is the repository's
-`make demo`, and `onebit doctor`.
+It shows loss and traffic in a quarter of a minute. For seconds on a network, see the repository's `make demo` and
+`onebit doctor`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .output import Screen, Table, write_json
 
 CONTEXT, WIDTH, BYTES = 16, 96, 256
 PAYLOAD_OF_FRAME = 1448 / 1514
-LAST = 20  # steps whose mean counts
+LAST = 20  # steps at the end whose mean is the loss
 
 
 @dataclass(frozen=True)
 class Run:
-    """losses: of rank 0, by step. sent_bytes: of a rank, in the last step; in all of them."""
+    """One training. losses: of rank 0, by step. last_bytes, all_bytes: sent by a rank, in the last step and in all."""
 
     losses: list[float]
     last_bytes: int
@@ -45,7 +45,7 @@ class Run:
 
 
 class ByteModel(nn.Module):
-    """The next byte of those before it: embeddings, and two layers."""
+    """Predicts the next byte from the bytes before it: embeddings, and two hidden layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class ByteModel(nn.Module):
 
 
 def text() -> Tensor:
-    """The sources of this Python's standard library, a megabyte of them, as bytes."""
+    """A megabyte of source code of this Python's standard library, as bytes."""
     found = bytearray()
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         found += path.read_bytes()
@@ -71,7 +71,7 @@ def text() -> Tensor:
 
 
 def train(transport: SimTransport, first: ByteModel, name: str, steps: int, data: Tensor) -> Run:
-    """One rank's part, from a copy of the first model; its own windows of the text."""
+    """Train on one rank, from a copy of the first model, on this rank's own windows of the text."""
     model, averager = copy.deepcopy(first), None
     if name == "AdamW":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
@@ -101,10 +101,11 @@ def train(transport: SimTransport, first: ByteModel, name: str, steps: int, data
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="onebit demo", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=4, help="simulated ones (default: 4)")
-    parser.add_argument("--steps", type=int, default=300, help="of each optimizer (default: 300)")
-    parser.add_argument("--rate", type=rate, default=1e8, help="of the network that seconds are told for: 100mbit")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the losses there, too; - is standard output")
+    parser.add_argument("--ranks", type=int, default=4, help="number of simulated ranks (default: 4)")
+    parser.add_argument("--steps", type=int, default=300, help="steps of each optimizer (default: 300)")
+    parser.add_argument("--rate", type=rate, default=1e8, help="rate of the network for which seconds are computed "
+                        "(default: 100mbit)")  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the losses to FILE; - is standard output")
     args = parser.parse_args(argv)
     if args.ranks < 1 or args.steps < 10:
         parser.error(f"--ranks {args.ranks} --steps {args.steps}: expected at least 1 rank and 10 steps")
@@ -118,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     screen.status("")
     screen.table(table(runs, args.ranks, args.steps, args.rate))
     screen.line(
-        "Loss and bytes are of the training, seconds on the wire are bytes over the rate. With a network, and against "
+        "Loss and bytes are measured; seconds on the wire are bytes over the rate. To measure on a network, beside "
         "your own computing: onebit emulate --hosts 4 --rate 100mbit -- onebit doctor --params 25m --compute 0.5"
     )
     write_json(args.json, {name: asdict(run) for name, run in runs.items()})

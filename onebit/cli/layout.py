@@ -1,4 +1,4 @@
-"""`onebit layout`: a sparse attention layout drawn, what it costs, and how far a token sees through several layers."""
+"""`onebit layout`: draws a sparse attention layout, with its cost and how far a token sees through several layers."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .output import Screen, Table, write_json
 
 _ABOUT = """\
 Draws a layout of block-sparse attention: a row for each block of queries, a column for each block of keys. The table
-says what share of earlier tokens (of all, where it is bidirectional) reaches a token through so many layers.
+shows the share of earlier tokens (of all tokens, if bidirectional) that reaches a token, by the number of layers.
 """
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="onebit layout", description=_ABOUT)
     add = parser.add_argument
-    add("what", metavar="MODE", help=f"{', '.join(MODES)}; or the block of a DeepSpeed JSON; or its file")
-    add("--length", type=number, default=4096, metavar="TOKENS", help="of a sequence (default: 4096)")
-    add("--block", type=int, metavar="TOKENS", help="of a block (default: the JSON's, or 64)")
+    add("what", metavar="MODE", help=f"{', '.join(MODES)}; or the block of a DeepSpeed JSON, or a file with it")
+    add("--length", type=number, default=4096, metavar="TOKENS", help="tokens of a sequence (default: 4096)")
+    add("--block", type=int, metavar="TOKENS", help="tokens of a block (default: the JSON's, or 64)")
     add("--attention", choices=(UNIDIRECTIONAL, BIDIRECTIONAL), help="(default: the JSON's, or unidirectional)")
-    add("--heads", type=int, default=1, help="how many are built (default: 1)")
-    add("--head", type=int, default=0, help="which is drawn (default: the first)")
-    add("--layers", type=int, default=4, help="how many the table tells of (default: 4)")
-    add("--width", type=int, default=64, metavar="CHARACTERS", help="of the drawing, at most (default: 64)")
-    add("--png", type=Path, metavar="FILE", help="write a picture of all heads there")
-    add("--json", type=Path, metavar="FILE", help="write the numbers there; - is standard output")
+    add("--heads", type=int, default=1, help="number of heads to build (default: 1)")
+    add("--head", type=int, default=0, help="head to draw, from 0 (default: 0)")
+    add("--layers", type=int, default=4, help="largest number of layers in the table (default: 4)")
+    add("--width", type=int, default=64, metavar="CHARACTERS", help="largest width of the drawing (default: 64)")
+    add("--png", type=Path, metavar="FILE", help="write a picture of all heads to FILE")
+    add("--json", type=Path, metavar="FILE", help="write the numbers to FILE; - is standard output")
     args = parser.parse_args(argv)
     for name in ("length", "heads", "layers", "width"):
         if getattr(args, name) < 1:
@@ -43,7 +43,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _config(args: argparse.Namespace) -> SparsityConfig:
-    """Of the argument, a mode's name, JSON or a file. Raises UserError."""
+    """The configuration of the argument: a mode's name, JSON or a file. Raises UserError."""
     text: str = args.what
     try:
         if not text.lstrip().startswith("{") and text not in MODES and Path(text).suffix == ".json":

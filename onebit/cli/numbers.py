@@ -12,7 +12,7 @@ MODELS = {
     "bert-base": 110e6, "bert-large": 336e6, "vit-b": 86e6, "vit-l": 304e6, "resnet50": 25.6e6,
     "llama-3.2-1b": 1.24e9, "llama-3.2-3b": 3.21e9, "llama-3.1-8b": 8.03e9,
 }  # fmt: skip
-"""Parameters of models that many know, by name."""
+"""Parameters of well-known models, by name."""
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 
 
@@ -32,7 +32,7 @@ def model_size(text: str) -> float:
 
 
 def rate(text: str) -> float:
-    """For argparse: bits per second of "1gbit", as tc writes it."""
+    """For argparse: bits per second of "1gbit", in tc's notation."""
     try:
         bits_per_s = parse_rate(text)
     except ValueError as error:
@@ -43,7 +43,7 @@ def rate(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """For argparse: at least 0."""
+    """For argparse: seconds, at least 0."""
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What commands show: tables by rich where it is installed, plain text elsewhere, and JSON for machines."""
+"""Output of commands: tables by rich if it is installed, else plain text, and JSON for machines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def has_rich() -> bool:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under headings. words: how many columns on the left are words; the others are numbers."""
+    """Rows of cells under headings. words: number of columns on the left with words; the others have numbers."""
 
     title: str
     headings: Sequence[str]
@@ -32,7 +32,7 @@ class Table:
     words: int = 1
 
     def text(self) -> str:
-        """For a terminal without rich, and for a file."""
+        """The table as plain text."""
         lines = [self.headings, *self.rows]
         widths = [max(len(line[k]) for line in lines) for k in range(len(self.headings))]
         shown = [
@@ -45,7 +45,7 @@ class Table:
 
 
 class Screen:
-    """Where a command writes. is_quiet: a rank that leaves the talking to rank 0."""
+    """Where a command writes. is_quiet: write nothing, on ranks other than 0."""
 
     def __init__(self, *, is_quiet: bool = False):
         self.is_quiet = is_quiet
@@ -53,7 +53,7 @@ class Screen:
         if not is_quiet and has_rich():
             from rich.console import Console
 
-            # A file or a pipe has no width: tables there are as wide as they need.
+            # A file or a pipe has no width: leave room for wide tables.
             self._console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
         self._has_said = False
 
@@ -84,14 +84,14 @@ class Screen:
         self._console.print(shown)
 
     def status(self, text: str) -> None:
-        """What is being done now: one line that the next overwrites, on a terminal alone."""
+        """Show the current activity in one line, which the next call overwrites. Only on a terminal."""
         if not self.is_quiet and sys.stderr.isatty():
             sys.stderr.write(f"\r\033[K{text}")
             sys.stderr.flush()
 
 
 def write_json(path: Path | None, record: object) -> None:
-    """For --json FILE; "-" is standard output. Raises UserError where the file cannot be written."""
+    """Write the record for --json FILE; "-" is standard output. Raises UserError if the file cannot be written."""
     if path is None:
         return
     text = json.dumps(record, indent=1) + "\n"

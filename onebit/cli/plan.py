@@ -1,4 +1,4 @@
-"""`onebit plan`: what `zero/plan.py` says of a run, as a table."""
+"""`onebit plan`: the estimates of `zero/plan.py` for a run, as a table."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _HEADINGS = (
     "over the run", "s/step",
 )  # fmt: skip
 _ABOUT = """\
-What a run will need, before it is started: memory and traffic of every stage and optimizer, and seconds per step.
-Counted from the layouts and estimated with costs of one machine, not measured: `onebit doctor` measures.
+Estimates a run before it starts: memory and traffic of every stage and optimizer, and seconds per step. Bytes follow
+from the layouts, seconds from costs of one machine; nothing is measured. `onebit doctor` measures.
 """
 _STAGE_0 = """\
-One-bit optimizers and local steps at stage 0: by themselves, over onebit.comm.init(). The engine's stage 0 sends as
-many times more as a host has ranks: take stage 1 there."""
+One-bit optimizers and local steps at stage 0: used directly, over onebit.comm.init(). The engine's stage 0 multiplies
+their traffic by the ranks of a host: use stage 1 there."""
 
 
 def table(run: Run) -> Table:
-    """The plans of a run: bytes per parameter, bits that a rank sends, and seconds from all to none of them hidden."""
+    """The plans of a run: bytes per parameter, bits that a rank sends, and seconds with all or no traffic hidden."""
     rows = []
     for made in plans(run):
         rows.append(
@@ -50,7 +50,7 @@ def table(run: Run) -> Table:
 
 
 def serving_table(run: ServeRun, ranks: int) -> Table:
-    """What a token costs on 1, 2, 4, ... ranks, and whether splitting pays."""
+    """The cost of a token on 1, 2, 4, ... ranks, and whether splitting pays."""
     counts = [1 << k for k in range(ranks.bit_length()) if 1 << k < ranks] + [ranks]
     made = [token_plan(run, count) for count in counts]
     rows = []
@@ -64,7 +64,7 @@ def serving_table(run: ServeRun, ranks: int) -> Table:
 
 
 def offload_table(run: OffloadRun) -> Table:
-    """Bytes, seconds and the largest model of each mode of offload; the first column marks what `chosen` takes."""
+    """Bytes, seconds and the largest model of each mode of offload; "best" marks the choice of `chosen`."""
     best, rows = chosen_mode(run), []
     for made in offload_plans(run):
         places = (f"{x / 1e9:.4g}" for x in (made.device_bytes, made.host_bytes, made.disk_bytes))
@@ -80,7 +80,7 @@ def offload_table(run: OffloadRun) -> Table:
 
 
 def encode_table(asked: EncodeRun) -> Table:
-    """Bytes and seconds of each stage and place of the state; the last column marks what `chosen_place` takes."""
+    """Bytes and seconds of each stage and place of the state; "best" marks the choice of `chosen_place`."""
     best, rows = chosen_place(asked), []
     for made in encode_plans(asked):
         cells = *(x / 1e9 for x in (made.device_bytes, made.host_bytes, made.disk_bytes)), *made.times.values()
@@ -107,22 +107,23 @@ def shape(text: str) -> tuple[int, int]:
 def _add_offload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "offload",
-        "one GPU, or one host without; given by --device-gb or --host-gb. With several ranks: the device that encodes",
+        "plan offload, with --device-gb or --host-gb: on one GPU, or one host without; with several ranks, compare "
+        "where the state is encoded",
     )
     add = group.add_argument
-    add("--device-gb", type=float, help="of the GPU; 0: there is none")
-    add("--host-gb", type=float, help="of host memory that may be used (default: 128)")
-    add("--disk-gb", type=float, default=0.0, help="of a local disk (default: none)")
-    add("--pcie", type=float, default=25.0, metavar="GB/s", help="in one direction (default: 25)")
-    add("--disk", type=float, default=5.0, metavar="GB/s", help="of the disk (default: 5)")
-    add("--device-memory", type=float, default=1000.0, metavar="GB/s", help="of the GPU (default: 1000)")
-    add("--host-memory", type=float, default=100.0, metavar="GB/s", help="of the host (default: 100)")
-    add("--tflops", type=float, default=100.0, help="of the device, as reached (default: 100)")
-    add("--tokens", type=number, default=4096.0, help="of a step (default: 4096)")
-    add("--largest", type=number, default=0.0, help="elements of the largest parameter")
-    add("--modules", type=int, default=0, help="with parameters of their own, whose Python objects count (default: 0)")
-    add("--ratio", type=float, help="mode state: of the parameters, whose state is in the store (default: 1)")
-    add("--trained", type=number, help="parameters that are trained, on a frozen base (default: all)")
+    add("--device-gb", type=float, help="memory of the GPU; 0: no GPU")
+    add("--host-gb", type=float, help="host memory that may be used (default: 128)")
+    add("--disk-gb", type=float, default=0.0, help="space on a local disk (default: 0)")
+    add("--pcie", type=float, default=25.0, metavar="GB/s", help="bandwidth of PCIe in one direction (default: 25)")
+    add("--disk", type=float, default=5.0, metavar="GB/s", help="bandwidth of the disk (default: 5)")
+    add("--device-memory", type=float, default=1000.0, metavar="GB/s", help="bandwidth of GPU memory (default: 1000)")
+    add("--host-memory", type=float, default=100.0, metavar="GB/s", help="bandwidth of host memory (default: 100)")
+    add("--tflops", type=float, default=100.0, help="speed that the device reaches (default: 100)")
+    add("--tokens", type=number, default=4096.0, help="tokens of a step (default: 4096)")
+    add("--largest", type=number, default=0.0, help="elements of the largest parameter (default: 0)")
+    add("--modules", type=int, default=0, help="modules that own parameters; counts their Python objects (default: 0)")
+    add("--ratio", type=float, help="mode state: share of parameters with their state in the store (default: 1)")
+    add("--trained", type=number, help="trained parameters, if the rest is frozen (default: all)")
 
 
 def _offload_run(args: argparse.Namespace) -> OffloadRun:
@@ -148,8 +149,8 @@ def _offload_run(args: argparse.Namespace) -> OffloadRun:
 def _encode_run(args: argparse.Namespace) -> EncodeRun:
     if args.trained is not None or args.ratio is not None or not args.device_gb:
         raise ValueError(
-            "several ranks: all parameters are trained, and their one-bit state is in one place: give --device-gb, "
-            "and leave out --ratio and --trained"
+            "with several ranks, all parameters are trained, and their one-bit state is in one place: give "
+            "--device-gb, and leave out --ratio and --trained"
         )
     compute_s = args.compute or FLOPS * args.params * args.tokens / (args.tflops * 1e12)
     numbers = args.params, args.hosts, args.ranks_per_host, args.dtype, args.error_bytes, args.link, compute_s
@@ -169,21 +170,25 @@ def _encode_run(args: argparse.Namespace) -> EncodeRun:
 def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | OffloadRun | EncodeRun | None, Path | None]:
     parser = argparse.ArgumentParser(prog="onebit plan", description=_ABOUT)
     add = parser.add_argument
-    add("--params", type=number, required=True, help="of the model: 340m, 1.5e9")
-    add("--hosts", type=int, required=True)
-    add("--ranks-per-host", type=int, default=1)
-    add("--dtype", choices=(*DTYPE_BYTES, "int8"), default="bf16", help="int8: with --serve")
-    add("--error-bytes", type=int, choices=(2, 4), default=4, help="of the one-bit optimizers' errors")
-    add("--link", type=rate, default=1e9, metavar="RATE", help="of a host: 1gbit, 100mbit (default: 1gbit)")
-    add("--codec", choices=momentum_codecs(), default="sign", help="of the momentum, but across hosts")
-    add("--warmup-codec", choices=CODECS, default="int8", help="of the gradients, in warm-up and refreshes")
-    add("--steps", type=int, default=1000, help="of the run, over which bits are averaged (default: 1000)")
-    add("--local-steps", type=int, default=32, metavar="H", help="between two rounds of LocalSteps (default: 32)")
-    add("--compute", type=float, default=0.0, metavar="SECONDS", help="of a step without traffic; hides some of it")
-    add("--serve", type=shape, metavar="LAYERSxWIDTH", help="of init_inference instead: what a token costs, split")
-    add("--rows", type=int, default=1, help="with --serve: prompts answered at once")
-    add("--memory", type=float, default=20.0, metavar="GB/s", help="with --serve: what a rank reads (default: 20)")
-    add("--json", type=Path, metavar="FILE", help="write the numbers there, too; - is standard output")
+    add("--params", type=number, required=True, help="parameters of the model: 340m, 1.5e9")
+    add("--hosts", type=int, required=True, help="number of hosts")
+    add("--ranks-per-host", type=int, default=1, help="ranks on each host (default: 1)")
+    add("--dtype", choices=(*DTYPE_BYTES, "int8"), default="bf16", help="dtype of parameters; int8 only with --serve "
+        "(default: bf16)")  # fmt: skip
+    add("--error-bytes", type=int, choices=(2, 4), default=4, help="bytes per element of the residuals (default: 4)")
+    add("--link", type=rate, default=1e9, metavar="RATE", help="rate of a host's link: 1gbit, 100mbit (default: 1gbit)")
+    add("--codec", choices=momentum_codecs(), default="sign", help="codec of the momentum, except in layouts that are "
+        "sharded across hosts (default: sign)")  # fmt: skip
+    add("--warmup-codec", choices=CODECS, default="int8", help="codec of gradients in warm-up and refreshes (default: "
+        "int8)")  # fmt: skip
+    add("--steps", type=int, default=1000, help="steps of the run, over which bits are averaged (default: 1000)")
+    add("--local-steps", type=int, default=32, metavar="H", help="steps between two rounds of LocalSteps (default: 32)")
+    add("--compute", type=float, default=0.0, metavar="SECONDS", help="seconds of a step without traffic, which hide a "
+        "part of the traffic (default: 0)")  # fmt: skip
+    add("--serve", type=shape, metavar="LAYERSxWIDTH", help="plan init_inference instead: the cost of a token")
+    add("--rows", type=int, default=1, help="with --serve: prompts answered at once (default: 1)")
+    add("--memory", type=float, default=20.0, metavar="GB/s", help="with --serve: bandwidth of memory (default: 20)")
+    add("--json", type=Path, metavar="FILE", help="also write the numbers to FILE; - is standard output")
     _add_offload(parser)
     args = parser.parse_args(argv)
     try:
@@ -193,7 +198,7 @@ def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | OffloadRun | EncodeRun 
                 return asked.run, asked, args.json
             return Run(args.params, 1), _offload_run(args), args.json
         if args.trained is not None or args.ratio is not None:
-            raise ValueError("--trained and --ratio are planned with offload: give --device-gb or --host-gb, too")
+            raise ValueError("--trained and --ratio belong to offload: add --device-gb or --host-gb")
         if args.serve is not None:
             layers, width = args.serve
             served = ServeRun(args.params, layers, width, args.dtype, args.rows, args.link, args.memory * 1e9)

@@ -430,9 +430,9 @@ def test_torchs_files_there_and_back(tmp_path: Path) -> None:
     [
         (["a.pt", "b.txt"], 2, "ends in .safetensors or .pt"),
         (["a.pt", "b.pt", "c.pt"], 2, "weights come from one folder or file"),
-        (["a.pt", "a.pt"], 1, "is there already"),
-        (["none", "b.pt"], 1, "is not there"),
-        (["empty", "b.pt"], 1, "holds no checkpoint that this knows"),
+        (["a.pt", "a.pt"], 1, "exists already"),
+        (["none", "b.pt"], 1, "does not exist"),
+        (["empty", "b.pt"], 1, "holds no checkpoint of a known kind"),
         (["empty", "b.pt", "--tag", "x"], 1, "has no checkpoint 'x', which is no folder there"),
         (["evil.pt", "b.pt"], 1, "cannot be read"),
         (["a.pt", "b.pt", "--adamw"], 1, "holds no state of OnebitAdam"),

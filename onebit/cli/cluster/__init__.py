@@ -1,8 +1,7 @@
-"""Emulated hosts on Ethernet links of any rate, on one machine, and the bytes that they sent. Standard library alone.
+"""Emulated hosts on Ethernet links of any rate, on one machine, and the bytes that they sent. Only standard library.
 
-`queues.py`: what a link's end does, and its counters. `machine.py`: the namespaces, and the first process in each.
-`hosts.py`: the cluster as its user has it. `launchers.py`, `running.py`: commands on the hosts. `command.py`: the
-command line.
+`queues.py`: the queue at a link's end, and its counters. `machine.py`: the namespaces, and the first process in each.
+`hosts.py`: the class `Cluster`. `launchers.py`, `running.py`: commands on the hosts. `command.py`: the command line.
 """
 
 from .hosts import Cluster, HostTraffic, Run, available

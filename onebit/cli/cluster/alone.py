@@ -1,7 +1,7 @@
-"""The first process of a host or of the switch, as a script of the standard library alone.
+"""The first process of a host or of the switch, as a script that needs only the standard library.
 
-A host may hold no environment and no site packages, and its first process must not wait for torch. So this folder is
-imported here as a package of its own, named `cluster`, without `onebit` around it.
+A host may have no environment and no site packages, and its first process must not wait for torch. So this folder is
+imported here as a separate package named `cluster`, without `onebit` around it.
 """
 
 import sys

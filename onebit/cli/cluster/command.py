@@ -18,8 +18,8 @@ from .queues import parse_rate
 from .running import TIMED_OUT
 
 _DESCRIPTION = """\
-See what your own training gains on a slow network before you buy or rent one: lays emulated hosts on this machine,
-joined by Ethernet links of the rate you name, runs your command across them, and counts the bytes each host sent.
+Shows what your own training gains on a slow network before you buy or rent one: emulates hosts on this machine, joined
+by Ethernet links of the rate you name, runs your command on them, and counts the bytes that each host sent.
 
   onebit emulate --hosts 4 --rate 100mbit -- python train.py
   onebit emulate --hosts 4 --rate 1gbit --launcher mpirun --stats traffic.json -- python my_mpi_program.py
@@ -28,8 +28,8 @@ joined by Ethernet links of the rate you name, runs your command across them, an
 _EPILOG = """\
 Each host has its own addresses (10.77.0.1, …), name (ob0, ob1, …), processes and shared memory, and the files of this
 machine. `python` after the -- is the one this command runs under. The first host writes to your terminal; lines of the
-others carry their name (mpirun mixes those of all ranks, as it does everywhere). Exit status: the first of the command
-that is not zero; 124 after --timeout. Inside a host ONEBIT_WIRE_COUNTER names the interface whose queue counts frames:
+others carry their name (mpirun mixes those of all ranks, as it does everywhere). Exit status: the first one of the
+command that is not zero; 124 after --timeout. In a host, ONEBIT_WIRE_COUNTER names the interface whose queue counts:
 `tc -s -j qdisc show dev $ONEBIT_WIRE_COUNTER`, or onebit.cli.cluster.sent_on_wire(). Needs Linux, iproute2, and root or
 unprivileged user namespaces. All hosts share this machine's processors: only the network is slow, not the computing.
 """
@@ -45,16 +45,16 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("--hosts", type=int, default=4, metavar="N", help=f"how many, 1 to {MAX_HOSTS} (default 4)")
-    parser.add_argument("--rate", default="1gbit", help="of each link, as tc writes it: 100mbit, 1gbit (the default), "
-                        "2.5gbit; or none, for links as fast as this machine can")  # fmt: skip
+    parser.add_argument("--hosts", type=int, default=4, metavar="N", help=f"hosts, 1 to {MAX_HOSTS} (default 4)")
+    parser.add_argument("--rate", default="1gbit", help="rate of each link, in tc's notation: 100mbit, 1gbit (the "
+                        "default), 2.5gbit; or none, for links as fast as this machine")  # fmt: skip
     parser.add_argument("--launcher", choices=list(LAUNCHERS), default="torchrun",
                         help="torchrun (default); mpirun (Open MPI); none: start the command itself, with RANK, "
                         "WORLD_SIZE, MASTER_ADDR, … set")  # fmt: skip
     parser.add_argument("--ranks-per-host", type=int, default=1, metavar="R", help="processes on each host (default 1)")
-    parser.add_argument("--stats", type=Path, metavar="FILE", help="write the traffic of each host there, as JSON")
+    parser.add_argument("--stats", type=Path, metavar="FILE", help="write the traffic of each host to FILE, as JSON")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the command after this time")
-    parser.add_argument("--check", action="store_true", help="say whether this machine can do it, and do nothing else")
+    parser.add_argument("--check", action="store_true", help="only check whether this machine can emulate hosts")
     options = parser.parse_args(own)
     options.command = command
     complaint = None if options.check else _complain(options)
@@ -69,9 +69,9 @@ def _complain(options: argparse.Namespace) -> str | None:
     except ValueError as error:
         return f"--{error}"
     if options.ranks_per_host < 1:
-        return f"--ranks-per-host {options.ranks_per_host}: at least 1"
+        return f"--ranks-per-host {options.ranks_per_host}: expected at least 1"
     if options.timeout is not None and options.timeout <= 0:
-        return f"--timeout {options.timeout:g}: more than 0 seconds"
+        return f"--timeout {options.timeout:g}: expected more than 0 seconds"
     if options.stats is not None and not options.stats.absolute().parent.is_dir():
         return f"--stats {options.stats}: there is no such folder"
     if not options.command:

@@ -1,4 +1,4 @@
-"""Outside: a cluster laid, shaped, asked for its counters, given commands to run, and taken down."""
+"""The cluster seen from outside: start it, shape its links, read its counters, run commands, and end it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class HostTraffic:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished command: exit status, wall time with the start-up, traffic per host, and rank 0's captured output."""
+    """A finished command: exit status, wall time with start-up, traffic per host, and captured output of rank 0."""
 
     status: int
     seconds: float
@@ -55,14 +55,14 @@ class Run:
 
 
 class Cluster:
-    """Emulated hosts ob0, ob1, … (10.77.0.1, 10.77.0.2, …) behind one switch, for as long as the `with` block lasts.
+    """Emulated hosts ob0, ob1, … (10.77.0.1, 10.77.0.2, …) on one switch, during a `with` block.
 
     with Cluster(hosts=4, rate="100mbit") as cluster:
         run = cluster.run(["python", "train.py"], launcher="torchrun")
         print(run.traffic[0].sent_bytes)
 
-    Every link is limited to `rate` in both directions at once. One command at a time; a Cluster belongs to the process
-    that made it and ends with it, however that ends.
+    Every link is limited to `rate` in both directions at once. One command at a time. A Cluster belongs to the process
+    that made it, and ends with it, even if that is killed.
     """
 
     def __init__(self, hosts: int, rate: str = "none") -> None:
@@ -89,7 +89,7 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """End every process in the hosts, and the hosts. Returns when they are gone; harmless to repeat."""
+        """End every process in the hosts, and the hosts. Returns when they have ended; idempotent."""
         if self._keeper is not None:
             self._keeper.communicate(b".")  # closing the lifeline is not enough: a forked child may hold it too
             self._keeper = None
@@ -97,7 +97,7 @@ class Cluster:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def shape(self, rate: str) -> None:
-        """Limit all links to `rate`, or to nothing with "none". Not during a run: the counters may start anew."""
+        """Limit all links to `rate`; "none" lifts the limit. Not during a run: the counters may restart from zero."""
         bits_per_s = parse_rate(rate)
         queue = queue_arguments(bits_per_s)
         for name in self.names:
@@ -107,7 +107,7 @@ class Cluster:
         self.rate, self.bits_per_s = rate, bits_per_s
 
     def traffic(self) -> list[HostTraffic]:
-        """The counters of every host, since the last shape()."""
+        """The counters of every host since the last shape()."""
         ports = self._ask(SWITCH, "count", [f"p{k}" for k in range(len(self.names))])["queues"]
         return [self._traffic_of(k, port) for k, port in enumerate(ports.values())]
 
@@ -121,10 +121,10 @@ class Cluster:
         timeout_s: float | None = None,
         capture: bool = False,
     ) -> Run:
-        """Run `command` on all hosts and wait for it; the status is the first one that is not zero, or 124 (time out).
+        """Run `command` on all hosts and wait for it. Its status is the first one that is not zero, or 124 (timeout).
 
         launcher: one of LAUNCHERS. env: added to this process's environment. capture: collect the standard output of
-        the first host instead of passing it on. Whatever the command left running in the hosts is killed.
+        the first host instead of passing it on. Processes that the command left running in the hosts are killed.
         """
         if launcher not in LAUNCHERS:
             raise ValueError(f"launcher {launcher!r}: one of {', '.join(LAUNCHERS)}")
@@ -190,7 +190,7 @@ class Cluster:
         return answered
 
     def _call(self, machine: str, argv: list[str], stdin: str = "") -> None:
-        """Run a configuration command to its end; ClusterError with what it wrote if it fails."""
+        """Run a configuration command to its end. Raises ClusterError with its output if it fails."""
         with tempfile.TemporaryFile("w+") as given, tempfile.TemporaryFile("w+") as written:
             given.write(stdin)
             given.seek(0)
@@ -213,7 +213,7 @@ class Cluster:
 
 
 def available() -> str | None:
-    """None if this machine can emulate hosts, else the reason why not. Tries it: a quarter of a second."""
+    """None if this machine can emulate hosts, else the reason why not. Tries it, which takes a quarter of a second."""
     if sys.platform != "linux":
         return "emulated hosts need Linux"
     try:

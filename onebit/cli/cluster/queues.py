@@ -1,4 +1,4 @@
-"""The queue at a link's end: the rate it is shaped to, and what its counters say has been sent."""
+"""The queue at a link's end: its rate, and its counters of sent bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
 def parse_rate(text: str) -> int | None:
-    """Bits per second of a rate as tc writes it ("100mbit", "2.5gbit"); None for "none", the unshaped link."""
+    """Bits per second of a rate in tc's notation ("100mbit", "2.5gbit"); None for "none", the unshaped link."""
     if text.lower() == "none":
         return None
     match = _RATE.fullmatch(text.lower())
@@ -40,7 +40,7 @@ def queue_arguments(rate: int | None) -> str:
 
 @dataclass(frozen=True)
 class QueueCounters:
-    """What has left an interface's queue: every Ethernet frame of a large (GSO) packet with its own headers.
+    """Traffic that has left an interface's queue: every Ethernet frame of a large (GSO) packet with its own headers.
 
     `/sys/class/net/eth0/statistics/tx_bytes` counts such a packet once, before it is cut into frames: up to 5 % less.
     """
@@ -51,7 +51,7 @@ class QueueCounters:
 
 
 def read_queue(interface: str) -> QueueCounters:
-    """The counters `tc -s qdisc show dev INTERFACE` shows, asked of the kernel directly (some 40 µs, no process).
+    """The counters that `tc -s qdisc show dev INTERFACE` shows, read from the kernel directly (40 µs, no process).
 
     OSError if there is none. See rtnetlink(7) and linux/gen_stats.h.
     """
@@ -79,7 +79,7 @@ def _netlink_attributes(data: bytes) -> dict[int, bytes]:
 
 
 def sent_on_wire() -> int | None:
-    """Bytes this emulated host has sent so far, headers included; None outside one. Only differences mean anything.
+    """Bytes that this emulated host has sent so far, headers included; None outside of one. Use differences only.
 
     Rests on ONEBIT_WIRE_COUNTER, which names the host's interface; a shell reads the same number from
     `tc -s -j qdisc show dev $ONEBIT_WIRE_COUNTER`.

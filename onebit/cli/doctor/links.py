@@ -1,4 +1,4 @@
-"""What passes between every two nodes: bytes per second, both ways at once, and the seconds of a small message.
+"""Bandwidth between every two nodes, in both directions at once, and the latency of a small message.
 
 One rank of each node measures. Pairs that share no node measure at the same time, as in a round of a tournament, so
 that 64 nodes take 63 rounds. All ranks call everything here.
@@ -33,7 +33,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Link:
-    """Between two nodes, by their numbers. latency_s: of a message there and another back, together under way."""
+    """A link between nodes number a and b. latency_s: of a small message in each direction, both at the same time."""
 
     a: int
     b: int
@@ -50,7 +50,7 @@ def find_nodes(transport: Transport) -> list[Node]:
 
 
 def rounds(nodes: int) -> Iterator[list[tuple[int, int]]]:
-    """Every pair once, in rounds in which no node is twice: a round-robin tournament."""
+    """Every pair once, in rounds without a repeated node: a round-robin tournament."""
     places: list[int | None] = [*range(nodes), *([None] if nodes % 2 else [])]
     half = len(places) // 2
     for _ in range(len(places) - 1):
@@ -92,7 +92,7 @@ def _between_two(part: Transport) -> tuple[float, float]:
 
 
 def _exchange_s(part: Transport, size: int) -> float:
-    """Seconds in which each of two ranks gets this many bytes of the other; the slower one's."""
+    """Seconds until both ranks have received this many bytes from each other, of the slower one."""
     sent = torch.zeros(2, size, dtype=torch.uint8, device=part.device)
     received = torch.empty_like(sent)
     gather_bytes(part, b"ready", part.device)
@@ -105,7 +105,7 @@ def _exchange_s(part: Transport, size: int) -> float:
 
 
 def slow(links: Sequence[Link], nodes: Sequence[Node]) -> str | None:
-    """A sentence that names the slow node or link; None where all are alike."""
+    """A sentence that names the slow node or link; None if all are equally fast."""
     if not links:
         return None
     usual = statistics.median(link.bytes_per_s for link in links)
@@ -120,7 +120,7 @@ def slow(links: Sequence[Link], nodes: Sequence[Node]) -> str | None:
             best = max(link.bytes_per_s for link in own)
             return (
                 f"{node.name} is slow: its links pass {8e-9 * best:.3g} Gbit/s at most, others {8e-9 * fastest:.3g}; "
-                "every exchange waits for it. Look at its cable, its switch port and who else sends there"
+                "every exchange waits for it. Look at its cable, its switch port and other traffic there"
             )
     worst = min(bad, key=lambda link: link.bytes_per_s)
     return (

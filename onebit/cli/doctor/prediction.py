@@ -1,14 +1,14 @@
-"""Seconds of a training step, from timed steps of a few matrices: arithmetic alone, no tensors and no network.
+"""Seconds of a training step, from timed steps of a few matrices: only arithmetic, no tensors and no network.
 
 A contender's step has three parts, each linear in the number of elements, fitted through two samples:
 
-    exchange    from backward's end, where nothing is computed, until the gradients or the momentum have arrived
-    launching   of it, what the thread that computes does itself: it makes backward longer, and hides behind nothing
-    update      what step() does once they have arrived
+    exchange    from the start of a backward pass that computes nothing until gradients or momentum have arrived
+    launching   the part of it in the computing thread: it makes backward longer, and nothing hides it
+    update      the part of step() after they have arrived
 
 Computing is a third forward and two thirds backward, which completes gradients at an even pace, last layer first. A
-bucket's exchange starts when its last gradient is there and the wire is free; phase 2 of ours starts when the next
-bucket has been launched, or in step(). See `step/driver.py`. The wire carries one operation at a time.
+bucket's exchange starts when its last gradient exists and the wire is free; phase 2 of ours starts when the next bucket
+has been launched, or in step(). See `step/driver.py`. The wire carries one operation at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...layout.flat import partition
 
 FORWARD = 1 / 3
 MIB = 1 << 20
-LEAST_GAIN = 0.05  # as step/link_probe.py has it: less is not worth a change
+LEAST_GAIN = 0.05  # as in step/link_probe.py: less is not worth a change
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Line:
 
     @classmethod
     def through(cls, points: Sequence[tuple[int, float]]) -> Line:
-        """Through the first and the last of (elements, seconds); of one point, in proportion. Never falls."""
+        """Line through the first and last (elements, seconds); proportional for one point. It never falls."""
         (n0, s0), (n1, s1) = points[0], points[-1]
         if n1 <= n0 or s1 <= s0:
             return cls(0.0, s1 / n1)
@@ -45,10 +45,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Schedule:
-    """When a contender's traffic may leave. bucket_mb: float32 MiB; first_mb: of the first bucket, where it differs.
+    """When a contender sends its buckets. bucket_mb: float32 MiB; first_mb: of the first bucket, if it differs.
 
-    hides: whether buckets leave during backward. closes_above: a bucket takes tensors until it holds that much (DDP);
-    else it takes none that would exceed it (ours). phases: operations of a bucket, one after the other.
+    hides: whether buckets are sent during backward. closes_above: a bucket takes tensors until it reaches its size
+    (DDP); if not, it takes none that would exceed it (ours). phases: operations of a bucket, one after the other.
     """
 
     hides: bool
@@ -58,7 +58,7 @@ class Schedule:
     phases: int = 2
 
     def buckets(self, numels: Sequence[int]) -> list[int]:
-        """Elements of each bucket, in the order in which they leave. numels: of the parameters, first layer first."""
+        """Elements of each bucket, in the order of sending. numels: of the parameters, first layer first."""
         capacity = int(self.bucket_mb * MIB / 4)
         if not self.closes_above:
             return [sum(numels[k] for k in members) for members in partition(numels, capacity)]
@@ -73,7 +73,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What samples say of a contender's step. All three in seconds of this many elements."""
+    """The parts of a contender's step, fitted to samples: seconds by the number of elements."""
 
     exchange: Line
     launching: Line
@@ -82,14 +82,14 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step. hidden: buckets leave while backward computes. behind: nothing hides."""
+    """Seconds of a step. hidden: traffic overlaps with backward. behind: traffic comes after computing."""
 
     hidden: float
     behind: float
 
 
 def predict(cost: StepCost, schedule: Schedule, numels: Sequence[int], compute_s: float) -> Prediction:
-    """A step of a model with these parameters that computes so long."""
+    """A step of a model with these parameters that computes for compute_s seconds."""
     n = sum(numels)
     exchange, launching, update = cost.exchange.at(n), min(cost.launching.at(n), cost.exchange.at(n)), cost.update.at(n)
     behind = compute_s + exchange + update
@@ -109,7 +109,7 @@ def _wire_end(launched_at: Sequence[float], seconds: Sequence[float], step_at: f
     """When the last bucket has arrived, and backward is over (step_at). seconds: of each bucket, all its phases."""
     K = len(launched_at)
     free = 0.0
-    # In the order in which they are launched: phase p of a bucket with phase 0 of the p-th behind it.
+    # In the order of launches: phase p of a bucket is launched together with phase 0 of the p-th bucket after it.
     for turn in range(K + phases - 1):
         for phase in range(phases):
             k = turn - phase
@@ -121,7 +121,7 @@ def _wire_end(launched_at: Sequence[float], seconds: Sequence[float], step_at: f
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether one bit pays. factor: the shortest dense step over the shortest of ours; text: a sentence."""
+    """Whether one bit pays. factor: the shortest dense step over our shortest; text: a sentence."""
 
     pays: bool
     factor: float
@@ -148,8 +148,7 @@ def verdict(dense: dict[str, float], ours: dict[str, float], compute_s: float) -
 
 
 def shapes_of(params: float, width: int | None = None) -> list[tuple[int, int]]:
-    """The matrices of a transformer with these parameters, first layer first: blocks of 12·d² elements, d a power of 2
-    or three quarters of one. width: d, where it is known."""
+    """The matrices of a transformer of this size, first layer first: blocks of 12·d² elements. width: d, if known."""
     d = width or width_of(params)
     block = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)]
     blocks = max(1, round(params / (12 * d * d)))

@@ -1,7 +1,7 @@
-"""Contenders' steps timed on the network at hand, on a few matrices, and what follows for a model of any size.
+"""Times contenders' steps on the network at hand, on a few matrices, and extrapolates to a model of any size.
 
 Every method takes its steps on two samples, a small and a larger one: as large as a step of about a second allows, and
-never larger than the model asked about. Between the ranks' starts all meet; the slowest rank's time counts.
+never larger than the requested model. All ranks meet before each step; the slowest rank's time counts.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .prediction import Line, Prediction, StepCost, predict, shapes_of
 Shapes = Sequence[tuple[int, int]]
 WARMUP = ", warm-up"
 REPEATS = 3
-STEP_S = 0.7  # of a sample's step, about
+STEP_S = 0.7  # aim for the traffic of a sample's step
 SMALL, LARGE = 1 << 20, 3 << 22
-"""Elements of the samples where the network is fast enough: ours send a step of LARGE in three buckets."""
+"""Elements of the samples if the network is fast enough: our optimizers send a step of LARGE in three buckets."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A step of the slowest rank in each respect. seconds: whole; backward_s: forward and backward; update_s: of step()
-    what is no waiting."""
+    """Seconds of a step, each of its slowest rank. seconds: whole step; backward_s: forward and backward; update_s:
+    step() without waiting."""
 
     seconds: float
     backward_s: float
@@ -40,7 +40,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Sample:
-    """Median steps of a method with this many elements. buckets: in how many its traffic left."""
+    """Median steps of a method with this many elements. buckets: number of buckets of its traffic."""
 
     elements: int
     buckets: int
@@ -52,7 +52,7 @@ def numels_of(shapes: Shapes) -> list[int]:
 
 
 def cut(shapes: Shapes, elements: float) -> Shapes:
-    """The first matrices that hold this many elements together, or all of them; at least one."""
+    """The first matrices that together have at least this many elements, or all of them; at least one."""
     taken, total = 0, 0
     while taken < len(shapes) and total < elements:
         total += shapes[taken][0] * shapes[taken][1]
@@ -61,9 +61,9 @@ def cut(shapes: Shapes, elements: float) -> Shapes:
 
 
 def sample_shapes(shapes: Shapes, method: Method, world_size: int, bytes_per_s: float) -> list[Shapes]:
-    """Two samples of a model for a method, the smaller first; one where the model is small.
+    """Two samples of a model for a method, the smaller first; one if the model is small.
 
-    bytes_per_s: what a rank passes in each direction.
+    bytes_per_s: bandwidth of a rank in each direction.
     """
     each = 2 * (world_size - 1) / world_size * method.sent_bytes / bytes_per_s
     most = max(SMALL, min(LARGE, STEP_S / each))
@@ -74,7 +74,7 @@ def sample_shapes(shapes: Shapes, method: Method, world_size: int, bytes_per_s: 
 def measure(
     method: Method, shapes: Shapes, transport: Transport, *, compute_s: float = 0.0, repeats: int = REPEATS
 ) -> dict[str, Timed]:
-    """Median steps of a model of these shapes, by row: the method's name, and with WARMUP after it. All ranks."""
+    """Median steps of a model of these shapes, by row: the method's name, and the name with WARMUP. All ranks."""
     model = EmulatedModel(shapes, transport, compute_s)
     contender = method.make(model, transport)
     rows: dict[str, Timed] = {}
@@ -94,7 +94,7 @@ def measure(
 
 
 def _one_step(contender: Contender, transport: Transport) -> tuple[float, float, float]:
-    """This rank's seconds: of the whole, of backward, and of step() without waiting."""
+    """This rank's seconds of the whole step, of backward, and of step() without waiting."""
     gather_bytes(transport, b"ready", transport.device)
     began = time.perf_counter()
     contender.backward()
@@ -113,7 +113,7 @@ def _synchronise(device: torch.device) -> None:
 
 
 def _slowest(transport: Transport, timed: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
-    """By step, of each number the largest of all ranks."""
+    """For each step, the largest of each number over all ranks."""
     packed = struct.pack(f"<{3 * len(timed)}d", *(x for step in timed for x in step))
     every = [struct.unpack(f"<{3 * len(timed)}d", row) for row in gather_bytes(transport, packed, transport.device)]
     largest = [max(column) for column in zip(*every, strict=True)]
@@ -127,7 +127,7 @@ def take_samples(
     bytes_per_s: float,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, list[Sample]]:
-    """By row of the table, the samples of a model of these shapes. All ranks."""
+    """Samples of a model of these shapes, by row of the table. All ranks."""
     rows: dict[str, list[Sample]] = {}
     for method in methods:
         for part in sample_shapes(shapes, method, transport.world_size, bytes_per_s):
@@ -140,10 +140,10 @@ def take_samples(
 
 
 def cost_of(method: Method, samples: Sequence[Sample]) -> StepCost:
-    """What the samples of a row say."""
+    """Fit the parts of a step to the samples of a row."""
     exchange = [(one.elements, one.step.seconds - one.step.update_s) for one in samples]
     update = [(one.elements, one.step.update_s) for one in samples]
-    # Where all traffic of ours leaves in one bucket, backward launches it and waits for nothing.
+    # If all traffic of our optimizer is in one bucket, backward launches it and waits for nothing.
     alone = [(one.elements, one.step.backward_s) for one in samples if one.buckets == 1]
     launching = Line.through(alone) if alone and method.schedule.hides and not method.is_dense else Line(0.0, 0.0)
     return StepCost(Line.through(exchange), launching, Line.through(update))
@@ -152,7 +152,7 @@ def cost_of(method: Method, samples: Sequence[Sample]) -> StepCost:
 def predictions(
     methods: Sequence[Method], samples: Mapping[str, Sequence[Sample]], shapes: Shapes, compute_s: float
 ) -> dict[str, Prediction]:
-    """By row of the table, seconds of a step of a model of these shapes."""
+    """Seconds of a step of a model of these shapes, by row of the table."""
     numels, found = numels_of(shapes), {}
     for method in methods:
         for name in (method.name, method.name + WARMUP):
@@ -162,5 +162,5 @@ def predictions(
 
 
 def model_shapes(params: float) -> Shapes:
-    """Of a transformer of about this many parameters."""
+    """Matrices of a transformer with about this many parameters."""
     return shapes_of(params)
