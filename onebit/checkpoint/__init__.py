@@ -1,4 +1,4 @@
 """Checkpoints.
 
-`files.py` is one rank on disk, `folder.py` what all ranks agree on, `portable.py` states by parameter.
+`files.py` handles files on one rank, `folder.py` the agreement of all ranks, `portable.py` states by parameter.
 """

@@ -1,8 +1,8 @@
-"""Files of torch.save, read without trust: in its zip form alone, and never by what a file says is to be run.
+"""Reads files of torch.save without trusting them: only in its zip form, and without running code from the file.
 
 `torch.load` passes a zip with `constants.pkl` to `torch.jit.load`, whatever unpickler it was given, and a TorchScript
-archive is a program. Its older forms, tar files and bare pickles, let a file choose more than tensors as well. So a
-file is looked at by torch's own zip reader first, and all but the form that torch.save writes is refused by name.
+archive is a program. The older forms, tar files and bare pickles, can contain more than tensors as well. So torch's own
+zip reader looks at a file first, and every form other than that of torch.save is refused by name.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _REMEDY = "save it again with torch.save as it is by default"
 
 
 def load_archive(path: Path, pickle_module: Any = None) -> Any:
-    """The content of a file of torch.save, on the CPU. pickle_module: reads its table; None: torch's, tensors alone.
+    """The content of a file of torch.save, on the CPU. pickle_module: reads its table; None: torch's, only tensors.
 
-    Raises FileNotFoundError, and for all else that is wrong with the file a CheckpointError that names it.
+    Raises FileNotFoundError if it does not exist, and a CheckpointError that names it for every other problem.
     """
     try:
         with open_regular(path) as file:
@@ -31,37 +31,37 @@ def load_archive(path: Path, pickle_module: Any = None) -> Any:
         raise
     except CheckpointError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except Exception as error:  # whatever a spoilt file makes torch raise
+    except Exception as error:  # damaged files make torch raise many kinds
         raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
 
 
 def read_archive(file: IO[bytes], pickle_module: Any = None) -> Any:
-    """As `load_archive`, of an open file. Raises as `check_archive`, and what a damaged file makes torch raise."""
+    """As `load_archive`, for an open file. Raises as `check_archive`, and torch's own errors for damaged files."""
     check_archive(file)
     return torch.load(file, map_location="cpu", weights_only=pickle_module is None, pickle_module=pickle_module)
 
 
 def check_archive(file: IO[bytes]) -> None:
-    """Raise CheckpointError unless a file is what torch.save writes: a zip, nothing in it compressed. Rewinds it."""
+    """Raise CheckpointError unless torch.save wrote the file: a zip without compression. Rewinds it."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     magic = file.read(4)
     file.seek(0)
     if magic != b"PK\x03\x04":
         raise CheckpointError(f"it is {_form(file, magic)}, expected the zip form of torch.save; {_REMEDY}")
-    archive = torch._C.PyTorchFileReader(file)  # what torch.load reads it by: none sees another archive in it
+    archive = torch._C.PyTorchFileReader(file)  # torch.load's own reader, so that both see the same archive
     records = archive.get_all_records()
     if any(name == "constants.pkl" or name.startswith("code/") for name in records):
         raise CheckpointError(
-            "it is a TorchScript archive (torch.jit.save), which is a program and is not run here; save the module's "
-            "state_dict() with torch.save"
+            "it is a TorchScript archive (torch.jit.save), which is a program, and programs are not run here; save the "
+            "module's state_dict() with torch.save"
         )
     if "data.pkl" not in records:
         raise CheckpointError(f"it is a zip file without data.pkl, which torch.save did not write; {_REMEDY}")
     if (declared := sum(archive.get_record_size(name) for name in records)) > size:
         raise CheckpointError(
-            f"its records would take {declared} bytes, the file has {size}: they are compressed or overlap, as "
-            f"torch.save writes none; {_REMEDY}"
+            f"its records would take {declared} bytes, the file has {size}: they are compressed or overlap, and "
+            f"torch.save writes neither; {_REMEDY}"
         )
     file.seek(0)
 

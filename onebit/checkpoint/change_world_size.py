@@ -1,9 +1,9 @@
-"""From a world of one size to a world of another: one optimizer state made of the states of all ranks.
+"""Changes the number of ranks: one optimizer state made from the states of all ranks.
 
-What is the same on all ranks stays as it is; of what is each rank's own (worker errors, and between synchronisations
-momentum, accumulated moves and parameters) every new rank takes the mean. A mean over ranks is all that an exchange
-makes of them, so the sum of what has not been sent yet is kept, to rounding. In two levels each rank's worker error is
-that of its node, on one L-th of the elements: it weighs L times as much.
+State that is the same on all ranks stays as it is. Of state that differs (worker errors, and between synchronisations
+momentum, accumulated moves and parameters) every new rank takes the mean. An exchange only uses the mean over ranks, so
+the residual that it will deliver is kept, to rounding. In two levels each rank's worker error is that of its node, on
+one L-th of the elements: it weighs L times as much.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ..step.under_way import fold_into_error
 from ..usage.contract import State
 
 PLACE = ("rank", "world_size", "local_size")
-"""Of a record: which rank of which world it is of."""
+"""The fields of a record that name its rank and its world."""
 
 Tensors: TypeAlias = dict[tuple[Any, ...], Tensor]  # by where they are in a state
 
 
 @dataclass
 class World:
-    """The states of all ranks of a world, taken together. server_errors: per bucket, the owners' chunks in order.
+    """The combined state of all ranks of a world. server_errors: per bucket, the owners' chunks in order.
 
-    Where a model is sharded: of all replicas of one shard, which are the ranks of its transport.
+    If a model is sharded, the ranks are those of one shard's transport: all replicas of that shard.
     """
 
     size: int
@@ -52,7 +52,7 @@ class World:
 
 
 def gather_states(states: Iterable[State]) -> World:
-    """Read the states of a whole world, in rank order, one at a time. Raises ValueError where they do not make one."""
+    """Combine the states of a whole world, in rank order, read one at a time. Raises ValueError if some are missing."""
     world: World | None = None
     sums: Tensors = {}
     servers: list[list[Tensor | None]] = []
@@ -66,7 +66,7 @@ def gather_states(states: Iterable[State]) -> World:
         if world is None:
             size, local_size, shard = record["world_size"], record.get("local_size", 1), record.get("shard", 0)
             world = World(size, local_size, shard, _copy(state), [])
-        if "waiting" in record:  # on any rank; the mean has a part of it
+        if "waiting" in record:  # true if it is on any rank: the mean contains that rank's move
             waiting = world.state["onebit"]
             waiting["waiting"] = [a or b for a, b in zip(waiting["waiting"], record["waiting"], strict=True)]
         _add(sums, _own_tensors(state))
@@ -91,9 +91,10 @@ def check_own(transport: Transport, state: State) -> None:
 
 
 def is_of_other_rank(record: State, own: Mapping[str, object]) -> bool:
-    """Whether a record is of another replica of what this rank holds. own: what its record would say.
+    """Whether a record belongs to another replica of this rank's parameters. own: the fields of this rank's record.
 
-    Not on other levels of as many ranks: each of them has a state of its own, to be given to `load_state_dicts`.
+    False if only the levels differ in a world of the same size: there every rank has its state, for
+    `load_state_dicts`.
     """
     rank, world_size, local_size = (record[key] == own[key] for key in PLACE)
     is_elsewhere = not world_size or (local_size and not rank)
@@ -109,11 +110,11 @@ def owing_nothing(state: State) -> dict[Any, State]:
 
 
 def warn_of_other_rank(log: logging.Logger, record: State, rank: int) -> None:
-    """Say what a rank lacks that goes on from the state of another."""
+    """Log what is lost when a rank continues from the state of another."""
     apart = "; between synchronisations it takes that rank's parameters, too" if record.get("parameters") else ""
     log.warning(
-        "rank %d: this optimizer state is %s: momentum and variance are taken over, what this rank owes begins at "
-        "zero%s; save on every rank to keep it",
+        "rank %d: this optimizer state is %s: momentum and variance are taken over, this rank's residuals begin at "
+        "zero%s; save on every rank to keep them",
         rank,
         _whose(record),
         apart,
@@ -121,7 +122,7 @@ def warn_of_other_rank(log: logging.Logger, record: State, rank: int) -> None:
 
 
 def _copy(state: State) -> State:
-    """The same tensors in dicts and lists of our own."""
+    """The same tensors in new dicts and lists."""
     record = dict(state["onebit"])
     if "parameters" in record:
         record["parameters"] = list(record["parameters"])
@@ -150,7 +151,7 @@ def _add(sums: Tensors, tensors: Tensors) -> None:
 
 
 def _put_means(world: World, sums: Tensors) -> None:
-    """Equal values stay what they are: n of them add up exactly in float64."""
+    """Replace the tensors by their means. Equal values stay as they are: n of them add up exactly in float64."""
     state, n = world.state, world.size
     for where, total in sums.items():
         if where[0] == "state":
@@ -163,7 +164,7 @@ def _put_means(world: World, sums: Tensors) -> None:
 
 
 def resize(flat: Tensor, numel: int) -> Tensor:
-    """Padding at the end added or cut away, so that flat has numel elements."""
+    """The flat tensor with padding added or removed at its end, so that it has numel elements."""
     return torch.nn.functional.pad(flat, (0, numel - flat.numel()))
 
 

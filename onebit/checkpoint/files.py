@@ -1,14 +1,14 @@
-"""Checkpoints as files: whole or not there, checked by CRC-32, private to their owner. No communication.
+"""Checkpoints as files: complete or absent, checked by CRC-32, private to their owner. No communication.
 
     DIR/latest                    the name of the checkpoint that was saved last: step_00000123
     DIR/step_00000123/stamp.json  step, run, ...; size and CRC-32 of every other file, and its own CRC-32
-    DIR/step_00000123/*           what was saved
+    DIR/step_00000123/*           the saved files
     DIR/.step_00000123.*          a checkpoint that is being written, replaced or removed; or was, when a run was killed
 
-A checkpoint is written in a hidden folder, flushed, and renamed; then `latest` is. Hidden names are random. A run marks
-what it writes with its number, and removes nothing else. Files have mode 0600 and folders 0700, whatever the umask: to
-share a checkpoint, chmod it. CRC-32 finds accidents (any flipped bit, any burst of 32); it is no signature.
-`folder.py` is the same for all ranks of a run; `scripts/train/checkpoint.py` and `zero/checkpoint/files.py` use it.
+A checkpoint is written in a hidden folder, flushed, and renamed; then `latest` is replaced. Hidden names are random. A
+run marks its checkpoints with its number, and removes no others. Files have mode 0600 and folders 0700, whatever the
+umask: to share a checkpoint, chmod it. CRC-32 finds accidents (any flipped bit, any burst of 32); it is no signature.
+`folder.py` does the same for all ranks of a run; `scripts/train/checkpoint.py` and `zero/checkpoint/files.py` use it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _PIECE = 1 << 20
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read. Raised on all ranks together, with the same text."""
+    """A checkpoint could not be written or read. Raised on all ranks with the same text, which names the first rank."""
 
 
 @dataclass(frozen=True)
 class Sum:
-    """The length of a file in bytes and the CRC-32 of its content. crc32: None where it was not recorded."""
+    """The length of a file in bytes and the CRC-32 of its content. crc32: None if it was not recorded."""
 
     size: int
     crc32: int | None
@@ -55,9 +55,9 @@ class Sum:
 
 
 class SummedFile(io.RawIOBase):
-    """A new file that is written from its beginning to its end, and its sum. Raises FileExistsError, for a link too.
+    """A new file that is written from beginning to end, and its sum. Raises FileExistsError, for a link too.
 
-    It is on disk when it has been closed. failure: the first error of the system, which libraries bury under their own.
+    It is on disk once it is closed. failure: the system's first error, which libraries hide under their own.
     """
 
     def __init__(self, path: Path):
@@ -67,7 +67,7 @@ class SummedFile(io.RawIOBase):
 
     @property
     def sum(self) -> Sum:
-        """Of what has been written."""
+        """Sum of the data written so far."""
         return Sum(self._size, self._crc32)
 
     def write(self, data: object) -> int:
@@ -111,7 +111,10 @@ class SummedFile(io.RawIOBase):
 
 @contextmanager
 def create(path: Path) -> Iterator[io.BufferedWriter[SummedFile]]:
-    """A new file to write to, on disk at the end; its `.raw.sum` then. Raises OSError, whoever writes."""
+    """A new file to write to. At the end of the block it is on disk, and `.raw.sum` is its sum.
+
+    Raises the system's OSError, even if the library that writes raises another one.
+    """
     raw = SummedFile(path)
     try:
         with io.BufferedWriter(raw, _PIECE) as file:
@@ -123,7 +126,7 @@ def create(path: Path) -> Iterator[io.BufferedWriter[SummedFile]]:
 
 
 def sum_of(path: Path) -> Sum:
-    """Of a file as it is on disk. Reads all of it, through 1 MiB of memory. Raises OSError."""
+    """Sum of a file on disk. Reads all of it, through 1 MiB of memory. Raises OSError."""
     with open_regular(path) as file:
         size, crc32, piece = 0, 0, memoryview(bytearray(_PIECE))
         while count := file.readinto(piece):
@@ -133,14 +136,14 @@ def sum_of(path: Path) -> Sum:
 
 
 def open_regular(path: Path) -> io.FileIO:
-    """To read; OSError for what is no file of its own (a pipe would wait for ever)."""
+    """Open a file to read. Raises OSError if it is not a regular file: opening a pipe would wait for ever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path} is not a regular file")
     return path.open("rb", buffering=0)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make what was made and renamed in a folder survive a power cut."""
+    """Flush a folder's entries to disk, so that new and renamed files survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -149,7 +152,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """A folder and those above it, as far as they are not there."""
+    """Make a folder, and the folders above it that do not exist."""
     if not path.is_dir():
         make_folder(path.parent)
         with suppress(FileExistsError):
@@ -164,7 +167,7 @@ def name_of(step: int) -> str:
 
 
 def is_name(text: str) -> bool:
-    """Whether it is one that `name_of` gives."""
+    """Whether `name_of` gives this name for some step."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -174,9 +177,9 @@ def step_of(name: str) -> int:
 
 @dataclass
 class CheckpointFiles:
-    """The checkpoints in one folder. All but reading is for one rank, or one on each host where DIR is its own disk.
+    """The checkpoints in one folder. Only one rank writes, or one on each host if DIR is on that host's own disk.
 
-    run: the number of the run that is going on; it removes what bears it, and nothing else.
+    run: number of the current run, which removes only checkpoints with this number.
     """
 
     folder: Path
@@ -184,13 +187,13 @@ class CheckpointFiles:
     _has_warned: bool = field(default=False, init=False)
 
     def names(self) -> list[str]:
-        """Of all checkpoints, whole or not, the newest first."""
+        """Names of all checkpoints, complete or not, the newest first."""
         if not self.folder.is_dir():
             return []
         return sorted((p.name for p in self.folder.iterdir() if _NAME.fullmatch(p.name)), key=step_of, reverse=True)
 
     def latest(self) -> str | None:
-        """The name in `latest`; None without that file. Raises CheckpointError where it holds no name."""
+        """The name in `latest`; None without that file. Raises CheckpointError if it contains no name."""
         try:
             with open_regular(self.folder / "latest") as file:
                 name = file.readall().decode().strip()
@@ -203,7 +206,7 @@ class CheckpointFiles:
         return name
 
     def stamp(self, name: str) -> State:
-        """A checkpoint's stamp. Raises CheckpointError where there is none, or it is damaged."""
+        """A checkpoint's stamp. Raises CheckpointError if it is missing or damaged."""
         return read_stamp(self.folder / name)
 
     def is_own(self, name: str) -> bool:
@@ -214,7 +217,7 @@ class CheckpointFiles:
             return False
 
     def recover(self, name: str) -> None:
-        """Where a kill came between the two renames that replace a checkpoint, finish it. Any rank, all at once too."""
+        """Finish replacing a checkpoint if a kill came between the two renames. Any rank, also several at once."""
         target = self.folder / name
         if target.exists() or not self.folder.is_dir():
             return
@@ -227,20 +230,20 @@ class CheckpointFiles:
             except CheckpointError:
                 continue
             except OSError:
-                if not target.exists():  # where it does, another rank was faster
+                if not target.exists():  # if it exists, another rank was faster
                     raise
             sync_folder(self.folder)
             return
 
     def hidden(self, name: str, token: str, suffix: str) -> Path:
-        """Where something is being written ("new"), replaced ("old") or removed ("gone"). token: random."""
+        """Path of a checkpoint that is being written ("new"), replaced ("old") or removed ("gone"). token: random."""
         return self.folder / f".{name}.{self.run}-{token}.{suffix}"
 
     def begin(self, partial: Path, *, is_known: bool) -> None:
-        """Make the hidden folder of a new checkpoint, and remove what this run left of one when it was killed.
+        """Make the hidden folder of a new checkpoint, and remove remains that this run left when it was killed.
 
-        is_known: this run has saved or loaded here. Otherwise raises CheckpointError where another run's checkpoints
-        are as new as this one.
+        is_known: this run has saved or loaded here. If not, raises CheckpointError if another run has a checkpoint of
+        the same step or a later one.
         """
         make_folder(self.folder)
         self._clear()
@@ -281,7 +284,7 @@ class CheckpointFiles:
         *,
         is_latest: bool = True,
     ) -> None:
-        """All that follows when everything in a hidden folder has been written, where one rank writes for all."""
+        """Seal and publish a hidden folder whose files are written, then prune. For one rank that writes for all."""
         name = _name_of_hidden(partial)
         self.seal(partial, stamp, sums)
         self.publish(partial)
@@ -290,7 +293,7 @@ class CheckpointFiles:
         self.prune(name, keep)
 
     def seal(self, partial: Path, stamp: Mapping[str, object], sums: Mapping[str, Sum]) -> None:
-        """Write the stamp of a hidden folder, in which everything else has been written."""
+        """Write the stamp of a hidden folder, after all its other files."""
         content = dict(stamp) | {
             "run": self.run,
             "files": {name: one.size for name, one in sums.items()},
@@ -302,7 +305,7 @@ class CheckpointFiles:
         sync_folder(partial)
 
     def publish(self, partial: Path) -> None:
-        """Give a sealed folder its name. What has that name is replaced, or where it is not this run's moved aside."""
+        """Give a sealed folder its name. A folder of that name is replaced, or moved aside if another run wrote it."""
         name = _name_of_hidden(partial)
         target, old = self.folder / name, partial.with_suffix(".old")
         if os.path.lexists(target):
@@ -316,7 +319,7 @@ class CheckpointFiles:
             remove(old)
 
     def point_at(self, name: str) -> None:
-        """Let `latest` name this checkpoint."""
+        """Make `latest` name this checkpoint."""
         hidden = self.hidden("latest", secrets.token_hex(8), "new")
         try:
             with create(hidden) as file:
@@ -328,7 +331,7 @@ class CheckpointFiles:
         sync_folder(self.folder)
 
     def prune(self, name: str, keep: int | None) -> None:
-        """Of the checkpoints of this run up to that one, leave the newest `keep`; None: all."""
+        """Remove this run's checkpoints up to that one, except the newest `keep`; None: remove none."""
         if keep is None:
             return
         own = [other for other in self.names() if step_of(other) <= step_of(name) and self.is_own(other)]
@@ -340,7 +343,7 @@ class CheckpointFiles:
 
 
 def remove(path: Path) -> None:
-    """A hidden file, or folder with what is in it, as far as possible; the next save tries again. A link: itself."""
+    """Remove a hidden file or folder, as far as possible; the next save tries again. Removes a link, not its target."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -349,7 +352,7 @@ def remove(path: Path) -> None:
 
 
 def read_stamp(target: Path) -> State:
-    """Raises CheckpointError where there is none, or where it is damaged. Says nothing of the other files."""
+    """The stamp of a folder. Raises CheckpointError if it is missing or damaged. Does not check the other files."""
     path = target / STAMP
     try:
         with open_regular(path) as file:
@@ -376,7 +379,7 @@ def read_stamp(target: Path) -> State:
 def check_files(target: Path, stamp: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raise CheckpointError unless these files of a checkpoint are as they were written.
 
-    Reads them, but those of a stamp that has no sums, as in the first checkpoints: their sizes are compared.
+    Reads them; but if the stamp has no sums, as in the first checkpoints, it compares only sizes.
     """
     sums = stamp.get("crc32", {})
     for name in names:

@@ -1,8 +1,7 @@
-"""Checkpointing: what all ranks of a run do together with the checkpoints of one folder.
+"""Checkpointing: how all ranks of a run save and load checkpoints in one folder.
 
-They agree before any of them goes on: on the folder that is written, on the checkpoint that is loaded, on what went
-wrong. How one rank handles files is in `files.py`; what is in them, in
-`scripts/train/checkpoint.py` and `zero/checkpoint/files.py`.
+They agree before any of them continues: on the folder to write, on the checkpoint to load, on errors. `files.py`
+handles the files of one rank; `scripts/train/checkpoint.py` and `zero/checkpoint/files.py` define their content.
 """
 
 from __future__ import annotations
@@ -30,16 +29,19 @@ AS_BEFORE = "; the checkpoints before it are as they were"
 
 
 def is_empty(folder: Path, transport: Transport, device: torch.device | None = None) -> bool:
-    """Whether no rank finds a checkpoint in the folder, whole or not. All ranks."""
+    """Whether no rank finds a checkpoint in the folder, complete or not. All ranks."""
     found = bool(CheckpointFiles(folder, "").names()) or (folder / "latest").exists()
     return "found" not in gather_texts(transport, "found" if found else "nothing", device)
 
 
 class Checkpointing(ABC):
-    """The checkpoints of one run in one folder. Every method is called by all ranks, and ends the same on all of them.
+    """The checkpoints of one run in one folder. All ranks call every method, which ends the same on all of them.
 
-    keep: how many checkpoints of this run stay, the newest; None: all. What another run wrote always stays. device:
-    whose memory small messages travel in.
+    Args:
+        folder: Folder of the checkpoints.
+        transport: Connection to the other ranks.
+        keep: Number of this run's newest checkpoints to keep. None: all. Those of other runs always stay.
+        device: Device of small messages. Default None: the transport's choice.
     """
 
     _unreadable: ClassVar[tuple[type[BaseException], ...]] = (Exception,)
@@ -53,18 +55,18 @@ class Checkpointing(ABC):
 
     @abstractmethod
     def _check(self, name: str) -> State:
-        """A checkpoint's stamp. Raises CheckpointError unless this rank's share of its files is whole."""
+        """A checkpoint's stamp. Raises CheckpointError unless this rank's part of its files is undamaged."""
 
     @abstractmethod
     def _advice(self, name: str) -> str:
-        """How a user takes this checkpoint in place of the latest."""
+        """How a user loads this checkpoint instead of the latest, for an error message."""
 
     # ---------------------------------------------------------------- saving
 
     def _begin(self, step: int, *, is_shared: bool = False) -> tuple[Path, bool]:
-        """Make the hidden folder in which a checkpoint is written: (it, whether this rank made it).
+        """Make the hidden folder in which a checkpoint is written. Returns it, and whether this rank made it.
 
-        Where the ranks see different folders, one of each makes it; is_shared: that is an error. Raises
+        If ranks see different disks, one rank of each makes it; with is_shared that is an error. Raises
         CheckpointError.
         """
         partial, is_maker = self._files.hidden(name_of(step), self._token(), "new"), False
@@ -72,8 +74,8 @@ class Checkpointing(ABC):
             while blind := self._ranks_where(not partial.is_dir()):
                 if is_shared and 0 not in blind:
                     raise CheckpointError(
-                        f"rank {blind[0]} does not see what rank 0 makes in {self.folder}: it must be one folder that "
-                        "all ranks see"
+                        f"rank {blind[0]} does not see files that rank 0 makes in {self.folder}: choose a folder that "
+                        "all ranks share"
                     )
                 is_next = blind[0] == self.transport.rank
                 is_maker = is_maker or is_next
@@ -91,10 +93,10 @@ class Checkpointing(ABC):
     # ---------------------------------------------------------------- loading
 
     def _find(self, tag: str | None = None) -> str | None:
-        """The name of the checkpoint to load: the tag, else the latest; None where no rank has any.
+        """The name of the checkpoint to load: the tag, else the latest; None if no rank has any.
 
-        If `latest` is lost, damaged or names nothing it is the newest that is whole, and rank 0 says so. Raises
-        CheckpointError where none is, and where some ranks have checkpoints and others do not.
+        If `latest` is lost, damaged or names nothing, it is the newest undamaged one, and rank 0 logs that. Raises
+        CheckpointError if there is none, or if some ranks have checkpoints and others do not.
         """
         if tag:
             return tag
@@ -126,7 +128,7 @@ class Checkpointing(ABC):
         return name
 
     def _latest(self) -> str | None:
-        """As `CheckpointFiles.latest`. Raises CheckpointError where what it names is not there, either."""
+        """As `CheckpointFiles.latest`. Raises CheckpointError also if the checkpoint of that name is missing."""
         name = self._files.latest()
         if name is not None:
             self._files.recover(name)
@@ -135,7 +137,7 @@ class Checkpointing(ABC):
         return name
 
     def _whole(self, name: str) -> State:
-        """The stamp of a checkpoint that all ranks have found whole."""
+        """The stamp of a checkpoint, after all ranks have found it undamaged."""
         self.together(self._files.recover, name)
         stamp = self.together(self._check, name, hint=lambda: self._offer(name))
         if len(set(self._gather(str(stamp.get("save"))))) > 1:
@@ -147,7 +149,7 @@ class Checkpointing(ABC):
         return stamp
 
     def _go_on_from(self, stamp: State) -> None:
-        """The run that wrote it is this one from here on: it has been loaded."""
+        """Continue the run that wrote the checkpoint: from now on its number is this run's."""
         self._files.run = stamp.get("run", self._files.run)
         self._is_known = True
 
@@ -169,13 +171,13 @@ class Checkpointing(ABC):
     # ---------------------------------------------------------------- together
 
     def together(self, work: Callable[..., T], *args: object, hint: Callable[[], str] = lambda: "") -> T:
-        """work(*args) on every rank; where it fails on one, CheckpointError on all."""
+        """Run work(*args) on every rank; if it fails on one, raise CheckpointError on all."""
         result, problem = self._attempt(work, *args)
         raise_on_all_ranks(self.transport, problem, CheckpointError, self._device, hint)
         return cast(T, result)
 
     def _attempt(self, work: Callable[..., T], *args: object) -> tuple[T | None, str | None]:
-        """(what work returned, what went wrong): the other is None."""
+        """(result of work, None), or (None, text of the error)."""
         try:
             return work(*args), None
         except PeerError:
@@ -191,7 +193,7 @@ class Checkpointing(ABC):
         return [rank for rank, said in enumerate(self._gather(str(int(fact)))) if said == "1"]
 
     def _token(self) -> str:
-        """Random, the same on all ranks."""
+        """A random text, the same on all ranks."""
         return self._gather(secrets.token_hex(8))[0]
 
     def _gather(self, text: str) -> list[str]:

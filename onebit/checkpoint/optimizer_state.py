@@ -1,7 +1,7 @@
-"""The state of a compressed optimizer as a dict: what is saved, what is checked, what is taken back.
+"""The state of a compressed optimizer as a dict: saving, checking and loading it.
 
-As torch's own, by parameter; what belongs to the compression is under "onebit". Each rank saves and loads its own.
-Another number of ranks: `change_world_size.py`; other slices of the parameters: `portable.py`.
+It is torch's state, by parameter, with the state of the compression under "onebit". Each rank saves and loads its own.
+For another number of ranks see `change_world_size.py`, for other slices of the parameters `portable.py`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .owner import StateOwner
 log = logging.getLogger(__name__)
 
 _VERSION = 1
-_FORMER: State = {"local_size": 1, "shard": 0, "shards": 1, "codec": "sign"}  # of the first files, which do not say so
+_FORMER: State = {"local_size": 1, "shard": 0, "shards": 1, "codec": "sign"}  # values for early files without them
 
 
 def identity(optimizer: StateOwner) -> dict[str, object]:
-    """What a state must say to be this rank's."""
+    """The fields that a state must have to be this rank's."""
     return {
         "kind": optimizer.rule.kind,
         "version": _VERSION,
@@ -57,9 +57,9 @@ def identity(optimizer: StateOwner) -> dict[str, object]:
 
 
 def save(optimizer: StateOwner, state: State) -> State:
-    """torch's state, and what is this rank's of the compression."""
+    """torch's state, and this rank's state of the compression."""
     for key, entry in state["state"].items():
-        # One tensor counts for a whole group here; torch's optimizers take each parameter's for its own.
+        # Here one tensor counts steps for a whole group; torch's optimizers expect one tensor per parameter.
         state["state"][key] = {**entry, "step": entry["step"].clone()}
     numbers = optimizer.buckets.numbers()
     for bucket in optimizer.buckets:
@@ -96,9 +96,9 @@ def save(optimizer: StateOwner, state: State) -> State:
 
 
 def check_and_load_groups(optimizer: StateOwner, state_dict: State) -> State:
-    """As torch.optim's load_state_dict, but for masks, which stay as they were given; the checked state.
+    """Load the groups as torch.optim's load_state_dict does, except masks, which stay. Returns the checked state.
 
-    Raises ValueError, before anything is changed, where the state is not this rank's.
+    Raises ValueError, before anything is changed, if the state is not this rank's.
     """
     masks = [group.get("exp_avg_mask") for group in optimizer.param_groups]
     given = load_checked(
@@ -125,7 +125,7 @@ def check_kind(optimizer: StateOwner, record: State) -> None:
     if kind != mine:
         raise ValueError(
             f"rank {optimizer.transport.rank}: cannot load this optimizer state: it is that of {kind}, this is {mine}, "
-            "for which it has no meaning; to go on from the model's weights alone load no optimizer state"
+            "for which it has no meaning; to continue from the model's weights alone, load no optimizer state"
         )
 
 
@@ -159,15 +159,15 @@ def _check_record(optimizer: StateOwner, record: State, where: str) -> None:
         under_way.check_record(where, record[under_way.NAME], optimizer.buckets[:], optimizer.codec)
 
 
-# ---------------------------------------------------------------- take back
+# ---------------------------------------------------------------- load
 
 
 def restore(optimizer: StateOwner, state: State) -> None:
-    """Take over a checked state: of this rank, or of a dense optimizer."""
+    """Take over a checked state of this rank, or of a dense optimizer."""
     record = state.get("onebit")
     if record is not None:
         for count, saved_count in zip(optimizer.steps, record.get("steps", ()), strict=False):
-            count.fill_(float(saved_count))  # also of groups that have no parameters here
+            count.fill_(float(saved_count))  # also for groups without parameters here
     entries = {p: entry for _, p, entry in optimizer.buckets.saved_entries(state)}
     for bucket in optimizer.buckets:
         saved = None if record is None else record["buckets"][bucket.index]
@@ -214,14 +214,14 @@ def _restore_bucket(optimizer: StateOwner, bucket: Bucket, saved: Group | None, 
         bucket.steps.fill_(float(step))
 
 
-# ---------------------------------------------------------------- of another rank
+# ---------------------------------------------------------------- states of another rank
 
 
 def _as_own(optimizer: StateOwner, state: State) -> State:
-    """Another replica's state as this rank's: what is the same on all ranks stays, and nothing is owed.
+    """Another replica's state as this rank's: state that is the same on all ranks stays, residuals become zero.
 
-    Else the state itself. A step that is under way is sent again, with that replica's frames, by as many ranks as sent
-    it; by others it is dropped.
+    A state of this rank is returned unchanged. In a world of the same size a step under way is sent again, with that
+    replica's frames; otherwise it is dropped.
     """
     if (record := state.get("onebit")) is None:
         return state
@@ -232,8 +232,9 @@ def _as_own(optimizer: StateOwner, state: State) -> State:
     if (step := record.pop(under_way.NAME, None)) is not None and found["world_size"] == own["world_size"]:
         if own["local_size"] != 1:
             raise ValueError(
-                f"rank {optimizer.transport.rank}: this state is of rank {found['rank']} within a step with delay=1 on "
-                "several levels, whose frames no other rank has; save on every rank, or before such a step"
+                f"rank {optimizer.transport.rank}: this state belongs to rank {found['rank']}, and was saved within a "
+                "step with delay=1 on two levels, whose frames no other rank has; save on every rank, or before such a "
+                "step"
             )
         nothing = [{**one, "residual": torch.zeros_like(one["residual"])} for one in step["buckets"]]
         record[under_way.NAME] = {**step, "buckets": nothing}
@@ -245,7 +246,7 @@ def _as_own(optimizer: StateOwner, state: State) -> State:
 
 
 def _placed(optimizer: StateOwner, state: State, server_errors: Sequence[Tensor | None]) -> State:
-    """The state of a whole world as that of this rank of this one. server_errors: those of all ranks, by bucket."""
+    """The state of a whole world, cut for this rank of this world. server_errors: those of all ranks, by bucket."""
     own, codec = identity(optimizer), optimizer.codec
     record = state["onebit"] | {key: own[key] for key in PLACE}
     is_of_this_codec = (record["block"], record.get("codec", "sign")) == (codec.block, codec.name)
@@ -255,7 +256,7 @@ def _placed(optimizer: StateOwner, state: State, server_errors: Sequence[Tensor 
     return {**state, "onebit": record}
 
 
-# ---------------------------------------------------------------- of all ranks of another world
+# ---------------------------------------------------------------- states of another world
 
 
 def load_of_all_ranks(optimizer: StateOwner, states: Sequence[State]) -> None:
@@ -273,14 +274,14 @@ def load_of_all_ranks(optimizer: StateOwner, states: Sequence[State]) -> None:
     optimizer.load_state_dict(_placed(optimizer, world.state, world.server_errors))
     if transport.rank == 0:
         log.info(
-            "optimizer state of %d ranks taken over by %d: each owes the mean of what was owed, its sum is kept",
+            "optimizer state of %d ranks taken over by %d: each rank takes the mean of the old residuals",
             world.size,
             transport.world_size,
         )
 
 
 def _adapt(optimizer: StateOwner, bucket: Bucket, saved: Group, server_error: Tensor | None) -> State:
-    """A bucket's record, for this rank of this world."""
+    """A bucket's record, converted for this rank of this world."""
     layout, frames = bucket.layout, saved["frames"]
     return {
         "phase": saved["phase"],

@@ -1,4 +1,4 @@
-"""What an optimizer knows of one parameter, whatever bucket, rank or slice it lies in."""
+"""An optimizer's state of one parameter, independent of buckets, ranks and slices."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..layout.flat import Layout
 class ParameterState:
     """The state of one parameter, or of a slice of it.
 
-    elements: tensors in its shape: what torch calls its state; "worker_error" and "server_error", what each replica
-    owes to the mean and what all of them owe together; and what a rule's `take_apart` adds. numbers: of the whole
-    parameter, tensors of no dimensions. group: whose options it takes.
+    group: number of its group. phase: phase of its bucket. elements: tensors in its shape: torch's state of it;
+    "worker_error", the residual of each replica, and "server_error", that of all together; and those that a rule's
+    `take_apart` adds. numbers: for the whole parameter, tensors of no dimensions.
     """
 
     group: int
@@ -27,7 +27,7 @@ class ParameterState:
 
 
 def flat_of(layout: Layout, states: Sequence[ParameterState], name: str) -> Tensor | None:
-    """The elements of that name, laid out as a bucket, zeros in its padding; None where there are none."""
+    """The elements of that name, laid out as a bucket, zeros in its padding; None if there are none."""
     if name not in states[0].elements:
         return None
     flat = torch.zeros(layout.numel, dtype=states[0].elements[name].dtype, device="cpu")
@@ -37,6 +37,6 @@ def flat_of(layout: Layout, states: Sequence[ParameterState], name: str) -> Tens
 
 
 def spread_over(layout: Layout, states: Sequence[ParameterState], name: str, flat: Tensor) -> None:
-    """Give each state its elements of a flat tensor, under that name. Views."""
+    """Set the elements of that name in each state to views of a flat tensor."""
     for one, view in zip(states, layout.views(flat), strict=True):
         one.elements[name] = view

@@ -1,10 +1,9 @@
-"""An optimizer's state by parameter: what a rank that holds other slices of the parameters can cut its own out of.
+"""An optimizer's state by parameter, from which a rank with other slices of the parameters can cut its own.
 
-A rank's state is flat: parameters lie in buckets, and what the server owes is spread over the replicas. `take_apart`
-says what all of it means for the elements of each parameter; `put_together` makes the state of an optimizer that holds
-other parameters, other slices of them or other buckets, for its `load_state_dict`. What a rule keeps beside that it
-takes apart and puts together itself. Who holds what, and what is cut where, is in `zero/checkpoint/reshard.py`; what
-becomes of a world of replicas in `change_world_size.py`.
+A rank's state is flat: parameters are in buckets, and the server error is spread over the replicas. `take_apart` turns
+it into states of single parameters. `put_together` makes the state of an optimizer with other parameters, other slices
+or other buckets, for its `load_state_dict`. A rule takes its additional state apart and puts it together itself.
+`zero/checkpoint/reshard.py` knows which rank holds which slices; `change_world_size.py` changes the number of replicas.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from ..usage.contract import Group, State
 from .optimizer_state import check_kind, identity
 from .parameter_state import ParameterState, flat_of, spread_over
 
-# Of a record: what says whose it is, and what is of single parameters. The rest is the same for all of them.
+# Fields of a record that identify its rank. The others are the same on all ranks, or belong to single parameters.
 _OF_A_RANK = ("version", "rank", "world_size", "local_size", "shard", "shards", "block", "codec")
-# Of a group: what is not the same in every rank's.
+# Fields of a group that may differ between ranks.
 _OF_A_GROUP = ("params", "param_names", "exp_avg_mask")
 
 
 @dataclass
 class Shared:
-    """What belongs to no single parameter. options: of each group. record: what the family keeps beside it."""
+    """The part of a state that belongs to no single parameter. options: of each group. record: the family's fields."""
 
     options: list[State]
     record: State = field(default_factory=dict)
 
     def join(self, other: Shared) -> None:
-        """Take in what other layers' ranks know: of groups that have no parameters here."""
+        """Add the fields from ranks with other layers, for groups without parameters here."""
         for key, theirs in other.record.items():
             mine = self.record.get(key)
             if isinstance(mine, dict):
@@ -47,11 +46,11 @@ class Shared:
 def take_apart(
     optimizer: torch.optim.Optimizer, state: State, server_errors: Sequence[Tensor | None] = ()
 ) -> tuple[dict[int, ParameterState], Shared]:
-    """({parameter's number: its state}, the rest) of a state of an optimizer of this kind. Mostly views.
+    """Split a state of an optimizer of this kind: ({parameter's number: its state}, the rest). Mostly views.
 
     server_errors: by bucket, those of all replicas in order; `change_world_size.gather_states` gives these and the
-    state of a one-bit optimizer. Raises ValueError where the state is another kind's, or does not say which parameters
-    its buckets hold.
+    state of a one-bit optimizer. Raises ValueError if the state is of another kind, or does not name the parameters in
+    its buckets.
     """
     group_of = {key: g for g, group in enumerate(state["param_groups"]) for key in group["params"]}
     found = {
@@ -71,8 +70,8 @@ def take_apart(
     for index, saved in enumerate(record["buckets"]):
         if "params" not in saved:
             raise ValueError(
-                "this optimizer state does not say which parameters its buckets hold, as the first ones did not; load "
-                "it where it was saved, and save it again"
+                "this optimizer state does not name the parameters in its buckets, because an early version wrote it; "
+                "load it on the layout on which it was saved, and save it again"
             )
         states = [found[key] for key in saved["params"]]
         layout = _layout_of(states, record, saved)
@@ -99,8 +98,8 @@ def put_together(
 ) -> dict[str, object]:
     """A state for `optimizer.load_state_dict`, on the CPU. states: of its parameters' local elements, by their number.
 
-    Every replica owes what the states say a replica owes. Raises ValueError where a parameter of a one-bit optimizer
-    has no state, or those of one bucket are in different phases.
+    Every replica gets the worker error of the states. Raises ValueError if a parameter of a one-bit optimizer has no
+    state, or parameters of one bucket are in different phases.
     """
     own = optimizer.state_dict()
     if len(own["param_groups"]) != len(shared.options):
@@ -121,7 +120,7 @@ def put_together(
 
 
 def _entry(one: ParameterState) -> dict[str, Tensor]:
-    """What torch shows of it."""
+    """The state that torch shows of it."""
     elements = {name: x for name, x in one.elements.items() if name != "server_error"}
     return elements | {name: number for name, number in one.numbers.items() if name == "step"}
 
@@ -129,13 +128,13 @@ def _entry(one: ParameterState) -> dict[str, Tensor]:
 def _record(
     optimizer: CompressedOptimizer, states: Mapping[int, ParameterState], shared: Shared, groups: Sequence[Group]
 ) -> State:
-    """What belongs under "onebit"."""
+    """The part under "onebit"."""
     numbers_of, saved = optimizer.buckets.numbers(), []
     of_buckets = []
     for bucket in optimizer.buckets:
         numbers = [numbers_of[p] for p in bucket.params]
         if missing := [name for key, name in zip(numbers, bucket.names, strict=True) if key not in states]:
-            raise ValueError(f"there is no state of {missing[0]}; train the parameters that were trained")
+            raise ValueError(f"there is no state of {missing[0]}; train the same parameters as the run that saved")
         mine = [states[key] for key in numbers]
         if len(phases := {one.phase for one in mine}) > 1:
             raise ValueError(f"{bucket.names[0]} and others of its bucket are in the phases {sorted(phases)}")

@@ -578,5 +578,5 @@ def test_a_folder_that_not_all_ranks_see_is_named(tmp_path: Path) -> None:
         return str(failure.value)
 
     said = run_ranks(2, work)
-    assert all(f"rank 1 does not see what rank 0 makes in {tmp_path / str(k)}" in said[k] for k in (0, 1))
+    assert all(f"rank 1 does not see files that rank 0 makes in {tmp_path / str(k)}" in said[k] for k in (0, 1))
     assert listing(tmp_path) == {"0"}

@@ -107,7 +107,7 @@ def test_it_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
     optimizer = make("OnebitAdam", model(), SimTransport())
     with caplog.at_level(logging.INFO):
         optimizer.load_state_dicts(states)
-    assert "optimizer state of 3 ranks taken over by 1: each owes the mean of what was owed" in caplog.text
+    assert "optimizer state of 3 ranks taken over by 1: each rank takes the mean of the old residuals" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["order", "missing", "foreign"])

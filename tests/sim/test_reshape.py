@@ -258,7 +258,7 @@ def test_a_state_without_places_is_refused() -> None:
     for bucket in states[0]["onebit"]["buckets"]:
         del bucket["params"]
     rank = Rank(SimTransport(), LAYOUTS["whole"], "OnebitAdam")
-    with pytest.raises(ValueError, match="does not say which parameters its buckets hold"):
+    with pytest.raises(ValueError, match="does not name the parameters in its buckets"):
         taken_over(rank, states, "whole")
 
 
