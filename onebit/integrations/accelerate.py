@@ -8,7 +8,7 @@
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
 `prepare` leaves out DistributedDataParallel and nothing else. `accumulate`, `backward`, `clip_grad_norm_`, `save_state`
-and `load_state` are called as ever. What a checkpoint holds is in `rank_files.py`.
+and `load_state` are called as usual. `rank_files.py` describes the files of a checkpoint.
 """
 
 from __future__ import annotations
@@ -38,14 +38,19 @@ from . import rank_files
 
 log = logging.getLogger(__name__)
 
-# Each of these averages gradients itself, or leaves a rank without whole parameters.
+# Each of these averages gradients itself, or shards the parameters.
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
 class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """What `Accelerator.prepare` makes of an optimizer of ours. `optimizer.optimizer` is ours itself.
+    """The optimizer that `Accelerator.prepare` returns. `optimizer.optimizer` is the one-bit optimizer itself.
 
-    A step that all ranks skip counts as skipped: accelerate's schedulers then do not go on either. All ranks construct.
+    A step that all ranks skip counts as skipped: accelerate's schedulers then do not advance either. Constructed by all
+    ranks.
+
+    Args:
+        optimizer: A one-bit optimizer.
+        scaler: GradScaler of accelerate. Default None.
     """
 
     optimizer: CompressedOptimizer
@@ -53,18 +58,28 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def __init__(self, optimizer: CompressedOptimizer, scaler: torch.amp.GradScaler | None = None):
         super().__init__(optimizer, device_placement=False, scaler=scaler)
         self.checkpoint_file: Path | None = None
-        """The framework's file that `load_state_dict` is given the content of: set it around the call."""
+        """The framework's file from which the state in `load_state_dict` comes: set it around the call."""
         self._run = rank_files.new_run(optimizer.transport)
         self._constructed_norm = optimizer.max_grad_norm
         self._norm: Tensor | None = None
 
     @property
     def stats(self) -> Stats:
-        """What the last step did."""
+        """Counts of the last step."""
         return self.optimizer.stats
 
     def clip_to(self, max_norm: float) -> Tensor:
-        """Clip the step under way; the norm, which is NaN until that step has been taken, and after one skipped."""
+        """Clip the step under way to this norm of the mean gradient.
+
+        Args:
+            max_norm: Largest norm; infinite: no clipping.
+
+        Returns:
+            A tensor that becomes the norm once the step has been taken. Until then, and if it is skipped, it is NaN.
+
+        Raises:
+            ValueError: The optimizer was constructed with another max_grad_norm, or max_norm is not positive.
+        """
         if self._constructed_norm not in (0.0, max_norm) and math.isfinite(max_norm):
             raise ValueError(
                 f"rank {self.optimizer.transport.rank}: clipping to {max_norm}, but the optimizer was constructed with "
@@ -92,23 +107,35 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 self._norm = None
 
     def state_dict(self) -> State:
-        """This rank's, as the optimizer's own, and the mark of this save."""
+        """This rank's optimizer state, with the mark of this save."""
         return rank_files.marked(self.optimizer, self._run)
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Continue from a checkpoint's state, all ranks. Outside `load_state`: each rank from its own."""
+        """Continue from a checkpoint's state. All ranks. Outside of `load_state`, each rank from its own.
+
+        Args:
+            state_dict: Content of the framework's file, or this rank's state.
+        """
         if self.checkpoint_file is None:
             self.optimizer.load_state_dict(state_dict)
         else:
             rank_files.load(self.checkpoint_file, state_dict, self.optimizer)
 
     def save_beside(self, file: Path) -> None:
-        """Write this rank's state beside the framework's file, which holds rank 0's."""
+        """Write this rank's state beside the framework's file, which contains rank 0's.
+
+        Args:
+            file: The framework's file.
+        """
         rank_files.write(file, self.state_dict(), self.optimizer.transport.rank)
 
     @contextmanager
     def reading(self, file: Path) -> Iterator[None]:
-        """What is loaded in here is the content of this file, in all ranks: each takes its own from beside it."""
+        """States loaded in this block come from this file: every rank then takes its own from beside it.
+
+        Args:
+            file: The framework's file.
+        """
         self.checkpoint_file = file
         try:
             yield
@@ -117,11 +144,12 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """accelerate's own, whose models stay unwrapped: the optimizers, all of them ours, average the gradients.
+    """accelerate's Accelerator without DistributedDataParallel: one-bit optimizers average the gradients.
 
-    clip_grad_norm_ clips the mean gradient in the optimizer's step, and changes no gradient; the tensor it returns
-    holds the norm once that step has been taken. save_state and load_state are for all ranks. Bring the model to
-    `accelerator.device` before you construct the optimizer.
+    Arguments as accelerate's. All optimizers must be onebit's. Move the model to `accelerator.device` before you
+    construct the optimizer. clip_grad_norm_ clips the mean gradient in the optimizer's step, and changes no gradient;
+    the tensor that it returns contains the norm once that step has been taken. All ranks call save_state and
+    load_state.
     """
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -131,7 +159,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             if isinstance(optimizer, CompressedOptimizer) and params.isdisjoint(optimizer.buckets.params):
                 raise ValueError(
                     f"rank {self.process_index}: the optimizer trains no parameter of the model it is prepared with; "
-                    "construct it from this model's parameters, after whatever replaces them"
+                    "construct it from this model's parameters, after all code that replaces them"
                 )
         prepared = super().prepare(*args, device_placement=device_placement)
         if any(isinstance(arg, CompressedOptimizer) for arg in args):
@@ -140,9 +168,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return prepared
 
     def check_distribution(self, asked: str = "") -> None:
-        """Raise ValueError where the launcher's configuration shards models, or averages gradients in another way.
+        """Raise ValueError if the launcher's configuration shards models, or averages gradients in another way.
 
-        asked: what a framework on top was told to do of this kind.
+        Args:
+            asked: Such a configuration of a framework on top, e.g. "FSDP". Default "": none.
+
+        Raises:
+            ValueError: There is such a configuration.
         """
         parallelism = self.parallelism_config
         if parallelism is not None and parallelism.total_size > parallelism.dp_replicate_size:
@@ -159,7 +191,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As accelerate's, without DistributedDataParallel."""
+        """As accelerate's, without DistributedDataParallel. Raises TypeError if the model is already wrapped in it."""
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise TypeError(
                 f"rank {self.process_index}: the model is wrapped in {type(model).__name__}, which averages gradients "
@@ -170,7 +202,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> PreparedOptimizer:
-        """Any of ours. Raises TypeError for another, ValueError where its parameters have moved to another device."""
+        """Prepare a one-bit optimizer.
+
+        Args:
+            optimizer: One of onebit's.
+            device_placement: Without effect. Default None.
+
+        Raises:
+            TypeError: It is another library's optimizer.
+            ValueError: Its parameters have moved to another device, or accelerate numbers the ranks differently.
+        """
         if isinstance(optimizer, PreparedOptimizer):
             if optimizer not in self._optimizers:  # after free_memory()
                 self._optimizers.append(optimizer)
@@ -202,7 +243,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Backward passes in here only accumulate, for the optimizers that train this model."""
+        """Backward passes in this block only accumulate, for the optimizers that train this model."""
         params = set(model.parameters())
         with ExitStack() as stack:
             for prepared in self._prepared():
@@ -211,9 +252,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             yield
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip the mean gradient of all ranks in the step that follows; the norm, NaN until then. See `clip_to`.
+        """Clip the mean gradient of all ranks in the step that follows.
 
-        max_norm may be infinite: to clip nothing. The norm is then NaN, unless the optimizer clips by itself.
+        Args:
+            parameters: All parameters of one prepared optimizer.
+            max_norm: Largest norm; infinite: no clipping, and the norm is NaN unless the optimizer clips itself.
+            norm_type: Must be 2. Default 2.
+
+        Returns:
+            A tensor that becomes the norm in that step; NaN until then. See `PreparedOptimizer.clip_to`.
+
+        Raises:
+            ValueError: norm_type is not 2, or these are not all parameters of one optimizer.
         """
         given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
         if norm_type != 2:
@@ -229,14 +279,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return found[0].clip_to(float(max_norm))
 
     def clip_grad_value_(self, parameters: object, clip_value: float) -> NoReturn:
-        """Raises ValueError: it would clip each rank's own gradient, not their mean."""
+        """Always raises ValueError: it would clip each rank's own gradient, not their mean."""
         raise ValueError(
             f"rank {self.process_index}: clip_grad_value_ would clip each rank's own gradient, before their mean is "
             "known; use clip_grad_norm_"
         )
 
     def join_uneven_inputs(self, joinables: object, even_batches: bool | None = None) -> NoReturn:
-        """Raises ValueError: the optimizer has a `join` of its own."""
+        """Always raises ValueError: use the optimizer's own `join`."""
         raise ValueError(
             f"rank {self.process_index}: join_uneven_inputs is for DistributedDataParallel; write `with "
             "optimizer.optimizer.join():` around the loop, with Accelerator(dataloader_config="
@@ -246,9 +296,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # ---------------------------------------------------------------- replicas and checkpoints
 
     def sync_replicas(self) -> None:
-        """Make all ranks' models the same, to the bit: before an evaluation. All ranks, between two steps.
+        """Make all ranks' models bit-identical, before an evaluation. All ranks, between two steps.
 
-        Parameters between the synchronisations of 0/1 Adam, a step under way (`delay=1`), and BatchNorm's statistics;
+        It synchronises 0/1 Adam's parameters, lands a step under way (`delay=1`), and averages BatchNorm's statistics;
         without these it changes nothing. `save_state` calls it.
         """
         for prepared in self._prepared():
@@ -259,7 +309,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 sync_buffers(model, self._prepared()[0].optimizer.transport)
 
     def check_synchronised(self) -> None:
-        """Raise RuntimeError where replicas differ by their optimizer's design: one of them alone is no model."""
+        """Raise RuntimeError if replicas differ between two synchronisations: one of them alone is not the model."""
         if any(not prepared.optimizer.rule.is_synchronised() for prepared in self._prepared()):
             raise RuntimeError(
                 f"rank {self.process_index}: the replicas differ between two synchronisations of 0/1 Adam; call "
@@ -272,7 +322,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return cast(State, super().get_state_dict(model, unwrap))
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
-        """As accelerate's, with every rank's optimizer state. All ranks."""
+        """As accelerate's, plus every rank's optimizer state. All ranks."""
         self.sync_replicas()
         hook = self.register_save_state_pre_hook(lambda models, weights, folder: self._save_beside(Path(folder)))
         try:
@@ -281,9 +331,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             hook.remove()
 
     def load_state(self, input_dir: str | None = None, load_kwargs: State | None = None, **options: Any) -> None:
-        """As accelerate's, each rank its own state; in a world of another size, what all ranks owed. All ranks.
+        """As accelerate's; each rank loads its own state, in a world of another size the mean of all. All ranks.
 
-        Raises CheckpointError, on all ranks, where a rank's file is missing or of another save.
+        Raises CheckpointError, on all ranks, if a rank's file is missing or comes from another save.
         """
         with ExitStack() as reading:
 

@@ -1,18 +1,19 @@
-"""A communication hook for those who cannot unwrap DistributedDataParallel: gradients in one bit, any optimizer.
+"""A communication hook for models that must stay in DistributedDataParallel: gradients in one bit, any optimizer.
 
     model = DistributedDataParallel(model)
     state = onebit.DDPHookState(model)
     model.register_comm_hook(state, onebit.ddp_hook)
 
 Each bucket's gradient goes through the compressed all-reduce (`comm/allreduce.py`) with error feedback on both phases,
-after a warm-up in which DDP's own mean is taken. All else is DDP's: when buckets leave, `no_sync`, unused parameters.
+after a warm-up with full means as in DDP. DDP decides everything else: when buckets are sent, `no_sync`, unused
+parameters.
 
-What it loses against the optimizers: a gradient has far more noise for its signs to carry than the momentum that
-`OnebitAdam` sends, and an Adam after it takes its variance from what has been through one bit. See
-`docs/frameworks.md` for losses beside PowerSGD's hook. Where the model can be unwrapped, unwrap it.
+It converges worse than the optimizers: signs of a gradient carry far more noise than signs of the momentum that
+`OnebitAdam` sends, and an Adam after the hook computes its variance from decoded gradients. See `docs/frameworks.md`
+for losses beside PowerSGD's hook. If the model can be unwrapped, unwrap it.
 """
 
-# Without postponed annotations: DDP reads those of the hook, and wants types.
+# Without postponed annotations: DDP reads those of the hook, and expects types.
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -32,12 +33,12 @@ from ..usage.contract import State
 log = logging.getLogger(__name__)
 
 Errors = tuple[Tensor, Tensor]
-"""The residuals of a parameter: the worker error, and the server error, with zeros for parts that another rank owns."""
+"""The residuals of a parameter: worker error and server error, the latter with zeros where another rank owns it."""
 
 
 @dataclass
 class _Bucket:
-    """One of DDP's buckets: its parameters in blocks of their own, so that blocks stay where DDP rebuilds buckets."""
+    """One of DDP's buckets. Each parameter starts a new block, so that blocks survive when DDP rebuilds its buckets."""
 
     names: list[str]
     params: list[Tensor]
@@ -48,14 +49,14 @@ class _Bucket:
     wire: Wire
 
     def errors(self, rank: int) -> Iterator[tuple[str, Errors]]:
-        """By parameter, of this rank."""
+        """Residuals of this rank, by parameter."""
         return by_parameter(self.names, self.layout, self.ef.worker, self.ef.server, rank)
 
 
 def by_parameter(
     names: Sequence[str], layout: Layout, worker: Tensor, server: Tensor, rank: int
 ) -> Iterator[tuple[str, Errors]]:
-    """The errors of a bucket of this layout, on this rank."""
+    """The residuals of a bucket of this layout, by parameter, on this rank."""
     whole = torch.zeros_like(worker)
     whole.view(layout.world_size, -1)[rank] = server
     return zip(names, zip(layout.views(worker), layout.views(whole), strict=True), strict=True)
@@ -73,11 +74,19 @@ class _UnderWay:
 
 
 class DDPHookState:
-    """What the hook keeps on this rank. All ranks construct it with the same arguments.
+    """State of `ddp_hook` on this rank: residuals and buffers. All ranks construct it with the same arguments.
+
+    A step, along DDP's buckets: each bucket starts its exchange when it is full, and advances while later ones fill.
+    After the last one, all are completed. If a gradient is not finite on any rank, its bucket is averaged in full, as
+    DDP would, and no residual changes: a GradScaler skips such a step. Residuals are in units of the gradient, with the
+    loss scale of their step.
+
+    State: 4·(1 + 1/W) bytes per parameter, the same again for the step under way, which may still be abandoned, and the
+    bucket in float32. Sends 2·(W-1)/W·(1 + 16/block) bits per parameter and step.
 
     Args:
         model: The model that DDP wraps, or the wrapper.
-        start_step: Steps in which the mean of the gradients is taken in full, as DDP does, while the optimizer's
+        start_step: Steps at the beginning in which gradients are averaged in full, as DDP does, while the optimizer's
             moments form. Default 100.
         transport: Connection between the ranks of DDP's process group, flat. Default `onebit.comm.init(levels=1)`.
         codec: Format of gradients. Default `SignCodec()`.
@@ -87,14 +96,9 @@ class DDPHookState:
         sent_bytes: Bytes that the last step sent.
         bits_per_parameter: Bits per parameter of the last step.
 
-    A step, along DDP's buckets: each bucket starts its exchange when it is full, and goes on while later ones fill.
-    After the last one all are completed. If a gradient is not finite on any rank, its bucket is averaged in full, as
-    DDP would, and no residual changes: a GradScaler skips such a step. Residuals are in units of the gradient, with the
-    loss scale of their step.
-
-    State: 4·(1 + 1/W) bytes per parameter, and the same again for the step that may still be abandoned; the bucket in
-    float32. Sends 2·(W-1)/W·(1 + 16/block) bits per
-    parameter and step.
+    Raises:
+        ValueError: start_step is negative, or the transport has two levels.
+        TypeError: transport is not a transport.
     """
 
     def __init__(
@@ -122,14 +126,21 @@ class DDPHookState:
         self._names = {p: name for name, p in plain.named_parameters()}
         self._traffic = Traffic(self.transport)
         self._buckets: dict[int, _Bucket] = {}
-        self._owed: dict[str, Errors] = {}  # of a layout that is no more
+        self._owed: dict[str, Errors] = {}  # residuals of a layout that DDP has replaced, or of a loaded state
         self._under_way: list[_UnderWay] = []
 
     # ---------------------------------------------------------------- a step
 
     @torch.no_grad()
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Begin a bucket's exchange, and end those of all at the last one. DDP calls hooks in the same order on all."""
+        """Begin a bucket's exchange; at the last bucket, complete all. DDP calls hooks in the same order on all ranks.
+
+        Args:
+            bucket: The bucket, from DDP.
+
+        Returns:
+            A future of the bucket's averaged gradients.
+        """
         if bucket.index() == 0:
             self._give_up()
         buffer = bucket.buffer()
@@ -175,13 +186,13 @@ class DDPHookState:
         return bool(self.codec.is_finite(bucket.wire.frames_WB, bucket.layout.chunk))
 
     def _take_mean(self, bucket: _Bucket, gradients: Sequence[Tensor]) -> None:
-        """The gradients become what the frames say."""
+        """Replace the gradients by the decoded mean."""
         self.codec.decode(bucket.wire.frames_WB, bucket.x.view(self.transport.world_size, -1))
         for view, gradient in zip(bucket.layout.views(bucket.x), gradients, strict=True):
             gradient.copy_(view.view_as(gradient))
 
     def _give_up(self) -> None:
-        """Drop what a backward pass has left that did not come to its end, on all ranks."""
+        """Complete and drop the exchanges of a backward pass that was not finished, on all ranks."""
         wait_all([each.task for each in self._under_way])
         self._under_way = []
 
@@ -213,7 +224,7 @@ class DDPHookState:
             for name, worker_view, server_view in views:
                 worker_view.copy_(self._owed[name][0])
                 server_view.copy_(self._owed[name][1])
-            self.transport.all_reduce(server).wait()  # each rank knows what it owned
+            self.transport.all_reduce(server).wait()  # each rank has the part that it owned, zeros elsewhere
             ef.worker.copy_(worker)
             ef.server.copy_(server.view(W, -1)[self.rank])
         wire = Wire.empty(self.codec, layout.numel, W, device=device)
@@ -223,7 +234,7 @@ class DDPHookState:
     # ---------------------------------------------------------------- saving
 
     def state_dict(self) -> State:
-        """Each rank saves and loads its own, between two steps."""
+        """This rank's state. Each rank saves and loads its own, between two steps."""
         buckets = [(b.names, b.ef.worker, b.ef.server) for b in self._buckets.values()]
         return {
             **self._identity(),
@@ -235,9 +246,16 @@ class DDPHookState:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go on where `state` was taken. All ranks, before a step. Raises ValueError, before anything is changed.
+        """Continue where `state` was taken. All ranks, before a step.
 
-        Of another rank's state, in a world of any size, the step is taken, and nothing is owed: with a warning.
+        From another rank's state, in a world of any size, only the step is taken; residuals begin at zero, with a
+        warning.
+
+        Args:
+            state: From `state_dict()`.
+
+        Raises:
+            ValueError: It does not fit the model or the codec. Nothing has changed.
         """
         place = ("rank", "world_size")
         is_own = all(state.get(key) == getattr(self.transport, key) for key in place)
@@ -245,13 +263,16 @@ class DDPHookState:
             if key not in place and state.get(key) != here:
                 raise ValueError(
                     f"rank {self.rank}: this state of the hook has {key}={state.get(key)}, here it is {here}; "
-                    "construct it as it was, or begin with none, which drops what is owed"
+                    "construct it as it was, or load no state, which drops the residuals"
                 )
         shapes = {name: p.shape for p, name in self._names.items()}
         owed: dict[str, Errors] = {}
         for saved in state["buckets"]:
             if unknown := [name for name in saved["names"] if name not in shapes]:
-                raise ValueError(f"rank {self.rank}: this state of the hook has {unknown[0]}, the model not")
+                raise ValueError(
+                    f"rank {self.rank}: this state of the hook has {unknown[0]}, which the model does not; load the "
+                    "state of this model"
+                )
             layout = lay_out([shapes[name] for name in saved["names"]], self.codec.block, self.transport.world_size)
             if not is_own:
                 nothing = torch.zeros(layout.numel, dtype=torch.float32, device="cpu")
@@ -265,8 +286,8 @@ class DDPHookState:
             owed.update(by_parameter(saved["names"], layout, saved["worker_error"], saved["server_error"], self.rank))
         if not is_own:
             log.warning(
-                "rank %d: this state of the hook is that of rank %s of %s: what this rank owes begins at zero; save on "
-                "every rank to keep it",
+                "rank %d: this state of the hook is that of rank %s of %s: this rank's residuals begin at zero; save "
+                "on every rank to keep them",
                 self.rank,
                 state.get("rank"),
                 state.get("world_size"),
@@ -276,7 +297,7 @@ class DDPHookState:
         self._buckets.clear()
 
     def _identity(self) -> State:
-        """What a state must say to be this rank's."""
+        """The fields that a state must have to be this rank's."""
         return {
             "kind": "onebit.ddp_hook",
             "rank": self.rank,
@@ -289,9 +310,17 @@ class DDPHookState:
 def ddp_hook(state: DDPHookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients in one bit: `model.register_comm_hook(state, onebit.ddp_hook)`.
 
+    Sends 2·(W-1)/W·(1 + 16/block) bits per parameter after the warm-up.
+
     Args:
         state: This rank's `DDPHookState`.
         bucket: The bucket, from DDP.
+
+    Returns:
+        A future of the averaged gradients, complete after the last bucket of the backward pass.
+
+    Raises:
+        TypeError: state is not a `DDPHookState`.
     """
     if not isinstance(state, DDPHookState):
         raise TypeError(

@@ -4,8 +4,8 @@
 
     trainer = Trainer(strategy=OnebitStrategy())      # the module's configure_optimizers returns onebit.OnebitAdam(...)
 
-As `DDPStrategy` it starts or finds the ranks, gives each its part of the data and reduces what is logged; the model is
-not wrapped, and gradients are the optimizer's. Rests on `lightning` 2.5 or newer (extra `lightning`); `Trainer` takes
+Like `DDPStrategy` it starts or finds the ranks, gives each its part of the data and reduces logged values. The model is
+not wrapped: the optimizer exchanges gradients. Rests on `lightning` 2.5 or newer (extra `lightning`); `Trainer` takes
 the name "onebit" as well once this module is imported.
 """
 
@@ -40,19 +40,28 @@ _RECORD = "onebit"
 
 
 class OnebitStrategy(DDPStrategy):
-    """Data parallelism whose traffic is the optimizer's. Arguments as `DDPStrategy`, but for those of DDP itself.
+    """Data parallelism without DistributedDataParallel: the one-bit optimizer does all traffic of the training.
 
-    1. Before training rank 0's parameters and buffers go to all ranks; the optimizer sends the rest.
-    2. `Trainer(gradient_clip_val=...)` and `clip_gradients` set the optimizer's max_grad_norm. Passes that accumulate
-       send nothing. Under "16-mixed" buckets leave in step(), when the loss scale is known.
+    1. Before training, rank 0's parameters and buffers go to all ranks; the optimizer sends the rest.
+    2. `Trainer(gradient_clip_val=...)` and `clip_gradients` set the optimizer's max_grad_norm. Accumulating backward
+       passes send nothing. Under "16-mixed", buckets are sent in step(), when the loss scale is known.
     3. Before a validation, before a checkpoint and at the end, buffers become their mean over the ranks, and 0/1 Adam
        synchronises its replicas.
-    4. A checkpoint is Lightning's file, by rank 0, which `load_from_checkpoint` reads; what other ranks hold lies in
-       the folder `ranks/` beside it, and was written first. All ranks save and load together. They resume to the bit;
-       another number of ranks takes all states over, as `load_state_dicts`.
+    4. A checkpoint is Lightning's file, written by rank 0, which `load_from_checkpoint` reads; the other ranks' states
+       are in the folder `ranks/` beside it, and are written first. All ranks save and load together. They resume to the
+       bit; another number of ranks takes all states over, as `load_state_dicts`.
 
-    Raises TypeError where configure_optimizers returns an optimizer that averages nothing, ValueError where the trainer
-    and the optimizer clip by other norms, CheckpointError where a rank's file is missing.
+    Args:
+        process_group_backend: Backend of the process group, as in `DDPStrategy`. Default None: by the device.
+        timeout: Timeout of the process group, as in `DDPStrategy`.
+        **lightnings: accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, as in
+            `DDPStrategy`.
+
+    Raises:
+        TypeError: An argument is DistributedDataParallel's or unknown; or, in setup, configure_optimizers returns an
+            optimizer that averages nothing.
+        ValueError: In setup, the trainer and the optimizer clip to different norms.
+        CheckpointError: On load, a rank's file is missing.
     """
 
     strategy_name = "onebit"
@@ -64,7 +73,6 @@ class OnebitStrategy(DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
         **lightnings: Any,
     ):
-        """lightnings: accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin."""
         known = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
         if unknown := [name for name in lightnings if name not in known]:
             raise TypeError(
@@ -99,7 +107,7 @@ class OnebitStrategy(DDPStrategy):
         return [optimizer for optimizer in self.optimizers if isinstance(optimizer, CompressedOptimizer)]
 
     def configure_ddp(self) -> None:
-        """In place of wrapping: rank 0's values to all, those too that no optimizer has. DDP does so once as well."""
+        """Instead of wrapping, send rank 0's values to all, also those that no optimizer trains, as DDP does once."""
         assert self.model is not None
         with torch.no_grad():
             for tensor in (*self.model.parameters(), *self.model.buffers()):
@@ -125,13 +133,13 @@ class OnebitStrategy(DDPStrategy):
                         f"{optimizer.max_grad_norm}); give one of them, or both the same"
                     )
                 self._clip_gradients(optimizer, clip_val, trainer.gradient_clip_algorithm or "norm")
-        # Of this one plugin: Lightning has no hook for it. Its own would clip each rank's gradients by their own norm.
+        # Replace the method of this one plugin: Lightning has no hook for it, and would clip by each rank's own norm.
         self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
 
     def _clip_gradients(
         self, optimizer: torch.optim.Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: object = "norm"
     ) -> None:
-        """What `LightningModule.clip_gradients` ends in: the optimizer clips, by the norm of the mean gradient."""
+        """Called by `LightningModule.clip_gradients`: the optimizer clips, by the norm of the mean gradient."""
         assert isinstance(optimizer, CompressedOptimizer)
         if clip_val > 0:
             algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)).lower()
@@ -153,7 +161,7 @@ class OnebitStrategy(DDPStrategy):
         vars(self.precision_plugin).pop("clip_gradients", None)
         super().teardown()
 
-    # ---------------------------------------------------------------- replicas that are equal when someone looks
+    # ---------------------------------------------------------------- equal replicas before they are read
 
     def on_validation_start(self) -> None:
         self._synchronise()
@@ -168,7 +176,7 @@ class OnebitStrategy(DDPStrategy):
 
     def _synchronise(self) -> None:
         module = self.lightning_module
-        # Not in inference mode, in which validations run: what is allocated there can be written nowhere else.
+        # Not in inference mode, in which validations run: tensors allocated there cannot be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             for optimizer in self.onebit_optimizers:
                 if hasattr(optimizer, "sync"):
@@ -185,7 +193,7 @@ class OnebitStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object | None = None
     ) -> None:
-        """All ranks. Theirs first: rank 0's file names them by a token, so that it never meets those of another."""
+        """All ranks. Other ranks' files are written first; rank 0's names them by a token, so that saves never mix."""
         if "optimizer_states" not in checkpoint or not self.onebit_optimizers:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -205,12 +213,12 @@ class OnebitStrategy(DDPStrategy):
             remove_rank_files(filepath, but=token)
 
     def _own_keys(self, checkpoint: Mapping[str, Any]) -> list[str]:
-        """What is each rank's own: the optimizers' states, and a loss scale that has seen this rank's overflows."""
+        """Keys of state that differs between ranks: the optimizers' states, and the loss scale."""
         keys = ("optimizer_states", type(self.precision_plugin).__qualname__)
         return [key for key in keys if key in checkpoint]
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Rank 0's file, and in it what is this rank's own. All ranks, where training goes on."""
+        """Rank 0's file, with this rank's own states in it if training continues. All ranks."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         self._loaded_from = os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
         assert self.lightning_module is not None
@@ -220,7 +228,7 @@ class OnebitStrategy(DDPStrategy):
         return checkpoint
 
     def _fits_by_rank(self, checkpoint: Mapping[str, Any]) -> bool:
-        """Whether it holds the states of as many ranks as there are."""
+        """Whether it contains the states of the same number of ranks."""
         return _RECORD in checkpoint and checkpoint[_RECORD]["world_size"] == self.world_size
 
     def _load_rank(self, record: Mapping[str, Any], rank: int, weights_only: bool | None = None) -> dict[str, Any]:
@@ -252,13 +260,13 @@ class OnebitStrategy(DDPStrategy):
 
 
 def rank_file(checkpoint: str | Path, token: str, rank: int) -> str:
-    """What a rank keeps of a checkpoint: beside it, in the folder ranks/."""
+    """Path of a rank's file of a checkpoint: in the folder ranks/ beside it."""
     folder, _, name = str(checkpoint).rpartition("/")
     return "/".join([*([folder] if folder else []), "ranks", name, f"{token}-{rank:05}.ckpt"])
 
 
 def remove_rank_files(checkpoint: str | Path, but: str = "-") -> None:
-    """Those of a checkpoint, but for those of this token."""
+    """Remove the ranks' files of a checkpoint, except those of the token `but`."""
     files = get_filesystem(checkpoint)
     folder = rank_file(checkpoint, but, 0).rpartition("/")[0]
     if not files.exists(folder):

@@ -1,10 +1,10 @@
-"""Every rank's optimizer state in a framework's own checkpoint, where the framework writes rank 0's alone.
+"""Every rank's optimizer state in the checkpoint of a framework that writes only rank 0's.
 
     optimizer.pt               rank 0's, written by the framework
     optimizer_rank_00001.pt    rank 1's, beside it; and so on
 
-What a rank has not sent yet is in no other rank's file, so all of them are needed. A state carries the mark of its
-save, the run's number and the step, by which files of different saves are told apart.
+A rank's residuals are in no other rank's file, so all files are needed. A state contains the mark of its save, the
+run's number and the step, which distinguishes files of different saves.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def marked(optimizer: CompressedOptimizer, run: str) -> State:
 
 
 def path_of(file: Path, rank: int) -> Path:
-    """Where a rank's state lies, beside the framework's file."""
+    """Path of a rank's state, beside the framework's file."""
     return file if rank == 0 else file.with_name(f"{file.stem}_rank_{rank:05d}{file.suffix}")
 
 
 def write(file: Path, state: State, rank: int) -> None:
-    """Write this rank's state beside the framework's file; rank 0's is that file. What lay there is replaced whole."""
+    """Write this rank's state beside the framework's file, which contains rank 0's. Replaces an old file atomically."""
     if rank == 0:
         return
     target = path_of(file, rank)
@@ -60,11 +60,17 @@ def write(file: Path, state: State, rank: int) -> None:
 
 
 def load(file: Path, first: State, optimizer: CompressedOptimizer) -> None:
-    """Go on from the states in a checkpoint. All ranks, after the framework has read its own file on each.
+    """Continue from the states in a checkpoint. All ranks, after the framework has read its own file on each.
 
-    file: the framework's. first: what it held: rank 0's state, or that of a torch.optim.AdamW, which is taken as a
-    warm-up's. In a world of another size all ranks read all files. Raises CheckpointError, on all ranks, where a file
-    is missing, of another save, or does not fit; nothing is changed then.
+    In a world of another size all ranks read all files.
+
+    Args:
+        file: The framework's file.
+        first: Its content: rank 0's state, or that of a torch.optim.AdamW, which counts as a warm-up's.
+        optimizer: Takes over the state.
+
+    Raises:
+        CheckpointError: A file is missing, from another save, or does not fit. On all ranks; nothing has changed.
     """
     transport, record = optimizer.transport, first.get("onebit")
     mine: State | None = None
@@ -84,7 +90,7 @@ def load(file: Path, first: State, optimizer: CompressedOptimizer) -> None:
 
 
 def together(transport: Transport, work: Callable[[], T]) -> T:
-    """work() on every rank; where it fails on one, CheckpointError on all."""
+    """Run work() on every rank; if it fails on one, raise CheckpointError on all."""
     result: T | None = None
     problem = None
     try:
@@ -99,7 +105,7 @@ def together(transport: Transport, work: Callable[[], T]) -> T:
 
 
 class _States(Sequence[State]):
-    """The states of all ranks that saved, each read when it is asked for."""
+    """The states of all ranks that saved, each read on access."""
 
     def __init__(self, file: Path, first: State):
         self._file, self._first = file, first
@@ -122,7 +128,7 @@ class _States(Sequence[State]):
 
 
 def _read(file: Path, first: State, rank: int) -> State:
-    """The state of one rank of those that saved. first: the one in the framework's file."""
+    """The state of one of the ranks that saved. first: the one in the framework's file."""
     if first["onebit"]["rank"] == rank:
         return first
     path = path_of(file, rank)
@@ -139,8 +145,8 @@ def _read(file: Path, first: State, rank: int) -> State:
         raise CheckpointError(f"{path} holds no state of such an optimizer; take another checkpoint")
     if state.get(MARK) != first.get(MARK):
         raise CheckpointError(
-            f"{path} is of another save than {file.name}: {_said(state)} there, {_said(first)} here; a save was cut "
-            "short, take another checkpoint"
+            f"{path} is of another save than {file.name}: {_said(state)} there, {_said(first)} here; a save was "
+            "interrupted, take another checkpoint"
         )
     return state
 

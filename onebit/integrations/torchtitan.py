@@ -1,4 +1,4 @@
-"""Loops in torchtitan's manner: one object that steps all model parts, saved by torch.distributed.checkpoint.
+"""For training loops like torchtitan's: one object steps all model parts, saved by torch.distributed.checkpoint.
 
     optimizers = build_optimizers(model_parts, config.optimizer, mesh=world_mesh["dp_replicate", "dp_shard"])
     schedulers = [LambdaLR(optimizer, warmup) for optimizer in optimizers]
@@ -6,8 +6,9 @@
     optimizers.step()
     dcp.save({"optimizer": optimizers, ...}, checkpoint_id=folder)
 
-Needs torchtitan for nothing, and takes its configurations: those with param_groups (0.3) and those without (0.2 and
-before). Leave out the loop's `clip_grad_norm_`: give `max_grad_norm=`. Rests on `transports_of` in `model_parallel.py`.
+It does not need torchtitan, and takes its configurations: those with param_groups (0.3) and those without (0.2 and
+before). Remove the loop's `clip_grad_norm_`, and pass `max_grad_norm=`. Rests on `transports_of` in
+`model_parallel.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _OF_A_GROUP = ("lr", "betas", "eps", "weight_decay")
 _FLAT = ("name", "lr", "beta1", "beta2", "eps", "weight_decay", "implementation", "early_step_in_backward")
 _GROUPED = ("param_groups", "implementation", "optimizer_factory_kwargs_by_name")
 IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
-"""How torch runs the same mathematics."""
+"""torchtitan's names of torch's implementations. They have no effect here."""
 
 
 def build_optimizers(
@@ -56,17 +57,24 @@ def build_optimizers(
     mesh: DeviceMesh | None = None,
     **options: Any,
 ) -> OptimizersContainer:
-    """The optimizer of all model parts, as torchtitan's builders give it. All ranks.
+    """Construct the optimizer of all model parts, as torchtitan's builders do. All ranks.
 
-    optimizer_config: as torchtitan's: an object or mapping with param_groups, each with a pattern of parameter names,
-    the name of an optimizer and its arguments, of which the first that matches counts; or with name, lr, beta1, beta2,
-    eps and weight_decay. "AdamW" and "Adam" mean OnebitAdam with torch's own defaults for what is left out;
-    `implementation` is without effect. mesh: of replicas and shards, in which fully_shard got the second axis alone
-    (`transports_of`); None: every rank holds the whole model. options: arguments of the whole optimizer (freeze_step,
-    max_grad_norm, ...).
-    Raises ValueError at anything in the configuration that would have no effect; for optimizers that cannot step
-    together, patterns that match no parameter, parameters that match no pattern; for steps in backward, for torchft,
-    and if parallel_dims divide the model and no mesh says how.
+    Args:
+        model_parts: This rank's parts of the model.
+        optimizer_config: As torchtitan's: an object or mapping with param_groups, each with a pattern of parameter
+            names, the name of an optimizer and its arguments (the first pattern that matches counts); or with name, lr,
+            beta1, beta2, eps and weight_decay. "AdamW" and "Adam" mean OnebitAdam, with torch's defaults for omitted
+            arguments; `implementation` has no effect.
+        parallel_dims: torchtitan's, to check that a divided model comes with a mesh. Default None.
+        ft_manager: torchtitan's; must be disabled. Default None.
+        mesh: Mesh of replicas and shards, whose second axis was given to fully_shard (`transports_of`). Default None:
+            every rank holds the whole model.
+        **options: Arguments of the whole optimizer (freeze_step, max_grad_norm, ...).
+
+    Raises:
+        ValueError: Something in the configuration would have no effect; groups name different optimizers; a pattern
+            matches no parameter, or a parameter no pattern; steps in backward or torchft are on; or parallel_dims
+            divide the model, and there is no mesh.
     """
     chosen = _groups_of(optimizer_config)
     if len(kinds := {_KINDS[name] for _, name, _ in chosen}) != 1:
@@ -75,7 +83,7 @@ def build_optimizers(
     if twice := [key for key in _OF_A_GROUP if key in options]:
         raise ValueError(f"{twice[0]} belongs in optimizer_config, which has its own; leave the argument out")
     if ft_manager is not None and getattr(ft_manager, "enabled", True):
-        raise ValueError("torchft changes the ranks of a step, on which errors and frames rest: turn it off")
+        raise ValueError("torchft changes the ranks in a run, which residuals and frames do not support: turn it off")
     divided = [axis for axis in ("dp_shard", "cp", "tp", "pp") if getattr(parallel_dims, axis, 1) != 1]
     if mesh is None and divided:
         raise ValueError(
@@ -89,7 +97,7 @@ def build_optimizers(
 def _param_groups(
     model_parts: Sequence[nn.Module], chosen: Sequence[tuple[str, str, dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """What an optimizer takes: named parameters by the first pattern that matches, and each group's arguments."""
+    """Groups for an optimizer: named parameters by the first pattern that matches, and each group's arguments."""
     left = {
         (k, name): p for k, part in enumerate(model_parts) for name, p in part.named_parameters() if p.requires_grad
     }
@@ -107,7 +115,7 @@ def _param_groups(
 
 
 def _groups_of(config: object) -> list[tuple[str, str, dict[str, Any]]]:
-    """(pattern, optimizer's name, its arguments) of each group. Raises ValueError at what cannot be translated."""
+    """(pattern, optimizer's name, its arguments) of each group. Raises ValueError if one cannot be translated."""
     if not isinstance(config, Mapping):
         attributes = {name: getattr(config, name) for name in dir(config) if not name.startswith("_")}
         config = {name: value for name, value in attributes.items() if not callable(value)}
@@ -123,7 +131,7 @@ def _groups_of(config: object) -> list[tuple[str, str, dict[str, Any]]]:
     if config.get("early_step_in_backward", False):
         raise ValueError(
             "early_step_in_backward steps each parameter alone; here a step is one decision of all ranks, and buckets "
-            "leave during backward already: set it to False"
+            "are already sent during backward: set it to False"
         )
     if "param_groups" in config:
         shared = config.get("optimizer_factory_kwargs_by_name", {})
@@ -145,7 +153,7 @@ def _groups_of(config: object) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def _arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a group of ours that do what an optimizer of this name does with those given."""
+    """The arguments of a onebit group that match those of an optimizer of this name."""
     if name not in _KINDS:
         raise ValueError(f"the name of an optimizer must be one of {', '.join(_KINDS)}, got {name!r}")
     defaults = inspect.signature(_TORCHS.get(name, _KINDS[name])).parameters
@@ -153,8 +161,8 @@ def _arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     is_decoupled = given.get("decoupled_weight_decay", name != "Adam")
     if made["weight_decay"] and not is_decoupled:
         raise ValueError(
-            f"{name} with weight_decay={made['weight_decay']} adds it to the gradient; here it acts beside it, as in "
-            'AdamW: name "AdamW", or set it to 0'
+            f"{name} with weight_decay={made['weight_decay']} adds the decay to the gradient; here decay is decoupled, "
+            'as in AdamW: name "AdamW", or set it to 0'
         )
     if stray := given.keys() - {*_OF_A_GROUP, *TorchOptions.__annotations__, "decoupled_weight_decay"}:
         raise ValueError(
@@ -162,14 +170,17 @@ def _arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
             "weight_decay: give options of the whole optimizer to build_optimizers(...)"
         )
     forms = {key: value for key, value in given.items() if key in TorchOptions.__annotations__}
-    return made | forms  # the optimizer refuses those that it has no form of
+    return made | forms  # the optimizer refuses options that it does not support
 
 
 class OptimizersContainer:
-    """What the loop steps, schedules and saves: one optimizer, however many parts the model has on this rank.
+    """The object that the loop steps, schedules and saves: one optimizer for all parts of the model on this rank.
 
-    Iterates over it, as schedulers do. state_dict() holds this rank's state under its rank's number, so that
-    torch.distributed.checkpoint keeps all of them: it would take equal names for copies. Loads on as many ranks.
+    Iterating over it yields the optimizer, for schedulers. state_dict() has this rank's state under its rank's number,
+    because torch.distributed.checkpoint would take equal names for copies. It loads on the same number of ranks.
+
+    Args:
+        optimizer: The optimizer, from `build_optimizers`.
     """
 
     def __init__(self, optimizer: CompressedOptimizer):
@@ -192,14 +203,14 @@ class OptimizersContainer:
         self.optimizer.zero_grad(*args, **kwargs)
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
-        """As torch.optim.Optimizer's; also for what runs after a step."""
+        """As torch.optim.Optimizer's."""
         return self.optimizer.register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
         return self.optimizer.register_step_post_hook(hook)
 
     def state_dict(self) -> State:
-        """Bytes: what an optimizer holds changes with the warm-up, and a checkpoint is loaded into a new one."""
+        """This rank's state as bytes: its tensors change after the warm-up, and DCP loads into existing tensors."""
         held = io.BytesIO()
         torch.save(self.optimizer.state_dict(), held)
         return {self._key: held.getvalue()}
@@ -208,12 +219,12 @@ class OptimizersContainer:
         if self._key not in state_dict:
             raise ValueError(
                 f"this checkpoint holds the optimizer of {', '.join(state_dict) or 'no rank'}, not of {self._key}; "
-                "load it on as many ranks as have written it"
+                "load it on the same number of ranks as have written it"
             )
         self.optimizer.load_state_dict(read_archive(io.BytesIO(state_dict[self._key])))
 
     @property
     def _key(self) -> str:
-        """Of all ranks, of one replica's parts as well: no two have the same."""
+        """A name that no other rank has, whether of another replica or of another part of this one."""
         parts = self.optimizer.model_parallel_group.whole
         return f"rank {self.optimizer.transport.rank}, part {parts.rank}"

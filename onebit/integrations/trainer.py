@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: one import changes, and its optimizer exchanges one bit per parameter.
+"""Hugging Face Trainer: change one import, and its optimizer exchanges one bit per parameter.
 
     from onebit.integrations.trainer import Trainer             # instead of transformers'
 
@@ -37,12 +37,12 @@ from .accelerate import Accelerator, PreparedOptimizer
 
 log = logging.getLogger(__name__)
 
-# Trainer's defaults, and the optimizer whose hyperparameters TrainingArguments hold.
+# Trainer's defaults: for these, TrainingArguments has the hyperparameters of AdamW.
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
 class _Events(transformers.TrainerCallback):
-    """What the mixin does at Trainer's events."""
+    """Calls the mixin at Trainer's events."""
 
     def __init__(self, trainer: OnebitTrainerMixin):
         self._trainer = trainer
@@ -51,7 +51,7 @@ class _Events(transformers.TrainerCallback):
         self._trainer._note_step()
 
     def on_epoch_end(self, *_: object, **__: object) -> None:
-        # Whatever ends a training, an epoch ends before: what is saved or loaded after it is synchronised.
+        # Every training ends with the end of an epoch: a model that is saved or loaded after it is synchronised.
         self._trainer.accelerator.sync_replicas()
 
 
@@ -62,18 +62,20 @@ else:
 
 
 class OnebitTrainerMixin(_Base):
-    """Before `transformers.Trainer`, or a class derived from it, among the bases of a trainer.
+    """Makes a Trainer use a one-bit optimizer. List it before `transformers.Trainer`, or a class derived from it.
 
-    - The model is not wrapped. `max_grad_norm` of TrainingArguments goes to the optimizer; 0 lets it send gradients
-      while backward computes others, in one bit too.
-    - What `optimizer_cls_and_kwargs` leaves out of learning rate, betas and eps comes from TrainingArguments.
-    - Logs have `bits_per_parameter`, the mean over the steps since the last log; `grad_norm` where gradients are
+    - The model is not wrapped. `max_grad_norm` of TrainingArguments goes to the optimizer; with 0, one-bit steps also
+      send during backward.
+    - Learning rate, betas and eps come from TrainingArguments unless `optimizer_cls_and_kwargs` has them.
+    - Logs contain `bits_per_parameter`, the mean over the steps since the last log, and `grad_norm` if gradients are
       clipped.
-    - Evaluations, predictions, checkpoints and the end of an epoch see replicas of the same bits (0/1 Adam's between
-      two synchronisations differ; so do BatchNorm's statistics).
-    - All ranks write checkpoints; training goes on from them in a world of another size, too.
+    - Replicas are bit-identical in evaluations, predictions, checkpoints and at the end of an epoch (0/1 Adam's
+      parameters between two synchronisations differ, and so do BatchNorm's statistics).
+    - All ranks write checkpoints; training resumes from them in a world of another size, too.
 
-    Raises TypeError for an optimizer of another library, ValueError where DeepSpeed or FSDP is configured.
+    Raises:
+        TypeError: The optimizer is another library's.
+        ValueError: DeepSpeed or FSDP is configured.
     """
 
     accelerator: Accelerator
@@ -105,17 +107,17 @@ class OnebitTrainerMixin(_Base):
     def get_optimizer_cls_and_kwargs(
         args: transformers.TrainingArguments, model: nn.Module | None = None
     ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """OnebitAdam, with the hyperparameters of args. Raises ValueError where these ask for another optimizer."""
+        """OnebitAdam, with the hyperparameters of args. Raises ValueError if args ask for another optimizer."""
         if args.optim not in _ADAMW or args.optim_args:
             asked = f"optim={getattr(args.optim, 'value', args.optim)!r}, optim_args={args.optim_args!r}"
             raise ValueError(
-                f"{asked} are for Trainer's own optimizers; leave them out, and choose among onebit's with "
+                f"{asked} are for Trainer's own optimizers; leave them out, and choose one of onebit's with "
                 "optimizer_cls_and_kwargs=(onebit.ZeroOneAdam, {...})"
             )
         return OnebitAdam, _hyperparameters(args, {})
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor | None:
-        # Trainer's would call clip_grad_norm_ with an infinite norm to learn the norm of one rank's own gradients.
+        # Trainer's method would call clip_grad_norm_ with an infinite norm, for the norm of one rank's own gradients.
         prepared = cast(PreparedOptimizer, self.optimizer)
         return prepared.norm() if grad_norm is None and prepared.optimizer.max_grad_norm > 0 else grad_norm
 
@@ -160,7 +162,7 @@ class OnebitTrainerMixin(_Base):
             super(OnebitTrainerMixin, self)._save_optimizer_and_scheduler(output_dir)
             prepared.save_beside(file)
 
-        # Together: only then may an older checkpoint be deleted.
+        # All ranks together: Trainer deletes an older checkpoint afterwards, so none may have failed.
         rank_files.together(prepared.optimizer.transport, save)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -177,7 +179,7 @@ class Trainer(OnebitTrainerMixin, transformers.Trainer):
 
 
 def _hyperparameters(args: transformers.TrainingArguments, given: dict[str, Any]) -> dict[str, Any]:
-    """What is given, and from TrainingArguments what is not. Raises ValueError where both name a norm."""
+    """The given arguments, completed from TrainingArguments. Raises ValueError if both have a norm, and they differ."""
     norm = given.get("max_grad_norm", args.max_grad_norm)
     if norm != args.max_grad_norm:
         raise ValueError(
@@ -189,7 +191,7 @@ def _hyperparameters(args: transformers.TrainingArguments, given: dict[str, Any]
 
 
 def _check_all_see(file: Path, optimizer: CompressedOptimizer) -> None:
-    """Raise CheckpointError, on all ranks, where some see the optimizer's file and others do not. All ranks."""
+    """Raise CheckpointError, on all ranks, if some see the optimizer's file and others do not. All ranks."""
     missing = gather_texts(optimizer.transport, "" if file.is_file() else str(file))
     blind = [rank for rank, path in enumerate(missing) if path]
     if 0 < len(blind) < len(missing):
@@ -198,4 +200,4 @@ def _check_all_see(file: Path, optimizer: CompressedOptimizer) -> None:
             "it to each host"
         )
     if blind and optimizer.transport.rank == 0:
-        log.warning("%s is missing (save_only_model?): the optimizer starts anew", file)
+        log.warning("%s is missing (save_only_model?): the optimizer starts from scratch", file)

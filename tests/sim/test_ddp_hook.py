@@ -279,7 +279,7 @@ def test_wrong_uses_are_refused_with_the_remedy() -> None:
         for key, other in (("codec", "log4"), ("block", 128)):
             with pytest.raises(ValueError, match=f"rank {transport.rank}: this state of the hook has {key}={other}"):
                 state.load_state_dict({**saved, key: other})
-        with pytest.raises(ValueError, match="the model not"):
+        with pytest.raises(ValueError, match="which the model does not"):
             onebit.DDPHookState(nn.Linear(2, 2), transport=transport, codec=state.codec).load_state_dict(saved)
         with pytest.raises(ValueError, match="parameter of shape"):
             backward(Net(), state, gradient(0, transport.rank))
