@@ -69,7 +69,7 @@ def test_other_forms_take_the_weights(ranks: list[dict]) -> None:
         found = facts["others"]
         assert found["weights"] and found["trains"] and found["a round"] and found["moments"]
         assert "form is local, this run's is dense" in found["form"] and "onebit.local_steps" in found["form"]
-        assert "the form local takes over the state of another number of replicas alone" in found["grid"]
+        assert "the form local takes over a state only if just the number of replicas changes" in found["grid"]
         assert "optimizer is LocalSteps around AdamW, not LocalSteps around Lamb" in found["inner"]
 
 

@@ -159,11 +159,11 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "has no embed.weight, which the model has; it has model.embed.weight: build the model whose names these are",
     ),
-    "strange": (lambda f: changed(f, other=torch.ones(2)), "has other, which the model has not"),
+    "strange": (lambda f: changed(f, other=torch.ones(2)), "has other and 0 more, which the model does not"),
     "shape": (lambda f: changed(f, norm__bias=torch.ones(2)), "norm.bias has shape (2,), the model's (12,)"),
     "dtype": (
         lambda f: changed(f, norm__bias=torch.ones(12, dtype=torch.int8)),
-        "norm.bias is torch.int8, the model's torch.float32, which no rounding makes of it",
+        "norm.bias is torch.int8, the model's torch.float32; only floating-point dtypes are converted",
     ),
     "a file of the index": (
         lambda f: (f / "model-00002-of-00002.safetensors").unlink(),

@@ -1,4 +1,4 @@
 """Checkpoints of the engine.
 
-`files.py` writes and finds them, `engine_state.py` fills them, `reshard.py` changes layouts.
+`files.py` writes and finds them, `engine_state.py` defines their content, `reshard.py` changes layouts.
 """

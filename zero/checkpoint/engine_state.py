@@ -1,8 +1,8 @@
-"""What of an engine goes into a checkpoint, and what becomes of it in a run of the same or of another layout.
+"""The content of an engine's checkpoint, and how a run of the same or of another layout loads it.
 
-`files.py` writes and reads it; here is what it holds: the model's weights (and a dense optimizer's moments) once,
-under their names, and of each rank its optimizer's own state, which slices of the parameters that is of, schedule, data
-position, loss scale and random numbers. `reshard.py` makes the states of one layout those of another.
+`files.py` writes and reads files. Their content is defined here: the model's weights (and a dense optimizer's moments)
+once, under their names; and for each rank its optimizer's state with the slices of the parameters that it covers,
+schedule, data position, loss scale and random numbers. `reshard.py` converts states from one layout to another.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Optimizers that do.
+# Optimizers that load each other's states.
 _SAME_STATE = {"AdamW", "HostAdam"}
 _FORMER_NAMES = {"whole": "replicated", "inside": "intra_node", "across": "inter_node"}  # in the first files
 _ENGINES_OWN = {"scheduler", "loader", "loss_scale", "counts", "rng", "cuda_rng", "client"}
@@ -36,9 +36,10 @@ _ENGINES_OWN = {"scheduler", "loader", "loss_scale", "counts", "rng", "cuda_rng"
 
 @dataclass(frozen=True)
 class Contents:
-    """What of a checkpoint is written, or taken. Weights always are; counts: these, loss scale, data, random numbers.
+    """The parts of a checkpoint to write or load. Weights always are.
 
-    frozen: weights that require no gradients. strict: whether the weights must be those of the model, all of them.
+    counts: steps, loss scale, data position, random numbers. frozen: weights without gradients. strict: whether all
+    weights of the model, and no others, must be there.
     """
 
     optimizer: bool = True
@@ -50,8 +51,8 @@ class Contents:
     def __post_init__(self) -> None:
         if self.optimizer and not self.strict:
             raise ValueError(
-                "load_module_strict=False leaves weights out, whose optimizer state would then be of others; pass "
-                "load_optimizer_states=False or load_module_only=True with it"
+                "load_module_strict=False may leave weights out, which would not fit the loaded optimizer state; also "
+                "pass load_optimizer_states=False or load_module_only=True"
             )
 
 
@@ -65,7 +66,7 @@ def save(
     is_latest: bool,
     then: Callable[[], None] | None,
 ) -> None:
-    """Write the engine's step, its ranks synchronised first. All ranks. Raises CheckpointError within a step."""
+    """Write a checkpoint, after synchronising the ranks. All ranks. Raises CheckpointError within a step."""
     _refuse_within_step(engine)
     if engine.form.steps_apart:
         engine.let_go()
@@ -101,7 +102,7 @@ def save(
 def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Contents) -> tuple[str | None, object]:
     """See `Engine.load_checkpoint`. All ranks."""
     if not contents.optimizer:
-        engine.synchronise()  # replicas that differ would each owe what the weights before owed
+        engine.synchronise()  # else the residuals of differing replicas would belong to weights that are gone
     else:
         engine.let_go()
     tensors, _ = _state(engine) if contents.optimizer else (_weights(engine), None)
@@ -146,12 +147,12 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Co
     if engine.form.steps_apart and contents.counts:
         engine.agree_on_loss_scale()
     engine.micro_steps_of_step = 0
-    engine.zero_grad()  # of other weights
+    engine.zero_grad()  # they belong to the old weights
     return str(loaded.folder), own["client"]
 
 
 def _refuse_within_step(engine: Engine) -> None:
-    """Gradients are in no checkpoint: those of the micro-batches before it would be lost without a word."""
+    """Raise CheckpointError within a step: checkpoints have no gradients, so earlier micro-batches would be lost."""
     count = engine.gradient_accumulation_steps()
     done, problem = engine.micro_steps_of_step, None
     if done or engine.has_gradients:
@@ -167,7 +168,7 @@ def _refuse_within_step(engine: Engine) -> None:
 
 
 def _load_rest(engine: Engine, own: StateDict, contents: Contents) -> None:
-    """What a rank saved besides the optimizer's state."""
+    """Load a rank's state other than the optimizer's."""
     if contents.scheduler and engine.scheduler is not None and own["scheduler"] is not None:
         engine.scheduler.load_state_dict(own["scheduler"])
     if engine.loader is not None and own["loader"] is not None:
@@ -195,7 +196,7 @@ def _about(engine: Engine) -> StateDict:
 
 
 def _source(engine: Engine, found: Loaded) -> int:
-    """The old rank whose own things this one takes over: under local steps one with its part of the model."""
+    """The old rank whose own state this one takes over: under local steps one with the same part of the model."""
     if engine.form.steps_apart and _differs_in_replicas_alone(engine, found.stamp):
         place, there = engine.grid.coordinates, _shape(found.stamp)
         return there.rank(place | {"replica": place["replica"] % there.size("replica")})
@@ -209,8 +210,8 @@ def _check_stamp(engine: Engine, stamp: Mapping[str, object]) -> None:
     there = _form(stamp)
     if there not in form.same_state | {form.name}:
         raise CheckpointError(
-            f"the checkpoint's form is {there}, this run's is {form.name}, whose state is another; start it with the "
-            "same stage, onebit.sharding and onebit.local_steps, or take over the weights alone (save_16bit_model, "
+            f"the checkpoint's form is {there}, this run's is {form.name}, whose state differs; start it with the "
+            "same stage, onebit.sharding and onebit.local_steps, or take over only the weights (save_16bit_model, "
             "import_weights)"
         )
     if stamp.get("optimizer") != mine["optimizer"] and {stamp.get("optimizer"), mine["optimizer"]} != _SAME_STATE:
@@ -218,16 +219,18 @@ def _check_stamp(engine: Engine, stamp: Mapping[str, object]) -> None:
     if form.fixed_cut and not _differs_in_replicas_alone(engine, stamp):
         raise CheckpointError(
             f"the checkpoint is of a grid of {_shape(stamp)}, this run's is {engine.grid.shape}; {form.fixed_cut} "
-            "takes over the state of another number of replicas alone: start it with the other sizes as they were, or "
-            "take over the weights alone (save_16bit_model, import_weights)"
+            "takes over a state only if just the number of replicas changes: keep the other sizes, or take over only "
+            "the weights (save_16bit_model, import_weights)"
         )
     batch, then = engine.config.train_batch_size, stamp.get("train_batch_size", engine.config.train_batch_size)
     if batch != then and engine.grid.world.rank == 0:
-        log.warning("a step has %s samples, that of the checkpoint had %s: it goes on as another run", batch, then)
+        log.warning(
+            "a step has %s samples, in the checkpoint it had %s: the run continues with other batches", batch, then
+        )
 
 
 def _form(stamp: Mapping[str, object]) -> str:
-    """The form (`forms/`) of the run that wrote this."""
+    """The form (`forms/`) of the run that wrote the checkpoint."""
     form = cast(str, stamp.get("form"))
     return _FORMER_NAMES.get(form, form)
 
@@ -243,18 +246,18 @@ def _differs_in_replicas_alone(engine: Engine, stamp: Mapping[str, object]) -> b
 
 
 def _is_same_cut(engine: Engine, found: Loaded) -> bool:
-    """Whether this rank holds what the rank with its place, or another replica of it, held."""
+    """Whether this rank holds the same slices as the old rank at its place, or as another replica of that."""
     if not _differs_in_replicas_alone(engine, found.stamp):
         return False
     there = _shape(found.stamp)
     outline = cast(StateDict, found.own.outline(there.rank(engine.grid.coordinates | {"replica": 0})))
-    if "pieces" not in outline:  # the first files: of one form, with the shards of their grid
+    if "pieces" not in outline:  # the first files have no slices: they follow from form and grid
         return _form(found.stamp) == engine.form.name
     return reshard.saved_pieces(outline["pieces"]) == reshard.pieces_of(engine.module, engine.optimizer)
 
 
 def _state(engine: Engine) -> tuple[dict[str, Tensor], StateDict]:
-    """(what all ranks hold together, by name; the rest of the optimizer's state, each rank's own)."""
+    """(tensors of all ranks together, by name; the rest of the optimizer's state, separate on each rank)."""
     model = _weights(engine)
     tensors, rest = engine.form.state()
     return model | {f"optimizer.{name}": x for name, x in tensors.items()}, rest
@@ -271,7 +274,7 @@ def _frozen(engine: Engine) -> set[str]:
 
 
 def _load_own(engine: Engine, loaded: Loaded) -> None:
-    """This rank's own state, or, of another number of replicas, those of all ranks with its part of the model."""
+    """Load this rank's own state; for another number of replicas, those of all ranks with its part of the model."""
     place, there = engine.grid.coordinates, _shape(loaded.stamp)
     ranks = there.along("replica", there.rank(place | {"replica": 0}))
     engine.form.load_own(_States(loaded, ranks))
@@ -279,7 +282,7 @@ def _load_own(engine: Engine, loaded: Loaded) -> None:
 
 @dataclass(frozen=True)
 class _States(Sequence[StateDict]):
-    """The optimizer states of some ranks, each read when it is asked for."""
+    """The optimizer states of some ranks, each read on access."""
 
     loaded: Loaded
     ranks: Sequence[int]
@@ -291,12 +294,12 @@ class _States(Sequence[StateDict]):
         return cast(StateDict, self.loaded.own.read(self.ranks[index], "optimizer")["optimizer"])
 
 
-# ---------------------------------------------------------------- of another layout
+# ---------------------------------------------------------------- states of another layout
 
 
 @dataclass(frozen=True)
 class _Recutting:
-    """What this rank takes of which ranks of the old layout. parts: the old ranks, by the part that they held."""
+    """The slices that this rank takes from old ranks. parts: the old ranks, by the part of the model that they hold."""
 
     here: list[ParamSlice]
     parts: list[list[int]]
@@ -304,12 +307,12 @@ class _Recutting:
 
     @classmethod
     def of(cls, engine: Engine, found: Loaded) -> _Recutting:
-        """Reads the old ranks' outlines. Raises CheckpointError where they do not hold what this rank needs."""
+        """Read the old ranks' outlines. Raises CheckpointError if they lack slices that this rank needs."""
         here, parts = reshard.pieces_of(engine.module, engine.optimizer), reshard.parts_of(_shape(found.stamp))
         outlines = [cast(StateDict, found.own.outline(ranks[0])) for ranks in parts]
         if any("pieces" not in outline for outline in outlines):
             raise CheckpointError(
-                f"{found.folder} does not say which slices its ranks held, as the first checkpoints did not; load it "
+                f"{found.folder} does not record the slices of its ranks, because an early version wrote it; load it "
                 f"on a grid of {_shape(found.stamp)} and save it again"
             )
         try:
@@ -320,7 +323,7 @@ class _Recutting:
 
 
 def _load_recut(engine: Engine, loaded: Loaded, recutting: _Recutting) -> None:
-    """This rank's state, cut out of those of the old ranks."""
+    """Load this rank's state, cut from those of the old ranks."""
     try:
         state = reshard.recut(
             engine.optimizer,
@@ -340,7 +343,7 @@ def _load_recut(engine: Engine, loaded: Loaded, recutting: _Recutting) -> None:
 
 
 def _shared_state(loaded: Loaded, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """A dense optimizer's state as the checkpoint has it: (tensors by name, the rest of all layers' ranks)."""
+    """A dense optimizer's state in the checkpoint: (tensors by name, the rest from the ranks of all layers)."""
     named = {k.removeprefix("optimizer."): x for k, x in tensors.items() if k.startswith("optimizer.")}
     rest: dict[str, object] = {}
     for rank in _stages(_shape(loaded.stamp)):

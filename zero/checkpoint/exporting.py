@@ -1,4 +1,4 @@
-"""A model's weights, whole, into safetensors files, however the model is sharded."""
+"""Writes a model's complete weights into safetensors files, from any sharding."""
 
 from __future__ import annotations
 
@@ -30,13 +30,21 @@ def export_weights(
 ) -> None:
     """Write the weights under their names in the model, gathered from all shards. All ranks; rank 0 writes.
 
-    dtype: of floating-point weights in the file; None: as they are. Tied weights are written once, under the first of
-    their names. grid: where the model is one of several pipeline stages; rank 0 then takes the others' weights too.
-    max_file_bytes: `file` is a folder, for several files of at most so many bytes of tensors (one that is larger has a
-    file of its own) and an index, as Hugging Face's: no rank ever holds more than a file, see `export_folder`. Written
-    in a hidden folder, flushed and renamed, with a CRC-32 of each MiB of a tensor among its metadata and mode 0600
-    (chmod it to share it). Raises ImportError without safetensors, and OSError, on all ranks, where the file cannot be
-    written: an older one is as it was then.
+    Tied weights are written once, under the first of their names. A file is written in a hidden folder, flushed and
+    renamed, with a CRC-32 of each MiB of a tensor in its metadata and mode 0600 (chmod it to share it).
+
+    Args:
+        model: The model, or this rank's pipeline stage.
+        file: File to write; with max_file_bytes, a folder.
+        transport: Connection between all ranks.
+        dtype: dtype of floating-point weights in the file. Default None: as in the model.
+        grid: The grid, if the model is one of several pipeline stages; rank 0 then writes those of all. Default None.
+        max_file_bytes: Bytes of tensors per file, in a folder with an index as Hugging Face's; a larger tensor gets a
+            file to itself. No rank then holds more than a file, see `export_folder`. Default None: one file.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        OSError: The file cannot be written. On all ranks; an older file is unchanged.
     """
     check_can_export()
     with call_of_all(transport, "export_weights()"):
@@ -65,7 +73,7 @@ def _export_file(
 
 @torch.no_grad()
 def _of_all_stages(model: nn.Module, grid: Grid) -> dict[str, Tensor]:
-    """On rank 0 every stage's weights, in host memory; elsewhere nothing that lasts. A stage sends its weights once."""
+    """On rank 0 every stage's weights, in host memory; {} elsewhere. A stage sends its weights once."""
     here, pipe, whole = grid.coordinates, grid.transports["pipe"], {}
     is_first = not any(place for axis, place in here.items() if axis != "pipe")
     for name, x in model.state_dict().items():

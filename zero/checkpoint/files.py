@@ -1,13 +1,13 @@
-"""Checkpoints on torch.distributed.checkpoint: one folder per step, whole or not there, `latest` names the newest.
+"""Checkpoints on torch.distributed.checkpoint: one folder per step, complete or absent; `latest` names the newest.
 
     DIR/latest                        step_00000123
-    DIR/step_00000123/stamp.json      step, ranks, what the run says of itself, size and checksum of every other file
-    DIR/step_00000123/.metadata, *    torch.distributed.checkpoint's: the model, and what is each rank's own
+    DIR/step_00000123/stamp.json      step, ranks, facts about the run, size and checksum of every other file
+    DIR/step_00000123/.metadata, *    torch.distributed.checkpoint's files: the model, and each rank's own state
 
-DIR is one folder that all ranks see. The model is saved under its own names, once, however it is sharded, and loads
-into any other sharding; what is a rank's own (optimizer state, errors, random numbers) as tensors under its number and
-one JSON text (`tree.py`). Loading runs nothing that a file says (`storage.py`). Modes, atomicity and what is ever
-deleted: `onebit/checkpoint/files.py`.
+DIR is one folder that all ranks share. The model is saved once, under its own names, from any sharding, and loads into
+any other. A rank's own state (optimizer state, residuals, random numbers) is saved as tensors under its number and one
+JSON text (`tree.py`). Loading runs no code from a file (`storage.py`). For modes, atomicity and deletion see
+`onebit/checkpoint/files.py`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from .tree import pack, select, unpack
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that is being read. stamp: what `save` was given as `about`, and "step" and "world_size".
+    """A checkpoint that is being read.
 
-    own: what each rank of that world saved as its own.
+    folder: its folder. stamp: the `about` of `save`, plus "step" and "world_size". own: each old rank's own state.
     """
 
     folder: Path
@@ -57,11 +57,20 @@ class Loaded:
 
 
 class Checkpoints(Checkpointing):
-    """The checkpoints of one run. Every method is called by all ranks.
+    """The checkpoints of one run in one folder. All ranks construct it and call every method.
 
-    keep: how many whole checkpoints of this run stay, the newest; None: all. Construction makes a process group of its
-    own where torch.distributed runs, so that writing in the background does not disturb training; group: that of
-    another such object, of which only one writes at a time.
+    If torch.distributed runs, construction makes a separate process group, so that writing in the background does not
+    disturb training.
+
+    Args:
+        folder: Folder that all ranks share.
+        transport: Connection between all ranks.
+        keep: Number of this run's newest checkpoints to keep. Default None: all.
+        group: Process group of another `Checkpoints` to use instead; then only one of them may write at a time.
+            Default None: a new one.
+
+    Raises:
+        ValueError: There are several ranks, and torch.distributed does not run.
     """
 
     _unreadable: ClassVar = (Exception, CheckpointException)
@@ -92,13 +101,20 @@ class Checkpoints(Checkpointing):
         is_latest: bool = True,
         then: Callable[[], None] | None = None,
     ) -> None:
-        """Write a checkpoint; on return, or after `wait`, it is on disk for all ranks.
+        """Write a checkpoint. On return, or after `wait`, it is on disk for all ranks. All ranks.
 
-        model: a state dict; tensors under one name are the same on all ranks, or DTensors. own: see `tree.pack`.
-        about: what else to know of the run, for JSON. in_background: return when the tensors have been copied to host
-        memory. is_latest: whether `latest` names it. then: what one rank does when it is on disk. Raises
-        CheckpointError, on all ranks, where any could not write, or where the folder holds a checkpoint of another run
-        that is as new: `latest` and all checkpoints are untouched then, and nothing is left over.
+        Args:
+            step: Number of the step, which names the checkpoint.
+            model: A state dict; tensors of one name are the same on all ranks, or DTensors.
+            own: This rank's own state: nested values and tensors, see `tree.pack`.
+            about: More facts about the run, for JSON. Default None.
+            in_background: Whether to return once the tensors are copied to host memory. Default False.
+            is_latest: Whether `latest` names it. Default True.
+            then: Called on one rank once it is on disk. Default None.
+
+        Raises:
+            CheckpointError: A rank cannot write, or the folder has a checkpoint of another run of this step or later.
+                On all ranks; `latest` and all checkpoints are unchanged, and no partial file is left.
         """
         self.wait()
         is_foreground = self.group is None or not in_background
@@ -129,7 +145,7 @@ class Checkpoints(Checkpointing):
             self._pending = self._writing.submit(write)
 
     def wait(self) -> None:
-        """Until what is being written in the background is on disk. Raises CheckpointError, on all ranks, as `save`."""
+        """Wait until the checkpoint in the background is on disk. All ranks. Raises CheckpointError as `save`."""
         pending, self._pending = self._pending, None
         self.together(lambda: None if pending is None else pending.result(), hint=lambda: AS_BEFORE)
 
@@ -141,14 +157,23 @@ class Checkpoints(Checkpointing):
         check: Callable[[Loaded], None] = lambda loaded: None,
         may_lack: Callable[[Loaded, str], bool] = lambda loaded, name: False,
     ) -> Loaded | None:
-        """Read a checkpoint (tag: its folder's name; None: `latest`) into the tensors of a state dict, in place.
+        """Read a checkpoint into the tensors of a state dict, in place. All ranks.
 
-        model: of one rank its part, where the ranks hold different layers; together they hold what the checkpoint does.
-        check: looks at what is there, and raises CheckpointError where it is not of this run. may_lack: whether a
-        tensor of that name, which checkpoint or model lacks, is passed over. None where there is no checkpoint yet;
-        where there are some and `latest` is lost, the newest that is whole. Each rank reads its share of the files once
-        more, to check them. Raises CheckpointError, on all ranks, before anything is changed, where it is damaged or
-        holds another model; the text names the newest other one that is whole.
+        If `latest` is lost, it reads the newest undamaged one. Each rank first reads its share of the files to check
+        them.
+
+        Args:
+            model: The state dict; if ranks hold different layers, this rank's part.
+            tag: Name of the checkpoint's folder. Default None: `latest`.
+            check: Called with the checkpoint before anything is changed; raises CheckpointError to refuse it.
+            may_lack: Whether to skip a tensor of this name that the checkpoint or the model lacks. Default: never.
+
+        Returns:
+            The checkpoint, or None if there is none yet.
+
+        Raises:
+            CheckpointError: It is damaged or holds another model. On all ranks; nothing has changed. The text names the
+                newest other checkpoint that is undamaged.
         """
         self.wait()
         name = self._find(tag)
@@ -179,7 +204,7 @@ class Checkpoints(Checkpointing):
     def _read_table(self, target: Path, stamp: Mapping[str, object]) -> Metadata:
         try:
             table = read_table(target, cast(Mapping[str, int], stamp["files"]))
-        except Exception as error:  # whatever a spoilt pickle makes pickle raise
+        except Exception as error:  # damaged pickles raise many kinds of errors
             raise CheckpointError(f"{target / TABLE}: no table of contents: {reason(error)}") from error
         ranks = sum(1 for key in table.state_dict_metadata if re.fullmatch(r"own/\d+/text", key))
         if ranks != stamp["world_size"]:
@@ -190,7 +215,7 @@ class Checkpoints(Checkpointing):
         return f'load it with tag="{name}"'
 
     def _sums_of_all(self, mine: dict[str, Sum]) -> dict[str, Sum]:
-        """In the thread that writes: through its own process group."""
+        """Sums of all ranks' files. Runs in the writing thread, so it uses the separate process group."""
         every: list[dict[str, Sum]] = [mine]
         if self.group is not None:
             every = [{} for _ in range(self.transport.world_size)]
@@ -198,7 +223,7 @@ class Checkpoints(Checkpointing):
         return {name: one for sums in every for name, one in sums.items()}
 
     def _problem(self, error: BaseException) -> str:
-        """Of a rank that failed in torch.distributed.checkpoint, in its words and not in those of a traceback."""
+        """The error of the rank that failed in torch.distributed.checkpoint, without torch's traceback."""
         if isinstance(error, CheckpointException) and error.failures:
             rank, (error, _) = min(error.failures.items())
             return f"rank {rank}: {reason(error)}"
@@ -207,7 +232,7 @@ class Checkpoints(Checkpointing):
 
 @dataclass(frozen=True)
 class Own(Sequence[object]):
-    """What each rank saved as its own, in rank order, read from disk when it is asked for. No communication."""
+    """Each old rank's own state, in rank order, read from disk on access. No communication."""
 
     folder: Path
     metadata: Metadata
@@ -221,12 +246,12 @@ class Own(Sequence[object]):
         return unpack(text, self._load(self._tensors(rank)))
 
     def read(self, rank: int, *names: str) -> StateDict:
-        """Some entries of the dict that a rank saved; the tensors of the others stay on disk."""
+        """Some entries of a rank's own state; tensors of other entries are not read."""
         text, numbers = select(self._text(rank), names)
         return cast(StateDict, unpack(text, self._load([f"own/{rank}/{k}" for k in numbers])))
 
     def outline(self, rank: int) -> object:
-        """What a rank saved, with tensors that have no values (device "meta")."""
+        """A rank's own state, with tensors on device "meta"."""
         return unpack(self._text(rank), [self._empty(key, "meta") for key in self._tensors(rank)])
 
     def _text(self, rank: int) -> str:
@@ -247,12 +272,12 @@ class Own(Sequence[object]):
 
     def _empty(self, key: str, device: str) -> Tensor:
         entry = self.metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata)  # `read_table` makes no others
+        assert isinstance(entry, TensorStorageMetadata)  # `read_table` makes only these
         return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
 
 
 def _names_of_all(transport: Transport, model: Mapping[str, Tensor]) -> set[str]:
-    """What the ranks hold between them. All ranks; sends the names to every other."""
+    """The names on all ranks together. All ranks; sends the names to every other."""
     return {name for text in gather_texts(transport, "\n".join(model)) for name in text.splitlines()}
 
 
@@ -263,9 +288,9 @@ def _check_model(
     names: Set[str],
     may_lack: Callable[[str], bool] = lambda name: False,
 ) -> Set[str]:
-    """The names that are there. Raises CheckpointError unless names and shapes are the same.
+    """The names in the checkpoint. Raises CheckpointError unless names and shapes are the same.
 
-    names: those of all ranks' parts of the model. may_lack: whether one that either lacks is passed over.
+    names: of all ranks' parts of the model. may_lack: whether to skip a name that either side lacks.
     """
     saved = {
         key.removeprefix("model/"): entry
@@ -286,7 +311,7 @@ def _check_model(
 
 @contextmanager
 def knowing_that_it_is_alone() -> Iterator[None]:
-    """Without torch's warning that one process saves or loads alone, which is what was asked for."""
+    """Suppress torch's warning that one process saves or loads alone, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
@@ -298,7 +323,7 @@ def _own_tensors(rank: int, text: str, tensors: Sequence[Tensor]) -> dict[str, T
 
 
 def _flat_state(rank: int, model: Mapping[str, Tensor], own: object) -> dict[str, Tensor]:
-    """What torch.distributed.checkpoint is given to save."""
+    """The state dict that torch.distributed.checkpoint saves."""
     text, tensors = pack(own)
     for name, x in model.items():
         if not isinstance(x, Tensor):

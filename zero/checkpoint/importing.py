@@ -1,4 +1,4 @@
-"""Weights that an export wrote, into a model of any layout."""
+"""Reads exported weights into a model of any layout."""
 
 from __future__ import annotations
 
@@ -20,10 +20,18 @@ def import_weights(
 ) -> None:
     """Read weights that `export_weights` wrote into a model, sharded or not, in place. All ranks; each reads the file.
 
-    file: of a folder, each rank reads the slices that it holds; errors are those of `materialize` then. Dtypes are
-    converted. grid: where the model is one of several pipeline stages; it takes what is its own. Raises ValueError, on
-    all ranks, before anything is changed, where names or shapes differ, and where the file is damaged (in a file of
-    someone else's, as far as safetensors sees it) or not there.
+    dtypes are converted.
+
+    Args:
+        model: The model, or this rank's pipeline stage.
+        file: A safetensors file; or a folder, from which each rank reads its slices, with the errors of `materialize`.
+        transport: Connection between all ranks.
+        grid: The grid, if the model is one of several pipeline stages; each takes its own weights. Default None.
+
+    Raises:
+        ValueError: Names or shapes differ, or the file is missing or damaged (in files without our checksums, as far as
+            safetensors notices). On all ranks; nothing has changed.
+        ImportError: safetensors is not installed.
     """
     path, problem = Path(file), None
     if path.is_dir():

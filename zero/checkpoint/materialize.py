@@ -1,4 +1,4 @@
-"""Values for a model that was built without any (device "meta"): each rank makes and reads what it holds, and no more.
+"""Gives values to a model that was built without any (device "meta"): each rank allocates and reads only its part.
 
     with torch.device("meta"):
         model = Net(config)
@@ -6,7 +6,7 @@
     materialize(model, "folder-of-safetensors", transport=grid.world)
 
 `initialize(model=model, weights=...)` calls it between sharding and the optimizer. A rank's memory holds its shards and
-one slice of a file; of a module's own initial values (`RESET`) that module whole. Nothing is sent but what is wrong.
+one slice of a file; for initial values (`RESET`), one complete module. Only errors are sent.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from .weight_files import Outline, open_weights
 M = TypeVar("M", bound=nn.Module)
 
 RESET = "reset_parameters"
-"""weights: the initial values that the model's own modules draw, by their `reset_parameters`."""
+"""Value of `weights` for initial values: each module draws its own, by its `reset_parameters`."""
 
 _DRAW = ("reset_parameters", "_reset_parameters")
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Whether anything of the model has no values yet."""
+    """Whether a parameter or buffer of the model has no values yet."""
     return any(x.is_meta for x in (*model.parameters(), *model.buffers()))
 
 
 def to_device(model: M, device: torch.device) -> M:
-    """model.to(device), in place, of all that has values."""
+    """model.to(device), in place, for all tensors that have values."""
     if is_meta(model):
         model._apply(lambda x: x if x.is_meta else x.to(device))  # type: ignore[no-untyped-call]
         return model
@@ -58,16 +58,26 @@ def materialize(
     seed: int = 0,
     is_stage: bool = False,
 ) -> nn.Module:
-    """Give a model its values, in place, and return it: plain, sharded by FSDP2, cut by a tensor plan. All ranks.
+    """Give a model its values, in place, and return it. All ranks.
 
-    weights: a folder of safetensors files (with Hugging Face's index, where there is one), such a file, a folder of an
-    engine's checkpoints (tag: which; None: the latest); or "reset_parameters": initial values, the same for one seed
-    whatever the layout is. Parameters that have values already take the files'. Dtypes are converted, among
-    floating-point ones. Buffers that no file holds are computed by their module: see `recompute`. device: of what is on
-    "meta"; None: the transport's. is_stage: files may hold other layers as well. Each rank reads the files by itself.
+    The model may be plain, sharded by FSDP2, or cut by a tensor plan. Each rank reads the files itself. Parameters that
+    have values already are overwritten. Floating-point dtypes are converted. Buffers that no file contains are computed
+    by their module's `reset_buffers()`, or by `reset_parameters()` if it has no parameters.
 
-    Raises ValueError, on all ranks, before anything is changed, where names, shapes or kinds of dtypes differ, or a
-    buffer's values cannot be known; CheckpointError where files cannot be read.
+    Args:
+        model: The model, on device "meta" or not.
+        weights: A folder of safetensors files (with Hugging Face's index, if there is one), such a file, or a folder of
+            an engine's checkpoints; or "reset_parameters": initial values, for one seed the same in every layout.
+        transport: Connection between all ranks. Default None: one rank.
+        device: Device of tensors that are on "meta". Default None: the transport's.
+        tag: Checkpoint in an engine's folder. Default None: the latest.
+        seed: Seed of initial values. Default 0.
+        is_stage: Whether the files may contain other layers, too. Default False.
+
+    Raises:
+        ValueError: Names, shapes or kinds of dtypes differ, or a buffer's values cannot be computed. On all ranks;
+            nothing has changed.
+        CheckpointError: Files cannot be read. On all ranks.
     """
     transport = SimTransport() if transport is None else transport
     files, problem = None, _unknown(model)
@@ -84,7 +94,7 @@ def materialize(
     recomputed = [module for module in model.modules() if _is_recomputed(module, also_saved=files is None)]
     allocate(model, torch.device(device) if device is not None else getattr(transport, "device", torch.device("cpu")))
     for module in recomputed:
-        if (way := _recomputing(model, module)) is not None:  # else its reset_parameters() does both
+        if (way := _recomputing(model, module)) is not None:  # if None, its reset_parameters() does both
             way()
     if files is None:
         _draw(model, seed)
@@ -100,9 +110,9 @@ def materialize(
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Memory, without values, for all that is on "meta": of a sharded parameter, this rank's shard. In place.
+    """Allocate memory, without values, for tensors on "meta"; for a sharded parameter, this rank's shard. In place.
 
-    Plain parameters stay the same objects, also for those who hold them: an optimizer's groups, a module tied to them.
+    Plain parameters stay the same objects, so an optimizer's groups and tied modules keep their references.
     """
     for p in list(model.parameters()):
         if p.is_meta and not hasattr(p, "to_local"):
@@ -118,11 +128,11 @@ def allocate(model: nn.Module, device: torch.device) -> None:
             part._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
 
 
-# -------------------------------------------------------------------------------- what is wrong
+# -------------------------------------------------------------------------------- checks
 
 
 def _saved(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
-    """All that files hold: (its names, the first one first, the tensor); tied ones once."""
+    """The tensors that files contain: (names, the first one first; tensor); tied ones once."""
     places: dict[int, tuple[list[str], Tensor]] = {}
     for name, x in model.state_dict(keep_vars=True).items():
         if isinstance(x, Tensor):
@@ -142,16 +152,18 @@ def _difference(weights: object, there: Mapping[str, Outline], model: nn.Module,
         if found.shape != tuple(x.shape):
             return f"{weights}: {name} has shape {found.shape}, the model's {tuple(x.shape)}"
         if found.dtype != x.dtype and not (found.dtype.is_floating_point and x.dtype.is_floating_point):
-            return f"{weights}: {name} is {found.dtype}, the model's {x.dtype}, which no rounding makes of it"
+            dtypes = f"{name} is {found.dtype}, the model's {x.dtype}"
+            return f"{weights}: {dtypes}; only floating-point dtypes are converted"
     if not is_stage and (strange := sorted(there.keys() - known)):
         return (
-            f"{weights} has {strange[0]}, which the model has not (nor {len(strange) - 1} more); build the model of it"
+            f"{weights} has {strange[0]} and {len(strange) - 1} more, which the model does not; build the model of "
+            "these files"
         )
     return None
 
 
 def _unsaved(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The module's own buffers that no file holds."""
+    """The module's own buffers that no file contains."""
     names = module._non_persistent_buffers_set
     return [(name, x) for name, x in module._buffers.items() if name in names and x is not None]
 
@@ -162,10 +174,9 @@ def _is_recomputed(module: nn.Module, *, also_saved: bool) -> bool:
 
 
 def _recomputing(root: nn.Module, module: nn.Module) -> Callable[[], object] | None:
-    """How a module's own buffers are computed anew; None: nobody can.
+    """The function that computes a module's own buffers; None: there is none.
 
-    By its `reset_buffers()`; by its `reset_parameters()` where it has no parameters; or by what transformers' models
-    have for each of their modules.
+    Its `reset_buffers()`; its `reset_parameters()` if it has no parameters; or `_init_weights` of transformers' models.
     """
     if hasattr(module, "reset_buffers"):
         return module.reset_buffers  # type: ignore[return-value]
@@ -184,7 +195,7 @@ def _unknown(model: nn.Module) -> str | None:
         missing = [key for key, x in _unsaved(module) if x.is_meta]
         if missing and _recomputing(model, module) is None:
             return (
-                f"{name}.{missing[0]} is a buffer without values that no file holds (persistent=False): give "
+                f"{name}.{missing[0]} is a buffer without values, and no file contains it (persistent=False): give "
                 f"{type(module).__name__} a reset_buffers() that computes it, or build it on a device"
             )
         plain = next((key for key, x in vars(module).items() if isinstance(x, Tensor) and x.is_meta), None)
@@ -224,7 +235,7 @@ def _undrawn(model: nn.Module) -> str | None:
 
 
 def _draw(model: nn.Module, seed: int) -> None:
-    """Each module's own initial values: drawn whole, of a seed that its name gives, and of these what is held here."""
+    """Draw each module's initial values completely, seeded by its name, and copy the slices that are held here."""
     done: set[int] = set()
     for name, module in model.named_modules():
         own = _own(module)
@@ -237,7 +248,7 @@ def _draw(model: nn.Module, seed: int) -> None:
             with torch.random.fork_rng(devices=devices[:1]):
                 torch.manual_seed(seed + zlib.crc32(name.encode()))
                 way = _drawing(module)
-                assert way is not None  # else `_undrawn`
+                assert way is not None  # checked by `_undrawn`
                 way()
         finally:
             module._parameters.update(dict(own))

@@ -1,10 +1,10 @@
-"""From one layout of a model over ranks to any other: which slices of the old ranks' states make a new rank's own.
+"""From one layout of a model over ranks to any other: which slices of the old ranks' states a new rank needs.
 
-Every rank saves its optimizer's state as it is, and with it, for each parameter, which slice of the whole it holds: its
+Every rank saves its optimizer's state as it is, and for each parameter the slice of the whole that it holds: its
 `ParamSlice`. A new rank looks in the outlines of the old ones for the pieces that overlap its own (`plan`), reads those
 parts of the old model, one at a time, each as the world of its replicas (`onebit.checkpoint.change_world_size`), and
-cuts what it needs out of them (`recut`). What a state means for single parameters is in `onebit.checkpoint.portable`.
-Pure but for reading: no communication; tensor and pipeline axes are nothing but other slices and other names.
+cuts its slices out of them (`recut`). `onebit.checkpoint.portable` splits a state into single parameters. Apart from
+reading, everything is pure: no communication; tensor and pipeline axes only mean other slices and other names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Sizes = tuple[int, ...]
 class ParamSlice:
     """The slice of a parameter that a rank holds: `sizes` elements from `offsets` on, along each dim of `shape`.
 
-    name: the parameter's in the model. A parameter that is no shard is whole; a shard may be empty.
+    name: the parameter's name in the model. A shard may be empty; a parameter that is not sharded is one whole slice.
     """
 
     name: str
@@ -46,7 +46,7 @@ class ParamSlice:
         return math.prod(self.sizes)
 
     def overlap(self, other: ParamSlice) -> tuple[Index, Index] | None:
-        """The elements that both hold, as an index into this one's and into the other's; None where there are none."""
+        """The elements that both hold, as indices into this slice and into the other; None if there are none."""
         starts = [max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True)]
         stops = [
             min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -61,9 +61,9 @@ class ParamSlice:
 
 
 def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[ParamSlice]:
-    """What this rank holds of the optimizer's parameters, in the order of their numbers in its state.
+    """This rank's slices of the optimizer's parameters, in the order of their numbers in its state.
 
-    A parameter that is none of the model's has no name. Raises ValueError where a shard is not one slice.
+    A parameter outside of the model has no name. Raises ValueError if a shard is not one slice.
     """
     names: dict[Tensor, str] = {p: name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     return [_piece(names.get(p, ""), p) for group in optimizer.param_groups for p in group["params"]]
@@ -73,27 +73,29 @@ def _piece(name: str, p: Tensor) -> ParamSlice:
     shape, held = tuple(p.shape), tuple(local(p).shape)
     if not hasattr(p, "to_local"):
         return ParamSlice(name, shape, (0,) * len(shape), shape)
-    chunks = p.__create_chunk_list__()  # type: ignore[attr-defined]  # what torch.distributed.checkpoint goes by
+    chunks = p.__create_chunk_list__()  # type: ignore[attr-defined]  # as torch.distributed.checkpoint reads it
     if len(chunks) != 1 or tuple(chunks[0].sizes) != held:
         raise ValueError(f"this rank holds {held} of {name}, which is no one slice of it: {chunks}")
     return ParamSlice(name, shape, tuple(chunks[0].offsets), held)
 
 
 def slice_of(p: Tensor) -> Index:
-    """Which elements of a parameter this rank holds, as an index into the whole."""
+    """The elements of a parameter that this rank holds, as an index into the whole."""
     piece = _piece("", p)
     return tuple(slice(offset, offset + size) for offset, size in zip(piece.offsets, piece.sizes, strict=True))
 
 
 def parts_of(shape: GridShape) -> list[list[int]]:
-    """The ranks of a grid by the part of the model that they hold: each list all replicas of one part, in order."""
+    """The ranks of a grid by the part of the model that they hold: each list has all replicas of one part, in order."""
     firsts = (rank for rank in range(shape.world_size) if shape.coordinates(rank)["replica"] == 0)
     return [shape.along("replica", rank) for rank in firsts]
 
 
 class CopyPlan(NamedTuple):
-    """What goes from the old parameter of that number to the new one: the elements `there` to `here`; None: no element,
-    but what is of the parameter as a whole."""
+    """A copy from old parameter number `old` to new parameter number `new`: elements `there` to `here`.
+
+    None: empty shard; copy whole-parameter scalars only.
+    """
 
     old: int
     new: int
@@ -102,11 +104,11 @@ class CopyPlan(NamedTuple):
 
 
 def plan(parts: Sequence[Sequence[ParamSlice]], here: Sequence[ParamSlice]) -> list[list[CopyPlan]]:
-    """What to take of each part for the pieces that are held here.
+    """The copies from each part that give the slices here.
 
-    parts: the pieces of each part of the old model. Pieces that are the same in several parts (norms of a tensor axis,
-    embeddings tied between stages) are taken from the first. A parameter of which no part knows anything has no cut.
-    Raises ValueError where shapes differ, or the parts' pieces do not cover one of here, or cover it twice.
+    parts: the slices of each part of the old model. Slices that are equal in several parts (norms of a tensor axis,
+    embeddings tied between stages) are taken from the first. A parameter without slices in any part gets no copy.
+    Raises ValueError if shapes differ, or the parts' slices do not cover one of here exactly once.
     """
     cuts: list[list[CopyPlan]] = [[] for _ in parts]
     places: dict[str, dict[ParamSlice, tuple[int, int]]] = {}
@@ -124,7 +126,7 @@ def plan(parts: Sequence[Sequence[ParamSlice]], here: Sequence[ParamSlice]) -> l
                 covered += math.prod(s.stop - s.start for s in both[1])
         if found and covered != mine.numel:
             raise ValueError(f"the parts that were saved hold {covered} of {mine.numel} elements of {mine.name}")
-        if found and covered == 0:  # a shard without elements
+        if found and covered == 0:  # an empty shard
             part, number = next(iter(found.values()))
             cuts[part].append(CopyPlan(number, new, None, None))
     return cuts
@@ -136,11 +138,11 @@ def recut(
     cuts: Sequence[Sequence[CopyPlan]],
     read: Callable[[int], Iterable[StateDict]],
 ) -> StateDict:
-    """The state of this rank's optimizer, for its `load_state_dict`, of what `plan` says.
+    """The state of this rank's optimizer, for its `load_state_dict`, made by the copies of `plan`.
 
-    here: its pieces. read: the states of all replicas of a part, in order, one at a time. Of the old states only one
-    part is held at a time, with sums over its replicas. Raises ValueError where those of a part do not make a world, or
-    what they say of the parameters is not enough for this optimizer.
+    here: its slices. read: gives the states of all replicas of a part, in order, one at a time. Only one part of the
+    old states is in memory at a time, with sums over its replicas. Raises ValueError if the states of a part are not
+    complete, or do not have enough for this optimizer.
     """
     states: dict[int, ParameterState] = {}
     shared: Shared | None = None
@@ -166,18 +168,18 @@ def _take_part(
     if isinstance(optimizer, CompressedOptimizer):
         world = gather_states(replicas)
         return take_apart(optimizer, world.state, world.server_errors)
-    return take_apart(optimizer, next(iter(replicas)))  # a dense optimizer's is the same in all replicas
+    return take_apart(optimizer, next(iter(replicas)))  # a dense optimizer's state is the same in all replicas
 
 
 def _paste(states: dict[int, ParameterState], cut: CopyPlan, here: ParamSlice, old: ParameterState) -> None:
-    """Copy a cut's elements; of a parameter that is met for the first time, all that is of it as a whole."""
+    """Copy a cut's elements; for the first cut of a parameter, also its whole-parameter values."""
     if cut.new not in states:
         empty = {name: torch.zeros(here.sizes, dtype=x.dtype, device="cpu") for name, x in old.elements.items()}
         states[cut.new] = ParameterState(old.group, old.phase, empty, dict(old.numbers))
     mine = states[cut.new]
     if mine.elements.keys() != old.elements.keys() or mine.phase != old.phase:
         raise ValueError(
-            f"the parts of {here.name} know different things of it: {sorted(mine.elements)} in phase {mine.phase!r}, "
+            f"the parts of {here.name} have different state: {sorted(mine.elements)} in phase {mine.phase!r}, "
             f"{sorted(old.elements)} in phase {old.phase!r}"
         )
     if cut.there is not None and cut.here is not None:
@@ -186,10 +188,10 @@ def _paste(states: dict[int, ParameterState], cut: CopyPlan, here: ParamSlice, o
 
 
 def saved_pieces(packed: Iterable[Sequence[Any]]) -> list[ParamSlice]:
-    """What `packed_pieces` gave."""
+    """The inverse of `packed_pieces`."""
     return [ParamSlice(name, *map(tuple, box)) for name, *box in packed]
 
 
 def packed_pieces(pieces: Iterable[ParamSlice]) -> list[tuple[str, Sizes, Sizes, Sizes]]:
-    """Pieces, as plain values for a checkpoint."""
+    """Slices as plain values for a checkpoint."""
     return [(piece.name, piece.shape, piece.offsets, piece.sizes) for piece in pieces]

@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint's files, written with checksums and read without trust.
+"""torch.distributed.checkpoint's files, written with checksums and read without trusting them.
 
-torch pickles its table of contents (`.metadata`), and unpickling runs what the file says. Here it is read into
-classes that can do nothing, checked, and made anew; of the files themselves torch reads tensors alone.
+torch pickles its table of contents (`.metadata`), and unpickling can run code from the file. Here it is read into inert
+classes, checked, and rebuilt; from the other files torch reads only tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TABLE = ".metadata"
 
 
 class Writer(FileSystemWriter):
-    """Into a folder that is there and empty. sums: of the files that this process has written."""
+    """Writes into an existing, empty folder. sums: of the files that this process has written."""
 
     def __init__(self, folder: Path):
         super().__init__(folder, sync_files=False, overwrite=False)  # `create` flushes them
@@ -45,7 +45,7 @@ class Writer(FileSystemWriter):
         return self._files.sums
 
     def storage_meta(self) -> StorageMeta:
-        """Without the hidden path that the files are written under."""
+        """Leaves out the hidden path, under which the files are written."""
         return StorageMeta(save_id=self.save_id)
 
 
@@ -65,11 +65,11 @@ class _NewFiles(FileSystem):
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """It is there."""
+        """Does nothing: the folder exists."""
 
 
 class Reader(FileSystemReader):
-    """Of a checkpoint whose table of contents has been read; see `read_table`."""
+    """Reads a checkpoint with a table of contents from `read_table`."""
 
     def __init__(self, folder: Path, table: Metadata):
         super().__init__(folder)
@@ -79,7 +79,7 @@ class Reader(FileSystemReader):
         return self._table
 
     def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
-        """What `read_data` passes to torch.load: one tensor, as torch.save wrote it."""
+        """The part that `read_data` passes to torch.load: one tensor, as torch.save wrote it. Checked first."""
         part: IO[bytes] = super()._slice_file(file, sinfo)
         check_archive(part)
         return part
@@ -87,16 +87,15 @@ class Reader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
             return super().read_data(plan, planner)
-        except Exception as error:  # whatever a spoilt file makes torch raise
+        except Exception as error:  # damaged files make torch raise many kinds
             files = sorted({self._table.storage_data[item.storage_index].relative_path for item in plan.items})
             raise ValueError(f"{self.path}: {', '.join(files)} cannot be read: {reason(error)}") from error
 
 
 def read_table(folder: Path, files: Collection[str]) -> Metadata:
-    """The table of contents of a checkpoint: tensors alone, in these files. Runs nothing that it finds.
+    """The table of contents of a checkpoint: only tensors, in these files. Runs no code from the file.
 
-    files: those of the stamp. Raises ValueError where it says anything else, and what a damaged pickle makes pickle
-    raise.
+    files: those of the stamp. Raises ValueError if it contains anything else, and pickle's errors if it is damaged.
     """
     if TABLE not in files:
         raise ValueError(f"the stamp does not list {TABLE}")
@@ -143,10 +142,10 @@ def _str(said: object) -> str:
 class _Record:
     """An object of any class: its state, as its pickle describes it."""
 
-    state: Any = {}  # noqa: RUF012  (where a pickle gives none)
+    state: Any = {}  # noqa: RUF012  (if a pickle gives none)
 
     def __init__(self, *_: object):
-        """Whatever it was made with."""
+        """Accepts and ignores all arguments."""
 
     def __setstate__(self, state: object) -> None:
         self.state = state

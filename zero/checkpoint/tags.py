@@ -1,7 +1,7 @@
-"""Checkpoints under names of the user's own: DIR/TAG/step_00000123, of which DIR/latest may name TAG.
+"""Checkpoints under names that the user chooses: DIR/TAG/step_00000123; DIR/latest may name TAG.
 
-A tag is a folder of checkpoints of its own, of which one stays; `files.py` writes it as any other. Checkpoints without
-a tag lie in DIR itself. All functions but `pointing` are called by all ranks.
+A tag is a separate folder of checkpoints, with one checkpoint; `files.py` writes it like any other. Checkpoints without
+a tag are in DIR itself. All ranks call all functions except `pointing`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def checked(tag: str | int | None, transport: Transport) -> str | None:
-    """The tag as a folder's name. Raises CheckpointError, on all ranks, where they differ or it is no plain name."""
+    """The tag as a folder's name. Raises CheckpointError, on all ranks, if tags differ or are not plain names."""
     given = [json.loads(text) for text in gather_texts(transport, json.dumps(None if tag is None else str(tag)))]
     if len(set(given)) > 1:
         raise CheckpointError(f"rank {transport.rank}: the ranks give a checkpoint different tags: {given}; give one")
@@ -31,20 +31,20 @@ def checked(tag: str | int | None, transport: Transport) -> str | None:
     if name in ("", ".", "..", "latest") or name.startswith(".") or Path(name).name != name or is_name(name):
         raise CheckpointError(
             f"the tag {name!r} is no name for a checkpoint: expected one folder's name, and neither `latest`, nor a "
-            "hidden one, nor as step_00000123, which checkpoints without a tag bear"
+            "hidden one, nor one like step_00000123, the name of checkpoints without a tag"
         )
     return name
 
 
 def pointing(folder: Path, tag: str) -> Callable[[], None]:
-    """What lets folder/latest name the tag; for one rank."""
+    """A function that makes folder/latest name the tag; for one rank to call."""
     return lambda: CheckpointFiles(folder, secrets.token_hex(8)).point_at(tag)
 
 
 def find(folder: Path, tag: str | int | None, transport: Transport) -> tuple[Path | None, str | None]:
-    """Where the checkpoint to load lies: (its folder, its name there or None for the latest); (None, None): nowhere.
+    """The place of the checkpoint to load: (its folder, its name there or None for the latest); (None, None): none.
 
-    Raises CheckpointError, on all ranks, where the tag is given, or named by folder/latest, and is not there.
+    Raises CheckpointError, on all ranks, if the tag is given, or named by folder/latest, and does not exist.
     """
     if tag is not None and is_name(str(tag)):
         return folder, str(tag)
@@ -56,19 +56,19 @@ def find(folder: Path, tag: str | int | None, transport: Transport) -> tuple[Pat
         name = rows[0]
         if name is None or is_name(name) or any(row != name for row in rows):
             if name is None and (tags := _tags(folder)) and not CheckpointFiles(folder, "").names():
-                if every[0][1]:  # which of them is the latest, nobody knows
+                if every[0][1]:  # `latest` exists, and which tag it named is lost
                     raise CheckpointError(
-                        f"{folder / 'latest'} names no checkpoint that is there; {folder} holds {', '.join(tags)}: "
+                        f"{folder / 'latest'} names no checkpoint that exists; {folder} holds {', '.join(tags)}: "
                         "name one of them by tag="
                     )
                 if transport.rank == 0:
                     log.warning(
-                        "%s has no `latest`, and nothing is loaded; it holds %s, to be named by tag=",
+                        "%s has no `latest`, so nothing is loaded; it holds %s: name one by tag=",
                         folder,
                         ", ".join(tags),
                     )
                 return None, None
-            return folder, None  # `latest` says a step, or too little
+            return folder, None  # `latest` names a step, or is of no use
     if any(text == "absent" for text in gather_texts(transport, "there" if _is_tag(folder / name) else "absent")):
         known = _tags(folder) + CheckpointFiles(folder, "").names()
         raise CheckpointError(
@@ -78,7 +78,7 @@ def find(folder: Path, tag: str | int | None, transport: Transport) -> tuple[Pat
 
 
 def _latest(folder: Path) -> str | None:
-    """What folder/latest says, as far as it can be a tag; damage is for `files.py` to tell of."""
+    """The name in folder/latest if it can be a tag; `files.py` reports damage."""
     try:
         with open_regular(folder / "latest") as file:
             name = file.readall().decode().strip()

@@ -1,4 +1,4 @@
-"""Nested Python values as one JSON text and a list of tensors, and back: what a checkpoint can hold without pickle."""
+"""Nested Python values as one JSON text and a list of tensors, and back: for checkpoints without pickle."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def pack(value: object) -> tuple[str, list[Tensor]]:
-    """(text, tensors) of dicts, lists, tuples, strings, numbers, None and tensors, nested as they like.
+    """(text, tensors) of nested dicts, lists, tuples, strings, numbers, None and tensors.
 
-    Dict keys are strings, numbers or tuples of these. The tensors are the very ones, in the order in which the text
-    numbers them. Raises TypeError, naming the place, for anything else.
+    Dict keys are strings, numbers or tuples of these. Tensors are not copied; the text refers to them by their position
+    in the list. Raises TypeError, naming the place, for any other type.
     """
     tensors: list[Tensor] = []
     return json.dumps(_pack(value, "", tensors)), tensors
 
 
 def unpack(text: str, tensors: Sequence[Tensor]) -> object:
-    """What `pack` was given. Raises ValueError where the text is not from there."""
+    """The inverse of `pack`. Raises ValueError if the text is not from there."""
     try:
         return _unpack(json.loads(text), tensors)
     except (TypeError, IndexError, AttributeError) as error:
@@ -30,7 +30,7 @@ def unpack(text: str, tensors: Sequence[Tensor]) -> object:
 
 
 def select(text: str, names: Collection[str]) -> tuple[str, list[int]]:
-    """Of the text of a dict, the entries with these keys: (their text, the numbers of their tensors, in its order)."""
+    """The entries of a packed dict with these keys: (their text, the numbers of their tensors, in its order)."""
     numbers: list[int] = []
     rows = [row for row in json.loads(text)["dict"] if row[0] in names]
     return json.dumps({"dict": _renumbered(rows, numbers)}), numbers

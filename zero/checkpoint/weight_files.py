@@ -1,7 +1,7 @@
-"""Weights in files, read slice by slice: safetensors in a folder as Hugging Face's or in one file, or a checkpoint.
+"""Weights in files, read slice by slice: a folder of safetensors as Hugging Face's, one such file, or a checkpoint.
 
-A `WeightFiles` says what is there without reading it, and gives slices; `materialize.py` fills models from one.
-One process, no communication; `whole.py` reads all of the same files at once.
+A `WeightFiles` lists the tensors without reading them, and gives slices; `materialize.py` fills models from one. One
+process, no communication; `whole.py` reads the same files completely.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Outline:
-    """Of a tensor in a file."""
+    """Shape and dtype of a tensor in a file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class WeightFiles(Protocol):
-    """outlines: what is there, by name."""
+    """Files with weights. outlines: shape and dtype of the tensors, by name."""
 
     @property
     def outlines(self) -> Mapping[str, Outline]: ...
 
     def copy_to(self, name: str, out: Tensor) -> None:
-        """Write what this rank holds of a tensor into it: `out`, a DTensor or plain. Converts the dtype."""
+        """Read this rank's slice of a tensor into `out`, a DTensor or a plain tensor. Converts the dtype."""
 
 
 def open_weights(source: str | os.PathLike[str], tag: str | None = None) -> WeightFiles:
     """The weights of a folder or file. tag: of an engine's checkpoints; None: the latest.
 
-    Raises CheckpointError where there are none or they cannot be read, ImportError where safetensors is missing.
+    Raises CheckpointError if there are none or they cannot be read, ImportError if safetensors is missing.
     """
     path = Path(source)
     try:
@@ -79,9 +79,9 @@ def open_weights(source: str | os.PathLike[str], tag: str | None = None) -> Weig
 
 
 class SafetensorsFiles:
-    """One or several safetensors files. Where they have checksums, every piece that a slice touches is checked.
+    """One or several safetensors files. If they have checksums, every piece that a slice touches is checked.
 
-    A rank reads such a piece whole: of a shard of rows up to one piece more at either end, of one of columns all rows.
+    A rank reads such pieces completely: for a shard of rows up to one more at either end, for a shard of columns all.
     """
 
     def __init__(self, path: Path, files: list[Path]):
@@ -107,7 +107,7 @@ class SafetensorsFiles:
                     raise CheckpointError(f"{file} cannot be read: {error}") from error
 
     def copy_to(self, name: str, out: Tensor) -> None:
-        """As `WeightFiles.copy_to`; the bytes of the slice in memory at a time, or those of a piece."""
+        """As `WeightFiles.copy_to`. Memory: the slice, or with checksums a piece at a time."""
         held = out.to_local() if isinstance(out, DTensor) else out
         if held.numel() == 0:
             return
@@ -157,7 +157,7 @@ class EngineFiles:
         stamp = read_stamp(folder)
         check_files(folder, stamp, stamp["files"])
         self._folder, self._table = folder, read_table(folder, stamp["files"])
-        self._prefix = "model/model." if "form" in stamp else "model/"  # an engine's, or of `Checkpoints`
+        self._prefix = "model/model." if "form" in stamp else "model/"  # an engine's, or one of `Checkpoints` alone
         entries = {
             name.removeprefix(self._prefix): cast(TensorStorageMetadata, entry)
             for name, entry in self._table.state_dict_metadata.items()
@@ -166,10 +166,10 @@ class EngineFiles:
         self.outlines = {name: Outline(tuple(at.size), at.properties.dtype) for name, at in entries.items()}
 
     def copy_to(self, name: str, out: Tensor) -> None:
-        """As `WeightFiles.copy_to`; a saved rank's piece of the tensor in memory at a time."""
+        """As `WeightFiles.copy_to`. Memory: one saved rank's piece of the tensor at a time."""
         try:
             with knowing_that_it_is_alone():
                 reader = Reader(self._folder, self._table)
                 state_dict_loader.load({self._prefix + name: out.detach()}, storage_reader=reader, no_dist=True)
-        except Exception as error:  # whatever a spoilt file makes torch raise
+        except Exception as error:  # damaged files make torch raise many kinds
             raise CheckpointError(f"{self._folder} cannot be read: {reason(error)}") from error

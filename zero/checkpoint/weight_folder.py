@@ -1,6 +1,6 @@
 """A model's weights as a Hugging Face folder: several safetensors files of bounded size, and an index of names.
 
-Ranks gather one parameter after another, and rank 0 writes a file as soon as it is full: nobody ever holds the model.
+Ranks gather one parameter after another, and rank 0 writes a file as soon as it is full: no rank ever holds the model.
 `weight_files.py` reads such folders slice by slice.
 """
 
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
     stage: int
 
     def nbytes(self, dtype: torch.dtype | None) -> int:
-        """In the file."""
+        """Bytes in the file."""
         own = getattr(torch, self.dtype)
         return torch.Size(self.shape).numel() * (dtype if dtype and own.is_floating_point else own).itemsize
 
@@ -50,8 +50,8 @@ def export_folder(
     """Write the weights to files of at most max_file_bytes of tensors, and their index last. All ranks; rank 0 writes.
 
     Rank 0 holds one file's tensors in host memory, every rank one whole parameter. See `export_weights` for dtype and
-    grid. A folder that has an index is whole: an older one's goes first, and its files last. Raises ValueError, and
-    OSError, on all ranks, where it cannot be written.
+    grid. A folder with an index is complete: an older index is removed first, and its files last. Raises ValueError if
+    max_file_bytes is below 1, and OSError, on all ranks, if the folder cannot be written.
     """
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes must be at least 1, got {max_file_bytes}")
@@ -87,7 +87,7 @@ def export_folder(
 
 
 def _entries(model: nn.Module, grid: Grid | None) -> list[Entry]:
-    """All tensors once, the same on all ranks: those of the first stage that has them."""
+    """All tensors once, each from the first stage that has it. The same on all ranks."""
     later = tied(model)
     held = [
         (name, list(x.shape), str(x.dtype).removeprefix("torch."))
@@ -105,7 +105,7 @@ def _entries(model: nn.Module, grid: Grid | None) -> list[Entry]:
 
 
 def _share_out(entries: list[Entry], dtype: torch.dtype | None, most: int) -> list[list[Entry]]:
-    """In order, as many to a file as there is room for, and no fewer than one."""
+    """Fill files in order; each gets at least one tensor."""
     files: list[list[Entry]] = [[]]
     filled = 0
     for entry in entries:
@@ -119,7 +119,7 @@ def _share_out(entries: list[Entry], dtype: torch.dtype | None, most: int) -> li
 
 
 def _gathered(entry: Entry, own: dict[str, Tensor], grid: Grid | None) -> Tensor:
-    """A whole tensor, in host memory on rank 0; elsewhere nothing that lasts."""
+    """A whole tensor, in host memory. Rank 0 keeps it; all ranks take part."""
     stages = 1 if grid is None else grid.shape.size("pipe")
     has_it = stages == 1 or grid is None or grid.coordinates["pipe"] == entry.stage
     whole = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -152,12 +152,12 @@ def _write_index(folder: Path, names: list[str], files: list[list[Entry]], dtype
 
 
 def _drop_index(folder: Path) -> set[str]:
-    """The index of an older model goes before its files do; the names of these."""
+    """Remove the index of an older model, before its files; return their names."""
     if not (path := folder / INDEX).is_file():
         return set()
     try:
         names = set(json.loads(path.read_text())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
-        names = set()  # somebody else's, or damaged
+        names = set()  # another program's index, or a damaged one
     path.unlink()
     return {name for name in names if isinstance(name, str) and Path(name).name == name}

@@ -22,7 +22,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def _once(whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without the later names of tensors that are the same memory, which safetensors refuses to write twice."""
+    """The tensors without further names of the same memory, which safetensors refuses to write twice."""
     first: dict[tuple[object, ...], str] = {}
     for name, x in whole.items():
         first.setdefault((x.data_ptr(), x.shape, x.numel() and x.stride()), name)
@@ -43,8 +43,8 @@ def tied(model: nn.Module) -> dict[str, str]:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """A .safetensors file's tensors, in host memory. One process.
 
-    Raises ImportError without safetensors, ValueError where a tensor is not what `write_weights` wrote, OSError or
-    SafetensorError where the file cannot be read.
+    Raises ImportError without safetensors, ValueError if a tensor fails its checksum, OSError or SafetensorError if the
+    file cannot be read.
     """
     torch_form = safetensors_form()
     whole: dict[str, Tensor] = torch_form.load_file(path)
@@ -57,15 +57,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def read_about(path: Path) -> dict[str, str]:
-    """The texts that a .safetensors file holds beside its tensors. One process; raises as `read_weights`."""
+    """The metadata of a .safetensors file. One process; raises as `read_weights`."""
     with safetensors_form().safe_open(path, framework="pt") as file:
         return dict(file.metadata() or {})
 
 
 def write_weights(path: Path, tensors: dict[str, Tensor], about: Mapping[str, str] | None = None) -> None:
-    """A .safetensors file of tensors in host memory, as `export_weights` writes it. One process. about: texts beside.
+    """Write tensors in host memory to a .safetensors file with checksums. One process. about: more metadata.
 
-    Raises ImportError without safetensors, OSError or SafetensorError where it cannot be written.
+    Raises ImportError without safetensors, OSError or SafetensorError if it cannot be written.
     """
     torch_form, tensors = safetensors_form(), _once(tensors)
     make_folder(path.parent)
@@ -85,21 +85,21 @@ def write_weights(path: Path, tensors: dict[str, Tensor], about: Mapping[str, st
 
 
 def pieces_of(x: Tensor, count: int) -> Sequence[Tensor]:
-    """This many runs of rows of equal length, the last one shorter: what a sum is of. Each can be read alone."""
+    """The pieces of a tensor that have a checksum each: `count` runs of rows, the last one shorter."""
     return x.chunk(count) if count > 1 else [x]
 
 
 def sums_of(x: Tensor) -> list[int]:
-    """The CRC-32 of each of its pieces, of about `_PIECE_BYTES`; none is less than a row."""
+    """The CRC-32 of each piece, of about `_PIECE_BYTES` and at least a row."""
     rows = max(1, _PIECE_BYTES * len(x) // x.nbytes) if x.dim() and x.nbytes else 1
     count = -(-len(x) // rows) if x.dim() and x.nbytes else 1
     return [_crc32(piece, x.shape) for piece in pieces_of(x, count)]
 
 
 def read_sums(file: Any) -> dict[str, list[int]]:
-    """By name, of an open safetensors file; {} of others' files. Raises ValueError where they are not of its tensors.
+    """Checksums by name, from an open safetensors file; {} if it has none. Raises ValueError if they do not fit.
 
-    Files of earlier versions have one number for each tensor: it is one piece.
+    Files of earlier versions have one number per tensor, i.e. one piece.
     """
     given = (file.metadata() or {}).get(_SUMS)
     if given is None:
@@ -117,13 +117,13 @@ def read_sums(file: Any) -> dict[str, list[int]]:
 
 
 def check_piece(name: str, piece: Tensor, shape: Sequence[int], crc32: int) -> None:
-    """Raise ValueError where a piece of a tensor of that shape is not what `write_weights` wrote."""
+    """Raise ValueError if a piece of a tensor of that shape fails its checksum."""
     if _crc32(piece, shape) != crc32:
         raise ValueError(f"its tensor {name} is damaged; write the file again, or take it from a copy")
 
 
 def _crc32(piece: Tensor, shape: Sequence[int]) -> int:
-    """Of a piece's values, and of dtype and shape of its tensor."""
+    """CRC-32 of a piece's values, and of dtype and shape of its tensor."""
     values = piece.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return zlib.crc32(values.numpy().data, zlib.crc32(f"{piece.dtype} {tuple(shape)}".encode()))
 
@@ -133,12 +133,12 @@ def error_of_safetensors() -> type[Exception]:
 
 
 def check_can_export() -> None:
-    """Raise ImportError where safetensors is missing."""
+    """Raise ImportError if safetensors is missing."""
     safetensors_form()
 
 
 def safetensors_form() -> ModuleType:
-    """safetensors.torch. Raises ImportError where it is missing."""
+    """The module safetensors.torch. Raises ImportError if it is missing."""
     try:
         return importlib.import_module("safetensors.torch")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The weights in files, whole: what an engine of any layout saved, or safetensors. No communication.
+"""Reads complete weights from files: an engine's checkpoint of any layout, or safetensors. No communication.
 
 `weights.py` writes and reads one safetensors file for all ranks of a run; `files.py` the checkpoints of a run.
 """
@@ -24,10 +24,17 @@ INDEX = "model.safetensors.index.json"
 
 
 def read_checkpoint_weights(source: Path, tag: str | None = None) -> dict[str, Tensor]:
-    """The weights in files, whole, by their names in the model. Each rank that calls it reads them all; no traffic.
+    """Read complete weights, by their names in the model. Each rank that calls it reads all of them; no communication.
 
-    source: a folder of an engine's checkpoints in any layout (tag: its folder's name, or a step's; None: the latest),
-    a folder of safetensors files, or such a file. Raises CheckpointError where there are none, or they are damaged.
+    Args:
+        source: A folder of an engine's checkpoints in any layout, a folder of safetensors files, or such a file.
+        tag: Checkpoint in an engine's folder: a tag, or the name of a step. Default None: the latest.
+
+    Returns:
+        Tensors in host memory, by name.
+
+    Raises:
+        CheckpointError: There are none, or they are damaged.
     """
     if source.is_file():
         return _read_safetensors(source)
@@ -44,14 +51,14 @@ def read_checkpoint_weights(source: Path, tag: str | None = None) -> dict[str, T
         return whole
     raise CheckpointError(
         f"{source} holds no weights: expected a folder of onebit.zero's checkpoints, a .safetensors file or a folder "
-        "of them; `onebit convert` makes such a file of DeepSpeed's and torch's checkpoints"
+        "of them; `onebit convert` makes such a file from DeepSpeed's and torch's checkpoints"
     )
 
 
 def checkpoint_in(source: Path, tag: str | None) -> Path:
-    """The folder that holds a checkpoint's files: itself, or what a tag or `latest` names, two folders deep.
+    """The folder with a checkpoint's files: source itself, or the folder that a tag or `latest` names, two levels deep.
 
-    Raises CheckpointError if that is not there: which other one is whole is not looked for, as ranks might differ.
+    Raises CheckpointError if it does not exist. It does not look for another undamaged one, as ranks might differ.
     """
     folder = source if tag is None else _inside(source, tag, f"{source} has no checkpoint")
     for _ in range(2):
@@ -68,13 +75,13 @@ def checkpoint_in(source: Path, tag: str | None) -> Path:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Those that an index names, or all there are. Raises CheckpointError where one is missing."""
+    """The files that an index names, or all without an index. Raises CheckpointError if one is missing."""
     if not (index := folder / INDEX).is_file():
         return sorted(folder.glob("*.safetensors"))
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         strays = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
-    except Exception as error:  # whatever other content makes of it
+    except Exception as error:  # other content raises many kinds of errors
         raise CheckpointError(
             f"{index} names no files: expected a weight_map of names to files: {reason(error)}"
         ) from error
@@ -102,13 +109,13 @@ def _read_engine(folder: Path) -> dict[str, Tensor]:
     try:
         table = read_table(folder, stamp["files"])
         names = [name for name in table.state_dict_metadata if name.startswith("model/")]
-        if "form" in stamp:  # an engine's: shared state of the optimizer lies beside the model
+        if "form" in stamp:  # an engine's checkpoint, which has shared optimizer state beside the model
             names = [name for name in names if name.startswith("model/model.")]
         entries = {name: cast(TensorStorageMetadata, table.state_dict_metadata[name]) for name in names}
         state = {name: torch.empty(at.size, dtype=at.properties.dtype, device="cpu") for name, at in entries.items()}
         with knowing_that_it_is_alone():
             state_dict_loader.load(state, storage_reader=Reader(folder, table), no_dist=True)
-    except Exception as error:  # whatever a spoilt file makes torch raise
+    except Exception as error:  # damaged files make torch raise many kinds
         raise CheckpointError(f"{folder} cannot be read: {reason(error)}") from error
     prefix = "model/model." if "form" in stamp else "model/"
     return {name.removeprefix(prefix): x for name, x in state.items()}
