@@ -125,7 +125,7 @@ else:
     }
 
     def __getattr__(name: str):
-        """Imported when first asked for: reading a configuration need not wait seconds for FSDP2 and pipelining."""
+        """Import on first use: reading a configuration must not wait seconds for FSDP2 and pipelining."""
         if name in _MODULES:
             return import_module(_MODULES[name], __name__)
         if name in _HOMES:

@@ -1,4 +1,4 @@
-"""The data loader of the engine: every rank its share of a dataset, and a place in it that a checkpoint can hold."""
+"""The data loader of the engine: each rank's share of a dataset, with a position that checkpoints contain."""
 
 from __future__ import annotations
 
@@ -10,27 +10,61 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Loader(Protocol):
-    """What an engine reads: `ShardedLoader`, or `data_efficiency.CurriculumLoader`."""
+    """A loader for an engine: `ShardedLoader`, `data_efficiency.CurriculumLoader`, or your own with these methods.
+
+    Attributes:
+        dataset: The whole dataset.
+    """
 
     dataset: Dataset[object]
 
     @property
-    def batch_size(self) -> object: ...
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Any]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
+    def batch_size(self) -> object:
+        """Samples of a micro-batch of this rank."""
+        ...
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        ...
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of the epoch, batch by batch; then the next epoch."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data."""
+        ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a position.
+
+        Args:
+            state_dict: From `state_dict()`.
+        """
+        ...
 
 
 class ShardedLoader:
     """Batches of this rank's share of a dataset, an epoch for every `iter()`. No communication.
 
-    Epoch e is a permutation seeded by (seed, e); rank r takes elements r, r + world_size, ... of it, and what does not
-    divide evenly among the ranks is dropped, as is a last incomplete batch where drop_last. `state_dict` says how many
-    elements of which epoch all ranks have read; an iteration after `load_state_dict` goes on from there. All ranks'
-    batches together are the next elements of the epoch, however many share them: a step of as many elements is the same
-    step in any world, as long as whole steps make an epoch. options: of torch's DataLoader (num_workers, collate_fn,
-    pin_memory, ...). Raises ValueError where the dataset has fewer elements than there are ranks.
+    Epoch e is a permutation seeded by (seed, e); rank r takes elements r, r + world_size, ... of it. A remainder that
+    does not divide evenly among the ranks is dropped. `state_dict` has the epoch and the number of elements that all
+    ranks have read; an iteration after `load_state_dict` continues from there. The batches of all ranks together are
+    the next elements of the epoch, for any number of ranks: with the same global batch size a step has the same
+    elements in any world, as long as an epoch is a whole number of steps.
+
+    Args:
+        dataset: The whole dataset, with a length.
+        batch_size: Samples of a batch of this rank.
+        rank: This rank among those that read different data.
+        world_size: Number of these ranks.
+        seed: Seed of the permutations. Default 0.
+        shuffle: Whether to permute. Default True.
+        drop_last: Whether to drop a last incomplete batch. Default False.
+        **options: Options of torch's DataLoader (num_workers, collate_fn, pin_memory, ...).
+
+    Raises:
+        ValueError: The dataset has fewer elements than there are ranks.
     """
 
     def __init__(
@@ -49,7 +83,7 @@ class ShardedLoader:
         self._rank, self._world_size = rank, world_size
         self._shuffle, self._drop_last, self._options = shuffle, drop_last, options
         self.epoch = self.batches_done = 0
-        self._first = 0  # where this epoch's shares begin: not 0 where a world of other batches read what comes before
+        self._first = 0  # first element of this epoch's shares; not 0 if a world with other batches has read a part
         if (n := len(cast(Sized, dataset))) < world_size:
             raise ValueError(f"the dataset has {n} elements for {world_size} ranks; each needs at least one")
 
@@ -67,7 +101,7 @@ class ShardedLoader:
         mine, stop = self._share(), self._batches_from(self._first) * self.batch_size
         starts = range(self.batches_done * self.batch_size, stop, self.batch_size)
         batches = [mine[start : start + self.batch_size] for start in starts]
-        # Of its own: torch's would be advanced by every iteration, and with it the dropout of a resumed run.
+        # A separate generator: every iteration would advance torch's, and change the dropout of a resumed run.
         generator = torch.Generator().manual_seed((self.seed << 32) ^ self.epoch)
         options: dict[str, Any] = {"generator": generator, **self._options}
         loader: DataLoader[object] = DataLoader(self.dataset, batch_sampler=batches, **options)
@@ -88,14 +122,21 @@ class ShardedLoader:
         return rest[: len(rest) - len(rest) % self._world_size][self._rank :: self._world_size]
 
     def state_dict(self) -> dict[str, int]:
-        """Plain numbers, the same on every rank."""
+        """The position in the data: plain numbers, the same on every rank."""
         if self._is_over():
             return {"epoch": self.epoch + 1, "samples_done": 0, "seed": self.seed}
         samples_done = self._first + self.batches_done * self.batch_size * self._world_size
         return {"epoch": self.epoch, "samples_done": samples_done, "seed": self.seed}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Go on from there, also where the batches, or the ranks, were others. Raises ValueError on a curriculum's."""
+        """Continue from a position, also if batch size or number of ranks have changed.
+
+        Args:
+            state_dict: From `state_dict()`.
+
+        Raises:
+            ValueError: It is the position of a curriculum.
+        """
         if "epoch" not in state_dict:
             raise ValueError(
                 "the checkpoint's data position is that of a curriculum; resume it with the data_efficiency or "
@@ -110,8 +151,18 @@ class ShardedLoader:
 
 
 def forever(loader: Loader) -> Iterator[Any]:
-    """Batch after batch, epoch after epoch."""
+    """Batches without end, epoch after epoch.
+
+    Args:
+        loader: The loader.
+
+    Raises:
+        ValueError: An epoch has no batch.
+    """
     if len(loader) == 0:
-        raise ValueError(f"an epoch has no batch of {loader.batch_size}: the dataset is too small for drop_last")
+        raise ValueError(
+            f"an epoch has no batch of {loader.batch_size}: the dataset is too small for drop_last; lower the batch "
+            "size, or set drop_last to False"
+        )
     while True:
         yield from loader

@@ -3,7 +3,8 @@
     scheduler = WarmupDecayLR(optimizer, total_num_steps=100_000, warmup_max_lr=3e-4, warmup_num_steps=2_000)
     ...; optimizer.step(); scheduler.step()
 
-Each takes the parameters of its schedule in `config/lr_schedules.py` as keywords; the formulas are there.
+Each takes the parameters of its schedule in `config/lr_schedules.py` as keywords; that file has the formulas. Steps
+count as in DeepSpeed: n below is the number of calls of step(), less one.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class ScheduleLR(LRScheduler):
     """Base of the five: puts a schedule's learning rates, and momenta, into an optimizer's groups.
 
     The state is the count of steps and the groups' first rates; the schedule's parameters are those of this run, as in
-    DeepSpeed. Raises ValueError on a parameter out of range, a list that does not fit the groups, or a cycled momentum
-    that the optimizer does not have.
+    DeepSpeed. Raises ValueError if a parameter is out of range, a list does not fit the groups, or the optimizer has no
+    momentum to cycle.
     """
 
     kind: ClassVar[type]
@@ -42,7 +43,7 @@ class ScheduleLR(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The rates of this step; sets the momenta."""
+        """The rates of this step. Also sets the momenta."""
         self._set_momenta()
         return list(self._rates())
 
@@ -58,7 +59,7 @@ class ScheduleLR(LRScheduler):
                 group["momentum"] = momentum
 
     def state_dict(self) -> dict[str, object]:
-        """Plain numbers."""
+        """The position in the schedule, as plain numbers."""
         return {
             "last_epoch": self.last_epoch,
             "step_count": self._step_count,
@@ -66,7 +67,14 @@ class ScheduleLR(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue at that step, with its rates and momenta in the groups."""
+        """Continue at the saved step, and set its rates and momenta in the groups.
+
+        Args:
+            state_dict: From `state_dict()`.
+
+        Raises:
+            ValueError: It is of another number of groups.
+        """
         if len(state_dict["base_lrs"]) != len(self.optimizer.param_groups):
             raise ValueError(
                 f"cannot load this scheduler state: it has {len(state_dict['base_lrs'])} groups, the optimizer "
@@ -84,31 +92,92 @@ class ScheduleLR(LRScheduler):
 
 
 class WarmupLR(ScheduleLR):
-    """Parameters and formula: `Warmup`."""
+    """Warm-up to a constant rate: lr = warmup_min_lr + (warmup_max_lr - warmup_min_lr)·rise(n).
+
+    rise(n) is ln(n+1)/ln N ("log") or n/N ("linear") over N = max(2, warmup_num_steps) batches, then 1.
+
+    Args:
+        optimizer: The optimizer; its groups are modified.
+        last_epoch: As in torch. Default -1.
+        warmup_min_lr: Rate at the start; a number, or one per group. Default 0.
+        warmup_max_lr: Rate after the warm-up; a number, or one per group. Default None: each group's own rate.
+        warmup_num_steps: Steps of the warm-up. Default 1000.
+        warmup_type: "log" or "linear". Default "log".
+    """
 
     kind = Warmup
 
 
 class WarmupDecayLR(ScheduleLR):
-    """Parameters and formula: `WarmupDecay`."""
+    """Warm-up as in `WarmupLR`, then a linear decay to warmup_min_lr at step total_num_steps.
+
+    Args:
+        optimizer: The optimizer; its groups are modified.
+        last_epoch: As in torch. Default -1.
+        total_num_steps: Steps of the run. Required.
+        warmup_min_lr: Rate at the start and at the end; a number, or one per group. Default 0.
+        warmup_max_lr: Rate after the warm-up; a number, or one per group; None: each group's own rate. Default 1e-3.
+        warmup_num_steps: Steps of the warm-up. Default 1000.
+        warmup_type: "log" or "linear". Default "log".
+    """
 
     kind = WarmupDecay
 
 
 class WarmupCosineLR(ScheduleLR):
-    """Parameters and formula: `WarmupCosine`."""
+    """Warm-up, then half a cosine down, as factors of each group's own rate.
+
+    Args:
+        optimizer: The optimizer; its groups are modified.
+        last_epoch: As in torch. Default -1.
+        total_num_steps: Steps of the run. Required.
+        warmup_min_ratio: Factor at the start. Default 0.
+        warmup_num_steps: Steps of the warm-up. Default 1000.
+        cos_min_ratio: Factor at the end. Default 1e-4.
+        warmup_type: "log" or "linear". Default "log".
+    """
 
     kind = WarmupCosine
 
 
 class OneCycle(ScheduleLR):
-    """Parameters and formula: `Cycle`."""
+    """1cycle (arXiv 1803.09820): up from cycle_min_lr to cycle_max_lr and down again, with the momentum in reverse.
+
+    After the cycle, rate and momentum decay if decay_step_size is not 0.
+
+    Args:
+        optimizer: The optimizer; its groups are modified.
+        last_epoch: As in torch. Default -1.
+        cycle_min_lr: Smallest rate; a number, or one per group. Required.
+        cycle_max_lr: Largest rate; a number, or one per group. Required.
+        decay_lr_rate: Decay of the rate after the cycle, per decay_step_size steps. Default 0.
+        cycle_first_step_size: Steps of the way up. Default 2000.
+        cycle_second_step_size: Steps of the way down. Default None: as the way up.
+        cycle_first_stair_count: Stairs of the way up; 0: smooth. Default 0.
+        cycle_second_stair_count: Stairs of the way down. Default None: as the way up.
+        decay_step_size: Steps of the decay's unit; 0: no decay. Default 0.
+        cycle_momentum: Whether the momentum (β1, or SGD's) cycles, too. Default True.
+        cycle_min_mom: Smallest momentum. Default .8.
+        cycle_max_mom: Largest momentum. Default .9.
+        decay_mom_rate: Growth of the momentum after the cycle, per decay_step_size steps. Default 0.
+    """
 
     kind = Cycle
 
 
 class LRRangeTest(ScheduleLR):
-    """Parameters and formula: `RangeTest`."""
+    """A rising rate, to find the largest that trains (arXiv 1803.09820).
+
+    lr = lr_range_test_min_lr·(1 + lr_range_test_step_rate·k/lr_range_test_step_size) at step k.
+
+    Args:
+        optimizer: The optimizer; its groups are modified.
+        last_epoch: As in torch. Default -1.
+        lr_range_test_min_lr: Rate at the start; a number, or one per group. Default 1e-3.
+        lr_range_test_step_size: Steps of the rate's unit. Default 2000.
+        lr_range_test_step_rate: Growth per unit. Default 1.
+        lr_range_test_staircase: Whether the rate grows in whole units. Default False.
+    """
 
     kind = RangeTest
 
@@ -120,7 +189,7 @@ SCHEDULERS: Mapping[str, type[ScheduleLR]] = {
 
 @dataclass(frozen=True)
 class SchedulerChoice:
-    """Which schedule, with what."""
+    """A schedule by its name, with its parameters."""
 
     type: str
     params: Schedule
@@ -131,6 +200,6 @@ class SchedulerChoice:
 
 
 def build_scheduler(choice: SchedulerChoice, optimizer: torch.optim.Optimizer) -> ScheduleLR:
-    """The scheduler of the choice; its first rates are in the groups. Call step() after every optimizer.step()."""
+    """Construct the chosen scheduler, which sets the first rates. Call its step() after every optimizer.step()."""
     params: dict[str, Any] = write_block(choice.params)
     return SCHEDULERS[choice.type](optimizer, **params)

@@ -1,6 +1,6 @@
-"""What the engine tells of a run: scalars for TensorBoard and CSV files, and where the time of a step goes.
+"""Monitoring of the engine: scalars for TensorBoard and CSV files, and the time of each part of a step.
 
-Rank 0 writes, and sends nothing for it: the loss is that of its own samples, as in DeepSpeed. `engine.py` calls it.
+Rank 0 writes, without communication: the loss is that of rank 0's samples, as in DeepSpeed. `engine.py` calls it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 PARTS = ("forward", "backward", "step")
 _PREFIX = "Train/Samples/"
 
-# Takes values by tag, and the number of samples seen.
+# A function of values by tag, and the number of samples seen.
 Writer = Callable[[Mapping[str, float], int], None]
 
 
 def open_monitors(config: Config, rank: int) -> list[Writer]:
-    """The writers that the configuration asks for, on rank 0; none elsewhere. Tags begin with Train/Samples/.
+    """The writers of the configuration, on rank 0; none elsewhere. Tags begin with Train/Samples/.
 
-    Raises ImportError, on every rank alike, where tensorboard is asked for and missing.
+    Raises ImportError, on every rank, if tensorboard is enabled and not installed.
     """
     writers = []
     if config.tensorboard.enabled:
@@ -46,12 +46,12 @@ def _tensorboard(monitor: Monitor, rank: int) -> Writer:
     try:
         if importlib.util.find_spec("tensorboard") is None:
             raise ModuleNotFoundError("No module named 'tensorboard'")
-        if rank == 0:  # two seconds
+        if rank == 0:  # the import takes two seconds
             from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ImportError(
-            f"rank {rank}: the block tensorboard is enabled and tensorboard is missing; pip install 'onebit[train]', "
-            "or enable csv_monitor instead"
+            f"rank {rank}: the block tensorboard is enabled and tensorboard is missing; run pip install "
+            "'onebit[train]', or enable csv_monitor instead"
         ) from error
     opened: list[SummaryWriter] = []
 
@@ -85,9 +85,10 @@ def _csv_files(monitor: Monitor) -> Writer:
 
 @dataclass
 class WallClock:
-    """Milliseconds in forward, backward and step, added up until they are logged. is_on: otherwise it costs nothing.
+    """Milliseconds in forward, backward and step, added up until they are logged. is_on: if False, it costs nothing.
 
-    On CUDA each part is waited for at its end, as in DeepSpeed: the parts are true, and steps without overlap slower.
+    On CUDA it synchronises after each part, as DeepSpeed does: the parts are exact, and steps are slower, because
+    nothing overlaps.
     """
 
     is_on: bool
@@ -96,7 +97,7 @@ class WallClock:
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Add the time of what runs in here to one of `PARTS`."""
+        """Add the time of this block to one of `PARTS`."""
         if not self.is_on:
             yield
             return

@@ -1,13 +1,13 @@
-"""Computing in low precision: inputs, and the loss scale of float16 training, a number and the rule by which it moves.
+"""Computing in low precision: casts of inputs, and the loss scale of float16 training, with its rule.
 
     scale = loss_scale(config.fp16)
     (loss * scale.value).backward(); optimizer.grad_scale = torch.tensor(scale.value); optimizer.step()
     scale = scale.after(overflowed)             # overflowed: the same on all ranks
 
-Only the rule is here. Whether a step overflowed is one bit on which all ranks agree. The frames of a one-bit optimizer
-carry that vote: `stats.skipped_steps` has grown on all ranks or on none, except in the local steps of 0/1 Adam, which
-send nothing: there each rank counts its own, and the engine keeps them until the next synchronisation. Around a dense
-optimizer the engine casts the vote.
+Only the rule is here. All ranks must agree whether a step overflowed. The frames of a one-bit optimizer carry that
+vote: `stats.skipped_steps` grows on all ranks or on none, except in the local steps of 0/1 Adam, which send nothing:
+there each rank counts its own, and the engine keeps them until the next synchronisation. Around a dense optimizer the
+engine casts the vote.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class ScaleState(TypedDict):
-    """What training has made of a loss scale; see `LossScale`."""
+    """The state of a loss scale; see `LossScale`."""
 
     value: float
     patience: int
@@ -35,20 +35,20 @@ class ScaleState(TypedDict):
 
 
 def cast_floats(tree: T, dtype: torch.dtype) -> T:
-    """The tree with its floating-point tensors in this dtype. What is no list, tuple, dict or tensor stays as it is."""
+    """The tree with its floating-point tensors in this dtype. Other leaves stay as they are."""
     low: T = tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
     return low
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """What the loss is multiplied by, and when that changes: DeepSpeed's rule. All ranks hold the same.
+    """The factor of the loss, and DeepSpeed's rule for changing it. The same on all ranks.
 
-    - A step that overflowed uses up one of `patience`, or, once one is left, halves the value, to no less than `least`;
-    - `window` + 1 clean steps after an overflow, and then every `window`, the value doubles and the patience is
-      `hysteresis` again; where it is consecutive, every clean step renews it.
+    - An overflow uses up one unit of `patience`; if only one is left, it halves the value, but not below `least`.
+    - `window` + 1 clean steps after an overflow, and then every `window` steps, the value doubles and the patience is
+      reset to `hysteresis`; with is_consecutive every clean step resets it.
 
-    window 0: static, the value never moves. clean_steps: since the last overflow.
+    window 0: static, the value never changes. clean_steps: steps since the last overflow.
     """
 
     value: float
@@ -62,8 +62,8 @@ class LossScale:
     def after(self, overflowed: bool) -> LossScale:
         """The scale for the next step.
 
-        Raises OverflowError where the value would have to go below `least`: as in DeepSpeed, at the first overflow for
-        which there is no patience left, since such a step would be skipped again, and for ever.
+        Raises OverflowError if the value would have to go below `least`. As in DeepSpeed, it does so at the first
+        overflow without patience left: such a step would be skipped for ever.
         """
         if self.window == 0:
             return self
@@ -89,7 +89,7 @@ class LossScale:
         return replace(self, value=max(self.value / _FACTOR, self.least))
 
     def state_dict(self) -> ScaleState:
-        """What the steps have made of it, as plain numbers; its rule is the configuration's."""
+        """The changing part, as plain numbers; the rule comes from the configuration."""
         return {"value": self.value, "patience": self.patience, "clean_steps": self.clean_steps}
 
     def with_state(self, state_dict: ScaleState) -> LossScale:
@@ -103,7 +103,7 @@ class LossScale:
 
 
 def loss_scale(fp16: Fp16) -> LossScale:
-    """The scale that training starts with: 1, and static, where float16 is not enabled."""
+    """The scale at the start of training: static and 1 if float16 is not enabled."""
     if not fp16.enabled or fp16.loss_scale > 0:
         return LossScale(fp16.loss_scale if fp16.enabled else 1.0)
     return LossScale(
