@@ -559,7 +559,7 @@ def test_wrong_uses_are_refused_with_the_remedy() -> None:
             make(outer_momentum=1.0)
         with pytest.raises(TypeError, match=r"pass its SGD alone, .*\"local_steps\": .*without the engine"):
             check_optimizer(make())
-        with pytest.raises(ValueError, match="this is of local steps around SGD"):
+        with pytest.raises(ValueError, match="this optimizer is local steps around SGD"):
             make().load_state_dict(onebit.OnebitAdam(make_params(), transport=transport).state_dict())
 
     run_ranks(1, ours)
