@@ -425,7 +425,7 @@ DATA_EFFICIENCY = [
         ({"optimizer": {"type": "Lamb", "params": {"min_coeff": 2, "max_coeff": 1}}}, "min_coeff <= max_coeff"),
         ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, r'lr is "auto".*read_config\(\.\.\., lr=\.\.\.\)'),
         ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 0}}}, "freeze_step: expected .* at least 1"),
-        ({"bf16": {}, "bfloat16": {}}, 'bfloat16 is an old name of "bf16", which stands there too'),
+        ({"bf16": {}, "bfloat16": {}}, 'bfloat16 is an old name of "bf16", which is also there'),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -513,10 +513,10 @@ def test_auto_is_the_default_only_where_that_is_sound(caplog: pytest.LogCaptureF
 def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "twice.json"
     path.write_text('{"train_batch_size": 4, "fp16": {"enabled": true, "enabled": false}}')
-    with pytest.raises(ValueError, match=r"twice.json: fp16.enabled stands there twice"):
+    with pytest.raises(ValueError, match=r"twice.json: fp16.enabled is there twice"):
         read_config(path, world_size=1)
     path.write_text('{"train_batch_size": 4, "train_batch_size": 4}')
-    with pytest.raises(ValueError, match=r"twice.json: train_batch_size stands there twice"):
+    with pytest.raises(ValueError, match=r"twice.json: train_batch_size is there twice"):
         read_config(str(path), world_size=1)
 
 

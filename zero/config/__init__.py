@@ -1,4 +1,4 @@
 """The DeepSpeed JSON.
 
-`whole.py` reads it, `sections.py` and `optimizers.py` hold its blocks, `schema.py` says what a key may hold.
+`whole.py` reads it, `sections.py` and `optimizers.py` define its blocks, `schema.py` the rules of a key.
 """

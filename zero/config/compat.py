@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON file as it stands: parsed, its duplicates noted, its old names replaced by today's."""
+"""Reads a DeepSpeed JSON file: parses it, refuses duplicate keys, and replaces old names by current ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .schema import AUTO, BOOL, INT, Key
 
 _SWITCH, _RANKS = Key(BOOL), Key(INT, least=0)
 
-# Old names of blocks and keys: the block they are in, what they are now.
+# Old names of blocks and keys, with the block they are in: their current names.
 _OLD_NAMES = {
     ("", "bfloat16"): "bf16",
     ("zero_optimization", "stage3_gather_fp16_weights_on_model_save"): "stage3_gather_16bit_weights_on_model_save",
@@ -24,7 +24,7 @@ _OLD_SWITCHES = {
 
 
 def modernised(data: dict[str, object], reading: Reading) -> dict[str, object]:
-    """With names of today where old ones stand; each is warned about."""
+    """The data with current names instead of old ones; each replacement adds a warning."""
     zero = data.get("zero_optimization")
     if isinstance(zero, bool):
         reading.warnings.append(f'{reading.at("zero_optimization")} is an old form: write {{"stage": {int(zero)}}}')
@@ -41,12 +41,12 @@ def modernised(data: dict[str, object], reading: Reading) -> dict[str, object]:
         data["zero_optimization"] = zero
     _take_tensor_ranks(data, reading)
     if isinstance(sparse := data.get("sparse_attention"), Mapping):
-        data["sparse_attention"] = {"mode": "fixed", **sparse}  # DeepSpeed's default, where the block is there
+        data["sparse_attention"] = {"mode": "fixed", **sparse}  # DeepSpeed's default if the block exists
     for (where, old), new in _OLD_NAMES.items():
         inside = data.get(where, {}) if where else data
         if isinstance(inside, dict) and old in inside:
             if new in inside:
-                raise ValueError(f'{reading.at(where, old)} is an old name of "{new}", which stands there too; drop it')
+                raise ValueError(f'{reading.at(where, old)} is an old name of "{new}", which is also there; drop it')
             reading.warnings.append(f'{reading.at(where, old)} is an old name: write "{new}"')
             inside[new] = inside.pop(old)
     return data
@@ -70,7 +70,7 @@ def _take_tensor_ranks(data: dict[str, object], reading: Reading) -> None:
 
 
 class _Object(dict[str, object]):
-    """A JSON object that remembers which keys stood in it twice."""
+    """A JSON object that remembers its duplicate keys."""
 
     def __init__(self, pairs: list[tuple[str, object]]):
         super().__init__(pairs)
@@ -79,18 +79,18 @@ class _Object(dict[str, object]):
 
 
 def load(path: Path) -> object:
-    """The content of a JSON file. Raises ValueError where it is not JSON, or a key stands in one object twice."""
+    """The content of a JSON file. Raises ValueError if it is not JSON, or an object has a key twice."""
     try:
         content: object = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_Object)
     except json.JSONDecodeError as wrong:
         raise ValueError(f"{path.name}: not JSON: {wrong.msg}, at line {wrong.lineno} column {wrong.colno}") from wrong
     for place in _twice(content, ""):
-        raise ValueError(f"{path.name}: {place} stands there twice; keep one of them")
+        raise ValueError(f"{path.name}: {place} is there twice; keep one of them")
     return content
 
 
 def _twice(content: object, where: str) -> Iterator[str]:
-    """The places of keys that stand twice."""
+    """The places of duplicate keys."""
     if isinstance(content, _Object):
         yield from (where + name for name in content.twice)
         for name, item in content.items():

@@ -33,7 +33,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What all curricula have."""
+    """Keys of all curricula."""
 
     min_difficulty: int | None = key(None, INT, null=True, least=0)
     max_difficulty: int | None = key(None, INT, null=True, least=1)
@@ -41,7 +41,7 @@ class Scheduled:
     schedule_config: ScheduleConfig = block(ScheduleConfig)
 
     def check_schedule(self) -> None:
-        """Raise ValueError where the keys of this schedule_type are not there, or contradict each other."""
+        """Raise ValueError if keys of this schedule_type are missing or contradict each other."""
         kind, given = self.schedule_type, self.schedule_config
         if kind == "custom":
             return
@@ -99,7 +99,7 @@ class CurriculumMetricBlock(Scheduled):
 
 @dataclass(frozen=True)
 class CurriculumSampling:
-    """Which samples come when. curriculum_metrics: by name; seqlen_truncate and seqlen_reshape change lengths, too."""
+    """The order of samples. curriculum_metrics: by name; seqlen_truncate and seqlen_reshape change lengths, too."""
 
     inert: ClassVar[Mapping[str, Inert]] = {
         "data_cluster_path": Inert(TEXT, _CLUSTERS),
@@ -121,11 +121,11 @@ class CurriculumSampling:
 
 @dataclass(frozen=True)
 class DynamicBatching:
-    """Micro-batches of about as many tokens each. See `data_efficiency.sampler.TokenSampler`.
+    """Micro-batches of about the same number of tokens. See `data_efficiency.sampler.TokenSampler`.
 
     samples_order: "random", "dataloader", "default": shuffled; "order": as in the dataset; "seqlen": by length within
-    stretches of a shuffled pass. lengths_path: this package's own: a .npy file of lengths in tokens, as
-    `data_efficiency.measure` writes with the metric `Length`; null: each sample is asked when training begins.
+    stretches of a shuffled pass. lengths_path (a key of this package): a .npy file of lengths in tokens, as
+    `data_efficiency.measure` writes with the metric `Length`; null: lengths are measured when training begins.
     """
 
     inert: ClassVar[Mapping[str, Inert]] = {
@@ -180,7 +180,7 @@ class KeptTokensConfig:
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """How many tokens of a sequence a layer keeps: from min_value, in a line, to max_value."""
+    """Number of tokens of a sequence that a layer keeps: rises linearly from min_value to max_value."""
 
     min_value: int | None = key(None, INT, null=True, least=1)
     max_value: int | None = key(None, INT, null=True, least=1)
@@ -195,7 +195,7 @@ class KeptTokens:
 
 @dataclass(frozen=True)
 class LayerTokenRates:
-    """Learning rates by tokens times layers, in place of the block "scheduler". See `data_efficiency.TokenLR`."""
+    """Learning rates as a function of tokens times layers, instead of the block "scheduler". See `TokenLR`."""
 
     inert: ClassVar[Mapping[str, Inert]] = {"warmup_type": Inert(TEXT, "rates rise in a line", fine=("linear",))}
 
@@ -213,10 +213,10 @@ class LayerTokenRates:
 class RandomLtd:
     """Random layerwise token dropping.
 
-    Which layers: random_ltd_layer_id of the total_layer_num, or all but the first and the last. layer_name: this
-    package's own: the pattern of their names, "transformer.h.*"; null: the model's only list of total_layer_num modules
-    of one class. model_mask_name: the layers' argument that is a mask, where its name does not say so. model_type has
-    no effect: masks are gathered by rows and columns, which is right for both.
+    Which layers: random_ltd_layer_id of the total_layer_num, or all except the first and the last. layer_name (a key of
+    this package): the pattern of their names, "transformer.h.*"; null: the model's only list of total_layer_num modules
+    of one class. model_mask_name: the layers' argument that is a mask, if its name does not show that. model_type has
+    no effect: masks are gathered by rows and columns, which is right for both types.
     """
 
     inert: ClassVar[Mapping[str, Inert]] = {
@@ -262,7 +262,7 @@ class RandomLtd:
 
 @dataclass(frozen=True)
 class DataRouting:
-    """What becomes of the tokens of a sample."""
+    """Dropping of tokens."""
 
     enabled: bool = key(False, BOOL)
     random_ltd: RandomLtd = block(RandomLtd)
@@ -273,7 +273,7 @@ class DataRouting:
 
 @dataclass(frozen=True)
 class DataEfficiency:
-    """The whole. seed: of samples and positions. What is enabled needs every "enabled" around it."""
+    """The whole block. seed: of samples and positions. A block that is enabled needs all blocks around it enabled."""
 
     enabled: bool = key(False, BOOL)
     seed: int = key(1234, INT, least=0)
@@ -295,19 +295,19 @@ class DataEfficiency:
 
     @property
     def curriculum(self) -> CurriculumSampling | None:
-        """Where it is on."""
+        """The block if it is enabled, else None."""
         is_on = self.enabled and self.data_sampling.enabled and self.data_sampling.curriculum_learning.enabled
         return self.data_sampling.curriculum_learning if is_on else None
 
     @property
     def dynamic_batching(self) -> DynamicBatching | None:
-        """Where it is on."""
+        """The block if it is enabled, else None."""
         is_on = self.enabled and self.data_sampling.enabled and self.data_sampling.dynamic_batching.enabled
         return self.data_sampling.dynamic_batching if is_on else None
 
     @property
     def random_ltd(self) -> RandomLtd | None:
-        """Where it is on."""
+        """The block if it is enabled, else None."""
         is_on = self.enabled and self.data_routing.enabled and self.data_routing.random_ltd.enabled
         return self.data_routing.random_ltd if is_on else None
 

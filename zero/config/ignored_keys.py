@@ -1,7 +1,7 @@
-"""Keys that DeepSpeed documents and that have no effect here, each with the reason a warning gives.
+"""Keys that DeepSpeed documents and that have no effect here, each with the reason for the warning.
 
-Some are refused instead, where going on would train another model, or average something else, than the file says.
-Source: DeepSpeed's "Configuration JSON" page, and the constants of its 0.19 releases for what the page leaves out.
+Some are refused instead, if ignoring them would train another model, or average other tensors, than the file asks for.
+Source: DeepSpeed's "Configuration JSON" page, and for keys missing there the constants of its 0.19 releases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _COMMENTS = {"comment", "comments", "description", "note", "notes", "$schema"}
 
 
 def is_comment(name: str) -> bool:
-    """Whether a key is a note to readers: JSON has no other comments, and files in public hold many."""
+    """Whether a key is a note to readers: JSON has no other comments, and public files contain many."""
     return name.startswith(("_", "//", "#")) or name.lower() in _COMMENTS
 
 
@@ -34,7 +34,7 @@ FOREIGN = {
     "num_nodes": _LAUNCHER,
     "zero3_init_flag": "parameters are sharded by initialize()",
 }
-"""Keys at the top level of public files that DeepSpeed does not know either: it passes over them without a word."""
+"""Top-level keys of public files that DeepSpeed does not know either: it ignores them silently."""
 
 _BUCKETS = 'buckets are of one size, "onebit": {"bucket_cap_mb": ...}'
 _FSDP = "FSDP2 gathers and frees parameters module by module, and prefetches the next one"
@@ -126,7 +126,7 @@ ZERO = {
 
 
 def _is_tensor_parallel(given: object) -> bool:
-    """Whether a "tensor_parallel" block divides the model by itself; `compat.py` has taken its autotp_size out."""
+    """Whether a "tensor_parallel" block divides the model itself; `compat.py` has removed its autotp_size."""
     size = given.get("tp_size") if isinstance(given, Mapping) else None
     return isinstance(size, int) and size > 1
 

@@ -1,4 +1,4 @@
-"""The block "local_steps" of the block "onebit": rounds of differences in place of gradients in every step.
+"""The block "local_steps" of the block "onebit": rounds of differences instead of gradients in every step.
 
     "onebit": {"local_steps": {"every": 32, "start_steps": 200, "codec": "sign"}}
 
@@ -25,9 +25,9 @@ _AUTO = {"share": Key(FLOAT, above=0, most=1), "least": Key(INT, least=1), "most
 class LocalRounds:
     """Local steps around the dense optimizer. every: steps between rounds; 0: none, gradients travel in every step.
 
-    codec: what differences travel in, "fp32" in full. The others as the arguments of `onebit.LocalSteps`; what other
-    optimizers have as well (block, bucket_cap_mb, error_dtype, check_replicas_every, max_consecutive_skips) is in the
-    block "onebit" itself.
+    codec: codec of differences; "fp32": in full. The other keys are arguments of `onebit.LocalSteps`; options that all
+    optimizers share (block, bucket_cap_mb, error_dtype, check_replicas_every, max_consecutive_skips) are in the block
+    "onebit" itself.
     """
 
     every: object = key(0, EVERY, required=True)
@@ -62,9 +62,9 @@ class LocalRounds:
         return self.every != 0
 
     def interval(self) -> Every:
-        """`every` as `LocalSteps` takes it: a new object each time, as an `Auto` remembers what it has measured.
+        """`every` for `LocalSteps`: a new object each time, because an `Auto` remembers its measurement.
 
-        Raises TypeError and ValueError.
+        Raises TypeError or ValueError.
         """
         if not isinstance(self.every, Mapping):
             return cast("int | str", self.every)
@@ -79,7 +79,7 @@ _STEPS = Key(INT, least=1)
 
 
 def _read(given: Mapping[str, object], known: Mapping[str, Key]) -> dict[str, Any]:
-    """The arguments of an interval. Raises ValueError on a name that is none of them."""
+    """The arguments of an interval. Raises ValueError on an unknown name."""
     for name in given:
         if name not in known:
             found = nearest(name, {*_QSR, *_AUTO})

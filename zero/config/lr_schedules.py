@@ -26,7 +26,7 @@ class Schedule(Protocol):
     """Learning rates, and with them perhaps the momentum, as a function of the step."""
 
     def rates(self, step: int, base_lrs: Sequence[float]) -> list[float]:
-        """The learning rate of each group, after `step` calls of scheduler.step(). base_lrs: what they were."""
+        """The learning rate of each group after `step` calls of scheduler.step(). base_lrs: the groups' first rates."""
 
     def momenta(self, step: int, groups: int) -> list[float] | None:
         """β1 of each group; None: it stays as it is."""
@@ -84,7 +84,7 @@ class Warmup(_Warmup):
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupDecay(Warmup):
-    """The warm-up, then in a line back to warmup_min_lr: (T - n)/(T - N) of the way at batch n, T = total_num_steps.
+    """The warm-up, then linearly back to warmup_min_lr: (T - n)/(T - N) of the way at batch n, T = total_num_steps.
 
     An absent warmup_max_lr is 1e-3 here, as in DeepSpeed 0.19.6; null takes each group's own rate.
     """
@@ -100,11 +100,11 @@ class WarmupDecay(Warmup):
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupCosine(_Warmup):
-    """lr = base_lr·ratio, base_lr being the group's own.
+    """lr = base_lr·ratio, with the group's own base_lr.
 
     ratio = warmup_min_ratio + (1 - warmup_min_ratio)·rise(n) in the warm-up, then
     cos_min_ratio + (1 - cos_min_ratio)·(1 + cos(π·(n - N + 1)/(T - N)))/2, and cos_min_ratio from batch T - 1 on.
-    DeepSpeed takes the very first step at 0 whatever warmup_min_ratio is; here it is taken at warmup_min_ratio.
+    DeepSpeed takes the very first step at 0 for every warmup_min_ratio; here it is taken at warmup_min_ratio.
     """
 
     total_num_steps: int = required_key(INT, fill="total_num_steps", least=1)
@@ -127,7 +127,7 @@ class WarmupCosine(_Warmup):
 class Cycle:
     """1cycle (arXiv 1803.09820): up from cycle_min_lr to cycle_max_lr, down again, then a decay of cycle_min_lr.
 
-    With s the share of the way up (first k/first steps, then (total - k)/second steps; in whole stairs where there are
+    With s the share of the way up (first k/first steps, then (total - k)/second steps; in whole stairs if there are
     stairs) at step k: lr = min + (max - min)·s and momentum = max - (max - min)·s. Past the cycle, i = (k - total) /
     decay_step_size: lr = min/(1 + decay_lr_rate·i), momentum = max·(1 + decay_mom_rate·i); decay_step_size 0: none.
     Absent, the second half is like the first. The momentum is β1, or SGD's; β2 stays the optimizer's (DeepSpeed sets it
@@ -187,7 +187,7 @@ class Cycle:
         return beyond / self.decay_step_size if self.decay_step_size and beyond > 0 else 0.0
 
     def _share(self, step: int) -> float:
-        """How far up the step is, from 0 to 1."""
+        """The share of the way up at this step, from 0 to 1."""
         first, second = self._halves
         stairs, later_stairs = self.cycle_first_stair_count, self.cycle_second_stair_count
         way, size = step, first
@@ -199,8 +199,10 @@ class Cycle:
 
 @dataclass(frozen=True, kw_only=True)
 class RangeTest:
-    """lr = lr_range_test_min_lr·(1 + lr_range_test_step_rate·k/lr_range_test_step_size), the quotient in whole steps
-    where lr_range_test_staircase: to find the largest rate that trains (arXiv 1803.09820).
+    """A rising rate, to find the largest that trains (arXiv 1803.09820).
+
+    lr = lr_range_test_min_lr·(1 + lr_range_test_step_rate·k/lr_range_test_step_size); with lr_range_test_staircase the
+    quotient is rounded down.
     """
 
     inert: ClassVar[Mapping[str, Inert]] = _RESUME

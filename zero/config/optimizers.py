@@ -1,15 +1,15 @@
-"""The registry of optimizers and the block "optimizer" of a file: which of them, with what.
+"""The registry of optimizers, and the block "optimizer" of a file: its name and parameters.
 
     choice = config.optimizer
     optimizer = build_optimizer(choice, model.parameters(), transport=transport, **config.optimizer_options())
 
-`OPTIMIZERS` is what this configuration, the forms, the plan, the training script and the tests over it read. To add an
-optimizer write its file in `entries/`, and its line here.
+The configuration, the forms, the plan, the training script and tests read `OPTIMIZERS`. To add an optimizer, write its
+file in `entries/`, and a line here.
 
-Hyper-parameters mean what their names say: Adam under `adam_w_mode` (the default) decays as AdamW does, without it by
-an L2 term in the gradient; `bias_correction` acts in all of them. The one-bit optimizers' decay is decoupled, as the
-peer's is whatever its documentation says, so `"adam_w_mode": false` is refused there: the decay would be averaged into
-the momentum and be compressed with it.
+Hyper-parameters act by their names: Adam with `adam_w_mode` (the default) decays as AdamW does, without it by an L2
+term in the gradient; `bias_correction` acts in all of them. The one-bit optimizers' decay is decoupled (so is
+DeepSpeed's, whatever its documentation says), so `"adam_w_mode": false` is refused there: the decay would be averaged
+into the momentum and compressed with it.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ OPTIMIZERS = {entry.name: entry for entry in _ENTRIES}
 
 
 def optimizer_flags() -> dict[str, OptimizerEntry[Any]]:
-    """The optimizers that the training script knows, by its names."""
+    """The optimizers of the training script, by its names."""
     return {entry.flag: entry for entry in OPTIMIZERS.values() if entry.flag is not None}
 
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """Which optimizer, with what. Raises ValueError where the two cannot go together."""
+    """An optimizer by name, with its parameters. Raises ValueError if the two do not fit."""
 
     type: str
     params: AdamParams
@@ -62,17 +62,17 @@ class OptimizerChoice:
 
     @property
     def entry(self) -> OptimizerEntry[Any]:
-        """What the registry knows of it."""
+        """Its entry in the registry."""
         return OPTIMIZERS[self.type]
 
     @property
     def is_one_bit(self) -> bool:
-        """Whether the optimizer does the data-parallel traffic itself; otherwise whoever steps it averages first."""
+        """Whether the optimizer does the data-parallel traffic itself; if not, its caller averages gradients first."""
         return self.entry.is_one_bit
 
 
 def read_optimizer(given: object, reading: Reading) -> OptimizerChoice:
-    """The block "optimizer"."""
+    """Read the block "optimizer"."""
     name, params = read_choice(given, "optimizer", {name: e.params for name, e in OPTIMIZERS.items()}, reading)
     try:
         return OptimizerChoice(name, params)
@@ -89,12 +89,12 @@ def build_optimizer(
     model: nn.Module | None = None,
     **common: Unpack[CommonOptions],
 ) -> torch.optim.Optimizer:
-    """The optimizer of the choice. One-bit ones: all ranks construct it together, with the same arguments.
+    """Construct the chosen optimizer. For one-bit ones, all ranks together, with the same arguments.
 
-    gradient_codec: what gradients travel in, in warm-up and variance steps (None: eight bits). common: see
-    `onebit.optimizer.CommonOptions`, the transport among them. model: whose parameters they are, as it is now (sharded,
-    if it will be): for optimizers whose step depends on what a parameter is for. Adam, AdamW, LaProp and Lamb take none
-    of these, but Lamb the model_parallel_group: they step on the gradients they find, which whoever steps them averages
-    and clips before (`onebit.dense`).
+    gradient_codec: codec of gradients in warm-up and variance steps; None: eight bits. common: see
+    `onebit.optimizer.CommonOptions`, e.g. the transport. model: the model of the parameters, after sharding, for
+    optimizers whose step depends on a parameter's role. Adam, AdamW, LaProp and Lamb ignore these, except that Lamb
+    takes the model_parallel_group: they step on the gradients they find, which the caller averages and clips before
+    (`onebit.dense`).
     """
     return choice.entry.build(choice.params, params, BuildOptions(gradient_codec, variance_floor, common, model))

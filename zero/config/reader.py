@@ -1,6 +1,6 @@
-"""From the parsed JSON of a block to its dataclass and back; the errors and warnings on the way.
+"""From the parsed JSON of a block to its dataclass and back, with errors and warnings.
 
-What is known of each key is in `schema.py`. Every message names the file and the place in it.
+The rules of each key are in `schema.py`. Every message names the file and the place in it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Choice(Protocol):
 
 @dataclass
 class Reading:
-    """One reading of a configuration: where it comes from, what the caller fills in, what is to be said about it."""
+    """One reading of a configuration: its source, the values that the caller fills in, and messages to log."""
 
     source: str
     fills: Mapping[str, object] = field(default_factory=dict)
@@ -42,8 +42,8 @@ class Reading:
 def read_block(cls: type[T], given: object, where: str, reading: Reading) -> T:
     """The block `given`, at `where` in the file, as a `cls`.
 
-    Raises ValueError on an unknown key (with the nearest known one), a value out of range, one that contradicts an
-    argument, an "auto" that nothing fills; TypeError on a wrong type.
+    Raises ValueError on an unknown key (naming the nearest known one), a value out of range or in contradiction to an
+    argument, an "auto" without a value; TypeError on a wrong type.
     """
     data = read_object(given, where, reading)
     inert: Mapping[str, Inert] = getattr(cls, "inert", {})
@@ -77,7 +77,7 @@ def read_block(cls: type[T], given: object, where: str, reading: Reading) -> T:
 
 
 def write_block(made: object) -> dict[str, object]:
-    """The block as it would stand in a file; `read_block` of it is equal."""
+    """The block as a file would contain it; `read_block` of it is equal."""
     data: dict[str, object] = {}
     for name in keys_of(type(made)):
         value = getattr(made, name)
@@ -88,7 +88,7 @@ def write_block(made: object) -> dict[str, object]:
 
 
 def read_choice(given: object, where: str, types: Mapping[str, type[T]], reading: Reading) -> tuple[str, T]:
-    """A block {"type": ..., "params": {...}}: the name as it is spelled in `types`, and the parameters."""
+    """A block {"type": ..., "params": {...}}: the name in the spelling of `types`, and the parameters."""
     data = read_object(given, where, reading)
     stray = [name for name in data if name not in ("type", "params", "legacy_fusion")]
     _refuse_params_outside(stray, where, data.get("type"), types, reading)
@@ -107,7 +107,7 @@ def read_choice(given: object, where: str, types: Mapping[str, type[T]], reading
 def _refuse_params_outside(
     stray: list[str], where: str, name: object, types: Mapping[str, type], reading: Reading
 ) -> None:
-    """Raise ValueError on keys beside "type" and "params"; many are hyper-parameters that were written too far out."""
+    """Raise ValueError on keys beside "type" and "params"; many are hyper-parameters one level too far out."""
     for key_name in stray:
         if any(key_name in keys_of(cls) for cls in types.values()):
             raise ValueError(f'{reading.at(where)}: unknown key "{key_name}"; it belongs in "{where}.params"')
@@ -115,12 +115,12 @@ def _refuse_params_outside(
 
 
 def write_choice(choice: Choice) -> dict[str, object]:
-    """The block as it would stand in a file."""
+    """The block as a file would contain it."""
     return {"type": choice.type, "params": write_block(choice.params)}
 
 
 def read_object(given: object, where: str, reading: Reading) -> dict[str, object]:
-    """A copy of an object of the file. Raises TypeError where it is something else."""
+    """A copy of an object of the file. Raises TypeError if it is not an object."""
     if not isinstance(given, Mapping):
         raise TypeError(f"{reading.at(where)}: expected an object, got {as_json(given)}")
     for name in given:
@@ -132,9 +132,9 @@ def read_object(given: object, where: str, reading: Reading) -> dict[str, object
 def refuse_unknown(
     given: Iterable[str], known: Iterable[str], where: str, reading: Reading, cls: type | None = None
 ) -> None:
-    """Raise ValueError on the first key that is not known, naming the nearest one that is.
+    """Raise ValueError on the first unknown key, naming the nearest known one.
 
-    Comments, and what other programs read in such files, are warned about instead.
+    Comments, and keys that other programs read, only add a warning.
     """
     known = list(known)
     for name in given:
@@ -231,7 +231,7 @@ def _check_names(value: object, kinds: Mapping[str, object], where: str, reading
 
 
 def _asks(value: object) -> bool:
-    """Whether a block switches something on: "enabled" is true in it, or it has no such key and says anything."""
+    """Whether a block switches something on: "enabled" is true in it, or it has no such key and any true value."""
     switches = list(_switches(value))
     return any(switches) if switches else any(_leaves(value))
 

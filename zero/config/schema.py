@@ -1,7 +1,7 @@
-"""What a key of a DeepSpeed JSON may hold, and which keys there are.
+"""The rules for keys of a DeepSpeed JSON: types, ranges, defaults.
 
-A block is a frozen dataclass whose fields are made by `key` (a value) and `block` (a block in it): the dataclass is the
-list of known keys, its defaults are the file's. Keys that DeepSpeed knows and this package does not need are `Inert`s,
+A block is a frozen dataclass whose fields are made by `key` (a value) and `block` (an inner block): the dataclass is
+the list of known keys, with the file's defaults. Keys that DeepSpeed knows and this package does not need are `Inert`s,
 in the mapping `inert` of the class. `reader.py` turns parsed JSON into such a dataclass and back; the blocks
 themselves are in `sections.py`, `optimizers.py`, `lr_schedules.py` and `whole.py`.
 """
@@ -23,7 +23,7 @@ _KEY, _BLOCK, _NAMED = "key", "block", "named blocks"
 
 @dataclass(frozen=True)
 class Kind:
-    """A type of value. read: the value as it is kept; raises TypeError on anything else."""
+    """A type of value. read: converts a value of this type; raises TypeError on anything else."""
 
     name: str
     read: Callable[[object], object]
@@ -111,11 +111,11 @@ ANYTHING = Kind("anything", lambda value: value)
 
 @dataclass(frozen=True)
 class Key:
-    """What a key may hold. least, most: bounds; above, below: the same, excluded. None: unbounded.
+    """The rules of a key. least, most: inclusive bounds; above, below: exclusive ones. None: unbounded.
 
-    fill: the argument of `read_config` that stands in for "auto" or an absent key. asks: "auto" without that argument
-    is an error instead of the default. required: so is an absent key. null: it may be null,
-    which is kept as None, the default of nearly all such keys.
+    fill: the argument of `read_config` that replaces "auto" or an absent key. asks: "auto" without that argument is an
+    error, instead of the default. required: an absent key is an error, too. null: it may be null, which becomes None,
+    the default of nearly all such keys.
     """
 
     kind: Kind
@@ -131,11 +131,11 @@ class Key:
 
     @property
     def takes_auto(self) -> bool:
-        """Whether "auto" is a value of its own, and not for the caller to fill."""
+        """Whether "auto" is a proper value of this key, instead of a request for the caller's."""
         return self.kind in (STEPS, EVERY) or AUTO in self.choices
 
     def expected(self) -> str:
-        """In words."""
+        """A description of the accepted values."""
         if self.choices:
             return "one of " + ", ".join(as_json(choice) for choice in self.choices)
         bounds = [("at least", self.least), ("above", self.above), ("at most", self.most), ("below", self.below)]
@@ -143,7 +143,7 @@ class Key:
         return f"{self.kind.name} {limits}".strip() + (" or null" if self.null else "")
 
     def read(self, value: object, where: str) -> object:
-        """The value as it is kept. Raises TypeError (type) and ValueError (range), with what was expected and came."""
+        """The converted value. Raises TypeError (type) or ValueError (range), with the expected and the given value."""
         if value is None and self.null:
             return None
         try:
@@ -170,10 +170,10 @@ MISSING = object()
 
 @dataclass(frozen=True)
 class Inert:
-    """A key that DeepSpeed knows and that has no effect here. why: said in the warning, or in the refusal.
+    """A key that DeepSpeed knows and that has no effect here. why: reason in the warning or the error.
 
-    kind: its type, or the keys of its block. fine: values that ask for what happens anyway. asks: whether a block
-    switches something on. refused: an error instead of a warning, as another model or another sum would be trained.
+    kind: its type, or the keys of its block. fine: values that match what happens anyway. asks: whether a block
+    switches something on. refused: an error instead of a warning, if ignoring it would train another model or sum.
     """
 
     kind: Kind | Mapping[str, object]
@@ -199,7 +199,7 @@ def block(cls: type[T]) -> T:
 
 
 def named_blocks(cls: type[T]) -> Mapping[str, T]:
-    """A field that is an object of blocks under names of the user's; absent: none."""
+    """A field that is an object of blocks under names that the user chooses; absent: none."""
     return field(default_factory=dict, metadata={_NAMED: cls})
 
 
@@ -219,7 +219,7 @@ def named_blocks_of(cls: type) -> dict[str, type]:
 
 
 def check_block(made: object) -> None:
-    """Hold a block made in Python to the rules of one that is read; lists become tuples. For __post_init__."""
+    """Check a block made in Python by the rules of a file; lists become tuples. For __post_init__."""
     for name, rule in keys_of(type(made)).items():
         object.__setattr__(made, name, rule.read(getattr(made, name), f"{type(made).__name__}.{name}"))
 
@@ -236,6 +236,6 @@ def _numbers(value: object) -> Iterator[float]:
 
 
 def as_json(value: object) -> str:
-    """As it stands in a file, short."""
+    """A value in the notation of a file, shortened."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:77] + "..."

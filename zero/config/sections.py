@@ -1,8 +1,8 @@
 # ruff: noqa: RUF009  (`key` and `block` are dataclasses.field)
-"""The blocks of a DeepSpeed JSON that mean something here, and the one that is this package's own, "onebit".
+"""The blocks of a DeepSpeed JSON that have an effect here, and this package's own block, "onebit".
 
-Names and defaults are the file's, from DeepSpeed's "Configuration JSON" page; each class is the list of its keys (see
-`schema.py`). Optimizers and schedulers are in `optimizers.py` and `lr_schedules.py`, keys outside all blocks in
+Names and defaults come from DeepSpeed's "Configuration JSON" page; each class is the list of its keys (see
+`schema.py`). Optimizers and schedulers are in `optimizers.py` and `lr_schedules.py`, keys outside of blocks in
 `whole.py`.
 """
 
@@ -25,7 +25,7 @@ _WIRES = tuple(name for name in CODECS if name != "fp32")
 
 @dataclass(frozen=True)
 class Fp16:
-    """Training in float16 under a loss scale. loss_scale: 0: dynamic, by the rule of `precision.py`."""
+    """Training in float16 with a loss scale. loss_scale: 0: dynamic, by the rule of `precision.py`."""
 
     inert: ClassVar[Mapping[str, Inert]] = FP16
 
@@ -60,12 +60,12 @@ class Bf16:
 
 @dataclass(frozen=True)
 class OffloadOptimizer:
-    """Where optimizer state and master weights live. device: "none": with the parameters; "cpu": in host memory.
+    """The place of optimizer state and master weights. device: "none": with the parameters; "cpu": in host memory.
 
-    "nvme": master weights in host memory, moments in a file of nvme_path, of which buffer_count chunks are in memory
-    at once; a one-bit optimizer's state in mapped files, of which the kernel keeps what there is room for. The step is
-    taken in host memory; pin_memory: in page-locked memory, where there is CUDA. ratio: of a rank's elements that are
-    offloaded to "cpu", at least, in whole blocks; a dense optimizer steps the others where they are.
+    "nvme": master weights in host memory, moments in a file in nvme_path, of which buffer_count chunks are in memory
+    at once; a one-bit optimizer's state in mapped files, which the kernel caches as far as there is room. The step runs
+    in host memory. pin_memory: use page-locked memory if there is CUDA. ratio: least share of a rank's elements that
+    are offloaded to "cpu", in whole blocks; a dense optimizer steps the others on the device.
     """
 
     inert: ClassVar[Mapping[str, Inert]] = OFFLOAD
@@ -84,11 +84,11 @@ class OffloadOptimizer:
 
 @dataclass(frozen=True)
 class OffloadParam:
-    """Where the parameters' shards live, at stage 3. They are the masters: offloading one is offloading the other.
+    """The place of the parameters' shards, at stage 3. They are the masters: offloading one offloads the other.
 
-    device: "cpu": in host memory. "nvme": with a dense optimizer all parameters, gradients and state, in files of
-    nvme_path of each rank's own; buffer_count pieces of them are in memory at once. With a one-bit optimizer, pipeline
-    stages or tensor parallelism shards in host memory, and a warning.
+    device: "cpu": in host memory. "nvme": with a dense optimizer, all parameters, gradients and state in each rank's
+    files in nvme_path; buffer_count pieces of them are in memory at once. With a one-bit optimizer, pipeline stages or
+    tensor parallelism, shards stay in host memory, with a warning.
     """
 
     inert: ClassVar[Mapping[str, Inert]] = OFFLOAD_PARAM
@@ -104,12 +104,11 @@ class OffloadParam:
 
 @dataclass(frozen=True)
 class ZeroOptimization:
-    """What is sharded: stage 1 optimizer state, 2 gradients too, 3 parameters too; 0 nothing.
+    """Sharding: stage 0 none, 1 optimizer state, 2 also gradients, 3 also parameters.
 
     overlap_comm: send buckets during the backward pass; DeepSpeed's default is false below stage 3, here it is true.
-    mics_shard_size, zero_hpz_partition_size: ranks that shard among themselves and are replicated beyond, see
-    `ranks_per_shard_group`. gather_16bit...: the engine writes whole weights with each checkpoint, in the type that
-    is computed in.
+    mics_shard_size, zero_hpz_partition_size: size of a group of ranks that shard among themselves, replicated beyond;
+    see `ranks_per_shard_group`. gather_16bit...: write complete weights with each checkpoint, in the compute dtype.
     """
 
     inert: ClassVar[Mapping[str, Inert]] = ZERO
@@ -137,7 +136,7 @@ class ZeroOptimization:
 
     @property
     def ranks_per_shard_group(self) -> int | None:
-        """Ranks that shard among themselves, as the file says it in DeepSpeed's words; None: it does not."""
+        """Ranks that shard among themselves, by DeepSpeed's keys; None: the file has none of them."""
         sizes = [size for size in (self.mics_shard_size, self.zero_hpz_partition_size) if size > 1]
         return sizes[0] if sizes else None
 
@@ -156,9 +155,9 @@ class Monitor:
 
 @dataclass(frozen=True)
 class DataTypes:
-    """grad_accum_dtype: in which gradients are summed over micro-batches. Not a choice: each form has its own.
+    """grad_accum_dtype: dtype in which gradients are summed over micro-batches. Not a choice: each form has one.
 
-    None: float32, and where sharding is across nodes the type computed in.
+    None: float32; with sharding across nodes the compute dtype.
     """
 
     inert: ClassVar[Mapping[str, Inert]] = DATA_TYPES
@@ -171,12 +170,12 @@ class DataTypes:
 
 @dataclass(frozen=True)
 class Pipelining:
-    """Pipeline stages: DeepSpeed's block "pipeline", and how they are run, which is this package's own.
+    """Pipeline stages: DeepSpeed's block "pipeline", and keys of this package for how they run.
 
-    stages: ranks of a pipeline; null: one, or as the PipelineModule says. partition, activation_checkpoint_interval: in
-    place of the PipelineModule's own, see there. schedule: "gpipe", "1f1b", "interleaved" (1F1B with several stages on
-    each rank), "zero-bubble", "zbv". chunks: stages on each rank; null: what the schedule is made for. activations,
-    activation_gradients: what travels from stage to stage: as it is computed (null), or in "bf16", "int8" or "int4".
+    stages: ranks of a pipeline; null: one, or the PipelineModule's. partition, activation_checkpoint_interval: override
+    those of the PipelineModule, see there. schedule: "gpipe", "1f1b", "interleaved" (1F1B with several stages on each
+    rank), "zero-bubble", "zbv". chunks: stages on each rank; null: the schedule's usual number. activations,
+    activation_gradients: format between stages: uncompressed (null), "bf16", "int8" or "int4".
     """
 
     inert: ClassVar[Mapping[str, Inert]] = PIPELINE
@@ -200,19 +199,24 @@ class Pipelining:
 
 @dataclass(frozen=True)
 class Onebit:
-    """What DeepSpeed has no key for: the block "onebit" of the file. Every key may be left out.
+    """The block "onebit" of the file, for options without a key of DeepSpeed. Every key may be left out.
 
-    sharding: where the state of stages 1 and 2 is divided. "intra_node": over the ranks of a node, with the optimizers
-    as they are on the replica axis between nodes; "inter_node": over nodes, by the sharded one-bit algorithm; "auto":
-    intra_node where a node has several ranks, inter_node where it has one. differences: what parameter differences
-    travel in under inter_node: "int4" (4.06 bits per parameter) or "sign" (1.02). ranks_per_node: null: as the launcher
-    says. compression, bucket_cap_mb, error_dtype, check_replicas_every, max_consecutive_skips, delay: see
-    `onebit.optimizer.CommonOptions`. codec: what momentum travels in; block: elements per scale of its frames, a
-    multiple of 64. warmup_codec: what gradients travel in, in warm-up and refreshes; null: eight bits, or what
-    communication_data_type says; under inter_node momentum in eight bits. variance_floor: see
-    `onebit.arithmetic.adam.floor_of_blocks`. tensor: how many ranks compute each layer together (`parallel/tensor.py`);
-    null: one, or as many as the given grid has. keep_checkpoints: how many checkpoints of this run stay in a folder,
-    the newest; null: all. local_steps: rounds of differences around a dense optimizer, see there.
+    Attributes:
+        sharding: Axis that divides the state of stages 1 and 2. "intra_node": over the ranks of a node, with the usual
+            optimizers between nodes; "inter_node": over nodes, by the sharded one-bit algorithm; "auto": intra_node if
+            a node has several ranks, else inter_node.
+        differences: Codec of parameter differences under inter_node: "int4" (4.06 bits per parameter) or "sign" (1.02).
+        ranks_per_node: Ranks on each node; null: from the launcher.
+        compression, bucket_cap_mb, error_dtype, check_replicas_every, max_consecutive_skips, delay: See
+            `onebit.optimizer.CommonOptions`.
+        codec: Codec of momentum.
+        block: Elements per scale of its frames, a multiple of 64.
+        warmup_codec: Codec of gradients in warm-up and refreshes; null: eight bits, or communication_data_type's; under
+            inter_node, momentum in eight bits.
+        variance_floor: See `onebit.arithmetic.adam.floor_of_blocks`.
+        tensor: Ranks that compute each layer together (`parallel/tensor.py`); null: one, or those of the given grid.
+        keep_checkpoints: Number of this run's newest checkpoints to keep in a folder; null: all.
+        local_steps: Rounds of differences around a dense optimizer, see there.
     """
 
     sharding: str = key("auto", TEXT, choices=("auto", "intra_node", "inter_node"))

@@ -7,9 +7,9 @@
     optimizer = build_optimizer(config.optimizer, model.parameters(), transport=transport, **options)
     scheduler = build_scheduler(config.scheduler, optimizer)
 
-Keys that act here become fields; a known key that has no effect is warned about; an unknown one is refused with the
-nearest known name. `sections.py`, `optimizers.py` and `lr_schedules.py` hold the keys of the blocks, `ignored_keys.py`
-those without effect, `schema.py` and `reader.py` how they are read.
+Keys with an effect become fields; a known key without an effect adds a warning; an unknown one is refused with the
+nearest known name. `sections.py`, `optimizers.py` and `lr_schedules.py` define the keys of the blocks,
+`ignored_keys.py` those without effect, `schema.py` and `reader.py` how they are read.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ log = logging.getLogger(__name__)
 
 
 class Fills(TypedDict, total=False):
-    """Arguments of `read_config` that stand in where the file says "auto" or nothing.
+    """Arguments of `read_config` that replace "auto" and absent keys of the file.
 
-    Each is named like its key; fp16 and bf16 are the "enabled" of their blocks. One that contradicts the file is an
-    error; one whose block the file does not have is not needed.
+    Each has the name of its key; fp16 and bf16 are the "enabled" of their blocks. A contradiction to the file is an
+    error; an argument whose block the file does not have is ignored.
     """
 
     train_batch_size: int
@@ -75,7 +75,7 @@ class Fills(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class _TopLevel:
-    """What stands in no block of its own, as it stands in the file."""
+    """Keys outside of blocks, as the file contains them."""
 
     inert: ClassVar[Mapping[str, Inert]] = TOP_LEVEL
 
@@ -120,11 +120,16 @@ class _TopLevel:
 
 @dataclass(frozen=True)
 class Config(_TopLevel):
-    """Everything the engine acts on. The three batch sizes are numbers here, and multiply up.
+    """A checked configuration: every option of the engine, with defaults. Made by `read_config`.
 
-    world_size: ranks that hold different data. optimizer, scheduler: None where the file has none.
-    communication_data_type: what whole gradients travel in; None: eight bits from one-bit optimizers, float32 from the
-    others; "fp16" counts as "bf16", which has the same bytes and does not overflow.
+    The three batch sizes are numbers, and consistent: train = micro · steps · world_size.
+
+    Attributes:
+        world_size: Ranks that read different data.
+        optimizer: Name and parameters; None: the file has no optimizer.
+        scheduler: Name and parameters; None: the file has no scheduler.
+        communication_data_type: Format of gradients; None: eight bits for one-bit optimizers, float32 for others.
+            "fp16" counts as "bf16", which has the same bytes and does not overflow.
     """
 
     train_batch_size: int = key(1, INT, least=1)
@@ -141,16 +146,16 @@ class Config(_TopLevel):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters and activations."""
+        """dtype of parameters and activations."""
         return torch.float16 if self.fp16.enabled else torch.bfloat16 if self.bf16.enabled else torch.float32
 
     @property
     def ranks_per_shard_group(self) -> int | None:
-        """Ranks that shard among themselves, as the file says; None: as the launcher says."""
+        """Ranks that shard among themselves, from the file; None: from the launcher."""
         return self.onebit.ranks_per_node or self.zero_optimization.ranks_per_shard_group
 
     def optimizer_options(self) -> dict[str, Any]:
-        """Keyword arguments of `build_optimizer`, without the transport. fp16 and overlap: see `precision.py`."""
+        """Keyword arguments of `build_optimizer`, without the transport. For fp16 and overlap see `precision.py`."""
         return {
             "gradient_codec": self._gradient_codec(),
             "variance_floor": self.onebit.variance_floor,
@@ -166,7 +171,7 @@ class Config(_TopLevel):
         }
 
     def to_dict(self) -> dict[str, object]:
-        """As it would stand in a file, with nothing left to "auto": `read_config` of it is equal."""
+        """The configuration as a file would contain it, without "auto": `read_config` of it is equal."""
         data = write_block(self)
         if self.optimizer is not None:
             data["optimizer"] = write_choice(self.optimizer)
@@ -188,16 +193,26 @@ def read_config(
     ranks_per_batch: int | None = None,
     **fills: Unpack[Fills],
 ) -> Config:
-    """Read a DeepSpeed configuration: a JSON file, or its content as a dict.
+    """Read a DeepSpeed configuration: a JSON file, or its content as a dict. No communication.
 
-    world_size: all ranks. ranks_per_batch: how many of them read the same batch, where there is a grid that says so;
-    None: as the file's pipeline stages and onebit.tensor. rank: the one that warns is rank 0. fills: see `Fills`; they
-    answer "auto". Without one, "auto" is the key's default, except where there is no sound one: the batch sizes, lr,
-    warmup_num_steps and total_num_steps ask for the argument; warmup_max_lr is the optimizer's lr; gradient_clipping is
-    1.0, as in DeepSpeed's documentation and Hugging Face's trainer. freeze_step and the local_step keys pass "auto" on.
+    An "auto" takes the argument of its name, see `Fills`, or else the key's default. There is no sound default for the
+    batch sizes, lr, warmup_num_steps and total_num_steps: they need the argument. warmup_max_lr defaults to the
+    optimizer's lr, gradient_clipping to 1.0, as in DeepSpeed's documentation and Hugging Face's trainer. freeze_step
+    and the local_step keys pass "auto" on.
 
-    Raises ValueError on an unknown key or argument, a key that stands twice, a value out of range, batch sizes that
-    contradict each other, what is known but not supported; TypeError on a wrong type; OSError where there is no file.
+    Args:
+        config: Name of a file, or a dict.
+        world_size: Number of all ranks.
+        rank: This rank; rank 0 logs warnings. Default 0.
+        ranks_per_batch: Ranks that read the same batch, if a grid is given. Default None: from the file's pipeline
+            stages and onebit.tensor.
+        **fills: Values for "auto", see `Fills`.
+
+    Raises:
+        ValueError: A key or argument is unknown, twice there, out of range or not supported, or batch sizes contradict
+            each other.
+        TypeError: A value has the wrong type.
+        OSError: The file cannot be read.
     """
     if world_size < 1:
         raise ValueError(f"expected world_size of at least 1, got {world_size}")
@@ -223,9 +238,9 @@ def read_config(
 
 
 def batch_triangle(train: int | None, micro: int | None, steps: int | None, world_size: int) -> tuple[int, int, int]:
-    """All three batch sizes from those that are given: train = micro · steps · world_size; steps is 1 by default.
+    """All three batch sizes from the given ones: train = micro · steps · world_size; steps is 1 by default.
 
-    Raises ValueError where they contradict each other, do not divide, or do not suffice.
+    Raises ValueError if they contradict each other, do not divide, or are not enough.
     """
     numbers = (
         f"train_batch_size = {_or_unset(train)}, train_micro_batch_size_per_gpu = {_or_unset(micro)}, "
@@ -293,7 +308,7 @@ def _make(config: object, world_size: int, ranks_per_batch: int | None, reading:
 
 
 def _read_scheduler(given: object, optimizer: OptimizerChoice | None, reading: Reading) -> SchedulerChoice:
-    """The block "scheduler"; a warmup_max_lr left to "auto" is the optimizer's lr."""
+    """Read the block "scheduler"; "auto" for warmup_max_lr is the optimizer's lr."""
     data = read_object(given, "scheduler", reading)
     params = read_object(data.get("params") or {}, "scheduler.params", reading)
     if params.get("warmup_max_lr") == AUTO:

@@ -1,4 +1,4 @@
-"""One file for each optimizer: its JSON parameters, how it is built, what it holds and sends, its training-script flag.
+"""One file per optimizer: its JSON parameters, its construction, its memory and traffic, its flag of the script.
 
 `base.py` has the contract, `OptimizerEntry`; `../optimizers.py` the registry, a line for each entry.
 """

@@ -1,4 +1,4 @@
-"""Adam and AdamW: torch's, on gradients that were averaged before."""
+"""Adam and AdamW of torch, on gradients that are already averaged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`OptimizerEntry`: all that the configuration, the plan and the training script know of an optimizer.
+"""`OptimizerEntry`: everything that the configuration, the plan and the training script know of an optimizer.
 
-To add one write a file beside this one, and its line in `../optimizers.py`. The line joins the tests over the registry.
+To add one, write a file beside this one, and a line in `../optimizers.py`; the tests over the registry then cover it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AdamOptions(TypedDict):
 
 @dataclass(frozen=True)
 class AdamParams:
-    """What all of them take. Defaults are the peer's: no weight decay unless the file says so."""
+    """Keys of all of them. Defaults are DeepSpeed's: no weight decay unless the file has it."""
 
     inert: ClassVar[Mapping[str, Inert]] = _COMMON
 
@@ -65,7 +65,7 @@ class AdamParams:
         check_block(self)
 
     def check(self, name: str) -> None:
-        """Raise ValueError where keys contradict each other, or ask for what the optimizer of this name has not."""
+        """Raise ValueError if keys contradict each other, or ask for something that this optimizer does not have."""
         if not self.adam_w_mode:
             raise ValueError(
                 f'"adam_w_mode": false asks for an L2 term in the gradient, {name} decays decoupled from it, as '
@@ -76,7 +76,7 @@ class AdamParams:
 
     @property
     def options(self) -> AdamOptions:
-        """As arguments."""
+        """The keys as arguments of the optimizer."""
         return {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
 
 
@@ -85,10 +85,10 @@ P = TypeVar("P", bound=AdamParams)
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What an optimizer is built with beside its own parameters.
+    """Inputs of an optimizer's construction other than its hyper-parameters.
 
-    gradient_codec: what gradients travel in; None: eight bits. common: the transport among them. model: whose
-    parameters they are; None: not known.
+    gradient_codec: codec of gradients; None: eight bits. common: arguments of all one-bit optimizers, e.g. the
+    transport. model: the model of the parameters; None: not known.
     """
 
     gradient_codec: Codec | None
@@ -101,8 +101,8 @@ class BuildOptions:
 class ShardedForm(Generic[P]):
     """The optimizer with its state sharded across nodes.
 
-    warmup: the key that can shorten its warm-up. without_effect: keys of the plain form that say nothing here.
-    counts_from_warmup: whether other keys count their steps from `warmup`'s, whatever it does to the warm-up.
+    warmup: the key that can shorten its warm-up. without_effect: keys of the plain form that have no effect here.
+    counts_from_warmup: whether other keys count their steps from the value of `warmup`, even if it is capped.
     """
 
     build: Callable[[P, object, ShardedOptions], ShardedOnebitOptimizer]
@@ -113,10 +113,11 @@ class ShardedForm(Generic[P]):
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a rank holds and sends, in bytes per parameter of those that it holds, once any warm-up is over.
+    """Memory and traffic of a rank after any warm-up, in bytes per parameter that it holds.
 
-    moments: optimizer state without errors; sent: each way of an exchange. Both of a frame's bytes per parameter.
-    dense_steps(steps): of a run's first steps, how many send gradients in place of momentum, with nothing said.
+    moments: optimizer state without residuals; sent: each way of an exchange. Both are functions of a frame's bytes per
+    parameter. dense_steps(steps): with default options, the number of the first steps that send gradients instead of
+    momentum.
     """
 
     moments: Callable[[float], float]
@@ -126,12 +127,12 @@ class Footprint:
 
 @dataclass(frozen=True)
 class OptimizerEntry(Generic[P]):
-    """An optimizer. name: DeepSpeed's, read without regard to letter case. params: the keys of its block "params".
+    """An optimizer. name: DeepSpeed's, letter case ignored. params: the keys of its block "params".
 
-    build: makes it of the parameters to train, groups of them, or an iterator; all ranks. is_one_bit: it does the
-    data-parallel traffic itself; otherwise whoever steps it averages gradients first. sharded: None where it has no
-    such form. footprint: its rows in the plan; None: another entry's are its own. flag: its name as the training
-    script's --optimizer; None: it has none. flag_keys: keys that have a flag of their own there, with its help.
+    build: constructs it from the parameters to train, groups of them, or an iterator; all ranks. is_one_bit: it does
+    the data-parallel traffic itself; if not, its caller averages gradients first. sharded: its sharded form; None:
+    there is none. footprint: its rows in the plan; None: another entry's rows cover it. flag: its name for the training
+    script's --optimizer; None: none. flag_keys: keys with a separate flag there, and its help.
     """
 
     name: str

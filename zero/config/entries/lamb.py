@@ -1,4 +1,4 @@
-"""LAMB on averaged gradients: `onebit.Lamb`. The plan has it as AdamW, which holds and sends as much."""
+"""LAMB on averaged gradients: `onebit.Lamb`. In the plan it counts as AdamW, with the same memory and traffic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LaProp on averaged gradients: `onebit.LaProp`. The plan has it as AdamW, which holds and sends as much."""
+"""LaProp on averaged gradients: `onebit.LaProp`. In the plan it counts as AdamW, with the same memory and traffic."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OnebitAdamParams(AdamParams):
-    """freeze_step: warm-up steps, passed on as it stands; "auto", or absent: `onebit.OnebitAdam`'s own rule.
+    """freeze_step: warm-up steps, passed on unchanged; "auto", or absent: the rule of `onebit.OnebitAdam`.
 
-    Where sharding is across nodes it can only shorten the 64 steps of warm-up: nothing freezes. momentum_of: see
+    With sharding across nodes it can only shorten the 64 steps of warm-up: nothing freezes. momentum_of: see
     `onebit.OnebitAdam`.
     """
 

@@ -20,9 +20,9 @@ from .base import ONE_BIT_INERT, AdamParams, BuildOptions, Footprint, OptimizerE
 class OnebitMuonParams(AdamParams):
     """See `onebit.OnebitMuon`; freeze_step as in `OnebitAdamParams`.
 
-    head: the name of the module that makes the outputs, whose matrix takes AdamW's rule as embeddings' do; "": there is
-    none, or its matrix is an embedding's; null: what the model's get_output_embeddings() gives (transformers' models
-    have it). Of groups that say use_muon themselves nothing is asked.
+    head: name of the module that makes the outputs; its matrix takes AdamW's rule, like embeddings. "": there is none,
+    or its matrix is an embedding's. null: the result of the model's get_output_embeddings() (transformers' models have
+    it). Not needed for groups that have use_muon.
     """
 
     inert: ClassVar[Mapping[str, Inert]] = ONE_BIT_INERT
@@ -35,7 +35,7 @@ class OnebitMuonParams(AdamParams):
     head: str | None = key(None, TEXT, null=True)
 
     def head_of(self, model: nn.Module) -> nn.Module | None:
-        """Raises ValueError where nothing says which module it is, or there is none of this name."""
+        """The module of the head. Raises ValueError if it is not known, or there is no module of this name."""
         if self.head is None and not hasattr(model, "get_output_embeddings"):
             raise ValueError(
                 "optimizer.params.head: OneBitMuon must know which module makes the outputs, and "

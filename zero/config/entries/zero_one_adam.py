@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ZeroOneAdamParams(AdamParams):
-    """See `onebit.ZeroOneAdam`; absent keys are its defaults, not the peer's, whose variance rests at step 100,000.
+    """See `onebit.ZeroOneAdam`; absent keys take its defaults, not DeepSpeed's, whose variance freezes at step 100,000.
 
-    var_freeze_step: "auto": the variance is refreshed ever more rarely, without an end. Where sharding is across nodes
-    it shortens the warm-up as freeze_step does, and a numeric local_step_scaler counts from it.
+    var_freeze_step: "auto": the variance is refreshed ever more rarely, without an end. With sharding across nodes it
+    shortens the warm-up as freeze_step does, and a numeric local_step_scaler counts from it.
     """
 
     inert: ClassVar[Mapping[str, Inert]] = ONE_BIT_INERT
