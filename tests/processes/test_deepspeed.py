@@ -26,7 +26,7 @@ def test_parameters_gradients_and_moments_are_asked_for_whole(ranks: list[dict],
         assert facts["gathered"] and facts["set"] and facts["alike"], facts
         assert "layers.0.weight has shape (16, 8), got a value of (3,)" in facts["shape"]
         if form == "inter_node":
-            assert all("lie in parts at their owners" in text for text in facts["refused"])
+            assert all("are divided over their owners" in text for text in facts["refused"])
         else:
             assert facts["moment"] < (1e-6 if "dense" in form else 0.03) and facts["whole"] and facts["moved"]
             assert "has no 'xyzzy' of layers.0.weight now; it has exp_avg, exp_avg_sq" in facts["unknown"]
@@ -93,4 +93,4 @@ def test_natural_but_wrong_steps_say_what_to_do(ranks: list[dict]) -> None:
         assert "a tensor of shape (3,); reduce it" in vector and "got float" in number
         assert "accumulate in engine.no_sync()" in kept
         (line,) = facts["never stepped"]
-        assert "call engine.step() behind every micro-batch" in line
+        assert "call engine.step() after every micro-batch" in line

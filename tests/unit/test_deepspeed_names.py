@@ -170,7 +170,7 @@ def test_an_mpu_is_taken_where_every_rank_holds_the_whole_model() -> None:
     with pytest.raises(ValueError, match="2 data-parallel ranks of 4, and one model-parallel"):
         check_mpu(Mpu(model_parallel=1, data_parallel=2), 4)
     for other in (object(), Mpu(data_parallel=4), Mpu(model_parallel=1)):
-        with pytest.raises(TypeError, match="leave it out where every rank holds the whole model"):
+        with pytest.raises(TypeError, match="leave it out if every rank holds the whole model"):
             check_mpu(other, 4)
 
 
@@ -234,7 +234,7 @@ def test_what_initialize_refuses_before_any_rank_is_asked() -> None:
         ({}, TypeError, "expected model=, a torch.nn.Module or a PipelineModule, got NoneType"),
         ({"model": net}, ValueError, "no configuration: pass config="),
         ({"model": net, "config": config, "config_params": config}, ValueError, "as config and as config_params"),
-        ({"model": net, "config": config, "mesh_param": (1, 1)}, ValueError, "mesh_param is not here"),
+        ({"model": net, "config": config, "mesh_param": (1, 1)}, ValueError, "mesh_param is not supported"),
         (
             {"model": net, "config": config, "model_parameters": net},
             TypeError,

@@ -1,4 +1,4 @@
-"""DeepSpeed's `deepspeed.checkpointing`: activations that are computed again in the backward pass, by torch."""
+"""DeepSpeed's `deepspeed.checkpointing`: activations are recomputed in the backward pass, by torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ __all__ = ["checkpoint", "configure", "is_configured", "reset"]
 
 
 def checkpoint(function: Callable[..., object], *args: object) -> object:
-    """function(*args), whose activations are not kept: torch.utils.checkpoint, non-reentrant."""
+    """Call function(*args) without keeping activations: torch.utils.checkpoint, non-reentrant.
+
+    Args:
+        function: A part of the model.
+        *args: Its inputs.
+
+    Returns:
+        Its outputs.
+    """
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
 
 
@@ -24,10 +32,22 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Nothing is to be configured. Raises ValueError where the call asks for activations elsewhere than where they are.
+    """Check a call of DeepSpeed's; there is nothing to configure.
 
-    num_checkpoints, synchronize and profile have no effect; nor has what a configuration says of activations, of which
-    `read_config` warns.
+    `read_config` warns about activation settings in a configuration.
+
+    Args:
+        mpu_: Without effect.
+        deepspeed_config: Without effect.
+        partition_activations: Must be false or None: activations are not divided over ranks.
+        contiguous_checkpointing: Must be false or None.
+        num_checkpoints: Without effect.
+        checkpoint_in_cpu: Must be false or None: activations are not moved to host memory.
+        synchronize: Without effect.
+        profile: Without effect.
+
+    Raises:
+        ValueError: The call asks to keep activations in another place.
     """
     asked = {
         "partition_activations": partition_activations,
@@ -36,15 +56,15 @@ def configure(
     }
     if wanted := [name for name, value in asked.items() if value]:
         raise ValueError(
-            f"{wanted[0]}=True is not here: activations are kept where they are computed, or computed again; leave it "
-            "out"
+            f"{wanted[0]}=True is not supported: activations are kept on the device that computed them, or computed "
+            "again; leave it out"
         )
 
 
 def is_configured() -> bool:
-    """Always."""
+    """Always True."""
     return True
 
 
 def reset() -> None:
-    """Nothing is kept between calls."""
+    """Does nothing: there is no state between calls."""

@@ -71,20 +71,30 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start torch.distributed as the launcher says; nothing where it is started. All ranks.
+    """Start torch.distributed with the launcher's ranks; does nothing if it is running. All ranks.
 
-    dist_backend: "nccl" or "gloo"; None: "nccl" where there is CUDA, else "gloo". distributed_port: MASTER_PORT, where
-    the launcher sets none. timeout: how long an operation waits for a peer, also within the engine. init_method, rank,
-    world_size: as torch's init_process_group, in place of the launcher's. dist_init_required: False: it must be started
-    already. auto_mpi_discovery, verbose, config: no effect; mpirun is always found. Raises ValueError on a backend that
-    cannot be had, RuntimeError where it must have been started.
+    Args:
+        dist_backend: "nccl" or "gloo". Default None: "nccl" if there is CUDA, else "gloo".
+        auto_mpi_discovery: Without effect: mpirun is always detected.
+        distributed_port: MASTER_PORT, if the launcher sets none. Default None.
+        verbose: Without effect.
+        timeout: Longest wait of an operation for a peer, also within the engine. Default 30 minutes.
+        init_method: As in torch's init_process_group, instead of the launcher's. Default None.
+        dist_init_required: False: torch.distributed must be running already. Default None.
+        config: Without effect.
+        rank: This rank, with init_method. Default -1: the launcher's.
+        world_size: Number of ranks, with init_method. Default -1: the launcher's.
+
+    Raises:
+        ValueError: The backend is not available, or rank and world_size contradict the launcher.
+        RuntimeError: torch.distributed must be running, and is not.
     """
     if torch.distributed.is_initialized():
         _warn_of_other_backend(dist_backend)
         return
     if dist_init_required is False:
         raise RuntimeError(
-            "dist_init_required=False says that torch.distributed runs, and it does not; call "
+            "dist_init_required=False, but torch.distributed is not running; call "
             "torch.distributed.init_process_group first, or leave dist_init_required out"
         )
     backend = dist_backend or default_backend()
@@ -111,7 +121,7 @@ def init_distributed(
 
 
 def default_backend() -> str:
-    """What moves tensors between ranks where nobody says otherwise."""
+    """The default backend: "nccl" if there is CUDA, else "gloo"."""
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
@@ -119,7 +129,7 @@ def _check_backend(backend: str) -> None:
     if backend == "nccl" and not torch.cuda.is_available():
         raise ValueError(
             f'rank {detect(os.environ).rank}: dist_backend is "nccl" and there is no CUDA; pass dist_backend="gloo", '
-            "or none for what this machine has"
+            "or leave it out"
         )
 
 
@@ -130,10 +140,10 @@ def _warn_of_other_backend(asked: str | None) -> None:
 
 
 def timeout_s() -> float:
-    """How long an operation of the engine waits for a peer: as `init_distributed` was told, if it was called."""
+    """Seconds that an operation of the engine waits for a peer: `init_distributed`'s timeout, else 300."""
     return _started[-1].timeout_s if _started and is_initialized() else _DEFAULT_S
 
 
 def get_local_rank() -> int:
-    """This process's number on its host."""
+    """This process's number on its host, from 0."""
     return local_rank()

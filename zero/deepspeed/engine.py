@@ -1,7 +1,7 @@
-"""DeepSpeedEngine: the engine, and what DeepSpeed's scripts ask of one beside training. What `initialize` gives.
+"""DeepSpeedEngine: the engine with the further names of DeepSpeed's engine. `initialize` returns one.
 
-`zero/engine.py` drives; here are the answers: settings, ranks, the gradient-accumulation boundary, the whole weights,
-attributes of the module. A name of DeepSpeed's that is not here raises AttributeError with what to do instead
+`zero/engine.py` drives steps; here are settings, ranks, the gradient-accumulation boundary, complete weights, and
+attributes of the module. A name of DeepSpeed's that does not exist here raises AttributeError with the alternative
 (`names.py`). `docs/deepspeed.md` lists all of them.
 """
 
@@ -45,9 +45,12 @@ _Self = TypeVar("_Self", bound="DeepSpeedEngine")
 
 
 class DeepSpeedEngine(Engine):
-    """An `Engine` under DeepSpeed's names. mpu: what `initialize` was given.
+    """An `Engine` with DeepSpeed's names. `initialize` makes it.
 
-    What is neither here nor in `Engine` is asked of the module: engine.generate is engine.module.generate.
+    Names that neither this class nor `Engine` has come from the module: engine.generate is engine.module.generate.
+
+    Attributes:
+        mpu: The `mpu` of `initialize`.
     """
 
     mpu: object = None
@@ -55,7 +58,7 @@ class DeepSpeedEngine(Engine):
     _passes = 0  # backward passes since the last step()
 
     def __getattr__(self, name: str) -> Any:
-        """Of the module; what is switched off for good. Only for names that are not found otherwise."""
+        """Attributes of the module, and answers for DeepSpeed's names that do not exist here."""
         if name in REFUSED:
             return partial(_refuse, name)
         module = self.__dict__.get("module")
@@ -71,14 +74,19 @@ class DeepSpeedEngine(Engine):
 
     @property
     def compression_scheduler(self) -> CompressionScheduler | None:
-        """Of a model that `init_compression` has armed; it counts every step, skipped ones included."""
+        """The scheduler of a model from `init_compression`, else None. It counts every step, also skipped ones."""
         feature = self.feature_of(Compression)
         return None if feature is None else feature.scheduler
 
     # ---------------------------------------------------------------- a step
 
     def forward(self, *inputs: object, **named: object) -> object:
-        """As calling the engine."""
+        """The same as calling the engine.
+
+        Args:
+            *inputs: Inputs of the module.
+            **named: Named inputs of the module.
+        """
         return self(*inputs, **named)
 
     def backward(  # type: ignore[override]
@@ -89,9 +97,18 @@ class DeepSpeedEngine(Engine):
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
     ) -> Tensor:
-        """Add the loss's gradients, times the loss scale; scale_wrt_gas: over the micro-batches of a step. The loss.
+        """Add the loss's gradients, times the loss scale, and return the loss.
 
-        release_loss: no effect. Raises TypeError on what is no loss, ValueError without allreduce_gradients.
+        Args:
+            loss: A tensor of one element.
+            allreduce_gradients: Must be True; accumulate in `no_sync()` instead. Default True.
+            release_loss: Without effect.
+            retain_graph: As in torch. Default False.
+            scale_wrt_gas: Whether to divide by the micro-batches of a step. Default True.
+
+        Raises:
+            TypeError: loss is not a tensor of one element.
+            ValueError: allreduce_gradients is False.
         """
         if not allreduce_gradients:
             raise ValueError(
@@ -99,19 +116,26 @@ class DeepSpeedEngine(Engine):
             )
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise TypeError(f"expected a loss, a tensor of one element, got {got}; reduce it, as by loss.mean()")
+            raise TypeError(f"expected a loss, a tensor of one element, got {got}; reduce it, e.g. by loss.mean()")
         self._passes += 1
         if self._passes == 2 + 2 * self.config.gradient_accumulation_steps and self._said_boundary is None:
             log.warning(
-                "rank %d: backward() has run %d times and step() never; call engine.step() behind every micro-batch, "
-                "also where is_gradient_accumulation_boundary() is False: it counts them",
+                "rank %d: backward() has run %d times and step() never; call engine.step() after every micro-batch, "
+                "also if is_gradient_accumulation_boundary() is False: it counts them",
                 self.global_rank,
                 self._passes,
             )
         return super().backward(loss, retain_graph=retain_graph, weight=None if scale_wrt_gas else 1.0)
 
     def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
-        """As `Engine.step`. lr_kwargs: for the schedule's step()."""
+        """As `Engine.step`.
+
+        Args:
+            lr_kwargs: Arguments of the schedule's step(). Default None.
+
+        Raises:
+            RuntimeError: It is called within `no_sync()`.
+        """
         if self._is_paused:
             raise RuntimeError("step() within no_sync(): nothing was averaged; leave the block before the last pass")
         taken = self.global_steps - self.skipped_steps
@@ -120,14 +144,14 @@ class DeepSpeedEngine(Engine):
         self._was_applied = self.global_steps - self.skipped_steps > taken
 
     def was_step_applied(self) -> bool:
-        """Whether the last step() changed the weights: not within a step, nor where gradients were not finite."""
+        """Whether the last step() changed the weights: False within a step, and if gradients were not finite."""
         return self._was_applied
 
     _is_paused = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here only accumulate. As DDP's; inside a node, stages 2 and 3 reduce them nevertheless."""
+        """Backward passes in this block only accumulate, as in DDP; stages 2 and 3 still reduce them inside a node."""
         before, self._said_boundary, self._is_paused = self._said_boundary, False, True
         try:
             yield
@@ -135,18 +159,27 @@ class DeepSpeedEngine(Engine):
             self._said_boundary, self._is_paused = before, False
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the micro-batch under way is the step's last, from here on; the configuration's count rests."""
+        """Set whether the current micro-batch is the step's last, from now on instead of the configured count.
+
+        Args:
+            is_boundary: Whether it is the last.
+        """
         self._refuse_in_pipeline("set_gradient_accumulation_boundary()")
         self._said_boundary = bool(is_boundary)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Other numbers of micro-batches in a step, of the same size, from the next step on.
+        """Change the number of micro-batches in a step, from the next step on; their size stays.
 
-        Raises ValueError where they do not make this batch, RuntimeError within a step and in a pipeline.
+        Args:
+            train_batch_size: Samples of a step, of all ranks.
+
+        Raises:
+            ValueError: It is not a whole number of micro-batches.
+            RuntimeError: It is called within a step, in a pipeline, or with a curriculum.
         """
         self._refuse_in_pipeline("set_train_batch_size()")
         if self.micro_steps_of_step or self.has_gradients:
-            raise RuntimeError("set_train_batch_size() within a step; call it where engine.step() has updated")
+            raise RuntimeError("set_train_batch_size() within a step; call it after engine.step() has updated")
         if isinstance(self.loader, CurriculumLoader):
             raise RuntimeError(
                 "set_train_batch_size() with a curriculum, whose global batches have train_batch_size samples; write "
@@ -170,12 +203,12 @@ class DeepSpeedEngine(Engine):
 
     @property
     def is_pipe_parallel(self) -> bool:
-        """Whether other ranks hold other layers."""
+        """Whether the model is divided into pipeline stages."""
         return self.pipeline is not None
 
     @property
     def num_stages(self) -> int:
-        """Ranks of a pipeline."""
+        """Number of ranks of a pipeline."""
         return self.grid.shape.size("pipe")
 
     @property
@@ -185,7 +218,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def micro_batches(self) -> int:
-        """Of a step."""
+        """Micro-batches of a step."""
         return self.gradient_accumulation_steps()
 
     @property
@@ -206,11 +239,19 @@ class DeepSpeedEngine(Engine):
         return self.pipeline is None or self.pipeline.is_last
 
     def set_dataiterator(self, iterator: Iterator[Batch]) -> None:
-        """What train_batch() and eval_batch() read where they are given nothing."""
+        """Set the iterator that train_batch() and eval_batch() read if they get none.
+
+        Args:
+            iterator: Iterator of batches.
+        """
         self._batches = iterator
 
     def set_dataloader(self, loader: Iterable[Batch]) -> None:
-        """The same, from epoch to epoch."""
+        """Set a loader that train_batch() and eval_batch() read if they get no iterator, epoch after epoch.
+
+        Args:
+            loader: An iterable of batches.
+        """
 
         def forever() -> Iterator[Batch]:
             while True:
@@ -219,42 +260,42 @@ class DeepSpeedEngine(Engine):
         self._batches = forever()
 
     def reset_activation_shape(self) -> None:
-        """Nothing: each step's shapes are its own."""
+        """Does nothing: shapes may change with each step."""
 
     # ---------------------------------------------------------------- ranks
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device of this rank."""
         return self.grid.device
 
     @property
     def global_rank(self) -> int:
-        """Of all ranks."""
+        """This rank among all ranks."""
         return self.grid.world.rank
 
     @property
     def local_rank(self) -> int:
-        """On this host."""
+        """This rank on its host."""
         return get_local_rank()
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.grid.world.world_size
 
     @property
     def dp_world_size(self) -> int:
-        """Ranks that read different data."""
+        """Number of ranks that read different data."""
         return self.grid.data[1]
 
     @property
     def mp_world_size(self) -> int:
-        """Ranks that compute each layer together."""
+        """Number of ranks that compute each layer together."""
         return self.grid.shape.size("tensor")
 
     def get_data_parallel_rank(self) -> int:
-        """Which share of the data this rank reads."""
+        """The share of the data that this rank reads, from 0."""
         return self.grid.data[0]
 
     def get_tensor_parallel_rank(self) -> int:
@@ -267,7 +308,7 @@ class DeepSpeedEngine(Engine):
     def data_parallel_group(self) -> torch.distributed.ProcessGroup:
         """The process group of the ranks that read different data and hold this stage.
 
-        Raises RuntimeError where no one group is theirs: replicas of shards in a pipeline or of tensor slices.
+        Raises RuntimeError if they have no single group: replicas of shards in a pipeline or of tensor slices.
         """
         shape = self.grid.shape
         if shape.size("pipe") * shape.size("tensor") == 1:
@@ -282,24 +323,28 @@ class DeepSpeedEngine(Engine):
 
     @property
     def dist_backend(self) -> str:
-        """What moves tensors between ranks."""
+        """The backend of torch.distributed."""
         return torch.distributed.get_backend()
 
     # ---------------------------------------------------------------- settings
 
     def train(self: _Self, mode: bool = True) -> _Self:
-        """As the module's."""
+        """Set the module's training mode.
+
+        Args:
+            mode: Training, not evaluation. Default True.
+        """
         super().train(mode)
         return self
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:
-        """Stepped after every step that was taken."""
+        """The learning-rate scheduler, which advances after every step that was taken; None: there is none."""
         return self.scheduler
 
     @property
     def training_dataloader(self) -> Loader | None:
-        """That of initialize(training_data=...)."""
+        """The loader of initialize(training_data=...); None: there is none."""
         return self.loader
 
     def deepspeed_io(
@@ -310,9 +355,14 @@ class DeepSpeedEngine(Engine):
         collate_fn: object = None,
         **options: object,
     ) -> Loader:
-        """A loader of this rank's share of a dataset; shuffled where the route is "train". options: of DataLoader.
+        """A loader of this rank's share of a dataset. With the route "train" it is shuffled, or follows the curriculum.
 
-        Of the route "train" the configuration's curriculum chooses; then batch_size is the configuration's.
+        Args:
+            dataset: The dataset.
+            batch_size: Samples of a micro-batch. Default None: the configuration's, which a curriculum requires.
+            route: "train", or another name for evaluation data. Default "train".
+            collate_fn: As in DataLoader. Default None.
+            **options: Options of DataLoader.
         """
         given: dict[str, Any] = options if collate_fn is None else options | {"collate_fn": collate_fn}
         if route == "train" and configured.has_sampler(self.config):
@@ -343,20 +393,20 @@ class DeepSpeedEngine(Engine):
         )
 
     def get_mom(self) -> list[object]:
-        """Of each group: its betas, or its momentum."""
+        """Betas, or momentum, of each group."""
         return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     def get_type(self) -> list[object]:
-        """Of each group: its "type", where it has one."""
+        """The "type" of each group; None if it has none."""
         return [group.get("type") for group in self.optimizer.param_groups]
 
     def optimizer_name(self) -> str:
-        """As in the configuration, in small letters; of an optimizer that was handed over, its class."""
+        """The configuration's name in lower case; for an optimizer that was passed in, its class."""
         choice = self.config.optimizer
         return type(self.optimizer).__name__ if choice is None else choice.type.lower()
 
     def optimizer_params(self) -> dict[str, object] | None:
-        """As in the configuration, with defaults."""
+        """Parameters of the configuration, with defaults; None: an optimizer was passed in."""
         return None if self.config.optimizer is None else write_block(self.config.optimizer.params)
 
     def scheduler_name(self) -> str | None:
@@ -372,27 +422,27 @@ class DeepSpeedEngine(Engine):
         return self.config.fp16.enabled
 
     def bfloat16_enabled(self) -> bool:
-        """Whether bfloat16 is computed in."""
+        """Whether the engine computes in bfloat16."""
         return self.config.bf16.enabled
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """What is computed in, and what gradients are summed in."""
+        """dtypes of computing, and of sums of gradients."""
         return self.config.dtype, self.form.sum_dtype(self.config)
 
     def loss_scale(self) -> float:
-        """The configuration's: 0 for a dynamic one, which is engine.fp16_scale.value now."""
+        """The configured loss scale; 0: dynamic, with its current value in engine.fp16_scale.value."""
         return self.config.fp16.loss_scale
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale moves."""
+        """Whether the loss scale is dynamic."""
         return self.fp16_enabled() and self.config.fp16.loss_scale == 0
 
     def initial_dynamic_scale(self) -> float:
-        """What a dynamic loss scale begins with."""
+        """First value of a dynamic loss scale."""
         return 2.0**self.config.fp16.initial_scale_power
 
     def zero_optimization_stage(self) -> int:
-        """0 to 3."""
+        """The ZeRO stage, 0 to 3."""
         return self.config.zero_optimization.stage
 
     def zero_optimization(self) -> bool:
@@ -408,39 +458,39 @@ class DeepSpeedEngine(Engine):
         return self.zero_optimization_stage() >= 3
 
     def zero_overlap_comm(self) -> bool:
-        """Whether buckets leave during the backward pass."""
+        """Whether buckets are sent during the backward pass."""
         return self.config.zero_optimization.overlap_comm
 
     def zero_offload_optimizer(self) -> OffloadOptimizer:
-        """The block of the configuration."""
+        """The block "offload_optimizer"."""
         return self.config.zero_optimization.offload_optimizer
 
     def zero_offload_param(self) -> OffloadParam:
-        """The block of the configuration."""
+        """The block "offload_param"."""
         return self.config.zero_optimization.offload_param
 
     def zero_cpu_offload(self) -> bool:
-        """Whether the optimizer's state lies in host memory."""
+        """Whether the optimizer's state is in host memory."""
         return self.zero_offload_optimizer().device == "cpu"
 
     def zero_nvme_offload_optimizer(self) -> bool:
-        """Whether the optimizer's state lies in files."""
+        """Whether the optimizer's state is in files."""
         return self.zero_offload_optimizer().device == "nvme"
 
     def zero_partial_offload(self) -> float:
-        """The share of the optimizer's state that is asked to lie there."""
+        """The configured share of the optimizer's state that is offloaded."""
         return self.zero_offload_optimizer().ratio
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether whole weights are written with each checkpoint."""
+        """Whether complete weights are written with each checkpoint."""
         return self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
 
     def zero_hpz_partition_size(self) -> int:
-        """As in the configuration."""
+        """The configured size of a shard group."""
         return self.config.zero_optimization.zero_hpz_partition_size
 
     def gradient_clipping(self) -> float:
-        """The most that the gradient's norm may be; 0: anything."""
+        """Largest norm of the gradient; 0: no clipping."""
         return self.config.gradient_clipping
 
     def steps_per_print(self) -> int | None:
@@ -448,7 +498,7 @@ class DeepSpeedEngine(Engine):
         return self.config.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
-        """Whether log lines say where a step's time goes."""
+        """Whether the time of a step's parts is logged."""
         return self.config.wall_clock_breakdown
 
     def dump_state(self) -> bool:
@@ -462,7 +512,7 @@ class DeepSpeedEngine(Engine):
     # ---------------------------------------------------------------- data efficiency
 
     def data_efficiency_enabled(self) -> bool:
-        """Whether the block is on."""
+        """Whether the block is enabled."""
         return self.config.data_efficiency.enabled
 
     def data_efficiency_config(self) -> dict[str, object]:
@@ -478,7 +528,7 @@ class DeepSpeedEngine(Engine):
         return write_block(self.config.data_efficiency.data_sampling)
 
     def curriculum_learning_enabled(self) -> bool:
-        """Whether samples come by difficulty."""
+        """Whether samples are ordered by difficulty."""
         return self.config.data_efficiency.curriculum is not None
 
     def curriculum_learning_config(self) -> dict[str, object]:
@@ -486,7 +536,7 @@ class DeepSpeedEngine(Engine):
         return write_block(self.config.data_efficiency.data_sampling.curriculum_learning)
 
     def curriculum_enabled_legacy(self) -> bool:
-        """Whether the older block is on."""
+        """Whether the older block is enabled."""
         return self.config.curriculum_learning.enabled
 
     def curriculum_params_legacy(self) -> dict[str, object]:
@@ -495,32 +545,43 @@ class DeepSpeedEngine(Engine):
 
     @property
     def efficiency(self) -> Efficiency:
-        """What is done in a step; nothing without the block."""
+        """The data-efficiency methods of a step; empty without the block."""
         feature = self.feature_of(DataEfficiency)
         return Efficiency() if feature is None else feature.efficiency
 
     @property
     def curriculum_scheduler_legacy(self) -> Pacing | None:
-        """The lengths of the older block: a function of the step, from 1."""
+        """The lengths of the older block as a function of the step, from 1; None: it is off."""
         return self.efficiency.lengths
 
     def curriculum_seqlen(self) -> int | None:
-        """Tokens of a sequence in the step under way, of the older block; None: all."""
+        """Tokens of a sequence in the current step, by the older block; None: all."""
         return self.efficiency.seqlen(self.global_steps)
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: object) -> None:
-        """The functions, of the step, of schedules whose type is "custom": by metric, or one for the older block."""
+        """Set the schedules of type "custom".
+
+        Args:
+            schedule_func_dict: Functions of the step, by metric; one function for the older block.
+        """
         sampler = getattr(self.loader, "sampler", None)
         self.efficiency.set_custom(
             schedule_func_dict, sampler.pacings if isinstance(sampler, CurriculumSampler) else ()
         )
 
     def set_data_post_process_func(self, post_process_func: Callable[[Any, Mapping[str, Any]], Any]) -> None:
-        """What changes the loader's batches: called with a batch and {"current_difficulties": by metric}."""
+        """Set a function that changes the loader's batches.
+
+        Args:
+            post_process_func: Called with a batch and {"current_difficulties": by metric}; returns the batch.
+
+        Raises:
+            RuntimeError: The loader is not that of a curriculum.
+        """
         if not isinstance(self.loader, CurriculumLoader):
             raise RuntimeError(
                 "set_data_post_process_func() needs the loader of a curriculum: pass initialize(training_data=...) and "
-                "a configuration with data_sampling; of another loader map over its batches"
+                "a configuration with data_sampling; with another loader, map over its batches"
             )
         self.loader.process = post_process_func
 
@@ -534,14 +595,18 @@ class DeepSpeedEngine(Engine):
 
     @property
     def random_ltd_scheduler(self) -> TokenDropping | None:
-        """The layers that drop tokens; `kept` says how many each keeps."""
+        """The layers that drop tokens; its `kept` is the number that each keeps. None: no layer does."""
         return self.efficiency.dropping
 
     # ---------------------------------------------------------------- weights
 
     @every_rank
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """The module's weights and buffers, whole, on the CPU, on every rank. All ranks."""
+        """The module's complete weights and buffers, on the CPU, on every rank. All ranks.
+
+        Args:
+            exclude_frozen_parameters: Whether to leave out parameters without gradients. Default False.
+        """
         self.synchronise()
         frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
         whole = {}
@@ -555,13 +620,19 @@ class DeepSpeedEngine(Engine):
     def load_module_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: object = None
     ) -> None:
-        """Take whole weights into the module, however it is sharded. All ranks, the same ones.
+        """Load complete weights into the module, with any sharding. All ranks, with the same weights.
 
-        state_dict: as `module_state_dict` gives it, or {"module": of that}. Raises ValueError, on all ranks, where the
-        ranks' names differ, RuntimeError where names or shapes are not the module's.
+        Args:
+            state_dict: From `module_state_dict`, or {"module": such a dict}.
+            strict: Whether names must match exactly. Default True.
+            custom_load_fn: Must be None.
+
+        Raises:
+            ValueError: The ranks' names differ, or custom_load_fn is given. On all ranks.
+            RuntimeError: Names or shapes are not the module's.
         """
         if custom_load_fn is not None:
-            raise ValueError("custom_load_fn= is not here: change the state dict before it is loaded")
+            raise ValueError("custom_load_fn= is not supported: change the state dict before you load it")
         inner = state_dict.get("module")
         given: dict[str, Any] = dict(inner if isinstance(inner, Mapping) else state_dict)
         if len(set(gather_texts(self.grid.world, "\n".join(sorted(given))))) > 1:
@@ -573,24 +644,38 @@ class DeepSpeedEngine(Engine):
         self.adopt_weights()
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
-        """As `load_module_state_dict`."""
+        """As `load_module_state_dict`.
+
+        Args:
+            state_dict: Complete weights.
+            strict: Whether names must match exactly. Default True.
+        """
         self.load_module_state_dict(state_dict, strict)
 
     def adopt_weights(self) -> None:
-        """Say that weights were changed outside of step(), alike on all ranks. All ranks."""
+        """Take over weights that were changed outside of step(), in the same way on all ranks. All ranks."""
         self.form.adopt_parameters()
 
     def save_fp16_model(self, save_dir: str, save_filename: str = "model.safetensors") -> bool:
-        """As `save_16bit_model`."""
+        """As `save_16bit_model`.
+
+        Args:
+            save_dir: Folder.
+            save_filename: Name of the file. Default "model.safetensors".
+        """
         return self.save_16bit_model(save_dir, save_filename)
 
     def empty_partition_cache(self) -> None:
-        """Let go of gathered parameters."""
+        """Free gathered parameters."""
         if self.stage is not None:
             fsdp.reshard(self.module)
 
     def to(self: _Self, device: torch.device | str | int | None = None) -> _Self:
-        """The engine, which is where it computes. Raises RuntimeError on any other place."""
+        """Return the engine if it is on this device already. Raises RuntimeError for any other device.
+
+        Args:
+            device: The device. Default None: the engine's.
+        """
         wanted = self.device if device is None else torch.device(device)
         if wanted.type != self.device.type or wanted.index not in (None, self.device.index):
             raise RuntimeError(
@@ -599,7 +684,11 @@ class DeepSpeedEngine(Engine):
         return self
 
     def cuda(self: _Self, device: int | None = None) -> _Self:
-        """As `to`."""
+        """As `to`.
+
+        Args:
+            device: Number of the CUDA device. Default None: any.
+        """
         return self.to(torch.device("cuda") if device is None else torch.device("cuda", device))
 
     def cpu(self: _Self) -> _Self:
@@ -616,5 +705,5 @@ def _refuse(name: str, *args: object, **named: object) -> NoReturn:
 
 
 def _says_false() -> bool:
-    """Of a feature that is not here."""
+    """The answer for a feature that does not exist here."""
     return False

@@ -2,8 +2,7 @@
 
     engine, optimizer, loader, scheduler = onebit.zero.initialize(model=net, config="ds.json", training_data=dataset)
 
-What DeepSpeed's callers give in several places is brought together here, and its engine is handed to
-`zero/initializing.py`, where the way goes on.
+The arguments of DeepSpeed's callers are brought into one form here; `zero/initializing.py` does the rest.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from .parameters import make_known
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# Any: None without training_data, or without a schedule, which the caller knows and need not check.
+# Any: None without training_data or without a schedule. The caller knows which, and need not check.
 Initialized = tuple[DeepSpeedEngine, torch.optim.Optimizer, Loader | Any, LRScheduler | Any]
 
 
@@ -61,30 +60,49 @@ def initialize(
     seed: int = 0,
     **fills: Unpack[Fills],
 ) -> Initialized:
-    """Engine, optimizer, data loader and scheduler, as DeepSpeed's users know them. All ranks, once per model.
+    """Construct engine, optimizer, data loader and scheduler, as DeepSpeed's function does. All ranks, once per model.
 
-    model: the same on every rank in shape (rank 0's values are taken), moved to this rank's device and sharded in
-    place; or a list of layers, see `PipelineModule`. Where the configuration computes in bf16 or fp16, masters are
-    float32, whatever its dtype is. config: see `read_config`; None: config_params, or args.deepspeed_config as argparse
-    leaves it. model_parameters: what to train, of the model as it is passed, or a function that gives it of the sharded
-    model: parameters or groups of them; default: all that requires gradients.
+    Args:
+        args: An object whose attribute deepspeed_config names the configuration, as argparse makes it. Default None.
+        model: The model, with the same shapes on every rank (rank 0's values are taken); it is moved to this rank's
+            device and sharded in place. Or a list of layers, see `PipelineModule`. If the configuration computes in
+            bf16 or fp16, masters are float32 for every dtype of the model.
+        optimizer: A dense optimizer of this model's parameters, before its first step; it gets the sharded ones. Or a
+            function that makes one. Default None: the configuration's.
+        model_parameters: Parameters or groups to train, or a function that returns them for the sharded model. Default
+            None: all that require gradients.
+        training_data: Dataset of the loader, see `ShardedLoader`; with a curriculum in the configuration,
+            `data_efficiency.CurriculumLoader`. Default None: no loader.
+        lr_scheduler: A scheduler of that optimizer, or a function that makes one. Default None: the configuration's.
+        distributed_port: See `comm.init_distributed`. Default None.
+        mpu: An object as Megatron's, for one rank per model, see `check_mpu`. Default None.
+        dist_init_required: See `comm.init_distributed`. Default None.
+        collate_fn: As in DataLoader. Default None.
+        config: The configuration: a file's name or a dict, see `read_config`. Default None: config_params, or the file
+            of args.
+        mesh_param: Must be None: there is no sequence parallelism.
+        config_params: As config. Default None.
+        grid: Layout of the ranks. Default None: the launcher's ranks, sharded inside each node if the stage asks for
+            it.
+        tensor_plan: Division of layers over the grid's tensor axis, see `tensor.parallelize`; without effect on one
+            rank. Default None.
+        weights: The model's values, see `materialize`; the model may then be built under `torch.device("meta")`. Each
+            rank reads only its part. Default None: the model's own values.
+        seed: Seed of the data order. Default 0.
+        **fills: Values for "auto" in the configuration, see `Fills`.
 
-    optimizer: a dense one of this model's parameters, which is then given the sharded ones in their place, with no step
-    taken; or a function that makes one. In place of a dense one in the configuration. lr_scheduler: one of that
-    optimizer, or a function that makes one; in place of the configuration's.
+    Returns:
+        (engine, optimizer, loader, scheduler); loader and scheduler are None if there is none.
 
-    training_data, collate_fn: see `ShardedLoader`, and where the configuration has a curriculum,
-    `data_efficiency.CurriculumLoader`; seed is theirs. grid: default: the launcher's ranks, sharded inside
-    each node where the stage asks for it. tensor_plan: how the ranks of the grid's tensor axis divide the layers, see
-    `tensor.parallelize`; with one rank there it changes nothing. weights: the model's values, which it may be built
-    without (`with torch.device("meta")`): see `materialize`; every rank reads what it holds. mpu: see `check_mpu`.
-    distributed_port, dist_init_required: see `comm.init_distributed`. fills: what "auto" stands for.
-
-    Raises ValueError, TypeError, OSError and ImportError on bad configurations, before anything is sharded.
+    Raises:
+        ValueError: The configuration or an argument is wrong. Before anything is sharded, as all errors here.
+        TypeError: One has the wrong type.
+        OSError: The configuration cannot be read.
+        ImportError: An optional package is missing.
     """
     model = initializing.checked(model)
     if mesh_param is not None:
-        raise ValueError("mesh_param is not here: there is no sequence parallelism; pass grid= for other axes")
+        raise ValueError("mesh_param is not supported: there is no sequence parallelism; pass grid= for other axes")
     if dist_init_required is False or distributed_port is not None:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     given = _named_config(config, config_params, args)
@@ -112,7 +130,7 @@ def initialize(
 
 
 def _named_config(config: ConfigLike | None, config_params: ConfigLike | None, args: object) -> ConfigLike:
-    """The one that is given. DeepSpeed's add_config_arguments puts a file's name into args."""
+    """The configuration that is given. DeepSpeed's add_config_arguments puts a file's name into args."""
     named = {
         "config": config,
         "config_params": config_params,
@@ -130,17 +148,21 @@ def _named_config(config: ConfigLike | None, config_params: ConfigLike | None, a
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add --deepspeed and --deepspeed_config; `initialize(args=...)` reads the file that the second names."""
+    """Add the options --deepspeed and --deepspeed_config to a parser; `initialize(args=...)` reads the latter.
+
+    Args:
+        parser: Gets the options, and is returned.
+    """
     group = parser.add_argument_group("DeepSpeed", "the configuration of the engine")
-    group.add_argument("--deepspeed", action="store_true", help="for the script: nothing here reads it")
-    group.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed's JSON")
+    group.add_argument("--deepspeed", action="store_true", help="use the engine (read by the script, not by onebit)")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="read DeepSpeed's JSON from FILE")
     return parser
 
 
 def check_mpu(mpu: object, world_size: int) -> None:
-    """Raise TypeError and ValueError unless an object as Megatron's `mpu` says that every rank holds the whole model.
+    """Raise TypeError or ValueError unless every rank holds the whole model, by an object as Megatron's `mpu`.
 
-    Layers that the caller has divided by itself are not for this engine: it gives all ranks rank 0's values.
+    The engine cannot train layers that the caller has divided: it gives rank 0's values to all ranks.
     """
     asked: dict[str, int | None] = {}
     for what in (
@@ -155,7 +177,7 @@ def check_mpu(mpu: object, world_size: int) -> None:
     if asked["data_parallel"] is None or (asked["model_parallel"] is None and asked["tensor_model_parallel"] is None):
         raise TypeError(
             f"mpu is a {type(mpu).__name__} without get_model_parallel_world_size and get_data_parallel_world_size; "
-            "leave it out where every rank holds the whole model"
+            "leave it out if every rank holds the whole model"
         )
     for what, size in asked.items():
         if size not in (None, 1) and what != "data_parallel":

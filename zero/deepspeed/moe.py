@@ -1,4 +1,4 @@
-"""DeepSpeed's `deepspeed.moe`: the groups of a model without experts."""
+"""DeepSpeed's `deepspeed.moe`: parameter groups of a model without experts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ _Group = dict[str, Any]
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: _Group | tuple[_Group, ...] | list[_Group], max_group_size: int | None = None
 ) -> list[_Group]:
-    """The groups as they came, in a list. max_group_size: of experts' groups, no effect.
+    """Return the groups unchanged, in a list: there are no experts here.
 
-    Raises ValueError where a parameter is marked as an expert's.
+    Args:
+        param_groups: One group or several.
+        max_group_size: Without effect: it is for experts' groups. Default None.
+
+    Raises:
+        ValueError: A parameter is marked as an expert's.
     """
     groups = [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
     for group in groups:

@@ -1,7 +1,7 @@
-"""Names of DeepSpeed that are not here: each with what to do instead, which the AttributeError says.
+"""Names of DeepSpeed that do not exist here, each with the alternative, which the AttributeError shows.
 
-A name may end in "*". `docs/deepspeed.md` shows them, and a test holds it to these. What an engine answers with False
-for good, because the feature is not here, is in `SWITCHED_OFF`.
+A name may contain "*". `docs/deepspeed.md` lists them (a test compares the two). `SWITCHED_OFF` has functions that
+always return False, because the feature does not exist here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SWITCHED_OFF = frozenset({
     "use_node_local_storage", "bf16_optimizer_states", "bf16_master_weights_and_gradients",
     "fp16_master_weights_and_gradients",
 })  # fmt: skip
-"""Features that are not here: the engine has a function of each of these names, which says False."""
+"""Features that do not exist here: the engine has a function of each of these names, which returns False."""
 
 ENGINE: Mapping[str, str] = {
     "allreduce_gradients": f"{_SENDS}; accumulate in engine.no_sync()",
@@ -138,7 +138,7 @@ ENGINE: Mapping[str, str] = {
     "set_has_attention_mask": "what a layer gives to the next are tensors in a tuple, masks among them",
     "tput_log": "see wall_clock_breakdown",
 }
-"""Of an engine."""
+"""Names of the engine."""
 
 _DTYPE = 'the configuration says what is computed in, as {"bf16": {"enabled": true}}; masters are float32'
 
@@ -152,7 +152,7 @@ REFUSED: Mapping[str, str] = {
     "to_empty": "the module has its weights",
     "share_memory": "other processes have their own engines",
 }
-"""What a module has, and an engine has not: calling it raises RuntimeError."""
+"""Methods of a module that an engine must not run: calling one raises RuntimeError."""
 
 MODULE: Mapping[str, str] = {
     "DeepSpeedInferenceConfig": "onebit.zero.InferenceConfig holds the keys of init_inference",
@@ -189,11 +189,11 @@ MODULE: Mapping[str, str] = {
     "set_optimizer_flags": "it is DeepSpeed's own",
     "dist": "it is onebit.zero.comm",
 }
-"""Of the module."""
+"""Names of the module `deepspeed`."""
 
 
 def why_not(name: str, names: Mapping[str, str]) -> str | None:
-    """What to do instead of a name that is not here; None where DeepSpeed has none of that name, either."""
+    """The alternative for a name that does not exist here; None if DeepSpeed has no such name, either."""
     if name in names:
         return names[name]
     return next((why for pattern, why in names.items() if "*" in pattern and fnmatchcase(name, pattern)), None)

@@ -1,6 +1,6 @@
 """DeepSpeed's `deepspeed.ops`: Adam and AdamW of torch, `onebit.HostAdam` and `onebit.Lamb`, under DeepSpeed's names.
 
-Hand what they give to `initialize(optimizer=...)`; the engine averages gradients in front of it.
+Pass the optimizer to `initialize(optimizer=...)`; the engine averages gradients before each of its steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,21 @@ def FusedAdam(
     weight_decay: float = 0.0,
     amsgrad: bool = False,
 ) -> torch.optim.Optimizer:
-    """AdamW, or without adam_w_mode Adam with an L2 term. Raises ValueError where there is no such form."""
+    """AdamW of torch, or Adam without adam_w_mode, under DeepSpeed's name. Its caller averages gradients.
+
+    Args:
+        params: Parameters or groups.
+        lr: Learning rate. Default 1e-3.
+        bias_correction: Whether m and v are corrected for their start from zero. Default True.
+        betas: Decay of m and v. Default (.9, .999).
+        eps: Added to the denominator. Default 1e-8.
+        adam_w_mode: Whether weight decay is decoupled, instead of an L2 term. Default True.
+        weight_decay: Weight decay. Default 0.
+        amsgrad: Whether to use the running maximum of v, as in torch. Default False.
+
+    Raises:
+        ValueError: An option is out of its range, or bias_correction is off with amsgrad or an L2 term.
+    """
     given = DenseAdamParams(
         lr=lr,
         bias_correction=bias_correction,
@@ -52,10 +66,22 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """`onebit.HostAdam` if all parameters are in host memory; otherwise, or with amsgrad, as `FusedAdam`.
+    """`onebit.HostAdam` if all parameters are in host memory; if not, or with amsgrad, as `FusedAdam`.
 
-    fp32_optimizer_states: False: m in bfloat16 and v in 8 bits. DeepSpeed's states then have the type of their
-    parameters; there is no float16 form here, whose v would vanish below gradients of 2e-4.
+    Args:
+        model_params: Parameters or groups.
+        lr: Learning rate. Default 1e-3.
+        bias_correction: Whether m and v are corrected for their start from zero. Default True.
+        betas: Decay of m and v. Default (.9, .999).
+        eps: Added to the denominator. Default 1e-8.
+        weight_decay: Weight decay. Default 0.
+        amsgrad: As in `FusedAdam`. Default False.
+        adamw_mode: Whether weight decay is decoupled, instead of an L2 term. Default True.
+        fp32_optimizer_states: False: m in bfloat16 and v in 8 bits. DeepSpeed's states then have the type of their
+            parameters; there is no float16 form here, because v would vanish for gradients below 2e-4. Default True.
+
+    Raises:
+        ValueError: An option is not available or out of its range.
     """
     groups = torch.optim.Optimizer(model_params, {}).param_groups
     params = [p for group in groups for p in group["params"]]
@@ -86,7 +112,21 @@ def FusedLamb(
     max_coeff: float = 10.0,
     min_coeff: float = 0.01,
 ) -> torch.optim.Optimizer:
-    """LAMB of whole parameters. For a sharded model write "Lamb" into the configuration, which knows the others."""
+    """LAMB for whole parameters. For a sharded model write "Lamb" into the configuration, which adds up layers' norms.
+
+    Args:
+        params: Parameters or groups.
+        lr: Learning rate. Default 1e-3.
+        bias_correction: Whether m and v are corrected for their start from zero. Default True.
+        betas: Decay of m and v. Default (.9, .999).
+        eps: Added to the denominator. Default 1e-8.
+        weight_decay: Weight decay. Default 0.
+        max_coeff: Largest trust ratio. Default 10.
+        min_coeff: Smallest trust ratio. Default .01.
+
+    Raises:
+        ValueError: An option is out of its range.
+    """
     given = LambParams(
         lr=lr,
         bias_correction=bias_correction,

@@ -1,12 +1,13 @@
-"""Parameters asked for whole, though ranks hold parts: `GatheredParameters`, `safe_get_full_*`, `safe_set_full_*`.
+"""Complete parameters of which ranks hold parts: `GatheredParameters`, `safe_get_full_*`, `safe_set_full_*`.
 
     with zero.GatheredParameters(engine.module.head.weight, modifier_rank=0):
         if rank == 0:
             engine.module.head.weight.zero_()
     print(zero.utils.safe_get_full_fp32_param(p).norm())
 
-All but the `local` ones are called by all ranks that hold the parameter, in the same order: they communicate. They ask
-the engine that holds it, which `initialize` makes known here; before that, and beside engines, parameters are whole.
+All ranks that hold the parameter call all functions except the `local` ones, in the same order: they communicate. They
+use the engine that trains it, which `initialize` registers here; before that, and without an engine, parameters are
+whole.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _warned: set[str] = set()
 
 
 def make_known(engine: DeepSpeedEngine) -> None:
-    """From here on its parameters are found; until nobody else holds the engine."""
+    """Register an engine, so that its parameters are found. The registry does not keep it alive."""
     _engines.add(engine)
 
 
 class _Held(NamedTuple):
-    """A parameter, the engine that trains it, and its name there. p: the shard, also of one that FSDP2 has gathered."""
+    """A parameter, the engine that trains it, and its name there. p: the shard, even if FSDP2 has gathered it."""
 
     p: nn.Parameter
     engine: DeepSpeedEngine
@@ -50,7 +51,7 @@ class _Held(NamedTuple):
 
 
 def _find(given: Tensor) -> _Held | None:
-    """None: of no engine."""
+    """The parameter with its engine; None: it belongs to no engine."""
     for engine in _engines:
         p = given
         if engine.stage is not None:
@@ -68,7 +69,7 @@ def _held(given: Tensor) -> _Held:
     if found is None:
         raise ValueError(
             f"a tensor of shape {tuple(given.shape)} is a parameter of no engine's module; take it from "
-            "engine.module.named_parameters() behind initialize()"
+            "engine.module.named_parameters() after initialize()"
         )
     return found
 
@@ -88,20 +89,32 @@ def Init(
     dtype: torch.dtype | None = None,
     mpu: object = None,
 ) -> AbstractContextManager[object]:
-    """A block in which a model is built as it always is: `initialize` shards it, and takes float32 masters of it.
+    """A block in which a model is built as usual; `initialize` shards it later, and makes float32 masters.
 
-    Every rank holds the whole model until then; where it is enabled, a warning says so, once. With
-    remote_device="meta" nobody holds anything: `initialize(weights=...)` gives each rank its shards. No other argument
-    has an effect: the configuration of `initialize` says what is sharded, offloaded and computed in.
+    Until then every rank holds the whole model; a warning says so once. With remote_device="meta" no rank holds
+    anything: `initialize(weights=...)` then gives each rank its shards. The configuration of `initialize` decides what
+    is sharded, offloaded and computed in which dtype.
+
+    Args:
+        module: Without effect.
+        data_parallel_group: Without effect.
+        mem_efficient_linear: Without effect.
+        remote_device: "meta": build without values. Default None.
+        pin_memory: Without effect.
+        config_dict_or_path: Without effect.
+        config: Without effect.
+        enabled: False: no warning, and no "meta". Default True.
+        dtype: Without effect.
+        mpu: Without effect.
     """
     if enabled and remote_device == "meta":
         return torch.device("meta")
     if enabled and "Init" not in _warned:
         _warned.add("Init")
         log.warning(
-            "zero.Init: the model is built whole on every rank, and sharded by initialize(); where it does not fit "
-            "into a rank's memory, pass remote_device='meta' and initialize(weights=...), or build a PipelineModule, "
-            "whose ranks build their own layers"
+            "zero.Init: every rank builds the whole model, and initialize() shards it; if it does not fit into a "
+            "rank's memory, pass remote_device='meta' and initialize(weights=...), or use a PipelineModule, of which "
+            "each rank builds only its own layers"
         )
     return nullcontext()
 
@@ -113,11 +126,20 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[list[Tensor]]:
-    """In this block the module's attributes are these parameters whole, float32 masters; gives them, in order.
+    """In this block the module's attributes are complete parameters, float32 masters. Yields them, in order.
 
-    params: of an engine's module; of no engine: they are whole already. modifier_rank: after the block, all ranks take
-    what this one has made of them. None: what is written is lost, where the parameters are shards. A parameter in a
-    variable from before the block stays a shard: take it from the module, or from what the block gives.
+    All ranks that hold them. A variable from before the block still refers to a shard: take the parameter from the
+    module, or from the yielded list.
+
+    Args:
+        params: Parameters of an engine's module, or of no engine, which are whole already.
+        modifier_rank: After the block, all ranks take the values of this rank. Default None: values that are written to
+            gathered shards are lost.
+        fwd_module: Without effect.
+        enabled: False: yield the parameters unchanged. Default True.
+
+    Raises:
+        ValueError: modifier_rank is not a rank, or the model is a pipeline.
     """
     given = [params] if isinstance(params, Tensor) else list(params)
     if not enabled or not given:
@@ -151,15 +173,15 @@ def GatheredParameters(
 def _check_can_modify(engine: DeepSpeedEngine, rank: int) -> None:
     if engine.pipeline is not None:
         raise ValueError(
-            "modifier_rank in a pipeline: other stages hold other layers and none of these; change the weights of this "
-            "stage alike on all its ranks, with modifier_rank=None"
+            "modifier_rank in a pipeline: other stages do not hold these layers; change the weights of this stage in "
+            "the same way on all its ranks, with modifier_rank=None"
         )
     if not 0 <= rank < engine.world_size:
         raise ValueError(f"modifier_rank {rank} is no rank of {engine.world_size}")
 
 
 def _gathered(given: list[Tensor], found: list[_Held | None]) -> list[Tensor]:
-    """The parameters whole. The ranks that hold parts of any meet first."""
+    """The complete parameters. The ranks that hold parts of any meet first."""
     engine = next((held.engine for held in found if held is not None and hasattr(held.p, "full_tensor")), None)
     transport = SimTransport() if engine is None else engine.grid.model_parallel_group.transport
     with call_of_all(transport, "GatheredParameters()"):
@@ -174,13 +196,13 @@ def _whole(p: nn.Parameter) -> nn.Parameter:
 
 
 def _places(held: _Held) -> list[tuple[nn.Module, str]]:
-    """The modules that have the parameter, each with the name it has there."""
+    """The modules that have the parameter, each with its name there."""
     modules = held.engine.module.modules()
     return [(owner, name) for owner in modules for name, p in owner._parameters.items() if p is held.p]
 
 
 def _take_from(rank: int, held: _Held | None, full: Tensor) -> None:
-    """Give all ranks what one has, and each its part of it."""
+    """Send the values of one rank to all, and write each rank's part."""
     sent = full.detach().contiguous()
     if held is not None:
         held.engine.grid.world.broadcast(sent, rank).wait()
@@ -191,7 +213,7 @@ def _take_from(rank: int, held: _Held | None, full: Tensor) -> None:
 
 
 def _write(p: Tensor, full: Tensor) -> None:
-    """This rank's part of a whole value, into its parameter, moment or gradient."""
+    """Write this rank's part of a complete value into its parameter, moment or gradient."""
     with torch.no_grad():
         local(p).copy_(full[slice_of(p)])
 
@@ -200,14 +222,30 @@ def _write(p: Tensor, full: Tensor) -> None:
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor:
-    """The float32 master of a parameter, whole. Raises RuntimeError where masters are divided over nodes."""
+    """The complete float32 master of a parameter, a copy. All ranks that hold it.
+
+    Args:
+        param: A parameter of an engine's module.
+
+    Raises:
+        ValueError: It belongs to no engine.
+        RuntimeError: Masters are divided over nodes.
+    """
     held = _held(param)
-    _refuse_divided(held, "the float32 masters lie in parts at their owners")
+    _refuse_divided(held, "the float32 masters are divided over their owners")
     return _full(held, like(held.p, master_of(held.engine.optimizer, held.p)), "param").detach().float().clone()
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Give a parameter a value, the same on all ranks."""
+    """Set a parameter and its master to a complete value. All ranks that hold it, with the same value.
+
+    Args:
+        param: A parameter of an engine's module.
+        value: The complete value, in the parameter's shape.
+
+    Raises:
+        ValueError: It belongs to no engine, or value has another shape.
+    """
     held = _held(param)
     _check_shape(held, value)
     held.engine.synchronise()
@@ -218,10 +256,19 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """The mean over all ranks of the gradient, whole, without loss scale; float32. Between backward and step().
+    """The complete mean gradient over all ranks, float32, without loss scale. All ranks, between backward and step().
 
-    Sent in float32 for this answer: a one-bit optimizer averages momentum, or leaves a gradient to its owner. None
-    where no rank has a gradient: before backward, after step(), and where backward frees it (stage 2 across nodes).
+    It is sent in float32 for this call, because a one-bit optimizer averages momentum instead.
+
+    Args:
+        param: A parameter of an engine's module.
+
+    Returns:
+        The gradient; None if no rank has one: before backward, after step(), and if backward frees it (stage 2 across
+        nodes).
+
+    Raises:
+        ValueError: It belongs to no engine.
     """
     held = _held(param)
     transport = held.engine.grid.transport
@@ -236,9 +283,16 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
-    """Give a parameter's gradient a value, the same on all ranks. Between backward and step(); it travels once more.
+    """Set a parameter's gradient to a complete value. All ranks, between backward and step(), with the same value.
 
-    Raises ValueError on a rank that has no gradient.
+    If the gradient has been sent already, it is sent once more.
+
+    Args:
+        param: A parameter of an engine's module.
+        value: The complete gradient, without loss scale.
+
+    Raises:
+        ValueError: It belongs to no engine, value has another shape, or this rank has no gradient.
     """
     held = _held(param)
     _check_shape(held, value)
@@ -251,47 +305,88 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor:
-    """A tensor of the optimizer's state of a parameter, whole: "exp_avg", "exp_avg_sq". float32.
+    """A complete tensor of the optimizer's state of a parameter, float32, a copy. All ranks that hold it.
 
-    Raises KeyError, with the names that are there, where it has none of that name: a one-bit optimizer keeps momentum
-    packed once it is compressed, and RuntimeError where state is divided over nodes.
+    Args:
+        param: A parameter of an engine's module.
+        optim_state_key: Name of the tensor: "exp_avg", "exp_avg_sq".
+
+    Raises:
+        ValueError: The parameter belongs to no engine.
+        KeyError: There is no tensor of that name, e.g. because a one-bit optimizer packs its momentum after the
+            warm-up. The message lists the names that exist.
+        RuntimeError: State is divided over nodes.
     """
     held = _held(param)
-    _refuse_divided(held, "moments lie in parts at their owners")
+    _refuse_divided(held, "moments are divided over their owners")
     return _full(held, like(held.p, _state(held, optim_state_key)), "optimizer_state").float().clone()
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Give a tensor of the optimizer's state a value, the same on all ranks: of a dense optimizer.
+    """Set a tensor of a dense optimizer's state to a complete value. All ranks that hold it, with the same value.
 
-    Raises RuntimeError with any other, whose state is part of what is owed between ranks.
+    Args:
+        param: A parameter of an engine's module.
+        value: The complete value, in the parameter's shape.
+        optim_state_key: Name of the tensor: "exp_avg", "exp_avg_sq".
+
+    Raises:
+        ValueError: The parameter belongs to no engine, or value has another shape.
+        KeyError: There is no tensor of that name.
+        RuntimeError: The optimizer is not dense: its state belongs together with the residuals of all ranks.
     """
     held = _held(param)
     if not held.engine.form.has_plain_state:
         raise RuntimeError(
-            f"the state of {type(held.engine.optimizer).__name__} is bound up with what ranks owe each other; it is "
-            "set by engine.load_checkpoint alone"
+            f"the state of {type(held.engine.optimizer).__name__} belongs together with the residuals of all ranks; "
+            "only engine.load_checkpoint can set it"
         )
     _check_shape(held, value)
     _write(like(held.p, _state(held, optim_state_key)), value)
 
 
-# -------------------------------------------------------------------------------- one parameter, as it lies here
+# -------------------------------------------------------------------------------- one parameter, this rank's part
 
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor:
-    """This rank's elements of a parameter. Sends nothing."""
+    """This rank's elements of a parameter, float32, a copy. Sends nothing.
+
+    Args:
+        param: A parameter of an engine's module.
+
+    Raises:
+        ValueError: It belongs to no engine.
+    """
     return local(_held(param).p).detach().float().clone()
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
-    """This rank's gradient of its elements, not averaged over replicas, with the loss scale. Sends nothing."""
+    """This rank's gradient of its elements, float32, not averaged over replicas, with loss scale. Sends nothing.
+
+    Args:
+        param: A parameter of an engine's module.
+
+    Returns:
+        The gradient, a copy; None if there is none.
+
+    Raises:
+        ValueError: It belongs to no engine.
+    """
     grad = _held(param).p.grad
     return None if grad is None else local(grad).detach().float().clone()
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor:
-    """This rank's elements of a tensor of the optimizer's state. Sends nothing. Raises KeyError as the full one."""
+    """This rank's elements of a tensor of the optimizer's state, float32, a copy. Sends nothing.
+
+    Args:
+        param: A parameter of an engine's module.
+        optim_state_key: Name of the tensor: "exp_avg", "exp_avg_sq".
+
+    Raises:
+        ValueError: The parameter belongs to no engine.
+        KeyError: There is no tensor of that name.
+    """
     return local(_state(_held(param), optim_state_key)).detach().float().clone()
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's `deepspeed.runtime`: seeds, how much memory is in use, what `engine.optimizer_name()` says."""
+"""DeepSpeed's `deepspeed.runtime`: seeds, memory usage, the names that `engine.optimizer_name()` returns."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ZERO_ONE_ADAM_OPTIMIZER = "zerooneadam"
 
 
 def set_random_seed(seed: int) -> None:
-    """Of Python's, NumPy's and torch's generators."""
+    """Seed the generators of Python, NumPy and torch."""
     random.seed(seed)
     importlib.import_module("numpy").random.seed(seed)
     torch.manual_seed(seed)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Where forced, log a line of rank 0: bytes of tensors on its device, and the most that its process has held."""
+    """With force, log on rank 0 the memory of tensors on its device, and the peaks of device and process."""
     if force:
         device, host_kib = get_accelerator(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         allocated, most = device.memory_allocated() / 2**20, device.max_memory_allocated() / 2**20

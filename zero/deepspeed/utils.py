@@ -19,7 +19,14 @@ logger = logging.getLogger("onebit.zero")
 
 
 class RepeatingLoader(Generic[T]):
-    """Begins a loader again at its end: its iterator never ends. Raises ValueError, when asked, where it is empty."""
+    """Restarts a loader at its end, so that its iterator never ends.
+
+    Args:
+        loader: Any iterable of batches.
+
+    Raises:
+        ValueError: The loader is empty; raised by next().
+    """
 
     def __init__(self, loader: Iterable[T]):
         self.loader = loader
@@ -37,9 +44,14 @@ class RepeatingLoader(Generic[T]):
 
 
 def log_dist(message: str, ranks: Collection[int] | None = None, level: int = logging.INFO) -> None:
-    """Log a line, with the rank in front, on these ranks; None, or -1 among them: on all.
+    """Log a line, with the rank in front, on some ranks.
 
-    The logger is `onebit.zero`, silent as every library's until the program configures logging.
+    The logger is `onebit.zero`, which is silent until the program configures logging.
+
+    Args:
+        message: The line.
+        ranks: Ranks that log it. Default None, or with -1 among them: all.
+        level: Level of `logging`. Default INFO.
     """
     running = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if running else detect(os.environ).rank
