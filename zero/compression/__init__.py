@@ -1,4 +1,4 @@
-"""Compression: models that are smaller on disk and in memory, trained while they shrink.
+"""Compression: quantization and pruning during training, for models that are smaller on disk and in memory.
 
 Start at `composer.py`. The parts are plain functions and modules, which work without an engine.
 """
@@ -27,7 +27,7 @@ else:
     }
 
     def __getattr__(name: str):
-        """Imported when first asked for: reading a configuration needs `config.py` alone."""
+        """Import on first use: reading a configuration needs only `config.py`."""
         for home, names in _HOMES.items():
             if name in names:
                 return getattr(import_module(f".{home}", __name__), name)

@@ -1,7 +1,7 @@
-"""A model under compression: its techniques, which step they are in, and the masks that are computed between steps.
+"""A model under compression: its techniques, their step, and the masks that are computed between steps.
 
-`arm` lays the techniques that `plan.py` has decided into a model; `Armed` is what the scheduler moves and cleaning
-reads. The step lies in the model as the buffer `compression_step`: a state dict holds all that the techniques know.
+`arm` installs the techniques of a plan in a model; the scheduler advances the resulting `Armed`, and cleaning reads it.
+The step is the model's buffer `compression_step`, so a state dict contains the whole state of the techniques.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Technique = WeightQuantization | Pruning | RelatedInputs | ActivationQuantizatio
 
 @dataclass
 class Armed:
-    """What `arm` has laid into a model. step: optimizer steps done."""
+    """The techniques that `arm` has installed in a model. step: optimizer steps done."""
 
     model: nn.Module
     compression: Compression
@@ -52,23 +52,23 @@ class Armed:
                 yield module
 
     def is_due(self, step: int) -> bool:
-        """Whether this step, the next one, chooses masks anew: replicas that differ are made the same before."""
+        """Whether the next step chooses new masks: replicas that differ must be synchronised before it."""
         return any(pruning.is_due(self.step, step) for _, pruning in self.pruning)
 
     def advance(self, step: int) -> None:
-        """`step` steps are done, one more than before. All ranks, where weights are sharded: masks need them whole."""
+        """Advance to `step` steps, one more than before. All ranks if weights are sharded: masks need them whole."""
         before, self.step = self.step, step
         self._choose(before)
         self._tell()
         self._step_buffer().fill_(step)
 
     def resume(self) -> None:
-        """The step is that of the model's buffer, and masks are those of its buffers: after loading these."""
+        """Take step and masks from the model's buffers, after these were loaded."""
         self.step = int(self._step_buffer())
         self._tell()
 
     def begin(self) -> None:
-        """The masks of what is on from the start."""
+        """Choose the masks of techniques that are on from the start."""
         self._choose(None)
         self._tell()
 
@@ -95,12 +95,12 @@ class Armed:
 
 
 def armed_in(model: nn.Module) -> Armed | None:
-    """What `arm` has laid into this model or, where a wrapper holds it, into the one inside; None: nothing."""
+    """The `Armed` of this model, or of the model inside a wrapper; None: there is none."""
     return next((m.__dict__[_ARMED] for m in model.modules() if _ARMED in m.__dict__), None)
 
 
 def arm(model: nn.Module, compression: Compression, plan: Plan) -> Armed:
-    """Lay the techniques of the plan into the model, in place."""
+    """Install the techniques of the plan in the model, in place."""
     armed = Armed(model, compression, plan)
     stacks = _stacks(armed)
     order = [name for name, _ in model.named_modules()]
@@ -151,14 +151,14 @@ def _stacks(armed: Armed) -> dict[str, list[nn.Module]]:
 
 
 def _dropping(armed: Armed, name: str, dim: int) -> Iterator[tuple[Pruning, int]]:
-    """What drops inputs of this module."""
+    """The prunings that drop inputs of this module, with the dimension."""
     for one, pruning in armed.pruning:
         if (one.unit == "head" and one.name == name) or (one.unit == "row" and name in one.related):
             yield pruning, dim
 
 
 def disarm(armed: Armed) -> None:
-    """Take the step and the record out of a model whose techniques are gone."""
+    """Remove step and record from a model without techniques."""
     delattr(armed.model, STEP)
     del armed.model.__dict__[_ARMED]
     hooks = armed.model._load_state_dict_post_hooks
@@ -174,6 +174,6 @@ def _resume(module: nn.Module, incompatible: object) -> None:
 
 
 def activation_of(module: nn.Module) -> ActivationQuantization | None:
-    """What quantizes a module's inputs."""
+    """The quantization of a module's inputs; None: there is none."""
     found = module._modules.get(ACTIVATIONS)
     return found if isinstance(found, ActivationQuantization) else None

@@ -1,10 +1,10 @@
-"""Making compression permanent: plain modules with smaller weights, and what a file needs to pack them.
+"""Makes compression permanent: plain modules with smaller weights, and the facts that a packed file needs.
 
-1. Every weight becomes what its parametrizations give, in their order; quantized ones keep their scales.
-2. Rows, heads and channels that are dropped leave their module, and the modules related to it.
-3. Modules are told their new sizes, attention its new number of heads.
+1. Every weight becomes the output of its parametrizations, in their order; quantized ones keep their scales.
+2. Dropped rows, heads and channels are removed from their module, and from the modules related to it.
+3. Modules get their new sizes, attention its new number of heads.
 
-Activation quantization stays, a plain submodule and its hook: without it the model would compute something else.
+Activation quantization stays, as a plain submodule and its hook: without it the model would compute other values.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _WIDTHS = ("all_head_size", "split_size", "inner_dim")
 
 @dataclass
 class Cleaned:
-    """Of a cleaned model. scales: of quantized weights, by the weight's name. sizes: attributes that have changed, by
-    module. pruned: weights that hold zeros.
+    """Facts about a cleaned model. scales: of quantized weights, by the weight's name. sizes: attributes that have
+    changed, by module. pruned: weights with zeros.
     """
 
     scales: dict[str, tuple[Form, Scales]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Cleaned:
 
 @dataclass
 class _Cut:
-    """What a module keeps: bool of its outputs, and of its inputs; None: all."""
+    """The part of a module to keep: bool per output, and per input; None: all."""
 
     rows: Tensor | None = None
     inputs: Tensor | None = None
@@ -47,9 +47,9 @@ class _Cut:
 
 @torch.no_grad()
 def clean(armed: Armed) -> nn.Module:
-    """Make it permanent, in place; the model. Its optimizer knows other parameters from here on.
+    """Make the compression permanent, in place, and return the model. Its optimizer does not train the new parameters.
 
-    Raises ValueError, before anything is changed, where weights are sharded.
+    Raises ValueError, before anything is changed, if weights are sharded.
     """
     model = armed.model
     for name, p in model.named_parameters():
@@ -87,12 +87,12 @@ def clean(armed: Armed) -> nn.Module:
 
 
 def cleaned_in(model: nn.Module) -> Cleaned:
-    """What cleaning has left to know; nothing of a model that never was compressed."""
+    """The facts that cleaning has recorded; empty for a model that never was compressed."""
     return next((m.__dict__[_CLEANED] for m in model.modules() if _CLEANED in m.__dict__), Cleaned())
 
 
 def mark_cleaned(model: nn.Module, cleaned: Cleaned) -> None:
-    """Of a model that was read from a file."""
+    """Record the facts of a model that was read from a file."""
     model.__dict__[_CLEANED] = cleaned
 
 
@@ -197,7 +197,7 @@ def _parameter(value: Tensor, like: nn.Parameter) -> nn.Parameter:
 
 
 def _tell_heads(model: nn.Module, one: Pruned, left: int, cleaned: Cleaned) -> None:
-    """The modules that hold these matrices know how many heads they have, some also how wide all are together."""
+    """Set the number of heads, and some modules' total width, in the modules that hold these matrices."""
     width = Form.of(model.get_submodule(one.related[0])).rows
     width //= 3 if one.layout is not None else 1
     for holder in sorted({name.rpartition(".")[0] for name in (one.name, *one.related)}):
@@ -211,7 +211,7 @@ def _tell_heads(model: nn.Module, one: Pruned, left: int, cleaned: Cleaned) -> N
 
 
 def _drop_activation(module: nn.Module) -> None:
-    """One whose offset was never reached."""
+    """Remove a quantization whose offset was never reached."""
     delattr(module, ACTIVATIONS)
     hooks = module._forward_pre_hooks
     for number in [k for k, hook in hooks.items() if hook is take_quantized]:

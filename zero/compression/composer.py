@@ -1,11 +1,11 @@
-"""`init_compression` and `redundancy_clean`: a DeepSpeed JSON's block "compression_training", laid into a model.
+"""`init_compression` and `redundancy_clean`: install a DeepSpeed JSON's block "compression_training" in a model.
 
     model = onebit.zero.init_compression(model, "ds.json", teacher)     # before the optimizer or initialize()
     ...                                                                 # train; the scheduler follows the steps
     onebit.zero.redundancy_clean(model, "ds.json")                      # plain modules again, smaller
     onebit.zero.export_compressed(model, "small.safetensors")           # quantized weights packed
 
-`config.py` reads the block, `plan.py` finds the modules and says what is wrong, `armed.py` lays the techniques in,
+`config.py` reads the block, `plan.py` finds the modules and reports errors, `armed.py` installs the techniques,
 `cleaning.py` makes them permanent.
 """
 
@@ -25,14 +25,20 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def init_compression(model: M, config: object, teacher: nn.Module | None = None) -> M:
-    """Lay the techniques of a configuration into a model, in place; the model.
+    """Install the techniques of a configuration in a model, in place, and return the model. All ranks, same weights.
 
-    Before its optimizer is made, before it is sharded, on all ranks with the same weights. Weights become
-    parametrizations: their names in a state dict end in ".parametrizations.weight.original" until they are cleaned, and
-    learned masks ("topk") are parameters more. config: a DeepSpeed JSON, its content, or a `Config`. teacher: of the
-    layer reduction; it is not changed.
+    Call it before the model's optimizer is made and before it is sharded. Weights become parametrizations: until
+    `redundancy_clean`, their names in a state dict end in ".parametrizations.weight.original". Learned masks ("topk")
+    are additional parameters.
 
-    Raises ValueError and TypeError, before anything is changed: see `read_compression` and `plan_of`.
+    Args:
+        model: The plain model.
+        config: A DeepSpeed JSON (file or content) with "compression_training", or a `Config`.
+        teacher: Teacher of the layer reduction; it is not changed. Default None.
+
+    Raises:
+        ValueError: The configuration is wrong, or does not fit the model. Nothing has changed.
+        TypeError: A value has the wrong type, or model is not a module. Nothing has changed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -53,15 +59,21 @@ def init_compression(model: M, config: object, teacher: nn.Module | None = None)
 
 
 def redundancy_clean(model: M, config: object = None) -> M:
-    """Make the compression of a model permanent, in place; the model. Its optimizer knows other parameters then.
+    """Make the compression of a model permanent, in place, and return the model.
 
-    Where techniques are at this step: one whose offset was not reached leaves no trace. Modules are plain again and,
-    where related modules are named, smaller. config: None, or the one that the model was armed with. Raises ValueError
-    where the model is not armed, where its weights are sharded, and on another configuration.
+    It uses the techniques' state at this step: one whose offset was not reached leaves no trace. Modules are plain
+    again, and smaller if related modules are named. The old optimizer does not train the new parameters.
+
+    Args:
+        model: The model, also inside an engine.
+        config: The configuration of `init_compression`, to check it. Default None: no check.
+
+    Raises:
+        ValueError: The model has no techniques, its weights are sharded, or config is another one.
     """
     armed = armed_in(model)
     if armed is None:
-        raise ValueError("the model has no techniques: call init_compression(model, config) before it is trained")
+        raise ValueError("the model has no techniques: call init_compression(model, config) before you train it")
     if config is not None and compression_in(config) != armed.compression:
         raise ValueError("this configuration is not the one that init_compression was given; pass that one, or none")
     clean(armed)

@@ -1,4 +1,4 @@
-"""By DeepSpeed's name, `deepspeed.compression.compress`: its two functions with its arguments' names."""
+"""DeepSpeed's `deepspeed.compression.compress`: its two functions, with its names of arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["init_compression", "redundancy_clean"]
 def init_compression(
     model: M, deepspeed_config: object, teacher_model: nn.Module | None = None, mpu: object = None
 ) -> M:
-    """`onebit.zero.init_compression`. mpu: None: layers divided over ranks cannot be compressed."""
+    """`onebit.zero.init_compression`. mpu: must be None: layers that are divided over ranks cannot be compressed."""
     _refuse(mpu)
     return composer.init_compression(model, deepspeed_config, teacher_model)
 

@@ -1,8 +1,8 @@
 # ruff: noqa: RUF009  (`key` and `block` are dataclasses.field)
 """The block "compression_training" of a DeepSpeed JSON, as frozen dataclasses.
 
-Names are DeepSpeed's. `read_compression` sorts the techniques into `TECHNIQUES`, so that their order in the file has no
-effect. Which modules the patterns find is in `plan.py`.
+Names are DeepSpeed's. `read_compression` sorts the techniques in the order of `TECHNIQUES`; their order in the file has
+no effect. `plan.py` matches the patterns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Mixed:
 
 @dataclass(frozen=True)
 class WeightQuantization:
-    """What all groups share. quantize_groups: scales of a weight, which is cut along its outputs."""
+    """Keys shared by all groups. quantize_groups: number of scales of a weight, which is cut along its outputs."""
 
     inert: ClassVar[Mapping[str, Inert]] = {
         "quantizer_kernel": Inert(BOOL, "there is one quantizer, in torch", fine=(False,)),
@@ -63,7 +63,7 @@ class WeightQuantization:
 
 @dataclass(frozen=True)
 class WeightBits:
-    """Of a group. quantization_period: null: the shared one."""
+    """Keys of a group. quantization_period: null: the shared one."""
 
     start_bits: int = required_key(INT, least=1, most=16)
     target_bits: int = required_key(INT, least=1, most=16)
@@ -77,7 +77,7 @@ class WeightBits:
 
 @dataclass(frozen=True)
 class ActivationQuantization:
-    """What all groups share. dynamic: a range for each token; static: the running range of training."""
+    """Keys shared by all groups. dynamic: a range for each token; static: the running range of training."""
 
     enabled: bool = key(False, BOOL)
     schedule_offset: int = key(0, INT, least=0)
@@ -90,7 +90,7 @@ class ActivationQuantization:
 
 @dataclass(frozen=True)
 class ActivationBits:
-    """Of a group."""
+    """Keys of a group."""
 
     bits: int = required_key(INT, least=2, most=16)
 
@@ -100,8 +100,8 @@ class ActivationBits:
 
 @dataclass(frozen=True)
 class Pruning:
-    """What all groups of a pruning share. schedule_offset_end: the density falls until then, every stride steps; null:
-    all at once. num_heads: of head pruning alone; a group's own goes first.
+    """Keys shared by all groups of a pruning. schedule_offset_end: the density falls until this step, every stride
+    steps; null: all at once.
     """
 
     enabled: bool = key(False, BOOL)
@@ -120,14 +120,14 @@ class Pruning:
 
 @dataclass(frozen=True)
 class HeadPruning(Pruning):
-    """num_heads: of every matched module, unless its group says otherwise."""
+    """num_heads: heads of every matched module, unless its group has another number."""
 
     num_heads: int | None = key(None, INT, null=True, least=1)
 
 
 @dataclass(frozen=True)
 class DenseRatio:
-    """Of a group: the share that is kept."""
+    """Keys of a group. dense_ratio: the share that is kept."""
 
     dense_ratio: float = required_key(FLOAT, above=0, most=1)
 
@@ -137,8 +137,8 @@ class DenseRatio:
 
 @dataclass(frozen=True)
 class HeadRatio(DenseRatio):
-    """qkv_layout: how a related module that computes q, k and v at once has its rows. "blocks": all of q, all of k, all
-    of v, as GPT-2; "heads": q, k and v of the first head, then of the next.
+    """qkv_layout: order of the rows of a related module that computes q, k and v at once. "blocks": all of q, all of k,
+    all of v, as in GPT-2; "heads": q, k and v of the first head, then of the next.
     """
 
     num_heads: int | None = key(None, INT, null=True, least=1)
@@ -156,13 +156,13 @@ TECHNIQUES: Mapping[str, tuple[type[Shared], type[Params]]] = {
     "channel_pruning": (Pruning, DenseRatio),
     "activation_quantization": (ActivationQuantization, ActivationBits),
 }
-"""In the order in which they are stacked and made permanent: (what groups share, what is a group's own)."""
+"""In the order in which they are stacked and made permanent: (class of shared keys, class of a group's keys)."""
 _WITH_RELATED = ("row_pruning", "head_pruning", "channel_pruning")
 
 
 @dataclass(frozen=True)
 class Group:
-    """patterns: of modules. related: for each of these, patterns of the modules that shrink with it."""
+    """A group. patterns: of modules. related: for each of these, patterns of the modules that shrink with it."""
 
     name: str
     params: Params
@@ -172,7 +172,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Technique:
-    """One that is enabled; name: of `TECHNIQUES`."""
+    """An enabled technique; name: a key of `TECHNIQUES`."""
 
     name: str
     shared: Shared
@@ -209,7 +209,7 @@ class LayerReduction:
 
 @dataclass(frozen=True)
 class Compression:
-    """What is enabled."""
+    """The enabled techniques."""
 
     techniques: tuple[Technique, ...] = ()
     layer_reduction: LayerReduction | None = None
@@ -219,10 +219,10 @@ class Compression:
 
 
 def read_compression(given: object, reading: Reading) -> Compression:
-    """The block "compression_training" as it stands in a file.
+    """Read the block "compression_training".
 
-    Raises ValueError on an unknown key, a value out of range, a pattern that is no regular expression, an enabled
-    technique without groups; TypeError on a wrong type.
+    Raises ValueError on an unknown key, a value out of range, an invalid regular expression, or an enabled technique
+    without groups; TypeError on a wrong type.
     """
     data = read_object(given, KEY, reading)
     refuse_unknown(data, [*TECHNIQUES, "layer_reduction"], KEY, reading)
@@ -283,9 +283,9 @@ def _patterns(given: object, where: str, reading: Reading) -> tuple[str, ...]:
 
 
 def compression_in(config: object) -> Compression:
-    """What is enabled in a whole configuration: a `Config`, the content of a DeepSpeed JSON, or its file's name.
+    """The enabled techniques of a whole configuration: a `Config`, the content of a DeepSpeed JSON, or its file's name.
 
-    Raises ValueError where it has no block "compression_training", and as `read_compression`.
+    Raises ValueError if it has no block "compression_training", and as `read_compression`.
     """
     if isinstance(config, str | os.PathLike):
         reading, data = Reading(Path(config).name), load(Path(config))

@@ -1,4 +1,4 @@
-"""Losses by which a student learns from its teacher: what it says, and its hidden states by a map of layers.
+"""Losses by which a student learns from its teacher: from its logits, and from hidden states by a map of layers.
 
 distillation = Distillation(student, teacher, temperature=2.0, layer_map={0: 1, 1: 3}, layers="blocks")
 teacher_logits = distillation.teach(x)                  # before the student's forward pass
@@ -19,15 +19,22 @@ from torch.utils.hooks import RemovableHandle
 
 
 def logits_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    """T²·KL(teacher ‖ student) of softmax(logits / T), mean over all but the last dimension; arXiv 1503.02531.
+    """T²·KL(teacher ‖ student) of softmax(logits / T), as a mean over all dimensions except the last.
 
-    Computed in float32. T² keeps the gradient's size where T changes. Raises ValueError on other shapes, and unless T
-    is above 0.
+    Computed in float32. T² keeps the gradient's size when T changes. Source: arXiv 1503.02531.
+
+    Args:
+        student: The student's logits, [..., classes].
+        teacher: The teacher's logits, in the same shape; no gradient goes there.
+        temperature: T. Default 1.
+
+    Raises:
+        ValueError: Shapes differ, or T is not above 0.
     """
     if student.shape != teacher.shape:
         raise ValueError(
             f"the student's logits have shape {tuple(student.shape)}, the teacher's {tuple(teacher.shape)}: both must "
-            "say as much about the same inputs"
+            "have the same inputs and classes"
         )
     if not temperature > 0:
         raise ValueError(f"expected a temperature above 0, got {temperature}")
@@ -36,7 +43,15 @@ def logits_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> T
 
 
 def hidden_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """The mean squared difference, in float32. Raises ValueError on other shapes."""
+    """The mean squared difference of hidden states, in float32.
+
+    Args:
+        student: A hidden state of the student.
+        teacher: A hidden state of the teacher, in the same shape; no gradient goes there.
+
+    Raises:
+        ValueError: Shapes differ.
+    """
     if student.shape != teacher.shape:
         raise ValueError(
             f"hidden states have shape {tuple(student.shape)} in the student, {tuple(teacher.shape)} in the teacher: "
@@ -46,11 +61,21 @@ def hidden_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 class Distillation:
-    """The teacher, and what both of them computed last. Leave it with `close`, or use it in a `with`.
+    """Computes a distillation loss from logits, and from hidden states that hooks collect.
 
-    layers, teacher_layers: names of the lists of layers; the teacher's is the student's by default. layer_map: which
-    layer of the teacher each of the student's is like; None: hidden states have no part. The teacher is set to eval().
-    Raises ValueError where there are no such layers.
+    Use it in a `with` block, or call `close` at the end. The teacher is set to eval().
+
+    Args:
+        student: The student.
+        teacher: The teacher.
+        temperature: As in `logits_loss`. Default 1.
+        layer_map: For layers of the student, the layer of the teacher to match. Default None: only logits.
+        layers: Name of the student's list of layers. Default "".
+        teacher_layers: Name of the teacher's list of layers. Default None: as the student's.
+        hidden_weight: Weight of the loss of hidden states. Default 1.
+
+    Raises:
+        ValueError: There are no such layers.
     """
 
     def __init__(
@@ -77,12 +102,25 @@ class Distillation:
                 self._handles.append(layer.register_forward_hook(partial(self._keep, whose, k)))
 
     def teach(self, *inputs: object, **named: object) -> Tensor:
-        """The teacher's logits; its hidden states are kept for `loss`."""
+        """Run the teacher without gradients, keep its hidden states for `loss`, and return its logits.
+
+        Args:
+            *inputs: Inputs of the teacher.
+            **named: Named inputs of the teacher.
+        """
         with torch.no_grad():
             return _logits(self._teacher(*inputs, **named))
 
     def loss(self, student: object, teacher: Tensor) -> Tensor:
-        """Of what the student gave (logits, or an output that has them) after `teach`, logits and hidden states."""
+        """The loss of logits and hidden states. Call it after `teach` and the student's forward pass.
+
+        Args:
+            student: The student's logits, or an output that has them.
+            teacher: The teacher's logits, from `teach`.
+
+        Raises:
+            RuntimeError: A hidden state is missing.
+        """
         loss = logits_loss(_logits(student), teacher, self.temperature)
         for own, its in self._map.items():
             if ("student", own) not in self._states or ("teacher", its) not in self._states:
@@ -93,7 +131,7 @@ class Distillation:
         return loss
 
     def close(self) -> None:
-        """Take the hooks out of both models."""
+        """Remove the hooks from both models."""
         for handle in self._handles:
             handle.remove()
         self._states.clear()

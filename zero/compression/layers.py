@@ -9,10 +9,10 @@ from .config import LayerReduction
 
 
 def student_initialization(student: nn.Module, teacher: nn.Module, reduction: LayerReduction) -> None:
-    """Copy layer teacher_layer[i] of the teacher to layer i of the student, and the other named modules whole.
+    """Copy layer teacher_layer[i] of the teacher to layer i of the student, and the other named modules completely.
 
-    The student has as many layers as teacher_layer names, and the teacher's widths. Raises ValueError before anything
-    is copied.
+    The student has one layer per entry of teacher_layer, and the teacher's widths. Raises ValueError before anything is
+    copied.
     """
     prefix, chosen = reduction.module_name_prefix, reduction.teacher_layer
     own, its = _layers(student, prefix, "the student"), _layers(teacher, prefix, "the teacher")
@@ -49,7 +49,7 @@ def _module(model: nn.Module, name: str, whose: str) -> nn.Module:
 
 
 def _pairs(own: nn.Module, its: nn.Module, own_name: str, its_name: str) -> list[tuple[str, Tensor, Tensor]]:
-    """(name, student's, teacher's) of all parameters and buffers. Raises ValueError where they do not fit."""
+    """(name, student's, teacher's) of all parameters and buffers. Raises ValueError if they do not fit."""
     to, source = own.state_dict(keep_vars=True), its.state_dict(keep_vars=True)
     if unlike := sorted(to.keys() ^ source.keys()):
         where = "teacher" if unlike[0] in to else "student"

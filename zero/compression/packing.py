@@ -1,9 +1,9 @@
-"""A compressed model as one safetensors file, and back: codes in place of quantized weights, bits in place of zeros.
+"""A compressed model as one safetensors file, and back: codes instead of quantized weights, bits instead of zeros.
 
-Of a weight W in the file's JSON (metadata "onebit.compression"):
+For a weight W in the file's JSON (metadata "onebit.compression"):
 
-    quantized       W.codes (a stream of bits), W.scale [I, J], W.zero [I, J] where there are zero points
-    with zeros      W.kept (a bit for each element), and codes or values of those alone, where that is smaller
+    quantized       W.codes (a stream of bits), W.scale [I, J], W.zero [I, J] if there are zero points
+    with zeros      W.kept (a bit for each element), and codes or values of kept elements only, if that is smaller
     anything else   W as it is
 
 Values are computed from codes as in training: the same bits come back.
@@ -37,7 +37,14 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model: parameters, those that are not zero, bytes in memory, bytes packed (without the file's header)."""
+    """Sizes of a model.
+
+    Attributes:
+        parameters: Number of parameters.
+        nonzero: Parameters that are not zero.
+        memory_bytes: Bytes in memory.
+        packed_bytes: Bytes in a file of `export_compressed`, without its header.
+    """
 
     parameters: int
     nonzero: int
@@ -46,7 +53,11 @@ class Sizes:
 
 
 def sizes(model: nn.Module) -> Sizes:
-    """Of a model with or without compression; shared parameters count once."""
+    """Sizes of a model with or without compression; shared parameters count once.
+
+    Args:
+        model: The model.
+    """
     params = list(model.parameters())
     tensors, _ = pack(model)
     return Sizes(
@@ -58,13 +69,20 @@ def sizes(model: nn.Module) -> Sizes:
 
 
 def export_compressed(model: nn.Module, file: str | os.PathLike[str], transport: Transport | None = None) -> int:
-    """Write a cleaned model to one safetensors file; its bytes. transport: all ranks call, rank 0 writes.
+    """Write a model after `redundancy_clean` to one safetensors file, packed, and return the file's bytes.
 
-    Raises ValueError where the model was not cleaned, or where a quantized weight was changed since; ImportError
-    without safetensors; OSError, on all ranks, where it cannot be written.
+    Args:
+        model: The model.
+        file: File to write.
+        transport: If given, all ranks call, and rank 0 writes. Default None: this process writes.
+
+    Raises:
+        ValueError: The model was not cleaned, or a quantized weight has changed since.
+        ImportError: safetensors is not installed.
+        OSError: The file cannot be written. On all ranks.
     """
     if armed_in(model) is not None:
-        raise ValueError("the model's compression is not permanent yet: call redundancy_clean(model, config) before")
+        raise ValueError("the model's compression is not permanent yet: call redundancy_clean(model, config) first")
     files.check_can_export()
     path, problem = Path(file), None
     tensors, about = pack(model)
@@ -82,7 +100,7 @@ def export_compressed(model: nn.Module, file: str | os.PathLike[str], transport:
 
 @torch.no_grad()
 def pack(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors by name, what is said of them). Raises ValueError where a quantized weight was changed."""
+    """(tensors by name, their description as JSON). Raises ValueError if a quantized weight has changed."""
     cleaned, tensors, packed = cleaned_in(model), dict[str, Tensor](), dict[str, Any]()
     first: dict[int, str] = {}
     for name, x in model.state_dict(keep_vars=True).items():
@@ -117,8 +135,8 @@ def _quantized(name: str, x: Tensor, form: Form, scales: Scales) -> tuple[dict[s
     kept_RC = matrix_RC != 0
     if not torch.equal(torch.where(kept_RC, scales.values(level_RC).to(x.dtype).float(), 0.0), matrix_RC):
         raise ValueError(
-            f"{name} was changed since it was cleaned, so that its codes are of other values; export it before you "
-            "train on, or write it whole with onebit.zero.export_weights"
+            f"{name} has changed since it was cleaned, so its codes do not fit any more; export it before you continue "
+            "training, or write it unpacked with onebit.zero.export_weights"
         )
     about: dict[str, Any] = {
         "kind": scales.code.kind,
@@ -140,7 +158,7 @@ def _quantized(name: str, x: Tensor, form: Form, scales: Scales) -> tuple[dict[s
 
 
 def _sparse(x: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """None: it is smaller as it is."""
+    """The kept elements and their positions; None: the tensor is smaller unpacked."""
     kept = x != 0
     left = int(kept.sum())
     if left * x.element_size() + -(-x.numel() // 8) >= x.numel() * x.element_size():
@@ -158,7 +176,7 @@ def _about(x: Tensor, form: Form) -> dict[str, Any]:
 
 
 def _runs(sizes: tuple[int, ...]) -> list[list[int]]:
-    """[size, how many in a row], ..."""
+    """Run lengths: [size, number of consecutive ones], ..."""
     runs: list[list[int]] = []
     for size in sizes:
         if runs and runs[-1][0] == size:
@@ -178,10 +196,16 @@ def _on_cpu(scales: Scales) -> Scales:
 
 @torch.no_grad()
 def import_compressed(model: nn.Module, file: str | os.PathLike[str]) -> nn.Module:
-    """Read a file of `export_compressed` into a plain model, in place; the model. Each rank reads the file.
+    """Read a file of `export_compressed` into a plain model, in place, and return the model. Each rank reads the file.
 
-    model: as it was built before compression, with as many layers; its modules become as small as those in the file.
-    Raises ValueError, before anything is changed, where the file is damaged or of another model.
+    Args:
+        model: The model as it was built before compression, with the same number of layers; its modules shrink to the
+            sizes in the file.
+        file: The file.
+
+    Raises:
+        ValueError: The file is damaged or of another model. Nothing has changed.
+        ImportError: safetensors is not installed.
     """
     files.check_can_export()
     path = Path(file)
@@ -199,7 +223,7 @@ def import_compressed(model: nn.Module, file: str | os.PathLike[str]) -> nn.Modu
         _check_fits(model, whole, about, path)
         cleaned = Cleaned(scales, about["sizes"], set(about["pruned"]))
     except (AttributeError, KeyError, RuntimeError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: what it says of its tensors: {reason(error)}") from error
+        raise ValueError(f"{path} is damaged: the description of its tensors: {reason(error)}") from error
     for name, numbers in cleaned.sizes.items():
         for attribute, number in numbers.items():
             setattr(model.get_submodule(name), attribute, number)
@@ -250,7 +274,7 @@ def _unpack(
 
 
 def _check_fits(model: nn.Module, whole: Mapping[str, Tensor], about: Mapping[str, Any], path: Path) -> None:
-    """Raise ValueError where names differ, or a shape whose module was not cut."""
+    """Raise ValueError if names differ, or shapes of modules that were not cut."""
     own, tied = model.state_dict(), files.tied(model)
     for name in about["sizes"].keys() | about["activations"].keys():
         try:
@@ -272,7 +296,7 @@ def _check_fits(model: nn.Module, whole: Mapping[str, Tensor], about: Mapping[st
 
 
 def _put(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
-    """On the devices of the model, and with its ties; dtypes are the file's."""
+    """Set the model's parameters and buffers, on its devices and with its ties; dtypes are the file's."""
     made: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for own, p in list(module._parameters.items()):

@@ -1,8 +1,7 @@
-"""Which module gets which technique, and which shrink with it: decided, and all that is wrong said, before any change.
+"""Decides which module gets which technique, and which modules shrink with it; reports all errors before any change.
 
-A pattern finds by `re.search`, in the order of the model, modules of the classes that `matrices.py` knows; their
-containers do not count. The k-th module that a pattern finds and the k-th that one of its related patterns finds belong
-together.
+A pattern finds, by `re.search` and in the order of the model, modules of the classes that `matrices.py` supports, not
+their containers. The k-th module that a pattern finds belongs to the k-th of each of its related patterns.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class Quantized:
 class Pruned:
     """The weight of a module, pruned by "element", "row" or "head".
 
-    related: of rows, modules whose inputs are these outputs, and norms between; of heads, modules that compute q, k or
-    v. parts: of each of those, 1, or 3 where it computes all; layout: how these lie.
+    related: for rows, modules whose inputs are these outputs, and norms between; for heads, modules that compute q, k
+    or v. parts: for each of those, 1, or 3 if it computes all three; layout: the order of the three.
     """
 
     name: str
@@ -68,7 +67,7 @@ class Pruned:
 
 @dataclass(frozen=True)
 class Activations:
-    """What goes into a module, in few bits."""
+    """The inputs of a module, in few bits."""
 
     name: str
     offset: int
@@ -79,7 +78,7 @@ class Activations:
 
 @dataclass
 class Plan:
-    """In the order in which techniques are stacked, and in that of the model."""
+    """The plan, in the order in which techniques are stacked, then of the model."""
 
     quantized: list[Quantized] = field(default_factory=list)
     pruned: list[Pruned] = field(default_factory=list)
@@ -87,7 +86,7 @@ class Plan:
 
 
 def plan_of(model: nn.Module, compression: Compression) -> Plan:
-    """Raises ValueError, which names the technique, the group and the module, where it cannot be done."""
+    """The plan of a configuration for a model. Raises ValueError, naming technique, group and module, if impossible."""
     modules, made = dict(model.named_modules()), Plan()
     for technique in compression.techniques:
         taken: dict[str, str] = {}
@@ -113,7 +112,7 @@ def plan_of(model: nn.Module, compression: Compression) -> Plan:
 
 
 def _matches(modules: dict[str, nn.Module], group: Group, where: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(module, those related to it), once each for one group."""
+    """(module, its related modules), each module once per group."""
     seen: set[str] = set()
     for k, pattern in enumerate(group.patterns):
         found = _found(modules, pattern, where)
@@ -284,7 +283,7 @@ def _heads(
 
 
 def _check_apart(made: Plan) -> None:
-    """Raise ValueError where two would shrink the same side of a module."""
+    """Raise ValueError if two prunings would shrink the same side of a module."""
     rows: dict[str, str] = {}
     inputs: dict[str, str] = {}
     for one in made.pruned:
@@ -301,7 +300,7 @@ def _check_apart(made: Plan) -> None:
 
 
 def _check_ties(model: nn.Module, made: Plan) -> None:
-    """Raise ValueError where a weight that several modules share would not stay one."""
+    """Raise ValueError if a weight that several modules share would not stay shared."""
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         weight = getattr(module, "weight", None) if is_compressible(module) else None
@@ -325,7 +324,7 @@ def _check_ties(model: nn.Module, made: Plan) -> None:
 
 
 def _check_plain(modules: dict[str, nn.Module], made: Plan) -> None:
-    """Raise ValueError where a weight is no plain parameter."""
+    """Raise ValueError if a weight is not a plain parameter."""
     pruned = [name for one in made.pruned for name in (one.name, *one.related)]
     for name in [*(one.name for one in made.quantized), *pruned]:
         module = modules[name]

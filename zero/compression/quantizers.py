@@ -1,4 +1,4 @@
-"""Weights and activations in few bits: codes, scales, and what the codes stand for. Pure functions.
+"""Weights and activations in few bits: codes, scales and values. Pure functions.
 
     symmetric   bits ≥ 3   (2^bits - 1) levels around 0; scale = max|w| / (2^(bits-1) - 1)
     asymmetric  bits ≥ 3   2^bits levels from min to max, of which one is 0; a zero point for each tile
@@ -23,14 +23,14 @@ _TERNARY_THRESHOLD = 0.7  # of mean |w|: arXiv 1605.04711
 
 @dataclass(frozen=True)
 class Grid:
-    """rows[i] and columns[j]: of tile (i, j)."""
+    """A grid of tiles: tile (i, j) has rows[i] rows and columns[j] columns."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
 
     @classmethod
     def of(cls, R: int, C: int, tiles: int) -> Grid:
-        """Tiles of whole rows, or, where there are more of them than rows, of parts of one. Raises ValueError."""
+        """Tiles of whole rows; of parts of a row if there are more tiles than rows. Raises ValueError."""
         if R % tiles == 0:
             return cls((R // tiles,) * tiles, (C,))
         if tiles % R == 0 and C % (tiles // R) == 0:
@@ -38,11 +38,11 @@ class Grid:
         raise ValueError(f"a weight of {R} outputs and {C} inputs cannot be cut into {tiles} equal groups")
 
     def without(self, keep_R: Tensor | None = None, keep_C: Tensor | None = None) -> Grid:
-        """That of a matrix which keeps these rows and columns."""
+        """The grid of a matrix that keeps only these rows and columns."""
         return Grid(_left(self.rows, keep_R), _left(self.columns, keep_C))
 
     def expand(self, x_IJ: Tensor) -> Tensor:
-        """What is said of each tile, of each element: [R, C]."""
+        """A value per tile, repeated for each of its elements: [R, C]."""
         rows, columns = (
             torch.tensor(sizes, device=x_IJ.device, dtype=torch.int64) for sizes in (self.rows, self.columns)
         )
@@ -57,14 +57,14 @@ def _left(sizes: Sequence[int], keep: Tensor | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Code:
-    """How codes are read. kind: "symmetric" or "asymmetric"; at 1 and 2 bits both are binary and ternary."""
+    """The kind of a code: "symmetric" or "asymmetric"; at 1 and 2 bits both are binary and ternary."""
 
     kind: str
     bits: int
 
     @property
     def zero(self) -> int:
-        """The code of 0 of a kind without zero points; -1: binary has none."""
+        """The code of 0 for a kind without zero points; -1: binary has none."""
         return -1 if self.bits == 1 else (1 if self.bits == 2 else 2 ** (self.bits - 1) - 1)
 
     @property
@@ -79,7 +79,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Scales:
-    """Of the tiles: float32 [I, J], and the code of 0 of each, where the code has zero points."""
+    """Scales of the tiles, float32 [I, J], and the code of 0 in each tile if the code has zero points."""
 
     code: Code
     grid: Grid
@@ -87,7 +87,7 @@ class Scales:
     zero_IJ: Tensor | None = None
 
     def without(self, keep_R: Tensor | None = None, keep_C: Tensor | None = None) -> Scales:
-        """Those of a matrix which keeps these rows and columns."""
+        """The scales of a matrix that keeps only these rows and columns."""
         return replace(self, grid=self.grid.without(keep_R, keep_C))
 
     def levels(self, x_RC: Tensor, noise_RC: Tensor | None = None) -> Tensor:
@@ -105,7 +105,7 @@ class Scales:
         return (level_RC + zero_RC).clamp(0, 2**self.code.bits - 1) - zero_RC
 
     def values(self, level_RC: Tensor) -> Tensor:
-        """float32 [R, C]."""
+        """Values of these levels, float32 [R, C]."""
         return level_RC * self.grid.expand(self.scale_IJ)
 
     def encode(self, level_RC: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def _ternary(x: Tensor, x_RC: Tensor, code: Code, grid: Grid) -> tuple[Scales, T
 
 
 def quantize_range(x: Tensor, low: Tensor, high: Tensor, kind: str, bits: int) -> Tensor:
-    """x in levels between low and high, which broadcast over it; what is outside is cut off. The dtype of x."""
+    """x in levels between low and high, which broadcast over it; clamped to that range. The dtype of x."""
     exact = x.float()
     if kind == "symmetric":
         most = 2 ** (bits - 1) - 1
@@ -164,7 +164,7 @@ def quantize_range(x: Tensor, low: Tensor, high: Tensor, kind: str, bits: int) -
 
 
 class StraightThrough(torch.autograd.Function):
-    """The second argument, with the gradient going to the first as if it were that."""
+    """Returns the second argument; the gradient goes to the first."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor, instead: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 def straight_through(x: Tensor, instead: Tensor) -> Tensor:
-    """instead, whose gradient is x's."""
+    """The value of `instead`, with the gradient of x."""
     through: Tensor = StraightThrough.apply(x, instead.detach())  # type: ignore[no-untyped-call]
     return through
 
@@ -191,7 +191,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, bits: int, n: int) -> Tensor:
-    """n codes, int32. Raises ValueError where the bytes are not those of this many."""
+    """n codes, int32. Raises ValueError if the number of bytes does not fit."""
     if packed.numel() != -(-n * bits // 8):
         raise ValueError(f"{n} codes of {bits} bits take {-(-n * bits // 8)} bytes, got {packed.numel()}")
     stream = ((packed.reshape(-1, 1).int() >> torch.arange(8, device=packed.device)) & 1).reshape(-1)[: n * bits]

@@ -1,4 +1,4 @@
-"""What a technique does after this many optimizer steps: pure functions of the step, so that a resumed run goes on.
+"""Strength of a technique by the number of optimizer steps: pure functions, so that a resumed run continues exactly.
 
 bits     start_bits at the offset; one less after P, 2P, 4P, ... steps, down to target_bits
 mix      r of w ← r·w + (1-r)·q(w): 1 whenever the bits fall, then less by the change ratio each step
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BitSchedule:
-    """change_ratio: None: weights are quantized wholly from the start."""
+    """Bits by step. change_ratio: None: weights are quantized completely from the start."""
 
     offset: int
     start_bits: int
@@ -25,11 +25,11 @@ class BitSchedule:
         return min(passed.bit_length(), self.start_bits - self.target_bits)
 
     def bits(self, step: int) -> int | None:
-        """None: not yet."""
+        """Bits at this step; None: no quantization yet."""
         return None if step < self.offset else self.start_bits - self._drops(step)
 
     def mix(self, step: int) -> float:
-        """The share of the whole weight, from 1 to 0."""
+        """The share of the unquantized weight, from 1 to 0."""
         if self.change_ratio is None or step < self.offset:
             return 0.0
         drops = self._drops(step)
@@ -39,7 +39,7 @@ class BitSchedule:
 
 @dataclass(frozen=True)
 class DensitySchedule:
-    """ratio: the share that is kept in the end. end: None: from the offset on."""
+    """Density by step. ratio: the share that is kept in the end. end: None: from the offset on."""
 
     offset: int
     ratio: float

@@ -23,17 +23,24 @@ log = logging.getLogger(__name__)
 
 
 class CompressionScheduler:
-    """Moves the techniques of an armed model. It keeps nothing: the step and the masks are the model's buffers.
+    """Advances the techniques of a model from `init_compression`. Step and masks are the model's buffers.
 
-    step: call it after every optimizer step, on all ranks, unless `attach` does. synchronise: called before masks are
-    chosen, where ranks hold weights that differ (local steps of 0/1 Adam): `optimizer.sync`, `engine.synchronise`.
-    Raises ValueError where the model is not armed.
+    Call `step` after every optimizer step, on all ranks; `attach` does that for you.
+
+    Args:
+        model: The model.
+        synchronise: Called before masks are chosen, to make weights equal that differ between ranks (local steps of 0/1
+            Adam): `optimizer.sync`, `engine.synchronise`. Default None.
+        says: Whether to log changes. Default True.
+
+    Raises:
+        ValueError: The model has no techniques.
     """
 
     def __init__(self, model: nn.Module, synchronise: Callable[[], object] | None = None, *, says: bool = True):
         armed = armed_in(model)
         if armed is None:
-            raise ValueError("the model has no techniques: call onebit.zero.init_compression(model, config) before")
+            raise ValueError("the model has no techniques: call onebit.zero.init_compression(model, config) first")
         self._armed, self._synchronise, self._says = armed, synchronise, says
 
     @property
@@ -42,7 +49,11 @@ class CompressionScheduler:
         return self._armed.step
 
     def step(self, step_zero_print: bool = False) -> None:
-        """One more optimizer step is done. step_zero_print: no effect, it is DeepSpeed's."""
+        """Count an optimizer step, and advance the techniques. All ranks.
+
+        Args:
+            step_zero_print: Without effect, for DeepSpeed's callers.
+        """
         armed, before = self._armed, self.describe() if self._says else []
         if self._synchronise is not None and armed.is_due(armed.step + 1):
             self._synchronise()
@@ -52,7 +63,11 @@ class CompressionScheduler:
                 log.info("step %d: %s", armed.step, line)
 
     def check_trains(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError where the optimizer was made before the model was armed: it lacks the learned masks."""
+        """Raise ValueError if the optimizer was made before `init_compression`: it lacks the learned masks.
+
+        Args:
+            optimizer: The model's optimizer.
+        """
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, p in self._armed.model.named_parameters():
             if name.endswith(".scores") and p.requires_grad and id(p) not in trained:
@@ -62,7 +77,14 @@ class CompressionScheduler:
                 )
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Step after every step of this optimizer; `remove()` of what is returned ends that. As `check_trains`."""
+        """Call `step` after every step of this optimizer. Raises as `check_trains`.
+
+        Args:
+            optimizer: The model's optimizer.
+
+        Returns:
+            A handle; its `remove()` ends that.
+        """
         self.check_trains(optimizer)
         if self._synchronise is None and hasattr(optimizer, "sync"):
             self._synchronise = optimizer.sync
@@ -73,7 +95,7 @@ class CompressionScheduler:
         return optimizer.register_step_post_hook(has_stepped)
 
     def describe(self) -> list[str]:
-        """What is on now, a line for each technique and strength."""
+        """The active techniques, a line for each technique and strength."""
         lines = []
         for technique in self._armed.techniques():
             if isinstance(technique, WeightQuantization) and technique.bits is not None:
@@ -85,26 +107,33 @@ class CompressionScheduler:
         return list(dict.fromkeys(lines))
 
     def state_dict(self) -> dict[str, int]:
-        """The step. Masks and scores are in the model's."""
+        """The step. Masks and scores are in the model's state."""
         return {STEP: self._armed.step}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on from there, with the model's masks. Raises ValueError where the model's own step is another."""
+        """Continue from a state, with the model's masks.
+
+        Args:
+            state_dict: From `state_dict()`.
+
+        Raises:
+            ValueError: The model's own step differs.
+        """
         if state_dict[STEP] != self._armed.step:
             raise ValueError(
                 f"the scheduler's step is {state_dict[STEP]}, the model's is {self._armed.step}; load the model's "
-                "state of the same checkpoint before"
+                "state of the same checkpoint first"
             )
 
     def reload(self) -> None:
-        """The model's buffers were filled in place, as torch.distributed.checkpoint does: go on from these."""
+        """Continue from the model's buffers, after these were filled in place, as torch.distributed.checkpoint does."""
         self._armed.resume()
 
 
 def scheduler_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, synchronise: Callable[[], object], *, says: bool
 ) -> CompressionScheduler | None:
-    """Of a model that is armed; None of any other. Raises as `CompressionScheduler.check_trains`."""
+    """The scheduler of a model with techniques, else None. Raises as `CompressionScheduler.check_trains`."""
     if armed_in(model) is None:
         return None
     scheduler = CompressionScheduler(model, synchronise, says=says)

@@ -2,9 +2,9 @@
 
     torch.nn.utils.parametrize.register_parametrization(module, "weight", WeightQuantization(...))
 
-Stacked, the next one takes what the one before gives: quantization first, then the masks. Each does what its schedule
-says of the step that `reach` has told it. Masks of "l1" are buffers, computed once from the whole weight; those of
-"topk" are computed in every forward pass, from weights and learned scores.
+In a stack, each takes the output of the one before: quantization first, then the masks. Each follows its schedule at
+the step that `reach` has set. Masks of "l1" are buffers, computed once from the whole weight; those of "topk" are
+computed in every forward pass, from weights and learned scores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOMENTUM = 0.95  # of a static range
 
 
 class WeightQuantization(nn.Module):
-    """q(w), or w and q(w) mixed. The gradient is that of w. name: of the weight, seeds stochastic rounding.
+    """q(w), or a mix of w and q(w), with the gradient of w. name: of the weight; seeds stochastic rounding.
 
     Stochastic rounding draws from a generator of (name, step): the same on all ranks and in every micro-batch.
     """
@@ -84,14 +84,14 @@ class _Masked(torch.autograd.Function):
 
 
 class Units:
-    """What is kept or dropped as one: "element", "row" (an output), "head" (equally many inputs). shape: of a mask."""
+    """The units of pruning: "element", "row" (an output), "head" (an equal share of the inputs). shape: of a mask."""
 
     def __init__(self, form: Form, kind: str, heads: int = 1):
         self.form, self.kind, self.heads = form, kind, heads
         self.shape = {"element": form.shape, "row": (form.rows,), "head": (heads,)}[kind]
 
     def _split(self, weight: Tensor) -> Tensor:
-        """[R, units, columns of one], of heads."""
+        """The weight as [R, units, columns of a unit], for heads."""
         return self.form.matrix(weight).reshape(self.form.rows, self.heads, -1)
 
     def total(self, weight: Tensor) -> Tensor:
@@ -101,14 +101,14 @@ class Units:
         return self.form.matrix(weight).sum(1) if self.kind == "row" else self._split(weight).sum((0, 2))
 
     def expand(self, mask: Tensor) -> Tensor:
-        """What is said of each unit, of each element of the weight."""
+        """A value per unit, repeated for each element of the weight."""
         if self.kind == "element":
             return mask
         matrix = mask[:, None] if self.kind == "row" else mask.repeat_interleave(self.form.columns // self.heads)[None]
         return self.form.weight(matrix.expand(self.form.rows, self.form.columns))
 
     def l1_mask(self, weight: Tensor, keep: int) -> Tensor:
-        """torch's: the units of the largest L1 norms are 1."""
+        """torch's mask: 1 for the units with the largest L1 norms."""
         drop = torch.Size(self.shape).numel() - keep
         mask: Tensor
         if self.kind == "element":
@@ -141,7 +141,7 @@ class Pruning(nn.Module):
         self.reach(0)
 
     def read_from(self, stack: nn.Module) -> None:
-        """The norms are those of the trained weight, not of a quantized one, whose are often equal."""
+        """Use norms of the trained weight: those of a quantized one are often equal."""
         self._stack = (stack,)
 
     def reach(self, step: int) -> None:
@@ -149,18 +149,18 @@ class Pruning(nn.Module):
         self.density = self.schedule.density(step)
 
     def is_due(self, before: int | None, step: int) -> bool:
-        """Whether `choose` must compute another mask than that of the step before; None: there was none."""
+        """Whether `choose` must compute a new mask since step `before`; None: there was none."""
         now = self.schedule.density(step)
         return self.method == "l1" and now < 1.0 and (before is None or self.schedule.density(before) != now)
 
     @property
     def count(self) -> int:
-        """Units that are kept: at least one."""
+        """Number of units to keep, at least one."""
         return max(1, round(self.density * torch.Size(self.units.shape).numel()))
 
     @torch.no_grad()
     def choose(self, weight: Tensor) -> None:
-        """The mask of this whole weight, of "l1"."""
+        """Compute the mask of this whole weight, for "l1"."""
         self.mask.copy_(self.units.l1_mask(weight.float(), self.count))
 
     def _now(self, weight: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class Pruning(nn.Module):
 
     @torch.no_grad()
     def keep(self, weight: Tensor | None = None) -> Tensor | None:
-        """What is kept now, of the trained weight where `read_from` was told it; also in `kept`."""
+        """Compute the mask now, and store it in `kept`; from the trained weight if `read_from` was called."""
         trained = self._stack[0].original if self._stack else weight
         assert isinstance(trained, Tensor)
         self.kept = None if self.density >= 1.0 else self._now(trained).to(trained.dtype)
@@ -197,8 +197,8 @@ class Pruning(nn.Module):
 
 
 class RelatedInputs(nn.Module):
-    """weight without the inputs that come from the rows which another module has dropped: what they hold is the same
-    before and after cleaning, whatever lies in between. source: is not its submodule.
+    """The weight with zeros for inputs that come from rows dropped in another module, so that cleaning changes no
+    output. source: the pruning of that module; not a submodule of this one.
     """
 
     def __init__(self, form: Form, source: Pruning):
@@ -207,11 +207,11 @@ class RelatedInputs(nn.Module):
 
     @property
     def source(self) -> Pruning:
-        """Which drops the rows."""
+        """The pruning that drops the rows."""
         return self._source[0]
 
     def reach(self, step: int) -> None:
-        """It does what its source does."""
+        """Does nothing: it follows its source."""
 
     def forward(self, weight: Tensor) -> Tensor:
         kept = self.source.kept
@@ -222,11 +222,11 @@ class RelatedInputs(nn.Module):
 
 
 class ActivationQuantization(nn.Module):
-    """What goes into a module, in few bits; the gradient passes through. offset: None: from the start, for good.
+    """Quantizes the inputs of a module; the gradient passes through. offset: None: on from the start, permanently.
 
-    dynamic: a range for each token, the last dimension. static: the running range of what training has shown since the
-    module was armed, one for the module; in the buffers low and high, which `sync_buffers` averages over ranks. Inputs
-    that pruning has dropped, here or in the module before, have no part in a range: cleaning takes them away.
+    dynamic: a range for each token, over the last dimension. static: one running range of the training so far, in the
+    buffers low and high, which `sync_buffers` averages over ranks. Inputs that pruning has dropped, here or in the
+    module before, do not count in a range, because cleaning removes them.
     """
 
     averaged_buffers = ("low", "high")
@@ -249,12 +249,12 @@ class ActivationQuantization(nn.Module):
         self.is_on = self.offset is None or step >= self.offset
 
     def without(self, dropping: tuple[tuple[Pruning, int], ...]) -> None:
-        """What drops inputs, and the dimension of these."""
+        """Set the prunings that drop inputs, with the dimension."""
         self._dropping = dropping
 
     def _kept(self, x: Tensor) -> Tensor:
         for pruning, dim in self._dropping:
-            # Of heads this module's own weight decides; of rows that of one which has run before.
+            # Heads are chosen by this module's own weight, rows by that of a module that has run before.
             kept = pruning.keep() if pruning.units.kind == "head" else pruning.kept
             if kept is not None:
                 mask = kept.to(x.dtype).repeat_interleave(x.shape[dim] // len(kept))
@@ -298,7 +298,7 @@ ACTIVATIONS = "activation_quantization"  # the submodule's name
 
 
 def quantize_inputs(module: nn.Module, quantization: ActivationQuantization) -> None:
-    """Let a module take what goes in through this one, its submodule from now on."""
+    """Pass a module's inputs through this quantization, which becomes its submodule."""
     setattr(module, ACTIVATIONS, quantization)
     module.register_forward_pre_hook(take_quantized, with_kwargs=True)
 
