@@ -45,7 +45,7 @@ def test_the_older_curriculum_batches_by_tokens_and_rates_by_tokens(tmp_path: Pa
     facts = run_torchrun(2, others, str(tmp_path), timeout_s=110).check().results[0]
     assert [row["length"] for row in facts["legacy"]] == [4, 4, 6, CONTEXT + 1]
     assert facts["told"] == [4, 4, 6]
-    assert "takes sequences of 4 tokens, and the model is given 8; cut them" in facts["too long"]
+    assert "expects sequences of 4 tokens, and the model was given 8; truncate them" in facts["too long"]
     assert "call engine.set_custom_curriculum_learning_schedule" in facts["no function"]
     assert facts["custom"] == [4, 5, 6]
     # lengths 1 2 3 4 5 1 2 ..., at most 6 with padding: {0 1} {2} {3} {4} {5 6} {7} {8} {9}, eight parts to a step

@@ -326,7 +326,7 @@ def test_arguments_that_cannot_be_gathered_are_named() -> None:
             {"attention_mask": torch.ones(7, 1, S, S)},
             r"layers\.1: attention_mask of shape \(7, 1, 8, 8\) is no mask of 3",
         ),
-        ({"attention_mask": torch.randn(S, S)}, r"attention_mask of shape \(8, 8\) is another mask for each sample"),
+        ({"attention_mask": torch.randn(S, S)}, r"attention_mask of shape \(8, 8\) becomes a different mask"),
         ({"rotary_table": torch.randn(S, 4)}, r"rotary_table of shape \(8, 4\) runs along the sequence of 8 tokens"),
         ({"bias": torch.randn(5, S, 4)}, r"layers\.1: bias of shape \(5, 8, 4\) runs along the sequence"),
     ):
@@ -391,7 +391,7 @@ def test_names_that_match_nothing_are_refused() -> None:
         drop_tokens(model, ["layers.7"], keep(3))
     with pytest.raises(ValueError, match=r"the first and the last layer keep all tokens"):
         drop_tokens(stack(layers=2), "layers.*", keep(3))
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp lies within layers\.1"):
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp is within layers\.1"):
         drop_tokens(model, ["layers.1", "layers.1.mlp"], keep(3))
     drop_tokens(model, "layers.*", keep(3))
     with pytest.raises(ValueError, match=r"layers\.1 drops tokens already"):

@@ -23,7 +23,7 @@ LEGACY = "seqlen_truncate"
 
 
 def pacing_of(block: Scheduled, name: str) -> Pacing:
-    """The schedule of a difficulty."""
+    """The pacing that a schedule's block describes."""
     kind, given = block.schedule_type, block.schedule_config
     if kind == "custom":
         return Custom(name)
@@ -31,12 +31,12 @@ def pacing_of(block: Scheduled, name: str) -> Pacing:
         return Discrete(given.difficulty, given.max_step)
     degree = (given.root_degree or 1.0) if kind == "fixed_root" else 1.0
     numbers = block.min_difficulty, block.max_difficulty, given.total_curriculum_step, given.difficulty_step
-    first, last, total, multiple = cast("tuple[int, int, int, int]", numbers)  # `check_schedule` has seen to it
+    first, last, total, multiple = cast("tuple[int, int, int, int]", numbers)  # not None: see `check_schedule`
     return Root(first, last, total, multiple, degree)
 
 
 def has_sampler(config: Config) -> bool:
-    """Whether the configuration chooses samples, or their length, itself."""
+    """Whether the configuration decides on samples or their length, so that a `CurriculumLoader` is needed."""
     ours = config.data_efficiency
     return config.curriculum_learning.enabled or ours.curriculum is not None or ours.dynamic_batching is not None
 
@@ -49,7 +49,11 @@ def loader_of(
     seed: int,
     **options: object,
 ) -> CurriculumLoader:
-    """This rank's loader of what the configuration chooses. Raises ValueError where metrics are of another dataset."""
+    """This rank's loader for the configured curriculum.
+
+    Raises:
+        ValueError: Metrics belong to another dataset.
+    """
     ours, (rank, world_size) = config.data_efficiency, grid.data
     steps, passes = config.gradient_accumulation_steps, None
     sampler: Sampler
@@ -113,13 +117,17 @@ def _lengths(block: DynamicBatching, dataset: Dataset[object]) -> Array:
 
 
 def dropped_layers(block: RandomLtd, outline: nn.Module) -> tuple[list[str], int]:
-    """(the names of the layers that drop tokens, how many layers there are). Raises ValueError as `middle_layers`."""
+    """The names of the layers that drop tokens, and how many layers there are.
+
+    Raises:
+        ValueError: The configuration does not fit the model's layers.
+    """
     if block.layer_name is not None:
         middle = middle_layers(outline, block.layer_name)
         names = middle_layers(outline, block.layer_name, with_ends=True)
         if block.total_layer_num not in (None, len(names)):
             raise ValueError(
-                f"random_ltd.total_layer_num is {block.total_layer_num}, and {block.layer_name!r} matches {len(names)} "
+                f"random_ltd.total_layer_num is {block.total_layer_num}, but {block.layer_name!r} matches {len(names)} "
                 "layers; correct one of them"
             )
     else:
@@ -133,14 +141,16 @@ def dropped_layers(block: RandomLtd, outline: nn.Module) -> tuple[list[str], int
     if not block.random_ltd_layer_id:
         return middle, len(names)
     if beyond := [k for k in block.random_ltd_layer_id if k >= len(names)]:
-        raise ValueError(f"random_ltd.random_ltd_layer_id names layer {beyond[0]}, and there are {len(names)}")
+        raise ValueError(
+            f"random_ltd.random_ltd_layer_id names layer {beyond[0]}, but the model has {len(names)}, counted from 0"
+        )
     return [names[k] for k in block.random_ltd_layer_id], len(names)
 
 
 def drop_as_configured(
     config: Config, grid: Grid, model: nn.Module, names: list[str], *, splits_sequence: bool
 ) -> TokenDropping:
-    """Let the model's layers of these names drop tokens. splits_sequence: tensor ranks hold a part of it each."""
+    """Let the layers of these names drop tokens. splits_sequence: each tensor rank holds a slice of the sequence."""
     block = cast(RandomLtd, config.data_efficiency.random_ltd)
     kept = block.random_ltd_schedule
     steps, multiple = kept.schedule_config.require_steps, kept.schedule_config.seq_per_step

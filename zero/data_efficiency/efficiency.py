@@ -1,6 +1,6 @@
-"""What an engine does for data efficiency in a step: lengths, dropped tokens, rates of odd batches and by tokens.
+"""What an engine does for data efficiency in a step: sequence lengths, dropped tokens, and learning rates.
 
-`configured.py` makes the parts; the engine calls these methods, each of which does nothing where its part is off.
+`configured.py` makes the parts; the engine calls these methods, each of which does nothing if its part is off.
 """
 
 from __future__ import annotations
@@ -22,14 +22,19 @@ from .token_dropping import TokenDropping
 
 T = TypeVar("T")
 SEQLEN = "curriculum_seqlen"
-"""The argument by which DeepSpeed tells a model how many tokens of a sequence to take."""
+"""The argument in which DeepSpeed passes a model the number of tokens to use of a sequence."""
 
 
 @dataclass
 class Efficiency:
-    """The parts that are on. lengths: of the older curriculum. layers: of the model, where tokens are dropped.
+    """The parts of data efficiency that are on in an engine.
 
-    layer_tokens: tokens times layers that all ranks have consumed, where learning rates depend on it.
+    Attributes:
+        dropping: The layers that drop tokens, or None.
+        lengths: The sequence lengths of the older curriculum ("curriculum_learning"), or None.
+        layers: How many layers the model has, if tokens are dropped; otherwise 1.
+        counts_tokens: Whether learning rates depend on consumed tokens.
+        layer_tokens: Tokens times layers that all ranks have consumed, if `counts_tokens`.
     """
 
     dropping: TokenDropping | None = None
@@ -44,13 +49,17 @@ class Efficiency:
     # ---------------------------------------------------------------- a micro-batch
 
     def seqlen(self, step: int) -> int | None:
-        """Tokens of a sequence in this step, counted from 0; None: all."""
+        """The sequence length of a step, counted from 0; None for whole sequences."""
         return None if self.lengths is None else self.lengths(step + 1)
 
     def prepare(
         self, module: nn.Module, step: int, inputs: tuple[object, ...], named: Mapping[str, object], rank: int
     ) -> Mapping[str, object]:
-        """The named arguments of a call in training. Raises ValueError where its sequences are too long."""
+        """The keyword arguments for a forward call in training.
+
+        Raises:
+            ValueError: The sequences are longer than the curriculum allows.
+        """
         length, came = self.seqlen(step), None
         if length is not None or self.counts_tokens:
             came = length_of((inputs, dict(named)))
@@ -59,15 +68,16 @@ class Efficiency:
             came = None if came is None else min(came, length)
         elif length is not None and came is not None and came > length:
             raise ValueError(
-                f"rank {rank}: step {step + 1} of the curriculum takes sequences of {length} tokens, and the model is "
-                f"given {came}; cut them: onebit.zero.data_efficiency.truncate(batch, engine.curriculum_seqlen()), "
-                f"pass initialize(training_data=...), whose batches are cut, or let forward take {SEQLEN}="
+                f"rank {rank}: step {step + 1} of the curriculum expects sequences of {length} tokens, and the model "
+                f"was given {came}; truncate them: onebit.zero.data_efficiency.truncate(batch, "
+                f"engine.curriculum_seqlen()), pass initialize(training_data=...), which truncates its batches, or "
+                f"give forward an argument {SEQLEN}="
             )
         self._count(came, (inputs, dict(named)))
         return named
 
     def prepare_batches(self, batches: list[T], step: int, *, is_counted: bool) -> list[T]:
-        """The micro-batches of a whole step, inputs and targets cut alike. is_counted: in no later call."""
+        """The micro-batches of a whole step, truncated. is_counted: count their tokens here, not in later calls."""
         length = self.seqlen(step)
         if length is not None:
             batches = [truncate(batch, length) for batch in batches]
@@ -80,7 +90,8 @@ class Efficiency:
             return
         if length is None:
             raise ValueError(
-                "learning rates depend on consumed tokens, and the model's inputs have no tensor [batch, sequence, ...]"
+                "learning rates depend on consumed tokens, but the model's inputs have no tensor [batch, sequence, "
+                "...]; pass the tokens as one"
             )
         each = length * self.layers if self.dropping is None else self.dropping.layer_tokens(length, self.layers)
         self._mine += _rows(batch) * each
@@ -94,21 +105,22 @@ class Efficiency:
     # ---------------------------------------------------------------- a step
 
     def begin_rates(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
-        """Scale all rates for this step, before any gradient leaves."""
+        """Scale all learning rates for this step. Must precede the sending of any gradient."""
         if scale == 1.0 or self._rates is not None:
             return
         self._rates = [_copied(group["lr"]) for group in optimizer.param_groups]
         _set_rates(optimizer, [lr * scale for lr in self._rates])
 
     def end_rates(self, optimizer: torch.optim.Optimizer) -> None:
-        """The rates that the schedule knows."""
+        """Restore the rates, so that the schedule continues from its own."""
         if self._rates is not None:
             _set_rates(optimizer, self._rates)
             self._rates = None
 
     def consumed(self, grid: Grid) -> int:
-        """Tokens times layers of the step, over all ranks that read different data. All ranks."""
+        """Tokens times layers of the step, over all ranks that read different data. All ranks call it."""
         rows = gather_bytes(grid.world, struct.pack("<q", self._mine))
+        # Ranks that read the same data report the same tokens.
         alike = grid.world.world_size // grid.data[1]
         self._mine = 0
         tokens = sum(int.from_bytes(row, "little") for row in rows) // alike
@@ -116,13 +128,17 @@ class Efficiency:
         return tokens
 
     def go_to(self, step: int) -> None:
-        """After a step, and after loading a checkpoint: the next one is this, counted from 0."""
+        """Make `step`, counted from 0, the next one: after each step, and after loading a checkpoint."""
         self._mine = 0
         if self.dropping is not None:
             self.dropping.advance(step)
 
     def set_custom(self, functions: object, metrics: Sequence[Pacing]) -> None:
-        """Give schedules of the type "custom" their functions: by metric, or one for the older curriculum."""
+        """Set the functions of "custom" schedules: a mapping by metric, or one function for all.
+
+        Raises:
+            ValueError: No schedule is "custom", or none of a given name.
+        """
         custom = [pacing for pacing in [self.lengths, *metrics] if isinstance(pacing, Custom)]
         given = functions if isinstance(functions, Mapping) else dict.fromkeys((p.name for p in custom), functions)
         names = {pacing.name for pacing in custom}

@@ -1,7 +1,7 @@
-"""The loader over a sampler: this rank's micro-batches, cut to the curriculum's length, and an exact place to resume.
+"""The loader over a sampler: this rank's micro-batches, cut to the curriculum's length, with an exact resume position.
 
-Every rank draws all global batches, numbers only, and reads its own parts: nothing is sent. Batches read ahead by
-workers do not count: the state is that after the micro-batch yielded last.
+Every rank draws the sample numbers of all global batches and reads only its own parts, so nothing is sent. Workers read
+ahead of training: the saved state is the one after the last micro-batch yielded, not after the last one read.
 """
 
 from __future__ import annotations
@@ -16,17 +16,34 @@ from torch.utils.data import DataLoader, Dataset
 from .sampler import Drawn, Sampler, State
 from .sequence import reshape, truncate
 
-# Metrics of these names change the batches themselves.
+# Metrics with these names change the batch, with the difficulty as the new length.
 SHAPING: Mapping[str, Callable[[Any, int], Any]] = {"seqlen_truncate": truncate, "seqlen_reshape": reshape}
 
 
 class CurriculumLoader:
-    """Micro-batches of this rank, `parts_per_rank` for each global batch of the sampler; an `iter()` is one pass.
+    """Yields this rank's micro-batches of the batches that a sampler draws. One `iter()` is one pass over the data.
 
-    A pass has as many global batches as make the dataset's number of samples. passes: the most that may be read; None:
-    no end. shaping: what the difficulty of a metric does to a batch, by the metric's name: called with (batch,
-    difficulty). process: called with (batch, {"current_difficulties": by metric}), gives the batch in its place; may be
-    set later. difficulties, lr_scale: of the micro-batch yielded last. options: of torch's DataLoader.
+    A pass has `sampler.batches_per_pass` global batches. Sends nothing: all ranks draw the same sample numbers.
+
+    Args:
+        dataset: A map-style dataset.
+        sampler: Draws the global batches. All ranks need equal ones.
+        rank: This rank among those that read different data, 0 by default.
+        world_size: How many such ranks there are, 1 by default.
+        parts_per_rank: Micro-batches of this rank in a global batch (gradient accumulation steps), 1 by default.
+        passes: The most passes that may be read; None (default) for no limit.
+        shaping: By the name of a metric, a function (batch, difficulty) that changes the batch. By default
+            "seqlen_truncate" truncates and "seqlen_reshape" reshapes.
+        **options: Passed on to torch's DataLoader, for example collate_fn, num_workers.
+
+    Attributes:
+        process: None, or a function (batch, {"current_difficulties": {metric: difficulty}}) that returns the batch to
+            yield. May be set at any time.
+        difficulties: The difficulties of the last micro-batch yielded.
+        lr_scale: The learning rate factor of the last micro-batch yielded.
+
+    Raises:
+        ValueError: The dataset has fewer samples than a global batch.
     """
 
     def __init__(
@@ -50,25 +67,26 @@ class CurriculumLoader:
         self._state, self._parts_done = sampler.state_dict(), 0
         self._passes_done = self._of_pass = 0
         if sampler.batches_per_pass == 0:
-            raise ValueError("the dataset has less samples than a global batch; lower train_batch_size")
+            raise ValueError("the dataset has fewer samples than a global batch; lower train_batch_size")
 
     @property
     def batch_size(self) -> str:
-        """For messages."""
+        """A description of the batch size for messages."""
         return f"{self._parts} parts"
 
     def __len__(self) -> int:
-        """Micro-batches of a pass."""
+        """Micro-batches of this rank in a pass."""
         return self.sampler.batches_per_pass * self._parts
 
     def __iter__(self) -> Iterator[Any]:
         if self._passes is not None and self._passes_done >= self._passes:
             raise RuntimeError(
-                f"the {self._passes} passes over the data are read; raise data_sampling.num_epochs to go on"
+                f"all {self._passes} passes over the data have been read; raise data_sampling.num_epochs to continue"
             )
         self.sampler.load_state_dict(self._state)
         drawing = _Drawing(self, self.sampler.batches_per_pass - self._of_pass)
-        # Of its own: torch's would be advanced by every iteration, and with it the dropout of a resumed run.
+        # DataLoader would draw a seed from torch's global generator at every iter(), and dropout after a resume would
+        # differ from the uninterrupted run's.
         generator = torch.Generator().manual_seed(self.sampler.batches_done)
         options: dict[str, Any] = {"generator": generator, **self._options}
         for batch in DataLoader(self.dataset, batch_sampler=drawing, **options):
@@ -92,7 +110,7 @@ class CurriculumLoader:
         return batch
 
     def state_dict(self) -> State:
-        """Plain numbers, the same on every rank."""
+        """The position after the last micro-batch yielded: plain numbers, the same on every rank."""
         return {
             "sampler": self._state,
             "parts_done": self._parts_done,
@@ -102,7 +120,12 @@ class CurriculumLoader:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there; in another world between two global batches. Raises ValueError elsewhere."""
+        """Continue from the position that `state_dict` gave. The number of ranks may change between global batches.
+
+        Raises:
+            ValueError: The state is from a loader without a curriculum, from another dataset, or from the middle of a
+                global batch with another number of parts.
+        """
         if "sampler" not in state_dict:
             raise ValueError(
                 "the checkpoint's data position is that of a run without a curriculum; resume it without "
@@ -111,8 +134,8 @@ class CurriculumLoader:
         done, parts = state_dict["parts_done"], self._parts * self._world_size
         if done and parts != state_dict["parts"]:
             raise ValueError(
-                f"this position lies {done} micro-batches within a global batch of {state_dict['parts']}, and one has "
-                f"{parts} here; save between global batches to go on in another world"
+                f"this position is {done} micro-batches within a global batch of {state_dict['parts']}, and one has "
+                f"{parts} here; save between two global batches to resume with another number of ranks"
             )
         self.sampler.load_state_dict(state_dict["sampler"])
         self._state, self._parts_done = dict(state_dict["sampler"]), done
@@ -120,7 +143,11 @@ class CurriculumLoader:
 
 
 class _Drawing:
-    """The batch sampler of a pass's rest: this rank's parts, and of each global batch what `waiting` keeps."""
+    """The batch sampler for the rest of a pass: yields this rank's parts.
+
+    Workers draw ahead, so `waiting` keeps, for each global batch not yet fully yielded, the batch and the sampler's
+    state after it.
+    """
 
     def __init__(self, loader: CurriculumLoader, count: int):
         self._loader, self._count = loader, count

@@ -4,9 +4,9 @@
     measure(dataset, {"length": Length(), "rarity": VocabularyRarity(counts)}, "metrics", workers=2)
     values = read_metric("metrics/rarity.npy", dataset)
 
-Workers are those of torch's DataLoader. Memory is bounded: each worker holds a part of `PART` samples, and results go
-into a memory map. `measured.json` beside the files says of which dataset they are and how far the pass has come; a
-pass that was interrupted goes on from there. The values depend neither on workers nor on interruptions.
+Workers are those of torch's DataLoader. Memory is bounded: each worker holds `PART` samples, and results go into a
+memory map. `measured.json` beside the files records the dataset's fingerprint and how many samples are done, so an
+interrupted pass can continue. The values depend neither on the number of workers nor on interruptions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PART = 2048
-"""Samples of a part: what a worker measures at a time."""
+"""Samples that a worker measures at a time."""
 STAMP = "measured.json"
 _SECONDS_BETWEEN_STAMPS = 5.0
 _PROBES = 32
@@ -48,10 +48,23 @@ def measure(
     workers: int = 0,
     shows_progress: bool = True,
 ) -> dict[str, Path]:
-    """Write folder/NAME.npy for each metric, one number per sample; the files by name. One process calls it.
+    """Measure every sample of a dataset, and write folder/NAME.npy for each metric: one number per sample.
 
-    workers: processes that read and measure; 0: this one alone. Finished before: nothing is done. Interrupted before:
-    goes on. Raises ValueError where the folder has metrics of another dataset, or of other names unfinished.
+    Call it from one process. If the folder is complete already, nothing is done; an interrupted pass continues.
+
+    Args:
+        dataset: A map-style dataset.
+        metrics: The metrics by name, for example {"length": Length()}.
+        folder: Where the files go; it is made if missing.
+        workers: Processes that read and measure; 0 (default) for this process alone.
+        shows_progress: Whether to show a bar on a terminal, or log lines elsewhere; True by default.
+
+    Returns:
+        The path of each metric's file.
+
+    Raises:
+        ValueError: No metrics, or the folder holds metrics of another dataset or with other names.
+        TypeError: The dataset has no length or no items.
     """
     if not metrics:
         raise ValueError("expected at least one metric, as {'length': Length()}")
@@ -85,7 +98,22 @@ def measure(
 def count_vocabulary(
     dataset: Dataset[object], size: int, *, field: Field = None, workers: int = 0, shows_progress: bool = True
 ) -> Array:
-    """int64 [size]: how often each token stands in the whole dataset, for `VocabularyRarity`."""
+    """Count how often each token occurs in the whole dataset, for `VocabularyRarity`.
+
+    Args:
+        dataset: A map-style dataset.
+        size: The size of the vocabulary.
+        field: Which entry of a tuple or dict holds the tokens; None (default) for the first, or "input_ids".
+        workers: Processes that read and count; 0 (default) for this process alone.
+        shows_progress: Whether to show a bar on a terminal, or log lines elsewhere; True by default.
+
+    Returns:
+        int64 [size], the counts by token.
+
+    Raises:
+        ValueError: A token is outside the vocabulary.
+        TypeError: A sample has no row of integers, or the dataset no length or items.
+    """
     counts, done, n = np.zeros(size, np.int64), 0, _size(dataset)
     with Progress("vocabulary", n, 0, is_shown=shows_progress) as progress:
         for part, count in _parts(dataset, range(n), partial(_count, size, field), workers):
@@ -96,9 +124,19 @@ def count_vocabulary(
 
 
 def read_metric(path: str | os.PathLike[str], dataset: Dataset[object]) -> Array:
-    """The values of `measure`, mapped from disk. Raises ValueError where they are of another dataset or unfinished.
+    """The values that `measure` wrote, mapped from disk.
 
-    A .npy file of the caller's own, without a stamp beside it, needs the dataset's length alone.
+    A .npy file from elsewhere, without measured.json beside it, only has to have the dataset's length.
+
+    Args:
+        path: The metric's .npy file.
+        dataset: The dataset that it belongs to.
+
+    Returns:
+        A read-only array with one number per sample.
+
+    Raises:
+        ValueError: The file belongs to another dataset, is unfinished, or is no .npy file of one number per sample.
     """
     file, n = Path(path), _size(dataset)
     if file.suffix != ".npy":
@@ -110,14 +148,14 @@ def read_metric(path: str | os.PathLike[str], dataset: Dataset[object]) -> Array
     if values.ndim != 1 or len(values) != n or values.dtype.kind not in "iuf":
         raise ValueError(
             f"{file} is of another dataset: expected {n} numbers, one for each sample, got {values.dtype} of shape "
-            f"{values.shape}; measure this dataset"
+            f"{values.shape}; run measure() on this dataset"
         )
     if (file.parent / STAMP).exists():
         stamp = _read_stamp(file.parent)
         if stamp["fingerprint"] != fingerprint(dataset):
             raise ValueError(
-                f"{file} is of another dataset, of as many samples: {STAMP} beside it has fingerprint "
-                f"{stamp['fingerprint']}, this one {fingerprint(dataset)}; measure this dataset into another folder"
+                f"{file} is of another dataset with the same number of samples: {STAMP} beside it has fingerprint "
+                f"{stamp['fingerprint']}, this dataset {fingerprint(dataset)}; measure this dataset into another folder"
             )
         if stamp["done"] != n and file.stem in cast(list[str], stamp["metrics"]):
             raise ValueError(f"{file} is not finished: {stamp['done']} of {n} samples; call measure() again")
@@ -125,7 +163,7 @@ def read_metric(path: str | os.PathLike[str], dataset: Dataset[object]) -> Array
 
 
 def fingerprint(dataset: Dataset[object]) -> str:
-    """Of the length and of up to 32 samples spread over the dataset: what a dataset is known by."""
+    """A dataset's fingerprint: 16 hexadecimal digits of a hash over its length and up to 32 samples spread over it."""
     n = _size(dataset)
     digest = sha256(str(n).encode())
     for index in sorted({round(k * (n - 1) / max(1, _PROBES - 1)) for k in range(_PROBES)}) if n else ():
@@ -134,7 +172,7 @@ def fingerprint(dataset: Dataset[object]) -> str:
 
 
 def _digest(value: object, update: Callable[[bytes], object]) -> None:
-    """Values only: not the type of the container, which a collate function or a cache may change."""
+    """Hash the values only, not the container's type, which a collate function or a cache may change."""
     if isinstance(value, Mapping):
         for name in sorted(value, key=str):
             _digest(value[name], update)
@@ -155,7 +193,11 @@ def _size(dataset: Dataset[object]) -> int:
 
 
 def _begin(place: Path, dataset: Dataset[object], metrics: Mapping[str, Metric], n: int) -> dict[str, object]:
-    """The stamp that is there, of this pass, or a new one. Raises ValueError on one of another dataset."""
+    """This pass's stamp: the one in the folder, or a new one.
+
+    Raises:
+        ValueError: The folder holds metrics of another dataset, or with other names.
+    """
     fresh: dict[str, object] = {
         "samples": n,
         "fingerprint": fingerprint(dataset),
@@ -174,13 +216,13 @@ def _begin(place: Path, dataset: Dataset[object], metrics: Mapping[str, Metric],
     if stamp["metrics"] != fresh["metrics"]:
         raise ValueError(
             f"{place} holds the metrics {', '.join(cast(list[str], stamp['metrics']))}, this pass measures "
-            f"{', '.join(sorted(metrics))}; name another folder, or measure the same ones"
+            f"{', '.join(sorted(metrics))}; use another folder, or measure the same metrics"
         )
     return stamp
 
 
 def _write_stamp(place: Path, stamp: Mapping[str, object]) -> None:
-    """Whole or not at all."""
+    """Written to a new file that replaces the old one, so that an interruption leaves a whole stamp."""
     new = place / f"{STAMP}.new"
     new.write_text(json.dumps(stamp))
     new.replace(place / STAMP)
@@ -195,7 +237,7 @@ def _read_stamp(place: Path) -> dict[str, object]:
 
 
 def _parts(dataset: Dataset[object], numbers: range, work: Callable[[list[object]], T], workers: int) -> Iterator[T]:
-    """What `work` makes of each part of the samples, in order."""
+    """The result of `work` on each part of the samples, in order."""
     parts = [range(start, min(start + PART, numbers.stop)) for start in range(numbers.start, numbers.stop, PART)]
     return iter(DataLoader(dataset, batch_sampler=parts, num_workers=workers, collate_fn=work))  # type: ignore[arg-type]
 
@@ -209,7 +251,7 @@ def _count(size: int, field: Field, samples: list[object]) -> tuple[Array, int]:
 
 
 class Progress:
-    """A bar on a terminal; elsewhere a log line for every tenth of the whole."""
+    """A progress bar on a terminal; elsewhere a log line after every tenth of the whole."""
 
     def __init__(self, what: str, total: int, done: int = 0, *, is_shown: bool = True, out: IO[str] = sys.stderr):
         self._what, self._total, self._first, self._out = what, total, done, out
@@ -224,7 +266,7 @@ class Progress:
             self._out.write("\n")
 
     def at(self, done: int) -> None:
-        """This many samples are done."""
+        """Report that `done` samples are done."""
         share = done / self._total
         step = int(share * (200 if self._is_terminal else 10))
         if not self._is_shown or step == self._said:

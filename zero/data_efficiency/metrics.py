@@ -1,7 +1,7 @@
-"""Difficulty metrics of samples: length, vocabulary rarity, effective length, a function of the user's.
+"""Difficulty metrics of samples: length, effective length, vocabulary rarity, or a user's own function.
 
-A metric turns a list of samples into one number each, many at a time. `measuring.py` applies them to a whole dataset.
-A sample is a tensor of tokens, an array, a list, or a tuple or dict of which one entry is; see `tokens_of`.
+A metric turns a list of samples into an array of one number each. `measuring.py` applies metrics to a whole dataset.
+A sample is a tensor, array or list of tokens, or a tuple or dict with such an entry; see `tokens_of`.
 Source: arXiv 2212.03597, section 3.1.
 """
 
@@ -20,7 +20,7 @@ Field = int | str | None
 
 
 class Metric(Protocol):
-    """dtype: of the numbers. Must be picklable where workers are started by spawn."""
+    """Turns samples into one number each, of type `dtype`. Must be picklable if workers are started by spawn."""
 
     @property
     def dtype(self) -> str: ...
@@ -28,9 +28,14 @@ class Metric(Protocol):
 
 
 def tokens_of(sample: object, field: Field = None) -> Array:
-    """The tokens of a sample, one-dimensional. field: which entry of a tuple or dict; None: the first, or "input_ids".
+    """The tokens of a sample, one-dimensional.
 
-    Raises TypeError where there are none, with what came.
+    Args:
+        sample: A row of integers as tensor, array or list, or a tuple or dict that holds one.
+        field: Which entry of a tuple or dict holds the tokens; None (default) for the first, or "input_ids".
+
+    Raises:
+        TypeError: There is no such entry, or it is no row of integers.
     """
     if isinstance(sample, Mapping):
         name = "input_ids" if field is None else field
@@ -52,7 +57,11 @@ def tokens_of(sample: object, field: Field = None) -> Array:
 
 @dataclass(frozen=True)
 class Length:
-    """Tokens in a sample."""
+    """The number of tokens in a sample.
+
+    Args:
+        field: Which entry of a tuple or dict holds the tokens; None (default) for the first, or "input_ids".
+    """
 
     field: Field = None
     dtype = "int64"
@@ -63,7 +72,12 @@ class Length:
 
 @dataclass(frozen=True)
 class EffectiveLength:
-    """Tokens that are not padding: of samples padded to one length."""
+    """The number of tokens in a sample that are not padding, for samples padded to one length.
+
+    Args:
+        padding: The padding token.
+        field: Which entry of a tuple or dict holds the tokens; None (default) for the first, or "input_ids".
+    """
 
     padding: int
     field: Field = None
@@ -76,10 +90,14 @@ class EffectiveLength:
 
 @dataclass(frozen=True, eq=False)
 class VocabularyRarity:
-    """-Σ log p(w) over a sample's tokens, in nats. counts: how often each token stands in the dataset.
+    """The rarity of a sample's tokens: -Σ log p(w) in nats, where p(w) is the share of token w in the dataset.
 
-    `count_vocabulary` gives the counts. padding: a token that does not count. Raises ValueError where a sample has a
-    token that was never counted.
+    Calling it raises ValueError if a sample has a token whose count is zero.
+
+    Args:
+        counts: How often each token occurs in the dataset, from `count_vocabulary`.
+        padding: A token that adds nothing; None (default) if there is none.
+        field: Which entry of a tuple or dict holds the tokens; None (default) for the first, or "input_ids".
     """
 
     counts: Array
@@ -92,19 +110,25 @@ class VocabularyRarity:
         counts = np.asarray(self.counts, np.float64)
         if len(rows) and (rows.min() < 0 or rows.max() >= len(counts) or not counts[rows].all()):
             bad = next(int(w) for w in rows if not (0 <= w < len(counts) and counts[w]))
-            raise ValueError(f"token {bad} was never counted: the counts are of another dataset")
+            raise ValueError(
+                f"token {bad} was never counted: the counts are of another dataset; run count_vocabulary on this one"
+            )
         if self.padding is not None:
             counts = counts.copy()
             counts[self.padding] = 0.0
         with np.errstate(divide="ignore"):
             cost = np.log(counts.sum()) - np.log(counts)
-        cost[counts == 0] = 0.0  # padding; nothing else that is not counted comes so far
+        cost[counts == 0] = 0.0  # the padding token: the check above rejects all others
         return _sums(cost[rows], starts)
 
 
 @dataclass(frozen=True)
 class UserMetric:
-    """A function of one sample. Raises ValueError where it gives what is no finite number."""
+    """A metric from a user's own function. Calling it raises ValueError if a value is not finite.
+
+    Args:
+        function: Takes one sample of the dataset and returns a number.
+    """
 
     function: Callable[[Any], float]
     dtype = "float64"
@@ -113,13 +137,17 @@ class UserMetric:
         values = np.fromiter((float(self.function(s)) for s in samples), np.float64, len(samples))
         if not np.isfinite(values).all():
             raise ValueError(
-                f"a metric must be a finite number, {self.function!r} gave {values[~np.isfinite(values)][0]}"
+                f"a metric must be a finite number, {self.function!r} returned {values[~np.isfinite(values)][0]}"
             )
         return values
 
 
 def counts_of(samples: Sequence[object], size: int, field: Field = None) -> Array:
-    """How often each of `size` tokens stands in these samples. Raises ValueError on a token beyond."""
+    """How often each of `size` tokens occurs in these samples.
+
+    Raises:
+        ValueError: A token is outside the vocabulary.
+    """
     rows, _ = _joined(samples, field)
     if len(rows) and (rows.min() < 0 or rows.max() >= size):
         raise ValueError(
@@ -129,7 +157,7 @@ def counts_of(samples: Sequence[object], size: int, field: Field = None) -> Arra
 
 
 def _joined(samples: Sequence[object], field: Field) -> tuple[Array, Array]:
-    """All tokens in one row, and where each sample begins; the end as well."""
+    """All tokens in one row, and the offsets at which samples begin, with the end as the last one."""
     rows = [tokens_of(s, field) for s in samples]
     starts = np.zeros(len(rows) + 1, np.int64)
     np.cumsum([len(row) for row in rows], out=starts[1:])
@@ -137,7 +165,7 @@ def _joined(samples: Sequence[object], field: Field) -> tuple[Array, Array]:
 
 
 def _sums(values: Array, starts: Array) -> Array:
-    """Of each sample, also of one without tokens; the bits do not depend on the samples around it."""
+    """The sum for each sample, 0 for one without tokens. Its bits do not depend on the samples around it."""
     sums = np.zeros(len(starts) - 1, values.dtype)
     has_tokens = starts[:-1] < starts[1:]
     if has_tokens.any():

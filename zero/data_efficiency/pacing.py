@@ -1,6 +1,6 @@
 """Pacing: how difficult samples may be, or how many tokens a layer keeps, at step t. Pure functions of t.
 
-    d(t) = floor((t/T)^(1/degree) · (last - first) + first), less its remainder modulo `multiple`, from first to last
+    d(t) = floor((t/T)^(1/degree) · (last - first) + first), rounded down to a multiple, and clamped to [first, last]
 
 t counts steps from 1. Source: DeepSpeed's data-efficiency tutorial; arXiv 2212.03597, section 3.1, and 2211.11586.
 """
@@ -16,9 +16,17 @@ Pacing = Callable[[int], int]
 
 @dataclass(frozen=True)
 class Root:
-    """Rises as the degree-th root of t from `first` at the start to `last` at `total_steps`; degree 1: a line.
+    """A difficulty that rises as the degree-th root of the step. Call it with the step, counted from 1.
 
-    multiple: values are rounded down to a multiple of it, but neither below first nor above last.
+    Args:
+        first: The value at the start.
+        last: The value from `total_steps` on.
+        total_steps: The steps over which it rises.
+        multiple: Values are rounded down to a multiple of this, but not below `first`; 1 by default.
+        degree: The degree of the root; 1 (default) rises linearly, 2 faster at first.
+
+    Raises:
+        ValueError: `first` is negative or above `last`, or a step count, multiple or degree is too small.
     """
 
     first: int
@@ -45,7 +53,15 @@ class Root:
 
 @dataclass(frozen=True)
 class Discrete:
-    """A table: values[k] up to and with step until[k]; the last value from then on."""
+    """A difficulty from a table: values[k] up to and including step until[k]. Call it with the step, counted from 1.
+
+    Args:
+        values: The difficulties, not falling.
+        until: The last step of each difficulty but the last one, rising.
+
+    Raises:
+        ValueError: `until` is not one shorter than `values`, or they do not rise.
+    """
 
     values: tuple[int, ...]
     until: tuple[int, ...]
@@ -53,8 +69,8 @@ class Discrete:
     def __post_init__(self) -> None:
         if len(self.values) != len(self.until) + 1:
             raise ValueError(
-                f"a table of {len(self.values)} difficulties has one step less, where each but the last ends; got "
-                f"{len(self.until)} steps"
+                f"a table of {len(self.values)} difficulties needs {len(self.values) - 1} steps, the last of each "
+                f"difficulty but the last one; got {len(self.until)} steps"
             )
         if list(self.until) != sorted(set(self.until)) or list(self.values) != sorted(self.values):
             raise ValueError(f"difficulties and steps must rise, got {list(self.values)} and {list(self.until)}")
@@ -64,7 +80,7 @@ class Discrete:
 
 
 class Custom:
-    """The caller's own function of the step, which may be given later than the configuration is read."""
+    """The caller's own function of the step, which may be set after the configuration has been read."""
 
     def __init__(self, name: str, function: Pacing | None = None):
         self.name, self.function = name, function

@@ -5,10 +5,10 @@
     sampler = CurriculumSampler(len(dataset), batch_size=256, metrics={"rarity": rarity}, seed=1)
     drawn = sampler.draw()
 
-When a difficulty rises, the samples that become eligible and are in no cluster yet make a new cluster: those whose
-metrics all are at most the difficulties. A batch is drawn from the clusters by a multinomial over their sizes; each
-cluster is read in a shuffled order of its own, to its end, and then in another. Every draw is a function of (seed,
-batch) or (seed, cluster, pass), so the generators' state is a few counts, in any world the same.
+A sample is eligible if all its metrics are at most the current difficulties. When a difficulty rises, the newly
+eligible samples form a new cluster. A batch is drawn from the clusters by a multinomial over their sizes; each cluster
+is read to its end in a shuffled order, then reshuffled. Every draw is a function of (seed, batch) or (seed, cluster,
+pass), so the state to save is a few counts, the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Drawn:
-    """A global batch. parts: its micro-batches, of all ranks, in the order in which ranks take them; sample numbers.
+    """A global batch, as sample numbers.
 
-    difficulties: by metric. lr_scale: what dynamic batching asks of the learning rate.
+    Attributes:
+        parts: The micro-batches of all ranks, in the order in which ranks take them: arrays of sample numbers.
+        difficulties: The difficulty of each metric for this batch; empty for batches by tokens.
+        lr_scale: The factor for the learning rate in this step (dynamic batching); 1 by default.
     """
 
     parts: Sequence[Array]
@@ -43,9 +46,9 @@ class Drawn:
 
 
 class Sampler(Protocol):
-    """What a `CurriculumLoader` reads from: `CurriculumSampler`, or `TokenSampler`.
+    """What a `CurriculumLoader` reads from: a `CurriculumSampler` or a `TokenSampler`.
 
-    batches_per_pass: global batches with about as many samples as the dataset has.
+    `batches_per_pass` is the number of global batches that together have about as many samples as the dataset.
     """
 
     @property
@@ -59,11 +62,18 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class CurriculumMetric:
-    """How one metric paces the samples.
+    """How one metric decides which samples are eligible at a step.
 
-    values: of each sample; None: the metric selects no samples ("single_cluster"), its difficulty is there for others,
-    as for truncation. difficulty_type: "value": samples with at most this value; "percentile": the easiest such per
-    cent of the samples, ties in the order of their numbers.
+    Args:
+        pacing: The difficulty as a function of the global batch, counted from 1, as `Root` or `Discrete`.
+        values: The metric of every sample, from `read_metric`. None (default) only for "single_cluster".
+        difficulty_type: "value" (default) selects samples of at most this value; "percentile" selects the easiest so
+            many per cent of the samples, ties in the order of the sample numbers.
+        clustering_type: "schedule_based" (default) selects samples; "single_cluster" selects none: the difficulty is
+            only passed on with the batch, for example for truncation.
+
+    Raises:
+        ValueError: An unknown type, or a schedule_based metric without values.
     """
 
     pacing: Pacing
@@ -89,9 +99,18 @@ class CurriculumMetric:
 
 
 class CurriculumSampler:
-    """See the module. samples: in the dataset. batch_size: samples of a global batch.
+    """Draws global batches whose samples become more difficult, the same on every rank without communication.
 
-    Raises ValueError where the first difficulties select nothing, or metrics have another number of samples.
+    Source: arXiv 2212.03597, section 3.1.
+
+    Args:
+        samples: How many samples the dataset has.
+        batch_size: Samples in a global batch, over all ranks.
+        metrics: The metrics by name. A sample is eligible if all of them select it.
+        seed: Seed of every draw, 1234 by default. Must be the same on all ranks.
+
+    Raises:
+        ValueError: The first difficulties select no sample, or a metric has another number of samples.
     """
 
     def __init__(self, samples: int, batch_size: int, metrics: Mapping[str, CurriculumMetric], *, seed: int = 1234):
@@ -126,7 +145,7 @@ class CurriculumSampler:
 
     @property
     def batches_per_pass(self) -> int:
-        """Global batches with as many samples as the dataset has; a rest does not count."""
+        """How many whole global batches the samples of the dataset fill; a remainder does not count."""
         return self.samples // self.batch_size
 
     @property
@@ -138,18 +157,22 @@ class CurriculumSampler:
         return [len(cluster.members) for cluster in self._clusters]
 
     def difficulties(self, batch: int) -> dict[str, int]:
-        """Of this global batch, counted from 1, by metric."""
+        """The difficulty of each metric in global batch `batch`, counted from 1."""
         return {name: int(metric.pacing(batch)) for name, metric in self._metrics.items()}
 
     def draw(self, parts: int = 1) -> Drawn:
-        """The next global batch, in micro-batches of one size. Raises ValueError where `parts` do not divide it."""
+        """The next global batch, split into `parts` micro-batches of one size.
+
+        Raises:
+            ValueError: `parts` does not divide the batch size.
+        """
         if self.batch_size % parts:
-            raise ValueError(f"a batch of {self.batch_size} samples is not made of {parts} parts of one size")
+            raise ValueError(f"a batch of {self.batch_size} samples cannot be split into {parts} parts of one size")
         difficulties = self.difficulties(self._batch + 1)
         self._batch += 1
         if difficulties != self._difficulties:
             self._grow(difficulties)
-        if not self._clusters:  # a custom schedule that was given late
+        if not self._clusters:  # the function of a custom schedule was set after the constructor could check it
             self._check(difficulties)
         generator = np.random.default_rng([self.seed, 0, self._batch])
         sizes = np.array(self.cluster_sizes, float)
@@ -160,7 +183,7 @@ class CurriculumSampler:
         return Drawn(np.split(chosen, parts), difficulties)
 
     def _grow(self, difficulties: dict[str, int]) -> None:
-        """A new cluster of what has become eligible, if anything has."""
+        """Form a new cluster from the samples that have become eligible, if there are any."""
         self._difficulties = difficulties
         fresh = self._selected(difficulties) & ~self._is_taken
         if fresh.any():
@@ -170,7 +193,7 @@ class CurriculumSampler:
             self._history.append(difficulties)
 
     def _selected(self, difficulties: Mapping[str, int]) -> Array:
-        """Whether each sample is at most as difficult, by all metrics that select."""
+        """Whether each sample is eligible: bool [samples]."""
         selected = np.ones(self.samples, bool)
         for name, metric in self._metrics.items():
             if not metric.selects:
@@ -194,12 +217,13 @@ class CurriculumSampler:
         for name, metric in self._metrics.items():
             if metric.selects:
                 values = np.asarray(metric.values)
-                unit = "the easiest so many per cent" if metric.difficulty_type == "percentile" else "at most"
-                lines.append(f"{name}: {unit} {difficulties[name]}, values from {values.min():g} to {values.max():g}")
+                limit = f"{difficulties[name]} %" if metric.difficulty_type == "percentile" else f"{difficulties[name]}"
+                kind = "the easiest" if metric.difficulty_type == "percentile" else "at most"
+                lines.append(f"{name}: {kind} {limit}, values from {values.min():g} to {values.max():g}")
         return "; ".join(lines)
 
     def state_dict(self) -> State:
-        """Plain numbers, the same on every rank."""
+        """The position in the data: plain numbers, the same on every rank."""
         return {
             "kind": "curriculum",
             "seed": self.seed,
@@ -211,15 +235,23 @@ class CurriculumSampler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there. Raises ValueError where it is of another dataset, or of metrics of other names."""
+        """Continue from the position that `state_dict` gave.
+
+        Raises:
+            ValueError: The state is from another dataset, or from a sampler with other metrics.
+        """
         if state_dict.get("kind") != "curriculum" or state_dict["samples"] != self.samples:
             raise ValueError(
-                f"this state is of a {state_dict.get('kind')} sampler over {state_dict.get('samples')} samples, not of "
-                f"a curriculum over {self.samples}; resume with the configuration and dataset that it was saved with"
+                f"this state comes from a {state_dict.get('kind')} sampler over {state_dict.get('samples')} samples, "
+                f"not from a curriculum over {self.samples}; resume with the configuration and dataset that it was "
+                "saved with"
             )
         if any(cluster["difficulties"].keys() != self._metrics.keys() for cluster in state_dict["clusters"]):
             there = ", ".join(state_dict["clusters"][0]["difficulties"])
-            raise ValueError(f"this state is of a curriculum by {there}, not by {', '.join(self._metrics)}")
+            raise ValueError(
+                f"this state comes from a curriculum by {there}, not by {', '.join(self._metrics)}; resume with the "
+                "metrics that it was saved with"
+            )
         self.seed, self._batch = state_dict["seed"], state_dict["batch"]
         self._clusters, self._history, self._is_taken = [], [], np.zeros(self.samples, bool)
         for saved in state_dict["clusters"]:
@@ -227,21 +259,22 @@ class CurriculumSampler:
             self._grow(dict(saved["difficulties"]))
             if len(self._clusters) == before:
                 raise ValueError(
-                    f"a cluster of this state is empty here ({saved['difficulties']}): metrics have changed"
+                    f"a cluster of this state is empty with these metrics ({saved['difficulties']}): the metrics have "
+                    "changed since it was saved; resume with the old ones"
                 )
             self._clusters[-1].read = saved["read"]
         self._difficulties = self.difficulties(self._batch) if self._batch else None
 
 
 class _Cluster:
-    """Samples, read in a shuffled order, pass after pass. read: how many have been, in all passes."""
+    """Samples read in a shuffled order, pass after pass. `read` counts those read so far, over all passes."""
 
     def __init__(self, members: Array, key: Sequence[int]):
         self.members, self._key, self.read = members, list(key), 0
         self._pass, self._order = -1, members
 
     def take(self, count: int) -> Array:
-        """The next this many."""
+        """The next `count` samples."""
         taken = []
         while count:
             number, first = divmod(self.read, len(self.members))
@@ -256,14 +289,27 @@ class _Cluster:
 
 
 class TokenSampler:
-    """Global batches of micro-batches with about as many tokens each: short samples come many at a time.
+    """Draws global batches by tokens: micro-batches of about equally many tokens, so short samples come many at a time.
 
-    lengths: of each sample, in tokens. max_tokens: of a micro-batch, padding included where `is_padded`: its samples
-    times the longest. batch_size: the samples that the learning rate is meant for; a batch of n has its rate scaled by
-    n/batch_size ("linear"), the root of it ("sqrt"), or not ("none"). min_samples, max_samples: of a micro-batch.
-    order: "random": pass by pass shuffled; "order": as in the dataset; "seqlen": shuffled, then by length within each
-    stretch of 100 micro-batches, so that padding is small. Micro-batches of a pass that make no whole batch are left
-    out of it. Raises ValueError where a sample is longer than max_tokens, or none fits.
+    Micro-batches left over at the end of a pass, too few for a global batch, are skipped.
+
+    Args:
+        lengths: The length of every sample in tokens.
+        max_tokens: The most tokens in a micro-batch; with `is_padded`, its samples times its longest sample.
+        batch_size: The number of samples that the learning rate is meant for.
+        parts: Micro-batches in a global batch, over all ranks; 1 by default.
+        scaling: How the rate of a batch of n samples is scaled: by n/batch_size ("linear", default), by its square
+            root ("sqrt"), or not at all ("none").
+        min_samples: Micro-batches with fewer samples are left out; 1 by default.
+        max_samples: The most samples in a micro-batch; None (default) for no limit.
+        order: "random" (default) shuffles every pass; "order" keeps the dataset's order; "seqlen" shuffles, then sorts
+            by length within stretches of about 100 micro-batches, so that little is padded.
+        is_padded: Whether a micro-batch is padded to its longest sample, True by default.
+        seed: Seed of the orders, 1234 by default. Must be the same on all ranks.
+
+    Raises:
+        ValueError: A sample is longer than max_tokens, there are too few micro-batches for one global batch, or `order`
+            or `scaling` is unknown.
     """
 
     def __init__(
@@ -293,14 +339,14 @@ class TokenSampler:
             worst = int(self._lengths.argmax())
             raise ValueError(
                 f"sample {worst} has {self._lengths[worst]} tokens, a micro-batch at most {max_tokens}; raise "
-                "max_tokens_per_batch, or cut the sample"
+                "max_tokens_per_batch, or shorten the sample"
             )
         self._pass, self._done = 0, 0
         self._micro = self._packed(0)
         if len(self._micro) < parts:
             raise ValueError(
                 f"the dataset makes {len(self._micro)} micro-batches of {max_tokens} tokens, and a step needs {parts}; "
-                "lower max_tokens_per_batch, or take a larger dataset"
+                "lower max_tokens_per_batch, or use a larger dataset"
             )
         self._batches, self._batches_of_first = 0, len(self._micro) // parts
 
@@ -310,11 +356,15 @@ class TokenSampler:
 
     @property
     def batches_per_pass(self) -> int:
-        """Of the first pass; others may have one more or less."""
+        """Global batches in the first pass; later passes may have one more or fewer."""
         return self._batches_of_first
 
     def draw(self, parts: int = 1) -> Drawn:
-        """The next global batch. Raises ValueError where parts is not what the sampler was made for."""
+        """The next global batch.
+
+        Raises:
+            ValueError: `parts` differs from the constructor's.
+        """
         if parts != self.parts:
             raise ValueError(f"this sampler makes batches of {self.parts} micro-batches, asked for {parts}")
         if self._done + parts > len(self._micro):
@@ -330,7 +380,7 @@ class TokenSampler:
         return 1.0 if self._scaling == "none" else ratio if self._scaling == "linear" else math.sqrt(ratio)
 
     def _packed(self, number: int) -> list[Array]:
-        """The micro-batches of a pass. Greedy, in order: a sample that does not fit begins the next."""
+        """The micro-batches of a pass. Greedy, in order: a sample that does not fit starts the next one."""
         n = len(self._lengths)
         generator = np.random.default_rng([self.seed, 2, number])
         order = np.arange(n) if self._order == "order" else generator.permutation(n)
@@ -353,7 +403,7 @@ class TokenSampler:
         return cast(list[Array], found)
 
     def state_dict(self) -> State:
-        """Plain numbers, the same on every rank."""
+        """The position in the data: plain numbers, the same on every rank."""
         return {
             "kind": "tokens",
             "seed": self.seed,
@@ -364,11 +414,16 @@ class TokenSampler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there. Raises ValueError where it is of another dataset."""
+        """Continue from the position that `state_dict` gave.
+
+        Raises:
+            ValueError: The state is from another dataset or another kind of sampler.
+        """
         if state_dict.get("kind") != "tokens" or state_dict["samples"] != len(self._lengths):
             raise ValueError(
-                f"this state is of a {state_dict.get('kind')} sampler over {state_dict.get('samples')} samples, not of "
-                f"batches by tokens over {len(self._lengths)}; resume with what it was saved with"
+                f"this state comes from a {state_dict.get('kind')} sampler over {state_dict.get('samples')} samples, "
+                f"not from one of batches by tokens over {len(self._lengths)}; resume with the configuration and "
+                "dataset that it was saved with"
             )
         self.seed, self._pass, self._done = state_dict["seed"], state_dict["pass"], state_dict["done"]
         self._batches, self._micro = state_dict["batch"], self._packed(state_dict["pass"])

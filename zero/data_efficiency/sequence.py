@@ -1,7 +1,8 @@
-"""Shorter sequences of a batch: cut off, or cut into several. Pure functions of nested tensors.
+"""Shorter sequences of a batch: truncated, or cut into several. Pure functions of nested tensors.
 
-Every tensor of a batch whose second dimension is the batch's length is changed alike: tokens, labels, padding masks,
-position ids. Square masks [B, T, T] and [B, heads, T, T] are cut along both; they cannot be reshaped.
+Every tensor whose second dimension is the batch's sequence length is changed in the same way: tokens, labels, padding
+masks, position ids. Square masks [B, T, T] and [B, heads, T, T] are truncated in both dimensions, and cannot be
+reshaped.
 Source: arXiv 2212.03597, section 3.1: truncation-based and reshape-based curriculum.
 """
 
@@ -16,7 +17,7 @@ T = TypeVar("T")
 
 
 def length_of(batch: object) -> int | None:
-    """Tokens in a sequence: the second dimension of the first tensor that has one. None: there is none."""
+    """The batch's sequence length: the second dimension of the first tensor that has one; None if none has."""
     if isinstance(batch, Tensor):
         return batch.shape[1] if batch.dim() > 1 else None
     inside = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
@@ -24,7 +25,15 @@ def length_of(batch: object) -> int | None:
 
 
 def truncate(batch: T, length: int) -> T:
-    """The first `length` tokens of every sequence; views. Batches that are as short already stay as they are."""
+    """Keep the first `length` tokens of every sequence.
+
+    Args:
+        batch: Tensors, nested in tuples, lists and dicts. The first one with two dimensions gives the sequence length.
+        length: Tokens to keep.
+
+    Returns:
+        The batch with views in place of its tensors; the batch itself if it is not longer.
+    """
     whole = length_of(batch)
     if whole is None or whole <= length:
         return batch
@@ -32,9 +41,17 @@ def truncate(batch: T, length: int) -> T:
 
 
 def reshape(batch: T, length: int) -> T:
-    """Every sequence as several of `length` tokens, which become rows of the batch; a rest is dropped.
+    """Cut every sequence into several of `length` tokens, which become rows of the batch. A remainder is dropped.
 
-    Raises ValueError where a tensor has a row for each sequence and no such length, or is a square mask.
+    Args:
+        batch: Tensors, nested in tuples, lists and dicts. The first one with two dimensions gives the sequence length.
+        length: Tokens of the new sequences.
+
+    Returns:
+        The batch with reshaped tensors; the batch itself if it is not longer.
+
+    Raises:
+        ValueError: A tensor has a row for each sequence, but is not that long, or is a square mask.
     """
     whole = length_of(batch)
     if whole is None or whole <= length:
@@ -44,7 +61,7 @@ def reshape(batch: T, length: int) -> T:
 
 
 def _rows_of(batch: object) -> int:
-    """Of the tensor whose length `length_of` gives."""
+    """The number of rows of the tensor whose length `length_of` gives."""
     if isinstance(batch, Tensor):
         return batch.shape[0]
     inside = batch.values() if isinstance(batch, Mapping) else cast("list[object]", batch)
@@ -58,7 +75,7 @@ def _cut(x: Tensor, whole: int, length: int) -> Tensor:
 
 
 def _cut_square(x: Tensor, whole: int, length: int) -> Tensor:
-    """A mask's last two dimensions."""
+    """Truncate the last two dimensions of x if it is a mask."""
     is_mask = x.dim() == 4 or (x.dim() == 3 and not x.is_floating_point())
     if is_mask and x.shape[-1] == whole and x.shape[-2] in (1, whole, length):
         return x[..., : min(length, x.shape[-2]), :length]
@@ -71,14 +88,14 @@ def _fold(x: Tensor, rows: int, whole: int, length: int) -> Tensor:
     if not has_length and x.dim() > 0 and x.shape[0] == rows:
         raise ValueError(
             f"a tensor of shape {tuple(x.shape)} cannot be reshaped with its sequences of {whole} tokens to ones of "
-            f"{length}: it has no such dimension, or is a square mask; pass a padding mask [B, T], or truncate"
+            f"{length}: it has no dimension of {whole}, or is a square mask; pass a padding mask [B, T], or truncate"
         )
     pieces = whole // length
     return x[:, : pieces * length].reshape(x.shape[0] * pieces, length, *x.shape[2:]) if has_length else x
 
 
 def _mapped(value: object, change: Callable[[Tensor], Tensor]) -> object:
-    """As `precision.cast_floats`, of every tensor."""
+    """Apply `change` to every tensor within nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):

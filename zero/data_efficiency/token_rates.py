@@ -1,4 +1,4 @@
-"""Learning rates by consumed tokens: with short sequences or dropped tokens, a step is less of the training.
+"""Learning rates by consumed tokens: with short sequences or dropped tokens, a step consumes less of the training.
 
     scheduler = TokenLR(optimizer, total_tokens=10**9, warmup_tokens=10**7)
     ...; optimizer.step(); scheduler.step(tokens=batch.numel())
@@ -18,9 +18,23 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 class TokenLR(LRScheduler):
-    """Linear over `warmup_tokens`, then down to min_fraction of each group's rate when `total_tokens` are consumed.
+    """A learning rate schedule that counts consumed tokens instead of steps: linear warmup, then decay.
 
-    decay: "cosine", "linear" or "constant". tokens: consumed so far. Raises ValueError on numbers that do not fit.
+    Call `step(tokens=n)` after each optimizer step, with the same number on all ranks. Source: arXiv 2212.03597,
+    section 3.3.
+
+    Args:
+        optimizer: The optimizer whose groups' rates are set; their current rates are the highest.
+        total_tokens: The tokens after which the decay ends.
+        warmup_tokens: The tokens over which rates rise linearly, 0 by default.
+        min_fraction: The fraction of each rate that the decay ends at, 0 by default.
+        decay: "cosine" (default), "linear" or "constant".
+
+    Attributes:
+        tokens: The tokens consumed so far.
+
+    Raises:
+        ValueError: warmup_tokens is not below total_tokens, or the decay is unknown.
     """
 
     def __init__(
@@ -41,7 +55,7 @@ class TokenLR(LRScheduler):
         super().__init__(optimizer)
 
     def fraction(self) -> float:
-        """Of the groups' rates, now."""
+        """The current fraction of the groups' rates."""
         if self.tokens < self.warmup_tokens:
             return max(1, self.tokens) / self.warmup_tokens
         done = min(1.0, (self.tokens - self.warmup_tokens) / (self.total_tokens - self.warmup_tokens))
@@ -51,20 +65,25 @@ class TokenLR(LRScheduler):
         return self._min_fraction + (1.0 - self._min_fraction) * left
 
     def get_lr(self) -> list[float | Tensor]:
+        """The current rate of each group."""
         return [float(lr) * self.fraction() for lr in self.base_lrs]
 
     def step(self, epoch: int | None = None, *, tokens: int = 0) -> None:
-        """After an optimizer step that has consumed this many tokens, over all ranks."""
+        """Set the rates after an optimizer step that consumed `tokens` tokens, over all ranks."""
         self.tokens += tokens
         super().step(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
+        """Tokens consumed and the groups' rates, as plain numbers."""
         base_lrs = [float(lr) for lr in self.base_lrs]
         return {"tokens": self.tokens, "last_epoch": self.last_epoch, "base_lrs": base_lrs}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue at that token, with its rates in the groups."""
+        """Continue from the state that `state_dict` gave, and set the groups' rates.
+
+        Raises:
+            ValueError: The optimizer has another number of groups.
+        """
         if len(state_dict["base_lrs"]) != len(self.optimizer.param_groups):
             raise ValueError(
                 f"cannot load this scheduler state: it has {len(state_dict['base_lrs'])} groups, the optimizer "
